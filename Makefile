@@ -1,0 +1,46 @@
+# What a user needs: `make train`, `make test`, `make compare`. Each sets up .venv first; nothing else has to be prepared.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+WORKDIR ?= runs/digits
+RUN = .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train compare test lint format clean
+
+help:
+	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
+	@echo "make compare                      train with six positional schemes, one table and one picture"
+	@echo "make test | lint | format         what a change must pass"
+	@echo "make setup                        the environment alone (.venv)"
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(or $(PYTHON),python3) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else f"rope_jax needs Python 3.12 or newer, but {sys.executable} is {v[0]}.{v[1]}: install it, or name it as in make setup PYTHON=python3.12")'
+	$(or $(PYTHON),python3) -m venv .venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+train: setup
+	$(RUN) -m rope_jax.main --config=configs/digits.py --workdir=$(WORKDIR)
+
+SCHEMES = none ape rpb rope2d rope_mixed axial_rope
+compare: setup
+	@for position in $(SCHEMES); do \
+		$(RUN) -m rope_jax.main --config=configs/digits.py:position=$$position --workdir=runs/compare/$$position && test -f runs/compare/$$position/results.json || exit 1; \
+	done
+	$(RUN) -m rope_jax.analysis.report $(SCHEMES:%=runs/compare/%)
+
+test: setup
+	$(RUN) -m pytest
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: setup
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,119 @@
+"""Attention in plain jax.numpy, for all patterns: what every kernel is compared with, and what runs where there is no kernel.
+
+It is exact, differentiable in q, k, v, bias and rotation, and leaves the precision of matrix products to the caller's
+`jax.default_matmul_precision`.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rope_jax_kernels.attention import neighborhood
+from rope_jax_kernels.attention.dense import attend, spread_table, turn_tokens
+from rope_jax_kernels.attention.patterns import Neighborhood, Pair, Pattern, Window
+from rope_jax_kernels.rotation import Rotation
+
+
+def attend_globally(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    *,
+    rotation: Rotation | None,
+    bias: Float[Array, "N L L"] | None,
+    scale: float | Array,
+) -> Float[Array, "B L N D"]:
+    """Attention of every token to every token."""
+    q, k, v = (x.swapaxes(1, 2) for x in (turn_tokens(q, rotation), turn_tokens(k, rotation), v))
+    return attend(q, k, v, scale=scale, bias=bias).swapaxes(1, 2)
+
+
+def axis_regions(length: int, size: int, shift: int) -> Int[np.ndarray, " padded"]:
+    """Numbers the parts of a padded and rolled axis that may attend to each other; padding is -1.
+
+    After the roll, the last window holds tokens of both ends of the map: those that the roll carried round have another number.
+    """
+    padded = -(-length // size) * size
+    rolled = np.arange(padded)
+    return np.where((rolled + shift) % padded < length, rolled >= padded - shift, -1)
+
+
+def window_regions(grid: Pair, window: Window) -> Int[np.ndarray, "windows tokens"]:
+    """Region of each token of each window of a padded and rolled map. Padding is a region too: it attends to itself, never to nothing."""
+    rows, columns = (axis_regions(*axis) for axis in zip(grid, window.size, window.shift, strict=True))
+    regions = np.where((rows[:, None] < 0) | (columns < 0), -1, 2 * rows[:, None] + columns)
+    h, w = window.size
+    return regions.reshape(len(rows) // h, h, len(columns) // w, w).swapaxes(1, 2).reshape(-1, h * w)
+
+
+def split_windows(x: Float[Array, "B H W N D"], window: Window) -> Float[Array, "B windows tokens N D"]:
+    """Pads a map at the bottom and right, rolls it, and cuts it into windows."""
+    batch, *grid, heads, head_dim = x.shape
+    (h, w), (dy, dx) = window.size, window.shift
+    x = jnp.pad(x, ((0, 0), (0, -grid[0] % h), (0, -grid[1] % w), (0, 0), (0, 0)))
+    if window.shift != (0, 0):
+        x = jnp.roll(x, (-dy, -dx), axis=(1, 2))
+    x = x.reshape(batch, x.shape[1] // h, h, x.shape[2] // w, w, heads, head_dim)
+    return x.swapaxes(2, 3).reshape(batch, -1, h * w, heads, head_dim)
+
+
+def join_windows(x: Float[Array, "B windows tokens N D"], grid: Pair, window: Window) -> Float[Array, "B H W N D"]:
+    """Undoes `split_windows`."""
+    batch, _, _, heads, head_dim = x.shape
+    (h, w), shift = window.size, window.shift
+    rows, columns = (-(-n // size) for n, size in zip(grid, window.size, strict=True))
+    x = x.reshape(batch, rows, columns, h, w, heads, head_dim).swapaxes(2, 3)
+    x = x.reshape(batch, rows * h, columns * w, heads, head_dim)
+    if shift != (0, 0):
+        x = jnp.roll(x, shift, axis=(1, 2))
+    return x[:, : grid[0], : grid[1]]
+
+
+def window_bias(table: Float[Array, "N offsets"], size: Pair) -> Float[Array, "N tokens tokens"]:
+    """The bias matrix of one window of (h, w) tokens in row-major order, from a table [N, (2h-1)*(2w-1)] of query minus key."""
+    h, w = size
+    rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in size)
+    return spread_table(table.reshape(-1, 2 * h - 1, 2 * w - 1), rows, columns).swapaxes(2, 3).reshape(-1, h * w, h * w)
+
+
+def attend_in_windows(
+    q: Float[Array, "B H W N D"],
+    k: Float[Array, "B H W N D"],
+    v: Float[Array, "B H W N D"],
+    *,
+    window: Window,
+    rotation: Rotation | None,
+    bias: Float[Array, "N offsets"] | None,
+    scale: float | Array,
+) -> Float[Array, "B H W N D"]:
+    """Attention within the windows of `window`, which has been fitted to the map."""
+    grid = (q.shape[1], q.shape[2])
+    q, k, v = (split_windows(x, window) for x in (q, k, v))
+    q, k, v = (x.swapaxes(2, 3) for x in (turn_tokens(q, rotation), turn_tokens(k, rotation), v))
+    if bias is not None:
+        bias = window_bias(bias, window.size)
+    regions = window_regions(grid, window)
+    allowed = None
+    if regions.any():
+        labels = jnp.asarray(regions)[:, None]
+        allowed = labels[..., :, None] == labels[..., None, :]
+    return join_windows(attend(q, k, v, scale=scale, bias=bias, allowed=allowed).swapaxes(2, 3), grid, window)
+
+
+def attention(
+    q: Array, k: Array, v: Array, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | Array | None
+) -> Array:
+    """See `rope_jax_kernels.attention`."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(pattern, Window):
+        window = pattern.fit((q.shape[1], q.shape[2]))
+        return attend_in_windows(q, k, v, window=window, rotation=rotation, bias=bias, scale=scale)
+    if isinstance(pattern, Neighborhood):
+        return neighborhood.attend_to_neighbors(q, k, v, pattern=pattern, rotation=rotation, bias=bias, scale=scale)
+    return attend_globally(q, k, v, rotation=rotation, bias=bias, scale=scale)
+
+
+def attention_qkv(qkv: Array, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | Array | None) -> Array:
+    """See `rope_jax_kernels.attention_qkv`."""
+    q, k, v = (qkv[..., i, :, :] for i in range(3))
+    return attention(q, k, v, pattern=pattern, rotation=rotation, bias=bias, scale=scale)

@@ -1,0 +1,1 @@
+"""Looking at what was trained: tables, pictures, reports."""

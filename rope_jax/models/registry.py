@@ -1,0 +1,117 @@
+"""Models by name."""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One named model: its family's class and options, and the defaults of `create_model`."""
+
+    family: Callable[..., nnx.Module]
+    options: Any
+    position: str
+    num_classes: int
+    image_size: int
+
+
+MODELS: dict[str, Entry] = {}
+
+
+def register(name: str, family: Callable, options: Any, *, position: str, num_classes: int = 1000, image_size: int = 224) -> None:
+    """Enters a model under `name`; options is a frozen dataclass whose fields are the documented overrides."""
+    MODELS[name] = Entry(family, options, position, num_classes, image_size)
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names of all models that match a shell-style pattern, sorted: `list_models("deit*")`."""
+    return sorted(fnmatch.filter(MODELS, pattern))
+
+
+def find_model(name: str) -> Entry:
+    """The entry called `name`; ValueError with the closest name where there is none."""
+    if name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(list_models())}"
+        raise ValueError(f"unknown model {name!r}; {hint} (rope_jax.list_models() names all)")
+    return MODELS[name]
+
+
+def create_model(
+    name: str,
+    *,
+    position: str | None = None,
+    num_classes: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+    pretrained: bool = False,
+    **overrides: Any,
+) -> nnx.Module:
+    """Makes a backbone with a positional scheme.
+
+    Args:
+        name: one of `list_models()`.
+        position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)", "rope_mixed+ape", ...
+        num_classes: outputs of the head.
+        image_size: pixels, int or (height, width), for parameters whose shape depends on it. Calls accept other sizes.
+        seed: of the initial weights.
+        dtype: in which activations are computed. Parameters are float32, or float64 with dtype=float64 (which needs jax_enable_x64).
+        pretrained: must be False: there are no pretrained weights to load yet.
+        **overrides: the family's options by name, for example depth=2 (see `rope_jax.models.vit.ViTOptions`).
+
+    None stands for the model's own default. Works under `nnx.eval_shape`, which gives shapes without allocating.
+
+    Returns:
+        A module: `model(images[B, H, W, 3], train=False, key=None)` gives logits [B, num_classes], `model.features(images)` maps.
+
+    Raises:
+        ValueError: an unknown name, option or scheme, or a combination that cannot be; the message says what to change.
+    """
+    entry = find_model(name)
+    if pretrained:
+        raise ValueError(f"pretrained={pretrained!r}: loading pretrained weights is not part of this version; use pretrained=False")
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype != jnp.zeros((), dtype).dtype:
+        raise ValueError(f"dtype={dtype} is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64")
+    return entry.family(
+        model_options(name, overrides),
+        position=entry.position if position is None else position,
+        num_classes=_positive("num_classes", entry.num_classes if num_classes is None else num_classes),
+        image_size=image_pair(entry.image_size if image_size is None else image_size),
+        dtype=dtype,
+        rngs=nnx.Rngs(seed),
+    )
+
+
+def model_options(name: str, overrides: dict[str, Any]) -> Any:
+    """The options of a model with some overridden; ValueError names an unknown one."""
+    options = find_model(name).options
+    known = [field.name for field in dataclasses.fields(options)]
+    for key in overrides:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"{name} has no option {key!r}; {hint}known: {', '.join(known)}")
+    return dataclasses.replace(options, **overrides)
+
+
+def image_pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) in pixels from an int or a pair."""
+    pair = (size, size) if isinstance(size, int | np.integer) else tuple(size)
+    if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n > 0 for n in pair):
+        raise ValueError(f"image size {size!r} must be a positive number of pixels or a pair (height, width) of them")
+    return int(pair[0]), int(pair[1])
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+    return value

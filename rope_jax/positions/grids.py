@@ -1,0 +1,29 @@
+"""Coordinates of the tokens of a map. Each function takes grid = (H, W) and returns float64 [H, W, A]; axis 0 is y, axis 1 is x."""
+
+import numpy as np
+
+Grid = tuple[int, int]
+
+
+def _stack(y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.stack(np.meshgrid(y, x, indexing="ij"), axis=-1)
+
+
+def raster(grid: Grid) -> np.ndarray:
+    """The index of a token in reading order, y * W + x, in patches: [H, W, 1]."""
+    return np.arange(grid[0] * grid[1], dtype=np.float64).reshape(*grid, 1)
+
+
+def absolute(grid: Grid) -> np.ndarray:
+    """Row and column, in patches from 0."""
+    return _stack(np.arange(grid[0], dtype=np.float64), np.arange(grid[1], dtype=np.float64))
+
+
+def centres(grid: Grid) -> np.ndarray:
+    """Centres of the patches in a box whose long side is [-1, 1]; the short side keeps the spacing (HDiT `make_axial_pos`)."""
+    return _stack(*[(2 * np.arange(n) + 1 - n) / max(grid) for n in grid])
+
+
+def endpoints(grid: Grid) -> np.ndarray:
+    """Like `centres`, but the first and the last patch lie on the border of the box (thesis section 3.3, read literally)."""
+    return _stack(*[np.linspace(-1, 1, n) * n / max(grid) if n > 1 else np.zeros(1) for n in grid])

@@ -1,0 +1,173 @@
+"""What a positional scheme is: the stage it is made for, the two things it may say, and the registry of all schemes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from rope_jax_kernels import Global, Neighborhood, Rotation, Window
+
+Grid = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The part of a backbone that one scheme serves: layers of equal width on one map.
+
+    Attributes:
+        depth: number of attention layers.
+        heads, head_dim, channels: of each layer; channels is the width of a token.
+        grid: (rows, columns) of the map at creation, in tokens. Calls may use any other; parameters whose shape depends on it are
+            resized by the scheme's own rule.
+        pattern: what attends to what. Of a window the shift, and of a neighbourhood the dilation, may change from layer to layer.
+        prefix: number of class and register tokens that stand before the map in attention.
+        embed_prefix: how many of them are there already when `embed` is called (DeiT gives its class token a position, DeiT-III none).
+        dtype: of parameters, coordinates and angles: float32, or float64.
+    """
+
+    depth: int
+    heads: int
+    head_dim: int
+    channels: int
+    grid: Grid
+    pattern: Global | Window | Neighborhood = Global()
+    prefix: int = 0
+    embed_prefix: int = 0
+    dtype: np.dtype = np.dtype(np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """Marks an array of `Terms` whose first axis is the layer; arrays without the mark are shared by all layers."""
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What attention needs from a scheme, for all layers of a stage. Computed once per forward pass.
+
+    Attributes:
+        rotation: turns q and k; coordinates as `rope_jax_kernels.attention` takes them for the stage's pattern.
+        bias: what is added to the scaled logits: a table of offsets as `attention` takes it for windows and neighbourhoods. With global
+            attention the map is one window: a table [N, (2H-1)*(2W-1)] of query minus key; or a matrix [N, L, L].
+        add: [P + H*W, C], joins the normalised tokens before the projection to q, k, v.
+    """
+
+    rotation: Rotation | None = None
+    bias: Array | PerLayer | None = None
+    add: Array | PerLayer | None = None
+
+    def layer(self, index: int) -> "Terms":
+        """The terms of one layer, without marks."""
+        take = lambda leaf: leaf.value[index] if isinstance(leaf, PerLayer) else leaf
+        return jax.tree.map(take, self, is_leaf=lambda leaf: isinstance(leaf, PerLayer))
+
+
+class Position(nnx.Module):
+    """Base of all schemes; by itself, the scheme `none`. A scheme overrides what it needs.
+
+    Trainable arrays are `nnx.Param`s and say themselves whether the optimiser decays them: `nnx.Param(value, decay=False)`.
+    """
+
+    acts: ClassVar[str] = "nowhere"  # or "tokens", "rotation", "logits", "layers"
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs):
+        self.stage = stage
+
+    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
+        """Returns the tokens [B, embed_prefix + H*W, C] with what the scheme adds after the patch embedding."""
+        return tokens
+
+    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
+        """Returns what the layers' attention needs on a map of `grid`; `key` (training only) is for schemes that augment coordinates."""
+        return Terms()
+
+    def resize(self, grid: Grid) -> None:
+        """Makes `grid` the map of creation, by resizing every parameter whose shape depends on it, by the scheme's own rule."""
+        self.stage = dataclasses.replace(self.stage, grid=grid)
+
+
+class Sum(Position):
+    """Several schemes at once, written `a+b`: each adds to the tokens, and the terms are joined (Heo et al., section 4.1)."""
+
+    def __init__(self, stage: Stage, parts: list[Position]):
+        for acts, what in (("rotation", "rotate q and k"), ("layers", "add to every layer's tokens")):
+            if sum(acts in part.acts for part in parts) > 1:
+                raise ValueError(f"position combines several schemes that {what}; at most one of a sum may do so: remove the others")
+        self.stage = stage
+        self.parts = nnx.List(parts)
+
+    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
+        """See `Position.embed`."""
+        for part, part_key in zip(self.parts, _split(key, len(self.parts)), strict=True):
+            tokens = part.embed(tokens, grid, part_key)
+        return tokens
+
+    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
+        """See `Position.terms`."""
+        joined = Terms()
+        for part, part_key in zip(self.parts, _split(key, len(self.parts)), strict=True):
+            terms = part.terms(grid, part_key)
+            joined = Terms(
+                rotation=_join(joined.rotation, terms.rotation), bias=_join(joined.bias, terms.bias), add=_join(joined.add, terms.add)
+            )
+        return joined
+
+    def resize(self, grid: Grid) -> None:
+        """See `Position.resize`."""
+        for part in self.parts:
+            part.resize(grid)
+
+
+def _split(key: Array | None, count: int) -> list[Array | None]:
+    return [None] * count if key is None else list(jax.random.split(key, count))
+
+
+def _join(first: Any, second: Any) -> Any:
+    if first is None or second is None:
+        return second if first is None else first
+    depth = lambda x: x.value if isinstance(x, PerLayer) else x[None]
+    return PerLayer(depth(first) + depth(second))
+
+
+SCHEMES: dict[str, type[Position]] = {"none": Position}
+
+
+def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
+    """Class decorator that enters a scheme under `name`."""
+
+    def enter(cls: type[Position]) -> type[Position]:
+        if name in SCHEMES:
+            raise ValueError(f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}")
+        SCHEMES[name] = cls
+        return cls
+
+    return enter
+
+
+def check_option(name: str, value: Any, allowed: tuple) -> None:
+    """Refuses a value of an option that is not among `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value} is not allowed; use one of {', '.join(map(str, allowed))}")
+
+
+def token_coords(coords: np.ndarray, stage: Stage) -> Array:
+    """Coordinates [H, W, A] of a map, as attention takes them for the stage's pattern (float32, or float64).
+
+    Scores depend on differences of coordinates only, so one window stands for all of them, shifted or not: its coordinates are the
+    map's first ones, which keeps the map's spacing. Prefix tokens get the origin, where no rotation happens.
+    """
+    height, width, axes = coords.shape
+    if isinstance(stage.pattern, Window):
+        height, width = stage.pattern.fit((height, width)).size
+    flat = coords[:height, :width].reshape(height * width, axes)
+    prefix = stage.prefix if isinstance(stage.pattern, Global) else 0
+    return jnp.asarray(np.concatenate([np.zeros((prefix, axes)), flat]), stage.dtype)

@@ -1,0 +1,111 @@
+"""From files to models: what a workdir holds, and weights as the start of another run."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rope_jax.checkpoint import Checkpoints, named_leaves, some_of
+from rope_jax.config import Config, blame, model_overrides, resolve
+from rope_jax.models.registry import create_model, image_pair
+from rope_jax.sharding import like, make_mesh, replicated
+
+
+def create(config: Config) -> nnx.Module:
+    """The model that a config describes, freshly initialised.
+
+    Raises:
+        ConfigError: name, position, options and image size do not go together.
+    """
+    with blame("--config.model.name, --config.model.position, --config.model.options or --config.data.image_size"):
+        return create_model(
+            config.model.name,
+            position=config.model.position,
+            num_classes=config.model.num_classes,
+            image_size=None if config.data.image_size is None else image_pair(config.data.image_size),
+            seed=config.seed,
+            dtype=jnp.dtype(config.dtype),
+            **model_overrides(config.model.options),
+        )
+
+
+def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = None) -> tuple[nnx.Module, Config]:
+    """Loads what a run wrote.
+
+    Args:
+        path: the run's workdir.
+        step: which checkpoint; None for the newest.
+        ema: True for the averaged weights, False for the last ones; None for the average where the run kept one.
+
+    Returns:
+        The model with its weights, and the run's config.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: ema=True, but the run kept no average; or the checkpoint is damaged.
+    """
+    folder = pathlib.Path(path) / "checkpoints"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{path} holds no checkpoints; pass the --workdir of a run of rope_jax.main")
+    with Checkpoints(folder) as checkpoints:
+        steps = checkpoints.steps()
+        step = max(steps, default=None) if step is None else step
+        if step not in steps:
+            raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
+        config = resolve(checkpoints.config(step))
+        if ema and config.ema_decay is None:
+            raise ValueError("ema=True, but this run kept no averaged weights (--config.ema_decay): use ema=None or False")
+        averaged = config.ema_decay is not None if ema is None else ema
+        model = create(config)
+        entry = "ema" if averaged else "params"
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        nnx.update(model, checkpoints.load(step, {entry: like(params, replicated(make_mesh()))})[entry])
+    return model, config
+
+
+def start_from(model: nnx.Module, config: Config) -> None:
+    """Puts the weights of `config.init_from` into a fresh model.
+
+    A workdir's weights belong to that run's resolution: its position tables are resized to the model's by their scheme's rule. A file of
+    weights (see `save_weights`) must fit as it is. A head for another number of classes stays fresh.
+
+    Raises:
+        ConfigError: there are no weights, or they are of another model.
+    """
+    with blame("--config.init_from"):
+        if config.init_from.endswith(".npz"):
+            weights = _read_weights(config.init_from)
+        else:
+            trained, _ = load_checkpoint(config.init_from)
+            trained.resize(image_pair(config.data.image_size))
+            weights = _weights(trained)
+        own = _weights(model)
+        heads = [name for name in own if name.startswith("head.")]
+        fresh = [n for n in heads if n in weights and weights[n].shape != own[n].shape]
+        weights |= {name: own[name] for name in fresh}
+        problems = [f"{name} is missing" for name in own if name not in weights]
+        problems += [f"{name} is not expected" for name in weights if name not in own]
+        shapes = [(name, list(weights[name].shape), list(own[name].shape)) for name in own if name in weights]
+        problems += [f"{name} has shape {there}, not {here}" for name, there, here in shapes if there != here]
+        if problems:
+            raise ValueError(f"the weights of {config.init_from} are of another model: {some_of(problems)}")
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        leaves = [jnp.asarray(weights[name], leaf.dtype) for name, leaf in named_leaves(params)]
+        nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), leaves))
+    print(f"starting from the weights of {config.init_from}" + (" with a fresh head" if fresh else ""))
+
+
+def save_weights(model: nnx.Module, path: str) -> None:
+    """Writes a model's weights into one .npz file, by name ("blocks.0.attn.qkv.kernel"), for `--config.init_from`."""
+    np.savez(path, **_weights(model))
+
+
+def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))}
+
+
+def _read_weights(path: str) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)

@@ -1,0 +1,263 @@
+"""Training: one jitted, donated step over a plain dict of arrays, and the loop around it.
+
+The state of a run is a pure function of (config, step): data order, augmentation and drop path are derived from the step, so that a run
+that was interrupted ends exactly where it would have ended anyway.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from rope_jax import data, optim, restore
+from rope_jax.analysis.plots import accuracy_against_resolution
+from rope_jax.checkpoint import Checkpoints
+from rope_jax.config import Config, ConfigError, blame, differences, resolve, to_json
+from rope_jax.evaluate import evaluate, load_images, normalise, read_results, resolutions, results_table, write_results
+from rope_jax.metrics import MetricsWriter, Progress, parameter_table, progress_line
+from rope_jax.models.registry import image_pair
+from rope_jax.sharding import like, make_mesh, put_batch, replicated
+
+State = dict[str, Any]  # step i32[], params, opt, and ema where the config asks for it
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (Ctrl-C, SIGTERM); what was reached is saved."""
+
+
+class NonFinite(Exception):
+    """The loss or a gradient is not finite; the message names the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that a config determines, ready to train: see `prepare`."""
+
+    config: Config
+    mesh: Mesh
+    images: data.Images
+    graph: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    total_steps: int
+
+    def apply(self, params: Any, images: Array, **options: Any) -> Array:
+        """Logits of the model with these parameters."""
+        return nnx.merge(self.graph, params)(images, **options)
+
+
+def prepare(config: Config) -> tuple[Run, nnx.Module]:
+    """Loads the training images, checks that everything goes together, and makes the model and the optimiser.
+
+    Raises:
+        ConfigError: an impossible combination; the message names the flag to change.
+    """
+    mesh = make_mesh()
+    for name, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
+        if size % mesh.size:
+            fitting = [n for n in (size - size % mesh.size, size + mesh.size - size % mesh.size) if n]
+            raise ConfigError(
+                f"--config.{name}={size} cannot be divided over {mesh.size} devices; use {' or '.join(map(str, fitting))}, or fewer devices"
+            )
+    images = load_images(config, "train", config.data.image_size)
+    classes = config.model.num_classes
+    if classes is not None and classes < images.classes:
+        raise ConfigError(f"--config.model.num_classes={classes}, but {images.name} has {images.classes} classes: use at least that many")
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, num_classes=classes or images.classes),
+        data=dataclasses.replace(config.data, image_size=images.images.shape[1:3]),
+    )
+    model = restore.create(config)
+    with blame("--config.eval.resolutions"):
+        for size in resolutions(config, image_pair(config.data.image_size)):
+            model.grid(size)
+    total = max(1, round(config.epochs * len(images.labels) / config.batch_size))
+    warmup = round(config.optim.warmup_epochs * len(images.labels) / config.batch_size)
+    schedule = optim.learning_rate_schedule(
+        peak=config.optim.learning_rate, end=config.optim.min_learning_rate, warmup_steps=warmup, total_steps=total
+    )
+    graph, params = nnx.split(model, nnx.Param)
+    o = config.optim
+    optimizer = optim.adamw(
+        schedule, mask=optim.decay_mask(params), weight_decay=o.weight_decay, b1=o.b1, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm
+    )
+    return Run(config, mesh, images, graph, optimizer, schedule, total), model
+
+
+def initial_state(run: Run, model: nnx.Module) -> State:
+    """The state before the first step, from the model's parameters, on every device of the mesh."""
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": run.optimizer.init(params)}
+    if run.config.ema_decay is not None:
+        state["ema"] = jax.tree.map(jnp.copy, params)  # a copy: the step donates its buffers
+    return jax.device_put(state, replicated(run.mesh))
+
+
+def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict[str, Array]]]:
+    """The jitted training step: (state, batch) -> (state, metrics); the old state is donated."""
+    config = run.config
+
+    def loss_of(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Array]:
+        logits = run.apply(params, normalise(batch["image"], config), train=True, key=key).astype(jnp.float32)
+        targets = optax.smooth_labels(jax.nn.one_hot(batch["label"], logits.shape[-1]), config.label_smoothing)
+        return optax.softmax_cross_entropy(logits, targets).mean(), (logits.argmax(-1) == batch["label"]).mean()
+
+    def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Array]]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
+        (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"], batch, key)
+        updates, opt = run.optimizer.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {"step": state["step"] + 1, "params": params, "opt": opt}
+        if config.ema_decay is not None:
+            new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
+        metrics = {
+            "loss": loss,
+            "accuracy": accuracy,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(run.schedule(state["step"]), jnp.float32),
+        }
+        return new, metrics
+
+    shardings = replicated(run.mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, shardings))
+
+
+def train(config: Config, workdir: pathlib.Path) -> None:
+    """Trains, or resumes, or finds nothing left to do; then evaluates. Leaves its files in `workdir`.
+
+    Raises:
+        ConfigError: an impossible combination, or a workdir of another run.
+        Interrupted: the run was asked to stop; a checkpoint of the last finished step is on disk.
+        NonFinite: the loss or a gradient is not finite; nothing of it is on disk.
+    """
+    run, model = prepare(config)
+    config = run.config
+    with blame("--workdir"):
+        workdir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        poll = stack.enter_context(stop_signals())
+        checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", keep=config.keep_checkpoints))
+        step = checkpoints.newest()
+        if step is None:
+            if config.init_from is not None:
+                restore.start_from(model, config)
+            state = initial_state(run, model)
+            print(parameter_table(state["params"]))
+        else:
+            refuse_changes(config, checkpoints.config(step), workdir)
+            shapes = jax.eval_shape(lambda: initial_state(run, model))
+            with blame("--workdir"):
+                state = checkpoints.load(step, like(shapes, replicated(run.mesh)))
+            print(
+                f"found step {step} of {run.total_steps} in {workdir}: "
+                + ("resuming" if step < run.total_steps else "training is complete")
+            )
+        (workdir / "config.json").write_text(to_json(config) + "\n")
+        if int(state["step"]) < run.total_steps:
+            writer = stack.enter_context(MetricsWriter(workdir, restored_step=int(state["step"]), tensorboard=config.tensorboard))
+            state = loop(run, state, checkpoints, writer, poll)
+        finish(run, state, workdir, poll)
+
+
+def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter, poll: Callable[[], None]) -> State:
+    """Runs the remaining steps. The metrics of a step are fetched while the next one runs."""
+    config = run.config
+    first = int(state["step"])
+    save = lambda state, step: checkpoints.save(step, state, config=dataclasses.asdict(config))
+    train_step = make_step(run)
+    progress = Progress(total_steps=run.total_steps, batch_size=config.batch_size)
+    stream = data.batches(run.images, batch_size=config.batch_size, seed=config.seed, start_step=first, augment=config.data.augment)
+
+    def report(step: int, metrics: dict[str, Array]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        if not np.isfinite(values["loss"]) or not np.isfinite(values["grad_norm"]):
+            last = checkpoints.newest()
+            saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
+            raise NonFinite(
+                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; {saved}. "
+                "Lower --config.optim.learning_rate, or look at the data of this step"
+            )
+        speed = progress.at(step)
+        if step % config.log_every == 0 or step == run.total_steps:
+            writer.write(step, values | speed)
+            print(progress_line(step, run.total_steps, values | speed), flush=True)
+
+    pending = None
+    for step in range(first + 1, run.total_steps + 1):
+        state, metrics = train_step(state, put_batch(next(stream), run.mesh))
+        if pending is not None:
+            report(*pending)
+        pending = (step, metrics)
+        try:
+            poll()
+        except Interrupted:
+            report(*pending)
+            save(state, step)
+            raise
+        if step % config.checkpoint_every == 0 or step == run.total_steps:
+            report(*pending)
+            pending = None
+            save(state, step)
+    return state
+
+
+def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], None]) -> None:
+    """Evaluates the state, unless that was done, and shows what came of it."""
+    config, step = run.config, int(state["step"])
+    size = image_pair(config.data.image_size)
+    wanted = [list(pair) for pair in resolutions(config, size)]
+    results = read_results(workdir)
+    if results is None or results["step"] != step or [row["resolution"] for row in results["eval"]] != wanted:
+        rows = evaluate(run.apply, state.get("ema", state["params"]), config, run.mesh, poll=poll)
+        write_results(workdir, step, rows)
+    else:
+        rows = results["eval"]
+    print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {config.model.name} with {config.model.position}, step {step}")
+    print(results_table(rows))
+    picture = accuracy_against_resolution({config.model.position: rows}, workdir / "accuracy.png")
+    print(f"\npicture: {picture}" if picture else "\nno picture: matplotlib is not installed (pip install 'rope_jax[plot]')")
+
+
+def refuse_changes(config: Config, stored: dict, workdir: pathlib.Path) -> None:
+    """Refuses to resume a run under another config."""
+    changed = differences(resolve(stored), config)
+    if changed:
+        raise ConfigError(f"{workdir} holds a run of another config ({'; '.join(changed)}): use another --workdir, or the same settings")
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], None]]:
+    """Within this context SIGINT and SIGTERM only leave a note, and the function given raises Interrupted once there is one.
+
+    A second signal ends the process at once.
+    """
+    received: list[int] = []
+    previous = {}
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    def poll() -> None:
+        if received:
+            raise Interrupted(signal.Signals(received[0]).name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, note)
+    try:
+        yield poll
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

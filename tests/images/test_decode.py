@@ -1,0 +1,333 @@
+import csv
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, ImageOps
+
+from rope_jax.data import decode_image
+from rope_jax.data.decode import MAX_SCANS
+
+GIGABYTE = 10**9
+ORIENTATION = 0x0112
+
+
+def encode(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def picture(mode="RGB", height=5, width=7):
+    """A deterministic picture without symmetry."""
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    if mode in ("1", "L"):
+        return Image.fromarray(noise[:, :, 0]).convert(mode)
+    if mode == "LA":
+        return Image.merge("LA", [Image.fromarray(noise[:, :, k]) for k in (0, 1)])
+    return Image.merge(mode, [Image.fromarray(noise[:, :, k]) for k in range(len(mode))])
+
+
+def chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width, height, depth, colour, rows, *extra):
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"".join([b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), *extra, chunk(b"IDAT", zlib.compress(rows, 9)), chunk(b"IEND", b"")])
+
+
+def over_white(colour, alpha):
+    return np.rint((colour * alpha.astype(float) + 255.0 * (255 - alpha)) / 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_lossless_colour_grey_and_one_bit(mode, kind):
+    image = picture(mode)
+    options = {"lossless": True} if kind == "WEBP" else {}
+    pixels = decode_image(encode(image, kind, **options))
+    np.testing.assert_array_equal(pixels, np.asarray(image.convert("RGB")))
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
+    assert pixels.flags.writeable
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_jpeg_modes_equal_pillow(mode, progressive):
+    data = encode(picture(mode, 40, 24), "JPEG", progressive=progressive)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.mode == mode
+        np.testing.assert_array_equal(decode_image(data), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_over_white(mode):
+    image = picture(mode)
+    rgba = np.asarray(image.convert("RGBA"))
+    np.testing.assert_array_equal(decode_image(encode(image)), over_white(rgba[..., :3], rgba[..., 3:]))
+
+
+def test_webp_alpha_over_white():
+    image = picture("RGBA")
+    rgba = np.asarray(image)
+    pixels = decode_image(encode(image, "WEBP", lossless=True, exact=True))
+    np.testing.assert_array_equal(pixels, over_white(rgba[..., :3], rgba[..., 3:]))
+
+
+def test_palette_and_its_transparency():
+    image = Image.new("P", (3, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
+    image.putdata([0, 1, 2])
+    colours = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]]], np.uint8)
+    np.testing.assert_array_equal(decode_image(encode(image)), colours)
+    one = decode_image(encode(image, transparency=1))
+    np.testing.assert_array_equal(one, np.where([[[False], [True], [False]]], np.uint8(255), colours))
+    some = decode_image(encode(image, transparency=bytes([255, 100, 0])))
+    np.testing.assert_array_equal(some, over_white(colours, np.array([[[255], [100], [0]]])))
+
+
+def test_16_bit_grey_is_divided_by_257():
+    values = np.array([[0, 257, 128, 129, 32768, 65535]], np.uint16)
+    pixels = decode_image(encode(Image.fromarray(values)))
+    np.testing.assert_array_equal(pixels, np.repeat(np.uint8([[[0], [1], [0], [1], [128], [255]]]), 3, axis=2))
+
+
+def test_colour_keys_are_transparent_at_every_depth():
+    grey = [b"\0" + row for row in (b"\x1b", b"\x1b")]  # two rows of the 2-bit values 0, 1, 2, 3
+    pixels = decode_image(png(4, 2, 2, 0, b"".join(grey), chunk(b"tRNS", b"\0\1")))
+    np.testing.assert_array_equal(pixels[0, :, 0], [0, 255, 170, 255])
+    sixteen = png(2, 1, 16, 0, b"\0" + struct.pack(">HH", 257, 258), chunk(b"tRNS", struct.pack(">H", 258)))
+    np.testing.assert_array_equal(decode_image(sixteen)[0, :, 0], [1, 255])
+    colour = png(
+        2, 1, 16, 2, b"\0" + struct.pack(">6H", *(512, 768, 1024), *(512, 768, 2048)), chunk(b"tRNS", struct.pack(">3H", 512, 768, 1024))
+    )
+    np.testing.assert_array_equal(decode_image(colour)[0], [[255, 255, 255], [2, 3, 8]])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 do not exist
+def test_exif_orientation(kind, orientation):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    data = encode(picture("RGB", 16, 24), kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    np.testing.assert_array_equal(decode_image(data), expected)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize(("kind", "code"), [(3, "H"), (4, "I")])
+def test_exif_byte_orders_and_types(order, kind, code):
+    entry = struct.pack(order + "HHI", ORIENTATION, kind, 1) + struct.pack(order + code, 6).ljust(4, b"\0")
+    exif = {"<": b"II", ">": b"MM"}[order] + struct.pack(order + "HIH", 42, 8, 1) + entry
+    image = picture()
+    data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
+    np.testing.assert_array_equal(decode_image(data), np.rot90(np.asarray(image), -1))
+
+
+@pytest.mark.parametrize("exif", [b"", b"II", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff", b"garbage"])
+def test_damaged_exif_is_no_orientation(exif):
+    image = picture()
+    data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
+    np.testing.assert_array_equal(decode_image(data), np.asarray(image))
+
+
+def test_animations_show_their_first_frame():
+    frames = [picture(), ImageOps.invert(picture())]
+    for kind, options in (("WEBP", {"lossless": True}), ("PNG", {})):
+        data = encode(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+        np.testing.assert_array_equal(decode_image(data), np.asarray(frames[0]))
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP", b"\xff\xd8\xff" * 1000])
+def test_what_is_no_image_is_refused(data):
+    with pytest.raises(ValueError, match=r"empty|not a JPEG, PNG or WebP|cannot be decoded"):
+        decode_image(data)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "TIFF", "BMP", "ICO", "PPM", "JPEG2000"])
+def test_other_formats_are_refused(kind):
+    with pytest.raises(ValueError, match="not a JPEG, PNG or WebP image"):
+        decode_image(encode(picture("RGB", 32, 32), kind))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_no_truncation_crashes(kind):
+    data = encode(picture("RGB", 40, 40), kind)
+    refused = 0
+    for length in range(0, len(data), 7):
+        try:
+            assert decode_image(data[:length]).shape == (40, 40, 3)
+        except ValueError:
+            refused += 1
+    assert refused >= len(data) // 7 - 2  # only the format's last bytes may be missing
+
+
+def test_bit_flips_never_crash():
+    rng = np.random.default_rng(1)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 5
+    for kind, options in (("PNG", {}), ("JPEG", {"progressive": True}), ("WEBP", {})):
+        data = np.frombuffer(encode(picture("RGB", 24, 24), kind, exif=exif, **options), np.uint8)
+        for _ in range(200):
+            broken = data.copy()
+            broken[rng.integers(len(data), size=3)] = rng.integers(256, size=3)
+            try:
+                pixels = decode_image(broken.tobytes())
+            except ValueError:
+                continue
+            assert pixels.ndim == 3
+
+
+def test_metadata_bombs_do_not_matter():
+    text = zlib.compress(bytes(50_000_000), 9)
+    bombs = [chunk(b"zTXt", b"a\0\0" + text), chunk(b"iTXt", b"a\0\1\0\0\0" + text), chunk(b"iCCP", b"a\0\0" + text)]
+    image = picture()
+    data = encode(image)
+    header_end = 8 + 25
+    data = data[:header_end] + b"".join(bombs * 100) + data[header_end:]
+    start = time.perf_counter()
+    np.testing.assert_array_equal(decode_image(data), np.asarray(image))
+    assert time.perf_counter() - start < 1
+
+
+def test_global_settings_of_pillow_do_not_matter(monkeypatch):
+    data = encode(picture("RGB", 40, 40))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    with pytest.raises(ValueError, match="too many"):
+        decode_image(one_bit_png(30_000, 30_000))
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2_000)
+    assert decode_image(data).shape == (40, 40, 3)
+
+
+def one_bit_png(width, height):
+    packed = zlib.compressobj(9)
+    rows = bytes(1 + (width + 7) // 8) * 1000
+    body = b"".join(packed.compress(rows) for _ in range(height // 1000)) + packed.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"".join([b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), chunk(b"IDAT", body), chunk(b"IEND", b"")])
+
+
+def test_sizes_are_refused_from_the_header():
+    with pytest.raises(ValueError, match="12000 x 12000 pixels are too many; allowed are 64,000,000"):
+        decode_image(one_bit_png(12_000, 12_000))
+    with pytest.raises(ValueError, match="65,535 a side"):
+        decode_image(png(70_000, 1, 1, 0, bytes(1 + 8750)))
+    huge_webp = bytearray(encode(picture("RGBA"), "WEBP", exif=b"Exif\0\0II"))
+    assert huge_webp[12:16] == b"VP8X"
+    huge_webp[24:30] = b"\xff\x3f\0\xff\x3f\0"  # a canvas of 16,384 x 16,384
+    with pytest.raises(ValueError, match="WebP image cannot be decoded"):
+        decode_image(bytes(huge_webp))
+
+
+def test_scans_are_limited():
+    data = encode(picture("L", 64, 64), "JPEG", progressive=True)
+    last_scan = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(ValueError, match=f"more than {MAX_SCANS} scans"):
+        decode_image(data[:-2] + last_scan * MAX_SCANS + data[-2:])
+    # What follows the picture does not count.
+    np.testing.assert_array_equal(decode_image(data + last_scan * MAX_SCANS), decode_image(data))
+
+
+PEAK = """
+import re, sys, warnings
+from rope_jax.data import decode_image
+warnings.simplefilter("error")
+for path in sys.argv[1:]:
+    try:
+        print(decode_image(open(path, "rb").read()).shape)
+    except ValueError as error:
+        print("refused", error)
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024)
+"""
+
+
+def peak_memory(paths):
+    # VmHWM rather than ru_maxrss, which a child process inherits from the one that started it.
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc/self/status to measure memory")
+    run = subprocess.run([sys.executable, "-c", PEAK, *map(str, paths)], capture_output=True, text=True, check=True)
+    *results, peak = run.stdout.splitlines()
+    return results, int(peak)
+
+
+def test_peak_memory_of_bombs_and_of_the_largest_images(tmp_path):
+    (tmp_path / "bomb.png").write_bytes(one_bit_png(30_000, 30_000))
+    # The costliest of each kind: libjpeg holds all coefficients of an image in scans, libwebp several copies of its canvas.
+    flat = Image.new("RGB", (8_000, 8_000), (10, 200, 30))
+    (tmp_path / "large.jpg").write_bytes(encode(flat, "JPEG", progressive=True, subsampling=0))
+    (tmp_path / "large.webp").write_bytes(encode(Image.new("RGBA", (5_600, 5_600), (10, 200, 30, 5)), "WEBP", method=0))
+    names = ["bomb.png", "large.jpg", "large.webp"]
+    results, peak = peak_memory(tmp_path / name for name in names)
+    assert re.match(r"refused .*30000 x 30000 pixels are too many", results[0])
+    assert results[1:] == ["(8000, 8000, 3)", "(5600, 5600, 3)"]
+    assert peak < GIGABYTE
+
+
+@pytest.fixture(scope="module")
+def odd_images(tmp_path_factory):
+    folder = os.environ.get("ROPE_JAX_TEST_IMAGES")
+    if folder is None or not Path(folder, "odd_images.tar").exists():
+        pytest.skip("needs odd_images.tar in the folder named by ROPE_JAX_TEST_IMAGES")
+    place = tmp_path_factory.mktemp("odd")
+    with tarfile.open(Path(folder, "odd_images.tar")) as archive:
+        archive.extractall(place, filter="data")
+    with open(place / "expected.csv", newline="") as file:
+        rows = [(row[0], row[2]) for row in csv.reader(file, delimiter="|")][1:]
+    return place, rows
+
+
+def test_odd_images_decode_as_pillow_does(odd_images):
+    place, rows = odd_images
+    decoded = 0
+    for name, result in rows:
+        data = (place / name).read_bytes()
+        if result != "ok" or name.endswith((".gif", ".tif", ".tga", ".j2k")):
+            with pytest.raises(ValueError, match=r"."):
+                decode_image(data)
+            continue
+        with warnings.catch_warnings():  # Pillow's own, about damaged Exif
+            warnings.simplefilter("ignore")
+            image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        if image.mode.startswith("I"):
+            expected = np.rint(np.asarray(image) / 257)[:, :, None]
+        elif image.has_transparency_data:
+            image = image.convert("RGBA")
+            expected = np.asarray(Image.alpha_composite(Image.new("RGBA", image.size, "white"), image))[:, :, :3]
+        else:
+            expected = np.asarray(image.convert("RGB"))
+        difference = np.abs(decode_image(data).astype(int) - expected)
+        if name == "pillow/i_trns.png":  # has a colour key, which Pillow leaves alone in 16 bits
+            difference[decode_image(data) == 255] = 0
+        assert difference.max() <= 1, name
+        decoded += 1
+    assert decoded > 50
+
+
+def test_orientation_images_are_two_pictures(odd_images):
+    place, _ = odd_images
+    for name in ("Landscape", "Portrait"):
+        first, *others = [decode_image(path.read_bytes()).astype(int) for path in sorted(place.glob(f"exif_orientation/{name}_*.jpg"))]
+        assert len(others) == 6
+        for other in others:
+            assert np.abs(first - other).mean() < 4
+
+
+def test_peak_memory_of_odd_images(odd_images):
+    place, rows = odd_images
+    results, peak = peak_memory(place / name for name, _ in rows)
+    assert len(results) == len(rows)
+    assert peak < GIGABYTE

@@ -1,0 +1,290 @@
+import gzip
+import io
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax.data import Images, load, resize
+from rope_jax.data.resize import resize_and_crop
+
+RNG = np.random.default_rng(0)
+LABELS = np.array([0, 2, 1, 2], np.uint8)
+
+
+def random_images(*shape):
+    return RNG.integers(0, 256, shape, dtype=np.uint8)
+
+
+def test_importing_the_data_package_does_not_import_scikit_learn():
+    program = "import sys, rope_jax.data; print('sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_digits():
+    train, test = load("digits", None, "train", None), load("digits", split="test")
+    assert train.images.shape == (1437, 8, 8, 3)
+    assert test.images.shape == (360, 8, 8, 3)
+    assert (train.name, train.split, train.classes) == ("digits", "train", 10)
+    for one in (train, test):
+        assert one.images.dtype == np.uint8
+        assert one.labels.dtype == np.int32
+        assert set(one.labels) == set(range(10))
+        assert (one.images[..., :1] == one.images).all()
+        assert (one.images.min(), one.images.max()) == (0, 255)
+    assert test.labels[:4].tolist() == [0, 5, 0, 5]  # images 0, 5, 10, 15 of the set
+    assert load("digits", None, "test", (16, 12)).images.shape == (360, 16, 12, 3)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 1), (4, 5, 6, 3)])
+def test_npz(tmp_path, shape):
+    images, path = random_images(*shape), str(tmp_path / "set.npz")
+    np.savez(path, train_images=images, train_labels=LABELS, test_images=images[:2], test_labels=LABELS[:1].repeat(2))
+    train, test = load("npz", path, "train", None), load("npz", path, "test", None)
+    np.testing.assert_array_equal(train.images, np.broadcast_to(images.reshape(4, 5, 6, -1), (4, 5, 6, 3)))
+    np.testing.assert_array_equal(train.labels, LABELS)
+    assert (train.name, train.classes, test.classes, test.split) == ("set", 3, 3, "test")
+    assert load("npz", path, "train", (10, 8)).images.shape == (4, 10, 8, 3)
+
+
+def test_npz_with_one_pair(tmp_path):
+    path = str(tmp_path / "set.npz")
+    np.savez(path, test_images=random_images(4, 5, 6), test_labels=LABELS.astype(np.int64))
+    assert load("npz", path, "test", None).classes == 3
+    with pytest.raises(FileNotFoundError, match="has no train images"):
+        load("npz", path, "train", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_images": random_images(3, 5, 6)}, "3 images and 4 labels"),
+        ({"train_images": random_images(0, 5, 6), "train_labels": LABELS[:0]}, "0 images and 0 labels"),
+        ({"train_images": random_images(4, 5, 6) / 255}, r"images are float64 \[4, 5, 6\]; they must be uint8"),
+        ({"train_images": random_images(4, 5, 6, 2)}, r"images are uint8 \[4, 5, 6, 2\]"),
+        ({"train_images": random_images(4, 5)}, r"images are uint8 \[4, 5\]"),
+        ({"train_labels": LABELS.astype(float)}, r"labels are float64 \[4\]; they must be integers"),
+        ({"train_labels": LABELS[:, None]}, r"labels are uint8 \[4, 1\]"),
+        ({"train_labels": np.array([0, 1, -1, 2])}, "labels are -1 to 2; allowed are 0"),
+        ({"train_labels": np.array([0, 1, 2, 2**40])}, f"labels are 0 to {2**40}"),
+    ],
+)
+def test_npz_refuses(tmp_path, change, message):
+    path = str(tmp_path / "set.npz")
+    np.savez(path, **{"train_images": random_images(4, 5, 6), "train_labels": LABELS, **change})
+    with pytest.raises(ValueError, match=message):
+        load("npz", path, "train", None)
+
+
+def test_npz_refuses_test_labels_that_training_lacks(tmp_path):
+    path, images = str(tmp_path / "set.npz"), random_images(4, 5, 6)
+    np.savez(path, train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS + 1)
+    with pytest.raises(ValueError, match="labels are 1 to 3; allowed are 0 to 2"):
+        load("npz", path, "test", None)
+
+
+def npy_of_objects(content):
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (4,), }"
+    header = header.ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + content
+
+
+def test_npz_never_runs_code(tmp_path):
+    marker, path = tmp_path / "marker", str(tmp_path / "set.npz")
+    # "call builtins.open(marker, 'w')", in the opcodes that numpy writes for object arrays
+    attack = b"cbuiltins\nopen\n(V" + str(marker).encode() + b"\nVw\ntR."
+    images = io.BytesIO()
+    np.save(images, random_images(4, 5, 6))
+    for objects in ("train_labels", "train_images"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("train_images.npy", images.getvalue() if objects == "train_labels" else npy_of_objects(attack))
+            archive.writestr("train_labels.npy", npy_of_objects(attack))
+        with pytest.raises(ValueError, match=f"array {objects} of .* cannot be read"):
+            load("npz", path, "train", None)
+    Path(path).write_bytes(attack)
+    with pytest.raises(ValueError, match=r"is not an \.npz file"):
+        load("npz", path, "train", None)
+    assert not marker.exists()
+
+
+def test_npz_refuses_other_files(tmp_path):
+    path = str(tmp_path / "set.npz")
+    np.savez_compressed(path, train_images=random_images(400, 5, 6), train_labels=LABELS)
+    whole = Path(path).read_bytes()
+    for content, message in [
+        (b"", "is not an .npz file"),
+        (b"text", "is not an .npz file"),
+        (whole[:1000], "is not an .npz file"),
+        (whole[:200] + b"xxxx" + whole[204:], "array train_images of .* cannot be read"),
+    ]:
+        Path(path).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load("npz", path, "train", None)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train_images.npy", b"no array")
+    with pytest.raises(ValueError, match="is not an array"):
+        load("npz", path, "train", None)
+    with open(path, "wb") as file:
+        np.save(file, LABELS)
+    with pytest.raises(ValueError, match="is a single array"):
+        load("npz", path, "train", None)
+
+
+def idx(array):
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_idx(folder, images, labels, *, half="train", compressed=False):
+    for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
+        content = array if isinstance(array, bytes) else idx(array)
+        (folder / (name + ".gz" * compressed)).write_bytes(gzip.compress(content) if compressed else content)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_idx(tmp_path, compressed):
+    images = random_images(4, 5, 6)
+    write_idx(tmp_path, images, LABELS, compressed=compressed)
+    write_idx(tmp_path, images[:1], LABELS[:1], half="t10k", compressed=compressed)
+    train, test = load("idx", str(tmp_path), "train", None), load("idx", str(tmp_path), "test", None)
+    np.testing.assert_array_equal(train.images, np.repeat(images[..., None], 3, axis=3))
+    np.testing.assert_array_equal(train.labels, LABELS)
+    assert (len(test.labels), test.classes, test.split) == (1, 3, "test")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_idx_refuses(tmp_path, compressed):
+    images = random_images(4, 5, 6)
+    good = idx(images)
+    for broken, message in [
+        (b"", "header starts with"),
+        (good[:10], "header starts with"),
+        (idx(LABELS), "header starts with 00000801"),
+        (good[:-1], "120 bytes must follow its header; there are 119"),
+        (good + b"x", "120 bytes must follow its header; there are more"),
+        (good[:4] + b"\xff" * 12 + good[16:], "promises .* more than a file of this size can hold"),
+    ]:
+        write_idx(tmp_path, broken, LABELS, compressed=compressed)
+        with pytest.raises(ValueError, match=message):
+            load("idx", str(tmp_path), "train", None)
+    write_idx(tmp_path, images, LABELS[:3], compressed=compressed)
+    with pytest.raises(ValueError, match="4 images and 3 labels"):
+        load("idx", str(tmp_path), "train", None)
+    with pytest.raises(FileNotFoundError, match="has no test images"):
+        load("idx", str(tmp_path), "test", None)
+
+
+def test_idx_refuses_damaged_compression(tmp_path):
+    write_idx(tmp_path, random_images(400, 5, 6), np.zeros(400, np.uint8), compressed=True)
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    whole = file.read_bytes()
+    for content in (whole[:2000], b"text", whole[:3000] + b"xxxx" + whole[3004:]):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a valid idx file"):
+            load("idx", str(tmp_path), "train", None)
+
+
+def test_fashion_mnist():
+    folder = Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"), "fashion_mnist")
+    if not folder.is_dir():
+        pytest.skip("needs fashion_mnist in the folder named by ROPE_JAX_TEST_IMAGES")
+    train, test = load("idx", str(folder), "train", None), load("idx", str(folder), "test", None)
+    assert train.images.shape == (60_000, 28, 28, 3)
+    assert np.bincount(train.labels).tolist() == [6_000] * 10
+    assert np.bincount(test.labels).tolist() == [1_000] * 10
+    assert abs(train.images.mean() / 255 - 0.2860) < 1e-4  # the set's published mean
+
+
+def write_folder(place, splits=("train", "test"), classes=("cat", "ant")):
+    colours = {"ant": (250, 0, 0), "cat": (0, 0, 250)}
+    for split in splits:
+        for name in classes:
+            (place / split / name).mkdir(parents=True)
+            for k, size in enumerate([(30, 20), (20, 30)]):
+                Image.new("RGB", size, colours[name]).save(place / split / name / f"{k}.png")
+
+
+@pytest.mark.parametrize("held_out", ["test", "val"])
+def test_folder(tmp_path, held_out):
+    write_folder(tmp_path, ("train", held_out))
+    (tmp_path / "train" / ".hidden").mkdir()
+    (tmp_path / "train" / "ant" / ".DS_Store").write_bytes(b"x")
+    for split in ("train", "test"):
+        one = load("folder", str(tmp_path), split, (8, 10))
+        assert one.images.shape == (4, 8, 10, 3)
+        assert one.labels.tolist() == [0, 0, 1, 1]  # ant, cat
+        assert (one.images[:2] == (250, 0, 0)).all()
+        assert (one.images[2:] == (0, 0, 250)).all()
+        assert (one.split, one.classes) == (split, 2)
+
+
+def test_folder_numbers_classes_as_in_training(tmp_path):
+    write_folder(tmp_path, ("train",))
+    write_folder(tmp_path, ("test",), ("cat",))
+    assert load("folder", str(tmp_path), "test", (8, 8)).labels.tolist() == [1, 1]
+    (tmp_path / "test" / "dog").mkdir()
+    with pytest.raises(ValueError, match="has a class 'dog'"):
+        load("folder", str(tmp_path), "test", (8, 8))
+
+
+def test_folder_refuses(tmp_path):
+    write_folder(tmp_path, ("train",))
+    with pytest.raises(ValueError, match="needs an image_size"):
+        load("folder", str(tmp_path), "train", None)
+    with pytest.raises(FileNotFoundError, match="test or val is missing"):
+        load("folder", str(tmp_path), "test", (8, 8))
+    (tmp_path / "val").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no images"):
+        load("folder", str(tmp_path), "test", (8, 8))
+    bad = tmp_path / "train" / "cat" / "broken.png"
+    bad.write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"cat.broken\.png cannot be used: the PNG image cannot be decoded"):
+        load("folder", str(tmp_path), "train", (8, 8))
+
+
+def test_load_refuses(tmp_path):
+    for arguments, error, message in [
+        (("cifar", None, "train", None), ValueError, "data source 'cifar' is unknown; known are digits, npz, idx, folder"),
+        (("digits", None, "val", None), ValueError, "split 'val' is unknown; it is one of train, test"),
+        (("digits", "here", "train", None), ValueError, "leave it out"),
+        (("digits", None, "train", (0, 8)), ValueError, r"image size \(0, 8\)"),
+        (("npz", None, "train", None), ValueError, "needs a path"),
+        (("idx", str(tmp_path / "no"), "train", None), FileNotFoundError, "no' of data source 'idx' does not exist"),
+    ]:
+        with pytest.raises(error, match=message):
+            load(*arguments)
+
+
+def test_images_check_themselves():
+    images, labels = random_images(4, 5, 6, 3), LABELS.astype(np.int32)
+    assert Images(images, labels, "mine", "train", 3).classes == 3
+    for wrong in [(images[:3], labels, 3), (images, labels, 2), (images[..., 0], labels, 3), (images, LABELS, 3)]:
+        with pytest.raises(ValueError, match="mine: "):
+            Images(*wrong[:2], "mine", "train", wrong[2])
+
+
+def test_resize_is_pillows_bicubic():
+    images = random_images(3, 12, 10, 3)
+    assert resize(images, (12, 10)) is images
+    for size in ((6, 5), (24, 31), (1, 1)):
+        resized = resize(images, size)
+        assert resized.shape == (3, *size, 3)
+        expected = Image.fromarray(images[1]).resize(size[::-1], Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(resized[1], np.asarray(expected))
+    with pytest.raises(ValueError, match=r"image size \(0, 4\)"):
+        resize(images, (0, 4))
+
+
+def test_resize_and_crop_keeps_aspect_and_centre():
+    image = random_images(20, 40, 3)
+    halved = np.asarray(Image.fromarray(image).resize((20, 10), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(resize_and_crop(image, (10, 10)), halved[:, 5:15])
+    np.testing.assert_array_equal(resize_and_crop(image.transpose(1, 0, 2), (10, 10)), halved[:, 5:15].transpose(1, 0, 2))
+    np.testing.assert_array_equal(resize_and_crop(image, (20, 30)), image[:, 5:35])
+    # A thin strip neither fails nor needs the memory of its uncropped result.
+    assert resize_and_crop(random_images(1, 60_000, 3), (224, 224)).shape == (224, 224, 3)
