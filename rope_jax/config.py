@@ -282,8 +282,10 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
     if not fine:
         raise ConfigError(f"--config.{name}={value!r} is not of the right kind; it must be {_describe(kind)}")
     low, high = _RANGES.get(name, (None, None))
-    if (low is not None and value < low) or (high is not None and value >= high):
+    if (low is not None and not value >= low) or (high is not None and value >= high):  # `not >=` refuses nan, too
         raise ConfigError(f"--config.{name}={value!r} is out of range; it must be at least {low}" + (f" and below {high}" if high else ""))
+    if name == "data.std" and min(value) <= 0:
+        raise ConfigError(f"--config.data.std={value} is out of range; each number must be greater than 0")
     if name == "dtype" and value not in ("float32", "bfloat16"):
         raise ConfigError(f"--config.dtype={value} is not one of float32, bfloat16")
     return value

@@ -33,7 +33,7 @@ def normalise(images: Array, config: Config) -> Array:
 
 def load_images(config: Config, split: str, size: Size | None) -> data.Images:
     """A split of the config's data at a resolution, or as it is stored."""
-    with blame("--config.data.source, --config.data.path or --config.data.image_size"):
+    with blame("--config.data"):
         return data.load(config.data.source, config.data.path, split, None if size is None else image_pair(size))
 
 

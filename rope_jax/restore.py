@@ -19,7 +19,7 @@ def create(config: Config) -> nnx.Module:
     Raises:
         ConfigError: name, position, options and image size do not go together.
     """
-    with blame("--config.model.name, --config.model.position, --config.model.options or --config.data.image_size"):
+    with blame("--config.model or --config.data.image_size"):
         return create_model(
             config.model.name,
             position=config.model.position,

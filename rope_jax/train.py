@@ -6,6 +6,7 @@ that was interrupted ends exactly where it would have ended anyway.
 
 import contextlib
 import dataclasses
+import importlib.util
 import pathlib
 import signal
 from collections.abc import Callable, Iterator
@@ -69,6 +70,10 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
             raise ConfigError(
                 f"--config.{name}={size} cannot be divided over {mesh.size} devices; use {' or '.join(map(str, fitting))}, or fewer devices"
             )
+    with blame("--config.data.augment"):
+        data.augment.parse(config.data.augment)
+    if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError("--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it to False")
     images = load_images(config, "train", config.data.image_size)
     classes = config.model.num_classes
     if classes is not None and classes < images.classes:
@@ -124,7 +129,7 @@ def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict
         metrics = {
             "loss": loss,
             "accuracy": accuracy,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(run.schedule(state["step"]), jnp.float32),
         }
         return new, metrics
@@ -145,36 +150,58 @@ def train(config: Config, workdir: pathlib.Path) -> None:
     config = run.config
     with blame("--workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        poll = stack.enter_context(stop_signals())
-        checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", keep=config.keep_checkpoints))
-        step = checkpoints.newest()
-        if step is None:
+    with stop_signals() as poll, Checkpoints(workdir / "checkpoints", keep=config.keep_checkpoints) as checkpoints:
+        state = load_newest(run, model, checkpoints, workdir)
+        if state is None:
             if config.init_from is not None:
                 restore.start_from(model, config)
             state = initial_state(run, model)
             print(parameter_table(state["params"]))
-        else:
-            refuse_changes(config, checkpoints.config(step), workdir)
-            shapes = jax.eval_shape(lambda: initial_state(run, model))
-            with blame("--workdir"):
-                state = checkpoints.load(step, like(shapes, replicated(run.mesh)))
-            print(
-                f"found step {step} of {run.total_steps} in {workdir}: "
-                + ("resuming" if step < run.total_steps else "training is complete")
-            )
         (workdir / "config.json").write_text(to_json(config) + "\n")
         if int(state["step"]) < run.total_steps:
-            writer = stack.enter_context(MetricsWriter(workdir, restored_step=int(state["step"]), tensorboard=config.tensorboard))
-            state = loop(run, state, checkpoints, writer, poll)
+            with MetricsWriter(workdir, restored_step=int(state["step"]), tensorboard=config.tensorboard) as writer:
+                state = loop(run, state, checkpoints, writer, poll)
         finish(run, state, workdir, poll)
+
+
+def evaluate_newest(config: Config, workdir: pathlib.Path) -> None:
+    """Evaluates the newest checkpoint of a run, finished or not, at the config's resolutions.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it is of another run.
+    """
+    missing = ConfigError(f"--workdir={workdir} holds no checkpoints: train first, with --mode=train")
+    if not (workdir / "checkpoints").is_dir():
+        raise missing
+    run, model = prepare(config)
+    with stop_signals() as poll, Checkpoints(workdir / "checkpoints") as checkpoints:
+        state = load_newest(run, model, checkpoints, workdir)
+        if state is None:
+            raise missing
+        finish(run, state, workdir, poll)
+
+
+def load_newest(run: Run, model: nnx.Module, checkpoints: Checkpoints, workdir: pathlib.Path) -> State | None:
+    """The newest state on disk, or None; refuses that of a run with another config."""
+    step = checkpoints.newest()
+    if step is None:
+        return None
+    changed = differences(resolve(checkpoints.config(step)), run.config)
+    if changed:
+        raise ConfigError(
+            f"--workdir={workdir} holds a run of another config ({'; '.join(changed)}): use another workdir, or the same settings"
+        )
+    shapes = jax.eval_shape(lambda: initial_state(run, model))
+    with blame("--workdir"):
+        state = checkpoints.load(step, like(shapes, replicated(run.mesh)))
+    print(f"found step {step} of {run.total_steps} in {workdir}" + (": training is complete" if step == run.total_steps else ""))
+    return state
 
 
 def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter, poll: Callable[[], None]) -> State:
     """Runs the remaining steps. The metrics of a step are fetched while the next one runs."""
     config = run.config
     first = int(state["step"])
-    save = lambda state, step: checkpoints.save(step, state, config=dataclasses.asdict(config))
     train_step = make_step(run)
     progress = Progress(total_steps=run.total_steps, batch_size=config.batch_size)
     stream = data.batches(run.images, batch_size=config.batch_size, seed=config.seed, start_step=first, augment=config.data.augment)
@@ -193,6 +220,12 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
             writer.write(step, values | speed)
             print(progress_line(step, run.total_steps, values | speed), flush=True)
 
+    def save(step: int, state: State) -> None:
+        try:
+            checkpoints.save(step, state, config=dataclasses.asdict(config))
+        except ValueError as error:
+            raise NonFinite(str(error)) from None
+
     pending = None
     for step in range(first + 1, run.total_steps + 1):
         state, metrics = train_step(state, put_batch(next(stream), run.mesh))
@@ -203,12 +236,12 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
             poll()
         except Interrupted:
             report(*pending)
-            save(state, step)
+            save(step, state)
             raise
         if step % config.checkpoint_every == 0 or step == run.total_steps:
             report(*pending)
             pending = None
-            save(state, step)
+            save(step, state)
     return state
 
 
@@ -227,13 +260,6 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
     print(results_table(rows))
     picture = accuracy_against_resolution({config.model.position: rows}, workdir / "accuracy.png")
     print(f"\npicture: {picture}" if picture else "\nno picture: matplotlib is not installed (pip install 'rope_jax[plot]')")
-
-
-def refuse_changes(config: Config, stored: dict, workdir: pathlib.Path) -> None:
-    """Refuses to resume a run under another config."""
-    changed = differences(resolve(stored), config)
-    if changed:
-        raise ConfigError(f"{workdir} holds a run of another config ({'; '.join(changed)}): use another --workdir, or the same settings")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Letters used in shapes everywhere: B batch, L tokens, N heads, D head dim, A axe
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ class Rotation:
         freqs: [N, A, R] radians per unit of coordinate, or [1, A, R] shared by all heads. May be learnable.
         pairing: "half" pairs channels (r, R + r), "interleaved" pairs (2r, 2r + 1). Channels from 2R on are never touched.
 
-    Both arrays are float32 (float64 when the data is): an angle of 10 pi is off by 0.09 rad in bfloat16. Nothing is checked here,
-    because instances are also built by jax around tracers and placeholders; the functions that take one check it.
+    Both arrays are float32 (float64 when the data is): an angle of 10 pi is off by 0.09 rad in bfloat16. Nothing is checked here, not
+    even types, because jax also builds instances around placeholders; the functions that take one check it.
     """
 
-    coords: Array
-    freqs: Array
+    coords: Any
+    freqs: Any
     pairing: Pairing = dataclasses.field(default="half", metadata={"static": True})
 
     def angles(self) -> Float[Array, "N L R"]:

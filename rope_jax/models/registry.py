@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -94,13 +95,20 @@ def create_model(
 def model_options(name: str, overrides: dict[str, Any]) -> Any:
     """The options of a model with some overridden; ValueError names an unknown one."""
     options = find_model(name).options
-    known = [field.name for field in dataclasses.fields(options)]
-    for key in overrides:
+    known = {field.name: field.type for field in dataclasses.fields(options)}
+    for key, value in overrides.items():
+        if key in known and not _fits(value, known[key]):
+            raise ValueError(f"{name}: {key}={value!r} must be of type {getattr(known[key], '__name__', known[key])}")
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(f"{name} has no option {key!r}; {hint}known: {', '.join(known)}")
     return dataclasses.replace(options, **overrides)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    kinds = typing.get_args(kind) or (kind,)
+    return type(value) in kinds or (float in kinds and type(value) is int)
 
 
 def image_pair(size: int | tuple[int, int]) -> tuple[int, int]:

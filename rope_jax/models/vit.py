@@ -55,6 +55,9 @@ class ViTOptions:
     kernel_size: int = 7
 
     def __post_init__(self):
+        for name in ("patch_size", "width", "depth", "heads", "kernel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.width % self.heads:
             raise ValueError(f"width={self.width} is not divisible by heads={self.heads}: change one of them")
         for name, allowed in (("attention", ("global", "neighborhood")), ("drop_path_schedule", ("linear", "constant"))):

@@ -1,0 +1,33 @@
+"""Fashion-MNIST: 60,000 grey images of 28x28 pixels, from its official idx files (not shipped; compressed or not) in one folder.
+
+    python -m rope_jax.main --config=configs/fashion_mnist.py:path=FOLDER --workdir=runs/fashion_mnist
+
+Time and accuracy: not measured at the full length of 30 epochs.
+"""
+
+from rope_jax import config as cfg
+
+
+def get_config(arguments: str | None = None):
+    """Arguments: path (the folder with the four idx files), position (a scheme), epochs, seed."""
+    args = cfg.recipe_arguments(arguments, path=None, position="axial_rope", epochs=30.0, seed=0)
+    config = cfg.default()
+    config.seed = args.seed
+    config.epochs = args.epochs
+    config.batch_size = 256
+    config.label_smoothing = 0.1
+
+    config.model.name = "vit_digits"
+    config.model.position = args.position
+    config.model.options = "patch_size=4,width=128,depth=6,heads=4,drop_path=0.1"
+
+    config.data.source = "idx"
+    config.data.path = args.path
+    config.data.augment = "crop(pad=2)+flip"
+
+    config.optim.learning_rate = 1e-3
+    config.optim.warmup_epochs = 2.0
+    config.optim.weight_decay = 0.05
+
+    config.eval.resolutions = (20, 24, 32, 40, (28, 40))
+    return config

@@ -1,0 +1,86 @@
+"""The command as a user gives it, in a process of its own."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rope_jax.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = ["--config.model.options=depth=1,width=16,heads=1", "--config.log_every=1", "--config.eval.resolutions=((4, 6),)"]
+
+
+def command(workdir, *settings, recipe="configs/digits.py:epochs=1"):
+    return [sys.executable, "-m", "rope_jax.main", f"--config={recipe}", f"--workdir={workdir}", *settings]
+
+
+def environment(devices=1):
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def run(*args, devices=1, **kwargs):
+    return subprocess.run(command(*args, **kwargs), cwd=ROOT, env=environment(devices), capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--config.batch_sise=3"], 'there is no such setting: batch_sise Did you mean "batch_size"'),
+        (["--confg=x"], "Unknown command line flag 'confg'"),
+        (["--config.model.position=axial_rope(k_rope=16)"], "k_rope=16 does not go with head dimension 16"),
+    ],
+)
+def test_mistakes_end_in_one_line(tmp_path, settings, message):
+    done = run(tmp_path / "run", *settings)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_recipe_is_one_line(tmp_path):
+    done = run(tmp_path, recipe="configs/nothing.py")
+    assert done.returncode == 2
+    assert "configs/nothing.py" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    settings = [*SMALL, "--config.epochs=400.0"]
+    process = subprocess.Popen(command(tmp_path, *settings), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    assert "stopped by SIGINT; what was reached is saved" in rest
+    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
+    process = subprocess.Popen(command(tmp_path, *settings), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert f"found step {saved}" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+
+
+def test_one_device_and_eight_give_the_same_curve(tmp_path):
+    for devices in (1, 8):
+        done = run(tmp_path / str(devices), *SMALL, "--config.epochs=4.0", devices=devices)
+        assert done.returncode == 0, done.stderr
+    one, eight = ([line["loss"] for line in read_metrics(tmp_path / str(n) / "metrics.jsonl")] for n in (1, 8))
+    assert len(one) == len(eight) == 45
+    assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) <= 5e-6
+    results = [json.loads((tmp_path / str(n) / "results.json").read_text())["eval"] for n in (1, 8)]
+    assert [row["resolution"] for row in results[0]] == [row["resolution"] for row in results[1]]
+
+
+def test_a_batch_that_eight_devices_cannot_share(tmp_path):
+    done = run(tmp_path, *SMALL, "--config.batch_size=100", devices=8)
+    assert done.returncode == 2
+    assert "--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104" in done.stderr

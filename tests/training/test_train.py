@@ -1,0 +1,247 @@
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import rope_jax
+from rope_jax import data, train
+from rope_jax.checkpoint import tree_hash
+from rope_jax.config import ConfigError
+from rope_jax.evaluate import normalise
+from rope_jax.metrics import read_metrics
+
+from .recipe import final_state, replaced, run, tiny
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    return workdir, run(workdir, ema_decay=0.9)
+
+
+def interrupt_at(monkeypatch, step):
+    """Sends SIGINT while the batch of this step is drawn."""
+    original = data.batches
+
+    def batches(*args, start_step=0, **kwargs):
+        for number, batch in enumerate(original(*args, start_step=start_step, **kwargs), start_step + 1):
+            if number == step:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    monkeypatch.setattr(data, "batches", batches)
+
+
+def test_a_run_leaves_its_files(finished):
+    workdir, _ = finished
+    assert {p.name for p in workdir.iterdir()} >= {"config.json", "metrics.jsonl", "results.json", "checkpoints", "accuracy.png"}
+    lines = read_metrics(workdir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert all(np.isfinite(line["loss"]) for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    results = json.loads((workdir / "results.json").read_text())
+    assert results["step"] == 24
+    assert [row["resolution"] for row in results["eval"]] == [[8, 8], [4, 6]]
+    for row in results["eval"]:
+        assert set(row) == {"dataset", "split", "resolution", "top1", "top5", "count", "protocol"}
+        assert row["count"] == 360
+        assert 0 <= row["top1"] <= row["top5"] <= 1
+
+
+def test_the_loaded_model_scores_what_the_run_reported(finished):
+    workdir, _ = finished
+    model, config = rope_jax.load_checkpoint(str(workdir))
+    rows = json.loads((workdir / "results.json").read_text())["eval"]
+    for row in rows:
+        images = data.load("digits", None, "test", tuple(row["resolution"]))
+        logits = model(normalise(jnp.asarray(images.images), config))
+        assert (np.argmax(logits, -1) == images.labels).mean() == pytest.approx(row["top1"], abs=1e-9)
+
+
+def test_averaged_and_last_weights_can_be_chosen(finished):
+    workdir, _ = finished
+    leaf = lambda **options: np.asarray(rope_jax.load_checkpoint(str(workdir), **options)[0].head.kernel[...])
+    assert np.array_equal(leaf(), leaf(ema=True))
+    assert not np.array_equal(leaf(ema=True), leaf(ema=False))
+    assert not np.array_equal(leaf(step=16), leaf(step=24))
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 3; there are 16, 24"):
+        leaf(step=3)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
+    workdir, _ = finished
+    before = {p: p.read_bytes() for p in workdir.iterdir() if p.is_file() and p.suffix != ".png"}
+    run(workdir, ema_decay=0.9)
+    assert "training is complete" in capsys.readouterr().out
+    assert before == {p: p.read_bytes() for p in before}
+
+
+def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished, monkeypatch):
+    for step in (3, 16):  # once between checkpoints, once at one
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, step)
+            with pytest.raises(train.Interrupted, match="SIGINT"):
+                run(tmp_path, ema_decay=0.9)
+        assert int(final_state(tmp_path, ema_decay=0.9)["step"]) == step
+    run(tmp_path, ema_decay=0.9)
+    workdir, _ = finished
+    assert tree_hash(final_state(tmp_path, ema_decay=0.9)) == tree_hash(final_state(workdir, ema_decay=0.9))
+    losses = [[(line["step"], line["loss"]) for line in read_metrics(w / "metrics.jsonl")] for w in (tmp_path, workdir)]
+    assert losses[0] == losses[1]
+
+
+def test_a_killed_run_repeats_the_steps_since_its_checkpoint(tmp_path, finished, monkeypatch):
+    def kill(*args, **kwargs):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "finish", kill)
+        patch.setattr(
+            train.Checkpoints,
+            "save",
+            lambda self, step, *a, save=train.Checkpoints.save, **k: save(self, step, *a, **k) if step < 20 else kill(),
+        )
+        with pytest.raises(RuntimeError, match="killed"):
+            run(tmp_path, ema_decay=0.9)
+    run(tmp_path, ema_decay=0.9)
+    assert tree_hash(final_state(tmp_path, ema_decay=0.9)) == tree_hash(final_state(finished[0], ema_decay=0.9))
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 25))
+
+
+def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
+    with pytest.raises(train.NonFinite, match=r"step \d+: loss (nan|inf).*nothing was saved.*learning_rate"):
+        run(tmp_path, optim__learning_rate=1e30, optim__warmup_epochs=0.0)
+    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_parameters_that_overflow_are_not_saved_either(tmp_path, monkeypatch):
+    # The loss of the last step before a checkpoint is finite, but the update is not.
+    monkeypatch.setattr(train.optax, "apply_updates", lambda params, updates: jax.tree.map(lambda p: p * jnp.inf, params))
+    with pytest.raises(train.NonFinite, match="step 1 is not saved"):
+        run(tmp_path, checkpoint_every=1)
+
+
+def test_another_config_is_refused_on_resume(finished):
+    workdir, _ = finished
+    with pytest.raises(ConfigError, match=r"another config \(model.position: 'rope_mixed' -> 'ape'; batch_size: 120 -> 60\)"):
+        run(workdir, ema_decay=0.9, model__position="ape", batch_size=60)
+
+
+def test_cosmetic_changes_are_allowed_and_new_resolutions_are_evaluated(tmp_path):
+    run(tmp_path, epochs=0.2)
+    train.evaluate_newest(tiny(epochs=0.2, eval__resolutions=(6, (8, 4)), log_every=7), tmp_path)
+    rows = json.loads((tmp_path / "results.json").read_text())["eval"]
+    assert [row["resolution"] for row in rows] == [[8, 8], [6, 6], [8, 4]]
+
+
+def test_evaluation_alone_needs_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match="holds no checkpoints: train first"):
+        train.evaluate_newest(tiny(), tmp_path / "nothing")
+
+
+def test_the_step_is_adamw_on_the_smoothed_loss():
+    config = tiny(label_smoothing=0.1, ema_decay=0.9)
+    prepared, model = train.prepare(config)
+    state = train.initial_state(prepared, model)
+    batch = data.batches(prepared.images, batch_size=12, seed=0)
+    batch = {name: jnp.asarray(value) for name, value in next(batch).items()}
+    new, metrics = train.make_step(prepared)(jax.tree.map(jnp.copy, state), batch)
+
+    def loss_of(params):
+        logits = prepared.apply(params, normalise(batch["image"], config))
+        targets = jax.nn.one_hot(batch["label"], 10) * 0.9 + 0.01
+        return -(targets * jax.nn.log_softmax(logits)).sum(-1).mean()
+
+    loss, grads = jax.jit(jax.value_and_grad(loss_of))(state["params"])
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    updates, _ = prepared.optimizer.update(grads, state["opt"], state["params"])
+    expected = optax.apply_updates(state["params"], updates)
+    for ours, theirs in zip(jax.tree.leaves(new["params"]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for ours, average, last in zip(*(jax.tree.leaves(t) for t in (new["ema"], state["params"], new["params"])), strict=True):
+        np.testing.assert_allclose(ours, 0.9 * average + 0.1 * last, atol=1e-6)
+
+
+def test_bfloat16_keeps_float32_parameters(tmp_path):
+    run(tmp_path, dtype="bfloat16", epochs=0.2)
+    state = final_state(tmp_path, dtype="bfloat16", epochs=0.2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setattr(train, "make_mesh", lambda: jax.sharding.AbstractMesh((8,), ("data",)))
+    with pytest.raises(ConfigError, match=r"--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104"):
+        train.prepare(tiny(batch_size=100))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__num_classes": 5}, "digits has 10 classes"),
+        ({"eval__resolutions": (7,)}, r"7x7 is not divisible by the patch size 2.*eval.resolutions"),
+        ({"model__position": "axial_rope(k_rope=3)"}, r"k_rope=3.*\[--config.model"),
+        ({"data__image_size": 9}, r"9x9 is not divisible by the patch size.*image_size"),
+        ({"data__augment": "flap"}, "flap.*augment"),
+        ({"model__options": "depth=x"}, "depth='x' must be of type int"),
+        ({"init_from": "/nowhere"}, "holds no checkpoints.*init_from"),
+    ],
+)
+def test_impossible_combinations_name_the_flag(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, **changes)
+    assert not list(tmp_path.glob("*.json*"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("trained")
+    run(workdir, epochs=0.5, model__position="ape")
+    return workdir
+
+
+def started(config):
+    model = rope_jax.restore.create(config)
+    rope_jax.restore.start_from(model, config)
+    return model
+
+
+def test_init_from_a_workdir_at_the_same_resolution(trained):
+    config = replaced(tiny(init_from=str(trained), model__position="ape"), "data", image_size=(8, 8))
+    config = replaced(config, "model", num_classes=10)
+    images = jnp.ones((1, 8, 8, 3)) * jnp.linspace(0, 1, 8)[:, None]
+    assert np.array_equal(started(config)(images), rope_jax.load_checkpoint(str(trained))[0](images))
+
+
+def test_init_from_position_tables_follow_to_another_resolution(trained):
+    config = replaced(tiny(init_from=str(trained), model__position="ape"), "data", image_size=(12, 16))
+    config = replaced(config, "model", num_classes=10)
+    images = jax.random.normal(jax.random.key(0), (2, 12, 16, 3))
+    model = started(config)
+    assert model.position.embedding.shape == (6 * 8, 16)
+    np.testing.assert_allclose(model(images), rope_jax.load_checkpoint(str(trained))[0](images), atol=1e-5)
+
+
+def test_init_from_a_head_for_other_classes_stays_fresh(trained, capsys):
+    config = replaced(tiny(init_from=str(trained), model__position="ape"), "data", image_size=(8, 8))
+    model = started(replaced(config, "model", num_classes=20))
+    assert model.head.kernel.shape == (16, 20)
+    assert "fresh head" in capsys.readouterr().out
+    loaded = rope_jax.load_checkpoint(str(trained))[0]
+    assert np.array_equal(model.norm.scale[...], loaded.norm.scale[...])
+
+
+def test_init_from_a_weights_file(trained, tmp_path):
+    rope_jax.restore.save_weights(rope_jax.load_checkpoint(str(trained))[0], str(tmp_path / "weights.npz"))
+    run(tmp_path / "run", epochs=0.1, model__position="ape", init_from=str(tmp_path / "weights.npz"))
+
+
+def test_init_from_weights_of_another_model_are_refused_with_all_names(trained):
+    config = replaced(tiny(init_from=str(trained)), "data", image_size=(8, 8))
+    with pytest.raises(ConfigError, match=r"position.mixed is missing; position.embedding is not expected"):
+        started(replaced(config, "model", num_classes=10))
