@@ -7,11 +7,8 @@ allocates beside its arguments and results. Run: python -m benchmarks neighborho
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks._record import record, write
 from rope_jax_kernels import Neighborhood, attention
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -108,16 +106,13 @@ def run(args: argparse.Namespace) -> dict:
     forms = {name: functools.partial(form, kernel=args.kernel) for name, form in forms.items()}
     figures = compare(forms, arrays, args.turns, args.passes)
     gather, tiled = figures["gather"], figures["tiled"]
-    return {
-        "benchmark": "neighborhood",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"device": jax.devices()[0].device_kind, "platform": jax.default_backend(), "host": platform.platform()},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
-        "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "figures": {name: dataclasses.asdict(x) for name, x in figures.items()},
-        "time_ratio": gather.median_ms / tiled.median_ms,
-        "memory_ratio": gather.temp_bytes / tiled.temp_bytes,
-    }
+    return record(
+        "neighborhood",
+        vars(args),
+        figures={name: dataclasses.asdict(x) for name, x in figures.items()},
+        time_ratio=gather.median_ms / tiled.median_ms,
+        memory_ratio=gather.temp_bytes / tiled.temp_bytes,
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -129,5 +124,4 @@ def main(argv: list[str]) -> None:
     for name, figures in result["figures"].items():
         print(f"{name:8}{figures['median_ms']:10.2f}{figures['temp_bytes'] / 1e6:16.1f}")
     print(f"{'ratio':8}{result['time_ratio']:10.2f}{result['memory_ratio']:16.2f}")
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.out)
