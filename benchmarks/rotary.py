@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> dict:
     limits = machine_limits(args.turns)
 
     def prepare(case: Case) -> dict:
-        (x,), theta = jax.eval_shape(lambda: operands(case, 1))
+        (x,), theta = operands(case, 1)
         forms = {"jnp": "xla"}
         if explain(rotate_by_angles, x, theta, layout="BNLD")["triton"] == "ok":
             forms["kernel"] = "triton"
