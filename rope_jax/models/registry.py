@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -80,7 +81,7 @@ def create_model(
     if pretrained:
         raise ValueError(f"pretrained={pretrained!r}: loading pretrained weights is not part of this version; use pretrained=False")
     dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype != jnp.zeros((), dtype).dtype:
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype != jax.dtypes.canonicalize_dtype(dtype):
         raise ValueError(f"dtype={dtype} is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64")
     return entry.family(
         model_options(name, overrides),

@@ -61,18 +61,20 @@ def _build_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
         raise ValueError(f"unknown positional scheme {call.name!r}; {_closest(call.name, list_positions())}")
     cls = SCHEMES[call.name]
     kinds = _options(cls)
+    options = {}
     for option, value in call.options:
         if option not in kinds:
             raise ValueError(f"{call.name} has no option {option!r}; {_closest(option, list(kinds))}")
         if type(value) is not kinds[option] and not (kinds[option] is float and type(value) is int):
             raise ValueError(f"{call.name}({option}={value}): {option} must be {_KINDS[kinds[option]]}")
+        options[option] = kinds[option](value)
     wraps = [p for p in inspect.signature(cls.__init__).parameters if p == "inner"]
     if len(call.inner) != len(wraps):
         expected = f"one scheme inside, as in {call.name}(ape)" if wraps else "options only, as in name(option=value)"
         raise ValueError(f"{call.name}(...) takes {expected}, but {len(call.inner)} schemes are given")
     inner = [_build(part, stage, rngs) for part in call.inner]
     try:
-        return cls(stage, *inner, rngs=rngs, **dict(call.options))
+        return cls(stage, *inner, rngs=rngs, **options)
     except ValueError as error:
         raise ValueError(f"position {call.name}: {error}") from None
 

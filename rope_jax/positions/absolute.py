@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.positions import grids
 from rope_jax.positions.resample import bicubic
-from rope_jax.positions.scheme import Grid, Position, Stage, check_option, scheme
+from rope_jax.positions.scheme import Grid, Position, Stage, check_finite, check_option, scheme
 
 
 class Absolute(Position):
@@ -31,6 +31,7 @@ class Learned(Absolute):
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, std: float = 0.02):
         super().__init__(stage, rngs=rngs)
         rows = stage.embed_prefix + stage.grid[0] * stage.grid[1]
+        std = check_finite("std", std, zero=True)
         self.embedding = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (rows, stage.channels), stage.dtype), decay=False)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
@@ -44,7 +45,7 @@ class Learned(Absolute):
 
     def resize(self, grid: Grid) -> None:
         """See `Position.resize`."""
-        self.embedding[...] = self.table(grid)
+        self.embedding.set_value(self.table(grid))
         super().resize(grid)
 
 
@@ -55,7 +56,7 @@ class SinCos1D(Absolute):
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0):
         super().__init__(stage, rngs=rngs)
         _check_channels(stage, 2)
-        self.base = float(base)
+        self.base = check_finite("base", base)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         """See `Absolute.table`."""
@@ -78,7 +79,7 @@ class SinCos2D(Absolute):
         super().__init__(stage, rngs=rngs)
         check_option("order", order, ("heo", "lape", "moco", "timm"))
         _check_channels(stage, 4)
-        self.order, self.base = order, float(base)
+        self.order, self.base = order, check_finite("base", base)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         """See `Absolute.table`."""

@@ -6,6 +6,7 @@ import re
 Value = int | float | bool | str
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|[(),=+])")
 _WORDS = {"True": True, "False": False}
+_DEEPEST = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ def parse(text: str) -> Sum:
 
 
 def _tokens(text: str) -> list[tuple[str, int]]:
-    tokens, place = [], 0
+    tokens, place, depth = [], 0, 0
     while text[place:].strip():
         match = _TOKEN.match(text, place)
         if match is None:
@@ -46,6 +47,9 @@ def _tokens(text: str) -> list[tuple[str, int]]:
         # A sign belongs to a number only behind "="; elsewhere "+" joins schemes.
         if match[1][0] in "+-" and len(match[1]) > 1 and (not tokens or tokens[-1][0] != "="):
             raise ValueError(_explain(text, match.start(1), "a scheme's name"))
+        depth += (match[1] == "(") - (match[1] == ")")
+        if depth > _DEEPEST:
+            raise ValueError(_explain(text, match.start(1), f"at most {_DEEPEST} parentheses inside each other"))
         tokens.append((match[1], match.start(1)))
         place = match.end()
     return tokens
@@ -85,6 +89,8 @@ def _call(text: str, tokens: list, at: int) -> tuple[Call, int]:
     at += 1
     while not _is(tokens, at, ")"):
         if at < len(tokens) and _is(tokens, at + 1, "="):
+            if not tokens[at][0].isidentifier():
+                raise _error(text, tokens, at, "an option's name")
             option, at = tokens[at][0], at + 2
             if at >= len(tokens) or not re.match(r"[\w+-]", tokens[at][0]) or tokens[at][0] == "+":
                 raise _error(text, tokens, at, f"a value for {option}")
@@ -102,9 +108,6 @@ def _call(text: str, tokens: list, at: int) -> tuple[Call, int]:
 
 
 def _value(token: str) -> Value:
-    for kind in (int, float):
-        try:
-            return kind(token)
-        except ValueError:
-            pass
-    return _WORDS.get(token, token)
+    if not re.match(r"[\d+-]", token):  # not even "inf" and "nan" are numbers here
+        return _WORDS.get(token, token)
+    return int(token) if re.fullmatch(r"[+-]?\d{1,30}", token) else float(token)

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from rope_jax.positions import frequencies, grids
-from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_option, scheme, token_coords
+from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_finite, check_option, scheme, token_coords
 from rope_jax_kernels import Rotation
 
 
@@ -63,7 +63,7 @@ class Rope1D(Rotary):
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0, **options):
         super().__init__(stage, rngs=rngs, **options)
-        self.base = float(base)
+        self.base = check_finite("base", base)
 
     def coords(self, grid: Grid) -> np.ndarray:
         """See `Rotary.coords`."""
@@ -88,7 +88,7 @@ class Rope2D(Rotary):
         super().__init__(stage, rngs=rngs, **options)
         check_option("freq_span", freq_span, ("reduced", "full"))
         rungs = frequencies.deal(1 if shared else stage.heads, self.pairs // 2)
-        self.base = float(base)
+        self.base = check_finite("base", base)
         self.span = 1.0 if freq_span == "reduced" else 2 * self.pairs / stage.head_dim
         self.heads = len(rungs)
 
@@ -111,7 +111,7 @@ class RopeMixed(Rotary):
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10.0, **options):
         super().__init__(stage, rngs=rngs, **options)
-        ladder = frequencies.decay(frequencies.deal(1, self.pairs // 2), float(base))[0]
+        ladder = frequencies.decay(frequencies.deal(1, self.pairs // 2), check_finite("base", base))[0]
         angle = jax.random.uniform(rngs.params(), (stage.depth, stage.heads, 1), stage.dtype, 0, 2 * np.pi)
         along = lambda turn: jnp.concatenate([ladder * turn(angle), ladder * turn(angle + np.pi / 2)], axis=-1)
         self.mixed = nnx.Param(

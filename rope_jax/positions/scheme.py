@@ -125,6 +125,7 @@ class Sum(Position):
         """See `Position.resize`."""
         for part in self.parts:
             part.resize(grid)
+        super().resize(grid)
 
 
 def _split(key: Array | None, count: int) -> list[Array | None]:
@@ -137,6 +138,8 @@ def _join(first: Any, second: Any) -> Any:
     depth = lambda x: x.value if isinstance(x, PerLayer) else x[None]
     return PerLayer(depth(first) + depth(second))
 
+
+_LARGEST = 1e30  # of a number in an option: its powers and products stay float32
 
 SCHEMES: dict[str, type[Position]] = {"none": Position}
 
@@ -157,6 +160,13 @@ def check_option(name: str, value: Any, allowed: tuple) -> None:
     """Refuses a value of an option that is not among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}={value} is not allowed; use one of {', '.join(map(str, allowed))}")
+
+
+def check_finite(name: str, value: float, *, zero: bool = False) -> float:
+    """Returns `value` as a float; refuses negative and infinite ones, and 0 unless `zero`."""
+    if not 0 <= value <= _LARGEST or (value == 0 and not zero):
+        raise ValueError(f"{name}={value} is not allowed; use a number {'of at least' if zero else 'above'} 0 and at most {_LARGEST:g}")
+    return float(value)
 
 
 def token_coords(coords: np.ndarray, stage: Stage) -> Array:

@@ -1,0 +1,25 @@
+"""Small models for the tests."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import rope_jax
+
+SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "kernel_size": 3}
+
+
+def small_model(name, position=None, *, dtype=jnp.float32, **changes):
+    """A small model for 3 x 5 patches and 5 classes, with weights of the size that trained ones have, the same ones in any dtype."""
+    make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=(6, 10), dtype=dtype, **SMALL | changes)
+    model = nnx.eval_shape(make)  # the initial weights are replaced: no need to draw them
+    rng = np.random.default_rng(0)
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        spread = np.prod(param.shape[:-1]) ** -0.5 if path[-1] == "kernel" else 0.3
+        param.set_value(jnp.asarray(rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma")), param.dtype))
+    return model
+
+
+def pictures(height, width, batch=2):
+    """Random images, always the same ones."""
+    return jnp.asarray(np.random.default_rng(1).standard_normal((batch, height, width, 3)), jnp.float32)

@@ -1,0 +1,201 @@
+"""The isotropic vision transformers: every scheme in every family, symmetry, precision, drop path, features."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.layers import drop_path
+from tests.models.small import pictures, small_model
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+FAMILIES = ["deit_ti16", "deit3_ti16", "vit_s16", "nat_isotropic_s16"]
+SCHEMES = [*(name for name in rope_jax.list_positions() if name != "lape"), "lape(ape)", "rope_mixed+ape", "rope2d+rpb"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("position", SCHEMES)
+def test_every_scheme_works_in_every_model_on_another_map_and_learns(name, position):
+    model = small_model(name, position)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    images = pictures(10, 18)  # 5 x 9 patches
+    classes = jnp.array([1, 3])
+
+    def loss(params):
+        logits = nnx.merge(graph, params, rest)(images)
+        assert logits.shape == (2, 5)
+        return -jax.nn.log_softmax(logits)[jnp.arange(2), classes].sum()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    assert bool(jnp.isfinite(value))
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert bool(jnp.isfinite(gradient[...]).all()), path
+        assert bool((gradient[...] != 0).any()), f"{path} takes no part"
+
+
+def shuffled(images, patch):
+    """Images with the same patches in another order."""
+    batch, height, width, _ = images.shape
+    grid = images.reshape(batch, height // patch, patch, width // patch, patch, 3).swapaxes(2, 3)
+    patches = np.asarray(grid.reshape(batch, -1, patch, patch, 3))
+    order = np.random.default_rng(2).permutation(patches.shape[1])
+    grid = patches[:, order].reshape(batch, height // patch, width // patch, patch, patch, 3).swapaxes(2, 3)
+    return jnp.asarray(grid.reshape(images.shape))
+
+
+@pytest.mark.parametrize("name", ["vit_s16", "deit_ti16"])
+def test_without_position_information_the_order_of_patches_makes_no_difference(name):
+    images = pictures(6, 10)
+    model = small_model(name, "none")
+    logits, other = model(images), model(shuffled(images, 2))
+    # Sums in another order, on logits of size 1: a few units in the last place for each of some ten steps.
+    np.testing.assert_allclose(other, logits, rtol=0, atol=1e-5)
+    assert float(jnp.abs(logits[0] - logits[1]).max()) > 0.1  # the images differ
+
+
+@pytest.mark.parametrize("position", [p for p in SCHEMES if p != "none"])
+def test_with_it_the_order_makes_one(position):
+    images = pictures(6, 10)
+    model = small_model("vit_s16", position)
+    assert float(jnp.abs(model(images) - model(shuffled(images, 2))).max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_for_activations_only_and_close(name):
+    images = pictures(6, 10)
+    precise, rough = small_model(name), small_model(name, dtype=jnp.bfloat16)
+    for one, other in zip(*(jax.tree.leaves(nnx.state(model, nnx.Param)) for model in (precise, rough)), strict=True):
+        assert other.dtype == jnp.float32
+        np.testing.assert_array_equal(one, other)
+    want, got = precise(images), rough(images)
+    assert got.dtype == jnp.bfloat16
+    # A unit in the last place of bfloat16 is 2**-8; some twenty roundings in a row reach sqrt(20) of them, and no more than twice that.
+    error = jnp.abs(got.astype(jnp.float32) - want)
+    assert 0 < float(error.max()) < 2 * 20**0.5 * 2**-8 * float(jnp.abs(want).max())
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float64_is_for_everything(name):
+    model = small_model(name, "rope_mixed+ape+rpb", dtype=jnp.float64)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float64)}
+    terms = model.position.terms((3, 5))
+    assert {leaf.dtype for leaf in jax.tree.leaves(terms)} == {jnp.dtype(jnp.float64)}
+    assert jax.eval_shape(model, pictures(6, 10).astype(jnp.float64)).dtype == jnp.float64
+
+
+def test_float64_without_x64_is_refused():
+    with pytest.raises(
+        ValueError, match="dtype=float64 is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64"
+    ):
+        small_model("vit_s16", dtype=jnp.float64)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_features_are_the_map_that_the_head_reads(name):
+    model, images = small_model(name), pictures(10, 18)
+    features = model.features(images)
+    assert [x.shape for x in features] == [(2, 5, 9, 48)]
+    if not model.options.class_token:
+        np.testing.assert_allclose(model.head(features[0].mean(axis=(1, 2))), model(images), rtol=0, atol=1e-5)
+    # Row and column are where they were in the image: a change in one corner reaches that corner most.
+    corner = images.at[:, :2, -2:].add(1.0)
+    change = jnp.abs(model.features(corner)[0] - features[0]).sum(axis=(0, 3))
+    assert np.unravel_index(int(change.argmax()), change.shape) == (0, 8)
+
+
+def test_embeddings_cover_the_class_token_of_deit_and_not_of_deit3():
+    for name, rows in (("deit_ti16", 1 + 15), ("deit3_ti16", 15), ("vit_s16", 15)):
+        model = small_model(name, "ape")
+        assert model.position.embedding.shape == (rows, 48)
+        images, first = pictures(6, 10), model.position.embedding[...].at[0].add(1.0)
+        before = model(images)
+        model.position.embedding.set_value(first)
+        assert bool((model(images) != before).any())
+
+
+def test_resize_is_the_map_of_creation_from_then_on():
+    model, images = small_model("deit_ti16", "ape+rpb"), pictures(10, 18)
+    before = model(images)
+    model.resize((10, 18))
+    assert [x.shape for x in jax.tree.leaves(nnx.state(model.position, nnx.Param))] == [(1 + 45, 48), (2, 3, 9, 17)]
+    np.testing.assert_array_equal(model(images), before)
+
+
+@pytest.mark.parametrize("position", ["none", "ape"])
+def test_images_that_patches_do_not_divide_are_refused(position):
+    model = small_model("vit_s16", position)
+    with pytest.raises(ValueError, match="image size 7x10 is not divisible by the patch size 2: change one of them"):
+        model(pictures(7, 10))
+    with pytest.raises(ValueError, match="image size 6x9 is not divisible by the patch size 2"):
+        model.resize((6, 9))
+
+
+def test_what_is_traced_is_what_is_run():
+    model, images = small_model("deit3_ti16", "rope_mixed+ape"), pictures(10, 18)
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda state, images: nnx.merge(graph, state)(images))(state, images)
+    np.testing.assert_allclose(compiled, model(images), rtol=0, atol=1e-5)  # fusion rounds otherwise; logits of size 1
+
+
+# Drop path
+
+
+def test_drop_path_drops_whole_examples_and_keeps_the_mean():
+    branch = jnp.asarray(np.random.default_rng(0).standard_normal((4000, 3, 2)), jnp.float32)
+    out = drop_path(branch, 0.25, jax.random.key(0))
+    kept = np.asarray((out != 0).all(axis=(1, 2)))
+    np.testing.assert_array_equal(out[~kept], 0)
+    np.testing.assert_array_equal(out[kept], branch[kept] / 0.75)
+    # The share of kept examples is binomial: five standard deviations of sqrt(.75 * .25 / 4000) = 0.0068.
+    assert abs(kept.mean() - 0.75) < 0.035
+    ones = drop_path(jnp.ones((4000, 1)), 0.25, jax.random.key(1))
+    assert abs(float(ones.mean()) - 1) < 0.035 / 0.75
+
+
+def test_drop_path_of_nothing_is_nothing():
+    branch = jnp.ones((4, 3))
+    assert drop_path(branch, 0.0, jax.random.key(0)) is branch
+    assert drop_path(branch, 0.5, None) is branch
+    assert drop_path(branch.astype(jnp.bfloat16), 0.3, jax.random.key(0)).dtype == jnp.bfloat16
+
+
+def test_schedules_of_drop_path():
+    rates = lambda **options: [block.drop_path for block in small_model("vit_s16", depth=4, drop_path=0.3, **options).blocks]
+    np.testing.assert_allclose(rates(), [0, 0.1, 0.2, 0.3], rtol=1e-12)
+    assert rates(drop_path_schedule="constant") == [0.3] * 4
+    defaults = {name: [b.drop_path for b in nnx.eval_shape(lambda name=name: rope_jax.create_model(name)).blocks] for name in FAMILIES}
+    assert defaults["deit_ti16"] == defaults["vit_s16"] == defaults["nat_isotropic_s16"] == list(np.linspace(0, 0.1, 12))
+    assert defaults["deit3_ti16"] == [0.0] * 12
+    deit3 = nnx.eval_shape(lambda: rope_jax.create_model("deit3_b16", depth=3))
+    assert [block.drop_path for block in deit3.blocks] == [0.1] * 3  # constant over depth
+    base = nnx.eval_shape(lambda: rope_jax.create_model("vit_b16", depth=3))
+    assert [block.drop_path for block in base.blocks] == [0.0, 0.2, 0.4]
+
+
+def test_only_training_drops_and_only_with_a_key():
+    model, images = small_model("vit_s16", drop_path=0.5), pictures(6, 10, batch=8)
+    plain = model(images)
+    np.testing.assert_array_equal(model(images, key=jax.random.key(0)), plain)  # evaluation is deterministic
+    with pytest.raises(ValueError, match="train=True needs a key for drop path: pass key="):
+        model(images, train=True)
+    trained = [model(images, train=True, key=jax.random.key(seed)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(trained[0], trained[1])
+    assert bool((trained[0] != trained[2]).any())
+    # The first of two blocks never drops (linear schedule), the second drops either branch of half the images.
+    same = np.isclose(trained[0], plain, atol=1e-5).all(axis=1)
+    assert not same.all()
+    steady = small_model("vit_s16", drop_path=0.0)
+    np.testing.assert_array_equal(steady(images, train=True), steady(images))
+    np.testing.assert_array_equal(steady(images, train=True, key=jax.random.key(0)), steady(images))
+
+
+def test_both_branches_of_a_block_are_dropped_independently():
+    model, images = small_model("vit_s16", depth=1, drop_path=0.5, drop_path_schedule="constant"), pictures(6, 10, batch=1)
+    images = jnp.broadcast_to(images, (64, *images.shape[1:]))
+    logits = np.asarray(model(images, train=True, key=jax.random.key(0)))
+    # 64 equal images see four cases: neither branch dropped, the first, the second, both. All four are missed with 4 * .75**64 < 1e-7.
+    assert len(np.unique(logits.round(3), axis=0)) == 4
