@@ -7,7 +7,6 @@ The dataclasses are the one list of fields and defaults. Recipes in `configs/` s
 import ast
 import contextlib
 import dataclasses
-import difflib
 import json
 import types
 import typing
@@ -15,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
+
+from rope_jax.hints import closest
 
 
 class ConfigError(Exception):
@@ -192,7 +193,7 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
     arguments = ml_collections.ConfigDict(defaults)
     for key, value in split_assignments(text or "", "recipe argument"):
         if key not in defaults:
-            raise ConfigError(f"the recipe has no argument {key!r}; {_closest(key, list(defaults))}")
+            raise ConfigError(f"the recipe has no argument {key!r}; {closest(key, defaults)}")
         kind = str if defaults[key] is None else type(defaults[key])
         with arguments.ignore_type():
             arguments[key] = value if kind is str else _literal(f"recipe argument {key}", value, kind)
@@ -251,7 +252,7 @@ def _resolve(cls: type, raw: dict, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in raw:
         if key not in fields:
-            raise ConfigError(f"--config.{prefix}{key} is not a setting; {_closest(key, list(fields))}")
+            raise ConfigError(f"--config.{prefix}{key} is not a setting; {closest(key, fields)}")
     values = {}
     for key, value in raw.items():
         kind, optional = _kind(fields[key].type)
@@ -304,11 +305,6 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return "a tuple of sizes in pixels" if typing.get_args(kind)[0] == Size else f"{len(typing.get_args(kind))} numbers"
     return {int: "a whole number", float: "a number", str: "text", bool: "True or False"}[kind]
-
-
-def _closest(word: str, words: list[str]) -> str:
-    close = difflib.get_close_matches(word, words, 1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(words) or 'none'}"
 
 
 def to_json(config: Config) -> str:

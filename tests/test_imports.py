@@ -46,9 +46,10 @@ def within(name, group):
     return name == group or name.startswith(group + ".")
 
 
-POSITIONS = ["rope_jax.positions", "rope_jax_kernels"]
+HINTS = ["rope_jax.hints"]
+POSITIONS = ["rope_jax.positions", "rope_jax_kernels", *HINTS]
 MODELS = ["rope_jax.models", *POSITIONS]
-CONFIG = ["rope_jax.config"]
+CONFIG = ["rope_jax.config", *HINTS]
 DATA = ["rope_jax.data"]
 PLAIN = ["rope_jax.sharding", "rope_jax.checkpoint", "rope_jax.metrics", "rope_jax.optim"]
 RESTORE = ["rope_jax.restore", *CONFIG, *MODELS, *PLAIN]
@@ -66,7 +67,8 @@ RULES = {
     "rope_jax.checkpoint": ([], [*ARRAYS, "orbax"]),
     "rope_jax.metrics": ([], [*ARRAYS, "tensorboardX"]),
     "rope_jax.data": (DATA, ["numpy", "jaxtyping", "PIL", "sklearn"]),
-    "rope_jax.config": ([], ["ml_collections"]),
+    "rope_jax.hints": ([], []),
+    "rope_jax.config": (CONFIG, ["ml_collections"]),
     "rope_jax.restore": (RESTORE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.evaluate": (EVALUATE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.train": (EVALUATE, [*ARRAYS, "flax.nnx", "optax"]),

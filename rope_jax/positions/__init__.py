@@ -18,12 +18,12 @@ To add one, write it down in the file of its family and give it a name; it then 
             return frequencies.two_axes(frequencies.decay(frequencies.deal(1, self.pairs // 2), 100.0), "xy")
 """
 
-import difflib
 import fnmatch
 import inspect
 
 from flax import nnx
 
+from rope_jax.hints import closest
 from rope_jax.positions import absolute, layerwise, relative, rotary  # noqa: F401  (each enters its schemes in the registry)
 from rope_jax.positions.grammar import Call, parse
 from rope_jax.positions.grammar import Sum as _Written
@@ -58,13 +58,13 @@ def _build(written: _Written, stage: Stage, rngs: nnx.Rngs) -> Position:
 
 def _build_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     if call.name not in SCHEMES:
-        raise ValueError(f"unknown positional scheme {call.name!r}; {_closest(call.name, list_positions())}")
+        raise ValueError(f"unknown positional scheme {call.name!r}; {closest(call.name, list_positions())}")
     cls = SCHEMES[call.name]
     kinds = _options(cls)
     options = {}
     for option, value in call.options:
         if option not in kinds:
-            raise ValueError(f"{call.name} has no option {option!r}; {_closest(option, list(kinds))}")
+            raise ValueError(f"{call.name} has no option {option!r}; {closest(option, kinds)}")
         if type(value) is not kinds[option] and not (kinds[option] is float and type(value) is int):
             raise ValueError(f"{call.name}({option}={value}): {option} must be {_KINDS[kinds[option]]}")
         options[option] = kinds[option](value)
@@ -93,8 +93,3 @@ def _options(cls: type[Position]) -> dict[str, type]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return kinds
-
-
-def _closest(word: str, words: list[str]) -> str:
-    close = difflib.get_close_matches(word, words, 1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(words) or 'none'}"
