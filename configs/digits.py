@@ -28,7 +28,7 @@ def get_config(arguments: str | None = None):
 
     config.optim.learning_rate = 3e-3
     config.optim.warmup_epochs = 5.0
-    config.optim.weight_decay = 0.05
+    config.optim.weight_decay = 0.3
 
     config.eval.resolutions = (6, 10, 12, 16, (8, 12))
     return config
