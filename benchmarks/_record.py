@@ -24,6 +24,7 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> dict[str
 def write(result: dict[str, Any], path: pathlib.Path | None) -> None:
     """Writes a result as JSON, whole or not at all; does nothing without a path."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(result, indent=1) + "\n")
         temporary.replace(path)

@@ -35,8 +35,8 @@ class Checkpoints:
         """The newest step that is there, or None."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: dict[str, Any], *, config: dict) -> None:
-        """Writes a state and the run's config; returns when both are on disk. A step that is there already stays as it is.
+    def save(self, step: int, state: dict[str, Any], *, about: dict) -> None:
+        """Writes a state and, as JSON, what is to be known about it; returns when both are on disk. A step that is there already stays.
 
         Raises:
             ValueError: a number is not finite; nothing is written.
@@ -46,7 +46,7 @@ class Checkpoints:
         bad = [name for name, leaf in named_leaves(state) if not np.isfinite(np.asarray(leaf)).all()]
         if bad:
             raise ValueError(f"step {step} is not saved: {', '.join(bad[:3])} {'is' if len(bad) == 1 else 'are'} not finite")
-        self._checkpointer.save_checkpointables(step, state, force=True, custom_metadata={"config": config})
+        self._checkpointer.save_checkpointables(step, state, force=True, custom_metadata=about)
 
     def load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Reads a state, or the entries of it that `like` has.
@@ -62,9 +62,18 @@ class Checkpoints:
         check_tree(like, {name: found[name] for name in like if name in found})
         return self._checkpointer.load_checkpointables(step, like)
 
-    def config(self, step: int) -> dict:
-        """The config that was stored with a step."""
-        return self._checkpointer.checkpointables_metadata(step).custom_metadata["config"]
+    def about(self, step: int) -> dict:
+        """What was stored beside a state.
+
+        Raises:
+            ValueError: it is not there: the checkpoint is damaged.
+        """
+        about = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        if not about:
+            raise ValueError(
+                f"checkpoint {self._checkpointer.directory / str(step)} is damaged: its metadata is missing; remove that folder"
+            )
+        return about
 
 
 def check_tree(wanted: Any, found: Any) -> None:

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -138,7 +139,6 @@ COSMETIC = (
     "data.path",
     "eval.resolutions",
     "eval.batch_size",
-    "init_from",
     "log_every",
     "checkpoint_every",
     "keep_checkpoints",
@@ -263,6 +263,11 @@ def _resolve(cls: type, raw: dict, prefix: str) -> Any:
             values[key] = None
         else:
             values[key] = _checked(name, value, kind)
+    if cls is OptimConfig and values.get("min_learning_rate", cls.min_learning_rate) > values.get("learning_rate", cls.learning_rate):
+        raise ConfigError(
+            f"--config.optim.min_learning_rate={values.get('min_learning_rate', cls.min_learning_rate)} is above "
+            f"--config.optim.learning_rate={values.get('learning_rate', cls.learning_rate)}: lower the first or raise the second"
+        )
     return cls(**values)
 
 
@@ -280,13 +285,17 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         else:
             value = tuple(float(v) if type(v) is int else v for v in value)
             fine = len(value) == 1 + len(rest) and all(type(v) is element for v in value)
+    if fine and any(isinstance(v, float) and not math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,))):
+        raise ConfigError(f"--config.{name}={value!r} is out of range; it must be finite")
     if not fine:
         raise ConfigError(f"--config.{name}={value!r} is not of the right kind; it must be {_describe(kind)}")
     low, high = _RANGES.get(name, (None, None))
-    if (low is not None and not value >= low) or (high is not None and value >= high):  # `not >=` refuses nan, too
+    if (low is not None and value < low) or (high is not None and value >= high):
         raise ConfigError(f"--config.{name}={value!r} is out of range; it must be at least {low}" + (f" and below {high}" if high else ""))
     if name == "data.std" and min(value) <= 0:
         raise ConfigError(f"--config.data.std={value} is out of range; each number must be greater than 0")
+    if name == "epochs" and value == 0:
+        raise ConfigError("--config.epochs=0 trains nothing; use a number above 0, or --mode=evaluate")
     if name == "dtype" and value not in ("float32", "bfloat16"):
         raise ConfigError(f"--config.dtype={value} is not one of float32, bfloat16")
     return value

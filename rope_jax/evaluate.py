@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from rope_jax import data
 from rope_jax.config import Config, Size, blame
-from rope_jax.metrics import format_table
+from rope_jax.metrics import format_table, write_file
 from rope_jax.models.registry import image_pair
 from rope_jax.sharding import put_batch, replicated
 
@@ -64,11 +64,12 @@ def evaluate(apply: Callable[[Any, Array], Array], params: Any, config: Config, 
 
     count = jax.jit(count, out_shardings=replicated(mesh))
     weights = "weights of the last step" if config.ema_decay is None else "averaged weights (EMA)"
+    batch_size = -(-config.eval.batch_size // mesh.size) * mesh.size  # the last batch is filled up anyway
     rows = []
     for size in resolutions(config, image_pair(config.data.image_size)):
         images = load_images(config, "test", size)
         totals = np.zeros(2, np.int64)
-        for batch in data.evaluation_batches(images, batch_size=config.eval.batch_size):
+        for batch in data.evaluation_batches(images, batch_size=batch_size):
             totals += np.asarray(count(params, put_batch(batch, mesh)))
             poll()
         number = len(images.labels)
@@ -88,9 +89,7 @@ def evaluate(apply: Callable[[Any, Array], Array], params: Any, config: Config, 
 
 def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
     """Writes `results.json`, whole or not at all."""
-    temporary = workdir / "results.json.tmp"
-    temporary.write_text(json.dumps({"step": step, "eval": list(rows)}, indent=2) + "\n")
-    temporary.replace(workdir / "results.json")
+    write_file(workdir / "results.json", json.dumps({"step": step, "eval": list(rows)}, indent=2) + "\n")
 
 
 def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:

@@ -5,14 +5,16 @@ or was stopped by Ctrl-C or SIGTERM and is saved; 1 when it failed; 2 when the c
 anything could be saved. A second Ctrl-C ends the process at once.
 """
 
+import os
 import pathlib
+import shlex
 import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from rope_jax import train
-from rope_jax.config import Config, ConfigError, resolve
+from rope_jax.config import Config, ConfigError, resolve, split_assignments
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "recipe, with arguments behind a colon: configs/digits.py:position=rope2d")
 _MODE = flags.DEFINE_enum("mode", "train", ["train", "evaluate"], "train and evaluate, or only evaluate the newest checkpoint of workdir")
@@ -43,7 +45,8 @@ def _main(_: list[str]) -> None:
     try:
         config = resolve(_CONFIG.value)
         run(config, pathlib.Path(_WORKDIR.value))
-        print(_what_next(config))
+        if _MODE.value == "train":
+            print(_what_next(config))
     except ConfigError as error:
         _stop(2, str(error))
     except train.NonFinite as error:
@@ -51,13 +54,23 @@ def _main(_: list[str]) -> None:
     except train.Interrupted as signal:
         print(f"stopped by {signal}; what was reached is saved in {_WORKDIR.value}: run the same command to go on")
     except KeyboardInterrupt:
-        _stop(130, "stopped before the first step; run the same command to start")
+        _stop(130, f"stopped at once; {_WORKDIR.value} holds what was saved before, and the same command goes on from there")
 
 
 def _what_next(config: Config) -> str:
-    recipe = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")[0]
+    """This command with another scheme, in a folder beside this one."""
     other = "rope_mixed" if config.model.position != "rope_mixed" else "axial_rope"
-    return f"try next: python -m rope_jax.main --config={recipe}:position={other} --workdir={_WORKDIR.value}_{other}"
+    recipe, _, arguments = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    kept = [f"{key}={value}" for key, value in split_assignments(arguments, "recipe argument") if key != "position"]
+    given = [a for a in sys.argv[1:] if not a.startswith(("--config=", "--workdir=", "--config.model.position="))]
+    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
+    workdir = pathlib.Path(_WORKDIR.value)
+    words = [
+        f"--config={recipe}:{','.join([f'position={other}', *kept])}",
+        f"--workdir={workdir.parent / (workdir.name + '_' + other)}",
+        *given,
+    ]
+    return f"try next: {python} -m rope_jax.main {shlex.join(words)}"
 
 
 def _stop(status: int, message: str) -> None:

@@ -10,6 +10,13 @@ import jax
 import numpy as np
 
 
+def write_file(path: pathlib.Path, text: str) -> None:
+    """Writes a text file, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
 class MetricsWriter:
     """Appends metrics to `metrics.jsonl`, one JSON object a line, each written at once; a context manager."""
 
@@ -17,9 +24,7 @@ class MetricsWriter:
         """Opens the file; lines of steps after `restored_step`, and a line torn by a crash, are dropped: they will come again."""
         self._path = workdir / "metrics.jsonl"
         kept = [json.dumps(line) + "\n" for line in read_metrics(self._path) if line["step"] <= restored_step]
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(self._path)
+        write_file(self._path, "".join(kept))
         self._file = self._path.open("a", buffering=1)
         self._board = None
         if tensorboard:

@@ -1,6 +1,8 @@
 """From files to models: what a workdir holds, and weights as the start of another run."""
 
 import pathlib
+import zipfile
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +56,7 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
         step = max(steps, default=None) if step is None else step
         if step not in steps:
             raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
-        config = resolve(checkpoints.config(step))
+        config = resolve(checkpoints.about(step)["config"])
         if ema and config.ema_decay is None:
             raise ValueError("ema=True, but this run kept no averaged weights (--config.ema_decay): use ema=None or False")
         averaged = config.ema_decay is not None if ema is None else ema
@@ -107,5 +109,8 @@ def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def _read_weights(path: str) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return dict(file)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except (zipfile.BadZipFile, zlib.error, EOFError, TypeError) as error:
+        raise ValueError(f"{path} is not a readable .npz file: {error}") from error

@@ -7,6 +7,7 @@ that was interrupted ends exactly where it would have ended anyway.
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import signal
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.checkpoint import Checkpoints
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, to_json
 from rope_jax.evaluate import evaluate, load_images, normalise, read_results, resolutions, results_table, write_results
-from rope_jax.metrics import MetricsWriter, Progress, parameter_table, progress_line
-from rope_jax.models.registry import image_pair
+from rope_jax.metrics import MetricsWriter, Progress, parameter_table, progress_line, write_file
+from rope_jax.models.registry import find_model, image_pair
 from rope_jax.sharding import like, make_mesh, put_batch, replicated
 
 State = dict[str, Any]  # step i32[], params, opt, and ema where the config asks for it
@@ -42,62 +43,80 @@ class NonFinite(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Everything that a config determines, ready to train: see `prepare`."""
+    """Everything that a config determines, ready to train: see `prepare`.
+
+    Attributes:
+        config: with everything filled in that the data and the model decide.
+        mesh: the devices.
+        images: the training split.
+        fingerprint: of the data, by split.
+        graph, rest: the model without its parameters.
+        optimizer, schedule: of the parameters, and of its learning rate.
+        total_steps: of the whole run.
+    """
 
     config: Config
     mesh: Mesh
     images: data.Images
+    fingerprint: dict[str, str]
     graph: nnx.GraphDef
+    rest: nnx.State
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     total_steps: int
 
     def apply(self, params: Any, images: Array, **options: Any) -> Array:
         """Logits of the model with these parameters."""
-        return nnx.merge(self.graph, params)(images, **options)
+        return nnx.merge(self.graph, params, self.rest)(images, **options)
+
+    def about(self) -> dict[str, Any]:
+        """What is stored beside the weights."""
+        return {"config": dataclasses.asdict(self.config), "data": self.fingerprint}
 
 
 def prepare(config: Config) -> tuple[Run, nnx.Module]:
-    """Loads the training images, checks that everything goes together, and makes the model and the optimiser.
+    """Loads the images, checks that everything goes together, and makes the model and the optimiser.
 
     Raises:
         ConfigError: an impossible combination; the message names the flag to change.
     """
     mesh = make_mesh()
-    for name, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
-        if size % mesh.size:
-            fitting = [n for n in (size - size % mesh.size, size + mesh.size - size % mesh.size) if n]
-            raise ConfigError(
-                f"--config.{name}={size} cannot be divided over {mesh.size} devices; use {' or '.join(map(str, fitting))}, or fewer devices"
-            )
-    with blame("--config.data.augment"):
-        data.augment.parse(config.data.augment)
+    if config.batch_size % mesh.size:
+        below = config.batch_size - config.batch_size % mesh.size
+        fitting = " or ".join(str(size) for size in (below, below + mesh.size) if size)
+        raise ConfigError(
+            f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} devices; use {fitting}, or fewer devices"
+        )
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError("--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it to False")
-    images = load_images(config, "train", config.data.image_size)
+    images, held_out = (load_images(config, split, config.data.image_size) for split in ("train", "test"))
+    with blame("--config.data.augment"):
+        data.pipeline.batch(images, 0, batch_size=1, seed=config.seed, augment=config.data.augment)
     classes = config.model.num_classes
     if classes is not None and classes < images.classes:
         raise ConfigError(f"--config.model.num_classes={classes}, but {images.name} has {images.classes} classes: use at least that many")
+    with blame("--config.model.name"):
+        position = config.model.position or find_model(config.model.name).position
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, num_classes=classes or images.classes),
+        model=dataclasses.replace(config.model, position=position, num_classes=classes or images.classes),
         data=dataclasses.replace(config.data, image_size=images.images.shape[1:3]),
     )
     model = restore.create(config)
     with blame("--config.eval.resolutions"):
         for size in resolutions(config, image_pair(config.data.image_size)):
             model.grid(size)
-    total = max(1, round(config.epochs * len(images.labels) / config.batch_size))
-    warmup = round(config.optim.warmup_epochs * len(images.labels) / config.batch_size)
+    o, epoch = config.optim, len(images.labels) / config.batch_size
+    total = max(1, round(config.epochs * epoch))
     schedule = optim.learning_rate_schedule(
-        peak=config.optim.learning_rate, end=config.optim.min_learning_rate, warmup_steps=warmup, total_steps=total
+        peak=o.learning_rate, end=o.min_learning_rate, warmup_steps=round(o.warmup_epochs * epoch), total_steps=total
     )
-    graph, params = nnx.split(model, nnx.Param)
-    o = config.optim
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = optim.adamw(
         schedule, mask=optim.decay_mask(params), weight_decay=o.weight_decay, b1=o.b1, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm
     )
-    return Run(config, mesh, images, graph, optimizer, schedule, total), model
+    fingerprint = {split.split: data.fingerprint(split) for split in (images, held_out)}
+    return Run(config, mesh, images, fingerprint, graph, rest, optimizer, schedule, total), model
 
 
 def initial_state(run: Run, model: nnx.Module) -> State:
@@ -157,7 +176,7 @@ def train(config: Config, workdir: pathlib.Path) -> None:
                 restore.start_from(model, config)
             state = initial_state(run, model)
             print(parameter_table(state["params"]))
-        (workdir / "config.json").write_text(to_json(config) + "\n")
+        write_file(workdir / "config.json", to_json(config) + "\n")
         if int(state["step"]) < run.total_steps:
             with MetricsWriter(workdir, restored_step=int(state["step"]), tensorboard=config.tensorboard) as writer:
                 state = loop(run, state, checkpoints, writer, poll)
@@ -186,7 +205,10 @@ def load_newest(run: Run, model: nnx.Module, checkpoints: Checkpoints, workdir: 
     step = checkpoints.newest()
     if step is None:
         return None
-    changed = differences(resolve(checkpoints.config(step)), run.config)
+    with blame("--workdir"):
+        about = checkpoints.about(step)
+    changed = differences(resolve(about["config"]), run.config)
+    changed += [f"the images of the {split} split" for split, value in run.fingerprint.items() if about["data"][split] != value]
     if changed:
         raise ConfigError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(changed)}): use another workdir, or the same settings"
@@ -211,9 +233,10 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
         if not np.isfinite(values["loss"]) or not np.isfinite(values["grad_norm"]):
             last = checkpoints.newest()
             saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
+            examples = data.pipeline.examples(step - 1, batch_size=config.batch_size, seed=config.seed, count=len(run.images.labels))
             raise NonFinite(
-                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; {saved}. "
-                "Lower --config.optim.learning_rate, or look at the data of this step"
+                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; {saved}. Lower --config.optim.learning_rate, "
+                f"or look at its examples: {', '.join(map(str, examples[:8]))}, ..."
             )
         speed = progress.at(step)
         if step % config.log_every == 0 or step == run.total_steps:
@@ -222,7 +245,7 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
 
     def save(step: int, state: State) -> None:
         try:
-            checkpoints.save(step, state, config=dataclasses.asdict(config))
+            checkpoints.save(step, state, about=run.about())
         except ValueError as error:
             raise NonFinite(str(error)) from None
 
@@ -273,6 +296,7 @@ def stop_signals() -> Iterator[Callable[[], None]]:
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
+        os.write(2, b"\nrope_jax: stopping after this step; once more to stop at once, without saving\n")  # print may not be used here
         for each, handler in previous.items():
             signal.signal(each, handler)
 

@@ -38,5 +38,6 @@ class Rotation:
     def angles(self) -> Float[Array, "N L R"]:
         """The angles theta in radians, [N or 1, L, R]."""
         # A sum of products and not a matrix product, which a GPU would be free to round to TF32.
-        coords, freqs = self.coords[None, :, :, None], self.freqs[:, None, :, :]
+        precise = jnp.promote_types(jnp.promote_types(self.coords.dtype, self.freqs.dtype), jnp.float32)
+        coords, freqs = self.coords.astype(precise)[None, :, :, None], self.freqs.astype(precise)[:, None, :, :]
         return jnp.sum(coords * freqs, axis=2)

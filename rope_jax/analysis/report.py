@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> None:
         results = read_results(workdir)
         if results is None:
             sys.exit(f"report: {workdir} has no results.json; run rope_jax.main with --workdir={workdir} to its end first")
-        runs[from_json((workdir / "config.json").read_text()).model.position or workdir.name] = results["eval"]
+        name = from_json((workdir / "config.json").read_text()).model.position
+        runs[name if name not in runs else f"{name} ({workdir.name})"] = results["eval"]
     out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0].parent
     out.mkdir(parents=True, exist_ok=True)
     table = comparison_table(runs)

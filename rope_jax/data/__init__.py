@@ -3,6 +3,6 @@
 from rope_jax.data.decode import decode_image
 from rope_jax.data.pipeline import batches, evaluation_batches
 from rope_jax.data.resize import resize
-from rope_jax.data.sources import Images, load
+from rope_jax.data.sources import Images, fingerprint, load
 
-__all__ = ["Images", "batches", "decode_image", "evaluation_batches", "load", "resize"]
+__all__ = ["Images", "batches", "decode_image", "evaluation_batches", "fingerprint", "load", "resize"]

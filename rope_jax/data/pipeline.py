@@ -68,6 +68,12 @@ def permutation(seed: int, epoch: int, count: int) -> Int64[np.ndarray, " count"
     return order
 
 
+def examples(step: int, *, batch_size: int, seed: int, count: int) -> list[int]:
+    """Indices of the examples in the training batch of one step, in its order; arguments as in `batch` and `position`."""
+    epochs, indices = position(step, batch_size, count)
+    return [int(permutation(seed, int(epoch), count)[index]) for epoch, index in zip(epochs, indices, strict=True)]
+
+
 def batch(images: Images, step: int, *, batch_size: int, seed: int, augment: str = "none", shard: tuple[int, int] = (0, 1)) -> Batch:
     """The training batch of one step.
 

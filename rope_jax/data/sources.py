@@ -47,6 +47,12 @@ class Images:
             raise ValueError(f"{self.name}: labels are {self.labels.min()} to {self.labels.max()}; allowed are 0 to {self.classes - 1}")
 
 
+def fingerprint(images: Images) -> str:
+    """Tells one set of images from another: number, size, classes, and a checksum of labels and pixels."""
+    checksum = zlib.crc32(images.labels.tobytes(), zlib.crc32(np.ascontiguousarray(images.images)))
+    return f"{'x'.join(map(str, images.images.shape))} {images.classes} classes {checksum:08x}"
+
+
 def load(source: str, path: str | None = None, split: str = "train", image_size: tuple[int, int] | None = None) -> Images:
     """Loads one split of an image set into memory, as RGB.
 

@@ -63,6 +63,9 @@ class ViTOptions:
         for name, allowed in (("attention", ("global", "neighborhood")), ("drop_path_schedule", ("linear", "constant"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; use one of {', '.join(allowed)}")
+        for name in ("mlp_ratio", "norm_epsilon"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed; it must be above 0")
         if not 0.0 <= self.drop_path < 1.0:
             raise ValueError(f"drop_path={self.drop_path} is not allowed; it must be at least 0 and below 1")
         if self.attention != "global" and self.class_token:
@@ -181,7 +184,7 @@ _SIZES = {
     "l": {"width": 1024, "depth": 24, "heads": 16},
 }
 _THESIS_BASE = {"width": 768, "heads": 24, "drop_path": 0.4}
-# DeiT-III's drop path depends on the size and on the schedule (methods: 0.0 for S, 0.1 for B, 0.4 for L over 400 epochs).
+# Of the 400-epoch schedule with which Heo et al. train (naver-ai/rope-vit, deit/README.md).
 _DEIT3_DROP = {"ti": 0.0, "s": 0.0, "b": 0.1, "l": 0.4}
 
 for size in ("ti", "s", "b"):

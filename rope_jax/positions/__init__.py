@@ -48,7 +48,8 @@ def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
     Raises:
         ValueError: unknown scheme or option, text that cannot be read, or a scheme that the stage cannot have.
     """
-    return _build(parse(text), stage, rngs)
+    # One draw whatever the scheme, so that the same seed gives the rest of a model the same weights under every scheme.
+    return _build(parse(text), stage, nnx.Rngs(rngs.params()))
 
 
 def _build(written: _Written, stage: Stage, rngs: nnx.Rngs) -> Position:

@@ -25,5 +25,8 @@ def centres(grid: Grid) -> np.ndarray:
 
 
 def endpoints(grid: Grid) -> np.ndarray:
-    """Like `centres`, but the first and the last patch lie on the border of the box (thesis section 3.3, read literally)."""
+    """Like `centres`, but the first and the last patch lie on the border of the box (thesis section 3.3, read literally).
+
+    The spacing is then 2 n / (max(H, W) (n - 1)) along an axis of n patches: not quite the same along both where H and W differ.
+    """
     return _stack(*[np.linspace(-1, 1, n) * n / max(grid) if n > 1 else np.zeros(1) for n in grid])

@@ -87,10 +87,9 @@ class Rope2D(Rotary):
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 100.0, shared: bool = True, freq_span: str = "reduced", **options):
         super().__init__(stage, rngs=rngs, **options)
         check_option("freq_span", freq_span, ("reduced", "full"))
-        rungs = frequencies.deal(1 if shared else stage.heads, self.pairs // 2)
         self.base = check_finite("base", base)
         self.span = 1.0 if freq_span == "reduced" else 2 * self.pairs / stage.head_dim
-        self.heads = len(rungs)
+        self.heads = 1 if shared else stage.heads
 
     def coords(self, grid: Grid) -> np.ndarray:
         """See `Rotary.coords`."""

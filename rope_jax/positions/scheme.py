@@ -10,9 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
-
-Grid = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)

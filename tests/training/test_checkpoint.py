@@ -18,10 +18,10 @@ def shapes(tree):
 
 def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state(2.5), config={"seed": 1})
+        checkpoints.save(3, state(2.5), about={"seed": 1})
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [3]
-        assert checkpoints.config(3) == {"seed": 1}
+        assert checkpoints.about(3) == {"seed": 1}
         assert tree_hash(checkpoints.load(3, shapes(state()))) == tree_hash(state(2.5))
         part = checkpoints.load(3, {"params": shapes(state())["params"]})
         assert set(part) == {"params"}
@@ -31,7 +31,7 @@ def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path):
 def test_the_newest_are_kept(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, state(), config={})
+            checkpoints.save(step, state(), about={})
         assert checkpoints.newest() == 3
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [2, 3]
@@ -39,15 +39,15 @@ def test_the_newest_are_kept(tmp_path):
 
 def test_a_step_is_never_overwritten(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(1.0), config={})
-        checkpoints.save(1, state(2.0), config={})
+        checkpoints.save(1, state(1.0), about={})
+        checkpoints.save(1, state(2.0), about={})
         assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(1.0))
 
 
 def test_numbers_that_are_not_finite_are_never_written(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match=r"step 1 is not saved: params.blocks.0.kernel is not finite"):
-            checkpoints.save(1, state(np.nan), config={})
+            checkpoints.save(1, state(np.nan), about={})
         assert checkpoints.steps() == []
 
 
@@ -64,7 +64,7 @@ def test_another_tree_is_refused(tmp_path, change, message):
     wanted = state()
     change(wanted)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(), config={})
+        checkpoints.save(1, state(), about={})
         with pytest.raises(ValueError, match=message):
             checkpoints.load(1, shapes(wanted))
 
@@ -80,3 +80,10 @@ def test_check_tree_names_the_first_problems():
     wanted = {str(n): jnp.ones(1) for n in range(9)}
     with pytest.raises(ValueError, match="and 4 more"):
         check_tree(wanted, {})
+
+
+def test_missing_metadata_is_told(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state(), about={})
+        with pytest.raises(ValueError, match="1 is damaged: its metadata is missing"):
+            checkpoints.about(1)

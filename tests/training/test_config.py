@@ -40,7 +40,10 @@ def test_a_misspelt_key_is_refused_in_recipes_and_files():
         ({"data": {"mean": (0.5, 0.5)}}, "must be 3 numbers"),
         ({"eval": {"resolutions": (8, "x")}}, "a tuple of sizes in pixels"),
         ({"model": {"name": None}}, "must be text"),
-        ({"optim": {"b1": float("nan")}}, "out of range"),
+        ({"optim": {"b1": float("nan")}}, "must be finite"),
+        ({"epochs": float("inf")}, "must be finite"),
+        ({"epochs": 0.0}, "trains nothing"),
+        ({"optim": {"learning_rate": 1e-6}}, "min_learning_rate=1e-05 is above --config.optim.learning_rate=1e-06"),
     ],
 )
 def test_bad_values_name_the_flag(values, message):

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,6 +79,17 @@ def test_one_device_and_eight_give_the_same_curve(tmp_path):
     assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) <= 5e-6
     results = [json.loads((tmp_path / str(n) / "results.json").read_text())["eval"] for n in (1, 8)]
     assert [row["resolution"] for row in results[0]] == [row["resolution"] for row in results[1]]
+
+
+def test_the_line_to_try_next_is_a_command_that_runs(tmp_path):
+    settings = [*SMALL, "--config.epochs=0.2"]
+    done = run(tmp_path / "run", *settings, recipe="configs/digits.py:position=none,epochs=1,seed=3")
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("try next: "))
+    words = shlex.split(line.removeprefix("try next: "))
+    assert words[3:5] == ["--config=configs/digits.py:position=rope_mixed,epochs=1,seed=3", f"--workdir={tmp_path}/run_rope_mixed"]
+    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run_rope_mixed" / "results.json").exists()
 
 
 def test_a_batch_that_eight_devices_cannot_share(tmp_path):

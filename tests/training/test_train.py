@@ -113,7 +113,9 @@ def test_a_killed_run_repeats_the_steps_since_its_checkpoint(tmp_path, finished,
 
 
 def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
-    with pytest.raises(train.NonFinite, match=r"step \d+: loss (nan|inf).*nothing was saved.*learning_rate"):
+    with pytest.raises(
+        train.NonFinite, match=r"step \d+: loss (nan|inf).*nothing was saved.*learning_rate, or look at its examples: \d+, "
+    ):
         run(tmp_path, optim__learning_rate=1e30, optim__warmup_epochs=0.0)
     assert not list((tmp_path / "checkpoints").iterdir())
     assert not (tmp_path / "results.json").exists()
@@ -174,6 +176,49 @@ def test_bfloat16_keeps_float32_parameters(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {jnp.dtype(jnp.float32)}
 
 
+def write_images(path, seed, **arrays):
+    rng = np.random.default_rng(seed)
+    for split in ("train", "test"):
+        arrays.setdefault(f"{split}_images", rng.integers(0, 256, (240, 8, 8), dtype=np.uint8))
+        arrays.setdefault(f"{split}_labels", np.arange(240) % 10)
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    return {"data__source": "npz", "data__path": str(path), "epochs": 0.5}
+
+
+def test_other_images_are_refused_on_resume_and_moved_ones_are_not(tmp_path):
+    run(tmp_path / "run", **write_images(tmp_path / "a.npz", seed=0))
+    run(tmp_path / "run", **write_images(tmp_path / "moved.npz", seed=0))
+    with pytest.raises(ConfigError, match="the images of the train split; the images of the test split"):
+        run(tmp_path / "run", **write_images(tmp_path / "b.npz", seed=1))
+
+
+def test_a_missing_test_split_is_told_before_training(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no test images.*--config.data"):
+        run(tmp_path / "run", **write_images(tmp_path / "a.npz", seed=0, test_images=None, test_labels=None))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupted_evaluation_is_done_by_the_next_start(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            data,
+            "evaluation_batches",
+            lambda *args, original=data.evaluation_batches, **kwargs: signal.raise_signal(signal.SIGTERM) or original(*args, **kwargs),
+        )
+        with pytest.raises(train.Interrupted, match="SIGTERM"):
+            run(tmp_path, epochs=0.2)
+    assert not (tmp_path / "results.json").exists()
+    run(tmp_path, epochs=0.2)
+    assert len(json.loads((tmp_path / "results.json").read_text())["eval"]) == 2
+
+
+def test_the_same_seed_gives_every_scheme_the_same_other_weights():
+    models = [rope_jax.create_model("vit_digits", position=position) for position in ("none", "ape", "rope_mixed+rpb")]
+    for model in models[1:]:
+        assert np.array_equal(model.head.kernel[...], models[0].head.kernel[...])
+        assert np.array_equal(model.blocks[3].mlp.fc2.kernel[...], models[0].blocks[3].mlp.fc2.kernel[...])
+
+
 def test_a_batch_that_the_devices_cannot_share_is_refused(monkeypatch):
     monkeypatch.setattr(train, "make_mesh", lambda: jax.sharding.AbstractMesh((8,), ("data",)))
     with pytest.raises(ConfigError, match=r"--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104"):
@@ -188,7 +233,9 @@ def test_a_batch_that_the_devices_cannot_share_is_refused(monkeypatch):
         ({"model__position": "axial_rope(k_rope=3)"}, r"k_rope=3.*\[--config.model"),
         ({"data__image_size": 9}, r"9x9 is not divisible by the patch size.*image_size"),
         ({"data__augment": "flap"}, "flap.*augment"),
+        ({"data__augment": "crop(pad=8)"}, "pad.*augment"),
         ({"model__options": "depth=x"}, "depth='x' must be of type int"),
+        ({"model__options": "mlp_ratio=0"}, "mlp_ratio=0 is not allowed"),
         ({"init_from": "/nowhere"}, "holds no checkpoints.*init_from"),
     ],
 )
