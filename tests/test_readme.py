@@ -22,3 +22,7 @@ def test_the_tables_list_every_scheme_and_model():
             braces = re.search(r"\{(.*)\}", name)
             models |= {name.replace(braces[0], size) for size in braces[1].split(",")} if braces else {name}
     assert models == set(rope_jax.list_models())
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
