@@ -2,6 +2,7 @@
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 WORKDIR ?= runs/digits
+EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
@@ -11,18 +12,19 @@ help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare                      train with six positional schemes, one table and one picture"
 	@echo "make test | lint | format         what a change must pass"
-	@echo "make setup                        the environment alone (.venv)"
+	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
+	@echo "make setup [EXTRAS=test,cuda13]   the environment alone (.venv); with cuda13 or cuda12 for an NVIDIA GPU"
 
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(or $(PYTHON),python3) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 12) else f"rope_jax needs Python 3.12 or newer, but {sys.executable} is {v[0]}.{v[1]}: install it, or name it as in make setup PYTHON=python3.12")'
 	$(or $(PYTHON),python3) -m venv .venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 train: setup
-	$(RUN) -m rope_jax.main --config=configs/digits.py --workdir=$(WORKDIR)
+	$(RUN) -m rope_jax.main --config=configs/digits.py --workdir=$(WORKDIR) $(ARGS)
 
 SCHEMES = none ape rpb rope2d rope_mixed axial_rope
 compare: setup
@@ -34,6 +36,17 @@ compare: setup
 test: setup
 	$(RUN) -m pytest
 
+# Compiles the GPU kernels on any machine, GPU or not (.venv-cuda: 5 GB of CUDA wheels).
+.PHONY: test-aot
+test-aot: .venv-cuda/ready
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest tests/aot
+
+.venv-cuda/ready: pyproject.toml constraints.txt
+	$(or $(PYTHON),python3) -m venv .venv-cuda
+	@echo '*' > .venv-cuda/.gitignore
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,cuda13]'
+	@touch $@
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -43,4 +56,4 @@ format: setup
 	$(RUN) -m ruff check --fix .
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-cuda runs

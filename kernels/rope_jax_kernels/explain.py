@@ -25,7 +25,7 @@ def explain(op: Callable, *args, **kwargs) -> dict[str, str]:
         **kwargs: what `op` would be given; `implementation` makes no difference.
 
     Returns:
-        Implementation -> "ok" or the reason why it refuses, in the order in which `implementation=None` asks them.
+        Implementation -> "ok" or the reason why it refuses.
 
     Raises:
         ValueError: `op` is not an operation of this package.

@@ -1,0 +1,50 @@
+"""Compiles for a GPU that is not there: needs jax's CUDA plugin, which `make test-aot` installs in an environment of its own."""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+def pytest_collection_modifyitems(items):
+    """Skips this directory's tests where they cannot run, with the reason."""
+    if not (importlib.util.find_spec("jax_plugins") and any(map(importlib.util.find_spec, PLUGINS))):
+        reason = "jax's CUDA plugin is not installed; run `make test-aot`"
+    elif os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1":
+        reason = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is not set, so the CUDA plugin would ask for a driver; run `make test-aot`"
+    elif ptxas() is None:
+        reason = "there is no ptxas, neither in the nvidia wheels nor on PATH; run `make test-aot`"
+    else:
+        return
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def ptxas() -> str | None:
+    """The assembler of the nvidia wheels (nvidia-cuda-nvcc), or the one on PATH."""
+    found = importlib.util.find_spec("nvidia")
+    wheels = [path for root in (found.submodule_search_locations if found else []) for path in pathlib.Path(root).glob("*/bin/ptxas")]
+    return str(wheels[0]) if wheels else shutil.which("ptxas")
+
+
+@pytest.fixture(scope="session")
+def gpus():
+    """Eight H200s of one host."""
+    from jax.experimental import topologies
+
+    target = (HERE.parent / "data" / "h200.txtpb").read_text()
+    return topologies.get_topology_desc(platform="cuda", topology_name="h200", topology="1x1x8", target_config=target).devices
+
+
+@pytest.fixture
+def compile_for(gpus, tmp_path):
+    """compile_for(mesh_shape, f, *shapes, specs=None, donate=()): a `program.Program` for a mesh of axes "data" and "heads"."""
+    from tests.aot.program import compile_program
+
+    return lambda mesh_shape, f, *shapes, **kwargs: compile_program(gpus, mesh_shape, tmp_path, ptxas(), f, shapes, **kwargs)

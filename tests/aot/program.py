@@ -1,0 +1,77 @@
+"""What a program compiled for a GPU consists of: operations, buffers, and the machine code of its Triton kernels."""
+
+import dataclasses
+import math
+import pathlib
+import re
+import subprocess
+import tempfile
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Operations that take no time on a GPU.
+FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel as ptxas sees it; widths are bytes of one thread's access."""
+
+    registers: int
+    local_bytes: int  # stack frame and spills
+    load_widths: frozenset[int]
+    store_widths: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: operations of the entry computation (a custom call by its target), and its kernels."""
+
+    operations: list[str]
+    text: str
+    aliased_bytes: int
+    kernels: list[Kernel]
+
+    def launches(self) -> int:
+        """How many Triton kernels run."""
+        return self.operations.count("__gpu$xla.gpu.triton")
+
+
+def compile_program(gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, donate=()) -> Program:
+    """Compiles f for arguments of `shapes`, laid over the first GPUs by `specs` (whole on each without them)."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=folder))  # programs of one test apart
+    mesh = Mesh(np.array(gpus[: math.prod(mesh_shape)]).reshape(mesh_shape), ("data", "heads"))
+    specs = specs or [PartitionSpec()] * len(shapes)
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in zip(shapes, specs, strict=True)]
+    # Autotuning would need the GPU. Only PTX is dumped: the stages of Triton's compiler take ten times as long to print as to run.
+    options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(f, donate_argnums=donate).trace(*arguments).lower().compile(compiler_options=options)
+    text = re.sub(r"backend_config=.*", "", compiled.as_text())
+    entry = text[text.index("ENTRY") :]
+    operations = []
+    for line in entry.splitlines():
+        # `%name = type operation(...)`, where the type may be a tuple in parentheses.
+        if found := re.match(r"\s+(?:ROOT )?%\S+ = (?:\(.*?\) |\S+ )([a-z][a-z0-9-]*)\(", line):
+            target = re.search(r'custom_call_target="([^"]*)"', line)
+            operations.append(target[1] if target else found[1])
+    kernels = [read_kernel(path, ptxas) for path in sorted(folder.glob("*.ptx")) if "rotary" in path.read_text()]
+    return Program([x for x in operations if x not in FREE], text, compiled.memory_analysis().alias_size_in_bytes, kernels)
+
+
+def read_kernel(path, ptxas) -> Kernel:
+    """Assembles one PTX file."""
+    command = [ptxas, "-arch=sm_90a", "-v", str(path), "-o", str(path.with_suffix(".cubin"))]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    number = lambda pattern: sum(int(x) for x in re.findall(pattern, report))
+    ptx = path.read_text()
+    accesses = re.findall(r"\b(ld|st)\.global(?:\.[a-z:0-9_]+?)*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx)
+    width = lambda kind: frozenset(int(vector or 1) * int(bits) // 8 for op, vector, bits in accesses if op == kind)
+    return Kernel(
+        registers=number(r"Used (\d+) registers"),
+        local_bytes=number(r"(\d+) bytes (?:stack frame|spill stores|spill loads)"),
+        load_widths=width("ld"),
+        store_widths=width("st"),
+    )

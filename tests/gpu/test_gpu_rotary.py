@@ -1,0 +1,39 @@
+"""The rotary kernels on a GPU: the cases that the CPU interprets, and those that models have."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rope_jax_kernels import Rotation, explain, rotate
+from tests.kernels import rotary_cases as cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+
+
+@pytest.mark.parametrize("case", cases.CASES + cases.MODEL_CASES, ids=str)
+def test_values(case):
+    cases.check_forward(case, "triton")
+
+
+@pytest.mark.parametrize("case", [case for case in cases.CASES + cases.MODEL_CASES if case.layout == "BLND"], ids=str)
+def test_packed_is_separate(case):
+    cases.check_packed(case, "triton")
+
+
+@pytest.mark.parametrize("theta_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", cases.CASES + cases.MODEL_CASES[:1], ids=str)
+def test_explicit_angles(case, theta_dtype):
+    cases.check_by_angles(case, "triton", theta_dtype)
+
+
+@pytest.mark.parametrize("case", cases.CASES + cases.MODEL_CASES, ids=str)
+def test_gradients(case):
+    cases.check_gradients(case, "triton")
+
+
+def test_none_takes_the_kernel_where_it_halves_the_bytes():
+    q = jnp.ones((2, 6, 3, 64), jnp.bfloat16)
+    rotation = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 16)))
+    assert explain(rotate, q, q, rotation) == {"xla": "ok", "triton": "ok"}
+    if jax.device_count() == 1:
+        assert "pallas_call" in str(jax.make_jaxpr(rotate)(q, q, rotation))
