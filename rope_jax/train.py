@@ -105,7 +105,7 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
     model = restore.create(config)
     with blame("--config.eval.resolutions"):
         for size in resolutions(config, image_pair(config.data.image_size)):
-            model.grid(size)
+            model.grids(size)
     o, epoch = config.optim, len(images.labels) / config.batch_size
     total = max(1, round(config.epochs * epoch))
     schedule = optim.learning_rate_schedule(

@@ -62,6 +62,7 @@ RULES = {
     "rope_jax_kernels": (["rope_jax_kernels"], ARRAYS),
     "rope_jax.positions": (POSITIONS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.models": (MODELS, [*ARRAYS, "flax.nnx"]),
+    "rope_jax.models.pretrained.files": (MODELS, [*ARRAYS, "flax.nnx", "safetensors", "huggingface_hub"]),
     "rope_jax.optim": ([], ["jax", "numpy", "jaxtyping", "optax", "flax.nnx"]),  # nnx: what the parameters say about their decay
     "rope_jax.sharding": ([], ARRAYS),
     "rope_jax.checkpoint": ([], [*ARRAYS, "orbax"]),

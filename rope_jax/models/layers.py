@@ -60,6 +60,14 @@ class LayerScale(nnx.Module):
         return x * self.gamma[...].astype(x.dtype)
 
 
+def check_images(images: Array) -> None:
+    """Refuses anything but images [B, H, W, 3]."""
+    if images.ndim != 4 or images.shape[3] != 3:
+        raise ValueError(
+            f"images have shape {images.shape}; they must be [B, H, W, 3]: repeat the channel of grey images three times, drop a fourth one"
+        )
+
+
 class PatchProjection(nnx.Module):
     """A convolution whose stride is its kernel, as the product of patches and a matrix: its gradient is a matrix product too.
 
@@ -87,7 +95,8 @@ class PatchEmbed(nnx.Module):
         self.proj = PatchProjection(patch_size, features, rngs=rngs, dtypes=dtypes)
         self.norm = None if norm_epsilon is None else layer_norm(features, norm_epsilon, rngs=rngs, dtypes=dtypes)
 
-    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
+    def __call__(self, images: Float[Array, "..."]) -> Float[Array, "B h w C"]:
+        check_images(images)
         x = self.proj(images)
         return x if self.norm is None else self.norm(x)
 

@@ -1,8 +1,9 @@
 """Models by name."""
 
 import dataclasses
-import difflib
 import fnmatch
+import os
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from rope_jax.hints import closest
+from rope_jax.models.pretrained import load_pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +44,7 @@ def list_models(pattern: str = "*") -> list[str]:
 def find_model(name: str) -> Entry:
     """The entry called `name`; ValueError with the closest name where there is none."""
     if name not in MODELS:
-        close = difflib.get_close_matches(name, MODELS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(list_models())}"
-        raise ValueError(f"unknown model {name!r}; {hint} (rope_jax.list_models() names all)")
+        raise ValueError(f"unknown model {name!r}; {closest(name, list_models())}")
     return MODELS[name]
 
 
@@ -54,7 +56,7 @@ def create_model(
     image_size: int | tuple[int, int] | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-    pretrained: bool = False,
+    pretrained: bool | str | os.PathLike = False,
     **overrides: Any,
 ) -> nnx.Module:
     """Makes a backbone with a positional scheme.
@@ -66,8 +68,9 @@ def create_model(
         image_size: pixels, int or (height, width), for parameters whose shape depends on it. Calls accept other sizes.
         seed: of the initial weights.
         dtype: in which activations are computed. Parameters are float32, or float64 with dtype=float64 (which needs jax_enable_x64).
-        pretrained: must be False: there are no pretrained weights to load yet.
-        **overrides: the family's options by name, for example depth=2 (see `rope_jax.models.vit.ViTOptions`).
+        pretrained: False, or a .safetensors or .npz file of official weights, or a hub id; see `pretrained.load_pretrained`. What they
+            expect of images is then in `model.preprocessing`.
+        **overrides: the family's options by name, for example depth=2 (see `vit.ViTOptions`, `swin.SwinOptions`, `nat.NATOptions`).
 
     None stands for the model's own default. Works under `nnx.eval_shape`, which gives shapes without allocating.
 
@@ -75,15 +78,18 @@ def create_model(
         A module: `model(images[B, H, W, 3], train=False, key=None)` gives logits [B, num_classes], `model.features(images)` maps.
 
     Raises:
-        ValueError: an unknown name, option or scheme, or a combination that cannot be; the message says what to change.
+        ValueError: an unknown name, option or scheme, or a combination that cannot be; the message says what to change. And weights that
+            do not fit, see `pretrained.load_pretrained` also for a file that is missing or a package that is not installed.
     """
     entry = find_model(name)
-    if pretrained:
-        raise ValueError(f"pretrained={pretrained!r}: loading pretrained weights is not part of this version; use pretrained=False")
+    if pretrained is True:
+        raise ValueError(
+            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as 'timm/deit_tiny_patch16_224.fb_in1k'"
+        )
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype != jax.dtypes.canonicalize_dtype(dtype):
         raise ValueError(f"dtype={dtype} is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64")
-    return entry.family(
+    model = entry.family(
         model_options(name, overrides),
         position=entry.position if position is None else position,
         num_classes=_positive("num_classes", entry.num_classes if num_classes is None else num_classes),
@@ -91,25 +97,28 @@ def create_model(
         dtype=dtype,
         rngs=nnx.Rngs(seed),
     )
+    if pretrained:
+        load_pretrained(model, pretrained)
+    return model
 
 
 def model_options(name: str, overrides: dict[str, Any]) -> Any:
-    """The options of a model with some overridden; ValueError names an unknown one."""
+    """The options of a model with some overridden; ValueError names an unknown one, or a value of another type."""
     options = find_model(name).options
     known = {field.name: field.type for field in dataclasses.fields(options)}
-    for key, value in overrides.items():
-        if key in known and not _fits(value, known[key]):
-            raise ValueError(f"{name}: {key}={value!r} must be of type {getattr(known[key], '__name__', known[key])}")
+    for key in overrides:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"{name} has no option {key!r}; {hint}known: {', '.join(known)}")
-    return dataclasses.replace(options, **overrides)
+            raise ValueError(f"{name} has no option {key!r}; {closest(key, known)}")
+    return dataclasses.replace(options, **{key: _of_kind(f"{name}: {key}", value, known[key]) for key, value in overrides.items()})
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    kinds = typing.get_args(kind) or (kind,)
-    return type(value) in kinds or (float in kinds and type(value) is int)
+def _of_kind(what: str, value: Any, kind: Any) -> Any:
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(value) is int and int not in kinds and float in kinds:
+        return float(value)
+    if type(value) not in kinds and not (value is None and type(None) in kinds):
+        raise ValueError(f"{what}={value!r} must be of type {getattr(kind, '__name__', kind)}")
+    return value
 
 
 def image_pair(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -115,7 +115,7 @@ class ViT(nnx.Module):
             heads=options.heads,
             head_dim=options.width // options.heads,
             channels=options.width,
-            grid=self.grid(image_size),
+            grid=self.grids(image_size)[0],
             pattern=self.pattern,
             prefix=prefix,
             embed_prefix=prefix * options.embed_class_token,
@@ -129,23 +129,23 @@ class ViT(nnx.Module):
         self.norm = layer_norm(options.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         self.head = linear(options.width, num_classes, rngs=rngs, dtypes=dtypes)
 
-    def grid(self, image_size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of patches of an image of (height, width) pixels."""
+    def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
+        """Rows and columns of the map of each stage (here one) of an image of (height, width) pixels."""
         patch = self.options.patch_size
         if image_size[0] % patch or image_size[1] % patch:
             raise ValueError(f"image size {image_size[0]}x{image_size[1]} is not divisible by the patch size {patch}: change one of them")
-        return image_size[0] // patch, image_size[1] // patch
+        return [(image_size[0] // patch, image_size[1] // patch)]
 
     def resize(self, image_size: tuple[int, int]) -> None:
         """Makes `image_size` the resolution of creation: position tables are resized by their scheme's rule."""
-        self.position.resize(self.grid(image_size))
+        self.position.resize(self.grids(image_size)[0])
 
     def _encode(self, images: Float[Array, "B h w 3"], train: bool, key: Array | None) -> tuple[Array, tuple[int, int]]:
         options = self.options
         if train and key is None and options.drop_path > 0:
             raise ValueError("train=True needs a key for drop path: pass key=jax.random.key(...), or create the model with drop_path=0")
         position_key, *block_keys = jax.random.split(key, 1 + options.depth) if train and key is not None else [None] * (1 + options.depth)
-        grid = self.grid(images.shape[1:3])
+        (grid,) = self.grids(images.shape[1:3])
         x = self.patch_embed(images)
         x = x.reshape(x.shape[0], -1, options.width)
         if options.class_token and options.embed_class_token:

@@ -89,7 +89,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ("vit_s16", {"image_size": (16, -16)}, "image size (16, -16) must be"),
         ("vit_s16", {"num_classes": 0}, "num_classes=0 must be at least 1"),
         ("vit_s16", {"dtype": jnp.int32}, "dtype=int32 is not available; use float32, bfloat16 or float16"),
-        ("vit_s16", {"pretrained": True}, "pretrained=True: loading pretrained weights is not part of this version"),
+        ("vit_s16", {"pretrained": True}, "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id"),
         ("vit_s16", {"position": "rope3d"}, "unknown positional scheme 'rope3d'; did you mean"),
     ],
 )

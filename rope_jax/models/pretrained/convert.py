@@ -1,0 +1,210 @@
+"""Weights of other code into a model, and back: `convert_state_dict` and `export_state_dict`."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rope_jax.hints import closest
+from rope_jax.models.pretrained import deit, lape, nat, naver, swin, timm
+from rope_jax.models.pretrained.rows import Table, filled, numbers
+from rope_jax.models.pretrained.tensors import Rule, Slot, rotary_of
+from rope_jax.positions import Position
+from rope_jax.positions.scheme import SCHEMES
+
+SOURCES = {"deit": deit, "lape": lape, "naver": naver, "nat": nat, "swin": swin, "timm": timm}
+
+_LARGEST = 2**28  # elements of a table that is to be resized
+_ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A parameter of the model and the tensor that fills it. grid: where the tensor was made for another map, that map."""
+
+    slot: Slot
+    key: str
+    rule: Rule
+    grid: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a conversion will do, and what is wrong with it: known from names, shapes and dtypes alone.
+
+    frozen holds what the model computes and the tensors of those names must therefore contain.
+    """
+
+    links: list[Link]
+    frozen: dict[str, np.ndarray]
+    problems: list[str]
+
+
+def table_of(model: nnx.Module, source: str) -> Table:
+    """The names of `source` for a model; ValueError where there is no such source."""
+    if source not in SOURCES:
+        raise ValueError(f"source={source!r} is unknown; {closest(source, SOURCES)}")
+    return SOURCES[source].table(model)
+
+
+def convert_state_dict(model: nnx.Module, state_dict: Mapping[str, Any], *, source: str) -> None:
+    """Puts torch-named weights into a model, in place.
+
+    Weights become the model's dtype and layout; channels of queries and keys are permuted where the source pairs them otherwise for its
+    rotation; bias tables change their sign where source and model count offsets in opposite directions. Tables of another map or window
+    are resized by their scheme's rule; an absolute embedding of as many tokens as the model's is taken as it is, any other as a square.
+
+    Args:
+        model: from `rope_jax.create_model`.
+        state_dict: arrays by their names in the source's files.
+        source: whose names: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat" or "lape".
+
+    Raises:
+        ValueError: names or shapes that do not fit, all of them in one message; the model is left as it was.
+    """
+    arrays = {key: np.asarray(array) for key, array in state_dict.items()}
+    plan = plan_conversion(model, {key: (array.shape, array.dtype) for key, array in arrays.items()}, source=source)
+    problems = plan.problems + [
+        f"{key} is computed here, and is not what the file holds: create the model with the position that these weights were trained with"
+        for key, want in plan.frozen.items()
+        if not np.allclose(arrays[key], want, rtol=0, atol=_ROUNDING)
+    ]
+    refuse(problems, source)
+    values: dict[int, tuple[nnx.Variable, np.ndarray]] = {}
+    for link in plan.links:
+        variable, layer = link.slot.variable, link.slot.layer
+        _, value = values.setdefault(id(variable), (variable, np.empty(variable.shape, variable.dtype)))
+        value[... if layer is None else layer] = _loaded(link, arrays[link.key].astype(variable.dtype))
+    for variable, value in values.values():
+        variable.set_value(jnp.asarray(value))
+
+
+def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray]:
+    """A model's weights with the names and layouts of `source`; `convert_state_dict` brings them back bit by bit.
+
+    Raises:
+        ValueError: the source has no name for some of the parameters; the message lists them.
+    """
+    found, problems = _links(model, table_of(model, source), source)
+    refuse(problems, source)
+    state_dict = {}
+    for link in found:
+        value = np.asarray(link.slot.variable[...])
+        state_dict[link.key] = np.ascontiguousarray(link.rule.save(value if link.slot.layer is None else value[link.slot.layer], link.slot))
+    return state_dict
+
+
+def plan_conversion(model: nnx.Module, shapes: Shapes, *, source: str) -> Plan:
+    """Finds the tensor of each parameter and everything that does not fit, before any array is touched.
+
+    Args:
+        model: whose parameters are to be filled.
+        shapes: shape and dtype of each tensor.
+        source: see `convert_state_dict`.
+    """
+    table = table_of(model, source)
+    found, problems = _links(model, table, source)
+    links, frozen, left = [], {}, dict(shapes)
+    for link in found:
+        if (entry := left.pop(link.key, None)) is None:
+            problems.append(f"{link.key} is missing: it fills {link.slot.name} of the model")
+            continue
+        grid, problem = _fit(link, *entry)
+        problems += [problem] if problem else []
+        links.append(dataclasses.replace(link, grid=grid))
+    for key, (shape, _) in left.items():
+        if any(numbers(template, key) is not None for template in table.dropped):
+            continue
+        want = next((f(model, n, tuple(shape)) for name, f in table.frozen if (n := numbers(name, key)) is not None), None)
+        if want is None:
+            problems.append(f"{key} of shape {list(shape)} is not expected: no parameter of this model takes it")
+        elif want.shape != tuple(shape):
+            problems.append(f"{key} has shape {list(shape)}, but what the model computes in its place has shape {list(want.shape)}")
+        else:
+            frozen[key] = want
+    return Plan(links, frozen, problems)
+
+
+def refuse(problems: list[str], source: str) -> None:
+    """Raises one ValueError with all problems, if there are any."""
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ValueError(f"the weights do not fit the model by the names of source={source!r}; {count}:\n  " + "\n  ".join(problems))
+
+
+def _links(model: nnx.Module, table: Table, source: str) -> tuple[list[Link], list[str]]:
+    links, problems = [], []
+    slots = [dataclasses.replace(slot, pairing=table.pairing) for slot in _slots(model)]
+    if table.pairing is None and any(slot.rotary for slot in slots):
+        problems.append(f"source {source!r} has no models whose position rotates: choose another position, or the source of one that does")
+    for slot in slots:
+        found = _named(table, slot)
+        if not found and slot.scheme is not None:
+            layers = [dataclasses.replace(slot, name=f"{slot.name}.{i}", layer=i) for i in range(slot.shape[0])]
+            found = [link for layer in layers for link in _named(table, layer)]
+        links += found
+        if not found:
+            problems.append(f"{slot.name} of the model has no name in source {source!r}: choose another source or position")
+    return links, problems
+
+
+def _named(table: Table, slot: Slot) -> list[Link]:
+    for ours, theirs, rule in table.rows:
+        if (found := numbers(ours, slot.name)) is not None:
+            return [Link(slot, filled(theirs, found), rule)]
+    return []
+
+
+def _slots(model: nnx.Module) -> Iterator[Slot]:
+    """The parameters of a model by name; those of a positional scheme are named after the scheme, wherever in a sum it stands."""
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        holder, scheme, rotary, name = model, None, None, []
+        for step in path:
+            if isinstance(getattr(holder, "position", None), Position):
+                rotary = rotary_of(holder.position)
+            if isinstance(holder, Position):
+                scheme = holder
+            if scheme is None:
+                name.append(str(step))
+            holder = holder[step] if isinstance(step, int) else getattr(holder, step)
+        if scheme is not None:
+            name += [next((key for key, cls in SCHEMES.items() if cls is type(scheme)), type(scheme).__name__), str(path[-1])]
+        yield Slot(".".join(name), variable, scheme=scheme, rotary=rotary)
+
+
+def _fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, int] | None, str | None]:
+    """The map for which a tensor was made, where that is another than the model's, and what is wrong with it."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None, f"{link.key} has dtype {dtype}; weights are floating-point"
+    want = link.rule.save(np.empty(link.slot.shape, np.bool_), link.slot).shape
+    if tuple(shape) == want:
+        return None, None
+    grid = link.rule.grid(tuple(shape), link.slot) if link.rule.grid and math.prod(shape) <= _LARGEST else None
+    if grid is not None:
+        return grid, None
+    hint = ""
+    if link.slot.name.startswith("head.") and len(shape) == len(want):
+        hint = f": create the model with num_classes={shape[0]}"
+    return None, f"{link.key} has shape {list(shape)}, but {link.slot.name} of the model takes {list(want)}{hint}"
+
+
+def _loaded(link: Link, array: np.ndarray) -> np.ndarray:
+    slot = link.slot
+    value = link.rule.load(array, slot)
+    if link.grid is None:
+        return value
+    # The scheme itself, as if it had been created for the tensor's map, is given the tensor and asked for the model's map.
+    scheme, layered = nnx.clone(slot.scheme), slot.layer is not None
+    (attribute,) = (key for key, variable in vars(slot.scheme).items() if variable is slot.variable)
+    own = scheme.stage.grid
+    scheme.stage = dataclasses.replace(scheme.stage, grid=link.grid)
+    getattr(scheme, attribute).set_value(jnp.asarray(value[None] if layered else value))
+    scheme.resize(own)
+    value = np.asarray(getattr(scheme, attribute)[...])
+    return value[0] if layered else value

@@ -1,0 +1,127 @@
+"""NAT and DiNAT: their definition in NumPy, their settings; what they share with Swin is tested there."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from tests.models.small import pictures
+from tests.models.test_definition import norm
+from tests.models.test_swin import assert_is_its_definition, axial, offsets, places, run, tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def halved(x, layer):
+    """A convolution of 3 x 3 with stride 2 and a border of zeros."""
+    kernel = np.asarray(layer.kernel[...])
+    height, width = (-(-n // 2) for n in x.shape[:2])
+    x = np.pad(x, ((1, 2), (1, 2), (0, 0)))
+    out = sum(x[i : i + 2 * height : 2, j : j + 2 * width : 2] @ kernel[i, j] for i in range(3) for j in range(3))
+    return out + (0 if layer.bias is None else np.asarray(layer.bias[...]))
+
+
+def stem(embed, image):
+    return norm(halved(halved(image, embed.proj[0]), embed.proj[1]), embed.norm, 1e-5)
+
+
+def downsample(x, layer):
+    return norm(halved(x, layer.reduction), layer.norm, 1e-5)
+
+
+def neighbourhoods(kernel, dilations):
+    """Along each axis, the nearest tokens of the same residue; all of them where there are no more than the kernel takes."""
+
+    def near(i, j, n, step):
+        members = len(range(i % step, n, step))
+        first = min(max(i // step - kernel // 2, 0), max(members - kernel, 0))
+        return (j - i) % step == 0 and first <= j // step < first + kernel
+
+    def allowed(stage, block, grid):
+        step = dilations[stage] if block % 2 else 1
+        pair = lambda query, key: all(near(i, j, n, step) for i, j, n in zip(query, key, grid, strict=True))
+        return np.array([[pair(query, key) for key in places(grid)] for query in places(grid)])
+
+    return allowed
+
+
+CONVOLUTIONS = {"stem": stem, "downsample": downsample}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "position", "parts"),
+    [
+        ("nat_mini", "axial_rope", CONVOLUTIONS),
+        ("dinat_base", "rpb", CONVOLUTIONS),
+        ("dinat_s_tiny", "axial_rope", {}),
+        ("nat_s_tiny", "rpb", {}),
+    ],
+)
+def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
+    dilations = (3, 2) if name.startswith("di") else (1, 1)
+    model = tiny(name, position, dtype=jnp.float64, kernel_size=3, dilations=dilations)
+
+    def terms(stage, block, grid):
+        if position == "rpb":
+            return offsets(model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1), None
+        return None, lambda head: axial(2 << stage)(grid, head)
+
+    assert_is_its_definition(model, neighbourhoods(3, dilations), terms, **parts)
+
+
+def test_dilations_are_those_of_the_papers():
+    for name, depths in {"dinat_mini": (3, 4, 6, 5), "dinat_base": (3, 4, 18, 5), "dinat_s_small": (2, 2, 18, 2)}.items():
+        model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
+        dilations = [[pattern.dilation[0] for pattern in model.patterns(stage, (56, 56))] for stage in range(4)]
+        assert dilations == [([1, most] * depth)[:depth] for depth, most in zip(depths, (8, 4, 2, 1), strict=True)]
+        assert {pattern.size for stage in range(4) for pattern in model.patterns(stage, (56, 56))} == {(7, 7)}
+    plain = nnx.eval_shape(lambda: rope_jax.create_model("nat_s_tiny"))
+    assert {pattern.dilation for stage in range(4) for pattern in plain.patterns(stage, (56, 56))} == {(1, 1)}
+
+
+def test_layer_scale_is_where_the_official_code_has_it():
+    scales = {}
+    for name in rope_jax.list_models("*nat_[tsmb]*"):
+        make = lambda name=name: rope_jax.create_model(name, depths=(1,), heads=(2,))
+        scales[name] = nnx.eval_shape(make).stages[0].blocks[0].scale1 is not None
+    assert {name for name, scaled in scales.items() if scaled} == {"nat_small", "nat_base", "dinat_base"}
+    assert len(scales) == 14
+    model = rope_jax.create_model("nat_small", width=8, depths=(1,), heads=(1,), dilations=(1,), image_size=16, num_classes=2)
+    np.testing.assert_array_equal(model.stages[0].blocks[0].scale2.gamma[...], np.float32(1e-5))
+
+
+def test_convolutions_start_as_in_torch():
+    model = rope_jax.create_model("nat_mini", depths=(1, 1), heads=(2, 4), dilations=(1, 1), num_classes=2, image_size=16)
+    first, second = model.patch_embed.proj
+    for layer, inputs in ((first, 3), (second, 32), (model.stages[0].downsample.reduction, 64)):
+        bound = (9 * inputs) ** -0.5
+        for values in (layer.kernel, layer.bias):
+            if values is not None:
+                assert 0.9 * bound < float(jnp.abs(values[...]).max()) <= bound
+    assert model.stages[0].downsample.reduction.bias is None
+
+
+def test_a_neighbourhood_keeps_its_tables_on_every_map():
+    model, images = tiny("nat_mini", "rpb", kernel_size=3), pictures(20, 76)
+    before = run(model, images)
+    model.resize((20, 76))
+    assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(5, 5)] * 2
+    np.testing.assert_array_equal(run(model, images), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"dilations": (2,)}, "dilations=(2,) must be one whole number of at least 1 for each of the 2 stages"),
+        ({"kernel_size": 0}, "kernel_size=0 must be at least 1"),
+        ({"convolutions": "none"}, "convolutions='none' is not allowed; use one of overlapping, patches"),
+        ({"width": 15, "heads": (1, 1)}, "width=15 must be even: the first convolution of the stem has half as many channels"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(options, advice):
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        tiny("nat_mini", **options)

@@ -1,0 +1,311 @@
+"""Swin, and what all backbones of stages share: their definition in NumPy, any size of image, features, positions, drop path.
+
+Tolerance of the comparison with the definition: float64 and logits of size 1 leave 1e-13 of rounding.
+"""
+
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from tests.models.small import pictures
+from tests.models.test_definition import dense, gelu, norm, turn
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+TINY = {"width": 16, "depths": (2, 2), "heads": (2, 4), "mlp_ratio": 2.0}
+SIZE = (36, 52)  # maps of 9 x 13 and 5 x 7 tokens
+
+
+def tiny(name, position=None, *, image_size=SIZE, dtype=jnp.float32, **changes):
+    """A small model with weights of the size that trained ones have, made without running the initialisation."""
+    make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=image_size, dtype=dtype, **TINY | changes)
+    model = nnx.eval_shape(make)
+    rng = np.random.default_rng(0)
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        spread = np.prod(param.shape[:-1]) ** -0.5 if path[-1] == "kernel" else 0.3
+        param.set_value(jnp.asarray(rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma")), param.dtype))
+    return model
+
+
+def run(model, images, method="__call__"):
+    """Compiled: one by one, the operations of so many shapes would take longer."""
+    graph, state = nnx.split(model)
+    return jax.jit(lambda state, images: getattr(nnx.merge(graph, state), method)(images))(state, images)
+
+
+def places(grid):
+    return list(itertools.product(range(grid[0]), range(grid[1])))
+
+
+# The definition. A family says which pairs of tokens meet in a block, and where a pair's offset is in the table.
+
+
+def attention(x, block, heads, allowed, bias, theta):
+    q, k, v = np.split(dense(x, block.attn.qkv), 3, axis=1)
+    size, out = x.shape[1] // heads, []
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        qh, kh = (y[:, part] if theta is None else turn(y[:, part], theta(head), False) for y in (q, k))
+        logits = qh @ kh.T / math.sqrt(size) + (0 if bias is None else bias(head))
+        weights = np.exp(np.where(allowed, logits, -np.inf))
+        out.append(weights / weights.sum(axis=1, keepdims=True) @ v[:, part])
+    return dense(np.concatenate(out, axis=1), block.attn.proj)
+
+
+def patches(embed, image):
+    x = image.reshape(image.shape[0] // 4, 4, image.shape[1] // 4, 4, 3)
+    kernel, bias = (np.asarray(x[...]) for x in (embed.proj.kernel, embed.proj.bias))
+    return norm(np.einsum("yixjc,ijcd->yxd", x, kernel) + bias, embed.norm, 1e-5)
+
+
+def merged(x, layer):
+    x = np.pad(x, ((0, x.shape[0] % 2), (0, x.shape[1] % 2), (0, 0)))
+    x = np.concatenate([x[0::2, 0::2], x[1::2, 0::2], x[0::2, 1::2], x[1::2, 1::2]], axis=2)
+    return norm(x, layer.norm, 1e-5) @ np.asarray(layer.reduction.kernel[...])
+
+
+def maps_of(model, image, allowed, terms, stem=patches, downsample=merged):
+    """Maps of all stages, the last one normalised. terms(stage, block, grid) gives bias(head) and theta(head), or None for either."""
+    x, maps = stem(model.patch_embed, image), []
+    for index, stage in enumerate(model.stages):
+        grid = x.shape[:2]
+        x = x.reshape(-1, x.shape[2])
+        for number, block in enumerate(stage.blocks):
+            bias, theta = terms(index, number, grid)
+            gamma = [1 if scale is None else np.asarray(scale.gamma[...]) for scale in (block.scale1, block.scale2)]
+            heads = model.options.heads[index]
+            x = x + gamma[0] * attention(norm(x, block.norm1, 1e-5), block, heads, allowed(index, number, grid), bias, theta)
+            x = x + gamma[1] * dense(gelu(dense(norm(x, block.norm2, 1e-5), block.mlp.fc1)), block.mlp.fc2)
+        x = x.reshape(*grid, -1)
+        maps.append(x)
+        x = x if stage.downsample is None else downsample(x, stage.downsample)
+    return [*maps[:-1], norm(x, model.norm, 1e-5)]
+
+
+def windows(size):
+    """Windows of `size`, shifted by half of it in odd blocks, unless a side of the map is no longer than that."""
+
+    def allowed(stage, block, grid):
+        shift = 0 if block % 2 == 0 or min(grid) <= size else size // 2
+        side = [min(n, size) for n in grid]
+        whole = [-(-n // w) * w for n, w in zip(grid, side, strict=True)]
+        home = np.array([[[(i - shift) % p // w, i < shift] for i, p, w in zip(at, whole, side, strict=True)] for at in places(grid)])
+        home = home.reshape(len(home), -1)
+        return (home[:, None] == home[None]).all(axis=2)
+
+    return allowed
+
+
+def offsets(model, stage, block, grid, *, sign, step=1):
+    """The bias of a block: the table's entry of query minus key (sign 1) or key minus query (-1); anything for pairs that never meet."""
+    table = np.asarray(model.stages[stage].position.offsets[...])[block]
+    apart = np.array(places(grid))[:, None] - np.array(places(grid))[None]
+    centre = np.array(table.shape[1:]) // 2
+    index = np.clip(sign * apart // step + centre, 0, np.array(table.shape[1:]) - 1)
+    return lambda head: table[head][index[..., 0], index[..., 1]]
+
+
+def mixed(model, stage, block, grid):
+    freqs = np.asarray(model.stages[stage].position.mixed[...])[block]
+    return lambda head: np.array(places(grid)) @ freqs[head]
+
+
+def axial(heads):
+    """Heads of 8 channels: one pair for each axis."""
+
+    def theta(grid, head):
+        centres = [(2 * np.array(places(grid))[:, axis] + 1 - n) / max(grid) for axis, n in enumerate(grid)]
+        return np.stack(centres, axis=1) * math.pi * 10 ** (head / heads)
+
+    return theta
+
+
+def assert_is_its_definition(model, allowed, terms, **parts):
+    images = pictures(*SIZE).astype(jnp.float64)
+    maps = run(model, images, "features")
+    wants = [maps_of(model, image, allowed, terms, **parts) for image in np.asarray(images)]
+    for got, *want in zip(maps, *wants, strict=True):
+        assert np.std(want) > 0.1
+        np.testing.assert_allclose(got, np.array(want), rtol=0, atol=1e-10)
+    logits = [dense(want[-1].mean(axis=(0, 1)), model.head) for want in wants]
+    np.testing.assert_allclose(run(model, images), logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("position", "size"), [("rpb", 4), ("rpb", 5), ("rpb", 7), ("rope_mixed", 4), ("axial_rope", 3)])
+def test_swin_is_its_definition_where_windows_do_not_divide_the_map(position, size):
+    model = tiny("swin_t", position, dtype=jnp.float64, window_size=size)
+    terms = {
+        "rpb": lambda stage, block, grid: (offsets(model, stage, block, grid, sign=1), None),
+        "rope_mixed": lambda stage, block, grid: (None, mixed(model, stage, block, grid)),
+        "axial_rope": lambda stage, block, grid: (None, lambda head: axial(2 << stage)(grid, head)),
+    }[position]
+    assert_is_its_definition(model, windows(size), terms)
+
+
+@pytest.mark.usefixtures("x64")
+def test_only_shifted_windows_know_their_place_without_positions():
+    model = tiny("swin_t", "none", dtype=jnp.float64, window_size=4)
+    assert_is_its_definition(model, windows(4), lambda stage, block, grid: (None, None))
+
+
+# Sizes
+
+
+def test_maps_have_strides_of_4_to_32_and_channels_that_double():
+    for size, grids in {(64, 96): [(16, 24), (8, 12), (4, 6), (2, 3)], (36, 100): [(9, 25), (5, 13), (3, 7), (2, 4)]}.items():
+        graph, state = nnx.split(nnx.eval_shape(lambda: rope_jax.create_model("swin_t", depths=(1, 1, 1, 1))))
+        images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
+        maps = jax.eval_shape(lambda state, images, graph=graph: nnx.merge(graph, state).features(images), state, images)
+        assert [x.shape for x in maps] == [(1, *grid, 96 << stage) for stage, grid in enumerate(grids)]
+
+
+def test_the_head_reads_the_mean_of_the_last_map():
+    model, images = tiny("swin_t"), pictures(*SIZE)
+    np.testing.assert_allclose(model.head(run(model, images, "features")[-1].mean(axis=(1, 2))), run(model, images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["rpb+ape", "lape(ape)+axial_rope"])
+def test_another_size_at_call_time_is_what_resizing_gives(position):
+    model, images = tiny("swin_t", position, window_size=4), pictures(20, 76)
+    before = run(model, images)
+    model.resize((20, 76))
+    np.testing.assert_allclose(run(model, images), before, rtol=0, atol=1e-5)
+
+
+def test_a_window_of_a_thirty_second_grows_with_the_image_and_so_do_its_tables():
+    model = tiny("swin_t", "rpb", image_size=96, window_size=None)
+    assert model.window == (3, 3)
+    assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(5, 5)] * 2
+    model.resize((64, 160))
+    assert model.window == (2, 5)
+    assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(3, 9)] * 2
+    assert run(model, pictures(64, 160)).shape == (2, 5)
+    message = "window_size=None stands for a thirty-second of the image, which its size 224x100 does not allow: use an image size divisible"
+    with pytest.raises(ValueError, match=message):
+        model.resize((224, 100))
+
+
+def test_a_map_with_a_side_no_longer_than_the_window_is_not_shifted():
+    model = tiny("swin_t", window_size=4)
+    assert [pattern.shift for pattern in model.patterns(0, (9, 13))] == [(0, 0), (2, 2)]
+    assert [pattern.shift for pattern in model.patterns(0, (4, 13))] == [(0, 0), (0, 0)]
+
+
+# Positions
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        ("swin_t", "ape+rpb"),
+        ("swin_t", "sincos2d+rope2d(base=50)"),
+        ("swin_t", "lape(ape)"),
+        ("dinat_mini", "rope_mixed+rpb"),
+        ("dinat_mini", "lape(sincos1d)+rope1d"),
+        ("nat_s_tiny", "none"),
+    ],
+)
+def test_every_scheme_works_on_another_map_and_learns(name, position):
+    model = tiny(name, position)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    images = pictures(44, 32)
+
+    def loss(params):
+        return -jax.nn.log_softmax(nnx.merge(graph, params, rest)(images))[jnp.arange(2), jnp.array([1, 3])].sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    assert bool(jnp.isfinite(value))
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert bool(jnp.isfinite(gradient[...]).all()), path
+        assert bool((gradient[...] != 0).any()), f"{path} takes no part"
+
+
+@pytest.mark.parametrize("name", ["swin_t", "nat_mini"])
+def test_absolute_embeddings_act_on_the_first_stage_only(name):
+    model = tiny(name, "ape+rpb")
+    names = {".".join(map(str, path[:3])) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)) if "position" in path}
+    assert names == {"stages.0.position", "stages.1.position"}
+    count = lambda position: sum(x.size for x in jax.tree.leaves(nnx.state(tiny(name, position), nnx.Param)))
+    assert count("ape+rpb") - count("rpb") == 9 * 13 * 16
+    assert count("ape") - count("none") == 9 * 13 * 16
+    assert count("lape(ape)") - count("none") == sum((h * w + 2 * 2) * 16 * 2**stage for stage, (h, w) in enumerate([(9, 13), (5, 7)]))
+
+
+# Training
+
+
+@pytest.mark.parametrize("name", ["swin_t", "dinat_base"])
+def test_a_step_in_bfloat16_has_finite_gradients(name):
+    model = tiny(name, dtype=jnp.bfloat16, drop_path=0.2)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    images = pictures(*SIZE)
+
+    def loss(params):
+        logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(0))
+        assert logits.dtype == jnp.bfloat16
+        return -jax.nn.log_softmax(logits.astype(jnp.float32))[jnp.arange(2), jnp.array([1, 3])].sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    assert bool(jnp.isfinite(value))
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert gradient.dtype == jnp.float32, path
+        assert bool(jnp.isfinite(gradient[...]).all()), path
+
+
+def test_drop_path_grows_over_all_blocks():
+    for name, last in {"swin_t": 0.2, "swin_s": 0.3, "swin_b": 0.5}.items():
+        model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
+        rates = [block.drop_path for stage in model.stages for block in stage.blocks]
+        np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
+
+
+def test_only_training_drops_and_only_with_a_key():
+    model, images = tiny("swin_t", drop_path=0.5), pictures(*SIZE, batch=4)
+    plain = run(model, images)
+    with pytest.raises(ValueError, match="train=True needs a key for drop path: pass key="):
+        model(images, train=True)
+    graph, state = nnx.split(model)
+    train = jax.jit(lambda seed: nnx.merge(graph, state)(images, train=True, key=jax.random.key(seed)))
+    one, same, other = train(0), train(0), train(1)
+    np.testing.assert_array_equal(one, same)
+    assert bool((one != other).any())
+    assert bool((one != plain).any())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"heads": (2,)}, "heads=(2,) must be one whole number of at least 1 for each of the 2 stages"),
+        ({"depths": (2, 0)}, "depths=(2, 0) must be one whole number of at least 1 for each of the 2 stages"),
+        ({"heads": (2, 3)}, "stage 2 is 32 wide, which is not divisible by its heads=3: change one of them"),
+        ({"window_size": 0}, "window_size=0 must be at least 1, or None for a thirty-second of the image"),
+        ({"window": 8}, "swin_t has no option 'window'; did you mean 'window_size'?"),
+        ({"drop_path": 1.0}, "drop_path=1.0 is not allowed; it must be at least 0 and below 1"),
+        ({"image_size": (36, 50)}, "image size 36x50 is not divisible by the patch size 4: crop or resize the images"),
+        ({"position": "rope2d(k_rope=16)"}, "k_rope=16 does not go with head dimension 8"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(options, advice):
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        tiny("swin_t", **options)
+
+
+@pytest.mark.parametrize("name", ["swin_t", "nat_mini"])
+def test_images_that_are_none_are_refused(name):
+    model = tiny(name)
+    for shape in ((1, 36, 52, 1), (1, 36, 52, 4), (36, 52, 3)):
+        with pytest.raises(ValueError, match=r"they must be \[B, H, W, 3\]: repeat the channel of grey images three times"):
+            model(jnp.zeros(shape))
+    with pytest.raises(ValueError, match="image size 38x52 is not divisible by the patch size 4"):
+        model(jnp.zeros((1, 38, 52, 3)))

@@ -1,0 +1,43 @@
+"""Official models at 224 pixels: what they are called here, their weights by a rule in NumPy, and the logits of their own code.
+
+`tests/data/parity/cases.json` names repository and revision of each, and the shapes of its tensors. Their values are noise that anybody
+can draw again: seeded by the tensor's name, scaled by its kind.
+"""
+
+import json
+import math
+import pathlib
+import zlib
+
+import numpy as np
+
+DATA = pathlib.Path(__file__).parents[1] / "data" / "parity"
+CASES = json.loads((DATA / "cases.json").read_text())
+
+_RULES = {
+    "linear": lambda z: z / np.float32(math.sqrt(math.prod(z.shape[1:]))),
+    "norm_weight": lambda z: np.float32(1) + np.float32(0.1) * z,
+    "bias": lambda z: np.float32(0.1) * z,
+    "layerscale": lambda z: np.float32(0.5) + np.float32(0.1) * z,
+    "table": lambda z: np.float32(0.5) * z,
+}
+
+
+def tensor(key, shape, kind):
+    """The float32 values of one tensor, in torch's layout."""
+    return _RULES[kind](np.random.default_rng(zlib.crc32(key.encode())).standard_normal(shape, dtype=np.float32))
+
+
+def state_dict(name):
+    """The weights of a case; derived and frozen tensors ("fixed") are not among them."""
+    return {key: tensor(key, shape, kind) for key, (shape, kind) in CASES[name]["keys"].items() if kind != "fixed"}
+
+
+def images(height, width):
+    """The two images of a case, [2, H, W, 3]."""
+    return np.random.default_rng(1234).standard_normal((2, 3, height, width), dtype=np.float32).transpose(0, 2, 3, 1)
+
+
+def golden(name):
+    """What the official code gives: logits in float32 and logits_f64."""
+    return np.load(DATA / f"{name}.npz")

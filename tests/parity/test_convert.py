@@ -1,0 +1,215 @@
+"""The converter: names, layouts, pairings, signs and sizes, on small models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.pretrained import export_state_dict
+from rope_jax.models.pretrained.convert import SOURCES
+from rope_jax.positions.resample import bicubic
+
+VIT = {"width": 48, "heads": 3, "depth": 2}
+STAGES = {"width": 16, "depths": (1, 2), "heads": (1, 2)}
+CASES = [
+    ("deit_ti16", "ape", "deit"),
+    ("deit_ti16", "ape", "timm"),
+    ("deit_ti16", "lape(ape)", "lape"),
+    ("deit_ti16", "lape(sincos1d)", "lape"),
+    ("deit3_s16", "ape", "deit"),
+    ("deit3_s16", "ape", "timm"),
+    ("deit3_s16", "rope2d", "naver"),
+    ("deit3_s16", "rope_mixed+ape", "naver"),
+    ("deit3_s16", "ape+rope_mixed(pairing=interleaved)", "timm"),
+    ("deit3_s16", "rope2d(k_rope=2)", "timm"),
+    ("vit_s16", "rpb", "nat"),
+    ("vit_s16", "axial_rope", "nat"),
+    ("nat_isotropic_s16", "rpb+rope2d(pairing=interleaved)", "nat"),
+    ("swin_t", "rpb+ape", "swin"),
+    ("swin_t", "rpb", "timm"),
+    ("swin_t", "rope_mixed+rpb", "naver"),
+    ("swin_t", "rope2d(base=50)", "naver"),
+    ("nat_small", "rpb", "nat"),
+    ("nat_s_tiny", "rpb", "nat"),
+    ("dinat_s_tiny", "rpb", "swin"),
+]
+
+
+def small(name, position, *, seed=0, image_size=64, **options):
+    """A model whose every parameter is noise."""
+    sizes = VIT if name.startswith(("deit", "vit", "nat_iso")) else STAGES | ({"dilations": (2, 1)} if "nat" in name else {})
+    make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=image_size, **sizes | options)
+    model, rng = nnx.eval_shape(make), np.random.default_rng(seed)
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        variable.set_value(jnp.asarray(0.3 * rng.standard_normal(variable.shape), variable.dtype))
+    return model
+
+
+def weights_of(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, weights_of(one), weights_of(other))
+
+
+def logits(model, height=64, width=64):
+    return np.asarray(model(jnp.asarray(np.random.default_rng(0).standard_normal((1, height, width, 3)), jnp.float32)))
+
+
+@pytest.mark.parametrize(("name", "position", "source"), CASES)
+def test_weights_come_back_as_they_were(name, position, source):
+    model, other = small(name, position), small(name, position, seed=1)
+    state_dict = export_state_dict(model, source=source)
+    count = sum(leaf.size for leaf in jax.tree.leaves(weights_of(model)))
+    assert sum(array.size for array in state_dict.values()) == count
+    rope_jax.convert_state_dict(other, state_dict, source=source)
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize(("position", "k_rope"), [("rope2d", 1), ("rope_mixed", 1), ("rope_mixed", 2)])
+@pytest.mark.parametrize("source", ["naver", "timm"])
+def test_channels_are_permuted_to_the_pairing_of_the_model(position, k_rope, source):
+    model = small("deit3_s16", f"{position}(k_rope={k_rope},pairing=interleaved)")
+    other = small("deit3_s16", f"{position}(k_rope={k_rope})", seed=1)
+    rope_jax.convert_state_dict(other, export_state_dict(model, source=source), source=source)
+    np.testing.assert_allclose(logits(other), logits(model), rtol=0, atol=1e-5)
+    unlike = small("deit3_s16", f"{position}(k_rope={k_rope})", seed=1)
+    nnx.update(unlike, nnx.state(model, nnx.Param))
+    assert np.abs(logits(unlike) - logits(model)).max() > 1e-3
+
+
+def test_frequencies_have_the_layouts_of_their_sources():
+    mixed = small("deit3_s16", "rope_mixed")
+    ours = np.asarray(mixed.position.mixed[...])  # [depth, N, (y, x), R]
+    timm = export_state_dict(mixed, source="timm")["rope.freqs"]
+    assert timm.shape == (2, 2, 3, 8)
+    np.testing.assert_array_equal(timm[0], ours[:, :, 1])
+    np.testing.assert_array_equal(timm[1], ours[:, :, 0])
+    np.testing.assert_array_equal(export_state_dict(mixed, source="naver")["freqs"], timm.reshape(2, 2, 24))
+    swin = export_state_dict(small("swin_t", "rope_mixed"), source="naver")
+    assert swin["layers.1.blocks.1.attn.rope_freqs"].shape == (2, 2, 8)
+
+
+def test_offsets_change_their_sign_between_windows_and_neighbourhoods():
+    swin, nat = small("swin_t", "rpb"), small("nat_s_tiny", "rpb", seed=1)
+    rope_jax.convert_state_dict(nat, export_state_dict(swin, source="swin"), source="swin")
+    for one, other in zip(swin.stages, nat.stages, strict=True):
+        np.testing.assert_array_equal(other.position.offsets[...], one.position.offsets[...][:, :, ::-1, ::-1])
+    table = export_state_dict(nat, source="nat")["layers.1.blocks.0.attn.rpb"]
+    np.testing.assert_array_equal(table, nat.stages[1].position.offsets[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "source", "key"),
+    [
+        ("deit_ti16", "ape", "deit", "pos_embed"),
+        ("deit_ti16", "lape(ape)", "lape", "pos_embed"),
+        ("deit3_s16", "ape", "deit", "pos_embed"),
+        ("vit_s16", "rpb", "nat", "layers.0.attn.rpb"),
+        ("swin_t", "ape", "swin", "absolute_pos_embed"),
+    ],
+)
+def test_tables_of_another_map_are_resized_by_the_rule_of_their_scheme(name, position, source, key):
+    trained = small(name, position, image_size=64)
+    model = small(name, position, image_size=(96, 80), seed=1)
+    state_dict = export_state_dict(trained, source=source)
+    rope_jax.convert_state_dict(model, state_dict, source=source)
+    trained.resize((96, 80))
+    close = lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)  # layer by layer, and all at once
+    jax.tree.map(close, weights_of(model), weights_of(trained))
+    assert export_state_dict(model, source=source)[key].shape != state_dict[key].shape
+
+
+def test_tables_of_another_window_are_resized():
+    trained = small("swin_t", "rpb", image_size=112)
+    model = small("swin_t", "rpb", image_size=128, window_size=None)
+    rope_jax.convert_state_dict(model, export_state_dict(trained, source="swin"), source="swin")
+    assert model.stages[1].position.offsets.shape == (2, 2, 7, 7)
+    want = bicubic(trained.stages[1].position.offsets[...], (7, 7))
+    np.testing.assert_allclose(model.stages[1].position.offsets[...], want, rtol=0, atol=1e-6)  # layer by layer, and all at once
+
+
+def test_a_table_of_a_neighbourhood_is_of_one_size():
+    model = small("nat_s_tiny", "rpb", kernel_size=5)
+    with pytest.raises(ValueError, match=r"layers.0.blocks.0.attn.rpb has shape \[1, 13, 13\], but .* takes \[1, 9, 9\]"):
+        rope_jax.convert_state_dict(model, export_state_dict(small("nat_s_tiny", "rpb"), source="nat"), source="nat")
+
+
+def test_all_problems_are_told_at_once_and_nothing_is_changed():
+    model, before = small("deit_ti16", "ape"), small("deit_ti16", "ape")
+    state_dict = export_state_dict(small("deit_ti16", "ape", seed=1), source="deit")
+    del state_dict["blocks.1.norm1.weight"]
+    state_dict["dist_token"] = np.zeros((1, 1, 48), np.float32)
+    state_dict["head.weight"] = np.zeros((7, 48), np.float32)
+    state_dict["pos_embed"] = np.zeros((1, 1 + 17, 48), np.float32)
+    state_dict["norm.bias"] = np.zeros(48, np.int64)
+    with pytest.raises(ValueError, match="the weights do not fit the model by the names of source='deit'; 5 problems:") as caught:
+        rope_jax.convert_state_dict(model, state_dict, source="deit")
+    assert set(str(caught.value).split("\n  ")[1:]) == {
+        "blocks.1.norm1.weight is missing: it fills blocks.1.norm1.scale of the model",
+        "dist_token of shape [1, 1, 48] is not expected: no parameter of this model takes it",
+        "head.weight has shape [7, 48], but head.kernel of the model takes [5, 48]: create the model with num_classes=7",
+        "pos_embed has shape [1, 18, 48], but position.ape.embedding of the model takes [1, 17, 48]",
+        "norm.bias has dtype int64; weights are floating-point",
+    }
+    assert_same(model, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "source", "advice"),
+    [
+        ("deit3_s16", "rope2d", "deit", "source 'deit' has no models whose position rotates: choose another position, or the source"),
+        ("deit_ti16", "rpb", "deit", "position.rpb.offsets of the model has no name in source 'deit': choose another source or position"),
+        ("deit_ti16", "ape", "dait", "source='dait' is unknown; did you mean 'deit'\\? known: deit, lape, "),
+    ],
+)
+def test_what_a_source_cannot_hold_is_refused(name, position, source, advice):
+    model = small(name, position)
+    with pytest.raises(ValueError, match=advice):
+        export_state_dict(model, source=source)
+    with pytest.raises(ValueError, match=advice):
+        rope_jax.convert_state_dict(model, {}, source=source)
+
+
+def test_what_follows_from_other_tensors_is_dropped():
+    model = small("swin_t", "rope_mixed+rpb")
+    state_dict = export_state_dict(model, source="naver")
+    attention = "layers.1.blocks.1.attn"
+    state_dict |= {f"{attention}.rope_t_{axis}": np.zeros(49) for axis in "xy"}
+    state_dict |= {f"{attention}.relative_position_index": np.zeros((49, 49), int), "layers.1.blocks.1.attn_mask": np.zeros((4, 49, 49))}
+    rope_jax.convert_state_dict(model, state_dict, source="naver")
+    with pytest.raises(ValueError, match=r"4 problems(.|\n)*attn_mask of shape \[4, 49, 49\] is not expected"):
+        rope_jax.convert_state_dict(
+            model, state_dict | {"attn_mask": np.zeros((4, 49, 49))} | {f"{i}": np.zeros(1) for i in range(3)}, source="naver"
+        )
+
+
+def test_what_the_model_computes_must_be_what_the_file_holds():
+    model = small("swin_t", "rope2d(base=50)")
+    state_dict = export_state_dict(model, source="naver")
+    ladder = 50.0 ** -(np.arange(4) / 4)
+    stored = np.stack([np.r_[ladder, 0 * ladder], np.r_[0 * ladder, ladder]])[:, None].astype(np.float32)
+    state_dict |= {"layers.0.blocks.0.attn.rope_freqs": stored, "layers.1.blocks.0.attn.rope_freqs": np.tile(stored, (1, 2, 1))}
+    rope_jax.convert_state_dict(model, state_dict, source="naver")
+    for wrong in ("rope2d", "rope1d"):
+        with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs"):
+            rope_jax.convert_state_dict(small("swin_t", wrong), state_dict, source="naver")
+
+
+def test_a_frozen_sinusoid_is_checked_on_the_map_of_the_file():
+    model = small("deit_ti16", "lape(sincos1d)", image_size=96)
+    state_dict = export_state_dict(model, source="lape")
+    state_dict["pos_embed"] = np.asarray(small("deit_ti16", "lape(sincos1d)").position.inner.table((4, 4)))
+    rope_jax.convert_state_dict(model, state_dict, source="lape")
+    with pytest.raises(ValueError, match="pos_embed is computed here, and is not what the file holds: create the model with the position"):
+        rope_jax.convert_state_dict(model, state_dict | {"pos_embed": state_dict["pos_embed"][::-1]}, source="lape")
+    learned = small("deit_ti16", "lape(ape)")
+    with pytest.raises(ValueError, match=r"pos_embed has shape \[17, 48\], but position.ape.embedding of the model takes \[1, 17, 48\]"):
+        rope_jax.convert_state_dict(learned, state_dict, source="lape")
+
+
+def test_every_source_is_named_in_the_documentation():
+    assert all(f'"{source}"' in rope_jax.convert_state_dict.__doc__ for source in SOURCES)

@@ -1,0 +1,158 @@
+"""Files of weights: what is read, what is refused before anything is read, and what comes with them."""
+
+import io
+import pathlib
+import sys
+import zipfile
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.pretrained import Preprocessing, export_state_dict, load_pretrained, save_pretrained
+
+SIZES = {"width": 48, "heads": 3, "depth": 2, "num_classes": 5, "image_size": 64}
+
+
+def small(position="ape", *, name="deit3_s16", seed=0, pretrained=False):
+    return rope_jax.create_model(name, position=position, seed=seed, pretrained=pretrained, **SIZES)
+
+
+def assert_same(one, other):
+    one, other = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (one, other))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(("position", "source"), [("ape", "timm"), ("ape", "deit"), ("rope_mixed+ape", "timm"), ("rope2d", "naver")])
+def test_weights_go_out_and_come_back_exactly(position, source, tmp_path):
+    model = small(position)
+    save_pretrained(model, tmp_path / "model.safetensors", source=source)
+    assert_same(small(position, seed=1, pretrained=tmp_path / "model.safetensors"), model)
+    np.savez(tmp_path / "model.npz", **export_state_dict(model, source=source))
+    assert_same(small(position, seed=1, pretrained=str(tmp_path / "model.npz")), model)
+
+
+def test_preprocessing_comes_with_the_weights(tmp_path):
+    wants = {}
+    for source in ("timm", "naver"):
+        save_pretrained(small("rope_mixed"), tmp_path / f"{source}.safetensors", source=source)
+        wants[source] = small("rope_mixed", pretrained=tmp_path / f"{source}.safetensors").preprocessing
+    assert wants["naver"] == Preprocessing(crop=1.0, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    assert wants["timm"].crop == 0.9
+
+
+def test_a_file_without_a_source_is_read_with_the_names_that_fit(tmp_path):
+    for position, source in (("ape", "deit"), ("ape", "timm"), ("rope2d", "naver"), ("rope_mixed", "timm")):
+        model = small(position)
+        safetensors.numpy.save_file(export_state_dict(model, source=source), tmp_path / "model.safetensors")
+        assert_same(small(position, seed=1, pretrained=tmp_path / "model.safetensors"), model)
+
+
+def test_lower_precision_is_read(tmp_path):
+    state_dict = export_state_dict(small(), source="deit")
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
+        safetensors.numpy.save_file(rounded, tmp_path / "model.safetensors")
+        model = small(pretrained=tmp_path / "model.safetensors")
+        np.testing.assert_array_equal(model.head.kernel[...], rounded["head.weight"].astype(np.float32).T)
+
+
+class Marker:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["model.npz", "model.pt", "model.pth", "model.bin", "model.pkl", "model.npy", "model.safetensors"])
+def test_no_pickle_is_ever_opened(name, tmp_path):
+    marker = tmp_path / "marker"
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Marker(marker)], object))
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        for key in export_state_dict(small(), source="deit"):
+            archive.writestr(f"{key}.npy", buffer.getvalue())
+    with pytest.raises(
+        ValueError, match=r"has dtype object; weights are floating-point|is not a safetensors file|pickles .* can run programs"
+    ):
+        small(pretrained=tmp_path / name)
+    assert not marker.exists()
+
+
+def test_what_does_not_fit_is_refused_by_its_header(tmp_path):
+    """A file that claims to hold a tebibyte: nobody tries to read that."""
+    state_dict = export_state_dict(small(), source="deit")
+    with zipfile.ZipFile(tmp_path / "model.npz", "w") as archive:
+        for key, array in state_dict.items():
+            header = io.BytesIO()
+            shape = (1, 2**32, 48) if key == "pos_embed" else (2**36, 4) if key == "head.weight" else array.shape
+            np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+            archive.writestr(f"{key}.npy", header.getvalue())
+    with pytest.raises(ValueError, match="2 problems") as caught:
+        small(pretrained=tmp_path / "model.npz")
+    assert "head.weight has shape [68719476736, 4]" in str(caught.value)
+    assert "pos_embed has shape [1, 4294967296, 48]" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x00" * 100, b"\xff" * 8 + b"{}"])
+@pytest.mark.parametrize("name", ["model.npz", "model.safetensors"])
+def test_damaged_files_are_refused(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="or damaged"):
+        small(pretrained=tmp_path / name)
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_pretrained(small(), path, source="deit")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="or damaged"):
+        small(pretrained=path)
+
+
+def test_paths_and_values_that_say_nothing_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        small(pretrained=tmp_path / "nothing.npz")
+    with pytest.raises(ValueError, match="pretrained=True: say which weights"):
+        small(pretrained=True)
+    with pytest.raises(ValueError, match=r"must end in \.safetensors"):
+        save_pretrained(small(), tmp_path / "model.npz", source="deit")
+
+
+def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
+    model = small("rope_mixed")
+    save_pretrained(model, tmp_path / "model.safetensors", source="timm")
+    asked = []
+
+    class Hub:
+        @staticmethod
+        def hf_hub_download(repository, name):
+            asked.append((repository, name))
+            return str(tmp_path / name)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    assert_same(small("rope_mixed", seed=1, pretrained="timm/vit_small.naver_in1k"), model)
+    assert asked == [("timm/vit_small.naver_in1k", "model.safetensors")]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"is a hub id, which needs huggingface_hub: install the extra: pip install rope_jax\[hub\]"):
+        small(pretrained="timm/vit_small.naver_in1k")
+
+
+def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"need safetensors: install the extra: pip install rope_jax\[hub\]"):
+        save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
+
+
+def test_a_source_may_be_given(tmp_path):
+    save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
+    load_pretrained(small(), tmp_path / "model.safetensors", source="deit")
+    with pytest.raises(ValueError, match="by the names of source='timm'"):
+        load_pretrained(small(), tmp_path / "model.safetensors", source="timm")
