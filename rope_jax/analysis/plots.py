@@ -1,6 +1,7 @@
 """Pictures. matplotlib is imported inside the functions, so that nothing else needs it."""
 
 import importlib.util
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,35 +27,32 @@ def accuracy_against_resolution(runs: Mapping[str, Sequence[dict[str, Any]]], pa
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    ticks = set()
+    side = lambda row: math.sqrt(row["resolution"][0] * row["resolution"][1])
+    is_square = lambda row: row["resolution"][0] == row["resolution"][1]
     for number, (name, rows) in enumerate(runs.items()):
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        square = sorted((row["resolution"][0], row["top1"]) for row in rows if row["resolution"][0] == row["resolution"][1])
-        axes.plot([x for x, _ in square], [100 * y for _, y in square], label=name, **style)
+        square = sorted((side(row), 100 * row["top1"]) for row in rows if is_square(row))
+        if square:
+            axes.plot(*zip(*square, strict=True), label=name, **style)
         for row in rows:
-            height, width = row["resolution"]
-            if height != width:
-                axes.plot((height * width) ** 0.5, 100 * row["top1"], linestyle="none", fillstyle="none", **style)
-                axes.annotate(
-                    f"{height}x{width}",
-                    ((height * width) ** 0.5, 100 * row["top1"]),
-                    fontsize=7,
-                    xytext=(4, -8),
-                    textcoords="offset points",
-                )
-        ticks |= {x for x, _ in square}
-    trained = {tuple(rows[0]["resolution"]) for rows in runs.values()}
-    for height, width in trained:
-        axes.axvline((height * width) ** 0.5, color="0.8", linewidth=6, zorder=0)
-    axes.set_xticks(sorted(ticks))
-    first = next(iter(runs.values()))[0]
-    axes.set_xlabel("test resolution (pixels; grey: training resolution)")
+            if not is_square(row):
+                axes.plot(side(row), 100 * row["top1"], linestyle="none", fillstyle="none", **style)
+    every = [row for rows in runs.values() for row in rows]
+    for size in {tuple(row["resolution"]) for row in every if not is_square(row)}:
+        at = math.sqrt(size[0] * size[1])
+        axes.annotate(f"{size[0]}x{size[1]}", (at, 1.01), xycoords=("data", "axes fraction"), fontsize=7, ha="center")
+    for trained in {side(rows[0]) for rows in runs.values()}:
+        axes.axvline(trained, color="0.85", linewidth=8, zorder=0)
+    axes.set_xticks(sorted({side(row) for row in every if is_square(row)}))
+    first = every[0]
+    axes.set_xlabel("test resolution (pixels; grey: training resolution; hollow: not square)")
     axes.set_ylabel("top-1 accuracy (%)")
-    axes.set_title(f"{first['dataset']} {first['split']}, {first['count']:,} images", fontsize=10)
+    axes.set_title(f"{first['dataset']} {first['split']}, {first['count']:,} images", fontsize=10, pad=12)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+    if any(map(is_square, every)):
+        figure.legend(loc="outside right center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     return path
