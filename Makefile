@@ -34,7 +34,7 @@ compare: setup
 	$(RUN) -m rope_jax.analysis.report $(SCHEMES:%=runs/compare/%)
 
 test: setup
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadscope
 
 # Compiles the GPU kernels on any machine, GPU or not (.venv-cuda: 5 GB of CUDA wheels).
 .PHONY: test-aot

@@ -106,11 +106,10 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
     with blame("--config.eval.resolutions"):
         for size in resolutions(config, image_pair(config.data.image_size)):
             model.grids(size)
-    o, epoch = config.optim, len(images.labels) / config.batch_size
-    total = max(1, round(config.epochs * epoch))
-    schedule = optim.learning_rate_schedule(
-        peak=o.learning_rate, end=o.min_learning_rate, warmup_steps=round(o.warmup_epochs * epoch), total_steps=total
-    )
+    o, steps_per_epoch = config.optim, len(images.labels) / config.batch_size
+    total = max(1, round(config.epochs * steps_per_epoch))
+    warmup = round(o.warmup_epochs * steps_per_epoch)
+    schedule = optim.learning_rate_schedule(peak=o.learning_rate, end=o.min_learning_rate, warmup_steps=warmup, total_steps=total)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = optim.adamw(
         schedule, mask=optim.decay_mask(params), weight_decay=o.weight_decay, b1=o.b1, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm

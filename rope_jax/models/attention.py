@@ -6,10 +6,9 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.layers import linear
 from rope_jax.positions import Terms
-from rope_jax_kernels import Global, Neighborhood, Window, attention_qkv
+from rope_jax_kernels import Global, attention_qkv
+from rope_jax_kernels.attention.patterns import Pattern
 from rope_jax_kernels.attention.reference import window_bias
-
-Pattern = Global | Window | Neighborhood
 
 
 class SelfAttention(nnx.Module):

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 
 from flax import nnx
 
-from rope_jax.models.attention import Pattern
 from rope_jax.models.registry import create_model, find_model, image_pair
+from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood
-
-Grid = tuple[int, int]
+from rope_jax_kernels.attention.patterns import Pattern
 
 
 @dataclasses.dataclass(frozen=True)

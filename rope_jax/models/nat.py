@@ -6,11 +6,11 @@ import functools
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import Pattern
 from rope_jax.models.layers import conv_init, fan_in_bias_init, layer_norm
 from rope_jax.models.registry import register
 from rope_jax.models.swin import SIZES, Grid, Hierarchy, HierarchyOptions
 from rope_jax_kernels import Neighborhood
+from rope_jax_kernels.attention.patterns import Pattern
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ def create_model(
         dtype=dtype,
         rngs=nnx.Rngs(seed),
     )
-    if pretrained:
+    if pretrained is not False:
         load_pretrained(model, pretrained)
     return model
 

@@ -11,17 +11,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import Pattern
 from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear, param_dtype
 from rope_jax.models.registry import register
 from rope_jax.models.vit import Block, ViTOptions
 from rope_jax.positions import Position, Stage, create_position
+from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import Sum
 from rope_jax_kernels import Neighborhood, Window
+from rope_jax_kernels.attention.patterns import Pattern
 
 PATCH = 4  # pixels; the side of a token of the first stage in all of these backbones
-
-Grid = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,22 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import SelfAttention
-from rope_jax.models.layers import LayerScale, Mlp, PatchEmbed, drop_path, dtypes_of, layer_norm, linear, linear_init, param_dtype
+from rope_jax.models.layers import (
+    LayerScale,
+    Mlp,
+    PatchEmbed,
+    check_images,
+    drop_path,
+    dtypes_of,
+    layer_norm,
+    linear,
+    linear_init,
+    param_dtype,
+)
 from rope_jax.models.registry import register
 from rope_jax.positions import Stage, Terms, create_position
-from rope_jax_kernels import Global, Neighborhood, Window
+from rope_jax_kernels import Global, Neighborhood
+from rope_jax_kernels.attention.patterns import Pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Block(nnx.Module):
         self.drop_path = drop_path
 
     def __call__(
-        self, x: Float[Array, "B L C"], grid: tuple[int, int], pattern: Global | Window | Neighborhood, terms: Terms, key: Array | None
+        self, x: Float[Array, "B L C"], grid: tuple[int, int], pattern: Pattern, terms: Terms, key: Array | None
     ) -> Float[Array, "B L C"]:
         keys = (None, None) if key is None else jax.random.split(key)
         branch = self.attn(self.norm1(x), grid, pattern, terms)
@@ -145,6 +157,7 @@ class ViT(nnx.Module):
         if train and key is None and options.drop_path > 0:
             raise ValueError("train=True needs a key for drop path: pass key=jax.random.key(...), or create the model with drop_path=0")
         position_key, *block_keys = jax.random.split(key, 1 + options.depth) if train and key is not None else [None] * (1 + options.depth)
+        check_images(images)
         (grid,) = self.grids(images.shape[1:3])
         x = self.patch_embed(images)
         x = x.reshape(x.shape[0], -1, options.width)

@@ -156,3 +156,23 @@ def test_a_source_may_be_given(tmp_path):
     load_pretrained(small(), tmp_path / "model.safetensors", source="deit")
     with pytest.raises(ValueError, match="by the names of source='timm'"):
         load_pretrained(small(), tmp_path / "model.safetensors", source="timm")
+
+
+def test_weights_whose_pairing_cannot_be_told_are_not_guessed(tmp_path):
+    """nat_s has the names of naver's Swin, which pairs channels differently."""
+    make = lambda position, **options: rope_jax.create_model(
+        "nat_s_tiny", position=position, image_size=32, depths=(1, 1), heads=(3, 6), **options
+    )
+    for position in ("none", "rope2d"):
+        path = tmp_path / f"{position}.npz"
+        np.savez(path, **export_state_dict(make(position), source="nat"))
+        if position == "none":
+            make(position, pretrained=path)
+        else:
+            with pytest.raises(ValueError, match=r"fit the sources .*naver.*pair channels differently"):
+                make(position, pretrained=path)
+
+
+def test_an_empty_name_is_not_no_weights():
+    with pytest.raises((ValueError, FileNotFoundError)):
+        rope_jax.create_model("vit_digits", pretrained="")

@@ -15,6 +15,8 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.pretrained.convert import SOURCES, convert_state_dict, export_state_dict, plan_conversion, refuse, table_of
+from rope_jax.models.pretrained.rows import has_stages
+from rope_jax.models.pretrained.tensors import rotary_of
 
 _HUB_FILE = "model.safetensors"
 _HUB_ORGANISATIONS = {"timm": "timm", "naver-ai": "naver", "shi-labs": "nat"}  # whose names files of an organisation have
@@ -120,12 +122,11 @@ def _open_npz(path: str) -> Iterator[WeightsFile]:
 
 
 def _npy_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     with archive.open(name) as file:
         version = np.lib.format.read_magic(file)
-        if version not in readers:
+        if version != (1, 0):  # later versions allow headers of any length, which numpy reads whole before it looks at them
             raise ValueError(f"pretrained: {name} is an npy file of version {version}; write it with numpy.savez")
-        shape, _, dtype = readers[version](file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     return shape, dtype
 
 
@@ -155,5 +156,13 @@ def _safetensors():
 
 
 def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
-    """The source with the fewest problems; the first of equal ones."""
-    return min(SOURCES, key=lambda source: len(plan_conversion(model, file.shapes, source=source).problems))
+    """The source with the fewest problems; the first of equal ones, unless they disagree on how channels are paired for rotation."""
+    problems = {source: len(plan_conversion(model, file.shapes, source=source).problems) for source in SOURCES}
+    best = [source for source in SOURCES if problems[source] == min(problems.values())]
+    rotates = any(rotary_of(holder.position) is not None for holder in (model.stages if has_stages(model) else [model]))
+    if rotates and problems[best[0]] == 0 and len({table_of(model, source).pairing for source in best}) > 1:
+        raise ValueError(
+            f"the names of these weights fit the sources {', '.join(best)}, which pair channels differently: say which with "
+            "rope_jax.convert_state_dict(model, arrays, source=...)"
+        )
+    return best[0]

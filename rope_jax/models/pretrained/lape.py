@@ -25,4 +25,6 @@ def _sinusoids(model: nnx.Module, numbers: dict[str, int], shape: tuple[int, ...
     scheme = getattr(position, "inner", position)
     if not isinstance(scheme, Absolute) or isinstance(scheme, Learned):
         return None
+    if len(shape) != 2 or shape[1] != scheme.stage.channels or shape[0] > 2**16:  # a file may claim any shape
+        return None
     return np.asarray(scheme.table(square(shape[0] - scheme.stage.embed_prefix) or scheme.stage.grid))

@@ -11,11 +11,10 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.positions import Position
+from rope_jax.positions.grids import Grid
 from rope_jax.positions.rotary import Rotary
 from rope_jax_kernels import Neighborhood, Window
 from rope_jax_kernels.rotation import Pairing
-
-Grid = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
