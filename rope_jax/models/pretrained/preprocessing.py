@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
-    """How a source prepares images; the same weights lose up to half a per cent of accuracy under another's rules (methods 4.1).
+    """How a source prepares images; the same weights lose up to half a per cent of accuracy under another's rules.
 
     The image is resized so that its short side is round(size / crop) pixels, cut to size x size in the centre, scaled to 0..1, and
     normalised: (image - mean) / std.
