@@ -1,16 +1,20 @@
-"""What a program compiled for a GPU consists of: operations, buffers, and the machine code of its Triton kernels."""
+"""What a program compiled for a GPU consists of: operations, buffers, and the machine code of its Pallas kernels."""
 
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import subprocess
 import tempfile
+from unittest import mock
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# What calls a Pallas kernel, by backend.
+TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 # Operations that take no time on a GPU.
 FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}
 
@@ -21,8 +25,13 @@ class Kernel:
 
     registers: int
     local_bytes: int  # stack frame and spills
-    load_widths: frozenset[int]
+    spilled_bytes: int
+    load_widths: frozenset[int]  # from global memory
     store_widths: frozenset[int]
+    shared_widths: frozenset[int]  # to and from shared memory
+    tensors_out: int  # instructions that have the copy engine write a tile, which it clips to the array
+    runs_out: int  # those that have it write a run of bytes, which it does not
+    ptx: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +44,8 @@ class Program:
     kernels: list[Kernel]
 
     def launches(self) -> int:
-        """How many Triton kernels run."""
-        return self.operations.count("__gpu$xla.gpu.triton")
+        """How many Pallas kernels run."""
+        return sum(self.operations.count(target) for target in TARGETS.values())
 
 
 def compile_program(gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, donate=()) -> Program:
@@ -47,7 +56,7 @@ def compile_program(gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, d
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in zip(shapes, specs, strict=True)]
     # Autotuning would need the GPU. Only PTX is dumped: the stages of Triton's compiler take ten times as long to print as to run.
     options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=str(folder)):
         compiled = jax.jit(f, donate_argnums=donate).trace(*arguments).lower().compile(compiler_options=options)
     text = re.sub(r"backend_config=.*", "", compiled.as_text())
     entry = text[text.index("ENTRY") :]
@@ -67,11 +76,16 @@ def read_kernel(path, ptxas) -> Kernel:
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     number = lambda pattern: sum(int(x) for x in re.findall(pattern, report))
     ptx = path.read_text()
-    accesses = re.findall(r"\b(ld|st)\.global(?:\.[a-z:0-9_]+?)*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx)
-    width = lambda kind: frozenset(int(vector or 1) * int(bits) // 8 for op, vector, bits in accesses if op == kind)
+    accesses = re.findall(r"\b((?:ld|st)\.(?:global|shared))(?:\.[a-z:0-9_]+?)*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx)
+    width = lambda *kinds: frozenset(int(vector or 1) * int(bits) // 8 for op, vector, bits in accesses if op in kinds)
     return Kernel(
         registers=number(r"Used (\d+) registers"),
         local_bytes=number(r"(\d+) bytes (?:stack frame|spill stores|spill loads)"),
-        load_widths=width("ld"),
-        store_widths=width("st"),
+        spilled_bytes=number(r"(\d+) bytes (?:spill stores|spill loads)"),
+        load_widths=width("ld.global"),
+        store_widths=width("st.global"),
+        shared_widths=width("ld.shared", "st.shared"),
+        tensors_out=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
+        runs_out=len(re.findall(r"cp\.async\.bulk\.global", ptx)),
+        ptx=ptx,
     )

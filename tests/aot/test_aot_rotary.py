@@ -1,6 +1,7 @@
 """The rotary kernels as machine code for Hopper: registers, width of accesses, what aliases, and what XLA puts around them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,18 @@ from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tiling
-from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case
+from tests.aot.program import TARGETS
+from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, served_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 SHAPES = jax.ShapeDtypeStruct
+KERNELS = pytest.mark.parametrize("implementation", TARGETS)
+SERVED = pytest.mark.parametrize(
+    ("implementation", "case"),
+    [(name, case) for name in TARGETS for case in MODEL_CASES + CASES if served_by(name, case)],
+    ids=str,
+)
 
 
 def arguments(case):
@@ -22,88 +30,116 @@ def arguments(case):
     return SHAPES(case.shape(), case.dtype), SHAPES(coords.shape, coords.dtype), SHAPES(freqs.shape, freqs.dtype)
 
 
-def turn(case, q, k, coords, freqs):
-    return rotate(q, k, Rotation(coords, freqs, case.pairing), layout=case.layout, implementation="triton")
+def turn(case, implementation, q, k, coords, freqs):
+    return rotate(q, k, Rotation(coords, freqs, case.pairing), layout=case.layout, implementation=implementation)
 
 
-def turn_back(case, gq, gk, coords, freqs):
+def turn_back(case, implementation, gq, gk, coords, freqs):
     """The backward pass alone, without a gradient of the angles."""
     zeros = jnp.zeros(case.shape(), case.dtype)
-    return jax.vjp(lambda q, k: turn(case, q, k, coords, freqs), zeros, zeros)[1]((gq, gk))
+    return jax.vjp(lambda q, k: turn(case, implementation, q, k, coords, freqs), zeros, zeros)[1]((gq, gk))
 
 
-def widest(case):
-    """The widest access that the rows allow, in bytes."""
+def check_machine_code(program, implementation, case, copies, sums=0, registers=128):
+    """One kernel that spills nothing, and moves `copies` tiles in and out and `sums` tiles of sums out, as wide as rows allow.
+
+    With 128 registers four programs of 128 threads fit on a multiprocessor.
+    """
+    (kernel,) = program.kernels
+    assert kernel.spilled_bytes == 0
     itemsize = jnp.dtype(case.dtype).itemsize
     pairs = tiling.vector_pairs(case.pairs, case.head_dim, itemsize, case.pairing)
-    return pairs * itemsize * (1 if case.pairing == "half" else 2)
+    widest = pairs * itemsize * (1 if case.pairing == "half" else 2)
+    if implementation == "triton":
+        assert kernel.local_bytes == 0
+        assert widest in kernel.load_widths & kernel.store_widths
+        assert sums or kernel.store_widths == {widest}
+        assert sums or kernel.registers <= registers
+    else:
+        # The stack is where sine and cosine reduce angles of more than 1e5; Mosaic GPU's mathematics library does that in memory.
+        assert kernel.local_bytes <= 32
+        assert kernel.registers <= registers
+        assert kernel.store_widths == set()
+        assert widest in kernel.shared_widths or case.tokens < tiling.THREADS or case.pairs * itemsize % 32
+        # Runs of bytes would not end where the tokens do; only the sums have room for that.
+        assert kernel.runs_out <= sums
+        assert kernel.tensors_out + kernel.runs_out in (copies + sums, 2 * copies + sums)
 
 
-@pytest.mark.parametrize("case", MODEL_CASES + CASES, ids=str)
-def test_one_launch_in_place(case, compile_for):
+@SERVED
+def test_one_launch_in_place(implementation, case, compile_for):
     x, coords, freqs = arguments(case)
-    program = compile_for((1, 1), functools.partial(turn, case), x, x, coords, freqs, donate=(0, 1))
-    assert program.operations == ["__gpu$xla.gpu.triton"]
+    program = compile_for((1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1))
+    assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
-    (kernel,) = program.kernels
-    assert kernel.local_bytes == 0
-    assert kernel.registers <= 128  # four programs of 128 threads on a multiprocessor
-    assert kernel.store_widths == {widest(case)}
-    assert widest(case) in kernel.load_widths
+    check_machine_code(program, implementation, case, copies=2)
 
 
-@pytest.mark.parametrize("case", MODEL_CASES + CASES, ids=str)
-def test_backward_pass_is_one_launch_in_place(case, compile_for):
+def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
+    """120 pairs are 15 accesses of 16 bytes: "mosaic" takes narrower ones and shares them among more threads."""
+    case = Case(batch=64, tokens=197, heads=4, head_dim=248, pairs=120, dtype="bfloat16")
     x, coords, freqs = arguments(case)
-    program = compile_for((1, 1), functools.partial(turn_back, case), x, x, coords, freqs, donate=(0, 1))
-    assert program.operations == ["__gpu$xla.gpu.triton"]
+    program = compile_for((1, 1), functools.partial(turn, case, "mosaic"), x, x, coords, freqs, donate=(0, 1))
+    check_machine_code(program, "mosaic", case, copies=2, registers=255)
+
+
+@SERVED
+def test_backward_pass_is_one_launch_in_place(implementation, case, compile_for):
+    x, coords, freqs = arguments(case)
+    program = compile_for((1, 1), functools.partial(turn_back, case, implementation), x, x, coords, freqs, donate=(0, 1))
+    assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
-    assert (program.kernels[0].local_bytes, program.kernels[0].store_widths) == (0, {widest(case)})
+    check_machine_code(program, implementation, case, copies=2)
 
 
-@pytest.mark.parametrize("case", MODEL_CASES + CASES, ids=str)
-def test_gradient_of_frequencies_comes_with_the_same_pass(case, compile_for):
+@SERVED
+def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, compile_for):
     def backward(gq, gk, q, k, coords, freqs):
-        return jax.vjp(lambda q, k, freqs: turn(case, q, k, coords, freqs), q, k, freqs)[1]((gq, gk))
+        return jax.vjp(lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs), q, k, freqs)[1]((gq, gk))
 
     x, coords, freqs = arguments(case)
     program = compile_for((1, 1), backward, x, x, x, x, coords, freqs, donate=(0, 1))
     assert program.launches() == 1
     assert not {"copy", "transpose"} & set(program.operations)
     assert program.aliased_bytes >= 2 * x.size * x.dtype.itemsize
-    (kernel,) = program.kernels
-    assert kernel.local_bytes == 0
-    assert widest(case) in kernel.load_widths & kernel.store_widths
+    check_machine_code(program, implementation, case, copies=2, sums=1)
 
 
-@pytest.mark.parametrize("case", [MODEL_CASES[0], MODEL_CASES[1]], ids=str)
-def test_packed_is_read_where_it_lies(case, compile_for):
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    [("triton", MODEL_CASES[0]), ("triton", MODEL_CASES[1]), ("mosaic", MODEL_CASES[0]), ("mosaic", MODEL_CASES[-1])],
+    ids=str,
+)
+def test_packed_is_read_where_it_lies(implementation, case, compile_for):
     _, coords, freqs = arguments(case)
     qkv = SHAPES((case.batch, case.tokens, 3, case.heads, case.head_dim), case.dtype)
-    f = lambda qkv, coords, freqs: rotate_qkv(qkv, Rotation(coords, freqs, case.pairing), implementation="triton")
+    f = lambda qkv, coords, freqs: rotate_qkv(qkv, Rotation(coords, freqs, case.pairing), implementation=implementation)
     backward = lambda g, coords, freqs: jax.vjp(lambda x: f(x, coords, freqs), jnp.zeros(g.shape, g.dtype))[1](g)
     for direction in (f, backward):
         program = compile_for((1, 1), direction, qkv, coords, freqs, donate=(0,))
-        assert program.operations == ["__gpu$xla.gpu.triton"]
+        assert program.operations == [TARGETS[implementation]]
         assert program.aliased_bytes == qkv.size * qkv.dtype.itemsize
-        assert (program.kernels[0].local_bytes, program.kernels[0].store_widths) == (0, {widest(case)})
+        check_machine_code(program, implementation, case, copies=2)
 
 
+@KERNELS
 @pytest.mark.parametrize("theta_dtype", ["float32", "bfloat16"])
-def test_explicit_angles(theta_dtype, compile_for):
+def test_explicit_angles(theta_dtype, implementation, compile_for):
     case = MODEL_CASES[0]
     x, _, _ = arguments(case)
     theta = SHAPES((case.heads, case.tokens, case.pairs), theta_dtype)
-    f = lambda x, theta: rotate_by_angles(x, theta, implementation="triton")
+    f = lambda x, theta: rotate_by_angles(x, theta, implementation=implementation)
     program = compile_for((1, 1), f, x, theta, donate=(0,))
-    assert (program.operations, program.aliased_bytes) == (["__gpu$xla.gpu.triton"], x.size * x.dtype.itemsize)
-    assert (program.kernels[0].local_bytes, program.kernels[0].store_widths) == (0, {16})
+    assert (program.operations, program.aliased_bytes) == ([TARGETS[implementation]], x.size * x.dtype.itemsize)
+    check_machine_code(program, implementation, case, copies=1)
     program = compile_for((1, 1), lambda x, theta, g: jax.vjp(f, x, theta)[1](g), x, theta, x, donate=(2,))
-    assert (program.launches(), program.kernels[0].local_bytes) == (1, 0)
+    assert program.launches() == 1
+    check_machine_code(program, implementation, case, copies=1, sums=1)
 
 
+@KERNELS
 @pytest.mark.parametrize(("remat", "learned"), [(False, False), (True, False), (False, True)], ids=["kept", "remat", "learned"])
-def test_no_copies_between_projections_and_kernel(remat, learned, compile_for):
+def test_no_copies_between_projections_and_kernel(remat, learned, implementation, compile_for):
     """A layer whose q and k come from two projections, trained: forward, again forward under remat, backward.
 
     Learned frequencies keep the inputs; with all channels turning (RoPE-Mixed) the forward pass then writes to new arrays.
@@ -113,7 +149,7 @@ def test_no_copies_between_projections_and_kernel(remat, learned, compile_for):
 
     def layer(x, wq, wk, freqs, coords):
         q, k = ((x @ w).reshape(*x.shape[:2], case.heads, case.head_dim) for w in (wq, wk))
-        q, k = turn(case, q, k, coords, freqs)
+        q, k = turn(case, implementation, q, k, coords, freqs)
         return jnp.sum(jnp.sin(q.astype(jnp.float32) * k.astype(jnp.float32)))
 
     loss = jax.checkpoint(layer) if remat else layer
@@ -124,25 +160,72 @@ def test_no_copies_between_projections_and_kernel(remat, learned, compile_for):
     assert not {"copy", "transpose"} & set(program.operations)
 
 
-def test_vmap_is_still_one_launch_in_place(compile_for):
+@KERNELS
+def test_vmap_is_still_one_launch_in_place(implementation, compile_for):
     case = Case(batch=8, tokens=49, heads=3, head_dim=32, pairs=8, dtype="bfloat16")
     x, coords, freqs = (x if x.ndim == 2 else SHAPES((5, *x.shape), x.dtype) for x in arguments(case))
-    program = compile_for((1, 1), jax.vmap(functools.partial(turn, case), (0, 0, None, 0)), x, x, coords, freqs, donate=(0, 1))
-    assert program.operations == ["__gpu$xla.gpu.triton"]
+    program = compile_for(
+        (1, 1), jax.vmap(functools.partial(turn, case, implementation), (0, 0, None, 0)), x, x, coords, freqs, donate=(0, 1)
+    )
+    assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
 
 
-def test_no_collective_when_sharded_over_batch_and_heads(compile_for):
+@KERNELS
+def test_no_collective_when_sharded_over_batch_and_heads(implementation, compile_for):
     case = MODEL_CASES[0]
     x, coords, freqs = arguments(case)
     specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
 
     def both(q, k, coords, freqs, gq, gk):
         mesh = jax.sharding.get_abstract_mesh()
-        f = jax.shard_map(functools.partial(turn, case), mesh=mesh, in_specs=specs, out_specs=specs[:2])
+        tracked = implementation == "triton"
+        f = jax.shard_map(functools.partial(turn, case, implementation), mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=tracked)
         out, vjp = jax.vjp(lambda q, k: f(q, k, coords, freqs), q, k)
         return out, vjp((gq, gk))
 
     program = compile_for((4, 2), both, x, x, coords, freqs, x, x, specs=(*specs, *specs[:2]), donate=(0, 1, 4, 5))
-    assert program.operations == ["__gpu$xla.gpu.triton"] * 2
+    assert program.operations == [TARGETS[implementation]] * 2
     assert program.aliased_bytes == 4 * x.size * x.dtype.itemsize // 8
+
+
+@KERNELS
+def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
+    """Inside shard_map, where types say what varies over devices: zeros that stand for the gradient of an unused output vary, too."""
+    case = MODEL_CASES[0]
+    x, coords, freqs = arguments(case)
+    specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
+
+    def loss(q, k, coords, freqs):
+        mesh, tracked = jax.sharding.get_abstract_mesh(), implementation == "triton"
+        first = lambda *args: turn(case, implementation, *args)[0]
+        q = jax.shard_map(first, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=tracked)(q, k, coords, freqs)
+        return jnp.sum(jnp.sin(q.astype(jnp.float32)))
+
+    program = compile_for((4, 2), jax.grad(loss, argnums=(0, 3)), x, x, coords, freqs, specs=specs)
+    assert program.launches() == 2
+
+
+def test_mosaic_refuses_where_types_say_what_varies(compile_for):
+    case = MODEL_CASES[0]
+    x, coords, freqs = arguments(case)
+    specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
+
+    def sharded(*args):
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(functools.partial(turn, case, "mosaic"), mesh=mesh, in_specs=specs, out_specs=specs[:2])(*args)
+
+    with pytest.raises(ValueError, match=r"implementation='mosaic' cannot serve .* pass it check_vma=False"):
+        compile_for((4, 2), sharded, x, x, coords, freqs, specs=specs)
+
+
+@KERNELS
+def test_more_elements_than_32_bits_count(implementation, compile_for):
+    case = Case(batch=4096, tokens=3136, heads=12, head_dim=64, pairs=16, dtype="bfloat16")
+    x, coords, freqs = arguments(case)
+    assert x.size > 2**32
+    program = compile_for((1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1))
+    assert program.operations == [TARGETS[implementation]]
+    check_machine_code(program, implementation, case, copies=2, registers=168)
+    # No address comes of a 32-bit number of 2-byte elements. The copy engine is given indices along each dimension.
+    assert not re.search(r"mul\.wide\.[su]32\s+%rd\d+, %r\d+, 2;", program.kernels[0].ptx)

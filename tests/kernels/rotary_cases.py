@@ -106,6 +106,8 @@ CASES = [
     Case(batch=1, tokens=3, heads=1, head_dim=256, pairs=128, axes=3, shared=True),
     Case(batch=5, tokens=13, heads=5, head_dim=24, pairs=12, layout="BNLD", dtype="bfloat16", prefix=2),
     Case(head_dim=10, pairs=3, pairing="interleaved", dtype="float16"),
+    Case(batch=1, tokens=197, heads=2, head_dim=64, pairs=16, axes=3, dtype="bfloat16", prefix=1),
+    Case(batch=3, tokens=5, heads=2, head_dim=32, pairs=16, shared=True, layout="BNLD"),
 ]
 # What models have: the thesis' ViT and Swin shapes, RoPE-Mixed, shapes that divide nothing. For a GPU, real or compiled for.
 MODEL_CASES = [
@@ -116,7 +118,16 @@ MODEL_CASES = [
     Case(batch=16, tokens=197, heads=6, head_dim=96, pairs=24, axes=3, shared=True, dtype="bfloat16", prefix=1),
     Case(batch=4, tokens=64, heads=8, head_dim=128, pairs=4, shared=True, layout="BNLD", dtype="bfloat16"),
     Case(batch=16, tokens=196, heads=6, head_dim=64, pairs=32, layout="BNLD", dtype="float32"),
+    Case(batch=32, tokens=784, heads=4, head_dim=128, pairs=32, dtype="float16"),
 ]
+
+
+def served_by(implementation, case):
+    """Whether an implementation is meant for a case. "mosaic" turns what the copy engine can address, and refuses the rest."""
+    itemsize = jnp.dtype(case.dtype).itemsize
+    halves = case.head_dim > 2 * case.pairs or case.pairs * itemsize % 16 == 0
+    fits = case.pairing == "half" and case.pairs % 4 == 0 and case.pairs <= 128 and case.head_dim * itemsize % 16 == 0 and halves
+    return implementation != "mosaic" or fits
 
 
 def run(case, implementation, q, k, coords, freqs):

@@ -1,5 +1,6 @@
 """The rotary operations against complex numbers in float64, and against what a rotation must do."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -19,13 +20,8 @@ from tests.kernels.rotary_cases import Case, angles, bits, draw, laid_out, pair_
 
 B, L, N, D, A, R = 2, 6, 3, 16, 2, 5
 PAIRINGS = ["half", "interleaved"]
-
-
-@pytest.fixture(params=["xla", "triton"])
-def implementation(request, monkeypatch):
-    """Every implementation; those for a GPU are interpreted."""
-    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
-    return request.param
+ONES = jnp.ones((B, L, N, D))
+FITTING = Rotation(jnp.ones((L, A)), jnp.ones((N, A, R)))
 
 
 @pytest.fixture
@@ -33,24 +29,56 @@ def interpreted(monkeypatch):
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
 
 
+@pytest.fixture(params=["xla", "triton", "mosaic"])
+def implementation(request, interpreted):
+    """Every implementation; those for a GPU are interpreted."""
+    return request.param
+
+
+@pytest.fixture(params=["triton", "mosaic"])
+def kernel(request, interpreted):
+    """Every kernel, interpreted."""
+    return request.param
+
+
+def check_or_refusal(check, case, implementation, *args):
+    """Runs a check where the implementation serves the case; elsewhere it must say in one sentence why it does not."""
+    if cases.served_by(implementation, case):
+        return check(case, implementation, *args)
+    with pytest.raises(ValueError, match=f"implementation='{implementation}' cannot serve this call .*(needs|multiple of)"):
+        check(case, implementation, *args)
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_values(case, implementation):
-    cases.check_forward(case, implementation)
+    check_or_refusal(cases.check_forward, case, implementation)
 
 
-@pytest.mark.parametrize("case", [case for case in cases.CASES[:4] if case.layout == "BLND"], ids=str)
-def test_packed_is_separate(case, interpreted):
-    cases.check_packed(case, "triton")
+@pytest.mark.parametrize("case", [case for case in (*cases.CASES[:4], cases.CASES[8]) if case.layout == "BLND"], ids=str)
+def test_packed_is_separate(case, kernel):
+    check_or_refusal(cases.check_packed, case, kernel)
 
 
-@pytest.mark.parametrize(("case", "theta_dtype"), [(cases.CASES[0], "float32"), (cases.CASES[1], "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "theta_dtype"), [(cases.CASES[0], "float32"), (cases.CASES[1], "bfloat16"), (cases.CASES[9], "float16")], ids=str
+)
 def test_explicit_angles(case, theta_dtype, implementation):
-    cases.check_by_angles(case, implementation, theta_dtype)
+    check_or_refusal(cases.check_by_angles, case, implementation, theta_dtype)
 
 
-@pytest.mark.parametrize("case", [cases.CASES[0], cases.CASES[1], cases.CASES[5], cases.CASES[6]], ids=str)
-def test_gradients(case, interpreted):
-    cases.check_gradients(case, "triton")
+@pytest.mark.parametrize("case", [cases.CASES[i] for i in (0, 1, 2, 5, 6, 8, 9)], ids=str)
+def test_gradients(case, kernel):
+    check_or_refusal(cases.check_gradients, case, kernel)
+
+
+def test_q_and_k_of_different_dtypes(kernel):
+    case = Case(tokens=7, pairs=4)
+    q, k = (jnp.asarray(x, dtype) for x, dtype in zip(case.data(16, 2), ("bfloat16", "float32"), strict=True))
+    coords, freqs = map(jnp.asarray, case.coords_and_freqs())
+    for x, source in zip(cases.run(case, kernel, q, k, coords, freqs), (q, k), strict=True):
+        alone, _ = cases.run(case, kernel, source, source, coords, freqs)
+        assert x.dtype == source.dtype
+        assert np.array_equal(bits(x), bits(alone))
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -61,28 +89,61 @@ def test_programs_of_many_batch_items(pairing, interpreted, monkeypatch):
     (cases.check_forward if pairing == "half" else cases.check_gradients)(case, "triton")
 
 
+@pytest.mark.parametrize("bytes_in_flight", [tiling.BYTES_IN_FLIGHT, 0], ids=["many slots", "two slots"])
+@pytest.mark.parametrize("check", [cases.check_forward, cases.check_gradients], ids=["forward", "gradients"])
+def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted, monkeypatch):
+    monkeypatch.setattr(tiling, "PROGRAMS", 1)
+    monkeypatch.setattr(tiling, "BYTES_IN_FLIGHT", bytes_in_flight)
+    case = Case(batch=19, tokens=49, heads=1, head_dim=32, pairs=8, dtype="bfloat16")
+    tile = tiling.streamed_tile(1, 19, 49, 1, 8, 2, copies=2)
+    assert (tile.tokens, tile.batch, tile.slots) == (64, 32, 2 if bytes_in_flight == 0 else 8)
+    check(case, "mosaic")
+
+
 @hypothesis.settings(
     max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(data=st.data())
-def test_any_shape(data, interpreted):
-    pairs = data.draw(st.integers(1, 20))
+def test_any_shape(data, kernel):
+    # What "mosaic" serves of float32, see `served_by`; it has its own test of what it refuses.
+    step = 4 if kernel == "mosaic" else 1
+    pairs = step * data.draw(st.integers(1, 20 // step))
     case = Case(
         batch=data.draw(st.integers(1, 6)),
         tokens=data.draw(st.integers(1, 70)),
-        heads=data.draw(st.integers(1, 7)),
-        head_dim=2 * pairs + data.draw(st.integers(0, 12)),
+        heads=data.draw(st.integers(1, 3 if kernel == "mosaic" else 7)),  # each head is a program, interpreted one after the other
+        head_dim=2 * pairs + step * data.draw(st.integers(0, 12 // step)),
         pairs=pairs,
         axes=data.draw(st.integers(1, 3)),
         shared=data.draw(st.booleans()),
-        pairing=data.draw(st.sampled_from(PAIRINGS)),
+        pairing=data.draw(st.sampled_from(["half"] if kernel == "mosaic" else PAIRINGS)),
         layout=data.draw(st.sampled_from(["BLND", "BNLD"])),
     )
     q, k = case.data(0, 2)
     coords, freqs = case.coords_and_freqs()
-    for x, y in zip((q, k), jax.jit(functools.partial(cases.run, case, "triton"))(q, k, coords, freqs), strict=True):
+    for x, y in zip((q, k), jax.jit(functools.partial(cases.run, case, kernel))(q, k, coords, freqs), strict=True):
         np.testing.assert_allclose(y, turn(x, angles(coords, freqs), case.pairing), rtol=1e-5, atol=2e-5)
         assert np.array_equal(bits(y)[..., 2 * pairs :], bits(x)[..., 2 * pairs :])
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        # sets, batch, tokens, heads, pairs, item size, copies -> tokens, pairs of an access, threads along a row, items, slots
+        ((1, 128, 196, 12, 8, 2, 2), (128, 8, 1, 2, 2)),
+        ((1, 512, 49, 3, 8, 2, 2), (64, 4, 2, 1, 1)),
+        ((1, 2048, 3136, 12, 16, 2, 2), (64, 8, 2, 32, 4)),
+        ((1, 4, 1, 2, 16, 4, 2), (8, 1, 16, 1, 1)),
+        ((1, 64, 785, 12, 128, 4, 4), (8, 4, 32, 32, 2)),
+        ((1, 64, 197, 4, 120, 2, 2), (16, 1, 8, 2, 2)),
+        ((3, 11, 49, 2, 4, 2, 2), (64, 2, 2, 1, 1)),
+    ],
+)
+def test_streamed_tiles(args, expected):
+    tile = tiling.streamed_tile(*args)
+    assert dataclasses.astuple(tile) == expected
+    *_, pairs, itemsize, copies = args
+    assert tile.slots * copies * tile.tokens * 2 * pairs * itemsize <= tiling.SHARED_BYTES
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -228,16 +289,15 @@ def test_rotation_is_a_pytree_of_two_arrays():
     assert np.array_equal(doubled.angles(), 4 * rotation.angles())
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [((0, 0, None, None), 0), ((2, 4, None, None), 3), ((None, 1, 0, None), 1), ((3, None, None, 3), 4), ((None, None, 1, 2), 0)],
-    ids=str,
-)
-def test_vmap_over_any_axis(axes, interpreted):
+VMAPS = [((0, 0, None, None), 0), ((2, 4, None, None), 3), ((None, 1, 0, None), 1), ((3, None, None, 3), 4), ((None, None, 1, 2), 0)]
+
+
+@pytest.mark.parametrize(("kernel", "axes"), [*(("triton", axes) for axes in VMAPS), ("mosaic", VMAPS[2]), ("mosaic", VMAPS[3])], ids=str)
+def test_vmap_over_any_axis(kernel, axes, interpreted):
     in_axes, out_axis = axes
-    plain = list(map(jnp.asarray, draw(10, (B, L, N, D), (B, L, N, D), (L, A), (N, A, R))))
+    plain = list(map(jnp.asarray, draw(10, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4))))
     args = [x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in zip(plain, in_axes, strict=True)]
-    one = lambda q, k, coords, freqs: rotate(q, k, Rotation(coords, freqs), implementation="triton")
+    one = lambda q, k, coords, freqs: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
     loss = lambda *args: sum(jnp.sum(x**3) for x in one(*args))
     mapped = jax.jit(jax.vmap(lambda *args: (one(*args), jax.grad(loss, argnums=(0, 3))(*args)), in_axes, ((out_axis,) * 2, (0, 0))))(*args)
     for i, scale in enumerate((1, 2, -1)):
@@ -257,10 +317,12 @@ def reference_gradients(q, k, coords, freqs):
 
 def test_scan_and_remat(implementation):
     """Two layers with their own frequencies, as backbones stack them."""
-    q, k, coords, freqs = map(jnp.asarray, draw(11, (B, L, N, D), (B, L, N, D), (L, A), (2, N, A, R)))
+    q, k, coords, freqs = map(jnp.asarray, draw(11, (B, L, N, D), (B, L, N, D), (L, A), (2, N, A, 4)))
+    # jax.checkpoint takes nothing with side effects, which the callbacks of Mosaic GPU's interpret mode are. tests/aot compiles it.
+    remat = (lambda f: f) if implementation == "mosaic" else jax.checkpoint
 
     def stack(q, k, freqs, implementation):
-        layer = jax.checkpoint(lambda qk, f: (rotate(*qk, Rotation(coords, f), implementation=implementation), None))
+        layer = remat(lambda qk, f: (rotate(*qk, Rotation(coords, f), implementation=implementation), None))
         return jax.lax.scan(layer, (q, k), freqs)[0]
 
     loss = lambda q, k, freqs, implementation: sum(jnp.sum(x**3) for x in stack(q, k, freqs, implementation))
@@ -269,9 +331,9 @@ def test_scan_and_remat(implementation):
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_inputs_are_saved_only_for_the_gradient_of_angles(interpreted):
-    q, k, coords, freqs = map(jnp.asarray, draw(12, (B, L, N, D), (B, L, N, D), (L, A), (N, A, R)))
-    f = lambda q, k, freqs: rotate(q, k, Rotation(coords, freqs), implementation="triton")
+def test_inputs_are_saved_only_for_the_gradient_of_angles(kernel):
+    q, k, coords, freqs = map(jnp.asarray, draw(12, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4)))
+    f = lambda q, k, freqs: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
     saved = lambda vjp: sum(x.size for x in jax.tree.leaves(vjp))
     assert saved(jax.vjp(lambda q, k: f(q, k, freqs), q, k)[1]) == coords.size + freqs.size
     assert saved(jax.vjp(f, q, k, freqs)[1]) == coords.size + freqs.size + q.size + k.size
@@ -280,7 +342,7 @@ def test_inputs_are_saved_only_for_the_gradient_of_angles(interpreted):
 
 
 def test_second_derivative_of_the_data(implementation):
-    q, coords, freqs = map(jnp.asarray, draw(13, (B, L, N, D), (L, A), (N, A, R)))
+    q, coords, freqs = map(jnp.asarray, draw(13, (B, L, N, D), (L, A), (N, A, 4)))
     loss = lambda q: jnp.sum(rotate(q, q, Rotation(coords, freqs), implementation=implementation)[0] ** 3)
     curvature = jax.jit(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2)))(q)
     rotated = turn(q, angles(np.asarray(coords), np.asarray(freqs)), "half")
@@ -289,6 +351,7 @@ def test_second_derivative_of_the_data(implementation):
     np.testing.assert_allclose(curvature, expected, rtol=1e-4, atol=1e-3)
 
 
+# Not with "mosaic": the state of its interpret mode is one for all devices. tests/aot compiles it.
 SHARDED = """
 import jax, numpy as np
 from functools import partial
@@ -315,10 +378,10 @@ def test_sharded_over_batch_and_heads():
     subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True, timeout=120)
 
 
-def test_float32_data_where_float64_is_enabled(x64, interpreted):
-    case = Case(tokens=7)
+def test_float32_data_where_float64_is_enabled(x64, kernel):
+    case = Case(tokens=7, pairs=4)
     q, k, coords, freqs = map(jnp.asarray, (*case.data(15, 2), *case.coords_and_freqs()))
-    for x, source in zip(cases.run(case, "triton", q, k, coords, freqs), (q, k), strict=True):
+    for x, source in zip(cases.run(case, kernel, q, k, coords, freqs), (q, k), strict=True):
         assert x.dtype == jnp.float32
         np.testing.assert_allclose(x, turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"), rtol=1e-5, atol=1e-5)
 
@@ -329,28 +392,65 @@ def test_the_reference_exports(interpreted):
     assert np.array_equal(jax.export.export(f, platforms=["cpu", "cuda"])(q).call(q)[0], f(q)[0])
 
 
-def test_heads_that_differ_take_two_launches(interpreted):
-    q, k, coords, freqs = map(jnp.asarray, draw(14, (B, L, N, D), (B, L, 1, D), (L, A), (1, A, R)))
-    f = lambda q, k: rotate(q, k, Rotation(coords, freqs), implementation="triton")
+def test_heads_that_differ_take_two_launches(kernel):
+    q, k, coords, freqs = map(jnp.asarray, draw(14, (B, L, N, D), (B, L, 1, D), (L, A), (1, A, 4)))
+    f = lambda q, k: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
     for x, source in zip(f(q, k), (q, k), strict=True):
         np.testing.assert_allclose(x, turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"), rtol=1e-5, atol=1e-5)
-    assert (str(jax.make_jaxpr(f)(q, k)).count("pallas_call["), str(jax.make_jaxpr(f)(q, q)).count("pallas_call[")) == (2, 1)
+    launches = lambda *args: sum(str(jax.make_jaxpr(f)(*args)).count(name) for name in ("pallas_call[", "mpmd_map["))
+    assert (launches(q, k), launches(q, q)) == (2, 1)
 
 
-def test_kernels_say_why_they_refuse(monkeypatch):
-    calls = {rotate: (ONES, ONES, FITTING), rotate_qkv: (jnp.ones((B, L, 3, N, D)), FITTING), rotate_by_angles: (ONES, jnp.ones((N, L, R)))}
+FITTING4 = Rotation(jnp.ones((L, A)), jnp.ones((N, A, 4)))
+
+
+@pytest.mark.parametrize("kernel", ["triton", "mosaic"])
+def test_kernels_say_why_they_refuse(kernel, monkeypatch):
+    calls = {
+        rotate: (ONES, ONES, FITTING4),
+        rotate_qkv: (jnp.ones((B, L, 3, N, D)), FITTING4),
+        rotate_by_angles: (ONES, jnp.ones((N, L, 4))),
+    }
     monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
     for op, args in calls.items():
-        assert explain(op, *args) == {"xla": "ok", "triton": "it needs a GPU; set ROPE_JAX_INTERPRET=1 to interpret it on the CPU"}
-        with pytest.raises(ValueError, match=r"implementation='triton' cannot serve this call.*set ROPE_JAX_INTERPRET=1"):
-            op(*args, implementation="triton")
+        assert explain(op, *args)["xla"] == "ok"
+        assert explain(op, *args)[kernel] == "it needs a GPU; set ROPE_JAX_INTERPRET=1 to interpret it on the CPU"
+        with pytest.raises(ValueError, match=rf"implementation='{kernel}' cannot serve this call.*set ROPE_JAX_INTERPRET=1"):
+            op(*args, implementation=kernel)
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
     for op, args in calls.items():
-        assert explain(op, *args)["triton"] == "ok"
+        assert explain(op, *args)[kernel] == "ok"
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: x.astype("float64"), args)
-            assert "has dtype float64, and it computes in float32" in explain(op, *wide)["triton"]
-    assert "nothing to rotate" in explain(rotate, ONES[:0], ONES[:0], FITTING)["triton"]
+            assert "has dtype float64, and it computes in float32" in explain(op, *wide)[kernel]
+    for empty in (ONES[:0], ONES[:, :, :0], ONES[..., :0]):
+        rotation = Rotation(FITTING4.coords, FITTING4.freqs[: empty.shape[2], :, : empty.shape[3] // 2])
+        assert "nothing to rotate" in explain(rotate, empty, empty, rotation)[kernel]
+        assert rotate(empty, empty, rotation)[0].shape == empty.shape
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "reason"),
+    [
+        (
+            rotate,
+            (ONES, ONES, dataclasses.replace(FITTING4, pairing="interleaved")),
+            {},
+            "pairing='interleaved' needs neighbouring channels",
+        ),
+        (rotate, (ONES, ONES, FITTING), {}, "rotation.freqs describes 5 pairs, and its tiles need a multiple of 4, at most 128"),
+        (rotate, (jnp.ones((B, L, N, 18)),) * 2 + (FITTING4,), {}, "q has heads of 18 float32, and the copy engine needs a multiple of 16"),
+        (
+            rotate_by_angles,
+            (jnp.ones((B, L, N, 24), jnp.bfloat16), jnp.ones((N, L, 12))),
+            {"layout": "BLND"},
+            "x has halves of heads of 12 bfloat16, and the copy engine needs a multiple of 16 bytes",
+        ),
+        (rotate_by_angles, (ONES, jnp.ones((N, L, 4), jnp.bfloat16)), {}, "theta has rows of 4 bfloat16, and the copy engine needs"),
+    ],
+)
+def test_mosaic_refuses_what_the_copy_engine_cannot_address(op, args, kwargs, reason, interpreted):
+    assert reason in explain(op, *args, **kwargs)["mosaic"]
 
 
 @pytest.mark.parametrize(
@@ -360,7 +460,9 @@ def test_the_target_is_the_abstract_device(kind, reason):
     mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         refusal = device.refusal()
+        hopper = device.refusal("Hopper")
     assert refusal is None if reason is None else reason in refusal
+    assert (hopper is None) == (kind == "NVIDIA H200")
 
 
 def test_none_is_xla_on_a_cpu_and_goes_by_bytes_on_a_gpu(interpreted):
@@ -387,10 +489,6 @@ def test_none_is_xla_on_a_cpu_and_goes_by_bytes_on_a_gpu(interpreted):
 )
 def test_tiles(args, expected):
     assert tiling.tile(*args) == expected
-
-
-ONES = jnp.ones((B, L, N, D))
-FITTING = Rotation(jnp.ones((L, A)), jnp.ones((N, A, R)))
 
 
 @pytest.mark.parametrize(

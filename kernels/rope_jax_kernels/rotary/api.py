@@ -3,14 +3,14 @@
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.backends import Backend, choose
-from rope_jax_kernels.rotary import checks, device, reference, tiling, triton
+from rope_jax_kernels.rotary import checks, device, mosaic, reference, tiling, triton
 from rope_jax_kernels.rotation import Pairing, Rotation
 
-ROTATE = {"xla": Backend(reference.rotate), "triton": Backend(triton.rotate, triton.refuses_rotate)}
-ROTATE_QKV = {"xla": Backend(reference.rotate_qkv), "triton": Backend(triton.rotate_qkv, triton.refuses_rotate_qkv)}
-ROTATE_BY_ANGLES = {
-    "xla": Backend(reference.rotate_by_angles),
-    "triton": Backend(triton.rotate_by_angles, triton.refuses_rotate_by_angles),
+KERNELS = {"triton": triton.KERNEL, "mosaic": mosaic.KERNEL}
+ROTATE = {"xla": Backend(reference.rotate)} | {name: Backend(k.rotate, k.refuses_rotate) for name, k in KERNELS.items()}
+ROTATE_QKV = {"xla": Backend(reference.rotate_qkv)} | {name: Backend(k.rotate_qkv, k.refuses_rotate_qkv) for name, k in KERNELS.items()}
+ROTATE_BY_ANGLES = {"xla": Backend(reference.rotate_by_angles)} | {
+    name: Backend(k.rotate_by_angles, k.refuses_rotate_by_angles) for name, k in KERNELS.items()
 }
 
 
@@ -20,6 +20,8 @@ def default(arrays: tuple[Array, ...], pairs: int) -> str:
     A kernel in place wins by the channels that it leaves alone, so it is taken on a GPU where it halves the bytes that move
     (`tiling.halves_traffic`) and XLA would not have to gather arrays for it. For the packed projection `None` is always "xla": what
     comes next there usually reads q, k and v apart, and XLA turns them in the pass that takes them apart, at no cost.
+
+    "mosaic" is never picked: it has to be measured against "triton" on a GPU first.
 
     Kernels have no forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
     """
@@ -47,7 +49,7 @@ def rotate(q: Array, k: Array, rotation: Rotation, *, layout: str = "BLND", impl
     for name, x in (("q", q), ("k", k)):
         checks.check_floating(name, x)
         checks.check_rotation(rotation, *checks.split_shape(name, x, layout), name)
-    if implementation is None and triton.refuses_rotate(q, k, rotation, layout=layout) is None:
+    if implementation is None and triton.KERNEL.refuses_rotate(q, k, rotation, layout=layout) is None:
         implementation = default((q, k), rotation.freqs.shape[2])
     return choose("rotate", ROTATE, implementation, (q, k, rotation), {"layout": layout})(q, k, rotation, layout=layout)
 
@@ -95,6 +97,6 @@ def rotate_by_angles(
         raise ValueError(f"theta has shape {theta.shape}; for x {x.shape} in layout {layout!r} it must be [{heads} or 1, {tokens}, R]")
     checks.check_pairs(theta.shape[2], head_dim, pairing, "theta")
     kwargs = {"pairing": pairing, "layout": layout}
-    if implementation is None and triton.refuses_rotate_by_angles(x, theta, **kwargs) is None:
+    if implementation is None and triton.KERNEL.refuses_rotate_by_angles(x, theta, **kwargs) is None:
         implementation = default((x,), theta.shape[2])
     return choose("rotate_by_angles", ROTATE_BY_ANGLES, implementation, (x, theta), kwargs)(x, theta, **kwargs)

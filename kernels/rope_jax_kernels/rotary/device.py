@@ -6,6 +6,7 @@ import jax
 from jax.experimental.pallas import triton
 
 INTERPRET = "ROPE_JAX_INTERPRET"
+CAPABILITIES = {"Ampere": 80, "Hopper": 90}  # compute capability, from which on
 
 
 def interpreted() -> bool:
@@ -13,8 +14,8 @@ def interpreted() -> bool:
     return os.environ.get(INTERPRET) == "1" and not is_gpu()
 
 
-def refusal() -> str | None:
-    """Why no GPU kernel can run here, or None.
+def refusal(generation: str = "Ampere") -> str | None:
+    """Why a GPU kernel that needs this generation, or a newer one, cannot run here, or None.
 
     The target is the one for which Pallas itself will lower: the device of the abstract mesh where there is one
     (`jax.sharding.use_abstract_mesh`: how kernels are compiled ahead of time on a machine without a GPU), else jax's default device.
@@ -27,7 +28,7 @@ def refusal() -> str | None:
     except ValueError as error:
         return f"it needs an NVIDIA GPU that jax knows ({error})"
     # AMD's architectures have no compute capability and come as 0.
-    return None if capability >= 80 else "it needs an NVIDIA GPU of the Ampere generation or newer"
+    return None if capability >= CAPABILITIES[generation] else f"it needs an NVIDIA GPU of the {generation} generation or newer"
 
 
 def is_gpu() -> bool:

@@ -7,7 +7,8 @@ once, in registers, and applies them to every item.
 import dataclasses
 
 WARPS = 4
-THREADS = 32 * WARPS
+WARP = 32
+THREADS = WARP * WARPS
 VECTOR_BYTES = 16  # the widest access of one thread
 SECTOR_BYTES = 32  # the least that a GPU moves between memory and cache
 # Batch items whose loads are all issued before the first store: enough bytes in flight to cover the latency of memory, few enough
@@ -16,6 +17,13 @@ ITEMS_IN_FLIGHT = 4
 # Programs that keep every multiprocessor of the largest GPU busy; beyond them a program takes more batch items instead.
 PROGRAMS = 1024
 MOST_STEPS = 8
+# Of tiles that pass through shared memory. Pairs: 8 for each thread, or twice as many where rows are odd; a thread keeps the cosines
+# and sines of all its pairs in registers.
+PAIRS_OF_A_TILE = 8 * THREADS
+LONGEST_COPY = 256  # elements along one dimension, of Hopper's copy engine
+MOST_ITEMS = 32
+BYTES_IN_FLIGHT = 32 * 1024  # of one program; four of them cover the latency of a multiprocessor's share of memory bandwidth
+SHARED_BYTES = 200 * 1024  # that one program may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +75,55 @@ def tile(batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairin
     while steps < MOST_STEPS and row_tiles * -(-batch // (2 * steps * items)) >= PROGRAMS:
         steps *= 2
     return Tile(tile_rows, padded, items, steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedTile:
+    """What one program does whose data passes through shared memory: a tile of one head of a batch item after the other.
+
+    Attributes:
+        tokens: of the tile; any number (what is too many is neither read nor written).
+        vector: pairs that a thread takes from shared memory with one instruction.
+        row_threads: threads side by side along a row.
+        batch: batch items of one program.
+        slots: batch items in shared memory at a time, at least 2 where there are more.
+    """
+
+    tokens: int
+    vector: int
+    row_threads: int
+    batch: int
+    slots: int
+
+
+def streamed_tile(sets: int, batch: int, tokens: int, heads: int, pairs: int, itemsize: int, copies: int) -> StreamedTile:
+    """Cuts `sets` times [batch, tokens, heads] rows, of which `pairs` pairs turn, into tiles; an item of a tile takes `copies` copies."""
+    vector = VECTOR_BYTES // itemsize
+    while pairs % vector:
+        vector //= 2
+    row_threads = 1
+    while row_threads < WARP and pairs % (2 * vector * row_threads) == 0:
+        row_threads *= 2
+    # Few tokens, or many pairs of which few fit side by side: narrower accesses, so that all threads have something to do, and none
+    # has more than its registers hold.
+    idle = lambda: THREADS // row_threads > power_of_two_from(tokens) and vector * itemsize > 4
+    full = lambda: THREADS // row_threads * pairs > 2 * PAIRS_OF_A_TILE and vector > 1
+    while row_threads < WARP and (idle() or full()):
+        vector, row_threads = vector // 2, 2 * row_threads
+    sizes = [THREADS // row_threads]
+    while 2 * sizes[-1] <= LONGEST_COPY and 2 * sizes[-1] * pairs <= PAIRS_OF_A_TILE:
+        sizes.append(2 * sizes[-1])
+    programs = lambda size, taken: -(-tokens // size) * heads * sets * -(-batch // taken)
+    # The largest tile that leaves no multiprocessor idle, and no more than an eighth of its work behind the last token if others do.
+    enough = [size for size in sizes if programs(size, 1) >= PROGRAMS] or sizes[:1]
+    padded = {size: -(-tokens // size) * size for size in enough}
+    size = max(size for size in enough if 8 * padded[size] <= 9 * min(padded.values()))
+    bytes_of_item = copies * size * 2 * pairs * itemsize
+    taken = 1
+    while taken < MOST_ITEMS and taken < batch and programs(size, 2 * taken) >= PROGRAMS and 2 * bytes_of_item <= SHARED_BYTES:
+        taken *= 2
+    slots = min(taken, max(2, BYTES_IN_FLIGHT // bytes_of_item))
+    return StreamedTile(size, vector, row_threads, taken, slots)
 
 
 def halves_traffic(pairs: int, head_dim: int, itemsize: int) -> bool:
