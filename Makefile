@@ -13,6 +13,7 @@ help:
 	@echo "make compare                      train with six positional schemes, one table and one picture"
 	@echo "make test | lint | format         what a change must pass"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
+	@echo "make tables                       the tables of the READMEs, from benchmarks/results"
 	@echo "make setup [EXTRAS=test,cuda13]   the environment alone (.venv); with cuda13 or cuda12 for an NVIDIA GPU"
 
 setup: .venv/ready
@@ -54,6 +55,11 @@ lint: setup
 format: setup
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
+
+# Makes the tables of the READMEs from benchmarks/results; a test fails where they disagree.
+.PHONY: tables
+tables: setup
+	$(RUN) -m benchmarks tables
 
 clean:
 	rm -rf .venv .venv-cuda runs

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 
 import jax
@@ -5,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import rotary
+from benchmarks import _goals, rotary
 from benchmarks.__main__ import main
+from rope_jax_kernels import rotate_by_angles
 
 
 def test_the_sizes_are_those_of_the_thesis():
@@ -15,34 +17,129 @@ def test_the_sizes_are_those_of_the_thesis():
     assert len({(c.batch, c.heads, c.side, c.channels) for c in cases}) == 300
 
 
-def test_backward_is_the_gradient():
-    case = rotary.Case(2, 3, 2, 32, "32-32", "backward")
-    (x,), theta = rotary.operands(case, 1)
-    forward = rotary.step_of(rotary.Case(2, 3, 2, 32, "32-32", "forward"), "xla")
-    cotangent = jax.random.normal(jax.random.key(0), x.shape)
-    expected = jax.vjp(lambda y: forward(y, theta), x)[1](cotangent)[0]
-    np.testing.assert_allclose(rotary.step_of(case, "xla")(cotangent, theta), expected, atol=1e-6)
+def test_equal_problems_have_one_shape():
+    one, four = rotary.Case(2, 1, 14, 32, "16-32", "forward"), rotary.Case(2, 4, 7, 32, "16-32", "forward")
+    assert one.shape == four.shape == (2, 1, 196, 32)
+    assert one.moved_bytes == 196 * (2 * 32 * 2 + 8 * 4)  # half of 32 channels of 2 bytes read and written, twice; 8 angles of 4
+    x, theta = jax.random.normal(jax.random.key(0), (2, 4, 49, 32)), jax.random.normal(jax.random.key(1), (4, 49, 8))
+    rows = rotate_by_angles(x.reshape(one.shape), theta.reshape(1, 196, 8), layout="BNLD")
+    np.testing.assert_array_equal(rows.reshape(x.shape), rotate_by_angles(x, theta, layout="BNLD"))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_all_forms_compute_the_same(direction):
+    case = rotary.Case(2, 3, 2, 32, "32-32", direction)
+    x = jax.random.normal(jax.random.key(0), case.shape)
+    results = [rotary.step_of(case, form)(x, *rotary.operands(case, form, 1)[1:]) for form in ("xla", "eager")]
+    np.testing.assert_allclose(*results, atol=1e-6)
+    theta = rotary.operands(case, "eager", 1)[1]
+    turn = lambda y: rotate_by_angles(y, theta, layout="BNLD")
+    np.testing.assert_allclose(results[0], turn(x) if direction == "forward" else jax.vjp(turn, x)[1](x)[0], atol=1e-6)
 
 
 def test_the_loop_applies_the_step_as_often_as_it_says():
     case = rotary.Case(1, 1, 2, 32, "32-32", "forward")
-    (x, y), theta = rotary.operands(case, 2)
+    (x, y), *angles = rotary.operands(case, "xla", 2)
     step = rotary.step_of(case, "xla")
     expected = x
-    for _ in range(5):
-        expected = step(expected, theta)
-    out = rotary.compile_loop(step, case, 5, 2)((jnp.copy(x), y), theta)
-    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+    for _ in range(6):
+        expected = step(expected, *angles)
+    loop = rotary.compile_loop(step, lambda: rotary.operands(case, "xla", 2), 3, 2)
+    assert loop.steps == 3 * 2 * 2
+    np.testing.assert_allclose(loop.run((jnp.copy(x), y), *angles)[0], expected, atol=1e-5)
+    assert loop.timer()() > 0
+
+
+def test_all_ways_to_pack_agree(monkeypatch):
+    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
+    keys = jax.random.split(jax.random.key(0), 3)
+    gradients = [tuple(jax.random.normal(key, (2, 5, 3, 8)) for key in keys)] * 2
+    coords, freqs = jnp.linspace(-1, 1, 5)[:, None], jnp.linspace(1, 10, 9).reshape(3, 1, 3)
+    results = [rotary.pack_all(pack, gradients, coords, freqs) for pack in rotary.PACKS.values()]
+    assert [len(result) for result in results] == [2, 2, 2]
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], atol=1e-6)
+
+
+def test_what_only_a_gpu_measures_runs(monkeypatch):
+    """In interpret mode, where times mean nothing."""
+    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
+    monkeypatch.setattr(rotary, "PEER_SHAPES", [(1, 5, 2, 8)])
+    monkeypatch.setattr(rotary, "PACK_SHAPES", [(1, 5, 2, 8)])
+    monkeypatch.setattr(rotary, "PEER_ROUNDS", 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no other software
+    (peer,) = rotary.peer_rows(["triton"], turns=1)
+    assert (peer["shape"], peer["temperature"], set(peer["microseconds"])) == ((1, 5, 2, 8), "hot", {"xla", "triton"})
+    packs = rotary.pack_rows(turns=1, copies=1)
+    assert [(row["pairs"], set(row["microseconds"])) for row in packs] == [(2, set(rotary.PACKS)), (4, set(rotary.PACKS))]
+
+
+def test_both_peers_turn_the_same():
+    q, k = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 16))
+    coords, freqs = jnp.linspace(0, 1, 5)[:, None], jnp.linspace(1, 10, 4)
+    tables = jnp.cos(coords * freqs)[:, None], jnp.sin(coords * freqs)[:, None]
+    expected = rotary.turn_both(None, (q, k), coords, freqs[None, None])
+    np.testing.assert_allclose(rotary.turn_both("xla", (q, k), *tables), expected, atol=1e-6)
+
+
+def figures(rows, **others):
+    limits = {"copy_gb_per_s": 1000.0, "launch_us": 2.0, "kernel_launch_us": 2.0}
+    return {"limits": limits, "rows": rows, "peers": [], "packs": []} | others
+
+
+def row(moved_bytes, hot, cold=None, channels=64, **others):
+    temperatures = {"hot": hot} | ({"cold": cold} if cold else {})
+    return {
+        "precision": "16-32",
+        "direction": "forward",
+        "channels": channels,
+        "moved_bytes": moved_bytes,
+        "microseconds": temperatures,
+    } | others
+
+
+def test_goals():
+    rows = [
+        row(30_000_000, {"xla": 50.0, "triton": 10.0, "eager": 400.0}, {"xla": 64.0, "triton": 40.0}),
+        row(15_000_000, {"xla": 40.0, "triton": 20.0, "eager": 100.0}, {"xla": 36.0, "triton": 30.0}),
+        row(900_000, {"xla": 3.0, "triton": 3.0, "eager": 60.0}, channels=32),
+        row(99, {"xla": 1.0, "triton": 9.0, "eager": 1.0}, precision="16-16"),
+    ]
+    peers = [
+        {"shape": (1, 2), "temperature": "hot", "microseconds": {"torch": 9.0, "triton": 1.0}},
+        {"shape": (1, 2), "temperature": "cold", "microseconds": {"torch": 3.0, "triton": 2.0}},
+        {"shape": (1, 1), "temperature": "hot", "microseconds": {"torch": 3.0, "triton": 1.0}},
+        {"shape": (1, 3), "temperature": "hot", "microseconds": {"xla": 3.0, "triton": 1.0}},
+    ]
+    packs = [{"microseconds": {"separate": 8.0, "xla": 5.0, "triton": 4.0}}]
+    found = rotary.goals(figures(rows, peers=peers, packs=packs), "triton")
+    values = {name: (goal["value"], goal["least"], goal["count"]) for name, goal in found.items()}
+    assert values == {
+        "K1": (pytest.approx((1.6 * 1.2 * 1.0) ** (1 / 3)), 1.0, 3),
+        "K2": (pytest.approx((1.6 * 1.2) ** (1 / 2)), pytest.approx(1.2), 2),
+        "K3": (pytest.approx(0.75), pytest.approx(0.75), 1),
+        "K4": (pytest.approx(1.5), 1.5, 1),
+        "K5": (pytest.approx((40 + 5 + 20) / 3), 5.0, 3),
+        "K6": (pytest.approx((1.5 * 3.0) ** (1 / 2)), 1.5, 2),
+        "K7": (pytest.approx(2.0), 2.0, 1),
+    }
+    assert set(found) == {goal.name for goal in _goals.GOALS if goal.name.startswith("K")}
+
+
+def test_goals_without_a_kernel_are_not_measured():
+    assert rotary.goals(figures([row(900_000, {"xla": 3.0, "eager": 60.0})]), "triton") == {}
 
 
 def test_a_result_tells_where_it_comes_from(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rotary, "SHORT", ((1,), (3,), (7,), (32,)))
     assert main(["rotary", "--turns=1", "--loop-us=50", f"--out={tmp_path / 'r.json'}"]) == 0
     result = json.loads((tmp_path / "r.json").read_text())
-    assert {"benchmark", "date", "machine", "versions", "settings", "limits", "rows"} <= set(result)
+    assert {"benchmark", "date", "machine", "versions", "settings", "limits", "rows", "peers", "packs", "goals"} <= set(result)
     assert len(result["rows"]) == 6
     assert all(value > 0 for row in result["rows"] for value in row["microseconds"]["hot"].values())
-    assert "eager / jnp" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "eager / xla" in printed
+    assert printed.count("not measured") == 7  # K1 to K7, on a CPU
 
 
 def test_unknown_benchmarks_are_listed(capsys):

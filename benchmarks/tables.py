@@ -1,0 +1,175 @@
+"""Writes the tables of the READMEs from the results: `python -m benchmarks tables`, or `make tables`.
+
+What stands between `<!-- table: NAME -->` and `<!-- end -->` in one of FILES is replaced by what TABLES[NAME] makes of the newest results
+in benchmarks/results. A figure without a result reads "not measured". With --check nothing is written, and a difference is an error.
+"""
+
+import argparse
+import ast
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+from benchmarks._goals import GOALS
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = ("README.md", "kernels/README.md", "benchmarks/README.md")
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "not measured"
+
+Result = dict
+
+
+def read_results(folder: pathlib.Path = ROOT / "benchmarks" / "results") -> list[Result]:
+    """All results, the newest first; each with the name of its file."""
+    results = [json.loads(path.read_text()) | {"file": path.name} for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda result: result["date"], reverse=True)
+
+
+def newest(results: list[Result], benchmark: str, platform: str | None = None) -> Result | None:
+    """The newest result of a benchmark, of those from a platform where one is named."""
+    fitting = [x for x in results if x["benchmark"] == benchmark and platform in (None, x["machine"]["platform"])]
+    return fitting[0] if fitting else None
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def origin(result: Result) -> str:
+    """Machine, versions, date and file of a result, as the end of a sentence."""
+    return f"{result['machine']['device']}, jax {result['versions']['jax']}, {result['date'][:10]}, `benchmarks/results/{result['file']}`"
+
+
+def digits(results: list[Result]) -> str:
+    """Accuracy of the demo by scheme and resolution."""
+    if (result := newest(results, "digits")) is None:
+        return f"{NOT_MEASURED}\n"
+    percent = lambda evaluation: f"{100 * evaluation['top1']:.1f}"
+    first = [run for run in result["runs"] if run["seed"] == 0]
+    sizes = ["{}x{} px".format(*evaluation["resolution"]) for evaluation in first[0]["eval"]]
+    rows = [[f"`{run['position']}`", *map(percent, run["eval"])] for run in first]
+    again = "".join(f"; `{x['position']}` with seed {x['seed']}: {percent(x['eval'][0])}" for x in result["runs"] if x["seed"] != 0)
+    count, cores, version = first[0]["eval"][0]["count"], result["cores"], result["versions"]["jax"]
+    return (
+        table(["position", *sizes], rows)
+        + f"\nTop-1 accuracy (%) on {count} held-out digits; trained at {sizes[0]} with seed 0{again}.\n{cores} CPU cores, jax {version}, "
+        + f"{result['date'][:10]}, `benchmarks/results/{result['file']}`.\n"
+    )
+
+
+def rotary(results: list[Result]) -> str:
+    """How the rotary kernels compare with XLA on a GPU."""
+    if (result := newest(results, "rotary", "gpu")) is None:
+        return f"Time of the rotation on a GPU: {NOT_MEASURED} (`python -m benchmarks rotary`).\n"
+    from benchmarks.rotary import ratio_table
+
+    limits = result["limits"]
+    header = ["precision (features-theta)", "direction", "cache", "time ratio", "sizes", "geometric mean", "least", "most"]
+    return (
+        table(header, [list(row) for row in ratio_table(result)])
+        + f"\nA launch takes {limits['launch_us']:.2f} us, an empty kernel {limits['kernel_launch_us']:.2f} us, a copy moves "
+        + f"{limits['copy_gb_per_s']:,.0f} GB/s. {origin(result)}.\n"
+    )
+
+
+def model_path(results: list[Result]) -> str:
+    """Launches and bytes between the projection and cuDNN."""
+    if (result := newest(results, "model_path")) is None:
+        return f"{NOT_MEASURED}\n"
+    columns = [(pairs, trained) for pairs in result["settings"]["pairs"] for trained in ("", "fixed", "learned")]
+    names = {"": "forward", "fixed": "training", "learned": "training, learned frequencies"}
+    figures = {(row["form"], row["pairs"], row["trained"]): row for row in result["rows"]}
+    timed = any("microseconds" in row for row in result["rows"])
+
+    def cell(row: dict) -> str:
+        return f"{row['launches']} / {row['units']:.1f}" + (f" / {row['microseconds']:.0f} us" if timed else "")
+
+    rows = [
+        [f"`{form}`", *(cell(figures[form, *column]) for column in columns)]
+        for form in dict.fromkeys(row["form"] for row in result["rows"])
+    ]
+    header = ["form", *(f"R = {pairs}: {names[trained]}" for pairs, trained in columns)]
+    where = "measured" if timed else f"counted, {NOT_MEASURED} on a GPU"
+    return (
+        table(header, rows)
+        + f"\nLaunches / units{' / time of the layer' if timed else ''}; {where}. Compiled for {result['compiled_for']}, jax "
+        + f"{result['versions']['jax']}, {result['date'][:10]}, `benchmarks/results/{result['file']}`.\n"
+    )
+
+
+def goals(results: list[Result]) -> str:
+    """What the project aims at, and where it stands."""
+    rows = []
+    for goal in GOALS:
+        result = next((x for x in results if goal.name in x.get("goals", {})), None)
+        figures = [NOT_MEASURED, "", "", ""]
+        if result:
+            value = result["goals"][goal.name]
+            spread = f" ({value['least']:.2f} to {value['most']:.2f}, {value['count']} sizes)" if "count" in value else ""
+            command = f"`python -m benchmarks {result['benchmark']}`"
+            figures = [f"**{value['value']:.2f}**{spread}", result["date"][:10], result["machine"]["device"], command]
+        rows.append([goal.name, goal.what, goal.floor, goal.goal, goal.moonshot, goal.limit, *figures])
+    return table(["", "what", "floor", "goal", "moonshot", "limit", "measured", "date", "machine", "command"], rows)
+
+
+def files(results: list[Result]) -> str:
+    """What lies in benchmarks/results."""
+    rows = [
+        [f"`{x['file']}`", f"`{x['benchmark']}`", x["date"][:10], x["machine"]["device"], f"jax {x['versions']['jax']}"] for x in results
+    ]
+    return table(["file", "benchmark", "date", "machine", "versions"], rows)
+
+
+def benchmarks(results: list[Result]) -> str:
+    """The benchmarks there are, by the first sentence of what they say of themselves."""
+    del results
+    paths = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if not path.stem.startswith("_")]
+    sentences = {path.stem: ast.get_docstring(ast.parse(path.read_text())).split("\n\n")[0].replace("\n", " ") for path in paths}
+    return table(["name", "what"], [[f"`{name}`", sentence] for name, sentence in sentences.items()])
+
+
+TABLES: dict[str, Callable[[list[Result]], str]] = {
+    "digits": digits,
+    "rotary": rotary,
+    "model_path": model_path,
+    "goals": goals,
+    "benchmarks": benchmarks,
+    "files": files,
+}
+
+
+def fill(text: str, results: list[Result]) -> str:
+    """The text with every marked table made anew.
+
+    Raises:
+        ValueError: a table has a name that TABLES does not have.
+    """
+
+    def made(block: re.Match) -> str:
+        if block[2] not in TABLES:
+            raise ValueError(f"table {block[2]!r} is unknown; use one of {list(TABLES)}")
+        return f"{block[1]}{TABLES[block[2]](results)}{block[3]}"
+
+    return BLOCK.sub(made, text)
+
+
+def main(argv: list[str]) -> None:
+    """Writes the tables, or says which files disagree with the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with an error where a table is not up to date")
+    args = parser.parse_args(argv)
+    results, stale = read_results(), []
+    for path in (ROOT / name for name in FILES):
+        text = path.read_text()
+        if (new := fill(text, results)) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not args.check:
+                path.write_text(new)
+    print("written: " + ", ".join(stale) if stale else "all tables are up to date")
+    if args.check and stale:
+        sys.exit("not up to date (make tables): " + ", ".join(stale))

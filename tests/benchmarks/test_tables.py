@@ -1,0 +1,95 @@
+import json
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.__main__ import main
+
+ORIGIN = {
+    "date": "2030-01-02T03:04:05+00:00",
+    "machine": {"device": "Some GPU", "platform": "gpu"},
+    "versions": {"jax": "9.9"},
+    "file": "x.json",
+}
+GOAL = {"value": 1.234, "least": 0.9, "most": 2.0, "count": 300}
+
+
+def rotary_result(**others):
+    row = {"precision": "16-32", "direction": "forward", "microseconds": {"hot": {"xla": 3.0, "triton": 2.0}}}
+    limits = {"launch_us": 2.0, "kernel_launch_us": 2.5, "copy_gb_per_s": 4300.0}
+    return (
+        ORIGIN
+        | {"benchmark": "rotary", "settings": {"kernels": ["triton"]}, "limits": limits, "rows": [row], "goals": {"K1": GOAL}}
+        | others
+    )
+
+
+def test_a_block_is_replaced_and_nothing_else():
+    text = "before\n<!-- table: rotary -->\nstale\n<!-- end -->\nbetween\n<!-- table: files -->\n<!-- end -->\nafter\n"
+    once = tables.fill(text, [rotary_result()])
+    assert "stale" not in once
+    assert "| 16-32 | forward | hot | xla / triton | 1 | 1.50 | 1.50 | 1.50 |" in once
+    assert "an empty kernel 2.50 us, a copy moves 4,300 GB/s. Some GPU, jax 9.9, 2030-01-02, `benchmarks/results/x.json`." in once
+    assert "| `x.json` | `rotary` | 2030-01-02 | Some GPU | jax 9.9 |" in once
+    assert [line for line in once.splitlines() if line in ("before", "between", "after")] == ["before", "between", "after"]
+    assert tables.fill(once, [rotary_result()]) == once
+
+
+def test_an_unknown_table_is_refused():
+    with pytest.raises(ValueError, match=r"table 'rotari' is unknown; use one of \['digits', 'rotary'"):
+        tables.fill("<!-- table: rotari -->\n<!-- end -->\n", [])
+
+
+@pytest.mark.parametrize("name", ["digits", "rotary", "model_path", "goals"])
+def test_what_was_not_run_says_so(name):
+    assert tables.NOT_MEASURED in tables.TABLES[name]([])
+
+
+def test_a_run_on_a_cpu_is_no_measurement_of_kernels():
+    on_cpu = rotary_result(machine={"device": "cpu", "platform": "cpu"}, goals={})
+    assert tables.NOT_MEASURED in tables.rotary([on_cpu])
+    assert "1.23" not in tables.goals([on_cpu])
+
+
+def test_goals_show_the_newest_result_that_has_them():
+    older = rotary_result(date="2029-01-01T00:00:00+00:00", goals={"K1": GOAL | {"value": 1.0}, "K2": GOAL})
+    lines = tables.goals([rotary_result(), older]).splitlines()
+    assert "| **1.23** (0.90 to 2.00, 300 sizes) | 2030-01-02 | Some GPU | `python -m benchmarks rotary` |" in lines[2]
+    assert "| **1.23** (0.90 to 2.00, 300 sizes) | 2029-01-01 |" in lines[3]
+    assert tables.NOT_MEASURED in lines[4]
+
+
+def test_digits_and_model_path():
+    evaluation = {"resolution": [8, 8], "top1": 0.5, "count": 360}
+    runs = [{"position": "ape", "seed": seed, "eval": [evaluation | {"top1": 0.5 + seed / 10}]} for seed in (0, 1)]
+    text = tables.digits([ORIGIN | {"benchmark": "digits", "runs": runs, "cores": 2}])
+    assert "| `ape` | 50.0 |" in text
+    assert "`ape` with seed 1: 60.0" in text
+    row = {"form": "unpack", "pairs": 16, "launches": 1, "units": 6.0, "microseconds": 70.4}
+    rows = [row | {"trained": trained} for trained in ("", "fixed", "learned")]
+    text = tables.model_path([ORIGIN | {"benchmark": "model_path", "settings": {"pairs": [16]}, "rows": rows, "compiled_for": "Some GPU"}])
+    assert "| `unpack` | 1 / 6.0 / 70 us | 1 / 6.0 / 70 us | 1 / 6.0 / 70 us |" in text
+
+
+def test_the_benchmarks_are_listed():
+    text = tables.benchmarks([])
+    assert "| `rotary` | Rotary kernels against XLA" in text
+    assert "`tables`" in text
+    assert "_record" not in text
+
+
+def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "x.json").write_text(json.dumps(rotary_result()))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table: goals -->\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "FILES", ("README.md",))
+    monkeypatch.setattr(tables.read_results, "__defaults__", (results,))
+    with pytest.raises(SystemExit, match=r"not up to date \(make tables\): README.md"):
+        main(["tables", "--check"])
+    assert main(["tables"]) == 0
+    assert "**1.23**" in readme.read_text()
+    main(["tables", "--check"])
+    assert "all tables are up to date" in capsys.readouterr().out
