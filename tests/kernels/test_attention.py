@@ -16,63 +16,10 @@ import rope_jax_kernels
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention, attention_qkv, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.attention import api, neighborhood, reference
 from rope_jax_kernels.backends import Backend
+from tests.kernels.attention_pairs import neighbors, pairs, places, token_coords
 
 B, N, D, A, R = 2, 2, 6, 2, 2
 SCALE = 0.7
-
-
-def neighbors(length, kernel, dilation, i):
-    """Tokens that token i of an axis attends to."""
-    r = i % dilation
-    members = -(-(length - r) // dilation)
-    if members <= kernel:
-        return list(range(r, length, dilation))
-    first = min(max(i // dilation - kernel // 2, 0), members - kernel)
-    return [r + dilation * (first + t) for t in range(kernel)]
-
-
-@functools.cache
-def pairs(pattern, grid):
-    """(query, key, index into the flattened bias) of all pairs that attend, token numbers row-major."""
-    return list(find_pairs(pattern, grid))
-
-
-def find_pairs(pattern, grid):
-    height, width = grid
-    tokens = [(y, x) for y in range(height) for x in range(width)]
-    for q, (qy, qx) in enumerate(tokens):
-        for k, (ky, kx) in enumerate(tokens):
-            if isinstance(pattern, Global):
-                yield q, k, q * len(tokens) + k
-            elif isinstance(pattern, Neighborhood):
-                (kh, kw), (dy, dx) = pattern.size, pattern.dilation
-                if ky in neighbors(height, kh, dy, qy) and kx in neighbors(width, kw, dx, qx):
-                    yield q, k, ((ky - qy) // dy + kh - 1) * (2 * kw - 1) + (kx - qx) // dx + kw - 1
-            else:
-                (wy, ly), (wx, lx) = (places(n, *axis) for n, axis in zip(grid, axes(pattern, grid), strict=True))
-                if wy[qy] == wy[ky] and wx[qx] == wx[kx]:
-                    h, w = (size for size, _ in axes(pattern, grid))
-                    yield q, k, (ly[qy] - ly[ky] + h - 1) * (2 * w - 1) + lx[qx] - lx[kx] + w - 1
-
-
-def axes(pattern, grid):
-    """(size, shift) of a window along both axes of a map."""
-    return [(n, 0) if n <= size else (size, shift) for n, size, shift in zip(grid, pattern.size, pattern.shift, strict=True)]
-
-
-def places(length, size, shift):
-    """Of each token of an axis: which window it is in, apart from the tokens that the roll carried round, and where in the window."""
-    padded = -(-length // size) * size
-    rolled = [(i - shift) % padded for i in range(length)]
-    return [(r // size, i < shift) for i, r in enumerate(rolled)], [r % size for r in rolled]
-
-
-def token_coords(pattern, grid):
-    """Row of `rotation.coords` that places each token."""
-    if not isinstance(pattern, Window):
-        return np.arange(grid[0] * grid[1])
-    (_, ly), (_, lx) = (places(n, *axis) for n, axis in zip(grid, axes(pattern, grid), strict=True))
-    return np.array([y * axes(pattern, grid)[1][0] + x for y in ly for x in lx])
 
 
 def by_loops(q, k, v, pattern, grid, bias, scale):
@@ -363,7 +310,7 @@ def test_a_named_implementation_that_refuses_says_why():
     refuses = lambda q, k, v, *, pattern, rotation, bias, scale: f"q has {q.shape[1]} tokens"
     backends = {"fast": Backend(lambda *args, **kwargs: pytest.fail("it refused"), refuses), **api.ATTENTION}
     with mock.patch.dict(api.ATTENTION, backends, clear=True):
-        assert explain(attention, x, x, x, pattern=Global()) == {"fast": "q has 6 tokens", "xla": "ok"}
+        assert explain(attention, x, x, x, pattern=Global()).items() >= {"fast": "q has 6 tokens", "xla": "ok"}.items()
         assert attention(x, x, x, pattern=Global()).shape == x.shape
         with pytest.raises(ValueError, match="'fast' cannot serve this call of attention: q has 6 tokens; use None or 'xla'"):
             attention(x, x, x, pattern=Global(), implementation="fast")

@@ -2,14 +2,32 @@
 
 from jaxtyping import Array
 
-from rope_jax_kernels.attention import checks, reference
+from rope_jax_kernels.attention import checks, cudnn, reference, triton
 from rope_jax_kernels.attention.patterns import Pattern
 from rope_jax_kernels.backends import Backend, choose
+from rope_jax_kernels.rotary import device
 from rope_jax_kernels.rotary.checks import check_floating
 from rope_jax_kernels.rotation import Rotation
 
-ATTENTION = {"xla": Backend(reference.attention)}
-ATTENTION_QKV = {"xla": Backend(reference.attention_qkv)}
+ATTENTION = {
+    "xla": Backend(reference.attention),
+    "triton": Backend(triton.attention, triton.refuses_attention),
+    "cudnn": Backend(cudnn.attention, cudnn.refuses_attention),
+}
+ATTENTION_QKV = {
+    "xla": Backend(reference.attention_qkv),
+    "triton": Backend(triton.attention_qkv, triton.refuses_attention_qkv),
+    "cudnn": Backend(cudnn.attention_qkv, cudnn.refuses_attention_qkv),
+}
+
+
+def default() -> str:
+    """What `implementation=None` is where the kernels do not refuse. The one place where this is decided; reasoned, not measured.
+
+    On a GPU the kernels: they move q, k, v and the output once, where XLA also writes logits, and rolls, windows and halos of keys, and
+    cuDNN needs q, k and v taken apart first. Kernels have no forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
+    """
+    return "triton" if device.is_gpu() and not device.may_be_partitioned() else "xla"
 
 
 def attention(
@@ -58,6 +76,8 @@ def attention(
             raise ValueError(f"{name} has shape {x.shape}; it must have q's shape, {q.shape}")
     checks.check_terms(q.shape, "q", pattern, rotation, bias)
     kwargs = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
+    if implementation is None and triton.refuses_attention(q, k, v, **kwargs) is None:
+        implementation = default()
     return choose("attention", ATTENTION, implementation, (q, k, v), kwargs)(q, k, v, **kwargs)
 
 
@@ -92,4 +112,6 @@ def attention_qkv(
     checks.check_map("qkv", qkv.shape, pattern)
     checks.check_terms((*qkv.shape[:-3], *qkv.shape[-2:]), "qkv", pattern, rotation, bias)
     kwargs = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
+    if implementation is None and triton.refuses_attention_qkv(qkv, **kwargs) is None:
+        implementation = default()
     return choose("attention_qkv", ATTENTION_QKV, implementation, (qkv,), kwargs)(qkv, **kwargs)

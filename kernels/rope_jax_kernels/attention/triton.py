@@ -1,0 +1,604 @@
+"""Attention as Pallas-Triton kernels, with the rotation inside: q, k and v are read where the projection left them, once rotated in
+registers, and nothing but the output and the logarithm of each query's sum of exponentials (lse) is kept for the backward pass.
+
+A program computes a tile of queries of one head and one example, over the blocks of keys that `tiles` gives it (online softmax: Dao et
+al., arXiv 2205.14135). Rotated queries and keys are rounded once, to the data's dtype, logits and softmax are float32.
+
+A row of D channels is held in pieces, because registers can be split but not put together: first and second members of the pairs that
+turn, and the rest. A product over channels is the sum of the pieces' products.
+
+Backward, where a tile holds all queries that see its keys (windows of up to 64 tokens), one kernel computes all gradients; elsewhere
+one walks over keys (dq) and one over queries (dk, dv). No atomics: two runs are bit-equal. The gradient of the frequencies comes from
+the rotated queries and keys and their gradients, which are in registers then; that of a bias from a pass of its own.
+"""
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array
+
+from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern
+from rope_jax_kernels.attention.tiles import Slots, Tiles, cut, power_of_two, split
+from rope_jax_kernels.rotary import device
+from rope_jax_kernels.rotary.in_place import vary_alike
+from rope_jax_kernels.rotation import Pairing, Rotation
+
+DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+HEAD_DIMS = (16, 128)  # least and most
+PROGRAMS = 1024  # of the gradient of a bias: several for each of a GPU's multiprocessors
+LOG2E = np.float32(np.log2(np.e))
+MASKED = np.float32(-1e30)  # a logit that is not there; finite, so that rows without any key stay finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be computed. Static.
+
+    Attributes:
+        pattern: what attends to what.
+        places: shape of the tokens of one example, (L,) or (H, W).
+        heads, head_dim: N and D.
+        packed: whether q, k and v are one array [B, T, 3 * N, D], and not three [B, T, N, D].
+        pairs: R, 0 without rotation.
+        pairing: which channels turn together.
+        scale: of the logits.
+        interpret: whether to run in interpret mode.
+    """
+
+    pattern: Pattern
+    places: tuple[int, ...]
+    heads: int
+    head_dim: int
+    packed: bool
+    pairs: int
+    pairing: Pairing
+    scale: float
+    interpret: bool
+
+    @property
+    def tokens(self) -> int:
+        """T of one example."""
+        return int(np.prod(self.places))
+
+    def offsets(self) -> tuple[int, int, int]:
+        """Where the heads of q, k and v begin."""
+        return (0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A task and how it is cut. Static."""
+
+    task: Task
+    tiles: Tiles
+    warps: int
+
+    @property
+    def closed(self) -> bool:
+        """Whether a tile holds all queries that see its keys."""
+        return not isinstance(self.task.pattern, Neighborhood) and self.tiles.tiles == self.tiles.repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Channels of one piece: numbers, padded to a power of two, and how many there are."""
+
+    channel: Array
+    inside: Array
+
+
+def pieces_of(task: Task) -> list[Columns]:
+    """The pieces of a row: both members of the pairs that turn, if any do, and the rest, if there is one."""
+    runs = []
+    if task.pairs:
+        pair = jnp.arange(power_of_two(task.pairs), dtype=jnp.int32)
+        inside = pair < task.pairs
+        members = (pair, task.pairs + pair) if task.pairing == "half" else (2 * pair, 2 * pair + 1)
+        runs = [Columns(member, inside) for member in members]
+    rest = task.head_dim - 2 * task.pairs
+    if rest:
+        column = jnp.arange(power_of_two(rest), dtype=jnp.int32)
+        runs.append(Columns(2 * task.pairs + column, column < rest))
+    return runs
+
+
+def whole_row(task: Task) -> Columns:
+    """All channels as one piece."""
+    column = jnp.arange(power_of_two(task.head_dim), dtype=jnp.int32)
+    return Columns(column, column < task.head_dim)
+
+
+def load(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns) -> Array:
+    """A piece of the rows of a tile or block, zeros where there is nothing."""
+    mask = slots.exists[:, None] & columns.inside[None, :]
+    return plt.load(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], mask=mask, other=0)
+
+
+def store(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns, value: Array) -> None:
+    """Writes a piece, rounded once."""
+    mask = slots.exists[:, None] & columns.inside[None, :]
+    plt.store(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], value.astype(ref.dtype), mask=mask)
+
+
+def cos_sin(theta: Array) -> tuple[Array, Array]:
+    """Cosine and sine of float32 radians together, within 2e-7 of the exact ones up to 10^4 radians.
+
+    The compiler's own are two functions of twice the length, with a branch for huge angles that keeps an array in local memory. The
+    nearest multiple of pi/2 is subtracted in three parts whose products are exact (Cody and Waite); polynomials as in Cephes.
+    """
+    turns = jnp.floor(theta * np.float32(2 / np.pi) + np.float32(0.5))
+    r = theta - turns * np.float32(1.5703125) - turns * np.float32(4.837512969970703125e-4) - turns * np.float32(7.549789948768648e-8)
+    square = r * r
+    sin = r + r * square * (np.float32(-1.6666654611e-1) + square * (np.float32(8.3321608736e-3) + square * np.float32(-1.9515295891e-4)))
+    even = np.float32(4.166664568298827e-2) + square * (np.float32(-1.388731625493765e-3) + square * np.float32(2.443315711809948e-5))
+    cos = 1 - np.float32(0.5) * square + square * square * even
+    quarter = turns.astype(jnp.int32) & 3
+    odd = (quarter & 1) != 0
+    cos, sin = jnp.where(odd, sin, cos), jnp.where(odd, cos, sin)
+    return jnp.where((quarter == 1) | (quarter == 2), -cos, cos), jnp.where(quarter >= 2, -sin, sin)
+
+
+class Turner:
+    """The rotation of a kernel's rows: coords [T, A] and freqs [N or 1, A, R] as refs, or nothing."""
+
+    def __init__(self, task: Task, refs: tuple, head: Array):
+        self.task, self.refs = task, refs
+        self.columns = pieces_of(task)
+        if refs:
+            coords, freqs = refs
+            pair = jnp.arange(power_of_two(task.pairs), dtype=jnp.int32)
+            head = head if freqs.shape[0] > 1 else 0
+            inside = pair < task.pairs
+            self.freqs = [plt.load(freqs.at[head, a, pair], mask=inside, other=0).astype(jnp.float32) for a in range(coords.shape[1])]
+
+    def along(self, slots: Slots, axis: int) -> Array:
+        """One coordinate of each slot, float32."""
+        coords = self.refs[0]
+        return plt.load(coords.at[slots.coord, axis], mask=slots.exists, other=0).astype(jnp.float32)
+
+    def angles(self, slots: Slots) -> tuple[Array, Array] | None:
+        """Cosine and sine of the slots' angles, [slots, R]."""
+        if not self.refs:
+            return None
+        theta = sum(self.along(slots, axis)[:, None] * freq[None, :] for axis, freq in enumerate(self.freqs))
+        return cos_sin(theta)
+
+    def load(self, ref: Any, item: Array, slots: Slots, head: Array) -> list[Array]:
+        """The pieces of rows of queries or keys, turned."""
+        pieces = [load(ref, item, slots, head, columns) for columns in self.columns]
+        angles = self.angles(slots)
+        if angles is not None:
+            (cos, sin), dtype = angles, pieces[0].dtype
+            a, b = (piece.astype(jnp.float32) for piece in pieces[:2])
+            pieces[:2] = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
+        return pieces
+
+    def store_back(self, ref: Any, item: Array, slots: Slots, head: Array, pieces: list[Array]) -> None:
+        """Turns the gradient of turned rows back and writes it."""
+        angles = self.angles(slots)
+        if angles is not None:
+            (cos, sin), (a, b) = angles, pieces[:2]
+            pieces = [a * cos + b * sin, b * cos - a * sin, *pieces[2:]]
+        for columns, piece in zip(self.columns, pieces, strict=True):
+            store(ref, item, slots, head, columns, piece)
+
+    def gradient(self, slots: Slots, turned: list[Array], gradients: list[Array]) -> list[Array]:
+        """The gradient of the frequencies that rows contribute, [R] for each axis, from the turned rows and their gradients."""
+        (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
+        dtheta = db * a - da * b
+        return [jnp.sum(self.along(slots, axis)[:, None] * dtheta, axis=0) for axis in range(len(self.freqs))]
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """The matrix product over one axis of each, in float32; float32 is not rounded to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    axes = ((contract[:1], contract[1:]), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def logits_of(launch: Launch, q: list[Array], k: list[Array], q_slots: Slots, k_slots: Slots, bias: tuple, head: Array) -> tuple:
+    """Logits in units of log 2, MASKED where a pair is not allowed, and which pairs are allowed."""
+    task, tiles = launch.task, launch.tiles
+    logits = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)) * np.float32(task.scale * LOG2E)
+    allowed = k_slots.exists[None, :] & q_slots.exists[:, None]
+    sees = tiles.sees(q_slots, k_slots)
+    allowed = allowed if sees is None else allowed & sees
+    if bias:
+        entry = tiles.entry(q_slots, k_slots)
+        logits += LOG2E * plt.load(bias[0].at[head, entry], mask=allowed, other=0).astype(jnp.float32)
+    return jnp.where(allowed, logits, MASKED), allowed
+
+
+def over_blocks(count: int, body: Any, carry: Any) -> Any:
+    """A loop over blocks, or its only round."""
+    return body(jnp.int32(0), carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+
+
+def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
+    """One tile of queries: the output and lse."""
+    (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
+    angles, bias, (out_ref, lse_ref) = refs[:rotated], refs[rotated : rotated + biased], refs[rotated + biased :]
+    task, tiles = launch.task, launch.tiles
+    head, tile, item = (pl.program_id(axis) for axis in range(3))
+    q_head, k_head, v_head = (head + offset for offset in task.offsets())
+    turner, row = Turner(task, angles, head), whole_row(task)
+    q_slots = tiles.tile(tile)
+    q = turner.load(q_ref, item, q_slots, q_head)
+
+    def step(block: Array, carry: tuple) -> tuple:
+        top, total, out = carry
+        k_slots = tiles.block(tile, block)
+        k = turner.load(k_ref, item, k_slots, k_head)
+        v = load(v_ref, item, k_slots, v_head, row)
+        logits, allowed = logits_of(launch, q, k, q_slots, k_slots, bias, head)
+        higher = jnp.maximum(top, jnp.max(logits, axis=1))
+        weights = jnp.where(allowed, jnp.exp2(logits - higher[:, None]), 0)
+        shrink = jnp.exp2(top - higher)
+        out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
+        return higher, total * shrink + jnp.sum(weights, axis=1), out
+
+    rows = q_slots.token.shape[0]
+    start = jnp.full((rows,), MASKED), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, row.channel.shape[0]), jnp.float32)
+    top, total, out = over_blocks(tiles.blocks, step, start)
+    total = jnp.where(q_slots.exists, total, 1)
+    store(out_ref, item, q_slots, head, row, out / total[:, None])
+    plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
+
+
+class Backward:
+    """What the backward kernels share: operands, and the gradients of one block of logits.
+
+    Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the sum over channels of the output
+    times its gradient), then what describes the rotation and the bias.
+    """
+
+    def __init__(self, refs: tuple, *, launch: Launch, rotated: int, biased: int):
+        self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
+        self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
+        refs = refs[6:]
+        angles, self.bias, self.targets = refs[:rotated], refs[rotated : rotated + biased], refs[rotated + biased :]
+        self.head, self.tile, self.item = (pl.program_id(axis) for axis in range(3))
+        self.q_head, self.k_head, self.v_head = (self.head + offset for offset in self.task.offsets())
+        self.turner, self.row = Turner(self.task, angles, self.head), whole_row(self.task)
+
+    def queries(self, slots: Slots) -> tuple:
+        """(turned q, gradient of the output) of a tile or block."""
+        return self.turner.load(self.q, self.item, slots, self.q_head), load(self.dout, self.item, slots, self.head, self.row)
+
+    def keys(self, slots: Slots) -> tuple:
+        """(turned k, v) of a tile or block."""
+        return self.turner.load(self.k, self.item, slots, self.k_head), load(self.v, self.item, slots, self.v_head, self.row)
+
+    def of_query(self, ref: Any, slots: Slots) -> Array:
+        """A number of each query."""
+        return plt.load(ref.at[self.item, self.head, slots.token], mask=slots.exists, other=0)
+
+    def delta(self, slots: Slots, dout: Array) -> Array:
+        """Delta of each query, from the output."""
+        out = load(self.out_or_delta, self.item, slots, self.head, self.row)
+        return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=1)
+
+    def of_logits(self, q: list, dout: Array, k: list, v: Array, q_slots: Slots, k_slots: Slots, lse: Array, delta: Array) -> tuple:
+        """(weights, gradient of the scaled logits), float32 [queries, keys]."""
+        logits, allowed = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
+        weights = jnp.where(allowed, jnp.exp2(logits - lse[:, None]), 0)
+        return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
+
+    def zeros(self, slots: Slots) -> list[Array]:
+        """Where gradients of rows add up, a piece each."""
+        return [jnp.zeros((slots.token.shape[0], columns.channel.shape[0]), jnp.float32) for columns in self.turner.columns]
+
+    def finish(self, sums: list[Array]) -> None:
+        """Writes this program's share of the gradient of the frequencies."""
+        pair = jnp.arange(power_of_two(self.task.pairs), dtype=jnp.int32)
+        for axis, total in enumerate(sums):
+            plt.store(self.targets[-1].at[self.item, self.tile, self.head, axis, pair], total, mask=pair < self.task.pairs)
+
+
+def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+    """All gradients of a tile whose queries are all those that see its keys."""
+    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
+    q_slots = b.tiles.tile(b.tile)
+    q, dout = b.queries(q_slots)
+    lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
+
+    def step(block: Array, carry: tuple) -> tuple:
+        dq, sums = carry
+        k_slots = b.tiles.block(b.tile, block)
+        k, v = b.keys(k_slots)
+        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        store(dv_ref, b.item, k_slots, b.v_head, b.row, dot(weights.astype(dout.dtype), dout, (0, 0)))
+        dlogits = (dlogits * np.float32(b.task.scale)).astype(dout.dtype)
+        dk = [dot(dlogits, piece, (0, 0)) for piece in q]
+        b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
+        if freqs:
+            sums = [total + new for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)]
+        return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)], sums
+
+    sums = [jnp.zeros_like(freq) for freq in b.turner.freqs] if freqs else []
+    dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
+    b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
+    if freqs:
+        b.finish([total + new for total, new in zip(sums, b.turner.gradient(q_slots, q, dq), strict=True)])
+
+
+def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+    """The gradient of a tile of queries, and delta."""
+    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    dq_ref, delta_ref = b.targets[:2]
+    q_slots = b.tiles.tile(b.tile)
+    q, dout = b.queries(q_slots)
+    lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
+    plt.store(delta_ref.at[b.item, b.head, q_slots.token], delta, mask=q_slots.exists)
+
+    def step(block: Array, dq: list) -> list:
+        k_slots = b.tiles.block(b.tile, block)
+        k, v = b.keys(k_slots)
+        _, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        dlogits = (dlogits * np.float32(b.task.scale)).astype(dout.dtype)
+        return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)]
+
+    dq = over_blocks(b.tiles.blocks, step, b.zeros(q_slots))
+    b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
+    if freqs:
+        b.finish(b.turner.gradient(q_slots, q, dq))
+
+
+def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, and delta is given."""
+    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    targets = b.targets[1:] if b.task.packed else b.targets  # the packed gradient comes in, with dq in it, and goes out
+    dk_ref, dv_ref = targets[:1] * 2 if b.task.packed else targets[:2]
+    k_slots = b.tiles.tile(b.tile)
+    k, v = b.keys(k_slots)
+
+    def step(block: Array, carry: tuple) -> tuple:
+        dk, dv = carry
+        q_slots = b.tiles.block(b.tile, block)
+        q, dout = b.queries(q_slots)
+        lse, delta = (b.of_query(ref, q_slots) for ref in (b.lse, b.out_or_delta))
+        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        dlogits = (dlogits * np.float32(b.task.scale)).astype(dout.dtype)
+        dk = [total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dk, q, strict=True)]
+        return dk, dv + dot(weights.astype(dout.dtype), dout, (0, 0))
+
+    start = b.zeros(k_slots), jnp.zeros((k_slots.token.shape[0], b.row.channel.shape[0]), jnp.float32)
+    dk, dv = over_blocks(b.tiles.blocks, step, start)
+    b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
+    store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
+    if freqs:
+        b.finish(b.turner.gradient(k_slots, k, dk))
+
+
+def bias_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, items: int, groups: int) -> None:
+    """The gradient of the bias of one pair of tile and block, summed over a group of examples and the tiles that share it."""
+    b, tiles = Backward(refs, launch=launch, rotated=rotated, biased=biased), launch.tiles
+    shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), b.item
+    share, block = split(b.tile, tiles.blocks)
+
+    def step(number: Array, total: Array) -> Array:
+        work = group * each + number
+        here = copy.copy(b)
+        here.item, repeat = split(jnp.minimum(work, items - 1), tiles.repeats)
+        tile = repeat * shares + share
+        q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
+        q_slots = q_slots._replace(exists=q_slots.exists & (work < items))
+        (q, dout), (k, v) = here.queries(q_slots), here.keys(k_slots)
+        lse, delta = here.of_query(here.lse, q_slots), here.delta(q_slots, dout)
+        return total + here.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)[1]
+
+    total = jax.lax.fori_loop(0, each, step, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
+    row = share * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    column = block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    plt.store(b.targets[0].at[group, b.head, row[:, None], column[None, :]], total)
+
+
+def run(kernel: Any, launch: Launch, grid: tuple, outputs: list[tuple], operands: tuple, *, aliases: dict | None = None) -> list[Array]:
+    """Starts a kernel; outputs are (shape, dtype)."""
+    varying = jax.typeof(operands[0]).manual_axis_type
+    outputs = pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in outputs],
+        input_output_aliases=aliases or {},
+        compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=1),
+        interpret=launch.task.interpret,
+        name=f"attention_{kernel.func.__name__}",
+    )(*operands)
+    return list(outputs)
+
+
+def plan(task: Task, itemsize: int, part: str) -> Launch:
+    """How a part, "forward", "backward" or "bias", is cut: as coarsely as registers allow without spilling (compiled for sm_90a)."""
+    if part == "forward":
+        size = (32, 16, 8) if task.head_dim * itemsize > 256 else (64, 32, 4)
+        if task.head_dim * itemsize <= 128 and not isinstance(task.pattern, Neighborhood):
+            # Tall tiles turn keys fewer times.
+            size = (128, 64, 8) if isinstance(task.pattern, Global) and task.tokens > 64 else (64, 64, 4)
+    elif itemsize == 4 or task.head_dim > 64:
+        size = (32, 16, 8)
+    elif part == "bias":
+        size = (64, 32, 4)
+    else:
+        size = (64, 64 if isinstance(task.pattern, Global) else 32, 8)
+    rows, columns, warps = size
+    return Launch(task, cut(task.pattern, task.places, rows=rows, columns=columns), warps)
+
+
+def views(task: Task, arrays: tuple) -> tuple:
+    """q, k and v as the kernels see them, [B, T, heads, D]."""
+    shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in arrays]
+    return tuple(shaped * 3 if task.packed else shaped)
+
+
+def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, Array]:
+    """The output [B, T, N, D] and lse [B, N, T]."""
+    q, k, v = views(task, arrays)
+    launch = plan(task, q.dtype.itemsize, "forward")
+    batch, tokens = q.shape[:2]
+    kernel = functools.partial(forward_kernel, launch=launch, rotated=len(rotation), biased=len(bias))
+    shapes = [((batch, tokens, task.heads, task.head_dim), q.dtype), ((batch, task.heads, tokens), jnp.float32)]
+    out, lse = run(kernel, launch, (task.heads, launch.tiles.tiles, batch), shapes, (q, k, v, *rotation, *bias))
+    return out, lse
+
+
+@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_static
+class Wanted:
+    """Of which operands beside the data the gradient is wanted."""
+
+    freqs: bool
+    bias: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> Array:
+    """Attention [B, T, N, D] of (qkv,) or (q, k, v), with (coords, freqs) or (), and a bias ([N, entries],) or ()."""
+    return forward(task, arrays, rotation, bias)[0]
+
+
+def attend_forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, tuple]:
+    """Saves the operands, the output and lse."""
+    if rotation and rotation[0].perturbed:
+        raise ValueError("implementation='triton' of attention has no gradient of rotation.coords; use implementation='xla' for that")
+    wanted = Wanted(freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed)
+    arrays, rotation, bias = (tuple(x.value for x in group) for group in (arrays, rotation, bias))
+    out, lse = forward(task, arrays, rotation, bias)
+    return out, (arrays, rotation, bias, out, lse, wanted)
+
+
+def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
+    """The gradients of the data, the frequencies and the bias, by one or two kernels and, for a bias, one more."""
+    arrays, rotation, bias, out, lse, wanted = residuals
+    q, k, v = views(task, arrays)
+    dout = jnp.zeros(dout.shape, dout.dtype) if isinstance(dout, SymbolicZero) else dout
+    _, dout = vary_alike(arrays, dout)  # zeros made here do not vary yet
+    launch = plan(task, q.dtype.itemsize, "backward")
+    tiles, batch, options = launch.tiles, q.shape[0], {"rotated": len(rotation), "biased": len(bias)}
+    terms = (*rotation, *bias)
+    gradient = [(q.shape, q.dtype)]
+    sums = lambda tiles: [((batch, tiles.tiles, task.heads, *rotation[1].shape[1:]), jnp.float32)] if wanted.freqs else []
+    grid = lambda tiles: (task.heads, tiles.tiles, batch)
+    options_freqs = options | {"freqs": wanted.freqs}
+    if launch.closed:
+        kernel = functools.partial(closed_kernel, launch=launch, **options_freqs)
+        shapes = gradient * (1 if task.packed else 3) + sums(tiles)
+        gradients = run(kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms))
+        partial = [gradients.pop()] if wanted.freqs else []
+    else:
+        kernel = functools.partial(query_kernel, launch=launch, **options_freqs)
+        shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
+        dq, delta, *partial = run(kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms))
+        turned = dataclasses.replace(launch, tiles=tiles.transposed())
+        kernel = functools.partial(key_kernel, launch=turned, **options_freqs)
+        operands = (q, k, v, dout, lse, delta, *terms)
+        shapes, aliases = gradient * (1 if task.packed else 2) + sums(turned.tiles), {}
+        if task.packed:
+            aliases, operands = {len(operands): 0}, (*operands, dq)
+        found = run(kernel, turned, grid(turned.tiles), shapes, operands, aliases=aliases)
+        partial += [found.pop()] if wanted.freqs else []
+        gradients = found if task.packed else [dq, *found]
+    gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
+    return gradients, _of_rotation(rotation, partial), _of_bias(task, (q, k, v, dout, lse, out, *terms), bias, wanted, options)
+
+
+def _of_rotation(rotation: tuple, partial: list[Array]) -> tuple:
+    """The gradients of (coords, freqs); coords, which have none, get zeros."""
+    if not rotation:
+        return ()
+    coords, freqs = rotation
+    dfreqs = sum((x.sum((0, 1)) for x in partial), jnp.zeros((), jnp.float32))
+    if freqs.shape[0] == 1 and partial:
+        dfreqs = dfreqs.sum(0, keepdims=True)
+    return jnp.zeros_like(coords), jnp.broadcast_to(dfreqs, freqs.shape).astype(freqs.dtype)
+
+
+def _of_bias(task: Task, operands: tuple, bias: tuple, wanted: Wanted, options: dict) -> tuple:
+    """The gradient of the bias [N, entries]."""
+    if not wanted.bias:
+        return tuple(jnp.zeros_like(x) for x in bias)
+    launch = plan(task, operands[0].dtype.itemsize, "bias")
+    tiles, heads = launch.tiles, task.heads
+    shares = tiles.tiles // tiles.repeats
+    items = operands[0].shape[0] * tiles.repeats
+    groups = min(items, max(1, PROGRAMS // (heads * shares * tiles.blocks)))
+    kernel = functools.partial(bias_kernel, launch=launch, items=items, groups=groups, **options)
+    shape = ((groups, heads, shares * tiles.rows, tiles.blocks * tiles.columns), jnp.float32)
+    (by_slot,) = run(kernel, launch, (heads, shares * tiles.blocks, groups), [shape], operands)
+    return (tiles.fold(by_slot.sum(0)).astype(bias[0].dtype),)
+
+
+attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
+
+
+def attend_all(arrays: tuple, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | None) -> Array:
+    """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
+    packed = len(arrays) == 1
+    heads, head_dim = arrays[0].shape[-2:]
+    places = arrays[0].shape[1 : -3 if packed else -2]
+    task = Task(
+        pattern=pattern,
+        places=places,
+        heads=heads,
+        head_dim=head_dim,
+        packed=packed,
+        pairs=0 if rotation is None else rotation.freqs.shape[2],
+        pairing="half" if rotation is None else rotation.pairing,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        interpret=device.interpreted(),
+    )
+    turning = () if rotation is None else (rotation.coords, rotation.freqs)
+    added = () if bias is None else (bias.reshape(heads, -1),)
+    arrays, turning, added = vary_alike(arrays, turning, added)
+    return attend(task, arrays, turning, added).reshape(arrays[0].shape[0], *places, heads, head_dim)
+
+
+def attention(q: Array, k: Array, v: Array, **terms: Any) -> Array:
+    """See `rope_jax_kernels.attention`."""
+    return attend_all((q, k, v), **terms)
+
+
+def attention_qkv(qkv: Array, **terms: Any) -> Array:
+    """See `rope_jax_kernels.attention_qkv`. Reads q, k and v where they lie, and writes one packed gradient."""
+    return attend_all((qkv,), **terms)
+
+
+def refusal(arrays: dict[str, Array], *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: Any) -> str | None:
+    """Why these kernels cannot serve a call, or None."""
+    dtypes = {name: x.dtype for name, x in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        return "q, k and v have different dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    beside = {} if rotation is None else {"rotation.coords": rotation.coords, "rotation.freqs": rotation.freqs}
+    for name, x in (arrays | beside | ({} if bias is None else {"bias": bias})).items():
+        if x.dtype not in DTYPES:
+            return f"{name} has dtype {x.dtype}, and it computes in float32 (float16, bfloat16 and float32 are served)"
+        if x.size == 0:
+            return f"{name} has shape {x.shape}, so there is nothing to compute"
+        if 3 * x.size >= 2**31:
+            return f"{name} has {x.size} elements, more than 32-bit indices reach"
+    least, most = HEAD_DIMS
+    head_dim = next(iter(arrays.values())).shape[-1]
+    if not least <= head_dim <= most:
+        return f"the head dimension is {head_dim}; {least} to {most} are served"
+    if not isinstance(scale, int | float | None):
+        return "scale is an array; numbers are served"
+    return device.refusal()
+
+
+def refuses_attention(q: Array, k: Array, v: Array, **terms: Any) -> str | None:
+    """Why `attention` cannot serve this call, or None."""
+    return refusal({"q": q, "k": k, "v": v}, **terms)
+
+
+def refuses_attention_qkv(qkv: Array, **terms: Any) -> str | None:
+    """Why `attention_qkv` cannot serve this call, or None."""
+    return refusal({"qkv": qkv}, **terms)

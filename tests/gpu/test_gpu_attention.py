@@ -1,0 +1,47 @@
+"""The attention kernels on a GPU: the cases that the CPU interprets, and those that models have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
+from tests.kernels import test_attention_triton as interpreted
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+
+MODELS = {
+    "ViT-S": (Global(), (197,), {"heads": 6, "head_dim": 64, "pairs": 32}),
+    "ViT at 512 px": (Global(), (1025,), {"heads": 2, "head_dim": 64, "pairs": 16, "bias": False}),
+    "Swin": (Window((7, 7), (3, 3)), (28, 28), {"heads": 3}),
+    "Swin at 384 px": (Window((12, 12), (6, 6)), (48, 48), {"heads": 3, "batch": 1}),
+    "NAT": (Neighborhood((7, 7)), (56, 56), {"heads": 2}),
+    "DiNAT": (Neighborhood((7, 7), (8, 8)), (56, 56), {"heads": 2}),
+    "head dimension 128": (Global(), (196,), {"head_dim": 128, "pairs": 64, "bias": False}),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", [*interpreted.CASES, *MODELS])
+def test_outputs_and_gradients(name, dtype):
+    pattern, places, options = (interpreted.CASES | MODELS)[name]
+    with jax.default_matmul_precision("highest"):
+        interpreted.check(pattern, places, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("name", ["ViT-S", "ViT at 512 px"])
+def test_cudnn_agrees(name):
+    pattern, places, options = MODELS[name]
+    qkv, *_ = interpreted.operands(pattern, places, dtype=jnp.bfloat16, **options | {"bias": False, "pairs": 0})
+    q, k, v = (jnp.asarray(qkv[..., i, :, :]) for i in range(3))
+    assert explain(attention, q, k, v, pattern=pattern)["cudnn"] == "ok"
+    one, other = (np.asarray(attention(q, k, v, pattern=pattern, implementation=name), np.float32) for name in ("cudnn", "triton"))
+    np.testing.assert_allclose(one, other, rtol=0, atol=2 * 2**-8 * np.abs(other).max())
+
+
+def test_two_runs_are_bit_equal():
+    pattern, places, options = MODELS["NAT"]
+    arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, **options)
+    one, again = (interpreted.outputs(*arrays, pattern=pattern, pairing="half", implementation="triton") for _ in range(2))
+    for name in one:
+        np.testing.assert_array_equal(one[name], again[name])

@@ -1,0 +1,180 @@
+"""The attention kernels in interpret mode, against the reference in float64 and against the reference's own error.
+
+A kernel may err as much as plain attention of the same dtype and two roundings more, and its gradients twice as much (both from the
+float64 result on the same inputs, relative to its largest element).
+"""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention, attention_qkv, explain
+from rope_jax_kernels.attention import triton
+
+pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROPE_JAX_INTERPRET", "1")
+        yield
+
+
+def operands(pattern, places, *, heads=2, head_dim=32, pairs=8, shared=False, bias=True, batch=2, dtype=np.float64):
+    """(qkv, coords, freqs, bias, cotangent) of a call; freqs and bias are None where there are none."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape)
+    if isinstance(pattern, Window):
+        fitted = pattern.fit(places)
+        tokens, table = fitted.size[0] * fitted.size[1], fitted.bias_shape(heads)
+    else:
+        tokens = int(np.prod(places))
+        table = pattern.bias_shape(heads, tokens) if isinstance(pattern, Global) else pattern.bias_shape(heads)
+    freqs = draw(1 if shared else heads, 2, pairs) if pairs else None
+    arrays = draw(batch, *places, 3, heads, head_dim), draw(tokens, 2), freqs, draw(*table) if bias else None
+    rounded = [
+        None if x is None else np.asarray(jnp.asarray(x, t)).astype(t) for x, t in zip(arrays, (dtype, *[np.float32] * 3), strict=True)
+    ]
+    return *rounded, np.asarray(jnp.asarray(draw(batch, *places, heads, head_dim), dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("pattern", "pairing", "implementation", "packed"))
+def outputs(qkv, coords, freqs, bias, cotangent, *, pattern, pairing, implementation, packed=True):
+    """The output and the gradients of qkv, freqs and bias."""
+
+    def run(qkv, freqs, bias):
+        rotation = None if freqs is None else Rotation(coords, freqs, pairing)
+        options = {"pattern": pattern, "rotation": rotation, "bias": bias, "implementation": implementation}
+        return attention_qkv(qkv, **options) if packed else attention(*(qkv[..., i, :, :] for i in range(3)), **options)
+
+    out, pull_back = jax.vjp(run, qkv, freqs, bias)
+    return {"out": out} | dict(zip(("qkv", "freqs", "bias"), pull_back(cotangent), strict=True))
+
+
+def check(pattern, places, *, dtype=jnp.float32, pairing="half", packed=True, **shape):
+    arrays = operands(pattern, places, dtype=dtype, **shape)
+    with jax.enable_x64(True):
+        wide = [None if x is None else np.asarray(x, np.float64) for x in arrays]
+        exact = outputs(*wide, pattern=pattern, pairing=pairing, implementation="xla")
+    plain, kernel = (outputs(*arrays, pattern=pattern, pairing=pairing, implementation=name, packed=packed) for name in ("xla", "triton"))
+    rounding = float(jnp.finfo(dtype).eps)
+    for name, want in exact.items():
+        if want is None:
+            continue
+        want = np.asarray(want)
+        error = lambda got, name=name, want=want: np.abs(np.asarray(got[name], np.float64) - want).max() / max(np.abs(want).max(), 1)
+        assert kernel[name].dtype == plain[name].dtype
+        allowed = error(plain) + 2 * rounding if name == "out" else 2 * error(plain) + 2 * rounding
+        assert error(kernel) <= allowed, name
+
+
+CASES = {
+    "one token": (Global(), (1,), {"bias": False}),  # whose gradient is zero: a rounding of what cancels
+    "a prime": (Global(), (53,), {"pairing": "interleaved", "packed": False}),
+    "several tiles, shared frequencies": (Global(), (150,), {"heads": 1, "shared": True, "head_dim": 48, "pairs": 12, "batch": 1}),
+    "no rotation": (Global(), (70,), {"pairs": 0, "head_dim": 16}),
+    "one pair": (Global(), (70,), {"pairs": 1, "bias": False}),
+    "window": (Window((7, 7), (3, 3)), (14, 14), {}),
+    "window pads": (Window((5, 3), (2, 1)), (8, 7), {"packed": False, "pairing": "interleaved"}),
+    "window of several tiles": (Window((9, 10), (4, 0)), (13, 18), {"heads": 1}),
+    "neighborhood": (Neighborhood((7, 7)), (10, 17), {"heads": 1}),
+    "neighborhood dilated": (Neighborhood((3, 5), (2, 3)), (9, 20), {"heads": 1, "packed": False}),
+    "neighborhood above the map": (Neighborhood((13, 3)), (5, 9), {"shared": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients(name):
+    pattern, places, options = CASES[name]
+    check(pattern, places, **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["a prime", "window", "neighborhood"])
+def test_low_precision(name, dtype):
+    pattern, places, options = CASES[name]
+    check(pattern, places, dtype=dtype, **options)
+
+
+@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@hypothesis.given(st.data())
+def test_any_shape(data):
+    pair = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, high))
+    size = data.draw(pair(1, 7))
+    shift = tuple(data.draw(st.integers(0, n - 1)) for n in size)
+    pattern = data.draw(st.sampled_from([Global(), Window(size, shift), Neighborhood(size, data.draw(pair(1, 4)))]))
+    grid = data.draw(pair(1, 12))
+    head_dim = data.draw(st.sampled_from([16, 20, 32]))
+    check(
+        pattern,
+        (grid[0] * grid[1],) if isinstance(pattern, Global) else grid,
+        heads=data.draw(st.integers(1, 2)),
+        head_dim=head_dim,
+        pairs=data.draw(st.integers(0, head_dim // 2)),
+        shared=data.draw(st.booleans()),
+        bias=data.draw(st.booleans()),
+        pairing=data.draw(st.sampled_from(["half", "interleaved"])),
+        packed=data.draw(st.booleans()),
+        batch=1,
+    )
+
+
+def test_packed_is_separate_and_one_run_is_another_bit_for_bit():
+    pattern, places, _ = CASES["window"]
+    arrays = operands(pattern, places, dtype=np.float32)
+    run = functools.partial(outputs, *arrays, pattern=pattern, pairing="half", implementation="triton")
+    one, again, separate = run(), run(), run(packed=False)
+    for name in one:
+        np.testing.assert_array_equal(one[name], again[name])
+        np.testing.assert_array_equal(one[name], separate[name])
+
+
+def test_tokens_outside_a_window_or_neighborhood_take_no_part():
+    for pattern in (Window((3, 3), (1, 1)), Neighborhood((3, 3))):
+        qkv, *_ = operands(pattern, (7, 8), dtype=np.float32, bias=False, pairs=0)
+        poisoned = qkv.copy()
+        poisoned[:, 6, 7] = np.nan
+        attend = jax.jit(functools.partial(attention_qkv, pattern=pattern, implementation="triton"))
+        clean, spoiled = np.asarray(attend(qkv)), np.asarray(attend(poisoned))
+        np.testing.assert_array_equal(spoiled[:, :4], clean[:, :4])
+        assert np.isnan(spoiled[:, 6, 7]).all()
+
+
+def test_vmap_and_remat():
+    pattern = Window((4, 4), (2, 2))
+    qkv = jnp.stack([jnp.asarray(operands(pattern, (6, 8), dtype=np.float32, head_dim=16)[0]) * scale for scale in (1, 2)])
+    attend = functools.partial(attention_qkv, pattern=pattern, implementation="triton")
+    mapped = jax.jit(jax.vmap(attend))(qkv)
+    for one, x in zip(mapped, qkv, strict=True):
+        np.testing.assert_allclose(one, attend(x), rtol=0, atol=1e-6)
+    loss = lambda f: jax.jit(jax.grad(lambda x: (f(x) ** 2).sum()))
+    np.testing.assert_array_equal(loss(jax.checkpoint(attend))(qkv[0]), loss(attend)(qkv[0]))
+
+
+def test_sine_and_cosine():
+    theta = np.concatenate([np.linspace(-top, top, 100_001) for top in (1, 100, 1e4)]).astype(np.float32)
+    cos, sin = (np.asarray(x, np.float64) for x in jax.jit(triton.cos_sin)(theta))
+    np.testing.assert_allclose(cos, np.cos(theta.astype(np.float64)), rtol=0, atol=2e-7)
+    np.testing.assert_allclose(sin, np.sin(theta.astype(np.float64)), rtol=0, atol=2e-7)
+
+
+def test_what_is_refused():
+    x = jnp.ones((1, 8, 2, 32))
+    says = lambda *arrays, **options: explain(attention, *arrays, **{"pattern": Global()} | options)
+    assert says(x, x, x)["triton"] == "ok"
+    assert "head dimension is 8; 16 to 128" in says(*[x[..., :8]] * 3)["triton"]
+    assert "different dtypes" in says(x, x, x.astype(jnp.bfloat16))["triton"]
+    assert "scale is an array" in says(x, x, x, scale=jnp.ones(()))["triton"]
+    assert "needs a GPU" in says(*[x.astype(jnp.bfloat16)] * 3)["cudnn"]
+    assert "float16 and bfloat16" in says(x, x, x)["cudnn"]
+    assert "Global only" in says(*[x[:, None]] * 3, pattern=Neighborhood((3, 3)))["cudnn"]
+    rotation = lambda coords: Rotation(coords, jnp.ones((1, 2, 4)))
+    attend = lambda coords: attention(x, x, x, pattern=Global(), rotation=rotation(coords), implementation="triton").sum()
+    with pytest.raises(ValueError, match=r"no gradient of rotation\.coords; use implementation='xla'"):
+        jax.grad(attend)(jnp.ones((8, 2)))
