@@ -1,15 +1,21 @@
 """Positional schemes, by name.
 
-A scheme is a small NNX module with two methods, both of which default to doing nothing (`scheme.Position`):
+A scheme is a small NNX module with three methods, all of which default to doing nothing (`scheme.Position`):
 
     embed(tokens, grid, key) -> tokens     what is added after the patch embedding
-    terms(grid, key) -> Terms              what the layers' attention needs: a rotation, a bias, something to add
+    terms(grid, key) -> Terms              what the layers' attention needs: a rotation, a bias, something to add, a transform
+    mix(tokens, grid, layer) -> tokens     what is done to the tokens between two layers
+
+Its class says where it comes from and what holds for it, which tests measure and `python -m rope_jax.positions` prints.
 
 To add one, write it down in the file of its family and give it a name; it then works in every backbone, recipe and command:
 
     @scheme("rope_log")
     class LogRope(Rotary):
         \"\"\"2-D RoPE on the logarithm of row and column.\"\"\"
+
+        equation = "theta = log(1 + x) f or log(1 + y) f"
+        relative = False
 
         def coords(self, grid):
             return np.log1p(grids.absolute(grid))
@@ -24,7 +30,7 @@ import inspect
 from flax import nnx
 
 from rope_jax.hints import closest
-from rope_jax.positions import absolute, layerwise, relative, rotary  # noqa: F401  (each enters its schemes in the registry)
+from rope_jax.positions import absolute, conditional, layerwise, matrix, relative, rotary  # noqa: F401  (each enters its schemes in the registry)
 from rope_jax.positions.grammar import Call, parse
 from rope_jax.positions.grammar import Sum as _Written
 from rope_jax.positions.scheme import SCHEMES, PerLayer, Position, Stage, Sum, Terms

@@ -3,10 +3,11 @@
 import numpy as np
 
 Grid = tuple[int, int]
+Video = tuple[int, int, int]
 
 
-def _stack(y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return np.stack(np.meshgrid(y, x, indexing="ij"), axis=-1)
+def _stack(*axes: np.ndarray) -> np.ndarray:
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
 
 
 def raster(grid: Grid) -> np.ndarray:
@@ -14,9 +15,9 @@ def raster(grid: Grid) -> np.ndarray:
     return np.arange(grid[0] * grid[1], dtype=np.float64).reshape(*grid, 1)
 
 
-def absolute(grid: Grid) -> np.ndarray:
-    """Row and column, in patches from 0."""
-    return _stack(np.arange(grid[0], dtype=np.float64), np.arange(grid[1], dtype=np.float64))
+def absolute(grid: Grid | Video) -> np.ndarray:
+    """Row and column, in patches from 0; of a video of grid = (T, H, W), frame, row and column: [T, H, W, 3]."""
+    return _stack(*[np.arange(n, dtype=np.float64) for n in grid])
 
 
 def centres(grid: Grid) -> np.ndarray:

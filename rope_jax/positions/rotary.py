@@ -3,6 +3,10 @@
 A scheme says where the tokens are (`coords`) and how fast each pair of channels turns with each axis (`freqs`).
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +14,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from rope_jax.positions import frequencies, grids
-from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_finite, check_option, scheme, token_coords
-from rope_jax_kernels import Rotation
+from rope_jax.positions.grids import Grid, Video
+from rope_jax.positions.scheme import PerLayer, Position, Stage, Terms, check_finite, check_option, scheme
+from rope_jax_kernels import Global, Rotation, Window, rotate_by_angles
 
 
 class Rotary(Position):
@@ -24,17 +29,18 @@ class Rotary(Position):
     """
 
     acts = "rotation"
-    axes = 2
+    resolution = "extrapolate"
+    multiple: ClassVar[int] = 2  # of the number of pairs: as many for each axis
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: str = "half", k_rope: int = 1):
         super().__init__(stage, rngs=rngs)
         check_option("pairing", pairing, ("half", "interleaved"))
-        if not isinstance(k_rope, int) or k_rope < 1 or stage.head_dim % (2 * self.axes * k_rope):
-            fit = [k for k in range(1, stage.head_dim + 1) if stage.head_dim % (2 * self.axes * k) == 0]
+        if not isinstance(k_rope, int) or k_rope < 1 or stage.head_dim % (2 * self.multiple * k_rope):
+            fit = [k for k in range(1, stage.head_dim + 1) if stage.head_dim % (2 * self.multiple * k) == 0]
             advice = f"use k_rope of {' or '.join(map(str, fit))}, or" if fit else "use"
             raise ValueError(
                 f"k_rope={k_rope} does not go with head dimension {stage.head_dim}: the head dimension must be divisible by "
-                f"{2 * self.axes} * k_rope; {advice} a model with another width or number of heads"
+                f"{2 * self.multiple} * k_rope; {advice} a model with another width or number of heads"
             )
         self.pairing = pairing
         self.pairs = stage.head_dim // (2 * k_rope)
@@ -43,23 +49,63 @@ class Rotary(Position):
         """Coordinates [H, W, A] of the tokens of a map."""
         raise NotImplementedError
 
+    def prefix_coords(self, grid: Grid) -> np.ndarray | None:
+        """Coordinates [P, A] of class and register tokens; None for the origin, where no rotation happens."""
+        return None
+
     def freqs(self) -> np.ndarray | PerLayer:
         """Radians per unit of coordinate, [N or 1, A, R]."""
         raise NotImplementedError
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         """See `Position.terms`."""
+        coords = token_coords(self.coords(grid), self.stage, self.prefix_coords(grid))
         freqs = self.freqs()
         if not isinstance(freqs, PerLayer):
             freqs = jnp.asarray(freqs, self.stage.dtype)
-        return Terms(rotation=Rotation(token_coords(self.coords(grid), self.stage), freqs, self.pairing))
+        return Terms(rotation=Rotation(coords, freqs, self.pairing))
+
+
+def token_coords(coords: np.ndarray, stage: Stage, prefix: np.ndarray | None = None) -> Array:
+    """Coordinates [H, W, A] of a map (of a video [T, H, W, A]), as attention takes them for the stage's pattern: [L, A].
+
+    Scores depend on differences of coordinates only, so one window stands for all of them, shifted or not: its coordinates are the
+    map's first ones, which keeps the map's spacing. Prefix tokens get coordinates `prefix` [P, A], or the origin.
+    """
+    if isinstance(stage.pattern, Window):
+        height, width = stage.pattern.fit(coords.shape[:2]).size
+        coords = coords[:height, :width]
+    return whole_map(coords, stage, prefix if isinstance(stage.pattern, Global) else np.zeros((0, coords.shape[-1])))
+
+
+def whole_map(coords: np.ndarray, stage: Stage, prefix: np.ndarray | None = None) -> Array:
+    """The same of all tokens, whatever the pattern: as a `Terms.transform` needs them."""
+    axes = coords.shape[-1]
+    prefix = np.zeros((stage.prefix, axes)) if prefix is None else prefix
+    return jnp.asarray(np.concatenate([prefix, coords.reshape(-1, axes)]), stage.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """A transform that multiplies q and k, channel by channel, with `factor` [1, L, N or 1, D], in its precision."""
+
+    factor: Array
+
+    def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
+        """See `Terms.transform`."""
+        scale = lambda x: (x.reshape(x.shape[0], -1, *x.shape[-2:]) * self.factor).astype(x.dtype).reshape(x.shape)
+        return attend(scale(q), scale(k), v)
 
 
 @scheme("rope1d")
 class Rope1D(Rotary):
     """1-D RoPE on the index of the token in reading order (RoFormer, arXiv 2104.09864; thesis equation 3.2). base: 10000."""
 
-    axes = 1
+    paper = "Su et al., arXiv 2104.09864, eq. 34"
+    equation = "theta = l f, f = 10000^(-2r/D)"
+
+    multiple = 1
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0, **options):
         super().__init__(stage, rngs=rngs, **options)
@@ -84,12 +130,15 @@ class Rope2D(Rotary):
         freq_span: with k_rope > 1, "reduced" fits the whole ladder into the fewer pairs, "full" keeps its first part.
     """
 
+    paper = "thesis, eq. 3.4; Heo et al., arXiv 2403.13298, eq. 9, 12"
+    equation = "theta = x f or y f, f = 100^(-4r/D)"
+
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 100.0, shared: bool = True, freq_span: str = "reduced", **options):
         super().__init__(stage, rngs=rngs, **options)
         check_option("freq_span", freq_span, ("reduced", "full"))
         self.base = check_finite("base", base)
         self.span = 1.0 if freq_span == "reduced" else 2 * self.pairs / stage.head_dim
-        self.heads = 1 if shared else stage.heads
+        self.heads, self.per_head = (1, False) if shared else (stage.heads, True)
 
     def coords(self, grid: Grid) -> np.ndarray:
         """See `Rotary.coords`."""
@@ -107,6 +156,10 @@ class RopeMixed(Rotary):
 
     Starts as a ladder of base `base` (10) and a second one at a right angle, turned by one random angle per head and layer.
     """
+
+    paper = "Heo et al., arXiv 2403.13298, eq. 14"
+    equation = "theta = x f_x + y f_y, f learned"
+    per_head = per_layer = learnable = True
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10.0, **options):
         super().__init__(stage, rngs=rngs, **options)
@@ -133,10 +186,17 @@ class AxialRope(Rotary):
     Options:
         k_rope: 2.
         shared: False; True gives all heads the same frequencies.
-        generator: the ladder: "hdit" (pi .. 10 pi), "eq35" (1 .. 10), "table31" (1 .. 13.96) or "exponential" (1 .. 1/100).
+        generator: the ladder: "hdit" (pi .. 10 pi), "eq35" (1 .. 10), "table31" (1 .. 13.96), "exponential" (1 .. 1/100) or "pixel"
+            (pi .. 5 pi in equal steps; lucidrains' rotary-embedding-torch).
         coords: "centres" of patches in [-1, 1], "endpoints" (first and last patch on the border), or "absolute" (row, column).
         axis_order: which axis turns the first pairs, "yx" or "xy".
+        window_coords: of a window, "global_spacing" (patches lie as far apart as on the map) or "local_unit" (the window is the box).
     """
+
+    paper = "thesis, section 3.3; Crowson et al., arXiv 2401.11605"
+    equation = "theta = y f or x f, f = pi .. 10 pi, (x, y) in [-1, 1]"
+    resolution = "interpolate"
+    per_head = True
 
     def __init__(
         self,
@@ -148,20 +208,280 @@ class AxialRope(Rotary):
         generator: str = "hdit",
         coords: str = "centres",
         axis_order: str = "yx",
+        window_coords: str = "global_spacing",
         **options,
     ):
         super().__init__(stage, rngs=rngs, k_rope=k_rope, **options)
         check_option("generator", generator, tuple(frequencies.AXIAL_GENERATORS))
         check_option("coords", coords, ("centres", "endpoints", "absolute"))
         check_option("axis_order", axis_order, ("yx", "xy"))
+        check_option("window_coords", window_coords, ("global_spacing", "local_unit"))
+        self.local = window_coords == "local_unit" and isinstance(stage.pattern, Window)
         self.generator, self.coords_name, self.axis_order = generator, coords, axis_order
-        self.heads = 1 if shared else stage.heads
+        self.resolution = "extrapolate" if coords == "absolute" else "interpolate"
+        self.heads, self.per_head = (1, False) if shared else (stage.heads, True)
 
     def coords(self, grid: Grid) -> np.ndarray:
         """See `Rotary.coords`."""
-        return getattr(grids, self.coords_name)(grid)
+        return getattr(grids, self.coords_name)(self.stage.pattern.fit(grid).size if self.local else grid)
 
     def freqs(self) -> np.ndarray:
         """See `Rotary.freqs`."""
         ladder = frequencies.AXIAL_GENERATORS[self.generator](frequencies.deal(self.heads, self.pairs // 2))
         return frequencies.two_axes(ladder, self.axis_order)
+
+
+@scheme("axial_rope_v1")
+class AxialRopeV1(Rotary):
+    """HDiT's first Axial RoPE: learnable frequencies per axis, head and layer (k-diffusion, `axial_rope.py`).
+
+    On centres of patches in a box; rows turn the first pairs. The parameters are logarithms of frequencies, and start as pi .. 5 pi,
+    both included, with equal ratios, in every head.
+    """
+
+    paper = "Crowson et al., arXiv 2401.11605"
+    equation = "theta = y f or x f, f learned from pi .. 5 pi, (x, y) in [-1, 1]"
+    resolution = "interpolate"
+    per_head = per_layer = learnable = True
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, **options):
+        super().__init__(stage, rngs=rngs, **options)
+        ladder = np.linspace(np.log(np.pi), np.log(5 * np.pi), self.pairs // 2)
+        self.log_freqs = nnx.Param(
+            jnp.tile(jnp.asarray(ladder, stage.dtype), (stage.depth, stage.heads, 2, 1)), decay=False
+        )  # [depth, N, (y, x), R / 2]
+
+    def coords(self, grid: Grid) -> np.ndarray:
+        """See `Rotary.coords`."""
+        return grids.centres(grid)
+
+    def freqs(self) -> PerLayer:
+        """See `Rotary.freqs`; one set per layer."""
+        rows, columns = jnp.moveaxis(jnp.exp(self.log_freqs[...]), 2, 0)
+        still = jnp.zeros_like(rows)
+        turn = lambda *halves: jnp.concatenate(halves, axis=-1)
+        return PerLayer(jnp.stack([turn(rows, still), turn(still, columns)], axis=2))
+
+
+@scheme("eva02")
+class Eva02(Rotary):
+    """EVA-02's RoPE: row and column, rescaled to the map of pre-training; rows turn the first pairs (arXiv 2303.11331).
+
+    Options:
+        base: 10000; each axis has its frequencies base**(-i / (R/2)).
+        reference: side of the map of pre-training in patches, 16: every map reaches from 0 to just below it.
+    """
+
+    paper = "Fang et al., arXiv 2303.11331"
+    equation = "theta = 16 y/H f or 16 x/W f, f = 10000^(-4r/D)"
+    resolution = "interpolate"
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0, reference: float = 16.0, **options):
+        super().__init__(stage, rngs=rngs, **options)
+        self.base, self.reference = check_finite("base", base), check_finite("reference", reference)
+
+    def coords(self, grid: Grid) -> np.ndarray:
+        """See `Rotary.coords`."""
+        return grids.absolute(grid) / grid * self.reference
+
+    def freqs(self) -> np.ndarray:
+        """See `Rotary.freqs`."""
+        return frequencies.two_axes(frequencies.decay(frequencies.deal(1, self.pairs // 2), self.base), "yx")
+
+
+@scheme("as2drope")
+class AS2DRope(Rotary):
+    """VisionLLaMA's auto-scaled 2-D RoPE: column and row in turn, rescaled to the map of training (arXiv 2403.00522).
+
+    Class and register tokens turn too: they count backwards from the first patch in reading order, -1, -2, ..., so that the class token
+    lies in the last column of a row above the map.
+
+    Options:
+        base: 10000; each axis has its frequencies base**(-i / (R/2)).
+        anchor: side of the map of training in patches, 14: every map reaches from 0 to just below it.
+    """
+
+    paper = "Chu et al., arXiv 2403.00522"
+    equation = "theta = 14 x/W f or 14 y/H f, f = 10000^(-4r/D)"
+    resolution = "interpolate"
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0, anchor: float = 14.0, **options):
+        super().__init__(stage, rngs=rngs, **options)
+        self.base, self.anchor = check_finite("base", base), check_finite("anchor", anchor)
+
+    def coords(self, grid: Grid) -> np.ndarray:
+        """See `Rotary.coords`."""
+        return grids.absolute(grid) / grid * self.anchor
+
+    def prefix_coords(self, grid: Grid) -> np.ndarray:
+        """See `Rotary.prefix_coords`."""
+        return np.stack(np.divmod(np.arange(-self.stage.prefix, 0), grid[1]), axis=1) / grid * self.anchor
+
+    def freqs(self) -> np.ndarray:
+        """See `Rotary.freqs`."""
+        return frequencies.two_axes(frequencies.decay(frequencies.deal(1, self.pairs // 2), self.base), "xy", alternate=True)
+
+
+@scheme("rope3d")
+class Rope3D(Rotary):
+    """3-D RoPE for video: frame, row and column turn pairs of their own, in this order (CogVideoX, arXiv 2408.06072).
+
+    Rows and columns get three eighths of the pairs each, rounded down, and frames the others, a quarter.
+
+    `terms((T, H, W))` is for a video whose T * H * W tokens stand in the order of frames, then rows, then columns; `attention` takes its
+    rotation with the pattern `Global()`. A map (H, W) is a video of one frame, so every backbone for images has this scheme too.
+
+    Options:
+        base: 10000; an axis of M pairs has the frequencies base**(-i / M).
+    """
+
+    paper = "Yang et al., arXiv 2408.06072"
+    equation = "theta = t f, y f or x f, f = 10000^(-r/M)"
+
+    multiple = 1
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0, **options):
+        super().__init__(stage, rngs=rngs, **options)
+        if self.pairs < 3:
+            raise ValueError(f"three axes need three pairs of channels, but {self.pairs} turn: use a smaller k_rope or wider heads")
+        self.base = check_finite("base", base)
+
+    def coords(self, grid: Grid | Video) -> np.ndarray:
+        """See `Rotary.coords`."""
+        return grids.absolute(grid) if len(grid) == 3 else grids.absolute((1, *grid))[0]
+
+    def freqs(self) -> np.ndarray:
+        """See `Rotary.freqs`."""
+        side = 3 * self.pairs // 8
+        freqs, first = np.zeros((1, 3, self.pairs)), 0
+        for axis, count in enumerate((self.pairs - 2 * side, side, side)):
+            freqs[0, axis, first : first + count] = frequencies.decay(frequencies.deal(1, count)[0], self.base)
+            first += count
+        return freqs
+
+    def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:
+        """See `Position.terms`; ValueError for a video in windows or neighbourhoods, which are those of maps."""
+        if len(grid) == 3 and not isinstance(self.stage.pattern, Global):
+            raise ValueError(f"grid={grid} is a video, but windows and neighbourhoods are those of a map: use global attention")
+        coords = token_coords(self.coords(grid), self.stage)
+        return Terms(rotation=Rotation(coords, jnp.asarray(self.freqs(), self.stage.dtype), self.pairing))
+
+
+@scheme("dinov3")
+class DinoV3(Rotary):
+    """DINOv3's RoPE: rows turn the first pairs and columns the others, on centres of patches in a box (arXiv 2508.10104).
+
+    In training (where there is a key) the box is shifted, stretched along each axis and scaled, anew in each layer.
+
+    Options:
+        base: of the periods base**(i / (R/2)), 100. A pair turns by 2 pi coordinate / period.
+        min_period, max_period: instead of base, the shortest and the longest period, with equal ratios between.
+        normalize_coords: which side of the map is [-1, 1]: both, each for itself ("separate"), the longer ("max") or the shorter ("min").
+        shift: along each axis uniform in +-shift, 0.
+        jitter: along each axis a factor of 1/jitter .. jitter, log-uniform, 1.
+        rescale: one factor for both axes, 1/rescale .. rescale, log-uniform; 2, the only one in the released models.
+    """
+
+    paper = "Simeoni et al., arXiv 2508.10104"
+    equation = "theta = 2 pi y f or 2 pi x f, f = 100^(-4r/D), (x, y) in [-1, 1], stretched in training"
+    resolution = "interpolate"
+    augments = True
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        base: float = 100.0,
+        min_period: float = 0.0,
+        max_period: float = 0.0,
+        normalize_coords: str = "separate",
+        shift: float = 0.0,
+        jitter: float = 1.0,
+        rescale: float = 2.0,
+        **options,
+    ):
+        super().__init__(stage, rngs=rngs, **options)
+        check_option("normalize_coords", normalize_coords, ("separate", "max", "min"))
+        self.normalize_coords = normalize_coords
+        self.base, self.periods = check_finite("base", base), None
+        if min_period or max_period:
+            self.periods = check_finite("min_period", min_period), check_finite("max_period", max_period)
+        self.shift = check_finite("shift", shift, zero=True)
+        for name, factor in (("jitter", jitter), ("rescale", rescale)):
+            if check_finite(name, factor) < 1:
+                raise ValueError(f"{name}={factor} is not allowed; it is the largest factor: use 1 (off) or more")
+        self.jitter, self.rescale = float(jitter), float(rescale)
+        self.augments = self.shift > 0 or self.jitter > 1 or self.rescale > 1
+
+    def coords(self, grid: Grid) -> np.ndarray:
+        """See `Rotary.coords`."""
+        sides = {"separate": np.array(grid), "max": max(grid), "min": min(grid)}[self.normalize_coords]
+        return (2 * grids.absolute(grid) + 1) / sides - 1
+
+    def freqs(self) -> np.ndarray:
+        """See `Rotary.freqs`."""
+        count = self.pairs // 2
+        if self.periods is None:
+            periods = 1 / frequencies.decay(frequencies.deal(1, count), self.base)
+        else:
+            periods = np.geomspace(*self.periods, count)[None]
+        return frequencies.two_axes(2 * np.pi / periods, "yx")
+
+    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
+        """See `Position.terms`."""
+        terms = super().terms(grid)
+        if key is None:
+            return terms
+        rotation, depth, dtype = terms.rotation, self.stage.depth, self.stage.dtype
+        draw = lambda key, axes, most: jax.random.uniform(key, (depth, 1, axes), dtype, -most, most)
+        shift, jitter, rescale = jax.random.split(key, 3)
+        coords = rotation.coords + draw(shift, 2, self.shift)
+        coords = coords * jnp.exp(draw(jitter, 2, np.log(self.jitter)) + draw(rescale, 1, np.log(self.rescale)))
+        prefix = self.stage.prefix if isinstance(self.stage.pattern, Global) else 0
+        coords = coords.at[:, :prefix].set(rotation.coords[:prefix])  # class and register tokens stay where they are
+        return Terms(rotation=dataclasses.replace(rotation, coords=PerLayer(coords)))
+
+
+@scheme("cat_rope")
+class CatRope(Rotary):
+    """The cross-axis transformer's RoPE: columns turn even pairs and rows odd ones, on -pi .. pi (its "3D" RoPE; CAT, section 2.2).
+
+    The first and the last patch of the longer side lie at -+pi, the shorter side keeps the aspect ratio, and rows count upwards.
+
+    Options:
+        mode: "paper"; "paper_unit", the same with all frequencies 1, which is what the released code's formula gives; or "released",
+            bit-compatible with that code, where q and k are no rotated vectors but multiplied, channel by channel, by a rotated vector
+            of ones. That is neither relative nor does it keep norms.
+        base: of the paper's frequencies, base**(-2 i / D), 10000.
+    """
+
+    paper = "CAT, section 2.2"
+    equation = "theta = x f or y f, f = 10000^(-2r/D), (x, y) in [-pi, pi]"
+    resolution = "interpolate"
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, mode: str = "paper", base: float = 10000.0, **options):
+        super().__init__(stage, rngs=rngs, **options)
+        check_option("mode", mode, ("paper", "paper_unit", "released"))
+        self.mode, self.base = mode, check_finite("base", base)
+        if mode == "released":
+            self.acts, self.relative, self.keeps_norms = "transform", False, False
+
+    def coords(self, grid: Grid) -> np.ndarray:
+        """See `Rotary.coords`."""
+        return grids.endpoints(grid) * (-np.pi, np.pi)
+
+    def freqs(self) -> np.ndarray:
+        """See `Rotary.freqs`."""
+        rungs = frequencies.deal(1, self.pairs // 2) / 2
+        ladder = frequencies.decay(rungs, self.base) if self.mode == "paper" else np.ones_like(rungs)
+        return frequencies.two_axes(ladder, "xy", alternate=True)
+
+    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
+        """See `Position.terms`."""
+        if self.mode != "released":
+            return super().terms(grid, key)
+        coords = whole_map(self.coords(grid), self.stage)
+        theta = Rotation(coords, jnp.asarray(self.freqs(), coords.dtype)).angles()
+        ones = jnp.ones((1, coords.shape[0], 1, self.stage.head_dim), coords.dtype)
+        return Terms(transform=Gain(rotate_by_angles(ones, theta, pairing=self.pairing, implementation="xla")))

@@ -6,6 +6,7 @@ Tolerance: both sides are float64, and angles reach 150 radians, so 1e-12 leaves
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -158,11 +159,223 @@ def test_axial_rope(grid, generator, coords, axis_order, shared, k_rope):
     np.testing.assert_allclose(np.broadcast_to(angles, (HEADS, *angles.shape[1:])), expected_angles(theta, grid, pairs), **EXACT)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_axial_rope_in_pixels_has_equal_steps_with_both_ends(shared):
+    count = HEAD_DIM // 4 * (1 if shared else HEADS)
+    freqs = scheme(f"axial_rope(generator=pixel,coords=endpoints,k_rope=1,shared={shared})").terms((3, 3)).rotation.freqs
+    for axis in (0, 1):
+        first = axis * HEAD_DIM // 4
+        ladder = np.asarray(freqs[:, axis, first : first + HEAD_DIM // 4]).T.ravel()  # dealt out to the heads in turn
+        np.testing.assert_allclose(ladder, [math.pi * (1 + 4 * i / (count - 1)) for i in range(count)], **EXACT)
+
+
+@pytest.mark.parametrize("coords", [centres, endpoints])
+def test_a_window_of_axial_rope_may_be_the_box_itself(coords):
+    windows = stage((9, 8), pattern=Window((3, 4), (1, 2)))
+    text = f"axial_rope(coords={coords.__name__},window_coords=local_unit)"
+    rotation = scheme(text, windows).terms((9, 8)).rotation
+    np.testing.assert_allclose(rotation.coords, [(coords(y, 3, 4), coords(x, 4, 4)) for y, x in tokens((3, 4))], **EXACT)
+    small = scheme(text, windows).terms((2, 8)).rotation.coords  # the window is as high as the map
+    np.testing.assert_allclose(small, [(coords(y, 2, 4), coords(x, 4, 4)) for y, x in tokens((2, 4))], **EXACT)
+    for elsewhere in (Global(), Neighborhood((3, 3))):  # one map, one box
+        same = [
+            scheme(name, stage(pattern=elsewhere)).terms((5, 6)).rotation.coords for name in (text, f"axial_rope(coords={coords.__name__})")
+        ]
+        np.testing.assert_array_equal(*same)
+
+
 def test_defaults_of_axial_rope():
-    spelt_out = "axial_rope(generator=hdit,coords=centres,axis_order=yx,shared=False,k_rope=2,pairing=half)"
+    spelt_out = "axial_rope(generator=hdit,coords=centres,axis_order=yx,shared=False,k_rope=2,pairing=half,window_coords=global_spacing)"
     short, full = (scheme(text).terms((3, 5)).rotation for text in ("axial_rope", spelt_out))
     assert short.pairing == full.pairing == "half"
     np.testing.assert_array_equal(short.angles(), full.angles())
+
+
+@pytest.mark.parametrize("k_rope", [1, 2])
+def test_axial_rope_v1_starts_between_pi_and_5_pi_and_learns_each_axis(k_rope):
+    position = scheme(f"axial_rope_v1(k_rope={k_rope})")
+    per_axis = HEAD_DIM // (4 * k_rope)
+    start = [math.pi * 5 ** (i / (per_axis - 1)) for i in range(per_axis)]
+    assert position.log_freqs.shape == (DEPTH, HEADS, 2, per_axis)
+    np.testing.assert_allclose(np.exp(position.log_freqs[...]), np.broadcast_to(start, (DEPTH, HEADS, 2, per_axis)), **EXACT)
+    learned = np.random.default_rng(0).standard_normal((DEPTH, HEADS, 2, per_axis))
+    position.log_freqs.set_value(jnp.asarray(learned))
+    grid = (5, 2)
+    for layer in range(DEPTH):
+
+        def theta(n, y, x, r, log_freqs=learned[layer]):
+            axis, step = divmod(r, per_axis)
+            return centres((y, x)[axis], grid[axis], max(grid)) * math.exp(log_freqs[n, axis, step])
+
+        angles = position.terms(grid).layer(layer).rotation.angles()
+        np.testing.assert_allclose(angles, expected_angles(theta, grid, 2 * per_axis), **EXACT)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("options", "base", "reference", "k_rope"), [("", 10000, 16, 1), ("base=100,reference=14,k_rope=2", 100, 14, 2)])
+def test_eva02(grid, options, base, reference, k_rope):
+    per_axis = HEAD_DIM // (4 * k_rope)
+
+    def theta(n, y, x, r):
+        axis, step = divmod(r, per_axis)
+        return (y, x)[axis] / grid[axis] * reference * base ** (-step / per_axis)
+
+    angles = scheme(f"eva02({options})").terms(grid).rotation.angles()
+    np.testing.assert_allclose(angles, expected_angles(theta, grid, 2 * per_axis)[:1], **EXACT)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize(("options", "base", "anchor"), [("", 10000, 14), ("base=100,anchor=4", 100, 4)])
+def test_as2drope(grid, prefix, options, base, anchor):
+    def theta(index, r):
+        y, x = index // grid[1], index % grid[1]
+        place = x / grid[1] * anchor if r % 2 == 0 else y / grid[0] * anchor
+        return place * base ** (-4 * (r // 2) / HEAD_DIM)
+
+    count = grid[0] * grid[1]
+    want = [[theta(index, r) for r in range(HEAD_DIM // 2)] for index in range(-prefix, count)]
+    angles = scheme(f"as2drope({options})", stage(prefix=prefix)).terms(grid).rotation.angles()
+    np.testing.assert_allclose(angles[0], want, **EXACT)
+
+
+def test_as2drope_on_the_map_of_training_has_its_class_token_in_the_last_column_above_the_map():
+    coords = scheme("as2drope", stage((14, 14), prefix=1)).terms((14, 14)).rotation.coords
+    np.testing.assert_allclose(coords[:3], [(-1, 13), (0, 0), (0, 1)], **EXACT)
+
+
+@pytest.mark.parametrize(("head_dim", "split"), [(64, (8, 12, 12)), (16, (2, 3, 3)), (6, (1, 1, 1))])
+def test_rope3d(head_dim, split):
+    grid = (2, 3, 4)
+    at = stage(head_dim=head_dim, channels=3 * head_dim, prefix=1)
+    rotation = scheme("rope3d", at).terms(grid).rotation
+    want = [[0.0] * (head_dim // 2)]
+    for place in itertools.product(*map(range, grid)):
+        want.append([place[axis] * 10000 ** (-i / count) for axis, count in enumerate(split) for i in range(count)])
+    np.testing.assert_allclose(rotation.angles()[0], want, **EXACT)
+    one_frame = scheme("rope3d", at).terms((3, 4)).rotation
+    np.testing.assert_array_equal(one_frame.angles(), rotation.angles()[:, :13])
+
+
+def test_rope3d_of_a_map_goes_with_windows_and_of_a_video_does_not():
+    position = scheme("rope3d", stage((6, 8), pattern=Window((3, 4))))
+    np.testing.assert_array_equal(position.terms((6, 8)).rotation.coords, [(0, y, x) for y, x in tokens((3, 4))])
+    with pytest.raises(ValueError, match=r"grid=\(2, 6, 8\) is a video, but windows and neighbourhoods are those of a map"):
+        position.terms((2, 6, 8))
+    with pytest.raises(ValueError, match="three axes need three pairs of channels, but 2 turn: use a smaller k_rope"):
+        scheme("rope3d(k_rope=4)")
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("normalize", "k_rope"), [("separate", 1), ("max", 2), ("min", 1)])
+@pytest.mark.parametrize("periods", [("base=100", lambda i, m: 100 ** (i / m)), ("min_period=0.5,max_period=8", None)])
+def test_dinov3(grid, normalize, k_rope, periods):
+    pairs = HEAD_DIM // (2 * k_rope)
+    per_axis = pairs // 2
+    text, period = periods
+    period = period or (lambda i, m: 0.5 * (8 / 0.5) ** (i / (m - 1)))
+    side = {"separate": grid, "max": (max(grid),) * 2, "min": (min(grid),) * 2}[normalize]
+
+    def theta(n, y, x, r):
+        axis = r // per_axis
+        place = ((y, x)[axis] + 0.5) / side[axis] * 2 - 1
+        return 2 * math.pi * place / period(r % per_axis, per_axis)
+
+    angles = scheme(f"dinov3(normalize_coords={normalize},k_rope={k_rope},{text})").terms(grid).rotation.angles()
+    np.testing.assert_allclose(angles, expected_angles(theta, grid, pairs)[:1], **EXACT)
+
+
+def affine(text, depth=400):
+    """Along each axis and in each of many layers, in training: a and b of coordinate -> a * (coordinate + b); [layer, axis] each."""
+    position = scheme(text, stage(depth=depth, prefix=5))
+    moved, again = (np.asarray(position.terms((3, 5), jax.random.key(0)).rotation.coords.value) for _ in range(2))
+    np.testing.assert_array_equal(moved, again)
+    still = np.asarray(position.terms((3, 5)).rotation.coords)
+    np.testing.assert_array_equal(moved[:, :5], 0)  # class and storage tokens
+    first, last = 5, -1
+    a = (moved[:, last] - moved[:, first]) / (still[last] - still[first])
+    b = moved[:, last] / a - still[last]
+    np.testing.assert_allclose(moved[:, 5:], a[:, None] * (still[5:] + b[:, None]), **EXACT)
+    return a, b
+
+
+def spread(values, low, high):
+    """Whether values are all different, and fill a range evenly: no tenth of it without one."""
+    values = np.ravel(values)
+    assert len(np.unique(values)) == len(values)
+    assert low <= values.min()
+    assert values.max() <= high
+    return set(np.floor((values - low) / (high - low) * 10)) >= set(range(10))
+
+
+def test_dinov3_in_training_scales_each_layer_by_itself():
+    a, b = affine("dinov3")
+    np.testing.assert_allclose(b, 0, atol=1e-12)
+    np.testing.assert_allclose(a[:, 0], a[:, 1], **EXACT)
+    assert spread(np.log2(a[:, 0]), -1, 1)
+
+
+def test_dinov3_in_training_shifts_and_stretches_each_axis_first_if_told_to():
+    a, b = affine("dinov3(shift=0.3,rescale=1)")
+    np.testing.assert_allclose(a, 1, **EXACT)
+    assert spread(b, -0.3, 0.3)
+    a, _ = affine("dinov3(jitter=1.5,rescale=1)")
+    assert spread(np.log(a) / math.log(1.5), -1, 1)
+    a, b = affine("dinov3(shift=0.3,jitter=1.5,rescale=2)")
+    assert spread(b, -0.3, 0.3), "shifted before it is scaled"
+    assert 2.5 < a.max() < 3
+    assert 2.5 < 1 / a.min() < 3
+    assert spread(np.log(a[:, 0] / a[:, 1]) / math.log(1.5), -2, 2)
+
+
+def test_dinov3_refuses_factors_below_1_and_half_a_range_of_periods():
+    for text, message in (
+        ("jitter=0.5", "jitter=0.5 is not allowed; it is the largest factor: use 1"),
+        ("rescale=0.9", "rescale=0.9"),
+        ("max_period=3", "min_period=0.0 is not allowed; use a number above 0"),
+        ("shift=-1", "shift=-1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scheme(f"dinov3({text})")
+
+
+CAT_FREQS = {"paper": lambda i: 10000 ** (-2 * i / HEAD_DIM), "paper_unit": lambda i: 1.0, "released": lambda i: 1.0}
+
+
+def cat_theta(grid, mode):
+    def theta(n, y, x, r):
+        # Columns from -pi up to pi, rows from pi down to -pi.
+        place = endpoints(x, grid[1], max(grid)) if r % 2 == 0 else -endpoints(y, grid[0], max(grid))
+        return math.pi * place * CAT_FREQS[mode](r // 2)
+
+    return theta
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("mode", ["paper", "paper_unit"])
+def test_cat_rope(grid, mode):
+    angles = scheme(f"cat_rope(mode={mode})").terms(grid).rotation.angles()
+    np.testing.assert_allclose(angles, expected_angles(cat_theta(grid, mode), grid, HEAD_DIM // 2)[:1], **EXACT)
+
+
+def test_cat_rope_is_the_papers_by_default():
+    short, full = (scheme(text).terms((3, 5)).rotation for text in ("cat_rope", "cat_rope(mode=paper,base=10000,pairing=half,k_rope=1)"))
+    np.testing.assert_array_equal(short.angles(), full.angles())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("pattern", [Global(), Window((2, 2)), Neighborhood((3, 3))])
+def test_released_cat_rope_multiplies_by_a_gain(grid, pattern):
+    prefix = 2 if pattern == Global() else 0
+    theta = expected_angles(cat_theta(grid, "released"), grid, HEAD_DIM // 2)
+    gain = np.concatenate([np.cos(theta) - np.sin(theta), np.cos(theta) + np.sin(theta)], axis=2)  # [N, L, D]
+    gain = np.concatenate([np.ones((HEADS, prefix, HEAD_DIM)), gain], axis=1).swapaxes(0, 1)
+    places = (len(gain),) if pattern == Global() else grid
+    q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, *places, HEADS, HEAD_DIM)))
+    transform = scheme("cat_rope(mode=released)", stage(prefix=prefix, pattern=pattern)).terms(grid).transform
+    turned = transform(q, k, v, lambda q, k, v: jnp.stack([q, k, v]))
+    want = np.stack([x * gain.reshape(*places, HEADS, HEAD_DIM) for x in (q, k)] + [v])
+    np.testing.assert_allclose(turned, want, **EXACT)
 
 
 # Absolute embeddings

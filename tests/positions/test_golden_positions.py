@@ -46,6 +46,15 @@ def test_rope2d_is_heos_axial(text, name, pattern):
     np.testing.assert_allclose(rotated(scheme(text, stage).terms((2, 3)).rotation), golden(name, 2, 6, 16), **TOLERANCE)
 
 
+def test_dinov3_is_metas():
+    np.testing.assert_allclose(rotated(scheme("dinov3").terms((2, 3)).rotation), golden("dinov3_base100_separate", 2, 6, 16), **TOLERANCE)
+
+
+def test_eva02_is_timms():
+    rotation = scheme("eva02(pairing=interleaved)").terms((2, 3)).rotation
+    np.testing.assert_allclose(rotated(rotation), golden("timm_eva02_cat_ij_ref16", 2, 6, 16), **TOLERANCE)
+
+
 def test_rope_mixed_is_heos():
     position = scheme("rope_mixed(pairing=interleaved)")
     columns, rows = np.reshape(GOLDEN["heo_mixed"]["freqs"], GOLDEN["heo_mixed"]["freqs_shape"])

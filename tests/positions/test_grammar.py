@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import pytest
 from flax import nnx
 from hypothesis import example, given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from rope_jax.positions import Stage, create_position, list_positions
 from rope_jax.positions.grammar import Call, Sum, parse
+from rope_jax_kernels import Neighborhood, Window
 
 
 def stage(**changes):
@@ -129,17 +131,18 @@ fragments = st.sampled_from(
 @example("lape(" * 5000 + "ape")
 def test_no_text_raises_anything_but_a_value_error(text):
     try:
-        position = create_position(text, stage(), rngs=nnx.Rngs(0))
+        position = nnx.eval_shape(lambda: create_position(text, stage(), rngs=nnx.Rngs(0)))
     except ValueError:
         return
-    position.terms((2, 3))
+    graph, params = nnx.split(position)
+    jax.eval_shape(lambda params: jax.tree.leaves(nnx.merge(graph, params).terms((2, 3))), params)
 
 
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("rope2", "unknown positional scheme 'rope2'; did you mean 'rope2d'? known: ape, axial_rope,"),
-        ("quaternions", "unknown positional scheme 'quaternions'; known: ape, axial_rope,"),
+        ("rope2", "unknown positional scheme 'rope2'; did you mean 'rope2d'? known: alibi2d, ape, as2drope,"),
+        ("quaternions", "unknown positional scheme 'quaternions'; known: alibi2d, ape, as2drope,"),
         ("ape+rbp", "unknown positional scheme 'rbp'; did you mean 'rpb'?"),
         ("axial_rope(krope=2)", "axial_rope has no option 'krope'; did you mean 'k_rope'? known: pairing, k_rope, shared,"),
         ("none(k_rope=2)", "none has no option 'k_rope'; known: none"),
@@ -165,13 +168,23 @@ def test_no_text_raises_anything_but_a_value_error(text):
         ("axial_rope(coords=corners)", "coords=corners is not allowed; use one of centres, endpoints, absolute"),
         ("axial_rope(axis_order=zx)", "axis_order=zx is not allowed; use one of yx, xy"),
         ("sincos2d(order=swin)", "order=swin is not allowed; use one of heo, lape, moco, timm"),
-        ("rpb(grow=crop)", "grow=crop is not allowed; use one of bicubic, pad"),
-        ("rpb(shrink=pad)", "shrink=pad is not allowed; use one of bicubic, crop"),
+        ("rpb(grow=crop)", "grow=crop is not allowed; use one of bicubic, antialias, bilinear, pad"),
+        ("rpb(shrink=pad)", "shrink=pad is not allowed; use one of bicubic, antialias, bilinear, crop"),
         ("rope2d(k_rope=0)", "k_rope=0 does not go with head dimension 16"),
         ("lape", "lape(...) takes one scheme inside, as in lape(ape), but 0 schemes are given"),
         ("lape(ape,sincos1d)", "lape(...) takes one scheme inside, as in lape(ape), but 2 schemes are given"),
         ("ape(sincos1d)", "ape(...) takes options only, as in name(option=value)"),
-        ("lape(rope2d)", "lape(...) wraps one absolute embedding: ape, sincos1d or sincos2d"),
+        ("lape(rope2d)", "lape(...) wraps one absolute embedding: ape, sincos1d, sincos2d, gpe or cape"),
+        ("lape(ape,join=both)", "join=both is not allowed; use one of lape, shared_norm, share, unshare"),
+        ("lape(gpe,join=unshare)", "join=unshare learns an embedding for each layer: use lape(ape,join=unshare), or join=share"),
+        ("ape(resize=nearest)", "position ape: resize=nearest is not allowed; use one of bicubic, antialias, dinov2, bilinear, pad"),
+        ("cape(global_scale=0.5)", "global_scale=0.5 is not allowed; it is the largest factor: use 1 (off) or more"),
+        ("cape(local_shift=-1)", "local_shift=-1.0 is not allowed; use a number of at least 0"),
+        ("peg(after=2)", "position peg: after=2 is not allowed; use the number of a block, 0 to 1"),
+        ("cpb(hidden=0)", "hidden=0 is not allowed; use a width of at least 1"),
+        ("alibi2d(scale=0)", "scale=0.0 is not allowed; use a number above 0"),
+        ("irpe(alpha=0.5)", "alpha=0.5, beta=3.8, gamma=15.2 must satisfy 1 <= alpha <= beta and alpha < gamma"),
+        ("irpe(gamma=1)", "alpha=1.9, beta=3.8, gamma=1.0 must satisfy 1 <= alpha <= beta and alpha < gamma"),
         ("lape(ape+sincos1d)", "lape(...) wraps one absolute embedding"),
     ],
 )
@@ -198,13 +211,21 @@ def test_k_rope_16_goes_with_6_heads():
     assert position.terms((3, 4)).rotation.freqs.shape == (3, 2, 2)  # one pair of channels for each axis
 
 
-@pytest.mark.parametrize(("text", "channels", "divisor"), [("sincos1d", 47, 2), ("sincos2d", 46, 4)])
+@pytest.mark.parametrize(("text", "channels", "divisor"), [("sincos1d", 47, 2), ("sincos2d", 46, 4), ("gpe", 46, 4), ("cape", 47, 2)])
 def test_widths_without_sines_and_cosines_are_refused(text, channels, divisor):
     with pytest.raises(ValueError, match=f"need a width divisible by {divisor}, but the model is {channels} wide"):
         create_position(text, stage(channels=channels), rngs=nnx.Rngs(0))
 
 
+def test_schemes_refuse_attention_for_which_they_are_not_defined():
+    for pattern in (Window((2, 2)), Neighborhood((3, 3))):
+        with pytest.raises(ValueError, match="a bias that depends on the query is no table of offsets, which windows and"):
+            create_position("irpe", stage(pattern=pattern, prefix=0), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="prefix=True is the bias of class and register tokens, of which this model's attention has none"):
+        create_position("rpb(prefix=True)", stage(prefix=0), rngs=nnx.Rngs(0))
+
+
 def test_list_positions_takes_patterns():
-    assert list_positions("rope*") == ["rope1d", "rope2d", "rope_mixed"]
+    assert list_positions("rope*") == ["rope1d", "rope2d", "rope3d", "rope_mixed"]
     assert list_positions("nothing*") == []
     assert list_positions() == sorted(list_positions())

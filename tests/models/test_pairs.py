@@ -1,0 +1,100 @@
+"""Every scheme with every backbone: gradients are traced on maps that are not square, or the reason why not is the one expected."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.registry import find_model
+from tests.models.small import filled
+from tests.positions.schemes import ALL, DEFAULTS
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+# Options that make a model small, pixels of creation, pixels of the call. One model for each way in which backbones differ for a scheme:
+# prefix tokens that take part in embeddings or do not, global attention, windows, neighbourhoods, dilation, attention of their own.
+_PLAIN = {"width": 32, "heads": 2, "depth": 1}
+_SMALL = ({**_PLAIN, "patch_size": 2}, (6, 10), (8, 4))
+_FIXED = (_PLAIN, (32, 48), (64, 32))
+_STAGES = ({"width": 16, "depths": (1, 1), "heads": (1, 2)}, (20, 28), (28, 12))
+BACKBONES = {
+    "cat_5": ({**_PLAIN, "operator": "released"}, *_FIXED[1:]),
+    "cct_7_3x1": _FIXED,
+    "ceit_t": _FIXED,
+    "deit3_ti16": _SMALL,
+    "deit_ti16": _SMALL,
+    "dinat_mini": ({**_STAGES[0], "depths": (2, 1)}, *_STAGES[1:]),
+    "dinov2_s14_reg": _SMALL,
+    "nat_isotropic_s16": ({**_SMALL[0], "kernel_size": 3}, *_SMALL[1:]),
+    "swin_t": ({**_STAGES[0], "window_size": 3}, *_STAGES[1:]),
+    "t2t_vit_7": _FIXED,
+    "vit_lite_6_4": _FIXED,
+    "vit_s16": _SMALL,
+}
+# For a scheme, these are like some of the others.
+ALIKE = {"beit_b16": _SMALL, "cvt_7_4": _FIXED, "dinov3_s16": _SMALL, "nat_s_tiny": _STAGES, "resformer_ti16": _SMALL}
+
+WINDOWS = ("dinat", "nat", "swin")
+
+
+def reason(name, text):
+    """Why a backbone cannot have a scheme, or None where it can."""
+    if name == "cat_5" and any(biased in text for biased in ("alibi2d", "cpb", "irpe", "rpb")):
+        return "this position adds a bias to the logits of a softmax, and the cross-axis transformer has none"
+    if "irpe" in text and name.startswith(WINDOWS):
+        return "a bias that depends on the query is no table of offsets, which windows and neighbourhoods take"
+    if "prefix=True" in text and name.startswith((*WINDOWS, "cct", "cvt", "vit_s16")):
+        return "prefix=True is the bias of class and register tokens, of which this model's attention has none"
+    return None
+
+
+def make(name, text):
+    options, size, _ = (BACKBONES | ALIKE)[name]
+    return nnx.eval_shape(lambda: rope_jax.create_model(name, position=text, num_classes=3, image_size=size, **options))
+
+
+def loss_of(graph):
+    def loss(params, rest, images, key):
+        logits = nnx.merge(graph, params, rest)(images, train=True, key=key)
+        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].sum()
+
+    return jax.value_and_grad(loss)
+
+
+def images_of(name):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((2, *(BACKBONES | ALIKE)[name][2], 3)), jnp.float32)
+
+
+def test_every_family_is_here():
+    of = lambda names: {(find_model(name).family, find_model(name).options.__class__) for name in names}
+    assert of(rope_jax.list_models()) == of(BACKBONES | ALIKE)
+
+
+@pytest.mark.parametrize("text", DEFAULTS)
+@pytest.mark.parametrize("name", [*BACKBONES, *(pytest.param(name, marks=pytest.mark.slow) for name in ALIKE)])
+def test_every_scheme_goes_with_every_backbone_or_says_why_not(name, text):
+    def trace():
+        graph, params, rest = nnx.split(make(name, text), nnx.Param, ...)
+        return params, *jax.eval_shape(loss_of(graph), params, rest, images_of(name), jax.random.key(0))
+
+    if refusal := reason(name, text):
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            trace()
+        return
+    params, value, gradients = trace()
+    assert value.shape == ()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name in BACKBONES | ALIKE for text in ALL if not reason(name, text)])
+def test_gradients_of_every_pair_are_finite(name, text):
+    graph, params, rest = nnx.split(filled(make(name, text)), nnx.Param, ...)
+    value, gradients = jax.jit(loss_of(graph))(params, rest, images_of(name), jax.random.key(0))
+    assert bool(jnp.isfinite(value))
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert bool(jnp.isfinite(gradient[...]).all()), path
