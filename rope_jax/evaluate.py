@@ -42,12 +42,12 @@ def resolutions(config: Config, native: tuple[int, int]) -> list[tuple[int, int]
     return list(dict.fromkeys([native, *map(image_pair, config.eval.resolutions)]))
 
 
-def evaluate(apply: Callable[[Any, Array], Array], params: Any, config: Config, mesh: Mesh, *, poll: Callable[[], None]) -> list[Row]:
+def evaluate(apply: Callable[[Any, Array], Array], weights: Any, config: Config, mesh: Mesh, *, poll: Callable[[], None]) -> list[Row]:
     """Evaluates a model at the config's resolutions.
 
     Args:
-        apply: (params, normalised images [B, H, W, 3]) -> logits [B, classes].
-        params: what `apply` takes.
+        apply: (weights, normalised images [B, H, W, 3]) -> logits [B, classes].
+        weights: a tree of arrays, whatever `apply` takes.
         config: of the run.
         mesh: where to evaluate.
         poll: called after each step; may raise to stop.
@@ -56,21 +56,21 @@ def evaluate(apply: Callable[[Any, Array], Array], params: Any, config: Config, 
         One row per resolution, as they stand in `results.json`.
     """
 
-    def count(params: Any, batch: dict[str, Array]) -> tuple[Array, Array]:
-        logits = apply(params, normalise(batch["image"], config)).astype(jnp.float32)
+    def count(weights: Any, batch: dict[str, Array]) -> tuple[Array, Array]:
+        logits = apply(weights, normalise(batch["image"], config)).astype(jnp.float32)
         _, best = jax.lax.top_k(logits, min(5, logits.shape[-1]))
         hits = (best == batch["label"][:, None]) & batch["mask"][:, None]
         return hits[:, 0].sum(), hits.sum()
 
     count = jax.jit(count, out_shardings=replicated(mesh))
-    weights = "weights of the last step" if config.ema_decay is None else "averaged weights (EMA)"
+    origin = "weights of the last step" if config.ema_decay is None else "averaged weights (EMA)"
     batch_size = -(-config.eval.batch_size // mesh.size) * mesh.size  # the last batch is filled up anyway
     rows = []
     for size in resolutions(config, image_pair(config.data.image_size)):
         images = load_images(config, "test", size)
         totals = np.zeros(2, np.int64)
         for batch in data.evaluation_batches(images, batch_size=batch_size):
-            totals += np.asarray(count(params, put_batch(batch, mesh)))
+            totals += np.asarray(count(weights, put_batch(batch, mesh)))
             poll()
         number = len(images.labels)
         rows.append(
@@ -81,7 +81,7 @@ def evaluate(apply: Callable[[Any, Array], Array], params: Any, config: Config, 
                 "top1": int(totals[0]) / number,
                 "top5": int(totals[1]) / number,
                 "count": number,
-                "protocol": f"{_PROTOCOLS[config.data.source == 'folder']}; {weights}",
+                "protocol": f"{_PROTOCOLS[config.data.source == 'folder']}; {origin}",
             }
         )
     return rows

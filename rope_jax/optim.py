@@ -17,10 +17,14 @@ def decay_mask(params: nnx.State) -> Any:
     """Which parameters are decayed, as a pure dict of booleans.
 
     A parameter says it itself (`nnx.Param(value, decay=False)`: positional schemes and class tokens do); others are decayed when they
-    are matrices or kernels, that is, when they have more than one axis.
+    are matrices or kernels, that is, when they have more than one axis, the layers of a stack (`layers=True`) not counted.
     """
     is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-    decays = lambda leaf: leaf.replace(bool(leaf.get_metadata().get("decay", len(leaf.shape) > 1)))
+
+    def decays(leaf: nnx.Variable) -> nnx.Variable:
+        says = leaf.get_metadata()
+        return leaf.replace(bool(says.get("decay", len(leaf.shape) - says.get("layers", False) > 1)))
+
     return nnx.to_pure_dict(jax.tree.map(decays, params, is_leaf=is_param))
 
 

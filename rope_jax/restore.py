@@ -3,6 +3,7 @@
 import pathlib
 import zipfile
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 
 from rope_jax.checkpoint import Checkpoints, named_leaves, some_of
 from rope_jax.config import Config, blame, model_overrides, resolve
+from rope_jax.models.layers import STORED
 from rope_jax.models.registry import create_model, image_pair
 from rope_jax.sharding import like, make_mesh, replicated
 
@@ -39,7 +41,8 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
     Args:
         path: the run's workdir.
         step: which checkpoint; None for the newest.
-        ema: True for the averaged weights, False for the last ones; None for the average where the run kept one.
+        ema: True for the averaged weights, False for the last ones; None for the average where the run kept one. Batch statistics are
+            the running ones either way.
 
     Returns:
         The model with its weights, and the run's config.
@@ -61,9 +64,10 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
             raise ValueError("ema=True, but this run kept no averaged weights (--config.ema_decay): use ema=None or False")
         averaged = config.ema_decay is not None if ema is None else ema
         model = create(config)
-        entry = "ema" if averaged else "params"
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        nnx.update(model, checkpoints.load(step, {entry: like(params, replicated(make_mesh()))})[entry])
+        kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
+        wanted = {entry: like(state, replicated(make_mesh())) for entry, kind in kinds.items() if (state := _state(model, kind))}
+        for state in checkpoints.load(step, wanted).values():
+            nnx.update(model, state)
     return model, config
 
 
@@ -93,9 +97,9 @@ def start_from(model: nnx.Module, config: Config) -> None:
         problems += [f"{name} has shape {there}, not {here}" for name, there, here in shapes if there != here]
         if problems:
             raise ValueError(f"the weights of {config.init_from} are of another model: {some_of(problems)}")
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        leaves = [jnp.asarray(weights[name], leaf.dtype) for name, leaf in named_leaves(params)]
-        nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), leaves))
+        state = _state(model, STORED)
+        leaves = [jnp.asarray(weights[name], leaf.dtype) for name, leaf in named_leaves(state)]
+        nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), leaves))
     print(f"starting from the weights of {config.init_from}" + (" with a fresh head" if fresh else ""))
 
 
@@ -104,8 +108,13 @@ def save_weights(model: nnx.Module, path: str) -> None:
     np.savez(path, **_weights(model))
 
 
+def _state(model: nnx.Module, kinds: Any) -> dict:
+    """The arrays of a model's variables of some kinds, as a pure dict."""
+    return nnx.to_pure_dict(nnx.state(model, kinds))
+
+
 def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))}
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(_state(model, STORED))}
 
 
 def _read_weights(path: str) -> dict[str, np.ndarray]:

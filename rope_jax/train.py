@@ -30,7 +30,7 @@ from rope_jax.metrics import MetricsWriter, Progress, parameter_table, progress_
 from rope_jax.models.registry import find_model, image_pair
 from rope_jax.sharding import like, make_mesh, put_batch, replicated
 
-State = dict[str, Any]  # step i32[], params, opt, and ema where the config asks for it
+State = dict[str, Any]  # step i32[], params, opt; ema where the config asks for it, stats where the model has batch norms
 
 
 class Interrupted(Exception):
@@ -50,7 +50,7 @@ class Run:
         mesh: the devices.
         images: the training split.
         fingerprint: of the data, by split.
-        graph, rest: the model without its parameters.
+        graph, rest: the model without its parameters and batch statistics.
         optimizer, schedule: of the parameters, and of its learning rate.
         total_steps: of the whole run.
     """
@@ -65,9 +65,11 @@ class Run:
     schedule: optax.Schedule
     total_steps: int
 
-    def apply(self, params: Any, images: Array, **options: Any) -> Array:
-        """Logits of the model with these parameters."""
-        return nnx.merge(self.graph, params, self.rest)(images, **options)
+    def apply(self, params: Any, stats: Any, images: Array, **options: Any) -> tuple[Array, Any]:
+        """Logits of the model with these parameters and batch statistics, and the statistics after that: new ones in training."""
+        model = nnx.merge(self.graph, params, stats, self.rest)
+        logits = model(images, **options)
+        return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     def about(self) -> dict[str, Any]:
         """What is stored beside the weights."""
@@ -110,7 +112,7 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
     total = max(1, round(config.epochs * steps_per_epoch))
     warmup = round(o.warmup_epochs * steps_per_epoch)
     schedule = optim.learning_rate_schedule(peak=o.learning_rate, end=o.min_learning_rate, warmup_steps=warmup, total_steps=total)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     optimizer = optim.adamw(
         schedule, mask=optim.decay_mask(params), weight_decay=o.weight_decay, b1=o.b1, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm
     )
@@ -119,29 +121,38 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
 
 
 def initial_state(run: Run, model: nnx.Module) -> State:
-    """The state before the first step, from the model's parameters, on every device of the mesh."""
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    """The state before the first step, from the model's parameters and batch statistics, on every device of the mesh."""
+    params, stats = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.BatchStat))
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": run.optimizer.init(params)}
+    if stats:
+        state["stats"] = stats
     if run.config.ema_decay is not None:
         state["ema"] = jax.tree.map(jnp.copy, params)  # a copy: the step donates its buffers
     return jax.device_put(state, replicated(run.mesh))
 
 
 def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict[str, Array]]]:
-    """The jitted training step: (state, batch) -> (state, metrics); the old state is donated."""
+    """The jitted training step: (state, batch) -> (state, metrics); the old state is donated.
+
+    Batch statistics are those of the whole batch, over whatever devices it is divided.
+    """
     config = run.config
 
-    def loss_of(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Array]:
-        logits = run.apply(params, normalise(batch["image"], config), train=True, key=key).astype(jnp.float32)
+    def loss_of(params: Any, stats: Any, batch: dict[str, Array], key: Array) -> tuple[Array, tuple[Array, Any]]:
+        logits, stats = run.apply(params, stats, normalise(batch["image"], config), train=True, key=key)
+        logits = logits.astype(jnp.float32)
         targets = optax.smooth_labels(jax.nn.one_hot(batch["label"], logits.shape[-1]), config.label_smoothing)
-        return optax.softmax_cross_entropy(logits, targets).mean(), (logits.argmax(-1) == batch["label"]).mean()
+        return optax.softmax_cross_entropy(logits, targets).mean(), ((logits.argmax(-1) == batch["label"]).mean(), stats)
 
     def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"], batch, key)
+        gradient = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, (accuracy, stats)), grads = gradient(state["params"], state.get("stats", {}), batch, key)
         updates, opt = run.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {"step": state["step"] + 1, "params": params, "opt": opt}
+        if stats:
+            new["stats"] = stats
         if config.ema_decay is not None:
             new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
         metrics = {
@@ -274,7 +285,9 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
     wanted = [list(pair) for pair in resolutions(config, size)]
     results = read_results(workdir)
     if results is None or results["step"] != step or [row["resolution"] for row in results["eval"]] != wanted:
-        rows = evaluate(run.apply, state.get("ema", state["params"]), config, run.mesh, poll=poll)
+        apply = lambda weights, images: run.apply(*weights, images)[0]
+        weights = (state.get("ema", state["params"]), state.get("stats", {}))
+        rows = evaluate(apply, weights, config, run.mesh, poll=poll)
         write_results(workdir, step, rows)
     else:
         rows = results["eval"]

@@ -1,12 +1,16 @@
 """Multi-head self-attention with position information inside, for every pattern and scheme."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.layers import linear
 from rope_jax.positions import Terms
-from rope_jax_kernels import Global, attention_qkv
+from rope_jax_kernels import Global, Rotation, attention, attention_qkv, rotate
 from rope_jax_kernels.attention.patterns import Pattern
 from rope_jax_kernels.attention.reference import window_bias
 
@@ -14,12 +18,23 @@ from rope_jax_kernels.attention.reference import window_bias
 class SelfAttention(nnx.Module):
     """Projection to q, k, v; attention with a scheme's terms; projection back."""
 
-    def __init__(self, features: int, heads: int, *, qkv_bias: bool = True, rngs: nnx.Rngs, dtypes: dict):
+    scale: float | None = None  # of the logits; None for head_dim**-0.5
+
+    def __init__(self, features: int, heads: int, *, qkv_bias: bool = True, k_bias: bool = True, rngs: nnx.Rngs, dtypes: dict):
         self.heads = heads
-        self.qkv = linear(features, 3 * features, use_bias=qkv_bias, rngs=rngs, dtypes=dtypes)
+        self.qkv = linear(features, 3 * features, use_bias=qkv_bias and k_bias, rngs=rngs, dtypes=dtypes)
+        self.qv_bias = nnx.Param(jnp.zeros((2 * features,), dtypes["param_dtype"])) if qkv_bias and not k_bias else None
         self.proj = linear(features, features, rngs=rngs, dtypes=dtypes)
 
-    def __call__(self, x: Float[Array, "B L C"], grid: tuple[int, int], pattern: Pattern, terms: Terms) -> Float[Array, "B L C"]:
+    def __call__(
+        self,
+        x: Float[Array, "B L C"],
+        grid: tuple[int, int],
+        pattern: Pattern,
+        terms: Terms,
+        drop: float = 0.0,
+        key: Array | None = None,
+    ) -> Float[Array, "B L C"]:
         """Attends on tokens in reading order, prefix tokens first.
 
         Args:
@@ -27,6 +42,8 @@ class SelfAttention(nnx.Module):
             grid: (H, W).
             pattern: what attends to what.
             terms: of this layer, see `Terms.layer`.
+            drop: probability of dropping a weight of global attention, after the softmax.
+            key: for that; None (evaluation) drops nothing.
         """
         batch, tokens, features = x.shape
         if terms.add is not None:
@@ -35,10 +52,79 @@ class SelfAttention(nnx.Module):
         if isinstance(pattern, Global):
             places = (tokens,)
             if bias is not None and bias.ndim == 2:
-                prefix = tokens - grid[0] * grid[1]
-                bias = jnp.pad(window_bias(bias, grid), [(0, 0), (prefix, 0), (prefix, 0)])
+                bias = _spread(bias, grid, tokens - grid[0] * grid[1])
         else:
             places = grid
-        qkv = self.qkv(x).reshape(batch, *places, 3, self.heads, features // self.heads)
-        out = attention_qkv(qkv, pattern=pattern, rotation=terms.rotation, bias=bias)
+        qkv = self.qkv(x)
+        if self.qv_bias is not None:
+            q_bias, v_bias = jnp.split(self.qv_bias[...].astype(qkv.dtype), 2)
+            qkv += jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
+        qkv = qkv.reshape(batch, *places, 3, self.heads, features // self.heads)
+        dropping = key is not None and drop > 0
+        if terms.transform is None and not dropping:
+            out = attention_qkv(qkv, pattern=pattern, rotation=terms.rotation, bias=bias, scale=self.scale)
+        else:
+            attend = functools.partial(_attend_dropping, drop=drop, key=key) if dropping else functools.partial(_attend, pattern=pattern)
+            attend = functools.partial(attend, rotation=terms.rotation, own=bias, scale=self.scale)
+            q, k, v = jnp.moveaxis(qkv, -3, 0)
+            out = attend(q, k, v) if terms.transform is None else terms.transform(q, k, v, attend)
         return self.proj(out.reshape(batch, tokens, features))
+
+
+def _spread(table: Float[Array, "N offsets"], grid: tuple[int, int], prefix: int) -> Float[Array, "N L L"]:
+    """The bias matrix of a map and its prefix tokens, from a table as `Terms.bias` has it."""
+    offsets = (2 * grid[0] - 1) * (2 * grid[1] - 1)
+    matrix = jnp.pad(window_bias(table[:, :offsets], grid), [(0, 0), (prefix, 0), (prefix, 0)])
+    if table.shape[1] == offsets:
+        return matrix
+    is_prefix = np.arange(matrix.shape[1]) < prefix
+    to_map, from_map, among = (table[:, offsets + i, None, None] for i in range(3))
+    from_prefix = jnp.where(is_prefix, among, to_map)
+    return jnp.where(is_prefix[:, None], from_prefix, jnp.where(is_prefix, from_map, matrix))
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    own: Array | None,
+    scale: float | None,
+) -> Array:
+    """Attention with a layer's own bias and one more."""
+    return attention(q, k, v, pattern=pattern, rotation=rotation, bias=_sum(own, bias), scale=scale)
+
+
+def _attend_dropping(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    *,
+    drop: float,
+    key: Array,
+    rotation: Rotation | None,
+    own: Array | None,
+    scale: float | None,
+) -> Array:
+    """The same for global attention, with weights dropped at random and the others scaled up, as torch's dropout does.
+
+    No kernel holds the weights, so they are written out here, in float32 or wider.
+    """
+    if rotation is not None:
+        q, k = rotate(q, k, rotation)
+    precise = jnp.promote_types(q.dtype, jnp.float32)
+    logits = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=precise)
+    logits *= q.shape[-1] ** -0.5 if scale is None else scale
+    bias = _sum(own, bias)
+    weights = jax.nn.softmax(logits if bias is None else logits + bias.astype(precise))
+    kept = jax.random.bernoulli(key, 1 - drop, weights.shape)
+    weights = jnp.where(kept, weights / (1 - drop), 0).astype(v.dtype)
+    return jnp.einsum("bnqk,bknd->bqnd", weights, v, preferred_element_type=precise).astype(q.dtype)
+
+
+def _sum(one: Array | None, other: Array | None) -> Array | None:
+    return one if other is None else other if one is None else one + other

@@ -3,7 +3,8 @@
     python -m rope_jax.models.cost swin_t --position=rope_mixed --image_size=384 --depth=2
 
 Multiply-adds are those of dense layers, convolutions and the two products of attention, for one image: what papers call FLOPs. Norms,
-activations, rotations and what is added are left out; so are tokens that a kernel computes and masks, except the padding of windows.
+activations, rotations and what is added are left out; so are tokens that a kernel computes and masks, except the padding of windows, and
+those that NAT's `pad_compat` appends.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 from flax import nnx
 
+from rope_jax.models.pretrained.rows import has_stages
 from rope_jax.models.registry import create_model, find_model, image_pair
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood
@@ -69,9 +71,10 @@ def attended_pairs(pattern: Pattern, grid: Grid, prefix: int = 0) -> int:
 
 def _places(model: nnx.Module, image_size: Grid) -> dict[str, int]:
     """For the names of modules, at how many places of an image their weights are applied; the first name that begins a module's counts."""
-    if not hasattr(model, "stages"):
-        height, width = model.grids(image_size)[0]
-        return {"patch_embed": height * width, "blocks": _prefix(model) + height * width, "head": 1}
+    if not has_stages(model):
+        area = math.prod(model.grids(image_size)[0])
+        own = model.places(image_size) if hasattr(model, "places") else {}
+        return own | {"patch_embed": area, "blocks": _prefix(model) + area, "head": 1}
     areas = [math.prod(grid) for grid in model.grids(image_size)]
     # NAT's stem: its first convolution sees every second pixel, its second one every fourth.
     places = {"patch_embed.proj.0": math.prod(-(-n // 2) for n in image_size), "patch_embed": areas[0], "head": 1}
@@ -82,12 +85,13 @@ def _places(model: nnx.Module, image_size: Grid) -> dict[str, int]:
 
 def _products(model: nnx.Module, image_size: Grid) -> dict[str, int]:
     """Multiply-adds of queries with keys and of weights with values, by the name of the attention layer."""
-    return {f"{name}.attn": 2 * attended_pairs(*where) * channels for name, channels, *where in _layers(model, image_size)}
+    found = {f"{name}.attn": 2 * attended_pairs(*where) * channels for name, channels, *where in _layers(model, image_size)}
+    return found | (model.products(image_size) if hasattr(model, "products") else {})
 
 
 def _layers(model: nnx.Module, image_size: Grid) -> Iterator[tuple[str, int, Pattern, Grid, int]]:
-    if not hasattr(model, "stages"):
-        for index in range(len(model.blocks)):
+    if not has_stages(model):
+        for index in range(model.options.depth):
             yield f"blocks.{index}", model.options.width, model.pattern, model.grids(image_size)[0], _prefix(model)
         return
     for stage, grid in enumerate(model.grids(image_size)):

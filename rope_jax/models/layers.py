@@ -1,6 +1,8 @@
 """Layers that all backbones share."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +10,51 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+STORED = (nnx.Param, nnx.BatchStat)
+"""Variables that files of weights hold: what is trained, and the running statistics of batch norms. The rest is computed."""
+
+
+def _drawn(sample: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]) -> Callable:
+    """An initialiser, a function of key, shape and dtype, whose numbers NumPy draws from the key.
+
+    The same ones on every device, and nothing to compile: jax.random compiles a program for each shape, 15 seconds for a Swin.
+    """
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        draw = lambda words: sample(np.random.default_rng(words), shape).astype(dtype)
+        words = jax.random.key_data(key)
+        if isinstance(words, jax.core.Tracer):  # within jit, or under eval_shape, which only asks for the shape
+            return jax.pure_callback(lambda words: draw(np.asarray(words)), jax.ShapeDtypeStruct(shape, dtype), words)
+        return jnp.asarray(draw(np.asarray(words)))
+
+    return init
+
+
 # torch's trunc_normal_(std=0.02) cuts at +-2, a hundred standard deviations: a normal distribution.
-linear_init = nnx.initializers.normal(0.02)
-# torch's default for convolutions, weights and bias alike: uniform in +-1/sqrt(fan_in).
-conv_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+linear_init = _drawn(lambda rng, shape: np.float32(0.02) * rng.standard_normal(shape, np.float32))
+
+
+# torch's kaiming_normal_: the variance of what comes out stays through a rectifier.
+he_init = _drawn(lambda rng, shape: np.float32((2 / math.prod(shape[:-1])) ** 0.5) * rng.standard_normal(shape, np.float32))
+
+
+def _orthogonal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    q, r = np.linalg.qr(rng.standard_normal((shape[1], shape[0]), np.float32))
+    return (q * np.sign(np.diag(r))).T
+
+
+# Orthonormal rows [M, C], M <= C, all directions being as likely.
+orthogonal_init = _drawn(_orthogonal)
 
 
 def fan_in_bias_init(fan_in: int) -> Callable:
     """torch's default bias of a convolution: uniform in +-1/sqrt(fan_in)."""
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -1, 1) / np.sqrt(fan_in).astype(dtype)
+    return _drawn(lambda rng, shape: np.float32(fan_in**-0.5) * (2 * rng.random(shape, np.float32) - 1))
+
+
+def conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """torch's default kernel of a convolution [kh, kw, I, O]: uniform in +-1/sqrt(fan_in), as its bias."""
+    return fan_in_bias_init(math.prod(shape[:-1]))(key, shape, dtype)
 
 
 class Linear(nnx.Linear):
@@ -50,6 +88,25 @@ class Mlp(nnx.Module):
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
 
 
+class SwiGLU(nnx.Module):
+    """Linear, the first half of it through SiLU times the other half, linear (arXiv 2002.05202).
+
+    Of `hidden` channels it takes two thirds, which makes it as large as the MLP, rounded up to a multiple of 8 (DINOv2, DINOv3).
+    """
+
+    def __init__(self, features: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
+        hidden = -(-int(hidden * 2 / 3) // 8) * 8
+        self.fc1 = linear(features, 2 * hidden, rngs=rngs, dtypes=dtypes)
+        self.fc2 = linear(hidden, features, rngs=rngs, dtypes=dtypes)
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        gate, value = jnp.split(self.fc1(x), 2, axis=-1)
+        return self.fc2(jax.nn.silu(gate) * value)
+
+
+FEED_FORWARD = {"mlp": Mlp, "swiglu": SwiGLU}
+
+
 class LayerScale(nnx.Module):
     """Learned factor per channel on a residual branch (CaiT, arXiv 2103.17239)."""
 
@@ -74,13 +131,13 @@ class PatchProjection(nnx.Module):
     (XLA computes the gradient of such a convolution 20 times slower on a CPU.)
     """
 
-    def __init__(self, patch_size: int, features: int, *, rngs: nnx.Rngs, dtypes: dict):
+    def __init__(self, patch_size: int, features: int, *, rngs: nnx.Rngs, dtypes: dict, inputs: int = 3, kernel_init: Callable = conv_init):
         self.dtype = dtypes["dtype"]
-        shape = (patch_size, patch_size, 3, features)
-        self.kernel = nnx.Param(conv_init(rngs.params(), shape, dtypes["param_dtype"]))
-        self.bias = nnx.Param(fan_in_bias_init(3 * patch_size**2)(rngs.params(), (features,), dtypes["param_dtype"]))
+        shape = (patch_size, patch_size, inputs, features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, dtypes["param_dtype"]))
+        self.bias = nnx.Param(fan_in_bias_init(inputs * patch_size**2)(rngs.params(), (features,), dtypes["param_dtype"]))
 
-    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
+    def __call__(self, images: Float[Array, "B H W I"]) -> Float[Array, "B h w C"]:
         images, kernel, bias = (x.astype(self.dtype) for x in (images, self.kernel[...], self.bias[...]))
         patch, _, channels, _ = kernel.shape
         batch, height, width, _ = images.shape
@@ -99,14 +156,6 @@ class PatchEmbed(nnx.Module):
         check_images(images)
         x = self.proj(images)
         return x if self.norm is None else self.norm(x)
-
-
-def drop_path(branch: Float[Array, "B ..."], rate: float, key: Array | None) -> Float[Array, "B ..."]:
-    """Drops a residual branch for whole examples with probability `rate` and scales the others up (arXiv 1603.09382); no key, no drop."""
-    if key is None or rate == 0.0:
-        return branch
-    keep = jax.random.bernoulli(key, 1 - rate, (branch.shape[0],) + (1,) * (branch.ndim - 1))
-    return jnp.where(keep, branch / (1 - rate), jnp.zeros((), branch.dtype))
 
 
 def dtypes_of(dtype: np.dtype) -> dict:

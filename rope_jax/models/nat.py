@@ -2,13 +2,18 @@
 
 import dataclasses
 import functools
+from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.attention import SelfAttention
 from rope_jax.models.layers import conv_init, fan_in_bias_init, layer_norm
 from rope_jax.models.registry import register
-from rope_jax.models.swin import SIZES, Grid, Hierarchy, HierarchyOptions
+from rope_jax.models.swin import SIZES, Hierarchy, HierarchyOptions
+from rope_jax.positions import Position, Terms
+from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Neighborhood
 from rope_jax_kernels.attention.patterns import Pattern
 
@@ -22,11 +27,15 @@ class NATOptions(HierarchyOptions):
         dilations: of the neighbourhood in every second block of each stage; the others have none. More than there are stages do no harm.
         convolutions: "overlapping", two of 3 x 3 pixels and stride 2 before the first stage and one between stages, or "patches" as
             Swin has them (the -s forms).
+        pad_compat: whether maps are padded as by NATTEN 0.14, which gave the published numbers: the input of the projection to q, k, v gets
+            zeros at the bottom and right, until kernel_size * dilation tokens stand along each axis, and tokens attend to them. Without
+            it no padding takes part. At 224 pixels there is none either way; below, all stages of DiNAT and the last one of NAT differ.
     """
 
     kernel_size: int = 7
     dilations: tuple = (1, 1, 1, 1)
     convolutions: str = "overlapping"
+    pad_compat: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,8 +88,41 @@ class ConvDownsampler(nnx.Module):
         return self.norm(self.reduction(x))
 
 
+class PaddedAttention(SelfAttention):
+    """Attention to neighbourhoods on a map that is padded where it has fewer tokens than they span, see `NATOptions.pad_compat`."""
+
+    def __init__(self, unpadded: SelfAttention):
+        for name, value in vars(unpadded).items():
+            if not name.startswith("_"):  # those are flax's own
+                setattr(self, name, value)
+
+    def __call__(self, x: Float[Array, "B L C"], grid: Grid, pattern: Pattern, terms: Terms, *dropping: Any) -> Float[Array, "B L C"]:
+        """See `SelfAttention`."""
+        if terms.add is not None:
+            x, terms = x + terms.add.astype(x.dtype), dataclasses.replace(terms, add=None)
+        batch, _, features = x.shape
+        padded = tuple(max(n, size * step) for n, size, step in zip(grid, pattern.size, pattern.dilation, strict=True))
+        x = jnp.pad(x.reshape(batch, *grid, features), ((0, 0), (0, padded[0] - grid[0]), (0, padded[1] - grid[1]), (0, 0)))
+        x = super().__call__(x.reshape(batch, -1, features), padded, pattern, terms, *dropping).reshape(batch, *padded, features)
+        return x[:, : grid[0], : grid[1]].reshape(batch, -1, features)
+
+
 class NAT(Hierarchy):
     """Neighbourhood attention transformer (arXiv 2204.07143; dilated: 2209.15001)."""
+
+    def __init__(self, options: NATOptions, *, position: str, **settings: Any):
+        super().__init__(options, position=position, **settings)
+        if not options.pad_compat:
+            return
+        for stage in self.stages:
+            schemes = [module for _, module in nnx.iter_modules(stage.position) if isinstance(module, Position)]
+            if any(word in scheme.acts for scheme in schemes for word in ("rotation", "transform")):
+                raise ValueError(
+                    f"position={position!r} does not go with pad_compat=True, which reproduces NATTEN 0.14: padding has no place on the "
+                    "map that a rotation or transform could use; leave pad_compat out, or use rpb, none or absolute positions"
+                )
+            for block in stage.blocks if isinstance(stage.blocks, nnx.List) else [stage.blocks]:
+                block.attn = PaddedAttention(block.attn)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """See `Hierarchy.stem`."""

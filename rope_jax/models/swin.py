@@ -4,16 +4,17 @@
 """
 
 import dataclasses
+import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.blocks import Block, check_drop_path, drop_path_rates, make_blocks, run_blocks, training_keys
 from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear, param_dtype
 from rope_jax.models.registry import register
-from rope_jax.models.vit import Block, ViTOptions
+from rope_jax.models.vit import ViTOptions
 from rope_jax.positions import Position, Stage, create_position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import Sum
@@ -35,6 +36,7 @@ class HierarchyOptions:
         qkv_bias: whether the projection to q, k, v has a bias.
         norm_epsilon: of every layer norm.
         drop_path: probability of dropping a residual branch in training, linear from 0 in the first block to this in the last.
+        scan_layers: whether a stage's blocks are kept as one, with stacked parameters, and run in a scan; see `vit.ViTOptions`.
     """
 
     width: int = 96
@@ -45,6 +47,7 @@ class HierarchyOptions:
     qkv_bias: bool = True
     norm_epsilon: float = 1e-5
     drop_path: float = 0.2
+    scan_layers: bool = False
 
     def __post_init__(self):
         for name in ("depths", "heads"):
@@ -57,8 +60,7 @@ class HierarchyOptions:
             if (self.width << stage) % heads:
                 wide = self.width << stage
                 raise ValueError(f"stage {stage + 1} is {wide} wide, which is not divisible by its heads={heads}: change one of them")
-        if not 0.0 <= self.drop_path < 1.0:
-            raise ValueError(f"drop_path={self.drop_path} is not allowed; it must be at least 0 and below 1")
+        check_drop_path(self.drop_path)
 
     def of_stage(self, stage: int) -> ViTOptions:
         """The options of a stage's blocks."""
@@ -94,21 +96,27 @@ class HierarchyStage(nnx.Module):
     """Blocks on maps of one size, and the scheme that gives them position."""
 
     def __init__(
-        self, options: ViTOptions, position: Position, rates: np.ndarray, downsample: nnx.Module | None, *, rngs: nnx.Rngs, dtypes: dict
+        self,
+        options: ViTOptions,
+        position: Position,
+        rates: tuple[float, ...],
+        downsample: nnx.Module | None,
+        *,
+        scan: bool,
+        rngs: nnx.Rngs,
+        dtypes: dict,
     ):
         self.position = position
-        self.blocks = nnx.List([Block(options, float(rate), rngs=rngs, dtypes=dtypes) for rate in rates])
+        self.rates = rates
+        self.blocks = make_blocks(lambda: Block(options, rngs=rngs, dtypes=dtypes), options.depth, scan=scan)
         self.downsample = downsample
 
     def __call__(
-        self, x: Float[Array, "B H W C"], patterns: list[Pattern], position_key: Array | None, keys: list[Array | None]
+        self, x: Float[Array, "B H W C"], patterns: list[Pattern], position_key: Array | None, key: Array | None
     ) -> Float[Array, "B H W C"]:
-        shape, grid = x.shape, x.shape[1:3]
-        x = x.reshape(shape[0], -1, shape[3])
-        terms = self.position.terms(grid, position_key)
-        for index, (block, pattern, key) in enumerate(zip(self.blocks, patterns, keys, strict=True)):
-            x = block(x, grid, pattern, terms.layer(index), key)
-        return x.reshape(shape)
+        tokens = self.position.embed(x.reshape(x.shape[0], -1, x.shape[3]), x.shape[1:3], position_key)
+        keys = {"position_key": position_key, "key": key}
+        return run_blocks(self.blocks, tokens, x.shape[1:3], patterns, self.position, self.rates, **keys).reshape(x.shape)
 
 
 class Hierarchy(nnx.Module):
@@ -123,9 +131,9 @@ class Hierarchy(nnx.Module):
         self.options = options
         self.prepare(image_size)
         self.patch_embed = self.stem(rngs=rngs, dtypes=dtypes)
-        rates = np.split(np.linspace(0, options.drop_path, sum(options.depths)), np.cumsum(options.depths)[:-1])
+        rates = iter(drop_path_rates(options.drop_path, sum(options.depths)))
         stages = []
-        for index, (grid, rate) in enumerate(zip(self.grids(image_size), rates, strict=True)):
+        for index, grid in enumerate(self.grids(image_size)):
             block = options.of_stage(index)
             stage = Stage(
                 depth=block.depth,
@@ -140,7 +148,8 @@ class Hierarchy(nnx.Module):
             scheme = scheme if index == 0 else _without_embedding(scheme, rngs)
             last = index + 1 == len(options.depths)
             downsample = None if last else self.downsample(block.width, rngs=rngs, dtypes=dtypes)
-            stages.append(HierarchyStage(block, scheme, rate, downsample, rngs=rngs, dtypes=dtypes))
+            own = tuple(itertools.islice(rates, block.depth))
+            stages.append(HierarchyStage(block, scheme, own, downsample, scan=options.scan_layers, rngs=rngs, dtypes=dtypes))
         self.stages = nnx.List(stages)
         self.norm = layer_norm(block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         self.head = linear(block.width, num_classes, rngs=rngs, dtypes=dtypes)
@@ -183,20 +192,12 @@ class Hierarchy(nnx.Module):
             stage.position.resize(grid)
 
     def _encode(self, images: Array, train: bool, key: Array | None) -> list[Array]:
-        options = self.options
-        if train and key is None and options.drop_path > 0:
-            raise ValueError("train=True needs a key for drop path: pass key=jax.random.key(...), or create the model with drop_path=0")
         check_images(images)
         grids = self.grids(images.shape[1:3])
-        count = len(grids) + sum(options.depths)
-        keys = iter(jax.random.split(key, count) if train and key is not None else [None] * count)
-        position_keys = [next(keys) for _ in grids]
-        x = self.patch_embed(images)
-        tokens = x.reshape(x.shape[0], -1, x.shape[3])
-        x = self.stages[0].position.embed(tokens, grids[0], position_keys[0]).reshape(x.shape)
-        maps = []
+        keys = training_keys(train, key, self.options.drop_path, 2 * len(grids))
+        x, maps = self.patch_embed(images), []
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
-            x = stage(x, self.patterns(index, grid), position_keys[index], [next(keys) for _ in stage.blocks])
+            x = stage(x, self.patterns(index, grid), *keys[2 * index : 2 * index + 2])
             maps.append(x)
             x = x if stage.downsample is None else stage.downsample(x)
         return [*maps[:-1], self.norm(x)]
@@ -236,8 +237,31 @@ class SwinOptions(HierarchyOptions):
             raise ValueError(f"window_size={self.window_size} must be at least 1, or None for a thirty-second of the image")
 
 
+@dataclasses.dataclass(frozen=True)
+class SwinWindow(Window):
+    """Swin's windows: what `fit` gives is what every part of the model uses, see `Swin`."""
+
+    def fit(self, grid: Grid) -> Window:
+        """The window on a map of `grid` tokens."""
+        short, long = sorted(grid)
+        if self.size[0] == self.size[1] >= short and long % short == 0:
+            return Window((short, short))
+        return super().fit(grid)
+
+
 class Swin(Hierarchy):
-    """Swin transformer: windows, shifted by half their size in every second block (arXiv 2103.14030)."""
+    """Swin transformer: windows, shifted by half their size in every second block (arXiv 2103.14030).
+
+    On a map with a side no longer than the windows, for official numbers wherever the official code gives any:
+
+    - A map that squares of its short side fill is cut into those, and none is shifted (microsoft/Swin-Transformer). A square map is one
+      window; the 7 x 14 tokens of the last stage of a 224 x 448 image are two, be window_size 7 or 14.
+    - Any other map, which that code refuses, and windows that are not square: along an axis where the map is no longer than the window,
+      the window is the map and not shifted, and the other axis is as ever (`rope_jax_kernels.Window.fit`).
+
+    Elsewhere windows that do not divide the map are padded, and padding is masked. Bias tables have the size of the windows that result;
+    official ones, which are square, are resized to it.
+    """
 
     def prepare(self, image_size: Grid) -> None:
         """See `Hierarchy.prepare`."""
@@ -249,15 +273,14 @@ class Swin(Hierarchy):
             )
         self.window = (image_size[0] // 32, image_size[1] // 32) if side is None else (side, side)
 
-    def pattern(self) -> Window:
+    def pattern(self) -> SwinWindow:
         """See `Hierarchy.pattern`."""
-        return Window(self.window)
+        return SwinWindow(self.window)
 
     def patterns(self, stage: int, grid: Grid) -> list[Pattern]:
-        """See `Hierarchy.patterns`. As in the official code, a map with a side no longer than the window is not shifted at all."""
-        whole = any(n <= size for n, size in zip(grid, self.window, strict=True))
-        shifted = self.pattern() if whole else Window(self.window, (self.window[0] // 2, self.window[1] // 2))
-        return [shifted if block % 2 else self.pattern() for block in range(self.options.depths[stage])]
+        """See `Hierarchy.patterns`."""
+        plain, shifted = self.pattern(), SwinWindow(self.window, (self.window[0] // 2, self.window[1] // 2))
+        return [(shifted if block % 2 else plain).fit(grid) for block in range(self.options.depths[stage])]
 
 
 _SMALL = {"depths": (2, 2, 18, 2), "drop_path": 0.3}

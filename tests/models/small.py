@@ -1,5 +1,8 @@
 """Small models for the tests."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -12,12 +15,30 @@ SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0,
 def small_model(name, position=None, *, dtype=jnp.float32, **changes):
     """A small model for 3 x 5 patches and 5 classes, with weights of the size that trained ones have, the same ones in any dtype."""
     make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=(6, 10), dtype=dtype, **SMALL | changes)
-    model = nnx.eval_shape(make)  # the initial weights are replaced: no need to draw them
+    return filled(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
+
+
+def filled(model):
+    """A model with weights and batch statistics of the size that trained ones have."""
     rng = np.random.default_rng(0)
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         spread = np.prod(param.shape[:-1]) ** -0.5 if path[-1] == "kernel" else 0.3
         param.set_value(jnp.asarray(rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma")), param.dtype))
+    for path, stat in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
+        noise = 0.3 * rng.standard_normal(stat.shape)
+        stat.set_value(jnp.asarray(1 + abs(noise) if path[-1] == "variance" else noise, stat.dtype))
     return model
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "train"))
+def _run(graph, state, images, train, key):
+    model = nnx.merge(graph, state)
+    return model(images, train=train, key=key), nnx.state(model, nnx.BatchStat)
+
+
+def run(model, images, train=False, key=None):
+    """Logits of a model, and its batch statistics after that; compiled once for all models of one kind."""
+    return _run(*nnx.split(model), images, train, key)
 
 
 def pictures(height, width, batch=2):

@@ -10,7 +10,7 @@ from flax import nnx
 import rope_jax
 from tests.models.small import pictures
 from tests.models.test_definition import norm
-from tests.models.test_swin import assert_is_its_definition, axial, offsets, places, run, tiny
+from tests.models.test_swin import assert_is_its_definition, attend_on, axial, offsets, places, run, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -73,6 +73,35 @@ def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
     assert_is_its_definition(model, neighbourhoods(3, dilations), terms, **parts)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("position", ["rpb", "lape(ape)"])
+def test_padding_of_natten_0_14_takes_part(position):
+    """Maps of 9 x 13 and 5 x 7 tokens, in every second block padded to 12 x 13 and 6 x 7 of zeros, which q, k and v turn into biases."""
+    dilations = (4, 2)
+    model = tiny("dinat_base", position, dtype=jnp.float64, kernel_size=3, dilations=dilations, pad_compat=True)
+
+    def terms(stage, block, grid):
+        return (offsets(model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1) if position == "rpb" else None), None
+
+    def attend(grid, x, block, heads, where, allowed, terms):
+        if position != "rpb":
+            x = x + np.asarray(model.stages[where[0]].position.terms(grid).layer(where[1]).add)
+        span = 3 * (dilations[where[0]] if where[1] % 2 else 1)
+        padded = tuple(max(n, span) for n in grid)
+        zeros = np.zeros((*padded, x.shape[1]))
+        zeros[: grid[0], : grid[1]] = x.reshape(*grid, -1)
+        out = attend_on(padded, zeros.reshape(-1, x.shape[1]), block, heads, where, allowed, terms)
+        return out.reshape(zeros.shape)[: grid[0], : grid[1]].reshape(x.shape)
+
+    assert_is_its_definition(model, neighbourhoods(3, dilations), terms, attend=attend, **CONVOLUTIONS)
+
+
+def test_padding_of_natten_0_14_acts_on_small_maps_only():
+    plain, padded = (tiny("dinat_mini", "rpb", kernel_size=3, dilations=(2, 1), pad_compat=pad) for pad in (False, True))
+    for size, equal in (((24, 28), True), ((20, 28), False)):
+        np.testing.assert_equal(np.allclose(run(plain, pictures(*size)), run(padded, pictures(*size)), rtol=0, atol=1e-6), equal)
+
+
 def test_dilations_are_those_of_the_papers():
     for name, depths in {"dinat_mini": (3, 4, 6, 5), "dinat_base": (3, 4, 18, 5), "dinat_s_small": (2, 2, 18, 2)}.items():
         model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
@@ -117,6 +146,7 @@ def test_a_neighbourhood_keeps_its_tables_on_every_map():
     ("options", "advice"),
     [
         ({"dilations": (2,)}, "dilations=(2,) must be one whole number of at least 1 for each of the 2 stages"),
+        ({"position": "rpb+rope2d", "pad_compat": True}, "position='rpb+rope2d' does not go with pad_compat=True, which reproduces NATTEN"),
         ({"kernel_size": 0}, "kernel_size=0 must be at least 1"),
         ({"convolutions": "none"}, "convolutions='none' is not allowed; use one of overlapping, patches"),
         ({"width": 15, "heads": (1, 1)}, "width=15 must be even: the first convolution of the stem has half as many channels"),

@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.layers import linear_init
+from rope_jax_kernels import Window
 from tests.models.small import pictures
 from tests.models.test_definition import dense, gelu, norm, turn
 
@@ -71,17 +73,20 @@ def merged(x, layer):
     return norm(x, layer.norm, 1e-5) @ np.asarray(layer.reduction.kernel[...])
 
 
-def maps_of(model, image, allowed, terms, stem=patches, downsample=merged):
+def attend_on(grid, x, block, heads, where, allowed, terms):
+    return attention(x, block, heads, allowed(*where, grid), *terms(*where, grid))
+
+
+def maps_of(model, image, allowed, terms, stem=patches, downsample=merged, attend=attend_on):
     """Maps of all stages, the last one normalised. terms(stage, block, grid) gives bias(head) and theta(head), or None for either."""
     x, maps = stem(model.patch_embed, image), []
     for index, stage in enumerate(model.stages):
         grid = x.shape[:2]
         x = x.reshape(-1, x.shape[2])
         for number, block in enumerate(stage.blocks):
-            bias, theta = terms(index, number, grid)
             gamma = [1 if scale is None else np.asarray(scale.gamma[...]) for scale in (block.scale1, block.scale2)]
             heads = model.options.heads[index]
-            x = x + gamma[0] * attention(norm(x, block.norm1, 1e-5), block, heads, allowed(index, number, grid), bias, theta)
+            x = x + gamma[0] * attend(grid, norm(x, block.norm1, 1e-5), block, heads, (index, number), allowed, terms)
             x = x + gamma[1] * dense(gelu(dense(norm(x, block.norm2, 1e-5), block.mlp.fc1)), block.mlp.fc2)
         x = x.reshape(*grid, -1)
         maps.append(x)
@@ -89,15 +94,27 @@ def maps_of(model, image, allowed, terms, stem=patches, downsample=merged):
     return [*maps[:-1], norm(x, model.norm, 1e-5)]
 
 
+def fitted(size, grid):
+    """Side and shift of the windows of a map along each axis.
+
+    As in microsoft/Swin-Transformer, where `min(input_resolution) <= window_size` makes the short side the window and the shift 0, and
+    windows must divide the map; where they do not, each axis by itself.
+    """
+    short = min(grid)
+    if short <= size and max(grid) % short == 0:
+        return [(short, 0), (short, 0)]
+    return [(n, 0) if n <= size else (size, size // 2) for n in grid]
+
+
 def windows(size):
-    """Windows of `size`, shifted by half of it in odd blocks, unless a side of the map is no longer than that."""
+    """Pairs of tokens in one window of side `size`; in odd blocks of one that is shifted."""
 
     def allowed(stage, block, grid):
-        shift = 0 if block % 2 == 0 or min(grid) <= size else size // 2
-        side = [min(n, size) for n in grid]
-        whole = [-(-n // w) * w for n, w in zip(grid, side, strict=True)]
-        home = np.array([[[(i - shift) % p // w, i < shift] for i, p, w in zip(at, whole, side, strict=True)] for at in places(grid)])
-        home = home.reshape(len(home), -1)
+        home = []
+        for axis, (n, (side, shift)) in enumerate(zip(grid, fitted(size, grid), strict=True)):
+            at, shift, whole = np.array(places(grid))[:, axis], shift * (block % 2), -(-n // side) * side
+            home += [(at - shift) % whole // side, at < shift]
+        home = np.stack(home, axis=1)
         return (home[:, None] == home[None]).all(axis=2)
 
     return allowed
@@ -127,8 +144,8 @@ def axial(heads):
     return theta
 
 
-def assert_is_its_definition(model, allowed, terms, **parts):
-    images = pictures(*SIZE).astype(jnp.float64)
+def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
+    images = pictures(*size).astype(jnp.float64)
     maps = run(model, images, "features")
     wants = [maps_of(model, image, allowed, terms, **parts) for image in np.asarray(images)]
     for got, *want in zip(maps, *wants, strict=True):
@@ -148,6 +165,14 @@ def test_swin_is_its_definition_where_windows_do_not_divide_the_map(position, si
         "axial_rope": lambda stage, block, grid: (None, lambda head: axial(2 << stage)(grid, head)),
     }[position]
     assert_is_its_definition(model, windows(size), terms)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("size", "window"), [((32, 64), 4), ((64, 32), 4), ((16, 32), 8), ((32, 32), 7)])
+def test_swin_is_the_official_one_on_maps_no_larger_than_its_windows(size, window):
+    """Maps of 8 x 16 and 4 x 8, of 4 x 8 and 2 x 4, and of 8 x 8 and 4 x 4 tokens."""
+    model = tiny("swin_t", "rpb", image_size=size, dtype=jnp.float64, window_size=window)
+    assert_is_its_definition(model, windows(window), lambda *where: (offsets(model, *where, sign=1), None), size=size)
 
 
 @pytest.mark.usefixtures("x64")
@@ -193,10 +218,29 @@ def test_a_window_of_a_thirty_second_grows_with_the_image_and_so_do_its_tables()
         model.resize((224, 100))
 
 
-def test_a_map_with_a_side_no_longer_than_the_window_is_not_shifted():
-    model = tiny("swin_t", window_size=4)
-    assert [pattern.shift for pattern in model.patterns(0, (9, 13))] == [(0, 0), (2, 2)]
-    assert [pattern.shift for pattern in model.patterns(0, (4, 13))] == [(0, 0), (0, 0)]
+@pytest.mark.parametrize(
+    ("grid", "size", "shift"),
+    [
+        ((9, 13), (4, 4), (2, 2)),
+        ((4, 12), (4, 4), (0, 0)),  # squares of the short side fill the map: as in the official code, none is shifted
+        ((9, 3), (3, 3), (0, 0)),
+        ((2, 4), (2, 2), (0, 0)),
+        ((3, 3), (3, 3), (0, 0)),
+        ((4, 13), (4, 4), (0, 2)),  # they do not: each axis by itself
+        ((13, 3), (4, 3), (2, 0)),
+        ((3, 4), (3, 4), (0, 0)),
+    ],
+)
+def test_windows_on_maps_with_a_side_no_longer_than_they_are(grid, size, shift):
+    model = tiny("swin_t", "rpb+rope2d", window_size=4, image_size=(4 * grid[0], 4 * grid[1]))
+    assert model.patterns(0, grid) == [Window(size), Window(size, shift)]
+    assert model.stages[0].position.parts[0].offsets.shape[2:] == tuple(2 * n - 1 for n in size)
+    assert model.stages[0].position.terms(grid).rotation.coords.shape == (size[0] * size[1], 2)
+
+
+def test_windows_that_are_not_square_are_fitted_along_each_axis():
+    model = tiny("swin_t", "rpb", image_size=(64, 160), window_size=None)
+    assert model.patterns(1, (2, 20)) == [Window((2, 5)), Window((2, 5), (0, 2))]
 
 
 # Positions
@@ -211,6 +255,10 @@ def test_a_map_with_a_side_no_longer_than_the_window_is_not_shifted():
         ("dinat_mini", "rope_mixed+rpb"),
         ("dinat_mini", "lape(sincos1d)+rope1d"),
         ("nat_s_tiny", "none"),
+        ("swin_t", "gpe+lpe"),
+        ("swin_t", "lape(ape,join=share)+cpb(hidden=8)"),
+        ("swin_t", "peg+alibi2d"),
+        ("dinat_mini", "cpb(hidden=8)+alibi2d"),
     ],
 )
 def test_every_scheme_works_on_another_map_and_learns(name, position):
@@ -263,7 +311,7 @@ def test_a_step_in_bfloat16_has_finite_gradients(name):
 def test_drop_path_grows_over_all_blocks():
     for name, last in {"swin_t": 0.2, "swin_s": 0.3, "swin_b": 0.5}.items():
         model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
-        rates = [block.drop_path for stage in model.stages for block in stage.blocks]
+        rates = [rate for stage in model.stages for rate in stage.rates]
         np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
 
 
@@ -278,6 +326,17 @@ def test_only_training_drops_and_only_with_a_key():
     np.testing.assert_array_equal(one, same)
     assert bool((one != other).any())
     assert bool((one != plain).any())
+
+
+def test_initial_weights_are_the_same_wherever_they_are_drawn():
+    make = lambda: nnx.to_pure_dict(nnx.state(rope_jax.create_model("nat_mini", position="none", num_classes=5, **TINY), nnx.Param))
+    eager = make()
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(make)(), eager)
+    want = [0.02235244, -0.0277425, -0.00853143, -0.01607174]
+    np.testing.assert_allclose(linear_init(jax.random.key(0), (4,), jnp.float32), want, rtol=2e-6)
+    np.testing.assert_array_equal(
+        linear_init(jax.random.key(1), (2, 3), jnp.bfloat16), linear_init(jax.random.key(1), (2, 3), jnp.float32).astype(jnp.bfloat16)
+    )
 
 
 # What is refused

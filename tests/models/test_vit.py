@@ -7,18 +7,21 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.layers import drop_path
+from rope_jax.models.blocks import drop_path
 from tests.models.small import pictures, small_model
+from tests.positions.schemes import DEFAULTS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 FAMILIES = ["deit_ti16", "deit3_ti16", "vit_s16", "nat_isotropic_s16"]
-SCHEMES = [*(name for name in rope_jax.list_positions() if name != "lape"), "lape(ape)", "rope_mixed+ape", "rope2d+rpb"]
+# Every scheme in one of the families; `test_pairs` traces all of them in all.
+PAIRS = [(FAMILIES[index % len(FAMILIES)], text) for index, text in enumerate(DEFAULTS)]
+PAIRS += [("deit_ti16", "lape(ape,join=share)"), ("deit_ti16", "rpb(prefix=True)"), ("vit_s16", "irpe+ape"), ("deit3_ti16", "gpe+lpe")]
+PAIRS = [(name if text != "irpe" else "deit_ti16", text) for name, text in PAIRS]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("position", SCHEMES)
-def test_every_scheme_works_in_every_model_on_another_map_and_learns(name, position):
+@pytest.mark.parametrize(("name", "position"), PAIRS)
+def test_every_scheme_works_on_another_map_and_learns(name, position):
     model = small_model(name, position)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     images = pictures(10, 18)  # 5 x 9 patches
@@ -29,7 +32,7 @@ def test_every_scheme_works_in_every_model_on_another_map_and_learns(name, posit
         assert logits.shape == (2, 5)
         return -jax.nn.log_softmax(logits)[jnp.arange(2), classes].sum()
 
-    value, gradients = jax.value_and_grad(loss)(params)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     assert bool(jnp.isfinite(value))
     for path, gradient in nnx.to_flat_state(gradients):
         assert bool(jnp.isfinite(gradient[...]).all()), path
@@ -56,7 +59,7 @@ def test_without_position_information_the_order_of_patches_makes_no_difference(n
     assert float(jnp.abs(logits[0] - logits[1]).max()) > 0.1  # the images differ
 
 
-@pytest.mark.parametrize("position", [p for p in SCHEMES if p != "none"])
+@pytest.mark.parametrize("position", [text for text in DEFAULTS if text != "none"])
 def test_with_it_the_order_makes_one(position):
     images = pictures(6, 10)
     model = small_model("vit_s16", position)
@@ -164,16 +167,16 @@ def test_drop_path_of_nothing_is_nothing():
 
 
 def test_schedules_of_drop_path():
-    rates = lambda **options: [block.drop_path for block in small_model("vit_s16", depth=4, drop_path=0.3, **options).blocks]
+    rates = lambda **options: small_model("vit_s16", depth=4, drop_path=0.3, **options).rates
     np.testing.assert_allclose(rates(), [0, 0.1, 0.2, 0.3], rtol=1e-12)
-    assert rates(drop_path_schedule="constant") == [0.3] * 4
-    defaults = {name: [b.drop_path for b in nnx.eval_shape(lambda name=name: rope_jax.create_model(name)).blocks] for name in FAMILIES}
-    assert defaults["deit_ti16"] == defaults["vit_s16"] == defaults["nat_isotropic_s16"] == list(np.linspace(0, 0.1, 12))
-    assert defaults["deit3_ti16"] == [0.0] * 12
+    assert rates(drop_path_schedule="constant") == (0.3,) * 4
+    defaults = {name: nnx.eval_shape(lambda name=name: rope_jax.create_model(name)).rates for name in FAMILIES}
+    assert defaults["deit_ti16"] == defaults["vit_s16"] == defaults["nat_isotropic_s16"] == tuple(np.linspace(0, 0.1, 12))
+    assert defaults["deit3_ti16"] == (0.0,) * 12
     deit3 = nnx.eval_shape(lambda: rope_jax.create_model("deit3_b16", depth=3))
-    assert [block.drop_path for block in deit3.blocks] == [0.1] * 3  # constant over depth
+    assert deit3.rates == (0.1,) * 3  # constant over depth
     base = nnx.eval_shape(lambda: rope_jax.create_model("vit_b16", depth=3))
-    assert [block.drop_path for block in base.blocks] == [0.0, 0.2, 0.4]
+    assert base.rates == (0.0, 0.2, 0.4)
 
 
 def test_only_training_drops_and_only_with_a_key():

@@ -20,6 +20,10 @@ _RULES = {
     "bias": lambda z: np.float32(0.1) * z,
     "layerscale": lambda z: np.float32(0.5) + np.float32(0.1) * z,
     "table": lambda z: np.float32(0.5) * z,
+    "running_mean": lambda z: np.float32(0.1) * z,
+    "performer_kqv": lambda z: np.float32(0.25) * z / np.float32(math.sqrt(math.prod(z.shape[1:]))),
+    "performer_features": lambda z: np.float32(0.7) * z,
+    "running_var": lambda z: np.float32(1) + np.float32(0.1) * np.abs(z),
 }
 
 
@@ -29,8 +33,8 @@ def tensor(key, shape, kind):
 
 
 def state_dict(name):
-    """The weights of a case; derived and frozen tensors ("fixed") are not among them."""
-    return {key: tensor(key, shape, kind) for key, (shape, kind) in CASES[name]["keys"].items() if kind != "fixed"}
+    """The weights of a case; derived and frozen tensors ("fixed") are not among them, nor are counts of batches ("counter")."""
+    return {key: tensor(key, shape, kind) for key, (shape, kind) in CASES[name]["keys"].items() if kind not in ("fixed", "counter")}
 
 
 def images(height, width):

@@ -1,5 +1,7 @@
 """The converter: names, layouts, pairings, signs and sizes, on small models."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +134,73 @@ def test_tables_of_another_window_are_resized():
     np.testing.assert_allclose(model.stages[1].position.offsets[...], want, rtol=0, atol=1e-6)  # layer by layer, and all at once
 
 
+@pytest.mark.parametrize(("image_size", "sides"), [((32, 64), [(8, 8), (4, 4)]), ((20, 28), [(5, 7), (3, 4)])])
+def test_official_tables_are_square_and_become_those_of_the_windows(image_size, sides):
+    """Those of a window of 8, for maps of 8 x 16 and 4 x 8 tokens, which squares fill, and of 5 x 7 and 3 x 4, which they do not."""
+    model = small("swin_t", "rpb", image_size=image_size, window_size=8)
+    assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(2 * h - 1, 2 * w - 1) for h, w in sides]
+    state_dict, rng = export_state_dict(model, source="swin"), np.random.default_rng(0)
+    for key in state_dict:
+        if key.endswith("relative_position_bias_table"):
+            state_dict[key] = rng.standard_normal((15 * 15, state_dict[key].shape[1]), np.float32)
+    rope_jax.convert_state_dict(model, state_dict, source="swin")
+    for index, stage in enumerate(model.stages):
+        for layer, table in enumerate(stage.position.offsets[...]):
+            official = state_dict[f"layers.{index}.blocks.{layer}.attn.relative_position_bias_table"].T.reshape(-1, 15, 15)
+            np.testing.assert_allclose(table, bicubic(jnp.asarray(official), table.shape[1:]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "key", "make", "square", "own"),
+    [
+        # 225 = 15 * 15 = 9 * 25 offsets
+        (
+            "swin_t",
+            "rpb",
+            "layers.0.blocks.0.attn.relative_position_bias_table",
+            {"image_size": (160, 416), "window_size": None},
+            8,
+            (5, 13),
+        ),
+        ("deit3_s16", "ape", "pos_embed", {"image_size": (32, 128)}, 4, (2, 8)),  # 16 tokens
+    ],
+)
+def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(name, position, key, make, square, own):
+    model, other, source = small(name, position, **make), small(name, position, **make, seed=1), "swin" if name == "swin_t" else "deit"
+    state_dict = export_state_dict(model, source=source)
+    message = rf"{re.escape(key)} may be of {square}x{square} or, as in this model, of {own[0]}x{own[1]} tokens: say which by convert_state"
+    with pytest.raises(ValueError, match=message):
+        rope_jax.convert_state_dict(other, state_dict, source=source)
+    grids = dict.fromkeys([name for name in state_dict if "position_bias" in name or name == "pos_embed"], own)
+    rope_jax.convert_state_dict(other, state_dict, source=source, grids=grids)
+    assert_same(other, model)
+    rope_jax.convert_state_dict(other, state_dict, source=source, grids=dict.fromkeys(grids, (square, square)))
+    if name == "swin_t":
+        want = bicubic(jnp.asarray(state_dict[key].T.reshape(-1, 15, 15)), (9, 25))
+        np.testing.assert_allclose(other.stages[0].position.offsets[0], want, rtol=0, atol=1e-6)
+    else:
+        want = bicubic(jnp.asarray(state_dict[key][0].T.reshape(-1, 4, 4)), (2, 8)).reshape(48, 16).T
+        np.testing.assert_allclose(other.position.embedding[...], want, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"grids has norm\.weight, which is no table of this model: leave it out"):
+        rope_jax.convert_state_dict(other, state_dict, source=source, grids=grids | {"norm.weight": (1, 1)})
+    with pytest.raises(ValueError, match=r"which no table of 3x3 tokens has: correct grids"):
+        rope_jax.convert_state_dict(other, state_dict, source=source, grids=dict.fromkeys(grids, (3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "source"), [("deit3_s16", "rope_mixed(pairing=interleaved)+ape", "naver"), ("swin_t", "rpb", "swin")]
+)
+def test_blocks_that_are_kept_as_one_have_the_names_of_a_list(name, position, source):
+    plain, scanned = small(name, position), small(name, position, seed=1, scan_layers=True)
+    state_dict = export_state_dict(plain, source=source)
+    rope_jax.convert_state_dict(scanned, state_dict, source=source)
+    if name != "swin_t":
+        np.testing.assert_allclose(logits(scanned), logits(plain), rtol=0, atol=1e-5)
+    exported = export_state_dict(scanned, source=source)
+    assert exported.keys() == state_dict.keys()
+    jax.tree.map(np.testing.assert_array_equal, exported, state_dict)
+
+
 def test_a_table_of_a_neighbourhood_is_of_one_size():
     model = small("nat_s_tiny", "rpb", kernel_size=5)
     with pytest.raises(ValueError, match=r"layers.0.blocks.0.attn.rpb has shape \[1, 13, 13\], but .* takes \[1, 9, 9\]"):
@@ -163,7 +232,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_changed():
     [
         ("deit3_s16", "rope2d", "deit", "source 'deit' has no models whose position rotates: choose another position, or the source"),
         ("deit_ti16", "rpb", "deit", "position.rpb.offsets of the model has no name in source 'deit': choose another source or position"),
-        ("deit_ti16", "ape", "dait", "source='dait' is unknown; did you mean 'deit'\\? known: deit, lape, "),
+        ("deit_ti16", "ape", "dait", "source='dait' is unknown; did you mean 'deit'\\? known: .*deit, .*lape, "),
     ],
 )
 def test_what_a_source_cannot_hold_is_refused(name, position, source, advice):
@@ -194,9 +263,15 @@ def test_what_the_model_computes_must_be_what_the_file_holds():
     stored = np.stack([np.r_[ladder, 0 * ladder], np.r_[0 * ladder, ladder]])[:, None].astype(np.float32)
     state_dict |= {"layers.0.blocks.0.attn.rope_freqs": stored, "layers.1.blocks.0.attn.rope_freqs": np.tile(stored, (1, 2, 1))}
     rope_jax.convert_state_dict(model, state_dict, source="naver")
-    for wrong in ("rope2d", "rope1d"):
-        with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs"):
-            rope_jax.convert_state_dict(small("swin_t", wrong), state_dict, source="naver")
+    for dtype in (np.float32, np.float16, jnp.bfloat16):  # rounding is no other table
+        rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
+        rope_jax.convert_state_dict(model, rounded, source="naver")
+        for wrong in ("rope2d", "rope1d", "rope2d(base=47)"):
+            with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs"):
+                rope_jax.convert_state_dict(small("swin_t", wrong), rounded, source="naver")
+    whole = {key: array.astype(int) if "rope_freqs" in key else array for key, array in state_dict.items()}
+    with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs has dtype int64; weights are floating-point"):
+        rope_jax.convert_state_dict(model, whole, source="naver")
 
 
 def test_a_frozen_sinusoid_is_checked_on_the_map_of_the_file():

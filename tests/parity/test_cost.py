@@ -53,6 +53,13 @@ def test_rows_add_up_at_every_depth(name):
     assert totals.pop()[0] == count
 
 
+@pytest.mark.parametrize("name", ["deit_ti16", "swin_t"])
+def test_blocks_that_are_kept_as_one_cost_as_much(name):
+    one, other = (cost(shapes(name, scan_layers=scan), (64, 96), depth=2) for scan in (False, True))
+    total = lambda rows: (sum(row.parameters for row in rows), sum(row.multiply_adds for row in rows))
+    assert total(one) == total(other)
+
+
 def test_pairs_of_attention_are_counted_as_they_are():
     assert attended_pairs(Global(), (3, 5), 1) == 16**2
     assert attended_pairs(Window((2, 4)), (3, 5)) == 4 * 8**2  # two windows down and two across, padded

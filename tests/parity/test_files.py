@@ -2,6 +2,7 @@
 
 import io
 import pathlib
+import re
 import sys
 import zipfile
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.pretrained import Preprocessing, export_state_dict, load_pretrained, save_pretrained
+from rope_jax.models.pretrained.convert import table_of
 
 SIZES = {"width": 48, "heads": 3, "depth": 2, "num_classes": 5, "image_size": 64}
 
@@ -43,6 +45,31 @@ def test_preprocessing_comes_with_the_weights(tmp_path):
         wants[source] = small("rope_mixed", pretrained=tmp_path / f"{source}.safetensors").preprocessing
     assert wants["naver"] == Preprocessing(crop=1.0, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     assert wants["timm"].crop == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "image_size", "source", "crop", "resized"),
+    [
+        ("deit_ti16", "ape", 224, "timm", 0.9, 248),
+        ("deit_ti16", "ape", 384, "timm", 1.0, 384),
+        ("deit_ti16", "ape", 224, "deit", 0.875, 256),
+        ("deit3_s16", "ape", 224, "timm", 0.9, 248),
+        ("deit3_s16", "ape", 384, "timm", 1.0, 384),
+        ("deit3_s16", "ape", 224, "deit", 1.0, 224),
+        ("deit3_s16", "rope_mixed", 224, "timm", 0.9, 248),
+        ("deit3_s16", "rope_mixed", 224, "naver", 1.0, 224),
+        ("swin_t", "rpb", 224, "timm", 0.9, 248),
+        ("swin_t", "rpb", 384, "timm", 1.0, 384),
+        ("swin_t", "rpb", 224, "swin", 0.875, 256),
+        ("swin_t", "rpb", 384, "swin", 0.875, 438),
+        ("nat_mini", "rpb", 224, "nat", 0.875, 256),
+    ],
+)
+def test_preprocessing_is_that_of_the_source(name, position, image_size, source, crop, resized):
+    sizes = {"depth": 1} if "deit" in name else {"depths": (1,), "heads": (1,), "width": 32}
+    model = nnx.eval_shape(lambda: rope_jax.create_model(name, position=position, image_size=image_size, **sizes))
+    preprocessing = table_of(model, source).preprocessing
+    assert (preprocessing.crop, preprocessing.resized(image_size)) == (crop, resized)
 
 
 def test_a_file_without_a_source_is_read_with_the_names_that_fit(tmp_path):
@@ -132,14 +159,28 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
     asked = []
 
     class Hub:
-        @staticmethod
-        def hf_hub_download(repository, name):
+        class utils:  # noqa: N801  (a module there)
+            class EntryNotFoundError(Exception):
+                pass
+
+            class RepositoryNotFoundError(Exception):
+                pass
+
+        @classmethod
+        def hf_hub_download(cls, repository, name):
             asked.append((repository, name))
+            if not repository.startswith("timm/"):
+                raise cls.utils.EntryNotFoundError
             return str(tmp_path / name)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert_same(small("rope_mixed", seed=1, pretrained="timm/vit_small.naver_in1k"), model)
     assert asked == [("timm/vit_small.naver_in1k", "model.safetensors")]
+    message = (
+        r"the hub has no such repository, or no model\.safetensors in it\. Where weights are published as a pickle only.*weights_only=True"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        small("rope_mixed", pretrained="naver-ai/rope_mixed_deit_small_patch16_LS")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"is a hub id, which needs huggingface_hub: install the extra: pip install rope_jax\[hub\]"):
         small(pretrained="timm/vit_small.naver_in1k")
@@ -171,6 +212,57 @@ def test_weights_whose_pairing_cannot_be_told_are_not_guessed(tmp_path):
         else:
             with pytest.raises(ValueError, match=r"fit the sources .*naver.*pair channels differently"):
                 make(position, pretrained=path)
+
+
+NAT = {"width": 16, "depths": (2, 1), "heads": (1, 2), "num_classes": 5, "image_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "advice"),
+    [
+        (("nat_mini", "rpb", {}), ("dinat_mini", "rpb", {}), "dilations is [1, 1, 1, 1] there and [8, 4, 2, 1] here"),
+        (("nat_mini", "none", {}), ("nat_mini", "none", {"kernel_size": 5}), "kernel_size is 7 there and 5 here"),
+        (("nat_s_tiny", "none", {}), ("swin_t", "none", {}), "family is NAT there and Swin here"),
+        (("nat_mini", "none", {}), ("nat_mini", "axial_rope", {}), "position is [['none', {}]] there and [['axial_rope', {"),
+        (("swin_t", "rope2d", {}), ("swin_t", "rope2d(base=50)", {}), "'base': 100.0"),
+    ],
+)
+def test_a_file_says_of_which_model_it_is(saved, loaded, advice, tmp_path):
+    path = tmp_path / "model.safetensors"
+    make = lambda name, position, options, **weights: rope_jax.create_model(name, position=position, **NAT | options, **weights)
+    model = make(*saved)
+    save_pretrained(model, path, source="nat" if "nat" in saved[0] else "naver")
+    with pytest.raises(ValueError, match=rf"holds the weights of another model: .*{re.escape(advice)}.*Create the model that was saved"):
+        make(*loaded, pretrained=path)
+    assert_same(make(*saved, seed=1, pretrained=path), model)
+
+
+def test_what_weights_do_not_depend_on_may_differ(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model = small("rope2d+ape")
+    save_pretrained(model, path, source="naver")
+    other = rope_jax.create_model(
+        "deit3_s16", position="ape+rope2d(pairing=interleaved)", drop_path=0.3, layer_scale=1e-5, pretrained=path, **SIZES
+    )
+    np.testing.assert_array_equal(other.position.parts[0].embedding[...], model.position.parts[1].embedding[...])
+
+
+def test_a_file_says_for_which_maps_its_tables_are(tmp_path):
+    """16 tokens, those of 2 x 8 as well as those of 4 x 4."""
+    make = lambda size, **options: rope_jax.create_model("deit3_s16", **SIZES | {"image_size": size}, **options)
+    model = make((32, 128))
+    save_pretrained(model, tmp_path / "model.safetensors", source="deit")
+    assert_same(make((32, 128), seed=1, pretrained=tmp_path / "model.safetensors"), model)
+    square = make(64, pretrained=tmp_path / "model.safetensors")
+    model.resize((64, 64))
+    assert_same(square, model)
+
+
+@pytest.mark.parametrize("says", ["", "[]", "{}", '{"family": 1}', '{"family": "", "options": 1, "position": [], "grids": {"a": [1]}}'])
+def test_what_a_file_says_of_its_model_may_be_damaged(says, tmp_path):
+    safetensors.numpy.save_file(export_state_dict(small(), source="deit"), tmp_path / "model.safetensors", metadata={"rope_jax": says})
+    with pytest.raises(ValueError, match="says of what model its weights are in a way that cannot be read"):
+        small(pretrained=tmp_path / "model.safetensors")
 
 
 def test_an_empty_name_is_not_no_weights():

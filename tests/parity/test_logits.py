@@ -17,16 +17,27 @@ from tests.parity import official
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 # What is left out differs from cases that are here in settings that these or other tests cover.
-FLOAT32 = sorted(set(official.CASES) - {"nat_mini_224", "nat_s_tiny_224", "heo_vit_s16_mixed_224"})
-FLOAT64 = ["deit_ti16_224", "heo_vit_s16_mixed_ape_224", "nat_s_tiny_224"]
+FLOAT32 = sorted(set(official.CASES) - {"nat_mini_224", "nat_s_tiny_224", "heo_vit_s16_mixed_224", "cat_released_224"})
+FLOAT64 = [
+    "deit_ti16_224",
+    "heo_vit_s16_mixed_ape_224",
+    "nat_s_tiny_224",
+    "cct_7_3x1_32",
+    "vit_lite_7_4_32",
+    "ceit_t_224",
+    "t2t_vit_7_224",
+    "timm_dinov2_56x84",
+    "timm_dinov2_g_reg_56",
+    "timm_dinov3_64x96",
+    "timm_beit_64x96",
+]
 
 
 def converted(name, dtype=jnp.float32):
     """The model of a case with its weights. All of them come from the state dict, so none is initialised before."""
     case = official.CASES[name]
-    make = lambda: rope_jax.create_model(
-        case["model"], position=case["position"], num_classes=case["num_classes"], image_size=tuple(case["create"]), dtype=dtype
-    )
+    settings = {"position": case["position"], "num_classes": case["num_classes"], "image_size": tuple(case["create"])}
+    make = lambda: rope_jax.create_model(case["model"], dtype=dtype, **settings, **case["options"])
     model = nnx.eval_shape(make)
     rope_jax.convert_state_dict(model, official.state_dict(name), source=case["source"])
     return model
@@ -49,10 +60,22 @@ def test_logits_are_those_of_the_official_code(name):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", FLOAT64)
 def test_logits_in_float64_are_those_of_the_official_code(name):
-    assert largest_difference(name, jnp.float64, "logits_f64") < 1e-9
+    # Some codes compute their sines in float32 whatever the model's dtype.
+    assert largest_difference(name, jnp.float64, "logits_f64") < (2e-6 if official.CASES[name]["float32_tables"] else 1e-9)
 
 
-@pytest.mark.parametrize("name", ["heo_vit_s16_mixed_ape_224", "lape_deit_ti_learned_224", "swin_t_rope_mixed_224", "nat_mini_224"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "heo_vit_s16_mixed_ape_224",
+        "lape_deit_ti_learned_224",
+        "swin_t_rope_mixed_224",
+        "nat_mini_224",
+        "cct_7_3x1_32",
+        "ceit_t_224",
+        "t2t_vit_7_224",
+    ],
+)
 def test_official_weights_go_out_as_they_came_in(name):
     state_dict = official.state_dict(name)
     exported = export_state_dict(converted(name), source=official.CASES[name]["source"])

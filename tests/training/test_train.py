@@ -155,7 +155,7 @@ def test_the_step_is_adamw_on_the_smoothed_loss():
     new, metrics = train.make_step(prepared)(jax.tree.map(jnp.copy, state), batch)
 
     def loss_of(params):
-        logits = prepared.apply(params, normalise(batch["image"], config))
+        logits, _ = prepared.apply(params, {}, normalise(batch["image"], config))
         targets = jax.nn.one_hot(batch["label"], 10) * 0.9 + 0.01
         return -(targets * jax.nn.log_softmax(logits)).sum(-1).mean()
 

@@ -9,5 +9,5 @@ from rope_jax.models.pretrained.tensors import TOKENS
 
 def table(model: nnx.Module) -> Table:
     """DeiT's evaluation keeps 224 of 256 pixels; DeiT-III, which knows LayerScale, all."""
-    third = any(block.scale1 is not None for block in getattr(model, "blocks", ()))
+    third = getattr(model.options, "layer_scale", None) is not None
     return Table([*isotropic(), ("position.ape.embedding", "pos_embed", TOKENS)], None, Preprocessing(crop=1.0 if third else 0.875))

@@ -14,24 +14,38 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax.models.pretrained.convert import SOURCES, convert_state_dict, export_state_dict, plan_conversion, refuse, table_of
+from rope_jax.models.pretrained.convert import (
+    SOURCES,
+    convert_state_dict,
+    export_state_dict,
+    plan_conversion,
+    refuse,
+    table_grids,
+    table_of,
+)
+from rope_jax.models.pretrained.identity import Identity, identity_of
 from rope_jax.models.pretrained.rows import has_stages
 from rope_jax.models.pretrained.tensors import rotary_of
 
 _HUB_FILE = "model.safetensors"
-_HUB_ORGANISATIONS = {"timm": "timm", "naver-ai": "naver", "shi-labs": "nat"}  # whose names files of an organisation have
+_HUB_SOURCES = {"timm": "timm"}  # whose names files of an organisation have
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EXTENSIONS = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".pkl", ".ckpt", ".tar")  # of paths; a hub id may hold dots, too
+_IDENTITY = "rope_jax"  # under which a file's metadata say of what model the weights are
 _INSTALL = "install the extra: pip install rope_jax[hub]"
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsFile:
-    """An open file: shape and dtype of each tensor by name, a function that reads one, and the source that the file says it is of."""
+    """An open file: shape and dtype of each tensor by name, and a function that reads one.
+
+    Files of `save_pretrained` also say of which source their names are, and of which model the weights.
+    """
 
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
     read: Callable[[str], np.ndarray]
     source: str | None = None
+    identity: Identity | None = None
 
 
 def load_pretrained(model: nnx.Module, where: str | os.PathLike, *, source: str | None = None) -> None:
@@ -47,20 +61,27 @@ def load_pretrained(model: nnx.Module, where: str | os.PathLike, *, source: str 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no such file, or the weights do not fit the model (all problems in one message; the model is left as it was).
+            Or a file of `save_pretrained` is of a model that computes something else with weights of the same names and shapes.
         ImportError: the package that reads it is not installed.
     """
     path, owner = _find(os.fspath(where))
     with open_weights(path) as file:
-        source = source or file.source or _HUB_ORGANISATIONS.get(owner) or _first_that_fits(model, file)
-        plan = plan_conversion(model, file.shapes, source=source)
+        source = source or file.source or _HUB_SOURCES.get(owner) or _first_that_fits(model, file)
+        grids = None
+        if file.identity is not None:
+            file.identity.check(model, path)
+            grids = file.identity.grids
+        plan = plan_conversion(model, file.shapes, source=source, grids=grids)
         refuse(plan.problems, source)
         wanted = [*(link.key for link in plan.links), *plan.frozen]
-        convert_state_dict(model, {key: file.read(key) for key in wanted}, source=source)
+        convert_state_dict(model, {key: file.read(key) for key in wanted}, source=source, grids=grids)
     model.preprocessing = table_of(model, source).preprocessing
 
 
 def save_pretrained(model: nnx.Module, path: str | os.PathLike, *, source: str) -> None:
     """Writes a model's weights into a .safetensors file with the names and layouts of `source`; loading them is exact.
+
+    The file also says what the model is, so that no other one takes the weights by mistake.
 
     Raises:
         ValueError: the source has no name for some of the parameters, or the path does not end in .safetensors.
@@ -69,7 +90,9 @@ def save_pretrained(model: nnx.Module, path: str | os.PathLike, *, source: str) 
     if not os.fspath(path).endswith(".safetensors"):
         raise ValueError(f"path={os.fspath(path)!r} must end in .safetensors")
     state_dict = export_state_dict(model, source=source)
-    _safetensors().numpy.save_file(state_dict, path, metadata={"format": "pt", "source": source})
+    identity = identity_of(model, table_grids(model, source=source))
+    metadata = {"format": "pt", "source": source, _IDENTITY: identity.to_json()}
+    _safetensors().numpy.save_file(state_dict, path, metadata=metadata)
 
 
 @contextlib.contextmanager
@@ -106,8 +129,9 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
     with file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a dictionary)
         shapes = {key: (tuple(s.get_shape()), jnp.dtype(_DTYPES.get(s.get_dtype(), "int8"))) for key, s in slices.items()}
-        source = (file.metadata() or {}).get("source")
-        yield WeightsFile(shapes, file.get_tensor, source if source in SOURCES else None)
+        says = file.metadata() or {}
+        identity = Identity.from_json(says[_IDENTITY], path) if _IDENTITY in says else None
+        yield WeightsFile(shapes, file.get_tensor, says.get("source") if says.get("source") in SOURCES else None, identity)
 
 
 @contextlib.contextmanager
@@ -143,7 +167,16 @@ def _download(name: str) -> str:
         import huggingface_hub
     except ImportError as error:
         raise ImportError(f"pretrained={name!r} is a hub id, which needs huggingface_hub: {_INSTALL}") from error
-    return huggingface_hub.hf_hub_download(name, _HUB_FILE)
+    try:
+        return huggingface_hub.hf_hub_download(name, _HUB_FILE)
+    except FileNotFoundError:  # it could not be asked, and says so
+        raise
+    except (huggingface_hub.utils.EntryNotFoundError, huggingface_hub.utils.RepositoryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"pretrained={name!r}: the hub has no such repository, or no {_HUB_FILE} in it. Where weights are published as a pickle only, "
+            "as naver-ai's are, open it with torch.load(..., weights_only=True), save its tensors with safetensors.torch.save_file, and "
+            "give the path of that file"
+        ) from error
 
 
 def _safetensors():

@@ -29,6 +29,7 @@ class Table:
         dropped: names of tensors that are derived from others and not needed.
         frozen: names of tensors that the model computes and does not hold, with a function of the model, the name's numbers and the
             tensor's shape that gives what it must contain, up to the rounding of float32, or None where the model computes no such thing.
+        optional: names of tensors that a file may lack: the parameters that they fill stay as they are.
     """
 
     rows: list[Row]
@@ -36,6 +37,7 @@ class Table:
     preprocessing: Preprocessing
     dropped: tuple[str, ...] = ()
     frozen: tuple[tuple[str, Frozen], ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 def numbers(template: str, name: str) -> dict[str, int] | None:
@@ -58,6 +60,13 @@ def norm(ours: str, theirs: str) -> list[Row]:
 def dense(ours: str, theirs: str) -> list[Row]:
     """A dense layer, with or without bias."""
     return [(f"{ours}.kernel", f"{theirs}.weight", DENSE), (f"{ours}.bias", f"{theirs}.bias", SAME)]
+
+
+def halves(ours: str, first: str, second: str) -> list[Row]:
+    """A dense layer of which a file keeps each half of the outputs as a layer of its own."""
+    half = lambda rows, i: [(name, theirs, dataclasses.replace(rule, part=(i, 2))) for name, theirs, rule in rows]
+    pairs = zip(half(dense(ours, first), 0), half(dense(ours, second), 1), strict=True)
+    return [row for pair in pairs for row in pair]
 
 
 def conv(ours: str, theirs: str) -> list[Row]:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.relative import RelativeBias
 from rope_jax.positions.rotary import Rotary
 from rope_jax_kernels import Neighborhood, Window
 from rope_jax_kernels.rotation import Pairing
@@ -19,28 +20,44 @@ from rope_jax_kernels.rotation import Pairing
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place in a model that takes one tensor of a file: a parameter, or one layer's part of it.
+    """A place in a model that takes one tensor of a file: a parameter, one layer's share of it, or a part of that.
 
     Attributes:
         name: "blocks.0.attn.qkv.kernel"; of a position's parameters "position.rpb.offsets.0", with scheme and layer.
         variable: the parameter.
         layer: index into the parameter's first axis, or None for all of it.
+        part: see `Rule.part`.
         scheme: the positional scheme that the parameter belongs to, if any.
         rotary: the scheme that rotates queries and keys beside the parameter, if any.
         pairing: the channels that the file's rotation turns together, or None where it knows no rotation.
+        grid: (rows, columns) of the map or window for which the file's table was made, where that is known.
     """
 
     name: str
     variable: nnx.Variable
     layer: int | None = None
+    part: tuple[int, int] | None = None
     scheme: Position | None = None
     rotary: Rotary | None = None
     pairing: Pairing | None = None
+    grid: Grid | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what the place takes."""
-        return tuple(self.variable.shape[self.layer is not None :])
+        return self.of(np.broadcast_to(np.False_, self.variable.shape)).shape
+
+    def of(self, value: np.ndarray) -> np.ndarray:
+        """The view of the place in an array of the parameter's shape."""
+        value = value if self.layer is None else value[self.layer, ...]
+        return value if self.part is None else np.split(value, self.part[1], axis=-1)[self.part[0]]
+
+    @property
+    def own_grid(self) -> Grid:
+        """(rows, columns) of the map or window for which the model's own table is made."""
+        if isinstance(self.scheme, RelativeBias):
+            return _side_of_table(*self.shape[-2:])
+        return self.scheme.stage.grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +65,24 @@ class Rule:
     """A layout: `load` brings a file's tensor into the model's, `save` is its inverse.
 
     Attributes:
-        load, save: functions of an array and the slot. `load` may be given any shape that `grid` accepts.
-        grid: (rows, columns) of the map or window for which a tensor of some shape was made, or None where the shape tells none. Only
-            for tables that their scheme resizes.
+        load, save: functions of an array and the slot. `load` may be given any shape that `grid` accepts, and what `grid` said of it in
+            `Slot.grid`.
+        grid: (rows, columns) of the map or window for which a tensor of some shape was made: the slot's where that is known, a square
+            one where the shape leaves a choice, or None where it cannot be a table. Only for tables that their scheme resizes.
+        part: (i, n) where the tensor is the i-th of n equal parts, along the last axis, of what the model keeps in one parameter. The
+            rows of all parts follow each other in the table.
+        cut: the share of the tensor's first axis that is the parameter's, where the file keeps several in one; None for all of it.
     """
 
     load: Callable[[np.ndarray, Slot], np.ndarray]
     save: Callable[[np.ndarray, Slot], np.ndarray]
     grid: Callable[[tuple[int, ...], Slot], Grid | None] | None = None
+    part: tuple[int, int] | None = None
+    cut: slice | None = None
+
+    def cut_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the parameter's share of a tensor of some shape."""
+        return shape if self.cut is None or not shape else (len(range(shape[0])[self.cut]), *shape[1:])
 
 
 def rotary_of(position: Position) -> Rotary | None:
@@ -83,12 +110,22 @@ def channel_order(slot: Slot) -> np.ndarray | None:
 
 def _load_channels(x: np.ndarray, slot: Slot) -> np.ndarray:
     order = channel_order(slot)
-    return x if order is None else x[..., order]
+    return x if order is None else x[..., order[: x.shape[-1]]]
 
 
 def _save_channels(x: np.ndarray, slot: Slot) -> np.ndarray:
     order = channel_order(slot)
-    return x if order is None else x[..., np.argsort(order)]
+    return x if order is None else x[..., np.argsort(order[: x.shape[-1]])]
+
+
+def _load_qv_bias(x: np.ndarray, slot: Slot) -> np.ndarray:
+    q, _, v = np.split(x, 3)
+    return np.concatenate([_load_channels(q, slot), v])
+
+
+def _save_qv_bias(x: np.ndarray, slot: Slot) -> np.ndarray:
+    q, v = np.split(x, 2)
+    return np.concatenate([_save_channels(q, slot), np.zeros_like(q), v])
 
 
 def square(tokens: int) -> Grid | None:
@@ -100,29 +137,37 @@ def square(tokens: int) -> Grid | None:
 def _grid_of_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     if len(shape) != 3 or shape[0] != 1 or shape[2] != slot.shape[1]:
         return None
-    return square(shape[1] - slot.scheme.stage.embed_prefix)
+    count = shape[1] - slot.scheme.stage.embed_prefix
+    return _of_size(count, square(count), lambda h, w: h * w, slot)
+
+
+def _grid_of_flat_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
+    if len(shape) != 2 or shape[1] != slot.shape[0]:
+        return None
+    side = square(shape[0])
+    return _of_size(shape[0], side and _side_of_table(*side), lambda h, w: (2 * h - 1) * (2 * w - 1), slot)
+
+
+def _grid_of_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
+    if len(shape) != 3 or shape[0] != slot.shape[0]:
+        return None
+    sides = _side_of_table(*shape[1:])
+    return sides if sides == slot.own_grid or _may_grow(slot) else None
+
+
+def _of_size(count: int, guess: Grid | None, size: Callable[[int, int], int], slot: Slot) -> Grid | None:
+    """The map or window whose table has `count` entries: the one that is known, or else a square one, or else the model's."""
+    grids = [slot.own_grid] if not _may_grow(slot) else [slot.grid] if slot.grid else [guess, slot.own_grid]
+    return next((grid for grid in grids if grid and size(*grid) == count), None)
 
 
 def _side_of_table(rows: int, columns: int) -> Grid | None:
     return ((rows + 1) // 2, (columns + 1) // 2) if rows % 2 and columns % 2 else None
 
 
-def _grid_of_flat_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
-    if len(shape) != 2 or shape[1] != slot.shape[0] or not _may_grow(slot):
-        return None
-    side = square(shape[0])
-    return side and _side_of_table(*side)
-
-
-def _grid_of_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
-    if len(shape) != 3 or shape[0] != slot.shape[0] or not _may_grow(slot):
-        return None
-    return _side_of_table(*shape[1:])
-
-
 def _may_grow(slot: Slot) -> bool:
     """A neighbourhood has one size on every map, and so has its table."""
-    return not isinstance(slot.scheme.stage.pattern, Neighborhood)
+    return not (isinstance(slot.scheme, RelativeBias) and isinstance(slot.scheme.stage.pattern, Neighborhood))
 
 
 def _query_minus_key(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -135,8 +180,8 @@ def _key_minus_query(x: np.ndarray, slot: Slot) -> np.ndarray:
 
 
 def _load_flat_offsets(x: np.ndarray, slot: Slot) -> np.ndarray:
-    sides = slot.shape[1:] if len(x) == math.prod(slot.shape[1:]) else square(len(x))
-    return _query_minus_key(x.T.reshape(-1, *sides), slot)
+    h, w = slot.grid or slot.own_grid
+    return _query_minus_key(x.T.reshape(-1, 2 * h - 1, 2 * w - 1), slot)
 
 
 def _save_flat_offsets(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -152,8 +197,13 @@ def _load_freqs(x: np.ndarray, slot: Slot) -> np.ndarray:
 SAME = Rule(lambda x, slot: x, lambda x, slot: x)
 DENSE = Rule(lambda x, slot: x.T, lambda x, slot: x.T)
 CONV = Rule(lambda x, slot: x.transpose(2, 3, 1, 0), lambda x, slot: x.transpose(3, 2, 0, 1))
+DEPTHWISE = Rule(lambda x, slot: x[:, 0].transpose(1, 2, 0), lambda x, slot: x.transpose(2, 0, 1)[:, None])
+"""A depthwise convolution, [C, 1, kh, kw] there and [kh, kw, C] here."""
 QKV_WEIGHT = Rule(lambda x, slot: _load_channels(x.T, slot), lambda x, slot: _save_channels(x, slot).T)
 QKV_BIAS = Rule(_load_channels, _save_channels)
+Q_BIAS, V_BIAS = dataclasses.replace(QKV_BIAS, part=(0, 2)), dataclasses.replace(SAME, part=(1, 2))
+QV_BIAS = Rule(_load_qv_bias, _save_qv_bias)
+"""The bias of q, k and v, [3C], of which k's is masked: 0 whatever the file says."""
 TOKENS = Rule(lambda x, slot: x[0], lambda x, slot: x[None], _grid_of_tokens)
 """An absolute embedding, [1, T, C]."""
 WINDOW_OFFSETS = Rule(_load_flat_offsets, _save_flat_offsets, _grid_of_flat_offsets)
