@@ -6,12 +6,13 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test lint format clean
+.PHONY: help setup train compare test test-all lint format clean
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare                      train with six positional schemes, one table and one picture"
 	@echo "make test | lint | format         what a change must pass"
+	@echo "make test-all                     the tests, with every pair of scheme and backbone"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       the tables of the READMEs, from benchmarks/results"
 	@echo "make setup [EXTRAS=test,cuda13]   the environment alone (.venv); with cuda13 or cuda12 for an NVIDIA GPU"
@@ -36,6 +37,9 @@ compare: setup
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist loadscope
+
+test-all: setup
+	$(RUN) -m pytest -n 2 --dist loadscope -m "slow or not slow"
 
 # Compiles the GPU kernels on any machine, GPU or not (.venv-cuda: 5 GB of CUDA wheels).
 .PHONY: test-aot

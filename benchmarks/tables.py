@@ -1,7 +1,7 @@
 """Writes the tables of the READMEs from the results: `python -m benchmarks tables`, or `make tables`.
 
 What stands between `<!-- table: NAME -->` and `<!-- end -->` in one of FILES is replaced by what TABLES[NAME] makes of the newest results
-in benchmarks/results. A figure without a result reads "not measured". With --check nothing is written, and a difference is an error.
+in benchmarks/results (the table of schemes, of what they say of themselves). A figure without a result reads "not measured". With --check nothing is written, and a difference is an error.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks._goals import GOALS
+from rope_jax.positions.table import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = ("README.md", "kernels/README.md", "benchmarks/README.md")
@@ -77,6 +78,33 @@ def rotary(results: list[Result]) -> str:
     )
 
 
+def scan(results: list[Result]) -> str:
+    """Compile and step time with and without a scan over the layers."""
+    if (result := newest(results, "scan")) is None:
+        return f"{NOT_MEASURED} (`python -m benchmarks scan`).\n"
+    from benchmarks.scan import Row
+    from benchmarks.scan import table as rows_table
+
+    settings = result["settings"]
+    return (
+        rows_table([Row(**row) for row in result["rows"]])
+        + f"\n\nTraining step of `{settings['model']}`, batch {settings['batch']}, {settings['image_size']} px. {origin(result)}.\n"
+    )
+
+
+def neighborhood(results: list[Result]) -> str:
+    """Neighbourhood attention in XLA against a gather."""
+    fitting = [result for result in results if result["benchmark"] == "neighborhood"]
+    if not fitting:
+        return f"{NOT_MEASURED} (`python -m benchmarks neighborhood`).\n"
+    rows = []
+    for result in fitting:
+        settings = result["settings"]
+        shape = f"{settings['size']}x{settings['size']}, K = {settings['kernel']}, batch {settings['batch']}"
+        rows.append([shape, f"{result['time_ratio']:.1f}", f"{result['memory_ratio']:.1f}", origin(result)])
+    return table(["map", "time, gathered / tiled", "memory, gathered / tiled", "measured on"], rows)
+
+
 def model_path(results: list[Result]) -> str:
     """Launches and bytes between the projection and cuDNN."""
     if (result := newest(results, "model_path")) is None:
@@ -135,8 +163,11 @@ def benchmarks(results: list[Result]) -> str:
 
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     "digits": digits,
+    "schemes": lambda results: markdown(),
     "rotary": rotary,
     "model_path": model_path,
+    "scan": scan,
+    "neighborhood": neighborhood,
     "goals": goals,
     "benchmarks": benchmarks,
     "files": files,

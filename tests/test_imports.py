@@ -61,6 +61,7 @@ ARRAYS = ["jax", "numpy", "jaxtyping"]
 RULES = {
     "rope_jax_kernels": (["rope_jax_kernels"], ARRAYS),
     "rope_jax.positions": (POSITIONS, [*ARRAYS, "flax.nnx"]),
+    "rope_jax.positions.__main__": (MODELS, ["flax.nnx"]),  # a program beside the schemes: it counts their parameters in a model
     "rope_jax.models": (MODELS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.models.pretrained.files": (MODELS, [*ARRAYS, "flax.nnx", "safetensors", "huggingface_hub"]),
     "rope_jax.optim": ([], ["jax", "numpy", "jaxtyping", "optax", "flax.nnx"]),  # nnx: what the parameters say about their decay

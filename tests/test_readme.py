@@ -4,6 +4,7 @@ import re
 import pytest
 
 import rope_jax
+from benchmarks import tables
 
 README = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
 
@@ -14,7 +15,7 @@ def test_the_python_of_the_readme_runs(code):
 
 
 def test_the_tables_list_every_scheme_and_model():
-    named = {name.removesuffix("(...)") for name in re.findall(r"^\| `([^`]+)`", README, re.MULTILINE)}
+    named = {name.removesuffix("(ape)") for name in re.findall(r"^\| `([^`]+)`", README, re.MULTILINE)}
     assert set(rope_jax.list_positions()) <= named
     models = set()
     for cell in re.findall(r"^\| (`[^|]+`) \|[^|]*\| `", README, re.MULTILINE):
@@ -26,3 +27,10 @@ def test_the_tables_list_every_scheme_and_model():
 
 def test_nothing_is_left_to_fill_in():
     assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
+
+
+@pytest.mark.parametrize("name", tables.FILES)
+def test_tables_agree_with_the_results(name):
+    text = pathlib.Path(__file__).parents[1].joinpath(name).read_text()
+    assert len(tables.BLOCK.findall(text)) == text.count("<!-- table: ") == text.count("<!-- end -->") > 0
+    assert tables.fill(text, tables.read_results()) == text, "run `make tables`"

@@ -66,7 +66,7 @@ def compile_program(gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, d
         if found := re.match(r"\s+(?:ROOT )?%\S+ = (?:\(.*?\) |\S+ )([a-z][a-z0-9-]*)\(", line):
             target = re.search(r'custom_call_target="([^"]*)"', line)
             operations.append(target[1] if target else found[1])
-    kernels = [read_kernel(path, ptxas) for path in sorted(folder.glob("*.ptx")) if "rotary" in path.read_text()]
+    kernels = [read_kernel(path, ptxas) for path in sorted(folder.glob("*.ptx")) if re.search("rotary|attention", path.read_text())]
     return Program([x for x in operations if x not in FREE], text, compiled.memory_analysis().alias_size_in_bytes, kernels)
 
 
