@@ -1,7 +1,9 @@
-"""Rotations of q and k by other software, each as a CUDA graph of the same number of steps. Imported only where torch is installed."""
+"""Rotations and attention by other software, each as a CUDA graph of the same number of steps. Imported only where torch is installed."""
 
+import functools
 import importlib
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 
@@ -30,6 +32,31 @@ def rotations(shape: tuple[int, ...], theta: list[list[float]], copies: int, ste
         forms["liger"] = lambda: liger(cos, sin, shape[-1])
     if importlib.util.find_spec("flash_attn"):
         forms["flash_attn"] = lambda: flash_attn(cos, sin)
+    return graph_timers(forms, arrays, steps)
+
+
+def attentions(sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int) -> dict[str, Callable[[], float]]:
+    """Like `rotations`: torch's attention on `copies` packed projections of `shape`, [B, ..., 3, N, D].
+
+    `sees(query, key)` says by the numbers of tokens whether they attend; None for all.
+    """
+    arrays = [(torch.randn(shape, device="cuda").bfloat16(),) for _ in range(copies)]
+    return graph_timers({"torch": lambda: torch_attention(sees, shape)}, arrays, steps)
+
+
+def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
+    """scaled_dot_product_attention, or FlexAttention with a mask, under torch.compile."""
+    torch.compiler.reset()
+    attend, tokens = torch.nn.functional.scaled_dot_product_attention, math.prod(shape[1:-3])
+    if sees is not None:
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        mask = flex.create_block_mask(lambda batch, head, query, key: sees(query, key), None, None, tokens, tokens, device="cuda")
+        attend = functools.partial(flex.flex_attention, block_mask=mask)
+    return torch.compile(lambda qkv: attend(*qkv.view(shape[0], tokens, *shape[-3:]).permute(2, 0, 3, 1, 4)), dynamic=False)
+
+
+def graph_timers(forms: dict[str, Callable], arrays: list[tuple], steps: int) -> dict[str, Callable[[], float]]:
+    """Form -> `graph_timer` of what it makes; those that fail on this machine are left out, and the failure is printed."""
     timers = {}
     for name, make in forms.items():
         try:
@@ -59,7 +86,7 @@ def flash_attn(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
     return lambda q, k: [apply(x, cos, sin, inplace=True) for x in (q, k)]
 
 
-def graph_timer(form: Callable, arrays: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> Callable[[], float]:
+def graph_timer(form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: int) -> Callable[[], float]:
     """Captures `steps` rounds over the arrays, and returns what times one step of a replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

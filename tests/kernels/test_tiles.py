@@ -23,6 +23,8 @@ CASES = [
     (Neighborhood((7, 7)), (4, 9), 64, 32),
     (Neighborhood((3, 5), (2, 3)), (11, 20), 64, 32),
     (Neighborhood((4, 2), (3, 1)), (29, 5), 32, 32),
+    (Neighborhood((8, 8)), (12, 12), 32, 32),  # a tile of half the kernel, which reaches one less down and right
+    (Neighborhood((16, 5), (1, 2)), (21, 9), 64, 32),
     (Neighborhood((13, 3), (1, 2)), (20, 9), 32, 64),
     (Neighborhood((13, 11), (2, 2)), (21, 25), 64, 64),
     (Neighborhood((5, 5), (9, 2)), (4, 7), 64, 32),

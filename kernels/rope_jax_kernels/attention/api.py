@@ -65,7 +65,8 @@ def attention(
         An array of q's shape and dtype.
 
     Raises:
-        ValueError: shapes do not fit each other or the pattern, or the named implementation is unknown or refuses.
+        ValueError: shapes do not fit each other or the pattern, the named implementation is unknown or refuses, or the kernels are asked
+            for a derivative that "xla" alone has: of rotation.coords, or a second one.
         TypeError: an array is not floating-point, or `pattern` is not a pattern.
     """
     checks.check_pattern(pattern)
@@ -104,7 +105,8 @@ def attention_qkv(
         [B, L, N, D] or [B, H, W, N, D], in qkv's dtype.
 
     Raises:
-        ValueError: shapes do not fit each other or the pattern, or the named implementation is unknown or refuses.
+        ValueError: shapes do not fit each other or the pattern, the named implementation is unknown or refuses, or the kernels are asked
+            for a derivative that "xla" alone has: of rotation.coords, or a second one.
         TypeError: an array is not floating-point, or `pattern` is not a pattern.
     """
     checks.check_pattern(pattern)

@@ -1,5 +1,7 @@
 """Global attention by cuDNN, through `jax.nn.dot_product_attention`, which wants q, k and v apart and rotated."""
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -41,7 +43,7 @@ def refusal(arrays: dict[str, Array], *, pattern: Pattern, rotation: Rotation | 
         return f"the head dimension is {x.shape[-1]}; multiples of 8 are served"
     if bias is not None and x.shape[1] % 2:
         return f"there are {x.shape[1]} tokens; with a bias it is trained on even numbers only"
-    if not isinstance(scale, int | float | None):
+    if not isinstance(scale, numbers.Real | None):
         return "scale is an array; numbers are served"
     if not device.is_gpu():
         return "it needs a GPU"

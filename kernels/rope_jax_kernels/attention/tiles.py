@@ -237,7 +237,8 @@ class AxisTiles:
     def halo(self) -> int:
         """Members in the halo of a tile."""
         if not self.transpose:
-            return self.tile + self.kernel - 1
+            # What the first token sees, from kernel // 2 before it on, is more where the kernel is even and the tile half of it.
+            return max(self.tile + self.kernel - 1, self.kernel + self.kernel // 2)
         ends = []
         for residue in range(self.classes):
             members = self.members(residue)
@@ -385,7 +386,7 @@ def cut(pattern: Pattern, places: tuple[int, ...], *, rows: int, columns: int) -
         size = power_of_two(window.size[0] * window.size[1])
         return WindowTiles(places, window, min(rows, size), min(columns, size))
     assert isinstance(pattern, Neighborhood)
-    # Enough that a halo of tile + kernel - 1 holds what a tile at the border sees.
+    # Enough that a halo, which begins kernel // 2 before its tile, holds what a tile at the end of the map sees.
     sides = [max(side, kernel - kernel // 2) for side, kernel in zip((SIDE, rows // SIDE), pattern.size, strict=True)]
     axes = [AxisTiles(*axis) for axis in zip(places, pattern.size, pattern.dilation, sides, strict=True)]
     return NeighborhoodTiles(*axes, columns)

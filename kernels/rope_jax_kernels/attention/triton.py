@@ -15,6 +15,7 @@ the rotated queries and keys and their gradients, which are in registers then; t
 import copy
 import dataclasses
 import functools
+import numbers
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from rope_jax_kernels.rotation import Pairing, Rotation
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 HEAD_DIMS = (16, 128)  # least and most
+NEIGHBORS = 16  # most along one axis: a tile, which is half as long at least, has no more than 64 queries then
 PROGRAMS = 1024  # of the gradient of a bias: several for each of a GPU's multiprocessors
 LOG2E = np.float32(np.log2(np.e))
 MASKED = np.float32(-1e30)  # a logit that is not there; finite, so that rows without any key stay finite
@@ -296,6 +298,10 @@ class Backward:
         """Where gradients of rows add up, a piece each."""
         return [jnp.zeros((slots.token.shape[0], columns.channel.shape[0]), jnp.float32) for columns in self.turner.columns]
 
+    def scaled(self, pieces: list[Array]) -> list[Array]:
+        """Gradients of rows from those of unscaled logits. Scaled before, these would be smaller, and float16 has no smaller numbers."""
+        return [piece * np.float32(self.task.scale) for piece in pieces]
+
     def finish(self, sums: list[Array]) -> None:
         """Writes this program's share of the gradient of the frequencies."""
         pair = jnp.arange(power_of_two(self.task.pairs), dtype=jnp.int32)
@@ -317,8 +323,8 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
         k, v = b.keys(k_slots)
         weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
         store(dv_ref, b.item, k_slots, b.v_head, b.row, dot(weights.astype(dout.dtype), dout, (0, 0)))
-        dlogits = (dlogits * np.float32(b.task.scale)).astype(dout.dtype)
-        dk = [dot(dlogits, piece, (0, 0)) for piece in q]
+        dlogits = dlogits.astype(dout.dtype)
+        dk = b.scaled([dot(dlogits, piece, (0, 0)) for piece in q])
         b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
         if freqs:
             sums = [total + new for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)]
@@ -326,6 +332,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
 
     sums = [jnp.zeros_like(freq) for freq in b.turner.freqs] if freqs else []
     dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
+    dq = b.scaled(dq)
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
     if freqs:
         b.finish([total + new for total, new in zip(sums, b.turner.gradient(q_slots, q, dq), strict=True)])
@@ -344,10 +351,10 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: b
         k_slots = b.tiles.block(b.tile, block)
         k, v = b.keys(k_slots)
         _, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
-        dlogits = (dlogits * np.float32(b.task.scale)).astype(dout.dtype)
+        dlogits = dlogits.astype(dout.dtype)
         return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)]
 
-    dq = over_blocks(b.tiles.blocks, step, b.zeros(q_slots))
+    dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
     if freqs:
         b.finish(b.turner.gradient(q_slots, q, dq))
@@ -367,12 +374,13 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: boo
         q, dout = b.queries(q_slots)
         lse, delta = (b.of_query(ref, q_slots) for ref in (b.lse, b.out_or_delta))
         weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
-        dlogits = (dlogits * np.float32(b.task.scale)).astype(dout.dtype)
+        dlogits = dlogits.astype(dout.dtype)
         dk = [total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dk, q, strict=True)]
         return dk, dv + dot(weights.astype(dout.dtype), dout, (0, 0))
 
     start = b.zeros(k_slots), jnp.zeros((k_slots.token.shape[0], b.row.channel.shape[0]), jnp.float32)
     dk, dv = over_blocks(b.tiles.blocks, step, start)
+    dk = b.scaled(dk)
     b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
     store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
     if freqs:
@@ -405,7 +413,7 @@ def bias_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, items: in
 def run(kernel: Any, launch: Launch, grid: tuple, outputs: list[tuple], operands: tuple, *, aliases: dict | None = None) -> list[Array]:
     """Starts a kernel; outputs are (shape, dtype)."""
     varying = jax.typeof(operands[0]).manual_axis_type
-    outputs = pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in outputs],
@@ -413,23 +421,29 @@ def run(kernel: Any, launch: Launch, grid: tuple, outputs: list[tuple], operands
         compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=1),
         interpret=launch.task.interpret,
         name=f"attention_{kernel.func.__name__}",
-    )(*operands)
-    return list(outputs)
+    )
+    once = jax.custom_jvp(call)
+    once.defjvp(refuse_second_derivative)
+    return list(once(*operands))
+
+
+def refuse_second_derivative(primals: tuple, tangents: tuple) -> None:
+    """What is asked of a kernel is its derivative only where the attention around it, which has a first one, is differentiated twice."""
+    raise ValueError("implementation='triton' of attention has first derivatives only; use implementation='xla' for second ones")
 
 
 def plan(task: Task, itemsize: int, part: str) -> Launch:
-    """How a part, "forward", "backward" or "bias", is cut: as coarsely as registers allow without spilling (compiled for sm_90a)."""
+    """How a part, "forward", "queries", "keys" or "bias", is cut: as coarsely as registers allow without spilling (compiled for sm_90a)."""
+    wide, everywhere = itemsize == 4 or task.head_dim > 64, isinstance(task.pattern, Global)
     if part == "forward":
-        size = (32, 16, 8) if task.head_dim * itemsize > 256 else (64, 32, 4)
-        if task.head_dim * itemsize <= 128 and not isinstance(task.pattern, Neighborhood):
-            # Tall tiles turn keys fewer times.
-            size = (128, 64, 8) if isinstance(task.pattern, Global) and task.tokens > 64 else (64, 64, 4)
-    elif itemsize == 4 or task.head_dim > 64:
-        size = (32, 16, 8)
+        # Tall tiles turn keys fewer times.
+        size = (32, 16, 8) if itemsize == 4 and task.head_dim > 32 else (128, 64, 8) if everywhere and not wide else (64, 32, 4)
     elif part == "bias":
-        size = (64, 32, 4)
+        size = (32, 16, 8) if wide else (64, 32, 4)
+    elif wide:
+        size = (16 if part == "keys" else 32, 16, 16 if itemsize == 4 and not everywhere else 8)
     else:
-        size = (64, 64 if isinstance(task.pattern, Global) else 32, 8)
+        size = (32 if part == "keys" else 64, 64, 8) if everywhere else (64, 32, 8)
     rows, columns, warps = size
     return Launch(task, cut(task.pattern, task.places, rows=rows, columns=columns), warps)
 
@@ -482,7 +496,7 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     q, k, v = views(task, arrays)
     dout = jnp.zeros(dout.shape, dout.dtype) if isinstance(dout, SymbolicZero) else dout
     _, dout = vary_alike(arrays, dout)  # zeros made here do not vary yet
-    launch = plan(task, q.dtype.itemsize, "backward")
+    launch = plan(task, q.dtype.itemsize, "queries")
     tiles, batch, options = launch.tiles, q.shape[0], {"rotated": len(rotation), "biased": len(bias)}
     terms = (*rotation, *bias)
     gradient = [(q.shape, q.dtype)]
@@ -498,7 +512,8 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
         kernel = functools.partial(query_kernel, launch=launch, **options_freqs)
         shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
         dq, delta, *partial = run(kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms))
-        turned = dataclasses.replace(launch, tiles=tiles.transposed())
+        turned = plan(task, q.dtype.itemsize, "keys")
+        turned = dataclasses.replace(turned, tiles=turned.tiles.transposed())
         kernel = functools.partial(key_kernel, launch=turned, **options_freqs)
         operands = (q, k, v, dout, lse, delta, *terms)
         shapes, aliases = gradient * (1 if task.packed else 2) + sums(turned.tiles), {}
@@ -512,20 +527,19 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
 
 
 def _of_rotation(rotation: tuple, partial: list[Array]) -> tuple:
-    """The gradients of (coords, freqs); coords, which have none, get zeros."""
-    if not rotation:
-        return ()
-    coords, freqs = rotation
-    dfreqs = sum((x.sum((0, 1)) for x in partial), jnp.zeros((), jnp.float32))
-    if freqs.shape[0] == 1 and partial:
-        dfreqs = dfreqs.sum(0, keepdims=True)
-    return jnp.zeros_like(coords), jnp.broadcast_to(dfreqs, freqs.shape).astype(freqs.dtype)
+    """The gradients of (coords, freqs): None of coords, and of freqs where there are no `partial` sums."""
+    if not partial:
+        return (None,) * len(rotation)
+    _, freqs = rotation
+    dfreqs = sum(x.sum((0, 1)) for x in partial)
+    dfreqs = dfreqs.sum(0, keepdims=True) if freqs.shape[0] == 1 else dfreqs
+    return None, dfreqs.astype(freqs.dtype)
 
 
 def _of_bias(task: Task, operands: tuple, bias: tuple, wanted: Wanted, options: dict) -> tuple:
-    """The gradient of the bias [N, entries]."""
+    """The gradient of the bias [N, entries], None where it is not wanted."""
     if not wanted.bias:
-        return tuple(jnp.zeros_like(x) for x in bias)
+        return (None,) * len(bias)
     launch = plan(task, operands[0].dtype.itemsize, "bias")
     tiles, heads = launch.tiles, task.heads
     shares = tiles.tiles // tiles.repeats
@@ -583,13 +597,13 @@ def refusal(arrays: dict[str, Array], *, pattern: Pattern, rotation: Rotation | 
             return f"{name} has dtype {x.dtype}, and it computes in float32 (float16, bfloat16 and float32 are served)"
         if x.size == 0:
             return f"{name} has shape {x.shape}, so there is nothing to compute"
-        if 3 * x.size >= 2**31:
-            return f"{name} has {x.size} elements, more than 32-bit indices reach"
     least, most = HEAD_DIMS
     head_dim = next(iter(arrays.values())).shape[-1]
     if not least <= head_dim <= most:
         return f"the head dimension is {head_dim}; {least} to {most} are served"
-    if not isinstance(scale, int | float | None):
+    if isinstance(pattern, Neighborhood) and max(pattern.size) > NEIGHBORS:
+        return f"the neighbourhood is {pattern.size}; up to ({NEIGHBORS}, {NEIGHBORS}) are served"
+    if not isinstance(scale, numbers.Real | None):
         return "scale is an array; numbers are served"
     return device.refusal()
 
