@@ -1,7 +1,8 @@
 """Writes the tables of the READMEs from the results: `python -m benchmarks tables`, or `make tables`.
 
 What stands between `<!-- table: NAME -->` and `<!-- end -->` in one of FILES is replaced by what TABLES[NAME] makes of the newest results
-in benchmarks/results (the table of schemes, of what they say of themselves). A figure without a result reads "not measured". With --check nothing is written, and a difference is an error.
+in benchmarks/results (the table of schemes: of what they say of themselves). A figure without a result reads "not measured". With --check
+nothing is written, and a difference is an error.
 """
 
 import argparse

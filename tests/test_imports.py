@@ -47,7 +47,7 @@ def within(name, group):
 
 
 HINTS = ["rope_jax.hints"]
-POSITIONS = ["rope_jax.positions", "rope_jax_kernels", *HINTS]
+POSITIONS = ["rope_jax.positions", "rope_jax.initializers", "rope_jax_kernels", *HINTS]
 MODELS = ["rope_jax.models", *POSITIONS]
 CONFIG = ["rope_jax.config", *HINTS]
 DATA = ["rope_jax.data"]
@@ -70,6 +70,7 @@ RULES = {
     "rope_jax.metrics": ([], [*ARRAYS, "tensorboardX"]),
     "rope_jax.data": (DATA, ["numpy", "jaxtyping", "PIL", "sklearn"]),
     "rope_jax.hints": ([], []),
+    "rope_jax.initializers": ([], ARRAYS),
     "rope_jax.config": (CONFIG, ["ml_collections"]),
     "rope_jax.restore": (RESTORE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.evaluate": (EVALUATE, [*ARRAYS, "flax.nnx"]),

@@ -70,10 +70,16 @@ def check_drop_path(rate: float) -> None:
         raise ValueError(f"drop_path={rate} is not allowed; it must be at least 0 and below 1")
 
 
-def training_keys(train: bool, key: Array | None, rate: float, count: int) -> Sequence[Array | None]:
-    """`count` keys for a forward pass in training, or as many Nones; ValueError where drop path of `rate` needs one and there is none."""
+def training_keys(train: bool, key: Array | None, rate: float, count: int, *, augments: bool = False) -> Sequence[Array | None]:
+    """`count` keys for a forward pass in training, or as many Nones.
+
+    Raises:
+        ValueError: there is no key, and drop path of `rate` needs one, or a position that augments its coordinates does.
+    """
     if train and key is None and rate > 0:
         raise ValueError("train=True needs a key for drop path: pass key=jax.random.key(...), or create the model with drop_path=0")
+    if train and key is None and augments:
+        raise ValueError("train=True needs a key for the position, which draws its coordinates in training: pass key=jax.random.key(...)")
     return [None] * count if not train or key is None else list(jax.random.split(key, count))
 
 

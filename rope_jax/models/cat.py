@@ -26,8 +26,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.blocks import drop_path, training_keys
-from rope_jax.models.layers import Linear, check_images, conv_init, dtypes_of, fan_in_bias_init
+from rope_jax.models.layers import Linear, check_images, dtypes_of
 from rope_jax.models.registry import register
 from rope_jax.models.vit import ViT, ViTOptions
 from rope_jax.positions import Terms, grids
@@ -265,7 +266,7 @@ class CAT(ViT):
     def encode(self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None) -> Float[Array, "B L C"]:
         """Returns the normalised tokens of the last block, [B, H*W, C]; arguments as in calls."""
         options = self.options
-        position_key, key = training_keys(train, key, options.drop_path, 2)
+        position_key, key = training_keys(train, key, options.drop_path, 2, augments=self.position.augments)
         keys = [None] * options.depth if key is None else jax.random.split(key, options.depth)
         check_images(images)
         (grid,) = self.grids(images.shape[1:3])

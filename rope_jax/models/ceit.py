@@ -201,7 +201,7 @@ class CeiT(ViT):
     def _run(self, images: Array, train: bool, key: Array | None) -> tuple[Float[Array, "B L C"], Float[Array, "B depth C"]]:
         """The tokens of the last block, and the class tokens of all."""
         check_images(images)
-        position_key, key = training_keys(train, key, self.options.drop_path, 2)
+        position_key, key = training_keys(train, key, self.options.drop_path, 2, augments=self.position.augments)
         keys = [None] * self.options.depth if key is None else jax.random.split(key, self.options.depth)
         (grid,) = self.grids(images.shape[1:3])
         x = self.embed(self.patch_embed(images, train), grid, position_key)

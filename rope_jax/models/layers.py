@@ -1,8 +1,6 @@
 """Layers that all backbones share."""
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,51 +8,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import conv_init, fan_in_bias_init, he_init, linear_init  # noqa: F401
+
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables that files of weights hold: what is trained, and the running statistics of batch norms. The rest is computed."""
-
-
-def _drawn(sample: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]) -> Callable:
-    """An initialiser, a function of key, shape and dtype, whose numbers NumPy draws from the key.
-
-    The same ones on every device, and nothing to compile: jax.random compiles a program for each shape, 15 seconds for a Swin.
-    """
-
-    def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        draw = lambda words: sample(np.random.default_rng(words), shape).astype(dtype)
-        words = jax.random.key_data(key)
-        if isinstance(words, jax.core.Tracer):  # within jit, or under eval_shape, which only asks for the shape
-            return jax.pure_callback(lambda words: draw(np.asarray(words)), jax.ShapeDtypeStruct(shape, dtype), words)
-        return jnp.asarray(draw(np.asarray(words)))
-
-    return init
-
-
-# torch's trunc_normal_(std=0.02) cuts at +-2, a hundred standard deviations: a normal distribution.
-linear_init = _drawn(lambda rng, shape: np.float32(0.02) * rng.standard_normal(shape, np.float32))
-
-
-# torch's kaiming_normal_: the variance of what comes out stays through a rectifier.
-he_init = _drawn(lambda rng, shape: np.float32((2 / math.prod(shape[:-1])) ** 0.5) * rng.standard_normal(shape, np.float32))
-
-
-def _orthogonal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    q, r = np.linalg.qr(rng.standard_normal((shape[1], shape[0]), np.float32))
-    return (q * np.sign(np.diag(r))).T
-
-
-# Orthonormal rows [M, C], M <= C, all directions being as likely.
-orthogonal_init = _drawn(_orthogonal)
-
-
-def fan_in_bias_init(fan_in: int) -> Callable:
-    """torch's default bias of a convolution: uniform in +-1/sqrt(fan_in)."""
-    return _drawn(lambda rng, shape: np.float32(fan_in**-0.5) * (2 * rng.random(shape, np.float32) - 1))
-
-
-def conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """torch's default kernel of a convolution [kh, kw, I, O]: uniform in +-1/sqrt(fan_in), as its bias."""
-    return fan_in_bias_init(math.prod(shape[:-1]))(key, shape, dtype)
 
 
 class Linear(nnx.Linear):
@@ -118,11 +75,15 @@ class LayerScale(nnx.Module):
 
 
 def check_images(images: Array) -> None:
-    """Refuses anything but images [B, H, W, 3]."""
+    """Refuses anything but floating-point images [B, H, W, 3]."""
     if images.ndim != 4 or images.shape[3] != 3:
         raise ValueError(
             f"images have shape {images.shape}; they must be [B, H, W, 3]: repeat the channel of grey images three times, drop a fourth one"
         )
+    if 0 in images.shape:
+        raise ValueError(f"images have shape {images.shape}, in which nothing is: pass at least one image of at least one pixel")
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise ValueError(f"images have dtype {images.dtype}; they must be floating-point numbers, normalised: (images / 255 - mean) / std")
 
 
 class PatchProjection(nnx.Module):

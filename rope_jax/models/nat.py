@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.attention import SelfAttention
-from rope_jax.models.layers import conv_init, fan_in_bias_init, layer_norm
+from rope_jax.models.layers import layer_norm
 from rope_jax.models.registry import register
 from rope_jax.models.swin import SIZES, Hierarchy, HierarchyOptions
 from rope_jax.positions import Position, Terms

@@ -5,7 +5,7 @@ import fnmatch
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ class Entry:
 
 
 MODELS: dict[str, Entry] = {}
+
+_DTYPES = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64")]
 
 
 def register(name: str, family: Callable, options: Any, *, position: str, num_classes: int = 1000, image_size: int = 224) -> None:
@@ -70,7 +72,8 @@ def create_model(
         dtype: in which activations are computed. Parameters are float32, or float64 with dtype=float64 (which needs jax_enable_x64).
         pretrained: False, or a .safetensors or .npz file of official weights, or a hub id; see `pretrained.load_pretrained`. What they
             expect of images is then in `model.preprocessing`.
-        **overrides: the family's options by name, for example depth=2 (see `vit.ViTOptions`, `swin.SwinOptions`, `nat.NATOptions`).
+        **overrides: the family's options by name, for example depth=2 (see `ViTOptions`, `SwinOptions`, `NATOptions`, `CATOptions`,
+            `T2TOptions`, `CeiTOptions`, `CCTOptions` in the modules beside this one).
 
     None stands for the model's own default. Works under `nnx.eval_shape`, which gives shapes without allocating.
 
@@ -86,15 +89,14 @@ def create_model(
         raise ValueError(
             "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as 'timm/deit_tiny_patch16_224.fb_in1k'"
         )
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype != jax.dtypes.canonicalize_dtype(dtype):
-        raise ValueError(f"dtype={dtype} is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64")
+    if position is not None and not isinstance(position, str):
+        raise ValueError(f"position={position!r} must be the text of a scheme, such as 'axial_rope' or 'rope2d(base=50)'")
     model = entry.family(
         model_options(name, overrides),
         position=entry.position if position is None else position,
         num_classes=_positive("num_classes", entry.num_classes if num_classes is None else num_classes),
         image_size=image_pair(entry.image_size if image_size is None else image_size),
-        dtype=dtype,
+        dtype=_compute_dtype(dtype),
         rngs=nnx.Rngs(seed),
     )
     if pretrained is not False:
@@ -121,15 +123,26 @@ def _of_kind(what: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def image_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) in pixels from an int or a pair."""
-    pair = (size, size) if isinstance(size, int | np.integer) else tuple(size)
+def image_pair(size: Any) -> tuple[int, int]:
+    """(height, width) in pixels from an int or a pair; ValueError for anything else."""
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n > 0 for n in pair):
         raise ValueError(f"image size {size!r} must be a positive number of pixels or a pair (height, width) of them")
     return int(pair[0]), int(pair[1])
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-    return value
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    return int(value)
+
+
+def _compute_dtype(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found not in _DTYPES or found != jax.dtypes.canonicalize_dtype(found):
+        name = dtype if found is None else found
+        raise ValueError(f"dtype={name} is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64")
+    return found

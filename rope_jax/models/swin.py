@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import Block, check_drop_path, drop_path_rates, make_blocks, run_blocks, training_keys
 from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear, param_dtype
-from rope_jax.models.registry import register
+from rope_jax.models.registry import image_pair, register
 from rope_jax.models.vit import ViTOptions
 from rope_jax.positions import Position, Stage, create_position
 from rope_jax.positions.grids import Grid
@@ -181,8 +181,9 @@ class Hierarchy(nnx.Module):
             )
         return [(-(-image_size[0] // (PATCH << stage)), -(-image_size[1] // (PATCH << stage))) for stage in range(len(self.options.depths))]
 
-    def resize(self, image_size: Grid) -> None:
-        """Makes `image_size` the resolution of creation: position tables are resized by their scheme's rule."""
+    def resize(self, image_size: int | Grid) -> None:
+        """Makes `image_size` (pixels, int or (height, width)) that of creation: position tables are resized by their scheme's rule."""
+        image_size = image_pair(image_size)
         grids = self.grids(image_size)
         self.prepare(image_size)
         for stage, grid in zip(self.stages, grids, strict=True):
@@ -194,7 +195,8 @@ class Hierarchy(nnx.Module):
     def _encode(self, images: Array, train: bool, key: Array | None) -> list[Array]:
         check_images(images)
         grids = self.grids(images.shape[1:3])
-        keys = training_keys(train, key, self.options.drop_path, 2 * len(grids))
+        augments = any(stage.position.augments for stage in self.stages)
+        keys = training_keys(train, key, self.options.drop_path, 2 * len(grids), augments=augments)
         x, maps = self.patch_embed(images), []
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             x = stage(x, self.patterns(index, grid), *keys[2 * index : 2 * index + 2])

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import orthogonal_init
 from rope_jax.models.blocks import Block, run_blocks, training_keys
-from rope_jax.models.layers import Mlp, check_images, layer_norm, linear, orthogonal_init
+from rope_jax.models.layers import Mlp, check_images, layer_norm, linear
 from rope_jax.models.registry import register
 from rope_jax.models.vit import ViT, ViTOptions
 from rope_jax.positions.grids import Grid
@@ -179,7 +180,7 @@ class T2TViT(ViT):
             raise ValueError(
                 "train=True needs a key for dropout in the stem: pass key=jax.random.key(...), or create the model with performer_dropout=0"
             )
-        position_key, stem_key, key = training_keys(train, key, options.drop_path, 3)
+        position_key, stem_key, key = training_keys(train, key, options.drop_path, 3, augments=self.position.augments)
         check_images(images)
         (grid,) = self.grids(images.shape[1:3])
         x = self.embed(self.patch_embed(images, stem_key), grid, position_key)

@@ -11,9 +11,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import normal_init
 from rope_jax.models.blocks import Block, check_drop_path, drop_path_rates, make_blocks, run_blocks, training_keys
-from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear, linear_init, param_dtype
-from rope_jax.models.registry import register
+from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear, param_dtype
+from rope_jax.models.registry import image_pair, register
 from rope_jax.positions import Stage, create_position
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood
@@ -149,8 +150,8 @@ class ViT(nnx.Module):
         return PatchEmbed(options.patch_size, options.width, norm_epsilon=epsilon, rngs=rngs, dtypes=dtypes)
 
     def _tokens(self, count: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Param:
-        start = linear_init(rngs.params(), (1, count, self.options.width), dtypes["param_dtype"])
-        return nnx.Param(start * (self.options.token_std / 0.02), decay=False)
+        start = normal_init(self.options.token_std)
+        return nnx.Param(start(rngs.params(), (1, count, self.options.width), dtypes["param_dtype"]), decay=False)
 
     def grids(self, image_size: Grid) -> list[Grid]:
         """Rows and columns of the map of each stage (here one) of an image of (height, width) pixels."""
@@ -159,14 +160,14 @@ class ViT(nnx.Module):
             raise ValueError(f"image size {image_size[0]}x{image_size[1]} is not divisible by the patch size {patch}: change one of them")
         return [(image_size[0] // patch, image_size[1] // patch)]
 
-    def resize(self, image_size: Grid) -> None:
-        """Makes `image_size` the resolution of creation: position tables are resized by their scheme's rule."""
-        self.position.resize(self.grids(image_size)[0])
+    def resize(self, image_size: int | Grid) -> None:
+        """Makes `image_size` (pixels, int or (height, width)) that of creation: position tables are resized by their scheme's rule."""
+        self.position.resize(self.grids(image_pair(image_size))[0])
 
     def encode(self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None) -> Float[Array, "B L C"]:
         """Returns the tokens of the last block, [B, P + H*W, C], normalised unless that comes after pooling; arguments as in calls."""
         options = self.options
-        position_key, key = training_keys(train, key, options.drop_path, 2)
+        position_key, key = training_keys(train, key, options.drop_path, 2, augments=self.position.augments)
         check_images(images)
         (grid,) = self.grids(images.shape[1:3])
         x = self.embed(self.patch_embed(images), grid, position_key)

@@ -6,6 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import normal_init
 from rope_jax.positions import grids
 from rope_jax.positions.resample import RESAMPLERS
 from rope_jax.positions.scheme import Grid, Position, Stage, check_finite, check_option, scheme
@@ -47,7 +48,7 @@ class Learned(Absolute):
         check_option("resize", resize, ("bicubic", "antialias", "dinov2", "bilinear", "pad"))
         self.std, self.resampler = check_finite("std", std, zero=True), resize
         rows = stage.embed_prefix + stage.grid[0] * stage.grid[1]
-        start = nnx.initializers.normal(self.std)
+        start = normal_init(self.std)
         self.embedding = nnx.Param(start(rngs.params(), (rows, stage.channels), stage.dtype), decay=False)
 
     def another(self, rngs: nnx.Rngs) -> "Learned":
@@ -99,7 +100,7 @@ class SinCos2D(Absolute):
         base: 10000.
     """
 
-    paper = "Heo et al., arXiv 2403.13298, eq. 2; MoCo v3"
+    paper = "Heo et al., arXiv 2403.13298, eq. 2; Chen et al., arXiv 2104.02057"
     equation = "tokens + sin, cos of x 10000^(-4i/C) and y 10000^(-4i/C)"
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, order: str = "heo", base: float = 10000.0):

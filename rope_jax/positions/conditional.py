@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import normal_init
 from rope_jax.positions import grids
 from rope_jax.positions.absolute import Absolute, check_channels, interleaved
 from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_finite, scheme
@@ -119,7 +120,7 @@ class PositionEncodingGenerator(Position):
             raise ValueError(f"after={after} is not allowed; use the number of a block, 0 to {stage.depth - 1}")
         self.after = after
         spread = np.sqrt(2 / 9)  # fan-out of a depthwise kernel, as in Twins
-        self.kernel = nnx.Param(nnx.initializers.normal(spread)(rngs.params(), (3, 3, stage.channels), stage.dtype), decay=False)
+        self.kernel = nnx.Param(normal_init(spread)(rngs.params(), (3, 3, stage.channels), stage.dtype), decay=False)
         self.bias = nnx.Param(jnp.zeros(stage.channels, stage.dtype), decay=False)
 
     def mix_after(self, depth: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ class LaPE(Position):
 
     Layer l normalises the embedding with a layer norm of its own, p <- LN_l(p), adds it to its normalised tokens before the
     projection to q, k, v, and hands it on. Nothing is added after the patch embedding. In a backbone of stages each stage has an
-    embedding of its own, of its whole map.
+    embedding of its own, of its whole map. Of `cape` it takes the waves alone, on a map that training leaves as it is.
 
     Options:
         join: "lape"; or what the paper compares it with: "shared_norm", the same with one layer norm for all layers; "share", where the

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import normal_init
 from rope_jax.positions import frequencies, grids
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.rotary import whole_map
@@ -207,7 +208,7 @@ class ComRoPE(Position):
         self.perturbation = check_finite("perturbation", perturbation, zero=True)
         self.offset = check_finite("offset", offset, zero=True)
         blocks = _check_block(block, stage, multiple=1 if variant == "ld" else 2)
-        draw = lambda std, *shape: nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, stage.dtype), decay=False)
+        draw = lambda std, *shape: nnx.Param(normal_init(std)(rngs.params(), shape, stage.dtype), decay=False)
         self.blocks = draw(check_finite("std", std, zero=True), stage.depth, stage.heads, blocks, block, block)
         if variant == "ld":
             self.scales = draw(1.0, stage.depth, 1, 2, blocks)  # the same in all heads
@@ -260,7 +261,7 @@ class String(Position):
             raise ValueError(f"head dimension {stage.head_dim} must be divisible by 4: change the model's width or number of heads")
         self.variant, self.base = variant, check_finite("base", base)
         size = (stage.head_dim * (stage.head_dim - 1) // 2,) if variant == "cayley" else (2, stage.head_dim)
-        draw = nnx.initializers.normal(check_finite("std", std, zero=True))
+        draw = normal_init(check_finite("std", std, zero=True))
         self.learned = nnx.Param(draw(rngs.params(), (stage.depth, stage.heads, *size), stage.dtype), decay=False)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
@@ -298,7 +299,7 @@ class SphericalRope(Position):
         learnable: whether each axis, head and layer learns its own, starting with these; False.
     """
 
-    paper = "arXiv 2511.08368"
+    paper = "van de Geijn et al., arXiv 2511.08368"
     equation = "R(p) = R_12(f y) R_01(f x) in groups of three channels"
     resolution = "extrapolate"
     relative = False

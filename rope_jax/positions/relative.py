@@ -9,9 +9,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import normal_init
 from rope_jax.positions.resample import RESAMPLERS
 from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_finite, check_option, scheme
 from rope_jax_kernels import Global, Neighborhood, Window
+from rope_jax_kernels.attention.reference import window_bias
 
 
 def side(stage: Stage, grid: Grid) -> Grid:
@@ -28,6 +30,18 @@ def offset_bias(table: Float[Array, "layers N h w"], stage: Stage) -> Array:
     return table.reshape(*table.shape[:2], -1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AddBias:
+    """A transform that adds `matrix` [N, L, L] to the logits: a bias that is no table of offsets."""
+
+    matrix: Array | PerLayer
+
+    def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
+        """See `Terms.transform`."""
+        return attend(q, k, v, self.matrix)
+
+
 @scheme("rpb")
 class RelativeBias(Position):
     """Relative position bias per head and layer, in the form of the stage's attention.
@@ -41,6 +55,11 @@ class RelativeBias(Position):
         grow: what happens to the table on a larger map or window: "bicubic", "antialias", "bilinear" (see `ape`) or "pad" (zeros for
             unseen offsets).
         shrink: on a smaller one: "bicubic", "antialias", "bilinear" or "crop" (the central offsets).
+        std: of its start, 0.02. The bias that LaPE is compared with (`pe="2D_RPE"` of its code) starts with zeros, and is decayed.
+        decay: whether the optimiser decays it, False.
+        key_norm: True sends each query's biases through a layer norm over the keys of the map, one per layer (`join_type="LN"` of LaPE's
+            code). What comes out is no longer relative, so this is for global attention, without `prefix`. Scale and bias of the norm, one
+            of each for a place on the map, go to other maps by the rules of the table.
     A neighbourhood keeps its size on every map, so its table stays.
     """
 
@@ -50,8 +69,20 @@ class RelativeBias(Position):
     resolution = "resample"
     per_head = per_layer = learnable = True
     prefix_offsets: nnx.Param | None = None  # [depth, N, 3]
+    key_scale: nnx.Param | None = None  # [depth, H, W]
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, prefix: bool = False, grow: str = "bicubic", shrink: str = "bicubic"):
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        prefix: bool = False,
+        grow: str = "bicubic",
+        shrink: str = "bicubic",
+        std: float = 0.02,
+        decay: bool = False,
+        key_norm: bool = False,
+    ):
         super().__init__(stage, rngs=rngs)
         if prefix and not stage.prefix:
             raise ValueError("prefix=True is the bias of class and register tokens, of which this model's attention has none: leave it out")
@@ -59,20 +90,31 @@ class RelativeBias(Position):
         check_option("shrink", shrink, ("bicubic", "antialias", "bilinear", "crop"))
         self.grow, self.shrink = grow, shrink
         rows, columns = side(stage, stage.grid)
-        shape = (stage.depth, stage.heads, 2 * rows - 1, 2 * columns - 1)
-        self.offsets = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, stage.dtype), decay=False)
+        start = normal_init(check_finite("std", std, zero=True))
+        draw = lambda *shape: nnx.Param(start(rngs.params(), (stage.depth, stage.heads, *shape), stage.dtype), decay=decay)
+        self.offsets = draw(2 * rows - 1, 2 * columns - 1)
         if prefix:
-            shape = (stage.depth, stage.heads, 3)
-            self.prefix_offsets = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, stage.dtype), decay=False)
+            self.prefix_offsets = draw(3)
+        if key_norm:
+            if prefix or not isinstance(stage.pattern, Global):
+                raise ValueError(
+                    "key_norm=True goes with global attention and without prefix=True: leave one of them out, or use another model"
+                )
+            self.acts, self.relative = "transform", False
+            self.key_scale = nnx.Param(jnp.ones((stage.depth, *stage.grid), stage.dtype), decay=False)
+            self.key_bias = nnx.Param(jnp.zeros((stage.depth, *stage.grid), stage.dtype), decay=False)
+
+    def _resampled(self, maps: Float[Array, "... h w"], size: Grid) -> Float[Array, "... h2 w2"]:
+        for axis, length in zip((-2, -1), size, strict=True):
+            one_axis = [*maps.shape[-2:]]
+            larger = length > one_axis[axis]
+            one_axis[axis] = length
+            maps = RESAMPLERS[self.grow if larger else self.shrink](maps, tuple(one_axis))
+        return maps
 
     def _resized(self, grid: Grid) -> Array:
-        table = self.offsets[...]
-        for axis, length in zip((2, 3), side(self.stage, grid), strict=True):
-            size = [*table.shape[2:]]
-            larger = 2 * length - 1 > size[axis - 2]
-            size[axis - 2] = 2 * length - 1
-            table = RESAMPLERS[self.grow if larger else self.shrink](table, tuple(size))
-        return table
+        rows, columns = side(self.stage, grid)
+        return self._resampled(self.offsets[...], (2 * rows - 1, 2 * columns - 1))
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         """See `Position.terms`."""
@@ -80,11 +122,18 @@ class RelativeBias(Position):
         if not isinstance(self.stage.pattern, Window):
             table = jax.lax.rev(table, (2, 3))  # key minus query to query minus key
         bias = offset_bias(table, self.stage)
+        if self.key_scale is not None:
+            scale, shift = (self._resampled(x[...], grid).reshape(self.stage.depth, 1, 1, -1) for x in (self.key_scale, self.key_bias))
+            matrix = jax.nn.standardize(jax.vmap(window_bias, (0, None))(bias, grid), axis=-1, epsilon=1e-5) * scale + shift
+            before = (self.stage.prefix, 0)
+            return Terms(transform=AddBias(PerLayer(jnp.pad(matrix, [(0, 0), (0, 0), before, before]))))
         return Terms(bias=PerLayer(bias if self.prefix_offsets is None else jnp.concatenate([bias, self.prefix_offsets[...]], axis=2)))
 
     def resize(self, grid: Grid) -> None:
         """See `Position.resize`."""
         self.offsets.set_value(self._resized(grid))
+        for of_map in () if self.key_scale is None else (self.key_scale, self.key_bias):
+            of_map.set_value(self._resampled(of_map[...], grid))
         super().resize(grid)
 
 
@@ -116,7 +165,7 @@ class ContinuousBias(Position):
         if hidden < 1:
             raise ValueError(f"hidden={hidden} is not allowed; use a width of at least 1")
         self.border = tuple(max(n - 1, 1) for n in side(stage, stage.grid))
-        draw = lambda *shape: nnx.initializers.normal(0.02)(rngs.params(), (stage.depth, *shape), stage.dtype)
+        draw = lambda *shape: normal_init(0.02)(rngs.params(), (stage.depth, *shape), stage.dtype)
         self.kernel1 = nnx.Param(draw(2, hidden), decay=False)
         self.bias1 = nnx.Param(jnp.zeros((stage.depth, hidden), stage.dtype), decay=False)
         self.kernel2 = nnx.Param(draw(hidden, stage.heads), decay=False)
@@ -211,7 +260,7 @@ class ImageRelative(Position):
     """
 
     paper = "Wu et al., arXiv 2107.14222"
-    equation = "logits + q . r[bucket(q - k)]"
+    equation = "logits + q . r, r learned for each bucket of offsets"
     acts = "transform"
     resolution = "extrapolate"
     per_layer = learnable = True

@@ -102,7 +102,7 @@ class Gain:
 class Rope1D(Rotary):
     """1-D RoPE on the index of the token in reading order (RoFormer, arXiv 2104.09864; thesis equation 3.2). base: 10000."""
 
-    paper = "Su et al., arXiv 2104.09864, eq. 34"
+    paper = "thesis, eq. 3.2; Su et al., arXiv 2104.09864"
     equation = "theta = l f, f = 10000^(-2r/D)"
 
     multiple = 1
@@ -122,21 +122,34 @@ class Rope1D(Rotary):
 
 @scheme("rope2d")
 class Rope2D(Rotary):
-    """2-D RoPE on row and column, x first: the thesis' "2D RoPE" (equation 3.4) and Heo's "RoPE-Axial" (equations 9 and 12).
+    """2-D RoPE on row and column, x first: the thesis' "2D RoPE" (equation 3.4) and Heo's "RoPE-Axial" (equations 12 and 13).
 
     Options:
         base: 100; Heo's Swin uses 50.
         shared: True; False deals one longer ladder out to the heads.
         freq_span: with k_rope > 1, "reduced" fits the whole ladder into the fewer pairs, "full" keeps its first part.
+        order: of the pairs, "blocks" (x turns the first half: the thesis, and Heo's code) or "alternate" (x and y in turn: Heo's
+            equation 12 as it is printed).
     """
 
-    paper = "thesis, eq. 3.4; Heo et al., arXiv 2403.13298, eq. 9, 12"
+    paper = "thesis, eq. 3.4; Heo et al., arXiv 2403.13298, eq. 12, 13"
     equation = "theta = x f or y f, f = 100^(-4r/D)"
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 100.0, shared: bool = True, freq_span: str = "reduced", **options):
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        base: float = 100.0,
+        shared: bool = True,
+        freq_span: str = "reduced",
+        order: str = "blocks",
+        **options,
+    ):
         super().__init__(stage, rngs=rngs, **options)
         check_option("freq_span", freq_span, ("reduced", "full"))
-        self.base = check_finite("base", base)
+        check_option("order", order, ("blocks", "alternate"))
+        self.base, self.order = check_finite("base", base), order
         self.span = 1.0 if freq_span == "reduced" else 2 * self.pairs / stage.head_dim
         self.heads, self.per_head = (1, False) if shared else (stage.heads, True)
 
@@ -147,7 +160,7 @@ class Rope2D(Rotary):
     def freqs(self) -> np.ndarray:
         """See `Rotary.freqs`."""
         rungs = frequencies.deal(self.heads, self.pairs // 2) * self.span
-        return frequencies.two_axes(frequencies.decay(rungs, self.base), "xy")
+        return frequencies.two_axes(frequencies.decay(rungs, self.base), "xy", alternate=self.order == "alternate")
 
 
 @scheme("rope_mixed")
@@ -189,6 +202,7 @@ class AxialRope(Rotary):
         generator: the ladder: "hdit" (pi .. 10 pi), "eq35" (1 .. 10), "table31" (1 .. 13.96), "exponential" (1 .. 1/100) or "pixel"
             (pi .. 5 pi in equal steps; lucidrains' rotary-embedding-torch).
         coords: "centres" of patches in [-1, 1], "endpoints" (first and last patch on the border), or "absolute" (row, column).
+        aspect: of the box, "isotropic" (its long side is [-1, 1], patches are square) or "separate" (either side is).
         axis_order: which axis turns the first pairs, "yx" or "xy".
         window_coords: of a window, "global_spacing" (patches lie as far apart as on the map) or "local_unit" (the window is the box).
     """
@@ -207,6 +221,7 @@ class AxialRope(Rotary):
         shared: bool = False,
         generator: str = "hdit",
         coords: str = "centres",
+        aspect: str = "isotropic",
         axis_order: str = "yx",
         window_coords: str = "global_spacing",
         **options,
@@ -214,16 +229,23 @@ class AxialRope(Rotary):
         super().__init__(stage, rngs=rngs, k_rope=k_rope, **options)
         check_option("generator", generator, tuple(frequencies.AXIAL_GENERATORS))
         check_option("coords", coords, ("centres", "endpoints", "absolute"))
+        check_option("aspect", aspect, ("isotropic", "separate"))
+        if coords == "absolute" and aspect != "isotropic":
+            raise ValueError(
+                f"aspect={aspect} is the form of a box, which coords=absolute does not have: leave it out, or use other coords"
+            )
         check_option("axis_order", axis_order, ("yx", "xy"))
         check_option("window_coords", window_coords, ("global_spacing", "local_unit"))
         self.local = window_coords == "local_unit" and isinstance(stage.pattern, Window)
-        self.generator, self.coords_name, self.axis_order = generator, coords, axis_order
+        self.generator, self.coords_name, self.aspect, self.axis_order = generator, coords, aspect, axis_order
         self.resolution = "extrapolate" if coords == "absolute" else "interpolate"
         self.heads, self.per_head = (1, False) if shared else (stage.heads, True)
 
     def coords(self, grid: Grid) -> np.ndarray:
         """See `Rotary.coords`."""
-        return getattr(grids, self.coords_name)(self.stage.pattern.fit(grid).size if self.local else grid)
+        box = self.stage.pattern.fit(grid).size if self.local else grid
+        coords = getattr(grids, self.coords_name)(box)
+        return coords if self.aspect == "isotropic" else coords * max(box) / box
 
     def freqs(self) -> np.ndarray:
         """See `Rotary.freqs`."""
@@ -407,6 +429,8 @@ class DinoV3(Rotary):
         self.base, self.periods = check_finite("base", base), None
         if min_period or max_period:
             self.periods = check_finite("min_period", min_period), check_finite("max_period", max_period)
+            if min_period > max_period:
+                raise ValueError(f"min_period={min_period} is longer than max_period={max_period}: swap them")
         self.shift = check_finite("shift", shift, zero=True)
         for name, factor in (("jitter", jitter), ("rescale", rescale)):
             if check_finite(name, factor) < 1:
@@ -447,9 +471,11 @@ class DinoV3(Rotary):
 class CatRope(Rotary):
     """The cross-axis transformer's RoPE: columns turn even pairs and rows odd ones, on -pi .. pi (its "3D" RoPE; CAT, section 2.2).
 
-    The first and the last patch of the longer side lie at -+pi, the shorter side keeps the aspect ratio, and rows count upwards.
+    The shorter side keeps the aspect ratio, and rows count upwards.
 
     Options:
+        coords: "endpoints", where the first and the last patch of the longer side lie at -+pi (the released code); or "half_open", where
+            patch i of n lies at pi (2 i - n) / n, so that pi itself is left out (the formula in the paper).
         mode: "paper"; "paper_unit", the same with all frequencies 1, which is what the released code's formula gives; or "released",
             bit-compatible with that code, where q and k are no rotated vectors but multiplied, channel by channel, by a rotated vector
             of ones. That is neither relative nor does it keep norms.
@@ -460,16 +486,18 @@ class CatRope(Rotary):
     equation = "theta = x f or y f, f = 10000^(-2r/D), (x, y) in [-pi, pi]"
     resolution = "interpolate"
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, mode: str = "paper", base: float = 10000.0, **options):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, mode: str = "paper", base: float = 10000.0, coords: str = "endpoints", **options):
         super().__init__(stage, rngs=rngs, **options)
         check_option("mode", mode, ("paper", "paper_unit", "released"))
-        self.mode, self.base = mode, check_finite("base", base)
+        check_option("coords", coords, ("endpoints", "half_open"))
+        self.mode, self.base, self.half_open = mode, check_finite("base", base), coords == "half_open"
         if mode == "released":
             self.acts, self.relative, self.keeps_norms = "transform", False, False
 
     def coords(self, grid: Grid) -> np.ndarray:
         """See `Rotary.coords`."""
-        return grids.endpoints(grid) * (-np.pi, np.pi)
+        coords = (2 * grids.absolute(grid) - grid) / max(grid) if self.half_open else grids.endpoints(grid)
+        return coords * (-np.pi, np.pi)
 
     def freqs(self) -> np.ndarray:
         """See `Rotary.freqs`."""

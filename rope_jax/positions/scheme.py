@@ -1,4 +1,4 @@
-"""What a positional scheme is: the stage it is made for, the two things it may say, and the registry of all schemes."""
+"""What a positional scheme is: the stage it is made for, the three things it may do, and the registry of all schemes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -143,7 +143,7 @@ ACTS = {
     "rotation": "turns queries and keys",
     "logits": "joins the logits of attention",
     "layers": "joins the normalised tokens of every layer",
-    "transform": "transforms queries, keys or values",
+    "transform": "wraps the attention of every layer",
     "between": "joins the tokens between layers",
 }
 
@@ -162,7 +162,7 @@ class Sum(Position):
         for acts, what in (
             ("rotation", "rotate q and k"),
             ("layers", "add to every layer's tokens"),
-            ("transform", "transform q, k and v"),
+            ("transform", "wrap attention"),
         ):
             if sum(acts in part.acts for part in parts) > 1:
                 raise ValueError(f"position combines several schemes that {what}; at most one of a sum may do so: remove the others")
@@ -221,11 +221,12 @@ def _split(key: Array | None, count: int) -> list[Array | None]:
 def _join(first: Any, second: Any) -> Any:
     if first is None or second is None:
         return second if first is None else first
-    first, second = (x.value if isinstance(x, PerLayer) else x[None] for x in (first, second))
+    per_layer = _is_marked(first) or _is_marked(second)
+    first, second = (x.value if _is_marked(x) else x[None] for x in (first, second))
     # Of two tables, one may have no entries for prefix tokens: they are zero.
     entries = max(first.shape[-1], second.shape[-1])
     first, second = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, entries - x.shape[-1])]) for x in (first, second))
-    return PerLayer(first + second)
+    return PerLayer(first + second) if per_layer else (first + second)[0]
 
 
 _LARGEST = 1e30  # of a number in an option: its powers and products stay float32
@@ -256,17 +257,3 @@ def check_finite(name: str, value: float, *, zero: bool = False) -> float:
     if not 0 <= value <= _LARGEST or (value == 0 and not zero):
         raise ValueError(f"{name}={value} is not allowed; use a number {'of at least' if zero else 'above'} 0 and at most {_LARGEST:g}")
     return float(value)
-
-
-def token_coords(coords: np.ndarray, stage: Stage) -> Array:
-    """Coordinates [H, W, A] of a map, as attention takes them for the stage's pattern (float32, or float64).
-
-    Scores depend on differences of coordinates only, so one window stands for all of them, shifted or not: its coordinates are the
-    map's first ones, which keeps the map's spacing. Prefix tokens get the origin, where no rotation happens.
-    """
-    height, width, axes = coords.shape
-    if isinstance(stage.pattern, Window):
-        height, width = stage.pattern.fit((height, width)).size
-    flat = coords[:height, :width].reshape(height * width, axes)
-    prefix = stage.prefix if isinstance(stage.pattern, Global) else 0
-    return jnp.asarray(np.concatenate([np.zeros((prefix, axes)), flat]), stage.dtype)

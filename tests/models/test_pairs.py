@@ -47,6 +47,8 @@ def reason(name, text):
         return "this position adds a bias to the logits of a softmax, and the cross-axis transformer has none"
     if "irpe" in text and name.startswith(WINDOWS):
         return "a bias that depends on the query is no table of offsets, which windows and neighbourhoods take"
+    if "key_norm=True" in text and name.startswith(WINDOWS):
+        return "key_norm=True goes with global attention"
     if "prefix=True" in text and name.startswith((*WINDOWS, "cct", "cvt", "vit_s16")):
         return "prefix=True is the bias of class and register tokens, of which this model's attention has none"
     return None

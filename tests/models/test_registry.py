@@ -1,5 +1,6 @@
 """Models by name: what is there, and what is refused with which advice."""
 
+import inspect
 import re
 
 import jax.numpy as jnp
@@ -87,12 +88,21 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ("vit_s16", {"image_size": (224, 100)}, "image size 224x100 is not divisible by the patch size 16"),
         ("vit_s16", {"image_size": 0}, "image size 0 must be a positive number of pixels or a pair (height, width)"),
         ("vit_s16", {"image_size": (16, -16)}, "image size (16, -16) must be"),
-        ("vit_s16", {"num_classes": 0}, "num_classes=0 must be at least 1"),
+        ("vit_s16", {"image_size": 224.0}, "image size 224.0 must be a positive number of pixels or a pair (height, width)"),
+        ("vit_s16", {"image_size": "224"}, "image size '224' must be"),
+        ("vit_s16", {"num_classes": 0}, "num_classes=0 must be a whole number of at least 1"),
+        ("vit_s16", {"num_classes": 10.0}, "num_classes=10.0 must be a whole number of at least 1"),
+        ("vit_s16", {"num_classes": "10"}, "num_classes='10' must be a whole number"),
         ("vit_s16", {"dtype": jnp.int32}, "dtype=int32 is not available; use float32, bfloat16 or float16"),
+        ("vit_s16", {"dtype": "float"}, "dtype=float64 is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64"),
+        ("vit_s16", {"dtype": "half precision"}, "dtype=half precision is not available"),
+        ("vit_s16", {"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn is not available"),
         ("vit_s16", {"pretrained": True}, "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id"),
-        ("vit_s16", {"position": "rope3d"}, "unknown positional scheme 'rope3d'; did you mean"),
+        ("vit_s16", {"position": 3}, "position=3 must be the text of a scheme, such as 'axial_rope'"),
+        ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; did you mean"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
+    create_model = inspect.unwrap(rope_jax.create_model)  # as users have it: without the annotation checks of tests
     with pytest.raises(ValueError, match=re.escape(advice)):
-        rope_jax.create_model(name, **options)
+        create_model(name, **options)

@@ -8,6 +8,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.blocks import drop_path
+from rope_jax.models.layers import check_images
 from tests.models.small import pictures, small_model
 from tests.positions.schemes import DEFAULTS
 
@@ -126,6 +127,8 @@ def test_resize_is_the_map_of_creation_from_then_on():
     model.resize((10, 18))
     assert [x.shape for x in jax.tree.leaves(nnx.state(model.position, nnx.Param))] == [(1 + 45, 48), (2, 3, 9, 17)]
     np.testing.assert_array_equal(model(images), before)
+    model.resize(8)  # pixels of both sides
+    assert model.position.stage.grid == (4, 4)
 
 
 @pytest.mark.parametrize("position", ["none", "ape"])
@@ -202,3 +205,29 @@ def test_both_branches_of_a_block_are_dropped_independently():
     logits = np.asarray(model(images, train=True, key=jax.random.key(0)))
     # 64 equal images see four cases: neither branch dropped, the first, the second, both. All four are missed with 4 * .75**64 < 1e-7.
     assert len(np.unique(logits.round(3), axis=0)) == 4
+
+
+def test_a_position_that_augments_needs_a_key_too():
+    for name, position in (("vit_s16", "axial_rope+cape"), ("nat_isotropic_s16", "cape"), ("deit3_ti16", "dinov3")):
+        model, images = small_model(name, position, drop_path=0.0), pictures(6, 10)
+        with pytest.raises(ValueError, match="train=True needs a key for the position, which draws its coordinates in training: pass key="):
+            model(images, train=True)
+        assert bool((model(images, train=True, key=jax.random.key(0)) != model(images)).any())
+
+
+# Images
+
+
+@pytest.mark.parametrize(
+    ("images", "advice"),
+    [
+        (np.zeros((1, 4, 6, 4), np.float32), r"shape \(1, 4, 6, 4\); they must be \[B, H, W, 3\]: .* drop a fourth one"),
+        (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be \[B, H, W, 3\]"),
+        (np.zeros((0, 4, 6, 3), np.float32), r"shape \(0, 4, 6, 3\), in which nothing is"),
+        (np.zeros((1, 4, 0, 3), np.float32), r"shape \(1, 4, 0, 3\), in which nothing is"),
+        (np.zeros((1, 4, 6, 3), np.uint8), r"dtype uint8; they must be floating-point numbers, normalised: \(images / 255 - mean\) / std"),
+    ],
+)
+def test_images_that_are_none_are_refused(images, advice):
+    with pytest.raises(ValueError, match=advice):
+        check_images(jnp.asarray(images))

@@ -243,6 +243,15 @@ def test_what_a_source_cannot_hold_is_refused(name, position, source, advice):
         rope_jax.convert_state_dict(model, {}, source=source)
 
 
+def test_a_checkpoint_that_holds_the_weights_among_other_things_is_refused():
+    model = small("deit_ti16", "ape")
+    checkpoint = {"model": export_state_dict(model, source="deit"), "epoch": 3, "optimizer": {}}
+    with pytest.raises(
+        ValueError, match="state_dict holds dictionaries under model, optimizer: pass the one that holds the weights by itself"
+    ):
+        rope_jax.convert_state_dict(model, checkpoint, source="deit")
+
+
 def test_what_follows_from_other_tensors_is_dropped():
     model = small("swin_t", "rope_mixed+rpb")
     state_dict = export_state_dict(model, source="naver")

@@ -1,5 +1,6 @@
 """Files of weights: what is read, what is refused before anything is read, and what comes with them."""
 
+import functools
 import io
 import pathlib
 import re
@@ -76,7 +77,24 @@ def test_a_file_without_a_source_is_read_with_the_names_that_fit(tmp_path):
     for position, source in (("ape", "deit"), ("ape", "timm"), ("rope2d", "naver"), ("rope_mixed", "timm")):
         model = small(position)
         safetensors.numpy.save_file(export_state_dict(model, source=source), tmp_path / "model.safetensors")
-        assert_same(small(position, seed=1, pretrained=tmp_path / "model.safetensors"), model)
+        loaded = small(position, seed=1, pretrained=tmp_path / "model.safetensors")
+        assert_same(loaded, model)
+        assert loaded.preprocessing == table_of(model, source).preprocessing
+
+
+def test_no_source_fails_on_a_model_of_another(tmp_path):
+    """Each is asked for its names when a file does not say whose they are."""
+    np.savez(tmp_path / "model.npz", nothing=np.zeros(1, np.float32))
+    models = [
+        ("deit3_s16", "rope2d(pairing=interleaved)", {"depth": 1}),
+        ("swin_t", "rope2d(pairing=interleaved)", {"depths": (1,), "heads": (1,)}),
+        ("nat_mini", "rpb", {"depths": (1,), "heads": (1,)}),
+        *((name, None, {"depth": 1}) for name in ("cat_5", "cct_7_3x1", "ceit_t", "t2t_vit_7", "beit_b16", "dinov3_s16", "resformer_ti16")),
+    ]
+    for name, position, options in models:
+        model = nnx.eval_shape(functools.partial(rope_jax.create_model, name, position=position, **options))
+        with pytest.raises(ValueError, match=r"nothing of shape \[1\] is not expected"):
+            load_pretrained(model, tmp_path / "model.npz")
 
 
 def test_lower_precision_is_read(tmp_path):
@@ -134,6 +152,16 @@ def test_damaged_files_are_refused(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="or damaged"):
         small(pretrained=tmp_path / name)
+
+
+def test_compressed_files_with_a_wrong_bit_are_refused(tmp_path):
+    np.savez_compressed(tmp_path / "model.npz", **export_state_dict(small(), source="deit"))
+    content, model = (tmp_path / "model.npz").read_bytes(), small()
+    start = content.index(b"blocks.0.mlp.fc1.weight.npy") + 27  # of a compressed stream, or of the bytes that come before one
+    for place in range(start + 40, start + 400, 40):
+        (tmp_path / "model.npz").write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        with pytest.raises(ValueError, match="is not an npz file, or damaged"):
+            load_pretrained(model, tmp_path / "model.npz")
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path):

@@ -32,7 +32,9 @@ DEFAULTS = [
 VARIANTS = [
     "axial_rope(coords=endpoints,pairing=interleaved)",
     "axial_rope(coords=absolute,generator=exponential,shared=True,k_rope=1)",
+    "axial_rope(aspect=separate)",
     "cape(global_shift=0,local_shift=0,global_scale=1)",
+    "cat_rope(coords=half_open)",
     "cat_rope(mode=released)",
     "comrope(variant=ap,perturbation=0)",
     "dinov3(rescale=1)",
@@ -42,6 +44,8 @@ VARIANTS = [
     "lape(sincos2d,join=share)",
     "liere(per_layer=False,per_head=False)",
     "rope2d(k_rope=2,shared=False)",
+    "rope2d(order=alternate)",
+    "rpb(key_norm=True)",
     "rpb(prefix=True)",
     "spherical_rope(learnable=True)",
     "string(variant=circulant)",

@@ -6,6 +6,7 @@ of softmax, which depends on where a token is on the map in any scheme. All of i
 
 import dataclasses
 import itertools
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.positions import PerLayer, Stage, create_position, list_positions
+from rope_jax import positions
+from rope_jax.positions import PerLayer, Stage, create_position, list_positions, rotary
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES, Sum
 from rope_jax_kernels import rotate
 from rope_jax_kernels.attention.reference import window_bias
@@ -159,6 +161,20 @@ def test_a_scheme_is_what_it_says(text):
     assert found == {name: getattr(position, name) for name in found}
 
 
+def acts(position):
+    """Where a scheme does something; what acts between layers may also join the tokens that enter the first one."""
+    terms, x = position.terms(GRID), embedded(position, GRID)
+    of_layers = {"rotation": terms.rotation, "logits": terms.bias, "layers": terms.add, "transform": terms.transform}
+    between = {"between"} if position.mix_after(STAGE.depth) else set() if close(x, CONTENT + jnp.zeros_like(x)) else {"tokens"}
+    return {name for name, term in of_layers.items() if term is not None} | between
+
+
+@pytest.mark.parametrize("text", [text for text in WITHOUT_PREFIX if "+" not in text])
+def test_a_scheme_acts_where_it_says(text):
+    position = scheme(text)
+    assert acts(position) == {position.acts} - {"nowhere"}
+
+
 @pytest.mark.parametrize("text", [text for text in WITHOUT_PREFIX if "+" not in text])
 def test_a_scheme_does_on_another_map_what_it_says(text):
     position = scheme(text, dataclasses.replace(STAGE, grid=SQUARE))
@@ -170,11 +186,15 @@ def test_a_scheme_does_on_another_map_what_it_says(text):
     assert rule_on_another_map(position) == position.resolution
 
 
-def test_prefix_entries_are_relative_too():
-    stage = dataclasses.replace(STAGE, prefix=2)
-    plain, full = scheme("rpb", stage), scheme("rpb(prefix=True)", stage)
-    assert full.terms(GRID).bias.value.shape[-1] == plain.terms(GRID).bias.value.shape[-1] + 3
-    assert (full.relative, full.per_head, full.per_layer, full.resolution) == (True, True, True, "resample")
+def test_the_example_of_the_packages_docstring_is_a_scheme():
+    example = textwrap.dedent(positions.__doc__.split("recipe and command:")[1])
+    try:
+        exec(example, dict(vars(rotary)))  # it is written for the file of its family
+        position = scheme("rope_log(pairing=interleaved)")
+        assert (is_relative(position), acts(position)) == (position.relative, {position.acts})
+        assert SCHEMES["rope_log"].__doc__ == "2-D RoPE on the logarithm of row and column."
+    finally:
+        SCHEMES.pop("rope_log", None)
 
 
 @pytest.mark.parametrize("name", list_positions())

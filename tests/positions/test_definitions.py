@@ -79,6 +79,13 @@ def test_rope2d(grid, options, base, k_rope, shared, full):
     np.testing.assert_allclose(np.broadcast_to(angles, (HEADS, *angles.shape[1:])), expected_angles(theta, grid, pairs), **EXACT)
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+def test_rope2d_in_the_order_of_heos_equation_12(grid):
+    theta = lambda n, y, x, r: (x, y)[r % 2] * 100 ** (-(r // 2) / (HEAD_DIM / 4))  # R(n, 2t) has x, R(n, 2t + 1) y
+    angles = scheme("rope2d(order=alternate)").terms(grid).rotation.angles()
+    np.testing.assert_allclose(angles, expected_angles(theta, grid, HEAD_DIM // 2)[:1], **EXACT)
+
+
 @pytest.mark.parametrize(("base", "k_rope"), [(10, 1), (100, 2)])
 def test_rope_mixed_starts_as_a_turned_ladder(base, k_rope):
     position = scheme(f"rope_mixed(base={base},k_rope={k_rope})")
@@ -184,11 +191,27 @@ def test_a_window_of_axial_rope_may_be_the_box_itself(coords):
         np.testing.assert_array_equal(*same)
 
 
+@pytest.mark.parametrize("coords", [centres, endpoints])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_either_side_of_the_box_of_axial_rope_may_be_minus_1_to_1(coords, grid):
+    rotation = scheme(f"axial_rope(coords={coords.__name__},aspect=separate)").terms(grid).rotation
+    np.testing.assert_allclose(
+        rotation.coords, [(coords(y, grid[0], grid[0]), coords(x, grid[1], grid[1])) for y, x in tokens(grid)], **EXACT
+    )
+
+
 def test_defaults_of_axial_rope():
-    spelt_out = "axial_rope(generator=hdit,coords=centres,axis_order=yx,shared=False,k_rope=2,pairing=half,window_coords=global_spacing)"
-    short, full = (scheme(text).terms((3, 5)).rotation for text in ("axial_rope", spelt_out))
+    options = "k_rope=2,shared=False,generator=hdit,coords=centres,aspect=isotropic,axis_order=yx,window_coords=global_spacing,pairing=half"
+    short, full = (scheme(text).terms((3, 5)).rotation for text in ("axial_rope", f"axial_rope({options})"))
     assert short.pairing == full.pairing == "half"
     np.testing.assert_array_equal(short.angles(), full.angles())
+
+
+def test_rope2d_and_dinov3_are_corners_of_the_thesis_ablation():
+    corner = "axial_rope(k_rope=1,shared=True,generator=exponential,coords=absolute,axis_order={})"
+    plane, rows_first, meta = (scheme(text).terms((3, 5)).rotation for text in ("rope2d", corner.format("yx"), "dinov3"))
+    np.testing.assert_array_equal(plane.angles(), scheme(corner.format("xy")).terms((3, 5)).rotation.angles())
+    np.testing.assert_allclose(meta.freqs, 2 * math.pi * rows_first.freqs, **EXACT)
 
 
 @pytest.mark.parametrize("k_rope", [1, 2])
@@ -333,6 +356,7 @@ def test_dinov3_refuses_factors_below_1_and_half_a_range_of_periods():
         ("jitter=0.5", "jitter=0.5 is not allowed; it is the largest factor: use 1"),
         ("rescale=0.9", "rescale=0.9"),
         ("max_period=3", "min_period=0.0 is not allowed; use a number above 0"),
+        ("min_period=3,max_period=2", "min_period=3.0 is longer than max_period=2.0: swap them"),
         ("shift=-1", "shift=-1.0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -358,8 +382,17 @@ def test_cat_rope(grid, mode):
     np.testing.assert_allclose(angles, expected_angles(cat_theta(grid, mode), grid, HEAD_DIM // 2)[:1], **EXACT)
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+def test_cat_rope_without_pi_itself(grid):
+    place = lambda i, n: (2 * i - n) / n * math.pi * n / max(grid)  # the paper's formula, and the aspect ratio
+    theta = lambda n, y, x, r: (place(x, grid[1]) if r % 2 == 0 else -place(y, grid[0])) * CAT_FREQS["paper"](r // 2)
+    angles = scheme("cat_rope(coords=half_open)").terms(grid).rotation.angles()
+    np.testing.assert_allclose(angles, expected_angles(theta, grid, HEAD_DIM // 2)[:1], **EXACT)
+
+
 def test_cat_rope_is_the_papers_by_default():
-    short, full = (scheme(text).terms((3, 5)).rotation for text in ("cat_rope", "cat_rope(mode=paper,base=10000,pairing=half,k_rope=1)"))
+    spelt_out = "cat_rope(mode=paper,base=10000,coords=endpoints,pairing=half,k_rope=1)"
+    short, full = (scheme(text).terms((3, 5)).rotation for text in ("cat_rope", spelt_out))
     np.testing.assert_array_equal(short.angles(), full.angles())
 
 

@@ -166,6 +166,15 @@ def test_no_text_raises_anything_but_a_value_error(text):
         ("rope2d(freq_span=half)", "position rope2d: freq_span=half is not allowed; use one of reduced, full"),
         ("axial_rope(generator=pi)", "generator=pi is not allowed; use one of hdit, eq35, table31, exponential"),
         ("axial_rope(coords=corners)", "coords=corners is not allowed; use one of centres, endpoints, absolute"),
+        ("axial_rope(aspect=square)", "aspect=square is not allowed; use one of isotropic, separate"),
+        (
+            "axial_rope(coords=absolute,aspect=separate)",
+            "aspect=separate is the form of a box, which coords=absolute does not have: leave it",
+        ),
+        ("rope2d(order=heo)", "order=heo is not allowed; use one of blocks, alternate"),
+        ("cat_rope(coords=centres)", "coords=centres is not allowed; use one of endpoints, half_open"),
+        ("rpb(prefix=True,key_norm=True)", "key_norm=True goes with global attention and without prefix=True"),
+        ("rpb(std=-1)", "std=-1.0 is not allowed; use a number of at least 0"),
         ("axial_rope(axis_order=zx)", "axis_order=zx is not allowed; use one of yx, xy"),
         ("sincos2d(order=swin)", "order=swin is not allowed; use one of heo, lape, moco, timm"),
         ("rpb(grow=crop)", "grow=crop is not allowed; use one of bicubic, antialias, bilinear, pad"),
@@ -221,6 +230,8 @@ def test_schemes_refuse_attention_for_which_they_are_not_defined():
     for pattern in (Window((2, 2)), Neighborhood((3, 3))):
         with pytest.raises(ValueError, match="a bias that depends on the query is no table of offsets, which windows and"):
             create_position("irpe", stage(pattern=pattern, prefix=0), rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match="key_norm=True goes with global attention"):
+            create_position("rpb(key_norm=True)", stage(pattern=pattern, prefix=0), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="prefix=True is the bias of class and register tokens, of which this model's attention has none"):
         create_position("rpb(prefix=True)", stage(prefix=0), rngs=nnx.Rngs(0))
 

@@ -152,6 +152,13 @@ def test_no_parameter_of_a_scheme_is_decayed_but_those_of_irpe(text):
     assert decayed == ([(2, 16, 50)] if "irpe" in text else [])  # its authors decay it
 
 
+def test_the_bias_that_lape_is_compared_with_starts_with_zeros_and_is_decayed():
+    position = scheme("rpb(std=0,decay=True,key_norm=True)", stage(prefix=1))
+    assert not position.offsets[...].any()
+    decay = {path[-1]: param.get_metadata()["decay"] for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param))}
+    assert decay == {"offsets": True, "key_scale": False, "key_bias": False}
+
+
 # Sums
 
 
@@ -177,6 +184,9 @@ def test_embeddings_and_biases_of_a_sum_add_up():
     parts = [part.terms((4, 5)).layer(1).bias for part in biases.parts]
     assert not np.array_equal(*parts)
     np.testing.assert_array_equal(biases.terms((4, 5)).layer(1).bias, parts[0] + parts[1])
+    one, two = (scheme(text, stage()).terms((4, 5)) for text in ("alibi2d", "alibi2d+alibi2d"))
+    np.testing.assert_array_equal(two.bias, 2 * one.bias)  # all layers share it, as they do each part
+    assert two.per_layer() == []
 
 
 @pytest.mark.parametrize("text", ["rope2d+axial_rope", "rope_mixed+ape+rope1d", "lape(ape)+lape(sincos1d)"])

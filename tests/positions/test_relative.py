@@ -64,6 +64,24 @@ def test_prefix_tokens_have_three_biases():
     assert entries.shape == (1, 3 * 5 + 3)
 
 
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_biases_through_a_norm_over_the_keys(prefix):
+    grid = (3, 4)
+    at = Stage(depth=DEPTH, heads=1, head_dim=8, channels=8, grid=grid, prefix=prefix, dtype=np.dtype(float))
+    position = create_position("rpb(key_norm=True)", at, rngs=nnx.Rngs(0))
+    start = position.key_scale[...], position.key_bias[...]
+    np.testing.assert_array_equal(start, [np.ones((DEPTH, *grid)), np.zeros((DEPTH, *grid))])
+    offsets, scale, shift = (np.random.default_rng(i).standard_normal(x.shape) for i, x in enumerate([position.offsets, *start]))
+    for param, value in zip((position.offsets, position.key_scale, position.key_bias), (offsets, scale, shift), strict=True):
+        param.set_value(jnp.asarray(value))
+    want = np.zeros((prefix + 12, prefix + 12))
+    for i, q in enumerate(tokens(grid)):
+        row = np.array([offsets[1, 0, k[0] - q[0] + 2, k[1] - q[1] + 3] for k in tokens(grid)])
+        want[prefix + i, prefix:] = (row - row.mean()) / np.sqrt(row.var() + 1e-5) * scale[1].ravel() + shift[1].ravel()
+    got = weights_of(position.terms(grid).layer(1), grid, prefix)
+    np.testing.assert_allclose(got, np.exp(want) / np.exp(want).sum(axis=1, keepdims=True), **EXACT)
+
+
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_cpb(grid, prefix):

@@ -27,8 +27,9 @@ def table(model: nnx.Module) -> Table:
     Raises:
         ValueError: the model pairs other channels for its rotation and has an imprint on q and k, whose channels cannot be permuted.
     """
-    rotary = rotary_of(model.position)
-    if rotary is not None and rotary.pairing != _PAIRING and model.options.imprint == "decayed":
+    decayed = getattr(model.options, "imprint", None) == "decayed"
+    rotary = rotary_of(model.position) if decayed else None
+    if rotary is not None and rotary.pairing != _PAIRING:
         raise ValueError(
             f"pairing={rotary.pairing} does not go with weights for pairing={_PAIRING} and imprint='decayed', which adds to channels of q "
             f"and k as they are: create the model with a position of pairing={_PAIRING}"

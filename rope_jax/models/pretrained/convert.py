@@ -18,20 +18,21 @@ from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import SCHEMES
 
+# A file that does not say whose names it has is of the first source that they fit: one of few models comes after one of many.
 SOURCES = {
-    "cat": cat,
-    "cct": cct,
-    "ceit": ceit,
     "deit": deit,
-    "dinov2": dinov2,
-    "dinov3": dinov3,
+    "swin": swin,
+    "nat": nat,
     "lape": lape,
     "naver": naver,
-    "nat": nat,
-    "resformer": resformer,
-    "swin": swin,
-    "t2t": t2t,
     "timm": timm,
+    "dinov2": dinov2,
+    "dinov3": dinov3,
+    "resformer": resformer,
+    "t2t": t2t,
+    "ceit": ceit,
+    "cct": cct,
+    "cat": cat,
 }
 
 _LARGEST = 2**28  # elements of a table that is to be resized
@@ -87,6 +88,8 @@ def convert_state_dict(model: nnx.Module, state_dict: Mapping[str, Any], *, sour
     Raises:
         ValueError: names or shapes that do not fit, all of them in one message; the model is left as it was.
     """
+    if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds the weights by itself")
     arrays = {key: np.asarray(array) for key, array in state_dict.items()}
     plan = plan_conversion(model, {key: (array.shape, array.dtype) for key, array in arrays.items()}, source=source, grids=grids)
     problems = plan.problems + [

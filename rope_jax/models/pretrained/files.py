@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -141,16 +142,19 @@ def _open_npz(path: str) -> Iterator[WeightsFile]:
             shapes = {name.removesuffix(".npy"): _npy_header(archive, name) for name in archive.namelist()}
         with np.load(path, allow_pickle=False) as arrays:
             yield WeightsFile(shapes, arrays.__getitem__)
-    except (zipfile.BadZipFile, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError(f"pretrained={path!r} is not an npz file, or damaged: {error}") from None
 
 
 def _npy_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
     with archive.open(name) as file:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):  # later versions allow headers of any length, which numpy reads whole before it looks at them
-            raise ValueError(f"pretrained: {name} is an npy file of version {version}; write it with numpy.savez")
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        try:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):  # later versions allow headers of any length, which numpy reads whole before it looks at them
+                raise ValueError(f"npy files of version {version} are not read; write it with numpy.savez")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        except ValueError as error:
+            raise zipfile.BadZipFile(f"{name}: {error}") from None
     return shape, dtype
 
 
