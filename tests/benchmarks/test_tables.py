@@ -36,7 +36,7 @@ def test_a_block_is_replaced_and_nothing_else():
 
 
 def test_an_unknown_table_is_refused():
-    with pytest.raises(ValueError, match=r"table 'rotari' is unknown; use one of \['digits', 'rotary'"):
+    with pytest.raises(ValueError, match=r"table 'rotari' is unknown; use one of \['digits', 'schemes'"):
         tables.fill("<!-- table: rotari -->\n<!-- end -->\n", [])
 
 
