@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import he_init
 from rope_jax.models.blocks import Block, drop_path
-from rope_jax.models.layers import PatchProjection, check_images, he_init, linear
+from rope_jax.models.layers import PatchProjection, check_images, linear
 from rope_jax.models.registry import register
 from rope_jax.models.vit import ViT, ViTOptions
 from rope_jax.positions import Terms

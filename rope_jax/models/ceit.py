@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.attention import SelfAttention
 from rope_jax.models.blocks import Block, drop_path, training_keys
-from rope_jax.models.layers import Linear, PatchProjection, check_images, conv_init, dtypes_of, fan_in_bias_init, layer_norm
+from rope_jax.models.layers import Linear, PatchProjection, check_images, dtypes_of, layer_norm
 from rope_jax.models.registry import register
 from rope_jax.models.vit import ViT, ViTOptions
 from rope_jax.positions import Terms

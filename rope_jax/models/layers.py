@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import conv_init, fan_in_bias_init, he_init, linear_init  # noqa: F401
+from rope_jax.initializers import conv_init, fan_in_bias_init, linear_init
 
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables that files of weights hold: what is trained, and the running statistics of batch norms. The rest is computed."""
