@@ -30,7 +30,15 @@ import inspect
 from flax import nnx
 
 from rope_jax.hints import closest
-from rope_jax.positions import absolute, conditional, layerwise, matrix, relative, rotary  # noqa: F401  (each enters its schemes in the registry)
+from rope_jax.positions import (  # noqa: F401  (each enters its schemes in the registry)
+    absolute,
+    conditional,
+    layerwise,
+    matrix,
+    relative,
+    rotary,
+    rotary_relatives,
+)
 from rope_jax.positions.grammar import Call, parse
 from rope_jax.positions.grammar import Sum as _Written
 from rope_jax.positions.scheme import SCHEMES, PerLayer, Position, Stage, Sum, Terms

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import _program, model_path, rotary
+from benchmarks import _program, _timing, model_path, rotary
 from rope_jax_kernels import Rotation
 from rope_jax_kernels.rotary.unpack import rotate_back_and_pack, unpack_and_rotate
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case
@@ -133,7 +133,7 @@ def test_the_benchmark_launches_once_a_step(temperature, form, gpus):
     """And copies nothing: neither back to where a loop began, nor around a kernel."""
     case = rotary.Case(16, 3, 14, 64, "16-32", "backward")
     copies = 1 if temperature == "hot" else 4
-    loop = rotary.loop_of(rotary.step_of(case, form), 5, rotary.REPEATS[temperature])
+    loop = _timing.loop_of(rotary.step_of(case, form), 5, rotary.REPEATS[temperature])
     text = _program.compile_ahead(loop, jax.eval_shape(lambda: rotary.operands(case, form, copies)), gpus[0], donate=(0,)).as_text()
     (body,) = re.findall(r"body=%([\w.-]+)", text)
     kinds = [x.kind for x in _program.operations(text, body) if max(x.written) >= 2 * math.prod(case.shape)]

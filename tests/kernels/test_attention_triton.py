@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention, attention_qkv, explain
-from rope_jax_kernels.attention import triton
+from rope_jax_kernels.attention.triton_kernels import cos_sin
 from tests.kernels.attention_pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
@@ -197,7 +197,7 @@ def test_second_derivatives_are_refused():
 
 def test_sine_and_cosine():
     theta = np.concatenate([np.linspace(-top, top, 100_001) for top in (1, 100, 1e4)]).astype(np.float32)
-    cos, sin = (np.asarray(x, np.float64) for x in jax.jit(triton.cos_sin)(theta))
+    cos, sin = (np.asarray(x, np.float64) for x in jax.jit(cos_sin)(theta))
     np.testing.assert_allclose(cos, np.cos(theta.astype(np.float64)), rtol=0, atol=2e-7)
     np.testing.assert_allclose(sin, np.sin(theta.astype(np.float64)), rtol=0, atol=2e-7)
 

@@ -8,7 +8,7 @@ from rope_jax.models.pretrained import swin
 from rope_jax.models.pretrained.preprocessing import Preprocessing
 from rope_jax.models.pretrained.rows import Row, Table, halves, has_stages, isotropic, norm
 from rope_jax.models.pretrained.tensors import DENSE, FREQS, Q_BIAS, SAME, TOKENS, V_BIAS, WINDOW_OFFSETS, rotary_of
-from rope_jax.positions.rotary import DinoV3
+from rope_jax.positions.rotary_relatives import DinoV3
 
 
 def table(model: nnx.Module) -> Table:

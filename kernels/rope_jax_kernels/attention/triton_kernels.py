@@ -1,0 +1,393 @@
+"""The programs of the attention kernels. `triton` says what they compute, launches them, and makes a differentiable function of them.
+
+A row of D channels is held in pieces, because registers can be split but not put together: first and second members of the pairs that
+turn, and the rest. A product over channels is the sum of the pieces' products.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array
+
+from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
+from rope_jax_kernels.attention.tiles import Slots, Tiles, power_of_two, split
+from rope_jax_kernels.rotation import Pairing
+
+LOG2E = np.float32(np.log2(np.e))
+MASKED = np.float32(-1e30)  # a logit that is not there; finite, so that rows without any key stay finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be computed. Static.
+
+    Attributes:
+        pattern: what attends to what.
+        places: shape of the tokens of one example, (L,) or (H, W).
+        heads, head_dim: N and D.
+        packed: whether q, k and v are one array [B, T, 3 * N, D], and not three [B, T, N, D].
+        pairs: R, 0 without rotation.
+        pairing: which channels turn together.
+        scale: of the logits.
+        interpret: whether to run in interpret mode.
+    """
+
+    pattern: Pattern
+    places: tuple[int, ...]
+    heads: int
+    head_dim: int
+    packed: bool
+    pairs: int
+    pairing: Pairing
+    scale: float
+    interpret: bool
+
+    @property
+    def tokens(self) -> int:
+        """T of one example."""
+        return int(np.prod(self.places))
+
+    def offsets(self) -> tuple[int, int, int]:
+        """Where the heads of q, k and v begin."""
+        return (0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A task and how it is cut. Static."""
+
+    task: Task
+    tiles: Tiles
+    warps: int
+
+    @property
+    def closed(self) -> bool:
+        """Whether a tile holds all queries that see its keys."""
+        return not isinstance(self.task.pattern, Neighborhood) and self.tiles.tiles == self.tiles.repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Channels of one piece: numbers, padded to a power of two, and how many there are."""
+
+    channel: Array
+    inside: Array
+
+
+def pieces_of(task: Task) -> list[Columns]:
+    """The pieces of a row: both members of the pairs that turn, if any do, and the rest, if there is one."""
+    runs = []
+    if task.pairs:
+        pair = jnp.arange(power_of_two(task.pairs), dtype=jnp.int32)
+        inside = pair < task.pairs
+        members = (pair, task.pairs + pair) if task.pairing == "half" else (2 * pair, 2 * pair + 1)
+        runs = [Columns(member, inside) for member in members]
+    rest = task.head_dim - 2 * task.pairs
+    if rest:
+        column = jnp.arange(power_of_two(rest), dtype=jnp.int32)
+        runs.append(Columns(2 * task.pairs + column, column < rest))
+    return runs
+
+
+def whole_row(task: Task) -> Columns:
+    """All channels as one piece."""
+    column = jnp.arange(power_of_two(task.head_dim), dtype=jnp.int32)
+    return Columns(column, column < task.head_dim)
+
+
+def load(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns) -> Array:
+    """A piece of the rows of a tile or block, zeros where there is nothing."""
+    mask = slots.exists[:, None] & columns.inside[None, :]
+    return plt.load(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], mask=mask, other=0)
+
+
+def store(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns, value: Array) -> None:
+    """Writes a piece, rounded once."""
+    mask = slots.exists[:, None] & columns.inside[None, :]
+    plt.store(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], value.astype(ref.dtype), mask=mask)
+
+
+def cos_sin(theta: Array) -> tuple[Array, Array]:
+    """Cosine and sine of float32 radians together, within 2e-7 of the exact ones up to 10^4 radians.
+
+    The compiler's own are two functions of twice the length, with a branch for huge angles that keeps an array in local memory. The
+    nearest multiple of pi/2 is subtracted in three parts whose products are exact (Cody and Waite); polynomials as in Cephes.
+    """
+    turns = jnp.floor(theta * np.float32(2 / np.pi) + np.float32(0.5))
+    r = theta - turns * np.float32(1.5703125) - turns * np.float32(4.837512969970703125e-4) - turns * np.float32(7.549789948768648e-8)
+    square = r * r
+    sin = r + r * square * (np.float32(-1.6666654611e-1) + square * (np.float32(8.3321608736e-3) + square * np.float32(-1.9515295891e-4)))
+    even = np.float32(4.166664568298827e-2) + square * (np.float32(-1.388731625493765e-3) + square * np.float32(2.443315711809948e-5))
+    cos = 1 - np.float32(0.5) * square + square * square * even
+    quarter = turns.astype(jnp.int32) & 3
+    odd = (quarter & 1) != 0
+    cos, sin = jnp.where(odd, sin, cos), jnp.where(odd, cos, sin)
+    return jnp.where((quarter == 1) | (quarter == 2), -cos, cos), jnp.where(quarter >= 2, -sin, sin)
+
+
+class Turner:
+    """The rotation of a kernel's rows: coords [T, A] and freqs [N or 1, A, R] as refs, or nothing."""
+
+    def __init__(self, task: Task, refs: tuple, head: Array):
+        self.task, self.refs = task, refs
+        self.columns = pieces_of(task)
+        if refs:
+            coords, freqs = refs
+            pair = jnp.arange(power_of_two(task.pairs), dtype=jnp.int32)
+            head = head if freqs.shape[0] > 1 else 0
+            inside = pair < task.pairs
+            self.freqs = [plt.load(freqs.at[head, a, pair], mask=inside, other=0).astype(jnp.float32) for a in range(coords.shape[1])]
+
+    def along(self, slots: Slots, axis: int) -> Array:
+        """One coordinate of each slot, float32."""
+        coords = self.refs[0]
+        return plt.load(coords.at[slots.coord, axis], mask=slots.exists, other=0).astype(jnp.float32)
+
+    def angles(self, slots: Slots) -> tuple[Array, Array] | None:
+        """Cosine and sine of the slots' angles, [slots, R]."""
+        if not self.refs:
+            return None
+        theta = sum(self.along(slots, axis)[:, None] * freq[None, :] for axis, freq in enumerate(self.freqs))
+        return cos_sin(theta)
+
+    def load(self, ref: Any, item: Array, slots: Slots, head: Array) -> list[Array]:
+        """The pieces of rows of queries or keys, turned."""
+        pieces = [load(ref, item, slots, head, columns) for columns in self.columns]
+        angles = self.angles(slots)
+        if angles is not None:
+            (cos, sin), dtype = angles, pieces[0].dtype
+            a, b = (piece.astype(jnp.float32) for piece in pieces[:2])
+            pieces[:2] = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
+        return pieces
+
+    def store_back(self, ref: Any, item: Array, slots: Slots, head: Array, pieces: list[Array]) -> None:
+        """Turns the gradient of turned rows back and writes it."""
+        angles = self.angles(slots)
+        if angles is not None:
+            (cos, sin), (a, b) = angles, pieces[:2]
+            pieces = [a * cos + b * sin, b * cos - a * sin, *pieces[2:]]
+        for columns, piece in zip(self.columns, pieces, strict=True):
+            store(ref, item, slots, head, columns, piece)
+
+    def gradient(self, slots: Slots, turned: list[Array], gradients: list[Array]) -> list[Array]:
+        """The gradient of the frequencies that rows contribute, [R] for each axis, from the turned rows and their gradients."""
+        (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
+        dtheta = db * a - da * b
+        return [jnp.sum(self.along(slots, axis)[:, None] * dtheta, axis=0) for axis in range(len(self.freqs))]
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """The matrix product over one axis of each, in float32; float32 is not rounded to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    axes = ((contract[:1], contract[1:]), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def logits_of(launch: Launch, q: list[Array], k: list[Array], q_slots: Slots, k_slots: Slots, bias: tuple, head: Array) -> tuple:
+    """Logits in units of log 2, MASKED where a pair is not allowed, and which pairs are allowed."""
+    task, tiles = launch.task, launch.tiles
+    logits = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)) * np.float32(task.scale * LOG2E)
+    allowed = k_slots.exists[None, :] & q_slots.exists[:, None]
+    sees = tiles.sees(q_slots, k_slots)
+    allowed = allowed if sees is None else allowed & sees
+    if bias:
+        entry = tiles.entry(q_slots, k_slots)
+        logits += LOG2E * plt.load(bias[0].at[head, entry], mask=allowed, other=0).astype(jnp.float32)
+    return jnp.where(allowed, logits, MASKED), allowed
+
+
+def over_blocks(count: int, body: Any, carry: Any) -> Any:
+    """A loop over blocks, or its only round."""
+    return body(jnp.int32(0), carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+
+
+def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
+    """One tile of queries: the output and lse."""
+    (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
+    angles, bias, (out_ref, lse_ref) = refs[:rotated], refs[rotated : rotated + biased], refs[rotated + biased :]
+    task, tiles = launch.task, launch.tiles
+    head, tile, item = (pl.program_id(axis) for axis in range(3))
+    q_head, k_head, v_head = (head + offset for offset in task.offsets())
+    turner, row = Turner(task, angles, head), whole_row(task)
+    q_slots = tiles.tile(tile)
+    q = turner.load(q_ref, item, q_slots, q_head)
+
+    def step(block: Array, carry: tuple) -> tuple:
+        top, total, out = carry
+        k_slots = tiles.block(tile, block)
+        k = turner.load(k_ref, item, k_slots, k_head)
+        v = load(v_ref, item, k_slots, v_head, row)
+        logits, allowed = logits_of(launch, q, k, q_slots, k_slots, bias, head)
+        higher = jnp.maximum(top, jnp.max(logits, axis=1))
+        weights = jnp.where(allowed, jnp.exp2(logits - higher[:, None]), 0)
+        shrink = jnp.exp2(top - higher)
+        out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
+        return higher, total * shrink + jnp.sum(weights, axis=1), out
+
+    rows = q_slots.token.shape[0]
+    start = jnp.full((rows,), MASKED), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, row.channel.shape[0]), jnp.float32)
+    top, total, out = over_blocks(tiles.blocks, step, start)
+    total = jnp.where(q_slots.exists, total, 1)
+    store(out_ref, item, q_slots, head, row, out / total[:, None])
+    plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
+
+
+class Backward:
+    """What the backward kernels share: operands, and the gradients of one block of logits.
+
+    Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the sum over channels of the output
+    times its gradient), then what describes the rotation and the bias.
+    """
+
+    def __init__(self, refs: tuple, *, launch: Launch, rotated: int, biased: int):
+        self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
+        self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
+        refs = refs[6:]
+        angles, self.bias, self.targets = refs[:rotated], refs[rotated : rotated + biased], refs[rotated + biased :]
+        self.head, self.tile, self.item = (pl.program_id(axis) for axis in range(3))
+        self.q_head, self.k_head, self.v_head = (self.head + offset for offset in self.task.offsets())
+        self.turner, self.row = Turner(self.task, angles, self.head), whole_row(self.task)
+
+    def queries(self, slots: Slots) -> tuple:
+        """(turned q, gradient of the output) of a tile or block."""
+        return self.turner.load(self.q, self.item, slots, self.q_head), load(self.dout, self.item, slots, self.head, self.row)
+
+    def keys(self, slots: Slots) -> tuple:
+        """(turned k, v) of a tile or block."""
+        return self.turner.load(self.k, self.item, slots, self.k_head), load(self.v, self.item, slots, self.v_head, self.row)
+
+    def of_query(self, ref: Any, slots: Slots) -> Array:
+        """A number of each query."""
+        return plt.load(ref.at[self.item, self.head, slots.token], mask=slots.exists, other=0)
+
+    def delta(self, slots: Slots, dout: Array) -> Array:
+        """Delta of each query, from the output."""
+        out = load(self.out_or_delta, self.item, slots, self.head, self.row)
+        return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=1)
+
+    def of_logits(self, q: list, dout: Array, k: list, v: Array, q_slots: Slots, k_slots: Slots, lse: Array, delta: Array) -> tuple:
+        """(weights, gradient of the scaled logits), float32 [queries, keys]."""
+        logits, allowed = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
+        weights = jnp.where(allowed, jnp.exp2(logits - lse[:, None]), 0)
+        return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
+
+    def zeros(self, slots: Slots) -> list[Array]:
+        """Where gradients of rows add up, a piece each."""
+        return [jnp.zeros((slots.token.shape[0], columns.channel.shape[0]), jnp.float32) for columns in self.turner.columns]
+
+    def scaled(self, pieces: list[Array]) -> list[Array]:
+        """Gradients of rows from those of unscaled logits. Scaled before, these would be smaller, and float16 has no smaller numbers."""
+        return [piece * np.float32(self.task.scale) for piece in pieces]
+
+    def finish(self, sums: list[Array]) -> None:
+        """Writes this program's share of the gradient of the frequencies."""
+        pair = jnp.arange(power_of_two(self.task.pairs), dtype=jnp.int32)
+        for axis, total in enumerate(sums):
+            plt.store(self.targets[-1].at[self.item, self.tile, self.head, axis, pair], total, mask=pair < self.task.pairs)
+
+
+def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+    """All gradients of a tile whose queries are all those that see its keys."""
+    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
+    q_slots = b.tiles.tile(b.tile)
+    q, dout = b.queries(q_slots)
+    lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
+
+    def step(block: Array, carry: tuple) -> tuple:
+        dq, sums = carry
+        k_slots = b.tiles.block(b.tile, block)
+        k, v = b.keys(k_slots)
+        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        store(dv_ref, b.item, k_slots, b.v_head, b.row, dot(weights.astype(dout.dtype), dout, (0, 0)))
+        dlogits = dlogits.astype(dout.dtype)
+        dk = b.scaled([dot(dlogits, piece, (0, 0)) for piece in q])
+        b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
+        if freqs:
+            sums = [total + new for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)]
+        return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)], sums
+
+    sums = [jnp.zeros_like(freq) for freq in b.turner.freqs] if freqs else []
+    dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
+    dq = b.scaled(dq)
+    b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
+    if freqs:
+        b.finish([total + new for total, new in zip(sums, b.turner.gradient(q_slots, q, dq), strict=True)])
+
+
+def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+    """The gradient of a tile of queries, and delta."""
+    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    dq_ref, delta_ref = b.targets[:2]
+    q_slots = b.tiles.tile(b.tile)
+    q, dout = b.queries(q_slots)
+    lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
+    plt.store(delta_ref.at[b.item, b.head, q_slots.token], delta, mask=q_slots.exists)
+
+    def step(block: Array, dq: list) -> list:
+        k_slots = b.tiles.block(b.tile, block)
+        k, v = b.keys(k_slots)
+        _, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        dlogits = dlogits.astype(dout.dtype)
+        return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)]
+
+    dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
+    b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
+    if freqs:
+        b.finish(b.turner.gradient(q_slots, q, dq))
+
+
+def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, and delta is given."""
+    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    targets = b.targets[1:] if b.task.packed else b.targets  # the packed gradient comes in, with dq in it, and goes out
+    dk_ref, dv_ref = targets[:1] * 2 if b.task.packed else targets[:2]
+    k_slots = b.tiles.tile(b.tile)
+    k, v = b.keys(k_slots)
+
+    def step(block: Array, carry: tuple) -> tuple:
+        dk, dv = carry
+        q_slots = b.tiles.block(b.tile, block)
+        q, dout = b.queries(q_slots)
+        lse, delta = (b.of_query(ref, q_slots) for ref in (b.lse, b.out_or_delta))
+        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        dlogits = dlogits.astype(dout.dtype)
+        dk = [total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dk, q, strict=True)]
+        return dk, dv + dot(weights.astype(dout.dtype), dout, (0, 0))
+
+    start = b.zeros(k_slots), jnp.zeros((k_slots.token.shape[0], b.row.channel.shape[0]), jnp.float32)
+    dk, dv = over_blocks(b.tiles.blocks, step, start)
+    dk = b.scaled(dk)
+    b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
+    store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
+    if freqs:
+        b.finish(b.turner.gradient(k_slots, k, dk))
+
+
+def bias_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, items: int, groups: int) -> None:
+    """The gradient of the bias of one pair of tile and block, summed over a group of examples and the tiles that share it."""
+    b, tiles = Backward(refs, launch=launch, rotated=rotated, biased=biased), launch.tiles
+    shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), b.item
+    share, block = split(b.tile, tiles.blocks)
+
+    def step(number: Array, total: Array) -> Array:
+        work = group * each + number
+        here = copy.copy(b)
+        here.item, repeat = split(jnp.minimum(work, items - 1), tiles.repeats)
+        tile = repeat * shares + share
+        q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
+        q_slots = q_slots._replace(exists=q_slots.exists & (work < items))
+        (q, dout), (k, v) = here.queries(q_slots), here.keys(k_slots)
+        lse, delta = here.of_query(here.lse, q_slots), here.delta(q_slots, dout)
+        return total + here.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)[1]
+
+    total = jax.lax.fori_loop(0, each, step, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
+    row = share * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    column = block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    plt.store(b.targets[0].at[group, b.head, row[:, None], column[None, :]], total)
