@@ -27,5 +27,5 @@ class BEiT(ViT):
 
 _BEIT = ViTOptions(k_bias=False, pooling="mean", pool_norm=True)
 
-register("beit_b16", BEiT, dataclasses.replace(_BEIT, **SIZES["b"], layer_scale=0.1, drop_path=0.1), position="rpb(prefix=True)")
-register("beit_l16", BEiT, dataclasses.replace(_BEIT, **SIZES["l"], layer_scale=1e-5, drop_path=0.2), position="rpb(prefix=True)")
+register("beit_b16", BEiT, dataclasses.replace(_BEIT, **SIZES["b"], layer_scale=0.1, drop_path=0.1), position="rpb(prefix=True,std=0)")
+register("beit_l16", BEiT, dataclasses.replace(_BEIT, **SIZES["l"], layer_scale=1e-5, drop_path=0.2), position="rpb(prefix=True,std=0)")
