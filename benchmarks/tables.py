@@ -8,6 +8,7 @@ nothing is written, and a difference is an error.
 import argparse
 import ast
 import json
+import math
 import pathlib
 import re
 import sys
@@ -106,6 +107,34 @@ def neighborhood(results: list[Result]) -> str:
     return table(["map", "time, gathered / tiled", "memory, gathered / tiled", "measured on"], rows)
 
 
+def evidence(results: list[Result]) -> str:
+    """Accuracy of small models by scheme, and what the papers' claims become at that scale."""
+    from benchmarks.evidence import PARTS, accuracies, interval, sides
+
+    text = ""
+    for part, pairs in PARTS.items():
+        fitting = [x for x in results if x["benchmark"] == "evidence" and x["settings"]["part"] == part]
+        if not fitting:
+            text += f"Part `{part}`: {NOT_MEASURED} (`python -m benchmarks evidence {part}`).\n\n"
+            continue
+        result, rows = fitting[0], []
+        for backbone, position in pairs:
+            of_one = [x for x in result["runs"] if (x["backbone"], x["position"]) == (backbone, position)]
+            if of_one:
+                at = [None, *(row["resolution"][0] for row in of_one[0]["eval"][1:])]
+                found = [interval(list(accuracies(of_one, backbone, position, size).values())) for size in at]
+                trained, *others = [f"{mean:.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}") for mean, half in found]
+                elsewhere = ", ".join(f"{size}: {value}" for size, value in zip(at[1:], others, strict=True))
+                rows.append([f"`{backbone}`", f"`{position or 'its own'}`", str(len(of_one)), trained, elsewhere])
+        finished = "" if result["complete"] else " Not all runs are finished."
+        text += table(["backbone", "position", "seeds", "top-1, %", "at other sides, px"], rows)
+        text += f"\nTop-1 accuracy (%), mean and 95 % interval over seeds, {result['settings']['training']:,} training images.{finished} "
+        text += f"{origin(result)}.\n\n"
+        cells = [[sides(x), x["source"], f"{x['difference']:+.1f} ± {x['half_width']:.1f}", x["verdict"]] for x in result["claims"]]
+        text += table(["claim", "source", "difference, points", "at this scale"], cells) + "\n"
+    return text.rstrip("\n") + "\n"
+
+
 def model_path(results: list[Result]) -> str:
     """Launches and bytes between the projection and cuDNN."""
     if (result := newest(results, "model_path")) is None:
@@ -169,6 +198,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "model_path": model_path,
     "scan": scan,
     "neighborhood": neighborhood,
+    "evidence": evidence,
     "goals": goals,
     "benchmarks": benchmarks,
     "files": files,
