@@ -82,7 +82,7 @@ class Layer:
 
 def layers(short: bool) -> Iterator[Layer]:
     """All problems, or small ones of the same kinds."""
-    vit = ("cudnn+rope", "unpack+rope", "cudnn", "xla+rope", "triton+rope", "triton")
+    vit = ("cudnn+rope", "unpack+rope", "cudnn", "xla+rope", "triton+rope", "triton", "mosaic+rope", "mosaic")
     local = ("xla+rope", "xla+bias", "triton+rope", "triton+bias", "triton")
     dense = ("cudnn", *local)
     for batch in (2,) if short else (64, 128, 256):

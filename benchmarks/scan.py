@@ -19,6 +19,7 @@ from flax import nnx
 import rope_jax
 from benchmarks._record import record, write
 from rope_jax import optim
+from rope_jax.config import OptimConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,7 @@ class Step:
     def __init__(self, name: str, *, depth: int, scan: bool, batch: int, image_size: int):
         model = rope_jax.create_model(name, depth=depth, image_size=image_size, scan_layers=scan)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
-        mask = optim.decay_mask(params)
-        optimizer = optim.adamw(optax.constant_schedule(1e-4), mask=mask, weight_decay=0.05, b1=0.9, b2=0.999, eps=1e-8, clip_norm=1.0)
+        optimizer = optim.make_optimizer(OptimConfig(), optax.constant_schedule(1e-4), params)
         images = jax.random.normal(jax.random.key(0), (batch, image_size, image_size, 3))
 
         def step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], jax.Array]:

@@ -18,7 +18,7 @@ from benchmarks._goals import GOALS
 from rope_jax.positions.table import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
-FILES = ("README.md", "kernels/README.md", "benchmarks/README.md")
+FILES = ("README.md", "kernels/README.md", "benchmarks/README.md", "docs/many_devices.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "not measured"
 
@@ -160,6 +160,27 @@ def model_path(results: list[Result]) -> str:
     )
 
 
+def memory(results: list[Result]) -> str:
+    """What training steps hold on a GPU, which batch fits, and what attention's kernels save."""
+    if (result := newest(results, "memory")) is None:
+        return f"{NOT_MEASURED} (`python -m benchmarks memory`).\n"
+    gib = lambda number: f"{number / 2**30:.1f}"
+    names = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+    rows = []
+    for row in result["rows"]:
+        tell = ", ".join(f"{row['collectives'][name]} {name}" for name in names if name in row["collectives"])
+        most = max(row["rest_bytes"], key=int)
+        figures = [gib(row["state_bytes"]), gib(row["rest_bytes"][most]), str(row["largest_batch"]), tell]
+        rows.append([row["model"], str(row["gpus"]), str(row["fsdp"]), *figures])
+    header = ["model", "GPUs", "fsdp", "state, GiB", f"the rest at {most} images a GPU, GiB", "largest batch a GPU", "collectives"]
+    text = table(header, rows)
+    if pairs := result["against_xla"]:
+        cells = [[x["model"], gib(x["kernels_bytes"]), gib(x["xla_bytes"]), f"{x['xla_bytes'] / x['kernels_bytes']:.2f}"] for x in pairs]
+        header = ["model", "with the attention kernels, GiB", "with XLA's attention, GiB", "ratio"]
+        text += f"\nThe rest at {pairs[0]['batch']} images a GPU, by implementation of attention:\n\n" + table(header, cells)
+    return text + f"\nPlanned by XLA, not measured on a GPU. {origin(result)}.\n"
+
+
 def goals(results: list[Result]) -> str:
     """What the project aims at, and where it stands."""
     rows = []
@@ -191,6 +212,19 @@ def benchmarks(results: list[Result]) -> str:
     return table(["name", "what"], [[f"`{name}`", sentence] for name, sentence in sentences.items()])
 
 
+def data(results: list[Result]) -> str:
+    """Images per second of the loader."""
+    if (result := newest(results, "data")) is None:
+        return f"{NOT_MEASURED}\n"
+    rows = [[x["way"], f"{x['images_per_cpu_second']:,.0f}", f"{x['of_pillow']:.2f}"] for x in result["rows"]]
+    about, size = result["photographs"], result["settings"]["size"][0]
+    return (
+        table(["way", "images/s and core", "of Pillow's decoding"], rows)
+        + f"\n{about['images']} photographs of {about['mean_pixels'] / 1000:.0f} thousand pixels on average, to {size} px. "
+        + f"{origin(result)}.\n"
+    )
+
+
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     "digits": digits,
     "schemes": lambda results: markdown(),
@@ -198,7 +232,9 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "model_path": model_path,
     "scan": scan,
     "neighborhood": neighborhood,
+    "data": data,
     "evidence": evidence,
+    "memory": memory,
     "goals": goals,
     "benchmarks": benchmarks,
     "files": files,

@@ -1,28 +1,37 @@
-"""Accuracy of a model at any list of resolutions, and the files and pictures that show it."""
+"""Accuracy of a model at any list of resolutions, and the files and pictures that show it.
 
+    python -m rope_jax.evaluate runs/digits --resolutions=8,12,16
+    python -m rope_jax.evaluate --model=deit_s16 --weights=deit_s.safetensors --dataset=real --images=ILSVRC2012_val --resolutions=224,384
+
+writes a row of `evaluations.json` for each resolution as soon as it is known; what is there already is not measured again.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from rope_jax import data
-from rope_jax.config import Config, Size, blame
+from rope_jax import data, subject
+from rope_jax.config import Config, ConfigError, Size, blame
+from rope_jax.data import variants
 from rope_jax.metrics import format_table, write_file
+from rope_jax.models.pretrained import Preprocessing
 from rope_jax.models.registry import image_pair
-from rope_jax.sharding import put_batch, replicated
+from rope_jax.models.swin import Swin
+from rope_jax.sharding import in_force, make_mesh, put_batch, replicated, share_of
 
 Row = dict[str, Any]
-# Whether images come from a folder -> what happens to them on the way to the resolution.
-_PROTOCOLS = {
-    False: "whole image, resized where it is stored at another size (bicubic with antialiasing)",
-    True: "short side resized, centre cropped (bicubic with antialiasing)",
-}
 
 
 def normalise(images: Array, config: Config) -> Array:
@@ -31,10 +40,18 @@ def normalise(images: Array, config: Config) -> Array:
     return (images.astype(jnp.float32) / 255 - mean) / std
 
 
-def load_images(config: Config, split: str, size: Size | None) -> data.Images:
+def load_images(config: Config, split: str, size: Size | None) -> data.Images | data.Streamed:
     """A split of the config's data at a resolution, or as it is stored."""
+    frame = {"frame": config.eval.frame} if split == "test" else {}
     with blame("--config.data"):
-        return data.load(config.data.source, config.data.path, split, None if size is None else image_pair(size))
+        return data.load(config.data.source, config.data.path, split, None if size is None else image_pair(size), **frame)
+
+
+def _protocol(images: data.Images | data.Streamed) -> str:
+    """What happens to images on the way to the resolution."""
+    if isinstance(images, data.Streamed):
+        return f"{images.frame} of each image, with antialiasing"
+    return "whole image, resized where it is stored at another size (bicubic with antialiasing)"
 
 
 def resolutions(config: Config, native: tuple[int, int]) -> list[tuple[int, int]]:
@@ -63,16 +80,17 @@ def evaluate(apply: Callable[[Any, Array], Array], weights: Any, config: Config,
         return hits[:, 0].sum(), hits.sum()
 
     count = jax.jit(count, out_shardings=replicated(mesh))
-    origin = "weights of the last step" if config.ema_decay is None else "averaged weights (EMA)"
+    origin = "averaged weights (EMA)" if config.ema_decay is not None and config.eval.ema else "weights of the last step"
     batch_size = -(-config.eval.batch_size // mesh.size) * mesh.size  # the last batch is filled up anyway
     rows = []
     for size in resolutions(config, image_pair(config.data.image_size)):
         images = load_images(config, "test", size)
-        totals = np.zeros(2, np.int64)
-        for batch in data.evaluation_batches(images, batch_size=batch_size):
-            totals += np.asarray(count(weights, put_batch(batch, mesh)))
+        totals, number = np.zeros(2, np.int64), 0
+        loader = {"workers": config.data.workers, "bad_images": config.data.bad_images}
+        for batch in data.evaluation_batches(images, batch_size=batch_size, **loader):
+            number += int(batch["mask"].sum())
+            totals += np.asarray(count(weights, put_batch(share_of(batch), mesh)))
             poll()
-        number = len(images.labels)
         rows.append(
             {
                 "dataset": images.name,
@@ -81,7 +99,7 @@ def evaluate(apply: Callable[[Any, Array], Array], weights: Any, config: Config,
                 "top1": int(totals[0]) / number,
                 "top5": int(totals[1]) / number,
                 "count": number,
-                "protocol": f"{_PROTOCOLS[config.data.source == 'folder']}; {origin}",
+                "protocol": f"{_protocol(images)}; {origin}",
             }
         )
     return rows
@@ -102,3 +120,164 @@ def results_table(rows: Sequence[Row]) -> str:
     """Accuracies for a person."""
     cells = [(f"{r['resolution'][0]}x{r['resolution'][1]}", f"{r['top1']:.4f}", f"{r['top5']:.4f}", str(r["count"])) for r in rows]
     return format_table(("resolution", "top-1", "top-5", "images"), cells)
+
+
+def evaluate_files(
+    model: nnx.Module,
+    found: variants.Samples,
+    size: tuple[int, int],
+    preprocessing: Preprocessing,
+    mesh: Mesh,
+    *,
+    batch_size: int,
+    progress: Callable[[int], None] = lambda images: None,
+) -> Row:
+    """Evaluates a model on files at one resolution.
+
+    Args:
+        model: from `create_model`.
+        found: the files, and what is right for each.
+        size: (h, w) in pixels.
+        preprocessing: resizing, cut and normalisation.
+        mesh: where to evaluate.
+        batch_size: images per step.
+        progress: called with the number of images so far.
+
+    Returns:
+        A row as in `results.json`, and the numbers behind its protocol.
+
+    Raises:
+        ValueError: the model has too few classes, or a file cannot be read.
+    """
+    mean, std = (jnp.asarray(x, jnp.float32) for x in (preprocessing.mean, preprocessing.std))
+
+    graph, state = nnx.split(model)
+
+    def count(state: Any, batch: dict[str, Array]) -> tuple[Array, Array]:
+        with in_force(mesh):
+            logits = nnx.merge(graph, state)((batch["image"].astype(jnp.float32) / 255 - mean) / std).astype(jnp.float32)
+        if logits.shape[-1] < found.least:
+            raise ValueError(f"the model has {logits.shape[-1]} classes, but {found.name} has {found.least}: use weights for as many")
+        if found.classes is not None:
+            logits = logits[:, jnp.asarray(found.classes)]
+        _, best = jax.lax.top_k(logits, min(5, logits.shape[-1]))
+        hits = (best[:, :, None] == batch["label"][:, None]).any(-1) & batch["mask"][:, None]
+        return hits[:, 0].sum(), hits.any(-1).sum()
+
+    count = jax.jit(count, out_shardings=replicated(mesh))
+    batch_size = -(-batch_size // mesh.size) * mesh.size
+    totals, seen = np.zeros(2, np.int64), 0
+    crop, interpolation = preprocessing.crop, preprocessing.interpolation
+    for batch in variants.file_batches(found, size, batch_size=batch_size, crop=crop, interpolation=interpolation):
+        totals += np.asarray(count(state, put_batch(batch, mesh)))
+        seen += int(batch["mask"].sum())
+        progress(seen)
+    resized = [preprocessing.resized(side) for side in size]
+    text = f"{resized[0]} pixels" if size[0] == size[1] else f"{resized[0]} x {resized[1]} pixels at least"
+    return {
+        "dataset": found.name,
+        "split": "files",
+        "resolution": list(size),
+        "top1": int(totals[0]) / seen,
+        "top5": int(totals[1]) / seen,
+        "count": seen,
+        "protocol": f"short side resized to {text} ({interpolation}, antialiased), centre cropped (ratio {crop:g}); {found.note}",
+    } | dataclasses.asdict(preprocessing)
+
+
+def at_resolution(model: nnx.Module, size: tuple[int, int], *, scale_windows: bool = False) -> nnx.Module:
+    """A copy of a model for images of another size: position tables are resized by their scheme's rule.
+
+    Args:
+        model: stays as it is.
+        size: (h, w) in pixels.
+        scale_windows: of Swin, make windows a thirty-second of the image instead of keeping them (Heo et al., section 3.3).
+    """
+    copy = nnx.clone(model)
+    if scale_windows:
+        if not isinstance(copy, Swin):
+            raise ConfigError(f"--scale_windows is for models with windows, which {type(copy).__name__} has not: leave it out")
+        copy.options = dataclasses.replace(copy.options, window_size=None)
+    with blame("--resolutions"):
+        copy.resize(size)
+    return copy
+
+
+def read_evaluations(path: pathlib.Path) -> list[Row]:
+    """The rows of an `evaluations.json`; none where there is no such file."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluates, shows and records."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rope_jax.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    subject.add_arguments(parser)
+    parser.add_argument("--dataset", choices=variants.VARIANTS, help="what --images holds; default: test split of the WORKDIR's data")
+    parser.add_argument("--images", help="folder of the dataset")
+    parser.add_argument("--resolutions", help="comma-separated: 224,384,224x320; the training resolution is the default")
+    parser.add_argument("--crop", type=float, help="share of the resized image that is kept; default: what the weights expect, or 1")
+    parser.add_argument("--interpolation", choices=sorted(variants.INTERPOLATIONS), help="default: what the weights expect")
+    parser.add_argument("--scale_windows", action="store_true", help="of Swin: windows of a thirty-second of the image")
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file of the rows; default: evaluations.json in the WORKDIR, or here")
+    asked = parser.parse_args(arguments)
+    try:
+        _evaluate_command(asked)
+    except (ConfigError, ValueError, OSError) as error:
+        sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")
+
+
+def _evaluate_command(asked: argparse.Namespace) -> None:
+    about = subject.load(asked)
+    if (asked.dataset is None) != (asked.images is None) or (asked.dataset is None and about.config is None):
+        raise ConfigError("name --dataset and the folder of its --images; only a WORKDIR has a test split of its own")
+    if asked.dataset is None and (asked.crop or asked.interpolation):
+        raise ConfigError("--crop and --interpolation are of --images: the test split of a WORKDIR is prepared as in training")
+    if asked.crop is not None and not 0 < asked.crop <= 1:
+        raise ConfigError(f"--crop={asked.crop} must be above 0 and at most 1")
+    changes = {name: getattr(asked, name) for name in ("crop", "interpolation") if getattr(asked, name) is not None}
+    preprocessing = dataclasses.replace(about.preprocessing, **changes)
+    sizes = [subject.parse_size(text) for text in asked.resolutions.split(",")] if asked.resolutions else [about.image_size]
+    out = asked.out or pathlib.Path(asked.workdir or ".") / "evaluations.json"
+    found = None if asked.dataset is None else variants.samples(asked.dataset, asked.images)
+    mesh, shown = make_mesh(), []
+    for size in sizes:
+        identity = {
+            "model": about.name,
+            "position": about.position,
+            "weights": about.weights,
+            "step": about.step,
+            "resolution": list(size),
+            "dataset": asked.dataset or about.config.data.source,
+            "windows": "scaled" if asked.scale_windows else "kept",
+        } | ({} if found is None else {"images": asked.images} | json.loads(json.dumps(dataclasses.asdict(preprocessing))))
+        rows = read_evaluations(out)
+        row = next((row for row in rows if row["asked"] == identity), None)
+        if row is None:
+            model = at_resolution(about.model, size, scale_windows=asked.scale_windows)
+            if found is None:
+                row = _own_split(about.config, model, size, asked.batch_size, mesh)
+            else:
+                counter = lambda images: print(f"\r{images:,} of {len(found.files):,} images", end="", file=sys.stderr, flush=True)
+                row = evaluate_files(model, found, size, preprocessing, mesh, batch_size=asked.batch_size, progress=counter)
+                print(file=sys.stderr)
+            versions = {name: importlib.metadata.version(name) for name in ("rope_jax", "jax", "flax", "numpy", "pillow")}
+            row |= {"asked": identity, "versions": versions}
+            write_file(out, json.dumps({"rows": [*rows, row]}, indent=2) + "\n")
+        shown.append(row)
+    print(f"{about.title}, {about.weights}\n{shown[0]['dataset']}: {shown[0]['protocol']}\n\n{results_table(shown)}\n\nrows: {out}")
+
+
+def _own_split(config: Config, model: nnx.Module, size: tuple[int, int], batch_size: int, mesh: Mesh) -> Row:
+    """A row for the test split of a run's data at one resolution."""
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=size))
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, resolutions=(), batch_size=batch_size))
+    graph, state = nnx.split(model)
+    (row,) = evaluate(lambda state, images: nnx.merge(graph, state)(images), state, config, mesh, poll=lambda: None)
+    return row
+
+
+if __name__ == "__main__":
+    main()

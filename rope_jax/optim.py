@@ -1,16 +1,58 @@
-"""The optimiser: AdamW with warmup and cosine decay, gradient clipping, and no decay where none belongs."""
+"""Optimisers and learning rates of the recipes, composed of optax's parts."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
+from rope_jax.config import OptimConfig
 
-def learning_rate_schedule(*, peak: float, end: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
-    """Linear from 0 to `peak` over `warmup_steps`, then a cosine to `end` at `total_steps`."""
-    warmup_steps = min(warmup_steps, max(total_steps - 1, 0))
-    return optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, max(total_steps, 1), end)
+
+def learning_rate_schedule(options: OptimConfig, *, epochs: float, steps_per_epoch: float) -> optax.Schedule:
+    """The learning rate at each step: linear warmup, then a cosine or a constant, then cooldown at the minimum.
+
+    Args:
+        options: see `OptimConfig`.
+        epochs: of the whole run, cooldown included.
+        steps_per_epoch: a fraction where batches run across the borders of epochs.
+    """
+    if options.schedule_step == "iteration":
+        total = max(1, round((epochs - options.cooldown_epochs) * steps_per_epoch))
+        return _curve(options, min(round(options.warmup_epochs * steps_per_epoch), total - 1), total)
+    curve = _curve(options, options.warmup_epochs, epochs - options.cooldown_epochs)
+    # The first step of each epoch, in whole numbers: a quotient in float32 could miss the border.
+    starts = np.ceil(np.arange(1, int(np.ceil(epochs)) + 1) * steps_per_epoch - 1e-6).astype(np.int32)
+    late = options.schedule_step == "late_epoch"
+
+    def by_epoch(step: Any) -> jax.Array:
+        epoch = jnp.searchsorted(jnp.asarray(starts), step, side="right")
+        return curve(jnp.maximum(epoch - 1, 0) if late else epoch)
+
+    return by_epoch
+
+
+def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> optax.Schedule:
+    """The rate against the time, in steps or in epochs; `total` is when the cosine reaches its end."""
+    peak, end = options.learning_rate, options.min_learning_rate
+    start = warmup if options.warmup_prefix else 0  # of the cosine
+
+    def after(time: Any) -> Any:  # `join_schedules` counts from the end of the warmup
+        return main(time + (warmup - start))
+
+    if options.schedule == "constant":
+        main = optax.constant_schedule(peak)
+    elif total > start:
+        main = optax.cosine_decay_schedule(peak, total - start, end / peak if peak else 0.0)
+    else:
+        main = optax.constant_schedule(end)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(options.warmup_learning_rate, peak, warmup), after], [warmup])
 
 
 def decay_mask(params: nnx.State) -> Any:
@@ -19,18 +61,113 @@ def decay_mask(params: nnx.State) -> Any:
     A parameter says it itself (`nnx.Param(value, decay=False)`: positional schemes and class tokens do); others are decayed when they
     are matrices or kernels, that is, when they have more than one axis, the layers of a stack (`layers=True`) not counted.
     """
+
+    def decays(leaf: nnx.Variable) -> bool:
+        return bool(leaf.get_metadata().get("decay", len(leaf.shape) - _stacked(leaf) > 1))
+
+    return _of_each(decays, params)
+
+
+def stacked(params: nnx.State) -> Any:
+    """Which parameters are those of all layers of a stack, the layer being their first axis, as a pure dict of booleans."""
+    return _of_each(_stacked, params)
+
+
+def _stacked(leaf: nnx.Variable) -> bool:
+    return bool(leaf.get_metadata().get("layers", False))
+
+
+def _of_each(function: Callable[[nnx.Variable], Any], params: nnx.State) -> Any:
     is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-
-    def decays(leaf: nnx.Variable) -> nnx.Variable:
-        says = leaf.get_metadata()
-        return leaf.replace(bool(says.get("decay", len(leaf.shape) - says.get("layers", False) > 1)))
-
-    return nnx.to_pure_dict(jax.tree.map(decays, params, is_leaf=is_param))
+    return nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf.replace(function(leaf)), params, is_leaf=is_param))
 
 
-def adamw(
-    schedule: optax.Schedule, *, mask: Any, weight_decay: float, b1: float, b2: float, eps: float, clip_norm: float | None
-) -> optax.GradientTransformation:
-    """AdamW (decoupled decay, times the learning rate) behind clipping by the global norm."""
-    optimizer = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
-    return optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+def layer_rates(params: nnx.State, layer_decay: float) -> Any:
+    """Factors on the learning rate: 1 for the head and the last norm, `layer_decay` for the last block, its square for the one below, ...
+
+    Blocks are counted through all stages of a backbone, and what leads to the next stage goes with the last block before it. The
+    stem, class tokens and what is added to the tokens stand below the first block. What a scheme holds for each layer goes with that layer.
+
+    Returns:
+        A pure dict of factors: numbers, or arrays that are 1 on all axes but the first where that is the layer.
+    """
+    flat = nnx.to_flat_state(params)
+    depths: dict[str, int] = {}  # "stages.2." or "" -> blocks
+    for path, leaf in flat:
+        found = re.match(r"(stages\.\d+\.)?blocks\.(\d+)?", ".".join(map(str, path)))
+        if found:
+            count = leaf.shape[0] if found[2] is None else int(found[2]) + 1
+            depths[found[1] or ""] = max(depths.get(found[1] or "", 0), count)
+    stages = sorted(depths, key=lambda stage: int(stage.split(".")[1]) if stage else 0)
+    before = {stage: sum(depths[other] for other in stages[:place]) for place, stage in enumerate(stages)}
+    top = sum(depths.values()) + 1
+
+    def rate(path: tuple, leaf: nnx.Variable) -> Any:
+        name = ".".join(map(str, path))
+        stage = next((stage for stage in stages if stage and name.startswith(stage)), "" if "" in depths else None)
+        own = name.removeprefix(stage or "")
+        if stage is not None:
+            first, depth = before[stage] + 1, depths[stage]
+            block = re.match(r"blocks\.(\d+)\.", own)
+            if block:
+                return layer_decay ** (top - first - int(block[1]))
+            layers = own.startswith("position.") and path[-1] != "embedding" and leaf.shape[0] == depth
+            if own.startswith("blocks.") or layers:
+                powers = layer_decay ** (top - first - np.arange(depth, dtype=np.float32))
+                return powers.reshape(depth, *(1,) * (len(leaf.shape) - 1))
+            if own.startswith("downsample."):
+                return layer_decay ** (top - first - depth + 1)
+            if stage and own.startswith("position."):
+                return layer_decay ** (top - first)
+        return layer_decay**top if own.split(".")[0] in _STEM else 1.0
+
+    return nnx.to_pure_dict(nnx.from_flat_state([(path, leaf.replace(rate(path, leaf))) for path, leaf in flat]))
+
+
+_STEM = ("patch_embed", "class_token", "registers", "position")
+
+
+def make_optimizer(options: OptimConfig, schedule: optax.Schedule, params: nnx.State) -> optax.GradientTransformation:
+    """The optimiser of a model's parameters.
+
+    - "adamw": decoupled decay, times the learning rate (arXiv 1711.05101).
+    - "lamb": AdamW's step, scaled for each tensor by |parameters| / |step| (arXiv 1904.00962), as DeiT-III uses Apex's FusedLAMB: not for
+      tensors without decay. In a stack of layers each layer has its own ratio.
+    - "sgd": with momentum; decay is part of the gradient, as in PyTorch.
+
+    Gradients are clipped before by their global norm, and all steps take the factors of `layer_rates`.
+
+    Args:
+        options: see `OptimConfig`.
+        schedule: of the learning rate.
+        params: of the model, whose metadata say what is decayed and what is stacked.
+    """
+    mask, o = decay_mask(params), options
+    if o.name == "adamw":
+        parts = [optax.adamw(schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, mask=mask)]
+    elif o.name == "lamb":
+        decay = optax.add_decayed_weights(o.weight_decay, mask)
+        trust = [scale_by_trust_ratio(mask, stacked(params))] if o.weight_decay else []
+        parts = [optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps), decay, *trust, optax.scale_by_learning_rate(schedule)]
+    else:
+        parts = [optax.add_decayed_weights(o.weight_decay, mask), optax.sgd(schedule, momentum=o.momentum, nesterov=o.nesterov)]
+    if o.clip_norm is not None:
+        parts = [optax.clip_by_global_norm(o.clip_norm), *parts]
+    if o.layer_decay != 1:
+        rates = layer_rates(params, o.layer_decay)
+        parts.append(optax.stateless(lambda updates, _: jax.tree.map(lambda u, rate: u * rate, updates, rates)))
+    return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def scale_by_trust_ratio(mask: Any, layered: Any) -> optax.GradientTransformation:
+    """LAMB's ratio |parameter| / |update| for each tensor of the mask, 1 where either is 0; one for each layer where `layered` says so."""
+
+    def scale(update: jax.Array, param: jax.Array, wanted: bool, layered: bool) -> jax.Array:
+        if not wanted:
+            return update
+        norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x), axis=tuple(range(int(layered), x.ndim)), keepdims=True))
+        of_param, of_update = norm(param), norm(update)
+        usable = (of_param > 0) & (of_update > 0)
+        return update * jnp.where(usable, of_param / jnp.where(usable, of_update, 1), 1)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(scale, updates, params, mask, layered))

@@ -40,29 +40,32 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
 
     Args:
         path: the run's workdir.
-        step: which checkpoint; None for the newest.
-        ema: True for the averaged weights, False for the last ones; None for the average where the run kept one. Batch statistics are
-            the running ones either way.
+        step: which checkpoint; None for the newest that verifies.
+        ema: True for the averaged weights, False for the last ones; None for those that the run evaluates, see `EvalConfig.ema`. Batch
+            statistics are the running ones either way.
 
     Returns:
         The model with its weights, and the run's config.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: ema=True, but the run kept no average; or the checkpoint is damaged.
+        ValueError: ema=True, but the run kept no average; or the checkpoint, or each of them, is damaged.
     """
     folder = pathlib.Path(path) / "checkpoints"
     if not folder.is_dir():
         raise FileNotFoundError(f"{path} holds no checkpoints; pass the --workdir of a run of rope_jax.main")
     with Checkpoints(folder) as checkpoints:
         steps = checkpoints.steps()
-        step = max(steps, default=None) if step is None else step
+        if step is None:
+            step = checkpoints.newest_verified()
+        elif step in steps and (problem := checkpoints.problem(step)):
+            raise ValueError(f"checkpoint {folder / str(step)} is damaged: {problem}; others are {', '.join(map(str, steps))}")
         if step not in steps:
             raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, steps)) or 'none'}")
         config = resolve(checkpoints.about(step)["config"])
         if ema and config.ema_decay is None:
             raise ValueError("ema=True, but this run kept no averaged weights (--config.ema_decay): use ema=None or False")
-        averaged = config.ema_decay is not None if ema is None else ema
+        averaged = config.ema_decay is not None and config.eval.ema if ema is None else ema
         model = create(config)
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
         wanted = {entry: like(state, replicated(make_mesh())) for entry, kind in kinds.items() if (state := _state(model, kind))}

@@ -10,7 +10,10 @@ import importlib.util
 import os
 import pathlib
 import signal
-from collections.abc import Callable, Iterator
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,17 +27,29 @@ from jaxtyping import Array
 from rope_jax import data, optim, restore
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.checkpoint import Checkpoints
-from rope_jax.config import Config, ConfigError, blame, differences, resolve, to_json
+from rope_jax.config import COSMETIC, SEMANTIC, Config, ConfigError, blame, differences, resolve, to_json
+from rope_jax.data import on_device
 from rope_jax.evaluate import evaluate, load_images, normalise, read_results, resolutions, results_table, write_results
-from rope_jax.metrics import MetricsWriter, Progress, parameter_table, progress_line, write_file
+from rope_jax.hints import closest
+from rope_jax.losses import LOSSES, soft_targets
+from rope_jax.metrics import MetricsWriter, Profiler, Progress, parameter_table, progress_line
 from rope_jax.models.registry import find_model, image_pair
-from rope_jax.sharding import like, make_mesh, put_batch, replicated
+from rope_jax.sharding import Loudest, in_force, like, make_mesh, of_first, put_batch, replicated, share, state_shardings
+from rope_jax.workdir import locked, warn, write_file
+
+MAX_SKIPPED = 10  # steps in a row whose numbers are not finite, before a run with non_finite="skip" stops
 
 State = dict[str, Any]  # step i32[], params, opt; ema where the config asks for it, stats where the model has batch norms
 
 
 class Interrupted(Exception):
-    """The run was asked to stop (Ctrl-C, SIGTERM); what was reached is saved."""
+    """The run was asked to stop (Ctrl-C, SIGTERM, SIGUSR1).
+
+    Attributes:
+        saved: whether there is a checkpoint, which then holds all that was reached.
+    """
+
+    saved = False
 
 
 class NonFinite(Exception):
@@ -57,7 +72,7 @@ class Run:
 
     config: Config
     mesh: Mesh
-    images: data.Images
+    images: data.Images | data.Streamed
     fingerprint: dict[str, str]
     graph: nnx.GraphDef
     rest: nnx.State
@@ -68,8 +83,14 @@ class Run:
     def apply(self, params: Any, stats: Any, images: Array, **options: Any) -> tuple[Array, Any]:
         """Logits of the model with these parameters and batch statistics, and the statistics after that: new ones in training."""
         model = nnx.merge(self.graph, params, stats, self.rest)
-        logits = model(images, **options)
+        with in_force(self.mesh):
+            logits = model(images, **options)
         return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    @property
+    def plan(self) -> on_device.Plan:
+        """Which augmentations are done by the loader, and which in the step."""
+        return on_device.parse(self.config.data.augment)
 
     def about(self) -> dict[str, Any]:
         """What is stored beside the weights."""
@@ -82,18 +103,26 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
     Raises:
         ConfigError: an impossible combination; the message names the flag to change.
     """
-    mesh = make_mesh()
-    if config.batch_size % mesh.size:
-        below = config.batch_size - config.batch_size % mesh.size
-        fitting = " or ".join(str(size) for size in (below, below + mesh.size) if size)
+    with blame("--config.mesh.fsdp"):
+        mesh = make_mesh(config.mesh.fsdp)
+    parts = mesh.size * config.accumulate
+    if config.batch_size % parts:
+        below = config.batch_size - config.batch_size % parts
+        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
+        times = "" if config.accumulate == 1 else f", times --config.accumulate={config.accumulate}"
         raise ConfigError(
-            f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} devices; use {fitting}, or fewer devices"
+            f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} devices{times}; use {fitting}, or fewer devices"
         )
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError("--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it to False")
     images, held_out = (load_images(config, split, config.data.image_size) for split in ("train", "test"))
     with blame("--config.data.augment"):
-        data.pipeline.batch(images, 0, batch_size=1, seed=config.seed, augment=config.data.augment)
+        data.batches(images, batch_size=1, seed=config.seed, augment=on_device.parse(config.data.augment).host)
+    if config.data.on_device:
+        with blame("--config.data.on_device"):
+            on_device.Places(images, batch_size=1, seed=config.seed, augment=on_device.parse(config.data.augment).host)
+    with blame("--config.data.repeats"):
+        data.epoch_length(len(images.labels), config.data.repeats)
     classes = config.model.num_classes
     if classes is not None and classes < images.classes:
         raise ConfigError(f"--config.model.num_classes={classes}, but {images.name} has {images.classes} classes: use at least that many")
@@ -102,52 +131,73 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, position=position, num_classes=classes or images.classes),
-        data=dataclasses.replace(config.data, image_size=images.images.shape[1:3]),
+        data=dataclasses.replace(config.data, image_size=images.size),
     )
     model = restore.create(config)
     with blame("--config.eval.resolutions"):
         for size in resolutions(config, image_pair(config.data.image_size)):
             model.grids(size)
-    o, steps_per_epoch = config.optim, len(images.labels) / config.batch_size
-    total = max(1, round(config.epochs * steps_per_epoch))
-    warmup = round(o.warmup_epochs * steps_per_epoch)
-    schedule = optim.learning_rate_schedule(peak=o.learning_rate, end=o.min_learning_rate, warmup_steps=warmup, total_steps=total)
-    graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-    optimizer = optim.adamw(
-        schedule, mask=optim.decay_mask(params), weight_decay=o.weight_decay, b1=o.b1, b2=o.b2, eps=o.eps, clip_norm=o.clip_norm
-    )
     fingerprint = {split.split: data.fingerprint(split) for split in (images, held_out)}
-    return Run(config, mesh, images, fingerprint, graph, rest, optimizer, schedule, total), model
+    return assemble(config, mesh, images, fingerprint, model), model
+
+
+def assemble(config: Config, mesh: Mesh, images: data.Images | data.Streamed, fingerprint: dict[str, str], model: nnx.Module) -> Run:
+    """The run of a config that is complete, with its optimiser. Also works on a model that is only traced, where no array is needed."""
+    steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
+    total = max(1, round(config.epochs * steps_per_epoch))
+    schedule = optim.learning_rate_schedule(config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch)
+    graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    optimizer = optim.make_optimizer(config.optim, schedule, params)
+    return Run(config, mesh, images, fingerprint, graph, rest, optimizer, schedule, total)
 
 
 def initial_state(run: Run, model: nnx.Module) -> State:
-    """The state before the first step, from the model's parameters and batch statistics, on every device of the mesh."""
+    """The state before the first step, from the model's parameters and batch statistics, laid out over the mesh."""
     params, stats = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.BatchStat))
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": run.optimizer.init(params)}
     if stats:
         state["stats"] = stats
     if run.config.ema_decay is not None:
         state["ema"] = jax.tree.map(jnp.copy, params)  # a copy: the step donates its buffers
-    return jax.device_put(state, replicated(run.mesh))
+    return jax.device_put(state, state_shardings(state, run.mesh))
 
 
 def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict[str, Array]]]:
     """The jitted training step: (state, batch) -> (state, metrics); the old state is donated.
 
-    Batch statistics are those of the whole batch, over whatever devices it is divided.
+    Batch statistics are those of the whole batch, over whatever devices it is divided, or where `accumulate` cuts it into parts, of each
+    part after the other.
     """
     config = run.config
 
     def loss_of(params: Any, stats: Any, batch: dict[str, Array], key: Array) -> tuple[Array, tuple[Array, Any]]:
-        logits, stats = run.apply(params, stats, normalise(batch["image"], config), train=True, key=key)
+        logits, stats = run.apply(params, stats, batch["image"], train=True, key=key)
         logits = logits.astype(jnp.float32)
-        targets = optax.smooth_labels(jax.nn.one_hot(batch["label"], logits.shape[-1]), config.label_smoothing)
-        return optax.softmax_cross_entropy(logits, targets).mean(), ((logits.argmax(-1) == batch["label"]).mean(), stats)
+        return LOSSES[config.loss](logits, batch["target"]), ((logits.argmax(-1) == batch["label"]).mean(), stats)
+
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
+
+    def of_parts(params: Any, stats: Any, batch: dict[str, Array], key: Array) -> tuple[tuple[Array, tuple[Array, Any]], Any]:
+        """What `gradient` gives, as the mean over parts of the batch that are computed one after the other."""
+        count = config.accumulate
+        # Part i has every count-th example from i on, so that each device finds its share of all parts in its own share of the batch.
+        parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+
+        def add(carry: Any, part: Any) -> tuple[Any, None]:
+            stats, totals = carry
+            (loss, (accuracy, stats)), grads = gradient(params, stats, *part)
+            return (stats, jax.tree.map(jnp.add, totals, (loss, accuracy, grads))), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), jnp.float32(0), params))
+        (stats, totals), _ = jax.lax.scan(add, (stats, zeros), (parts, jax.random.split(key, count)))
+        loss, accuracy, grads = jax.tree.map(lambda total: total / count, totals)
+        return (loss, (accuracy, stats)), grads
 
     def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        gradient = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (accuracy, stats)), grads = gradient(state["params"], state.get("stats", {}), batch, key)
+        batch = _augmented(run, batch, key)
+        compute = gradient if config.accumulate == 1 else of_parts
+        (loss, (accuracy, stats)), grads = compute(state["params"], state.get("stats", {}), batch, key)
         updates, opt = run.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {"step": state["step"] + 1, "params": params, "opt": opt}
@@ -161,40 +211,92 @@ def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(run.schedule(state["step"]), jnp.float32),
         }
-        return new, metrics
+        if config.non_finite == "skip":
+            fine = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+            new = jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state) | {"step": new["step"]}
+        return jax.lax.with_sharding_constraint((new, metrics), (state_shardings(new, run.mesh), replicated(run.mesh)))
 
-    shardings = replicated(run.mesh)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, shardings))
+    return jax.jit(step, donate_argnums=0)
 
 
-def train(config: Config, workdir: pathlib.Path) -> None:
+def feed(run: Run, first: int) -> tuple[data.Batches | on_device.Places, dict[str, Any]]:
+    """The training batches of this process from step `first` on, and what is on the devices all the time and belongs to each of them."""
+    config, images = run.config, run.images
+    options = {"batch_size": config.batch_size, "seed": config.seed, "start_step": first, "augment": run.plan.host}
+    options |= {"repeats": config.data.repeats, "shard": share()}
+    if config.data.on_device:
+        return on_device.Places(images, **options), {"set": jax.device_put((images.images, images.labels), replicated(run.mesh))}
+    ahead = isinstance(images, data.Streamed)
+    return data.batches(images, **options, ahead=ahead, workers=config.data.workers, bad_images=config.data.bad_images), {}
+
+
+def _augmented(run: Run, batch: dict[str, Array], key: Array) -> dict[str, Array]:
+    """Normalised images, augmented and mixed, with their soft targets and own labels."""
+    config, plan = run.config, run.plan
+    if "set" in batch:
+        batch = on_device.take(*batch["set"], batch, plan.host)
+    images, labels = batch["image"], batch["label"]
+    if plan.pixels or plan.erasing:
+        keys = on_device.example_keys(config.seed, batch["epoch"], batch["index"])
+    if plan.pixels:
+        images = on_device.apply(images, keys, plan.pixels, tuple(round(255 * x) for x in config.data.mean))
+    images, others, share, m = normalise(images, config), labels, 1.0, config.mix
+    if plan.erasing and not m.before_erasing:
+        images = on_device.apply_erasing(images, keys, plan.erasing)
+    if m.mixup or m.cutmix:
+        enabled = True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch
+        options = {"mixup": m.mixup, "cutmix": m.cutmix, "prob": m.prob, "switch_prob": m.switch_prob, "enabled": enabled}
+        images, share = on_device.mix(images, jax.random.fold_in(key, zlib.crc32(b"mix")), **options)
+        others = labels[::-1]
+    if plan.erasing and m.before_erasing:
+        images = on_device.apply_erasing(images, keys, plan.erasing)
+    targets = soft_targets(labels, others, share, config.model.num_classes, config.label_smoothing)
+    return {"image": images, "label": labels, "target": targets}
+
+
+def train(config: Config, workdir: pathlib.Path, *, strict_restore: bool = False, resume_override: Sequence[str] = ()) -> None:
     """Trains, or resumes, or finds nothing left to do; then evaluates. Leaves its files in `workdir`.
 
+    Args:
+        config: of the run.
+        workdir: its folder, which no other process may be using.
+        strict_restore: stop at a damaged checkpoint instead of going back to one that verifies.
+        resume_override: config fields (and "images") that may differ from those of the run that is resumed.
+
     Raises:
-        ConfigError: an impossible combination, or a workdir of another run.
+        ConfigError: an impossible combination, or a workdir of another run, or one that cannot be used.
         Interrupted: the run was asked to stop; a checkpoint of the last finished step is on disk.
         NonFinite: the loss or a gradient is not finite; nothing of it is on disk.
+        SaveFailed: a checkpoint or a line of metrics could not be written.
     """
-    run, model = prepare(config)
-    config = run.config
-    with blame("--workdir"):
-        workdir.mkdir(parents=True, exist_ok=True)
-    with stop_signals() as poll, Checkpoints(workdir / "checkpoints", keep=config.keep_checkpoints) as checkpoints:
-        state = load_newest(run, model, checkpoints, workdir)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(stop_signals())
+        with blame("--workdir"):
+            if jax.process_index() == 0:
+                stack.enter_context(locked(workdir))
+        signals.saved = any((workdir / "checkpoints").glob("[0-9]*"))
+        run, model = prepare(config)
+        config = run.config
+        with blame("--workdir"):
+            checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", keep=config.keep_checkpoints))
+            checkpoints.clean()
+        state = load_newest(run, model, checkpoints, workdir, strict=strict_restore, override=resume_override, rename=True)
+        signals.saved = state is not None
         if state is None:
             if config.init_from is not None:
                 restore.start_from(model, config)
             state = initial_state(run, model)
             print(parameter_table(state["params"]))
-        write_file(workdir / "config.json", to_json(config) + "\n")
+        if jax.process_index() == 0:
+            write_file(workdir / "config.json", to_json(config) + "\n")
         if int(state["step"]) < run.total_steps:
             with MetricsWriter(workdir, restored_step=int(state["step"]), tensorboard=config.tensorboard) as writer:
-                state = loop(run, state, checkpoints, writer, poll)
-        finish(run, state, workdir, poll)
+                state = loop(run, state, checkpoints, writer, signals, workdir)
+        finish(run, state, workdir, signals)
 
 
-def evaluate_newest(config: Config, workdir: pathlib.Path) -> None:
-    """Evaluates the newest checkpoint of a run, finished or not, at the config's resolutions.
+def evaluate_newest(config: Config, workdir: pathlib.Path, *, strict_restore: bool = False, resume_override: Sequence[str] = ()) -> None:
+    """Evaluates the newest checkpoint of a run, finished or not, at the config's resolutions. Arguments as in `train`.
 
     Raises:
         ConfigError: there is no checkpoint, or it is of another run.
@@ -202,54 +304,95 @@ def evaluate_newest(config: Config, workdir: pathlib.Path) -> None:
     missing = ConfigError(f"--workdir={workdir} holds no checkpoints: train first, with --mode=train")
     if not (workdir / "checkpoints").is_dir():
         raise missing
-    run, model = prepare(config)
-    with stop_signals() as poll, Checkpoints(workdir / "checkpoints") as checkpoints:
-        state = load_newest(run, model, checkpoints, workdir)
+    with stop_signals() as signals:
+        signals.saved = True
+        run, model = prepare(config)
+        with Checkpoints(workdir / "checkpoints") as checkpoints:
+            state = load_newest(run, model, checkpoints, workdir, strict=strict_restore, override=resume_override)
         if state is None:
             raise missing
-        finish(run, state, workdir, poll)
+        finish(run, state, workdir, signals)
 
 
-def load_newest(run: Run, model: nnx.Module, checkpoints: Checkpoints, workdir: pathlib.Path) -> State | None:
-    """The newest state on disk, or None; refuses that of a run with another config."""
-    step = checkpoints.newest()
-    if step is None:
-        return None
+def load_newest(
+    run: Run,
+    model: nnx.Module,
+    checkpoints: Checkpoints,
+    workdir: pathlib.Path,
+    *,
+    strict: bool = False,
+    override: Sequence[str] = (),
+    rename: bool = False,
+) -> State | None:
+    """The newest state on disk that verifies, or None; refuses that of a run with another config, fields of `override` aside.
+
+    See `Checkpoints.newest_verified` for `strict` and `rename`.
+    """
+    for name in override:
+        if name not in (*SEMANTIC, *COSMETIC, "images"):
+            raise ConfigError(f"--resume_override={name} is not a setting; {closest(name, (*SEMANTIC, 'images'))}")
     with blame("--workdir"):
+        step = checkpoints.newest_verified(strict=strict, rename=rename)
+        if step is None:
+            return None
         about = checkpoints.about(step)
-    changed = differences(resolve(about["config"]), run.config)
-    changed += [f"the images of the {split} split" for split, value in run.fingerprint.items() if about["data"][split] != value]
+    stored = resolve(about["config"])
+    changed = differences(stored, run.config, override)
+    if "images" not in override:
+        changed += [f"the images of the {split} split" for split, value in run.fingerprint.items() if about["data"][split] != value]
     if changed:
+        names = ",".join(dict.fromkeys("images" if line.startswith("the images") else line.partition(":")[0] for line in changed))
         raise ConfigError(
-            f"--workdir={workdir} holds a run of another config ({'; '.join(changed)}): use another workdir, or the same settings"
+            f"--workdir={workdir} holds a run of another config ({'; '.join(changed)}): use another workdir, or the same settings; "
+            f"--resume_override={names} goes on with the new ones"
         )
+    if overridden := differences(stored, run.config):
+        warn(f"WARNING: going on with other settings: {'; '.join(overridden)}")
     shapes = jax.eval_shape(lambda: initial_state(run, model))
     with blame("--workdir"):
-        state = checkpoints.load(step, like(shapes, replicated(run.mesh)))
+        state = checkpoints.load(step, like(shapes, state_shardings(shapes, run.mesh)))
     print(f"found step {step} of {run.total_steps} in {workdir}" + (": training is complete" if step == run.total_steps else ""))
     return state
 
 
-def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter, poll: Callable[[], None]) -> State:
-    """Runs the remaining steps. The metrics of a step are fetched while the next one runs."""
+def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter, signals: "Signals", workdir: pathlib.Path) -> State:
+    """Runs the remaining steps. The metrics of a step are fetched while the next one runs, and checkpoints written beside all that.
+
+    Before the first step of this process there is nothing that a signal could make us save: it ends the run at once. Later it ends it
+    after the step under way.
+    """
     config = run.config
-    first = int(state["step"])
+    first = step = int(state["step"])
     train_step = make_step(run)
-    progress = Progress(total_steps=run.total_steps, batch_size=config.batch_size)
-    stream = data.batches(run.images, batch_size=config.batch_size, seed=config.seed, start_step=first, augment=config.data.augment)
+    progress, profiler = Progress(total_steps=run.total_steps, batch_size=config.batch_size), Profiler(workdir)
+    skipped = 0
+
+    def examples(step: int) -> str:
+        count, repeats = len(run.images.labels), config.data.repeats
+        numbers = data.pipeline.examples(step - 1, batch_size=config.batch_size, seed=config.seed, count=count, repeats=repeats)
+        return ", ".join(map(str, numbers[:8])) + ", ..."
 
     def report(step: int, metrics: dict[str, Array]) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
-        if not np.isfinite(values["loss"]) or not np.isfinite(values["grad_norm"]):
-            last = checkpoints.newest()
-            saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
-            examples = data.pipeline.examples(step - 1, batch_size=config.batch_size, seed=config.seed, count=len(run.images.labels))
-            raise NonFinite(
-                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; {saved}. Lower --config.optim.learning_rate, "
-                f"or look at its examples: {', '.join(map(str, examples[:8]))}, ..."
-            )
-        speed = progress.at(step)
-        if step % config.log_every == 0 or step == run.total_steps:
+        nonlocal skipped
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"]):
+            skipped = 0
+        else:
+            told = f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}"
+            skipped += 1
+            if config.non_finite == "stop" or skipped > MAX_SKIPPED:
+                last = checkpoints.newest()
+                saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
+                often = f", after {MAX_SKIPPED} skipped steps in a row" if skipped > MAX_SKIPPED else ""
+                raise NonFinite(f"{told}{often}; {saved}. Lower --config.optim.learning_rate, or look at its examples: {examples(step)}")
+            warn(f"WARNING: {told}; its update is skipped ({skipped} in a row). Its examples: {examples(step)}")
+            writer.event(step, "skipped", loss=str(values["loss"]), grad_norm=str(values["grad_norm"]))
+            return
+        logged = step % config.log_every == 0 or step == run.total_steps
+        speed = progress.at(step) if logged or step == first + 1 else {}
+        if logged:
+            if batches.skipped:
+                speed |= {"skipped_images": len(batches.skipped)}
             writer.write(step, values | speed)
             print(progress_line(step, run.total_steps, values | speed), flush=True)
 
@@ -259,22 +402,60 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
         except ValueError as error:
             raise NonFinite(str(error)) from None
 
+    def on_saved(step: int, size: int, seconds: float) -> None:
+        signals.saved = True
+        print(f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
+        writer.event(step, "saved", bytes=size, seconds=round(seconds, 3))
+
+    def profile(folder: str | None) -> None:
+        if folder is not None:
+            print(f"profile of {Profiler.STEPS} steps: {folder}", flush=True)
+            writer.event(step, "profile", folder=folder)
+
+    if writer.last_event is not None and writer.last_event["event"] == "start":
+        print("the process before this one ended without a word: it was killed, or the machine went down", flush=True)
+    writer.event(first, "start", resumes_from=first if signals.saved else None, total_steps=run.total_steps, devices=run.mesh.size)
+    checkpoints.on_saved = on_saved
+    batches, resident = feed(run, first)
     pending = None
-    for step in range(first + 1, run.total_steps + 1):
-        state, metrics = train_step(state, put_batch(next(stream), run.mesh))
-        if pending is not None:
-            report(*pending)
-        pending = (step, metrics)
-        try:
-            poll()
-        except Interrupted:
-            report(*pending)
-            save(step, state)
-            raise
-        if step % config.checkpoint_every == 0 or step == run.total_steps:
-            report(*pending)
-            pending = None
-            save(step, state)
+    try:
+        for step in range(first + 1, run.total_steps + 1):
+            begun = time.monotonic()
+            batch = put_batch(next(batches), run.mesh) | resident
+            progress.waited(time.monotonic() - begun)
+            if signals.profile_wanted() or step == config.profile_at:
+                profiler.start(step)
+            # After the first step, which compiles, nothing may move to the devices that was not put there.
+            with jax.transfer_guard_host_to_device("allow" if step == first + 1 else "disallow"):
+                state, metrics = train_step(state, batch)
+            signals.at_once = False
+            if pending is not None:
+                report(*pending)
+            pending = (step, metrics)
+            profile(profiler.after(step, metrics))
+            try:
+                signals()
+            except Interrupted:
+                report(*pending)
+                save(step, state)
+                checkpoints.wait()
+                raise
+            if step % config.checkpoint_every == 0 or step == run.total_steps:
+                report(*pending)
+                pending = None
+                save(step, state)
+        checkpoints.wait()
+    except BaseException as error:
+        last = checkpoints.newest()
+        why = f"stopped by {error}" if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+        writer.event(step, "stop", why=why, resumes_from=last)
+        print(f"stopped at step {step} of {run.total_steps}; the newest checkpoint is of step {last}", flush=True)
+        raise
+    finally:
+        profile(profiler.close())
+        batches.close()
+    writer.event(step, "stop", why="complete", resumes_from=step)
+    signals.at_once = True  # everything is saved
     return state
 
 
@@ -284,42 +465,77 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
     size = image_pair(config.data.image_size)
     wanted = [list(pair) for pair in resolutions(config, size)]
     results = read_results(workdir)
-    if results is None or results["step"] != step or [row["resolution"] for row in results["eval"]] != wanted:
+    if of_first(results is None or results["step"] != step or [row["resolution"] for row in results["eval"]] != wanted):
         apply = lambda weights, images: run.apply(*weights, images)[0]
-        weights = (state.get("ema", state["params"]), state.get("stats", {}))
+        averaged = "ema" in state and config.eval.ema
+        weights = (state["ema" if averaged else "params"], state.get("stats", {}))
         rows = evaluate(apply, weights, config, run.mesh, poll=poll)
-        write_results(workdir, step, rows)
+        if jax.process_index() == 0:
+            write_results(workdir, step, rows)
     else:
         rows = results["eval"]
+    if jax.process_index() > 0:
+        return
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {config.model.name} with {config.model.position}, step {step}")
     print(results_table(rows))
     picture = accuracy_against_resolution({config.model.position: rows}, workdir / "accuracy.png")
     print(f"\npicture: {picture}" if picture else "\nno picture: matplotlib is not installed (pip install 'rope_jax[plot]')")
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], None]]:
-    """Within this context SIGINT and SIGTERM only leave a note, and the function given raises Interrupted once there is one.
+class Signals:
+    """What signals have asked of this process; calling it raises Interrupted once they asked it to stop.
 
-    A second signal ends the process at once.
+    Of several processes all stop at the same call, whichever of them was asked.
+
+    Attributes:
+        at_once: whether a signal raises Interrupted by itself, because there is nothing to save first.
+        saved: whether the workdir holds a checkpoint.
     """
-    received: list[int] = []
-    previous = {}
 
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        os.write(2, b"\nrope_jax: stopping after this step; once more to stop at once, without saving\n")  # print may not be used here
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+    def __init__(self) -> None:
+        self.at_once, self.saved = True, False
+        self._stop: int | None = None
+        self._profile = False
+        self._loudest = Loudest()
 
-    def poll() -> None:
-        if received:
-            raise Interrupted(signal.Signals(received[0]).name)
+    def __call__(self) -> None:
+        if number := self._loudest(self._stop or 0):
+            raise Interrupted(signal.Signals(number).name)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, note)
+    def profile_wanted(self) -> bool:
+        """Whether SIGUSR2 has come since the last call."""
+        wanted, self._profile = self._profile, False
+        return wanted
+
+    def handle(self, number: int, frame: Any) -> None:
+        """The handler of all signals."""
+        if number == signal.SIGUSR2:
+            self._profile = True
+        elif self._stop is not None:
+            os.write(2, b"\nrope_jax: stopped at once\n")  # print may not be used here
+            os._exit(128 + number)
+        else:
+            self._stop = number
+            if self.at_once and jax.process_count() == 1:
+                self()
+            os.write(2, b"\nrope_jax: stopping after this step; once more to stop at once, without saving\n")
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Signals]:
+    """Within this context SIGINT, SIGTERM and SIGUSR1 ask the run to stop, and SIGUSR2 asks for a profile.
+
+    A second signal to stop ends the process at once. Outside the main thread signals are left alone.
+    """
+    signals, previous = Signals(), {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            previous[number] = signal.signal(number, signals.handle)
     try:
-        yield poll
+        yield signals
+    except Interrupted as error:
+        error.saved = signals.saved
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

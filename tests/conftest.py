@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU, but jax runs on {jax.default_backend()}"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_programs(tmp_path_factory):
+    """Programs that tests start keep what they compile in a folder of the tests, not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled_by_tests")))
+        yield
+
+
 @pytest.fixture
 def x64():
     """float64 arrays for the length of one test."""

@@ -48,12 +48,13 @@ def within(name, group):
 
 HINTS = ["rope_jax.hints"]
 POSITIONS = ["rope_jax.positions", "rope_jax.initializers", "rope_jax_kernels", *HINTS]
-MODELS = ["rope_jax.models", *POSITIONS]
+MODELS = ["rope_jax.models", "rope_jax.sharding", *POSITIONS]
 CONFIG = ["rope_jax.config", *HINTS]
 DATA = ["rope_jax.data"]
-PLAIN = ["rope_jax.sharding", "rope_jax.checkpoint", "rope_jax.metrics", "rope_jax.optim"]
+WORKDIR = ["rope_jax.workdir"]
+PLAIN = [*WORKDIR, "rope_jax.sharding", "rope_jax.checkpoint", "rope_jax.metrics", "rope_jax.optim", "rope_jax.losses"]
 RESTORE = ["rope_jax.restore", *CONFIG, *MODELS, *PLAIN]
-EVALUATE = ["rope_jax.evaluate", "rope_jax.analysis.plots", *DATA, *RESTORE]
+EVALUATE = ["rope_jax.evaluate", "rope_jax.subject", "rope_jax.analysis.plots", *DATA, *RESTORE]
 ARRAYS = ["jax", "numpy", "jaxtyping"]
 
 # Module or package -> what it may import of this repository, and what of others (the standard library is free). The longest name
@@ -64,23 +65,37 @@ RULES = {
     "rope_jax.positions.__main__": (MODELS, ["flax.nnx"]),  # a program beside the schemes: it counts their parameters in a model
     "rope_jax.models": (MODELS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.models.pretrained.files": (MODELS, [*ARRAYS, "flax.nnx", "safetensors", "huggingface_hub"]),
-    "rope_jax.optim": ([], ["jax", "numpy", "jaxtyping", "optax", "flax.nnx"]),  # nnx: what the parameters say about their decay
+    "rope_jax.optim": (CONFIG, ["jax", "numpy", "jaxtyping", "optax", "flax.nnx"]),  # nnx: what the parameters say about their decay
+    "rope_jax.compilation": ([], ["jax"]),
+    "rope_jax.losses": ([], [*ARRAYS, "optax"]),
     "rope_jax.sharding": ([], ARRAYS),
-    "rope_jax.checkpoint": ([], [*ARRAYS, "orbax"]),
-    "rope_jax.metrics": ([], [*ARRAYS, "tensorboardX"]),
+    "rope_jax.workdir": ([], []),
+    "rope_jax.checkpoint": (WORKDIR, [*ARRAYS, "orbax"]),
+    "rope_jax.metrics": (WORKDIR, [*ARRAYS, "tensorboardX"]),
     "rope_jax.data": (DATA, ["numpy", "jaxtyping", "PIL", "sklearn"]),
+    "rope_jax.data.tfds": (DATA, ["numpy", "tensorflow_datasets"]),
+    "rope_jax.data.imagenet": (DATA, ["numpy", "scipy"]),
+    "rope_jax.data.workers": (DATA, ["numpy", "grain", "absl"]),
+    "rope_jax.data.on_device": (DATA, ARRAYS),
     "rope_jax.hints": ([], []),
     "rope_jax.initializers": ([], ARRAYS),
     "rope_jax.config": (CONFIG, ["ml_collections"]),
     "rope_jax.restore": (RESTORE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.evaluate": (EVALUATE, [*ARRAYS, "flax.nnx"]),
+    "rope_jax.program": (MODELS, [*ARRAYS, "flax.nnx"]),
+    "rope_jax.subject": (RESTORE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.train": (EVALUATE, [*ARRAYS, "flax.nnx", "optax"]),
-    "rope_jax.main": (["rope_jax.train", "rope_jax.evaluate", *CONFIG], ["absl", "ml_collections"]),
+    "rope_jax.main": (
+        ["rope_jax.compilation", "rope_jax.train", "rope_jax.sharding", "rope_jax.evaluate", *CONFIG, *WORKDIR],
+        ["absl", "ml_collections"],
+    ),
     "rope_jax.analysis": (MODELS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.analysis.plots": ([], ["numpy", "matplotlib"]),
-    # The report is a program beside main: it reads what runs wrote.
-    "rope_jax.analysis.report": ([*CONFIG, "rope_jax.evaluate", "rope_jax.metrics", "rope_jax.analysis.plots"], ["absl"]),
-    "rope_jax": (["rope_jax.models", "rope_jax.positions", "rope_jax.restore", "rope_jax.data"], []),  # __init__ alone: the public names
+    # Programs beside main: they read what runs wrote.
+    "rope_jax.analysis.__main__": (["rope_jax.analysis", *EVALUATE], [*ARRAYS, "flax.nnx"]),
+    "rope_jax.analysis.report": (["rope_jax.analysis", *CONFIG, "rope_jax.evaluate", "rope_jax.metrics"], ["numpy", "scipy.special"]),
+    # __init__ alone: the public names.
+    "rope_jax": (["rope_jax.models", "rope_jax.positions", "rope_jax.program", "rope_jax.restore", "rope_jax.data"], []),
     "configs": (CONFIG, ["ml_collections"]),
 }
 

@@ -1,8 +1,21 @@
-"""Images for training and evaluation: sources in memory, a stream that is a pure function of (seed, step), decoding of untrusted files."""
+"""Images for training and evaluation: sources, a stream that is a pure function of (seed, step), decoding of untrusted files."""
 
 from rope_jax.data.decode import decode_image
-from rope_jax.data.pipeline import batches, evaluation_batches
+from rope_jax.data.pipeline import BadImages, Batches, batches, epoch_length, evaluation_batches, places
 from rope_jax.data.resize import resize
-from rope_jax.data.sources import Images, fingerprint, load
+from rope_jax.data.sources import Images, Streamed, fingerprint, load
 
-__all__ = ["Images", "batches", "decode_image", "evaluation_batches", "fingerprint", "load", "resize"]
+__all__ = [
+    "BadImages",
+    "Batches",
+    "Images",
+    "Streamed",
+    "batches",
+    "decode_image",
+    "epoch_length",
+    "evaluation_batches",
+    "fingerprint",
+    "load",
+    "places",
+    "resize",
+]

@@ -1,7 +1,9 @@
-"""Augmentations of uint8 batches on the host: what happens to an example depends on (seed, epoch, example) and nothing else.
+"""Augmentations of uint8 images on the host: what happens to an example depends on (seed, epoch, example) and nothing else.
 
 One 64-bit draw decides about one example. The draws of an epoch are made in one call, so an example finds its own at any batch size, and
 only the raw output of Philox is used, which numpy promises not to change between versions (of its distributions it does not).
+
+A frame (`rope_jax.data.frames`) may come first: it brings pictures of any size to one. What follows keeps their size.
 """
 
 import ast
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import UInt8, UInt64
+
+from rope_jax.data.frames import FRAMES, Frame, cut_pixels
 
 
 def crop(images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"], *, pad: int = 4) -> UInt8[np.ndarray, "B H W 3"]:
@@ -72,39 +76,66 @@ AUGMENTATIONS: dict[str, Callable[..., np.ndarray]] = {"crop": crop, "flip": fli
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A name of `AUGMENTATIONS` with its options, as (option, value) pairs."""
+    """A name of `FRAMES` or `AUGMENTATIONS` with its options, as (option, value) pairs."""
 
     name: str
-    options: tuple[tuple[str, int | float], ...] = ()
+    options: tuple[tuple[str, int | float | str], ...] = ()
 
 
 @functools.lru_cache(maxsize=16)
 def parse(text: str) -> tuple[Augmentation, ...]:
-    """Reads `"crop(pad=4)+flip"`, applied from left to right; `"none"` is no augmentation.
+    """Reads `"resized_crop(scale_min=0.2)+flip"`, applied from left to right; `"none"` is no augmentation.
 
     Args:
-        text: names joined by `+`, options in brackets.
+        text: names joined by `+`, options in brackets. A frame stands first or not at all.
 
     Returns:
         one Augmentation a name.
 
     Raises:
-        ValueError: for text of another form, unknown names or options, and values that are not numbers.
+        ValueError: for text of another form, unknown names or options, values of another kind, and frames in other places.
     """
-    return () if text.strip() == "none" else tuple(_parse_one(part.strip()) for part in text.split("+"))
+    if text.strip() == "none":
+        return ()
+    parsed = tuple(parse_one(part, FRAMES | AUGMENTATIONS) for part in text.split("+"))
+    if misplaced := [one.name for one in parsed[1:] if one.name in FRAMES]:
+        raise ValueError(f"augmentation {text!r}: {misplaced[0]} brings pictures of any size to one, so it stands first")
+    return parsed
 
 
-def _parse_one(text: str) -> Augmentation:
+def parse_frame(text: str) -> Frame:
+    """Reads one frame, as `"centre(crop=0.875)"`.
+
+    Raises:
+        ValueError: as `parse`, and for augmentations that are no frames.
+    """
+    parsed = parse(text)
+    if len(parsed) != 1 or parsed[0].name not in FRAMES:
+        raise ValueError(f"{text!r} is not a frame; frames are {', '.join(FRAMES)}, with options as in centre(crop=0.875)")
+    return as_frame(parsed[0])
+
+
+def as_frame(augmentation: Augmentation) -> Frame:
+    """The function of a frame with its options."""
+    return functools.partial(FRAMES[augmentation.name], **dict(augmentation.options))
+
+
+def parse_one(text: str, known: dict[str, Callable]) -> Augmentation:
+    """Reads one name of `known`, whose keyword-only arguments are its options, as `"crop(pad=4)"`; raises as `parse`."""
+    text = text.strip()
     form = re.fullmatch(r"(\w+)(?:\((.*)\))?", text)
-    if form is None or form[1] not in AUGMENTATIONS:
-        raise ValueError(f"augmentation {text!r} is unknown; known are none, {', '.join(AUGMENTATIONS)}, with options as in crop(pad=4)")
-    parameters = inspect.signature(AUGMENTATIONS[form[1]]).parameters.values()
+    if form is None or form[1] not in known:
+        raise ValueError(f"augmentation {text!r} is unknown; known are none, {', '.join(known)}, with options as in crop(pad=4)")
+    parameters = inspect.signature(known[form[1]]).parameters.values()
     defaults = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
     options = {}
     for pair in filter(None, (form[2] or "").split(",")):
         name, _, value = (part.strip() for part in pair.partition("="))
         if name not in defaults:
             raise ValueError(f"augmentation {text!r} has an unknown option {name!r}; {form[1]} takes {', '.join(defaults)}")
+        if isinstance(defaults[name], str):
+            options[name] = value
+            continue
         try:
             options[name] = type(defaults[name])(ast.literal_eval(value))
         except (ValueError, SyntaxError, TypeError):
@@ -135,9 +166,24 @@ def augment(
         uint8 [B, H, W, 3]; `images` itself where there is nothing to apply.
     """
     for place, augmentation in enumerate(augmentations):
-        draws = epoch_draws(seed, epoch, count, f"{place} {augmentation.name}")[examples]
-        images = AUGMENTATIONS[augmentation.name](images, draws, **dict(augmentation.options))
+        draws = epoch_draws(seed, epoch, count, stream(place, augmentation))[examples]
+        images = apply(augmentation, images, draws)
     return images
+
+
+def apply(
+    augmentation: Augmentation, images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"]
+) -> UInt8[np.ndarray, "B h w 3"]:
+    """One augmentation of images of one size, which a frame keeps."""
+    if augmentation.name not in FRAMES:
+        return AUGMENTATIONS[augmentation.name](images, draws, **dict(augmentation.options))
+    frame, size = as_frame(augmentation), images.shape[1:3]
+    return np.stack([cut_pixels(image, frame, size, int(draw)) for image, draw in zip(images, draws, strict=True)])
+
+
+def stream(place: int, augmentation: Augmentation) -> str:
+    """The name of the draws of an augmentation at a place in the list."""
+    return f"{place} {augmentation.name}"
 
 
 @functools.lru_cache(maxsize=16)  # a few augmentations, each for the last two epochs
@@ -156,13 +202,40 @@ def epoch_draws(seed: int, epoch: int, count: int, stream: str) -> UInt64[np.nda
     Raises:
         ValueError: for a seed out of range.
     """
+    draws = _generator(seed, epoch, stream).random_raw(count)
+    draws.setflags(write=False)
+    return draws
+
+
+class ExampleDraws:
+    """The numbers of single examples in `epoch_draws`, without those of the others: for sets whose epochs are millions of examples.
+
+    Args:
+        seed: 0 to 2**64 - 1. An object serves one thread.
+
+    Raises:
+        ValueError: for a seed out of range.
+    """
+
+    def __init__(self, seed: int):
+        self._generator = _generator(seed, 0, "")
+        self._state = self._generator.state
+
+    def __call__(self, epoch: int, example: int, stream: str) -> int:
+        """The number of an example, 0 to 2**64 - 1."""
+        block, place = divmod(example, 4)  # Philox makes four numbers at each count
+        counted = self._state["state"]
+        counted["key"][1], counted["counter"][:] = epoch, (block, 0, 0, zlib.crc32(stream.encode()))
+        self._generator.state = self._state  # a new generator would cost three times as much
+        return int(self._generator.random_raw(4)[place])
+
+
+def _generator(seed: int, epoch: int, stream: str) -> np.random.Philox:
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed {seed} is out of range: 0 to 2**64 - 1")
     # The generator counts in the first word of its counter, so streams that start with another last word never meet.
     counter = np.array([0, 0, 0, zlib.crc32(stream.encode())], np.uint64)
-    draws = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter).random_raw(count)
-    draws.setflags(write=False)
-    return draws
+    return np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter)
 
 
 def _scaled(draws: np.ndarray, places: int) -> np.ndarray:

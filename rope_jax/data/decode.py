@@ -5,9 +5,11 @@ where Pillow warns, so JPEG and PNG files are reduced to what their pixels need 
 metadata, the orientation, is read here. Nothing global is touched: decoding is safe in threads and under any setting of Pillow's.
 """
 
+import contextlib
 import io
 import re
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import UInt8
@@ -23,6 +25,21 @@ MAX_SIDE = 65_535  # JPEG's own limit; Pillow keeps pointers per row, so 64 mill
 MAX_SCANS = 100  # progressive JPEGs have about 10; every scan visits the whole image, and an empty one costs the file 20 bytes
 _STRIP_PIXELS = 1 << 20  # converted at a time, so that temporaries stay small beside the image
 
+# Orientation -> what undoes it, see `_turn`.
+_TURNS = dict(
+    enumerate(
+        (
+            Image.Transpose.FLIP_LEFT_RIGHT,
+            Image.Transpose.ROTATE_180,
+            Image.Transpose.FLIP_TOP_BOTTOM,
+            Image.Transpose.TRANSPOSE,
+            Image.Transpose.ROTATE_270,
+            Image.Transpose.TRANSVERSE,
+            Image.Transpose.ROTATE_90,
+        ),
+        start=2,
+    )
+)
 _PIXEL_CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}
 _SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # a JPEG marker with a length (or the end of the image)
 _METADATA_SEGMENTS = {*range(0xE1, 0xEE), 0xEF, 0xFE}  # all APPn but JFIF (0) and Adobe's colour transform (14), and comments
@@ -45,19 +62,67 @@ def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
         ValueError: with the reason, for anything else: other formats, truncated or corrupt files, more than 64 million pixels (WebP, and
             JPEG that is both CMYK and stored in several scans: 32 million), a side over 65,535 pixels, more than 100 scans.
     """
-    name = _format(data)
-    try:
-        image, orientation, limit = _open(data, name)
-        width, height = image.size
-        if width * height > limit or max(width, height) > MAX_SIDE:
-            raise ValueError(f"{width} x {height} pixels are too many; allowed are {limit:,} in all and {MAX_SIDE:,} a side")
-        if name == "PNG":
-            _scale_colour_key(image, depth=data[24])
-        pixels = _to_rgb(image)
-    except Exception as error:  # Pillow raises OSError, SyntaxError, EOFError, struct.error, zlib.error and more for broken files
-        raise ValueError(f"the {name} image cannot be decoded: {error}") from error
-    del image  # its memory serves the copy that turning makes
-    return np.ascontiguousarray(_turn(pixels, orientation))
+    return open_image(data).pixels()
+
+
+class EncodedImage:
+    """A file whose header has been read and found acceptable; see `open_image`. It is decoded once, by one of its two methods.
+
+    Attributes:
+        size: (width, height) in pixels, after orientation.
+    """
+
+    def __init__(self, data: bytes):
+        self._name = _format(data)
+        with self._blame():
+            self._image, self._orientation, limit = _open(data, self._name)
+            width, height = self._image.size
+            if width * height > limit or max(width, height) > MAX_SIDE:
+                raise ValueError(f"{width} x {height} pixels are too many; allowed are {limit:,} in all and {MAX_SIDE:,} a side")
+            if self._name == "PNG":
+                _scale_colour_key(self._image, depth=data[24])
+        self.size = (height, width) if self._orientation >= 5 else (width, height)
+
+    def pixels(self) -> UInt8[np.ndarray, "H W 3"]:
+        """What `decode_image` returns."""
+        with self._blame():
+            pixels = _to_rgb(self._image)
+        del self._image  # its memory serves the copy that turning makes
+        return np.ascontiguousarray(_turn(pixels, self._orientation))
+
+    def picture(self, *, reduce: int = 1) -> Image.Image:
+        """The same pixels as a Pillow image of mode RGB.
+
+        Args:
+            reduce: 1, 2, 4 or 8. JPEG files are decoded straight to that fraction of their sides, rounded up, where they can be (each
+                square of so many pixels becomes one, in the transform that the file is stored in); other files, and pictures that are
+                to be turned, keep their size.
+        """
+        with self._blame():
+            image = self._image
+            if image.mode.startswith("I") or image.has_transparency_data:
+                return Image.fromarray(self.pixels())
+            if reduce > 1 and self._orientation == 1:
+                image.draft(None, (image.width // reduce, image.height // reduce))
+            image.load()
+            image = image if image.mode == "RGB" else image.convert("RGB")
+            return image.transpose(_TURNS[self._orientation]) if self._orientation > 1 else image
+
+    @contextlib.contextmanager
+    def _blame(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Pillow raises OSError, SyntaxError, EOFError, struct.error, zlib.error and more for broken files
+            raise ValueError(f"the {self._name} image cannot be decoded: {error}") from error
+
+
+def open_image(data: bytes) -> EncodedImage:
+    """Reads the header of a file, for those who want to know its size before they decode it, or not all of its pixels.
+
+    Raises:
+        ValueError: as `decode_image`; what is wrong with the pixels shows when they are decoded.
+    """
+    return EncodedImage(data)
 
 
 def _format(data: bytes) -> str:
@@ -168,7 +233,7 @@ def _strip_to_rgb(strip: Image.Image) -> np.ndarray:
             scaled[grey == strip.info["transparency"]] = 255
         return scaled[:, :, None]
     if not strip.has_transparency_data:
-        return np.asarray(strip.convert("RGB"))
+        return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))
     rgba = np.asarray(strip.convert("RGBA")).astype(np.uint16)
     colour, alpha = rgba[:, :, :3], rgba[:, :, 3:]
     return (colour * alpha + 255 * (255 - alpha) + 127) // 255  # at most 255 * 255 + 127: fits 16 bits

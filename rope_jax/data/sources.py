@@ -1,4 +1,7 @@
-"""Image sets that fit into memory: `digits` (comes with scikit-learn), `npz` files, `idx` files (MNIST, Fashion-MNIST), image `folder`s."""
+"""Image sets by name. Small ones lie in memory: `digits` (comes with scikit-learn), `npz` files, `idx` files (MNIST, Fashion-MNIST).
+
+Of the others one image is read at a time: `folder`s of image files, sets of `tfds`, `packed` pixels, the archives of `imagenet`.
+"""
 
 import gzip
 import math
@@ -11,8 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from rope_jax.data.decode import decode_image
-from rope_jax.data.resize import check_size, resize, resize_and_crop
+from rope_jax.data.augment import parse_frame
+from rope_jax.data.folder import Folder
+from rope_jax.data.imagenet import ImageNet
+from rope_jax.data.index import Source
+from rope_jax.data.packed import Packed
+from rope_jax.data.resize import check_size, resize
+from rope_jax.data.tfds import Tfds
 
 SPLITS = ("train", "test")
 _UNREADABLE = (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)  # what numpy and gzip raise for damaged files
@@ -46,44 +54,114 @@ class Images:
         if self.labels.min() < 0 or self.labels.max() >= self.classes:
             raise ValueError(f"{self.name}: labels are {self.labels.min()} to {self.labels.max()}; allowed are 0 to {self.classes - 1}")
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W) of the images."""
+        return self.images.shape[1:3]
 
-def fingerprint(images: Images) -> str:
-    """Tells one set of images from another: number, size, classes, and a checksum of labels and pixels."""
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """One split of an image set whose images are read when they are wanted, and then brought to one size.
+
+    Attributes:
+        source: where they come from.
+        size: (H, W) in pixels, of all of them.
+        frame: how, where no augmentation does it: see `rope_jax.data.frames`.
+    """
+
+    source: Source
+    size: tuple[int, int]
+    frame: str = "centre"
+
+    def __post_init__(self):
+        parse_frame(self.frame)
+
+    labels = property(lambda self: self.source.labels, doc="int32 [n], 0 to classes - 1.")
+    name = property(lambda self: self.source.name, doc="Of the set, for reports.")
+    split = property(lambda self: self.source.split, doc='"train" or "test".')
+    classes = property(lambda self: self.source.classes, doc="Number of classes of the set.")
+
+
+def fingerprint(images: Images | Streamed) -> str:
+    """Tells one set of images from another: number, size, classes, and a checksum of labels and pixels.
+
+    Of images that are read one at a time the names of the files stand for the pixels (and for packed ones the checksums of their files).
+    """
+    if isinstance(images, Streamed):
+        return f"{images.size[0]}x{images.size[1]} of {images.source.fingerprint()}"
     checksum = zlib.crc32(images.labels.tobytes(), zlib.crc32(np.ascontiguousarray(images.images)))
     return f"{'x'.join(map(str, images.images.shape))} {images.classes} classes {checksum:08x}"
 
 
-def load(source: str, path: str | None = None, split: str = "train", image_size: tuple[int, int] | None = None) -> Images:
-    """Loads one split of an image set into memory, as RGB.
+def load(
+    source: str,
+    path: str | None = None,
+    split: str = "train",
+    image_size: tuple[int, int] | None = None,
+    *,
+    frame: str = "centre",
+) -> Images | Streamed:
+    """Opens one split of an image set, as RGB.
+
+    Into memory:
 
     - `"digits"`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, values 0 to 16 spread over 0 to 255. Every fifth image (index 0,
       5, 10, ...) is held out as `"test"`: 360 images, the same in every run, without a random number.
     - `"npz"`: a file with the arrays `train_images` and `train_labels`, `test_images` and `test_labels`, or one of the pairs; images uint8
       [n, H, W], [n, H, W, 1] or [n, H, W, 3], labels integers [n].
     - `"idx"`: a folder with the four files of MNIST or Fashion-MNIST under their official names, compressed (.gz) or not.
-    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/); classes are numbered in the order of their
-      names. Files are decoded by `decode_image`; names that start with a dot are passed over.
+
+    One image at a time, in the order of classes and file names:
+
+    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/), see `rope_jax.data.folder`.
+    - `"tfds"`: a set that tensorflow-datasets has prepared, see `rope_jax.data.tfds`.
+    - `"packed"`: a set that `rope_jax.data.prepare` has prepared, see `rope_jax.data.packed`.
+    - `"imagenet"`: the official archives, see `rope_jax.data.imagenet`.
 
     Args:
-        source: "digits", "npz", "idx" or "folder".
+        source: one of these names.
         path: where the set lies; none for digits.
         split: "train" or "test".
-        image_size: (h, w) in pixels, bicubic and antialiased. Required for folders, whose images are resized by their short side and cut
-            out at the centre; other sets are resized as they are, None leaves their size.
+        image_size: (h, w) in pixels. Sets in memory are resized as they are (bicubic with antialiasing), None leaves their size; the
+            others need one.
+        frame: how images that are read one at a time are brought to this size, see `rope_jax.data.frames`.
 
     Returns:
-        the split. Labels run to the largest of the training split (without one, of this split).
+        the split. Labels of sets in memory run to the largest of the training split (without one, of this split).
 
     Raises:
         ValueError: for unknown sources and splits, damaged files, unequal lengths, wrong types, labels out of range.
         FileNotFoundError: where a file, a folder or an array of the split is missing.
     """
-    if source not in _READERS:
-        raise ValueError(f"data source {source!r} is unknown; known are {', '.join(_READERS)}")
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
     if image_size is not None:
         check_size(image_size)
+    if source in STREAMED:
+        opened = open_source(source, path, split)
+        if image_size is None:
+            raise ValueError(f"data source {source!r} ({path}) needs an image_size (height, width): its images may differ in size")
+        return Streamed(opened, tuple(image_size), frame)
+    _check(source, path, split)
+    loaded = _READERS[source](path, split)
+    if image_size is not None:
+        loaded = Images(resize(loaded.images, image_size), loaded.labels, loaded.name, split, loaded.classes)
+    return loaded
+
+
+def open_source(source: str, path: str | None, split: str) -> Source:
+    """The images of one split as they are stored; arguments as in `load`, of the sources that are read one image at a time."""
+    _check(source, path, split)
+    if source not in STREAMED:
+        raise ValueError(f"data source {source!r} lies in memory; those read one image at a time are {', '.join(STREAMED)}")
+    return STREAMED[source](path, split)
+
+
+def _check(source: str, path: str | None, split: str) -> None:
+    known = [*_READERS, *STREAMED]
+    if source not in known:
+        raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
     if source == "digits":
         if path is not None:
             raise ValueError(f"path {path!r} is given, but digits come with scikit-learn; leave it out")
@@ -91,13 +169,9 @@ def load(source: str, path: str | None = None, split: str = "train", image_size:
         raise ValueError(f"data source {source!r} needs a path; none is given")
     elif not os.path.exists(path):
         raise FileNotFoundError(f"path {path!r} of data source {source!r} does not exist")
-    loaded = _READERS[source](path, split, image_size)
-    if image_size is not None:
-        loaded = Images(resize(loaded.images, image_size), loaded.labels, loaded.name, split, loaded.classes)
-    return loaded
 
 
-def _digits(path: None, split: str, image_size: tuple[int, int] | None) -> Images:
+def _digits(path: None, split: str) -> Images:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -106,7 +180,7 @@ def _digits(path: None, split: str, image_size: tuple[int, int] | None) -> Image
     return Images(_as_rgb(images, "digits"), digits.target[chosen].astype(np.int32), "digits", split, classes=10)
 
 
-def _npz(path: str, split: str, image_size: tuple[int, int] | None) -> Images:
+def _npz(path: str, split: str) -> Images:
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not an .npz file but a folder")
     with open(path, "rb") as file:
@@ -132,7 +206,7 @@ def _npz(path: str, split: str, image_size: tuple[int, int] | None) -> Images:
             return _from_arrays(read, path, split)
 
 
-def _idx(path: str, split: str, image_size: tuple[int, int] | None) -> Images:
+def _idx(path: str, split: str) -> Images:
     def read(name: str) -> np.ndarray | None:
         half, kind = name.split("_")
         file = Path(path, f"{'train' if half == 'train' else 't10k'}-{'images-idx3' if kind == 'images' else 'labels-idx1'}-ubyte")
@@ -203,39 +277,9 @@ def _as_rgb(images: np.ndarray, path: str) -> np.ndarray:
     return np.repeat(grey, 3, axis=3) if grey.shape[3] == 1 else grey
 
 
-def _folder(path: str, split: str, image_size: tuple[int, int] | None) -> Images:
-    if image_size is None:
-        raise ValueError(f"data source 'folder' ({path}) needs an image_size (height, width): its images may differ in size")
-    found = [Path(path, name) for name in (("train",) if split == "train" else ("test", "val")) if Path(path, name).is_dir()]
-    if not found:
-        raise FileNotFoundError(f"{path} has no folder for the {split} split: {'train' if split == 'train' else 'test or val'} is missing")
-    folder = found[0]
-    # Labels mean the same in both splits, also where a class has no test images.
-    names = _class_names(Path(path, "train")) or _class_names(folder)
-    if unknown := sorted(set(_class_names(folder)) - set(names)):
-        raise ValueError(f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not")
-    files = [(file, label) for label, name in enumerate(names) for file in _visible(folder / name) if file.is_file()]
-    if not files:
-        raise FileNotFoundError(f"{folder} has no images; they are looked for in {folder / 'CLASS'}")
-    images = np.empty((len(files), *image_size, 3), np.uint8)
-    for k, (file, _) in enumerate(files):
-        try:
-            images[k] = resize_and_crop(decode_image(file.read_bytes()), image_size)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"image file {file} cannot be used: {error}") from error
-    return Images(images, np.array([label for _, label in files], np.int32), Path(path).name, split, len(names))
-
-
-def _class_names(folder: Path) -> list[str]:
-    return [entry.name for entry in _visible(folder) if entry.is_dir()]
-
-
-def _visible(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith(".")) if folder.is_dir() else []
-
-
 def _kind(array: np.ndarray) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
-_READERS: dict[str, Callable[..., Images]] = {"digits": _digits, "npz": _npz, "idx": _idx, "folder": _folder}
+_READERS: dict[str, Callable[..., Images]] = {"digits": _digits, "npz": _npz, "idx": _idx}
+STREAMED: dict[str, Callable[[str, str], Source]] = {"folder": Folder, "tfds": Tfds, "packed": Packed, "imagenet": ImageNet}

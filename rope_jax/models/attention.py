@@ -1,6 +1,7 @@
 """Multi-head self-attention with position information inside, for every pattern and scheme."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.layers import linear
 from rope_jax.positions import Terms
+from rope_jax.sharding import over_batch
 from rope_jax_kernels import Global, Rotation, attention, attention_qkv, rotate
 from rope_jax_kernels.attention.patterns import Pattern
 from rope_jax_kernels.attention.reference import window_bias
@@ -60,14 +62,12 @@ class SelfAttention(nnx.Module):
             q_bias, v_bias = jnp.split(self.qv_bias[...].astype(qkv.dtype), 2)
             qkv += jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
         qkv = qkv.reshape(batch, *places, 3, self.heads, features // self.heads)
-        dropping = key is not None and drop > 0
-        if terms.transform is None and not dropping:
-            out = attention_qkv(qkv, pattern=pattern, rotation=terms.rotation, bias=bias, scale=self.scale)
+        if key is not None and drop > 0:  # one draw for the whole batch, and no kernel
+            settings = {"drop": drop, "key": key, "rotation": terms.rotation, "own": bias, "scale": self.scale}
+            out = _transformed(qkv, terms.transform, functools.partial(_attend_dropping, **settings))
         else:
-            attend = functools.partial(_attend_dropping, drop=drop, key=key) if dropping else functools.partial(_attend, pattern=pattern)
-            attend = functools.partial(attend, rotation=terms.rotation, own=bias, scale=self.scale)
-            q, k, v = jnp.moveaxis(qkv, -3, 0)
-            out = attend(q, k, v) if terms.transform is None else terms.transform(q, k, v, attend)
+            attend = functools.partial(_attend_packed, pattern=pattern, scale=self.scale)
+            out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
         return self.proj(out.reshape(batch, tokens, features))
 
 
@@ -81,6 +81,20 @@ def _spread(table: Float[Array, "N offsets"], grid: tuple[int, int], prefix: int
     to_map, from_map, among = (table[:, offsets + i, None, None] for i in range(3))
     from_prefix = jnp.where(is_prefix, among, to_map)
     return jnp.where(is_prefix[:, None], from_prefix, jnp.where(is_prefix, from_map, matrix))
+
+
+def _attend_packed(qkv: Array, shared: tuple, *, pattern: Pattern, scale: float | None) -> Array:
+    """Attention of a packed projection, with what all examples share: (rotation, bias, transform), each or None."""
+    rotation, bias, transform = shared
+    if transform is None:
+        return attention_qkv(qkv, pattern=pattern, rotation=rotation, bias=bias, scale=scale)
+    return _transformed(qkv, transform, functools.partial(_attend, pattern=pattern, rotation=rotation, own=bias, scale=scale))
+
+
+def _transformed(qkv: Array, transform: Callable | None, attend: Callable) -> Array:
+    """Attention of q, k and v apart, inside a transform if there is one."""
+    q, k, v = jnp.moveaxis(qkv, -3, 0)
+    return attend(q, k, v) if transform is None else transform(q, k, v, attend)
 
 
 def _attend(

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import conv_init, fan_in_bias_init, linear_init
+from rope_jax.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables that files of weights hold: what is trained, and the running statistics of batch norms. The rest is computed."""
@@ -21,7 +22,8 @@ class Linear(nnx.Linear):
     """
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        x = by_example(x)
+        return by_example(super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1))
 
 
 def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict, use_bias: bool = True) -> Linear:

@@ -1,48 +1,156 @@
+import html.parser
 import json
-import sys
 
+import numpy as np
 import pytest
 
 from rope_jax import config as cfg
-from rope_jax.analysis import plots, report
+from rope_jax.analysis import expected, plots, report
+from rope_jax.models import list_models
+from rope_jax.positions import create_position
+from rope_jax.positions.scheme import Stage
 
 
-def rows(*pairs):
-    shared = {"dataset": "digits", "split": "test", "top5": 1.0, "count": 360, "protocol": "as it is"}
+def rows(*pairs, dataset="digits"):
+    shared = {"dataset": dataset, "split": "test", "top5": 1.0, "count": 360, "protocol": "as it is"}
     return [shared | {"resolution": list(size), "top1": top1} for size, top1 in pairs]
 
 
-def workdir(folder, position, results):
+def workdir(folder, position, results, *, seed=0, model="vit_digits", losses=()):
     folder.mkdir()
-    (folder / "config.json").write_text(cfg.to_json(cfg.resolve({"model": {"position": position}})))
+    (folder / "config.json").write_text(cfg.to_json(cfg.resolve({"model": {"name": model, "position": position}, "seed": seed})))
     (folder / "results.json").write_text(json.dumps({"step": 1, "eval": results}))
+    lines = [{"step": step, "loss": loss, "images_per_second": 100.0 + step} for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
-def test_one_table_one_picture(tmp_path, capsys):
-    a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9), ((8, 12), 0.5)))
+class Page(html.parser.HTMLParser):
+    """Notes every tag with its attributes, and that tags are closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data + "\n"
+
+
+def test_one_table_one_picture_one_page(tmp_path, capsys):
+    a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9), ((8, 12), 0.5)), losses=(2.0, 1.0))
     b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.95), ((16, 16), 0.7)))
-    c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.25)))
-    report.flags.FLAGS([sys.argv[0]])
-    report.main(["report", str(a), str(b), str(c)])
+    c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.85), ((16, 16), 0.6)), seed=1)
+    report.main([str(a), str(b), str(c)])
     table = (tmp_path / "comparison.txt").read_text()
     assert [line.split() for line in table.splitlines()] == [
         ["position", "8x8", "8x12", "16x16"],
-        ["----------", "----", "----", "-----"],
+        ["--------", "----", "----", "-----"],
         ["ape", "90.0", "50.0", "-"],
-        ["rope2d", "95.0", "-", "70.0"],
-        ["rope2d", "(c)", "25.0", "-", "-"],
+        ["rope2d", "90.0", "-", "65.0"],
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "comparison.png" in capsys.readouterr().out
+    assert "report.html" in capsys.readouterr().out
+    page = Page((tmp_path / "report.html").read_text())
+    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(pictures) == 2  # accuracy and loss
+    assert all(picture["src"].startswith("data:image/png;base64,") and len(picture["alt"]) > 20 for picture in pictures)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe"}
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    low, high = report.student([0.95, 0.85])
+    assert f"90.0 [{100 * low:.1f}, {100 * high:.1f}]" in page.text  # two seeds
+    low, high = report.wilson(0.9, 360)
+    assert f"90.0 [{100 * low:.1f}, {100 * high:.1f}]" in page.text  # one run
+    markdown = (tmp_path / "report.md").read_text()
+    for name in ("comparison.png", "loss.png"):
+        assert f"]({name})" in markdown
+
+
+def test_intervals_are_the_textbook_ones():
+    np.testing.assert_allclose(report.wilson(0.5, 100), (0.4038, 0.5962), atol=1e-4)
+    np.testing.assert_allclose(report.wilson(1.0, 10), (0.7225, 1.0), atol=1e-4)
+    np.testing.assert_allclose(report.student([0.4, 0.5, 0.6]), (0.5 - 0.43027 / 3**0.5, 0.5 + 0.43027 / 3**0.5), atol=1e-5)
+    assert report.student([0.1, 0.9]) == (0.0, 1.0)
+
+
+def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):
+    a = workdir(tmp_path / "a", "rope2d", rows(((8, 8), 0.9)))
+    b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)))
+    longer = cfg.to_json(cfg.resolve({"model": {"position": "rope2d"}, "epochs": 2.0}))
+    (b / "config.json").write_text(longer)
+    assert set(report.group_runs([report.read_run(a), report.read_run(b)])) == {"rope2d", "rope2d (b)"}
+
+
+def test_ours_stands_beside_the_paper(tmp_path):
+    a = workdir(tmp_path / "a", "rope_mixed", rows(((224, 224), 0.8), ((384, 384), 0.81), dataset="imagenet"), model="deit3_s16")
+    (a / "evaluations.json").write_text(json.dumps({"rows": rows(((224, 224), 0.5), dataset="imagenet_a")}))
+    (a / "decay.png").write_bytes(b"\x89PNG")
+    report.main([str(a), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert (
+        "| deit3_s16 | rope_mixed | 384x384 | 81.0 [76.6, 84.7] | 81.80 | Heo et al., arXiv 2403.13298, published results of the code |"
+        in text
+    )
+    assert "| a | imagenet_a | 224x224 | 50.0" in text
+    assert "![deit3_s16 with rope_mixed: how scores fall with distance](a_decay.png)" in text
 
 
 def test_an_unfinished_run_is_named(tmp_path):
-    report.flags.FLAGS([sys.argv[0]])
     with pytest.raises(SystemExit, match=r"nothing has no results.json; run rope_jax.main with --workdir="):
-        report.main(["report", str(tmp_path / "nothing")])
+        report.main([str(tmp_path / "nothing")])
 
 
-def test_a_picture_without_matplotlib_is_none(tmp_path, monkeypatch):
+def test_without_matplotlib_there_is_a_page_without_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert plots.accuracy_against_resolution({"ape": rows(((8, 8), 0.9))}, tmp_path / "a.png") is None
+    report.main([str(workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)), losses=(1.0,)))])
+    assert "<img" not in (tmp_path / "report.html").read_text()
+    assert "pip install 'rope_jax[plot]'" in capsys.readouterr().out
+
+
+def test_expected_numbers_name_models_and_schemes_that_exist():
+    from flax import nnx
+
+    stage = Stage(depth=1, heads=3, head_dim=64, channels=192, grid=(2, 2))
+    found = expected.entries()
+    assert {entry["model"] for entry in found} <= set(list_models())
+    for position in {entry["position"] for entry in found}:
+        create_position(position, stage, rngs=nnx.Rngs(0))
+    for entry in found:
+        assert entry.get("top1", 50) > 10 or entry["dataset"] == "imagenet_a"
+        assert ("top1" in entry) + ("images_per_second" in entry) + ("value" in entry) == 1
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        (("vit_s16", "axial_rope(shared=True,k_rope=8)", 224), [81.51, 81.5]),  # tables 4.2 and B.3
+        (("vit_s16", "axial_rope(k_rope=1,shared=True)", 128), [62.85]),
+        (("vit_s16", "rope2d(k_rope=4)", 512), [63.8]),
+        (("vit_s16", "rpb", 224), [81.2, 81.22]),
+        (("nat_base", "none", 224), [84.0]),
+        (("dinat_s_base", "axial_rope", 224), [84.0]),
+        (("deit3_s16", "rope_mixed+ape", 96), [58.5]),
+        (("deit_ti16", "lape(ape)", 224), [73.11]),
+    ],
+)
+def test_expected_numbers_are_those_of_the_tables(question, answer):
+    model, position, size = question
+    found = expected.find(model=model, position=position, dataset="imagenet", resolution=[size, size])
+    assert [entry["top1"] for entry in found] == answer
+
+
+def test_expected_throughput():
+    find = lambda model, kernel: [e["images_per_second"] for e in expected.entries() if (e["model"], e.get("kernel")) == (model, kernel)]
+    assert find("vit_b16", "FAv2") == [3598, 3519]
+    assert find("nat_mini", "fused") == [3774, 3870, 3772]
+    assert find("nat_s_small", "BMM") == [1700, 1830, 1764]

@@ -10,6 +10,19 @@ from tests.kernels import test_attention_triton as interpreted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
 
+# What "mosaic" serves: without a bias, in half pairs of whole registers.
+MOSAIC = {
+    "ViT-S": ((197,), {"heads": 6, "head_dim": 64, "pairs": 32, "batch": 64}),
+    "separate arrays": ((196,), {"heads": 6, "head_dim": 64, "pairs": 16, "packed": False}),
+    "no rotation": ((197,), {"heads": 6, "head_dim": 64, "pairs": 0}),
+    "no rotation, many tokens": ((785,), {"heads": 2, "head_dim": 64, "pairs": 0}),
+    "ViT at 512 px": ((1025,), {"heads": 2, "head_dim": 64, "pairs": 16}),
+    "one head, shared frequencies": ((70,), {"heads": 1, "head_dim": 64, "pairs": 24, "shared": True, "batch": 300}),
+    "head dimension 32": ((197,), {"heads": 12, "head_dim": 32, "pairs": 8, "batch": 64}),
+    "head dimension 128": ((196,), {"head_dim": 128, "pairs": 64}),
+    "head dimension 128, many tokens": ((577,), {"head_dim": 128, "pairs": 40}),
+}
+
 MODELS = {
     "ViT-S": (Global(), (197,), {"heads": 6, "head_dim": 64, "pairs": 32}),
     "ViT at 512 px": (Global(), (1025,), {"heads": 2, "head_dim": 64, "pairs": 16, "bias": False}),
@@ -27,6 +40,21 @@ def test_outputs_and_gradients(name, dtype):
     pattern, places, options = (interpreted.CASES | MODELS)[name]
     with jax.default_matmul_precision("highest"):
         interpreted.check(pattern, places, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", MOSAIC)
+def test_mosaic(name, dtype):
+    places, options = MOSAIC[name]
+    with jax.default_matmul_precision("highest"):
+        interpreted.check(Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options)
+
+
+def test_two_runs_of_mosaic_are_bit_equal():
+    places, options = MOSAIC["ViT-S"]
+    arrays = interpreted.operands(Global(), places, dtype=jnp.bfloat16, bias=False, **options)
+    run = lambda: interpreted.outputs(*arrays, pattern=Global(), pairing="half", implementation="mosaic")["out"]
+    np.testing.assert_array_equal(run(), run())
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "ViT at 512 px"])

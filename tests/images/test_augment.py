@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rope_jax.data.augment import AUGMENTATIONS, Augmentation, augment, epoch_draws, parse
+from rope_jax.data.augment import AUGMENTATIONS, Augmentation, ExampleDraws, augment, epoch_draws, parse, parse_frame
 
 N, H, W = 40, 6, 9
 IMAGES = np.random.default_rng(0).integers(1, 256, (N, H, W, 3), dtype=np.uint8)  # no black, so that padding shows
@@ -75,3 +75,29 @@ def test_streams_are_independent_and_fixed():
     assert epoch_draws(1, 2, 2, "order").tolist() == [6152314207982085954, 14131925135209654431]
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         epoch_draws(-1, 0, 1, "order")
+
+
+def test_frames_stand_first():
+    chain = parse("resized_crop(scale_min=0.2,interpolation=random)+flip")
+    assert chain[0] == Augmentation("resized_crop", (("interpolation", "random"), ("scale_min", 0.2)))
+    with pytest.raises(ValueError, match="resized_crop brings pictures of any size to one, so it stands first"):
+        parse("flip+resized_crop")
+    with pytest.raises(ValueError, match="'flip' is not a frame"):
+        parse_frame("flip")
+    for text, message in [
+        ("resized_crop(scale_min=0)", "is impossible"),
+        ("resized_crop(ratio_min=2)", "is impossible"),
+        ("centre(crop=1.5)", "is impossible"),
+        ("stretch(interpolation=cubic)", "interpolation 'cubic' is unknown"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            augment(IMAGES, IDS, parse(text), seed=0, epoch=0, count=N)
+
+
+def test_the_draw_of_one_example_is_that_of_its_epoch():
+    draws = ExampleDraws(5)
+    for epoch, stream in [(3, "0 crop"), (2, "1 flip"), (3, "1 flip"), (3, "0 crop")]:
+        whole = epoch_draws(5, epoch, 37, stream)
+        assert [draws(epoch, k, stream) for k in range(36, -1, -1)] == whole.tolist()[::-1]
+    with pytest.raises(ValueError, match="seed -1 is out of range"):
+        ExampleDraws(-1)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from rope_jax.data import decode_image
-from rope_jax.data.decode import MAX_SCANS
+from rope_jax.data.decode import MAX_SCANS, open_image
 
 GIGABYTE = 10**9
 ORIENTATION = 0x0112
@@ -313,6 +313,27 @@ def test_odd_images_decode_as_pillow_does(odd_images):
         if name == "pillow/i_trns.png":  # has a colour key, which Pillow leaves alone in 16 bits
             difference[decode_image(data) == 255] = 0
         assert difference.max() <= 1, name
+        decoded += 1
+    assert decoded > 50
+
+
+def test_pictures_are_what_decode_image_returns(odd_images):
+    """The loader's way to the pixels and `decode_image` are one rule, and refuse the same files."""
+    place, rows = odd_images
+    decoded = 0
+    for name, _ in rows:
+        data = (place / name).read_bytes()
+        try:
+            pixels = decode_image(data)
+        except ValueError as error:
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                open_image(data).picture()
+            continue
+        opened = open_image(data)
+        assert opened.size == pixels.shape[1::-1]
+        picture = opened.picture()
+        assert picture.mode == "RGB"
+        np.testing.assert_array_equal(np.asarray(picture), pixels)
         decoded += 1
     assert decoded > 50
 

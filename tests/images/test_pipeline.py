@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from rope_jax.data import Images, batches, evaluation_batches
-from rope_jax.data.pipeline import batch, permutation, position
+from rope_jax.data import Images, batches, epoch_length, evaluation_batches
+from rope_jax.data.pipeline import batch, examples, permutation, places, position
 
 
 def numbered(n, size=4):
@@ -173,3 +173,54 @@ def test_evaluation_batches(batch_size):
     mask = np.concatenate([one["mask"] for one in got])
     np.testing.assert_array_equal(np.concatenate([one["image"] for one in got])[mask], images.images)
     np.testing.assert_array_equal(np.concatenate([one["label"] for one in got])[mask], images.labels)
+
+
+@pytest.mark.parametrize("augment", ["crop(pad=1)+flip", "resized_crop(scale_min=0.3)+flip"])
+def test_epoch_and_index_name_an_example(augment):
+    images, seen = numbered(10), {}
+    for step in range(8):
+        got = batch(images, step, batch_size=7, seed=2, augment=augment)
+        assert got["epoch"].dtype == got["index"].dtype == np.int32
+        np.testing.assert_array_equal(got["index"], got["label"])
+        for epoch, index, image in zip(got["epoch"], got["index"], got["image"], strict=True):
+            assert (epoch, index) not in seen
+            seen[epoch, index] = image
+    # The same (epoch, index) is the same image in a stream of other batches.
+    for got in take(5, batches(images, batch_size=11, seed=2, augment=augment)):
+        for epoch, index, image in zip(got["epoch"], got["index"], got["image"], strict=True):
+            np.testing.assert_array_equal(image, seen[epoch, index])
+
+
+def test_repeated_augmentation():
+    count, size, repeats = 600, 48, 3
+    length = epoch_length(count, repeats)
+    assert (length, epoch_length(count)) == (512, 600)
+    options = {"batch_size": size, "seed": 1, "count": count, "repeats": repeats}
+    epochs, indices = (np.concatenate(x) for x in zip(*[places(step, **options) for step in range(32)], strict=True))
+    for epoch in range(2):  # 32 batches of 48 are three epochs of 512
+        ids = indices[epochs == epoch]
+        assert len(ids) == length
+        assert len(np.unique(ids)) == length  # every copy has an index of its own
+        often = np.bincount(ids % count, minlength=count)
+        assert np.sort(often)[::-1].tolist() == [3] * 170 + [2] + [0] * 429  # 512 = 3 * 170 + 2
+        assert set(np.flatnonzero(often)) == set(permutation(1, epoch, count)[:171].tolist())
+    for step in range(8):  # no part of a batch has an example twice
+        for parts in (3, 4, 8, 16):
+            for part in np.split(np.array(examples(step, **options)), parts):
+                assert len(set(part)) == len(part)
+    images = numbered(count)
+    got = batch(images, 0, batch_size=size, seed=1, augment="flip+crop(pad=1)", repeats=repeats)
+    np.testing.assert_array_equal(got["label"], got["index"] % count)
+    copies = got["image"][got["label"] == got["label"][0]]
+    assert len(copies) == 3
+    assert len({copy.tobytes() for copy in copies}) > 1
+    whole = places(5, **options)
+    for left, right in zip(whole, zip(*[places(5, shard=(k, 4), **options) for k in range(4)], strict=True), strict=True):
+        np.testing.assert_array_equal(left, np.concatenate(right))
+
+
+def test_repeats_are_refused():
+    with pytest.raises(ValueError, match="repeats 0 must be at least 1"):
+        batches(numbered(10), batch_size=4, seed=0, repeats=0)
+    with pytest.raises(ValueError, match="repeats 3 of 10 images: repeated augmentation needs at least 256"):
+        batches(numbered(10), batch_size=4, seed=0, repeats=3)

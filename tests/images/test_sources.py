@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from rope_jax.data import Images, load, resize
-from rope_jax.data.resize import resize_and_crop
 
 RNG = np.random.default_rng(0)
 LABELS = np.array([0, 2, 1, 2], np.uint8)
@@ -200,56 +199,13 @@ def test_fashion_mnist():
     assert abs(train.images.mean() / 255 - 0.2860) < 1e-4  # the set's published mean
 
 
-def write_folder(place, splits=("train", "test"), classes=("cat", "ant")):
-    colours = {"ant": (250, 0, 0), "cat": (0, 0, 250)}
-    for split in splits:
-        for name in classes:
-            (place / split / name).mkdir(parents=True)
-            for k, size in enumerate([(30, 20), (20, 30)]):
-                Image.new("RGB", size, colours[name]).save(place / split / name / f"{k}.png")
-
-
-@pytest.mark.parametrize("held_out", ["test", "val"])
-def test_folder(tmp_path, held_out):
-    write_folder(tmp_path, ("train", held_out))
-    (tmp_path / "train" / ".hidden").mkdir()
-    (tmp_path / "train" / "ant" / ".DS_Store").write_bytes(b"x")
-    for split in ("train", "test"):
-        one = load("folder", str(tmp_path), split, (8, 10))
-        assert one.images.shape == (4, 8, 10, 3)
-        assert one.labels.tolist() == [0, 0, 1, 1]  # ant, cat
-        assert (one.images[:2] == (250, 0, 0)).all()
-        assert (one.images[2:] == (0, 0, 250)).all()
-        assert (one.split, one.classes) == (split, 2)
-
-
-def test_folder_numbers_classes_as_in_training(tmp_path):
-    write_folder(tmp_path, ("train",))
-    write_folder(tmp_path, ("test",), ("cat",))
-    assert load("folder", str(tmp_path), "test", (8, 8)).labels.tolist() == [1, 1]
-    (tmp_path / "test" / "dog").mkdir()
-    with pytest.raises(ValueError, match="has a class 'dog'"):
-        load("folder", str(tmp_path), "test", (8, 8))
-
-
-def test_folder_refuses(tmp_path):
-    write_folder(tmp_path, ("train",))
-    with pytest.raises(ValueError, match="needs an image_size"):
-        load("folder", str(tmp_path), "train", None)
-    with pytest.raises(FileNotFoundError, match="test or val is missing"):
-        load("folder", str(tmp_path), "test", (8, 8))
-    (tmp_path / "val").mkdir()
-    with pytest.raises(FileNotFoundError, match="has no images"):
-        load("folder", str(tmp_path), "test", (8, 8))
-    bad = tmp_path / "train" / "cat" / "broken.png"
-    bad.write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"cat.broken\.png cannot be used: the PNG image cannot be decoded"):
-        load("folder", str(tmp_path), "train", (8, 8))
-
-
 def test_load_refuses(tmp_path):
     for arguments, error, message in [
-        (("cifar", None, "train", None), ValueError, "data source 'cifar' is unknown; known are digits, npz, idx, folder"),
+        (
+            ("cifar", None, "train", None),
+            ValueError,
+            "source 'cifar' is unknown; known are digits, npz, idx, folder, tfds, packed, imagenet",
+        ),
         (("digits", None, "val", None), ValueError, "split 'val' is unknown; it is one of train, test"),
         (("digits", "here", "train", None), ValueError, "leave it out"),
         (("digits", None, "train", (0, 8)), ValueError, r"image size \(0, 8\)"),
@@ -278,13 +234,3 @@ def test_resize_is_pillows_bicubic():
         np.testing.assert_array_equal(resized[1], np.asarray(expected))
     with pytest.raises(ValueError, match=r"image size \(0, 4\)"):
         resize(images, (0, 4))
-
-
-def test_resize_and_crop_keeps_aspect_and_centre():
-    image = random_images(20, 40, 3)
-    halved = np.asarray(Image.fromarray(image).resize((20, 10), Image.Resampling.BICUBIC))
-    np.testing.assert_array_equal(resize_and_crop(image, (10, 10)), halved[:, 5:15])
-    np.testing.assert_array_equal(resize_and_crop(image.transpose(1, 0, 2), (10, 10)), halved[:, 5:15].transpose(1, 0, 2))
-    np.testing.assert_array_equal(resize_and_crop(image, (20, 30)), image[:, 5:35])
-    # A thin strip neither fails nor needs the memory of its uncropped result.
-    assert resize_and_crop(random_images(1, 60_000, 3), (224, 224)).shape == (224, 224, 3)

@@ -123,7 +123,7 @@ import dataclasses, sys
 import jax, numpy as np
 from rope_jax import data, train
 from rope_jax.checkpoint import named_leaves
-from rope_jax.sharding import put_batch
+from rope_jax.sharding import make_mesh, put_batch
 from tests.training.recipe import tiny
 from tests.training.test_batch_statistics import CEIT
 
@@ -131,7 +131,7 @@ run, model = train.prepare(tiny(**CEIT | {"batch_size": 16}))
 assert run.mesh.size == 8
 found = {}
 for devices in (1, 8):
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=run.mesh.axis_types, devices=jax.devices()[:devices])
+    mesh = make_mesh(devices=jax.devices()[:devices])
     part = dataclasses.replace(run, mesh=mesh)
     state = jax.tree.map(jax.numpy.copy, train.initial_state(part, model))  # steps donate it, and the model is still needed
     step = train.make_step(part)

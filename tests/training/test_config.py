@@ -1,5 +1,6 @@
 import dataclasses
 
+import beartype.door
 import pytest
 
 from rope_jax import config as cfg
@@ -57,13 +58,37 @@ def test_differences_name_every_field_that_matters():
     assert cfg.differences(before, after) == ["model.position: None -> 'rope2d'", "seed: 0 -> 1"]
 
 
-def test_every_cosmetic_field_exists():
-    fields = {f.name for f in dataclasses.fields(cfg.Config)}
-    for name in cfg.COSMETIC:
-        section, _, field = name.rpartition(".")
-        holder = getattr(cfg.Config(), section) if section else cfg.Config()
-        assert field in {f.name for f in dataclasses.fields(holder)}, name
-        assert section in fields or not section
+def leaves(cls, prefix=""):
+    """Name and dataclass field of every setting, those of sections as "section.field"."""
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from leaves(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+FIELDS = dict(leaves(cfg.Config))
+OTHERS = ("something else", 7, 7.5, True, False, (8, 9), (0.1, 0.2, 0.3), ((8, 9),))
+
+
+def another_value(field):
+    """A value of the field's type which is not its default."""
+    return next(v for v in OTHERS if v != field.default and beartype.door.is_bearable(v, field.type))
+
+
+def test_every_field_is_declared_to_matter_or_not():
+    assert sorted([*cfg.SEMANTIC, *cfg.COSMETIC]) == sorted(FIELDS)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_change_of_a_field_is_told_just_where_it_matters(name):
+    before, (section, _, field) = cfg.Config(), name.rpartition(".")
+    change = {field: another_value(FIELDS[name])}
+    change = {section: dataclasses.replace(getattr(before, section), **change)} if section else change
+    after = dataclasses.replace(before, **change)
+    told = [f"{name}: {FIELDS[name].default!r} -> {another_value(FIELDS[name])!r}"]
+    assert cfg.differences(before, after) == (told if name in cfg.SEMANTIC else [])
+    assert cfg.differences(before, after, allowed=[name]) == []
 
 
 def test_recipe_arguments():

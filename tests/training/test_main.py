@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from rope_jax.metrics import read_metrics
+from rope_jax.workdir import locked
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = ["--config.model.options=depth=1,width=16,heads=1", "--config.log_every=1", "--config.eval.resolutions=((4, 6),)"]
@@ -49,6 +50,27 @@ def test_a_missing_recipe_is_one_line(tmp_path):
     assert done.returncode == 2
     assert "configs/nothing.py" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_workdir_in_use_is_one_line(tmp_path):
+    with locked(tmp_path):
+        done = run(tmp_path)
+    assert done.returncode == 2
+    assert f"{tmp_path} is in use by process {os.getpid()} on" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_signal_before_the_first_step_is_told_by_the_status(tmp_path):
+    process = subprocess.Popen(
+        command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("parameter"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM before there was anything to save" in told
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):

@@ -1,8 +1,11 @@
+import os
+
 import jax.numpy as jnp
 import pytest
 
 from rope_jax import metrics
-from rope_jax.metrics import MetricsWriter, Progress, format_table, parameter_table, progress_line, read_metrics
+from rope_jax.metrics import MetricsWriter, Progress, format_table, parameter_table, progress_line, read_events, read_metrics
+from rope_jax.workdir import SaveFailed
 
 
 def write(folder, steps, restored_step=0):
@@ -30,18 +33,62 @@ def test_no_file_is_no_lines(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
+@pytest.mark.parametrize("torn", [b'{"step": 9, "lo', b"\xff\xfe\x00", b"[1, 2]", b'{"loss": 1.0}', b'"step"', b""])
+def test_what_a_crash_has_torn_is_dropped_wherever_it_stands(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + torn + b'\n{"step": 2, "loss": 2.0}\n{"step": 3, "loss"')
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+    write(tmp_path, (3,), restored_step=2)
+    assert path.read_text() == "".join(f'{{"step": {n}, "loss": {n}.0}}\n' for n in (1, 2, 3))
+
+
+def test_events_stand_between_the_metrics_and_apart_from_them(tmp_path):
+    with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
+        assert writer.last_event is None
+        writer.event(0, "start", resumes_from=None)
+        writer.write(1, {"loss": 1.0})
+        writer.event(1, "saved", bytes=7)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
+    assert [event["event"] for event in read_events(tmp_path / "metrics.jsonl")] == ["start", "saved"]
+    with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
+        assert writer.last_event == {"step": 0, "event": "start", "resumes_from": None}  # and no stop after it: it was killed
+
+
+def test_a_line_is_one_write_and_a_full_disk_is_told(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
+        written, real = [], os.write
+        monkeypatch.setattr(metrics.os, "write", lambda file, data: written.append(data) or real(file, data))
+        writer.write(1, {"loss": 1.0, "note": 10_000 * "x"})
+        assert len(written) == 1
+        monkeypatch.setattr(metrics.os, "write", lambda file, data: len(data) - 1)
+        with pytest.raises(SaveFailed, match=r"metrics.jsonl could not be written: only 24 of 25 bytes"):
+            writer.write(2, {"loss": 1.0})
+
+
 def test_speed_and_remaining_time(monkeypatch):
-    now = iter([10.0, 12.0, 14.0])
+    now = iter([10.0, 12.0, 14.0, 14.5, 18.0])
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
     progress = Progress(total_steps=21, batch_size=8)
+    progress.waited(5.0)
     assert progress.at(1) == {}  # the first step pays for compilation
-    assert progress.at(5) == {"images_per_second": 16.0, "eta_seconds": 8.0}
-    assert progress.at(9) == {"images_per_second": 16.0, "eta_seconds": 6.0}
+    whole = {"images_per_second": 16.0, "eta_seconds": 8.0}
+    assert progress.at(5) == whole | {"step_seconds": 0.5, "data_wait": 0.0, "of_best": 1.0}
+    progress.waited(0.5)
+    assert progress.at(9) == whole | {"eta_seconds": 6.0, "step_seconds": 0.5, "data_wait": 0.25, "of_best": 1.0}
+    assert "of_best" not in progress.at(10)  # half a second tells too little
+    assert progress.at(11) == {"images_per_second": 10.0, "eta_seconds": 8.0, "step_seconds": 2.0, "data_wait": 0.0, "of_best": 0.25}
 
 
 def test_progress_line():
     values = {"loss": 1.5, "accuracy": 0.25, "learning_rate": 1e-3, "images_per_second": 1234.5, "eta_seconds": 61.0}
     assert progress_line(7, 100, values) == "step   7/100  loss 1.5000  accuracy 0.250  lr 1.00e-03  1,234 images/s, 1:01 left"
+
+
+def test_the_progress_line_names_what_slows_a_run_down():
+    values = {"loss": 1.5, "accuracy": 0.25, "learning_rate": 1e-3, "images_per_second": 10.0, "eta_seconds": 1.0}
+    assert progress_line(7, 9, values | {"of_best": 0.9, "data_wait": 0.05}).endswith("0:01 left")
+    slow = progress_line(7, 9, values | {"of_best": 0.5, "data_wait": 0.6, "device_memory_bytes": 3 * 2**30})
+    assert slow.endswith("0:01 left  50% of its best speed  60% waiting for data  3.0 GiB")
 
 
 def test_parameter_table_joins_blocks_and_counts():

@@ -1,5 +1,14 @@
+import errno
+import importlib.util
+import itertools
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +17,13 @@ import optax
 import pytest
 
 import rope_jax
-from rope_jax import data, train
+from rope_jax import checkpoint, data, train
 from rope_jax.checkpoint import tree_hash
 from rope_jax.config import ConfigError
 from rope_jax.evaluate import normalise
-from rope_jax.metrics import read_metrics
+from rope_jax.metrics import read_events, read_metrics
+from rope_jax.sharding import put_batch
+from rope_jax.workdir import SaveFailed, locked
 
 from .recipe import final_state, replaced, run, tiny
 
@@ -31,9 +42,9 @@ def interrupt_at(monkeypatch, step):
         for number, batch in enumerate(original(*args, start_step=start_step, **kwargs), start_step + 1):
             if number == step:
                 signal.raise_signal(signal.SIGINT)
-            yield batch
+            yield batch | {"bad": np.empty(0, np.int64)}
 
-    monkeypatch.setattr(data, "batches", batches)
+    monkeypatch.setattr(data, "batches", lambda *args, **kwargs: data.pipeline.Batches(batches(*args, **kwargs), 1))
 
 
 def test_a_run_leaves_its_files(finished):
@@ -220,7 +231,7 @@ def test_the_same_seed_gives_every_scheme_the_same_other_weights():
 
 
 def test_a_batch_that_the_devices_cannot_share_is_refused(monkeypatch):
-    monkeypatch.setattr(train, "make_mesh", lambda: jax.sharding.AbstractMesh((8,), ("data",)))
+    monkeypatch.setattr(train, "make_mesh", lambda fsdp: jax.sharding.AbstractMesh((8,), ("data",)))
     with pytest.raises(ConfigError, match=r"--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104"):
         train.prepare(tiny(batch_size=100))
 
@@ -292,3 +303,205 @@ def test_init_from_weights_of_another_model_are_refused_with_all_names(trained):
     config = replaced(tiny(init_from=str(trained)), "data", image_size=(8, 8))
     with pytest.raises(ConfigError, match=r"position.mixed is missing; position.embedding is not expected"):
         started(replaced(config, "model", num_classes=10))
+
+
+def test_a_run_says_when_it_started_saved_and_stopped_and_why(tmp_path, finished, monkeypatch, capsys):
+    events = read_events(finished[0] / "metrics.jsonl")
+    assert [(e["event"], e["step"]) for e in events if e["event"] != "saved"] == [("start", 0), ("stop", 24)]
+    assert [e["step"] for e in events if e["event"] == "saved"] == [8, 16, 24]
+    assert (events[0]["resumes_from"], events[-1]["why"], events[-1]["resumes_from"]) == (None, "complete", 24)
+    assert all(e["bytes"] > 10_000 for e in events if e["event"] == "saved")
+    interrupt_at(monkeypatch, 11)
+    with pytest.raises(train.Interrupted):
+        run(tmp_path, ema_decay=0.9)
+    stop = read_events(tmp_path / "metrics.jsonl")[-1]
+    assert stop == {"step": 11, "event": "stop", "why": "stopped by SIGINT", "resumes_from": 11}
+    out = capsys.readouterr().out
+    assert "stopped at step 11 of 24; the newest checkpoint is of step 11" in out
+    assert "saved step 8: 0.0 MB" in out
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finished, capsys):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[0], workdir)
+    (workdir / "checkpoints" / "24" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoints/24 is damaged: manifest.json is missing; without --strict_restore"):
+        train.train(tiny(ema_decay=0.9), workdir, strict_restore=True)
+    assert rope_jax.load_checkpoint(str(workdir))[1] == rope_jax.load_checkpoint(str(finished[0]))[1]  # reads 16, and renames nothing
+    with pytest.raises(ValueError, match=r"24 is damaged: manifest.json is missing; others are 16, 24"):
+        rope_jax.load_checkpoint(str(workdir), step=24)
+    run(workdir, ema_decay=0.9)
+    captured = capsys.readouterr()
+    assert "24 is damaged" in captured.err
+    assert "found step 16 of 24" in captured.out
+    assert tree_hash(final_state(workdir, ema_decay=0.9)) == tree_hash(final_state(finished[0], ema_decay=0.9))
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["16", "24", "24.corrupt"]
+    lines = [[(line["step"], line["loss"]) for line in read_metrics(w / "metrics.jsonl")] for w in (workdir, finished[0])]
+    assert lines[0] == lines[1]
+
+
+def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
+    interrupted = tiny(epochs=0.2)
+    train.train(interrupted, tmp_path)
+    changed = tiny(epochs=0.4, seed=1)
+    with pytest.raises(ConfigError, match=r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs goes on"):
+        train.train(changed, tmp_path)
+    with pytest.raises(ConfigError, match=r"\(epochs: 0.2 -> 0.4\)"):
+        train.train(changed, tmp_path, resume_override=["seed"])
+    with pytest.raises(ConfigError, match=r"--resume_override=sead is not a setting; did you mean 'seed'"):
+        train.train(changed, tmp_path, resume_override=["sead"])
+    train.train(changed, tmp_path, resume_override=["seed", "epochs"])
+    assert "WARNING: going on with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4" in capsys.readouterr().err
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_workdir_in_use_is_refused_at_once(tmp_path):
+    with locked(tmp_path):
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {os.getpid()} on .*: wait for it, or use another"):
+            run(tmp_path)
+        assert time.monotonic() - begun < 1
+    with locked(tmp_path):
+        pass
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    source = importlib.util.find_spec("rope_jax.workdir").origin
+    code = f"""
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("workdir", {source!r})
+workdir = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(workdir)
+with workdir.locked(pathlib.Path({str(tmp_path)!r})):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match=f"in use by process {process.pid} on"), locked(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_workdir_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run.*\[--workdir\]"):
+        run(tmp_path / "file" / "run")
+
+
+TOO_FAST = {"optim__learning_rate": 1e30, "optim__warmup_epochs": 0.0, "non_finite": "skip"}
+
+
+def test_an_update_that_is_not_finite_is_skipped(tmp_path):
+    prepared, model = train.prepare(tiny(**TOO_FAST))
+    state = train.initial_state(prepared, model)
+    batch = next(data.batches(prepared.images, batch_size=120, seed=0))
+    step = train.make_step(prepared)
+    broken = jax.tree.map(jnp.copy, state)
+    broken["params"]["head"]["kernel"] = jnp.full_like(broken["params"]["head"]["kernel"], 3e38)
+    before = tree_hash(broken | {"step": 1})
+    after, metrics = step(broken, put_batch(batch, prepared.mesh))
+    assert not np.isfinite(metrics["loss"])
+    assert int(after["step"]) == 1
+    assert tree_hash(after | {"step": 1}) == before
+    better, metrics = step(jax.tree.map(jnp.copy, state), put_batch(batch, prepared.mesh))
+    assert np.isfinite(metrics["loss"])
+    assert tree_hash(better["params"]) != tree_hash(state["params"])
+
+
+def test_skipping_ends_after_ten_in_a_row(tmp_path, capsys):
+    with pytest.raises(train.NonFinite, match=r"step 1\d: loss .*, after 10 skipped steps in a row; the newest checkpoint is of step 8"):
+        run(tmp_path, **TOO_FAST)
+    events = [event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "skipped"]
+    assert len(events) == 10
+    assert capsys.readouterr().err.count("its update is skipped") == 10
+    assert not checkpoint.not_finite(final_state(tmp_path, **TOO_FAST))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_one(tmp_path, monkeypatch):
+    seal = train.Checkpoints._seal
+
+    def full(self, step):
+        if step == 16:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        seal(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Checkpoints, "_seal", full)
+        with pytest.raises(SaveFailed, match=r"step 16 could not be saved in .*No space left on device"):
+            run(tmp_path, ema_decay=0.9)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["16.writing", "8"]
+    assert read_events(tmp_path / "metrics.jsonl")[-1]["resumes_from"] == 8
+    run(tmp_path, ema_decay=0.9)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["16", "24"]
+
+
+@pytest.mark.parametrize("phase", ["preparation", "compilation"])
+def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypatch, phase):
+    owner, name = {"preparation": (rope_jax.restore, "create"), "compilation": (train, "make_step")}[phase]
+    original, went_on = getattr(owner, name), []
+
+    def stop(*args):
+        signal.raise_signal(signal.SIGTERM)
+        went_on.append(original(*args))
+
+    monkeypatch.setattr(owner, name, stop)
+    with pytest.raises(train.Interrupted, match="SIGTERM") as caught:
+        run(tmp_path / "run")
+    assert not went_on
+    assert not caught.value.saved
+    assert (tmp_path / "run").exists() == (phase == "compilation")  # nothing is left where nothing had begun
+
+
+def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypatch):
+    write, begun = train.Checkpoints._write, threading.Event()
+
+    def slow(self, step, *args):
+        if step == 8:
+            signal.raise_signal(signal.SIGUSR1)
+            begun.wait(0.2)
+        write(self, step, *args)
+
+    monkeypatch.setattr(train.Checkpoints, "_write", slow)
+    with pytest.raises(train.Interrupted, match="SIGUSR1") as caught:
+        run(tmp_path, ema_decay=0.9)
+    assert caught.value.saved
+    newest = int(final_state(tmp_path, ema_decay=0.9)["step"])
+    assert newest == read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] >= 8
+
+
+def test_a_second_signal_ends_the_process(monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with train.stop_signals() as signals:
+        signals.at_once = False
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == []
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [143]
+        with pytest.raises(train.Interrupted, match="SIGTERM"):
+            signals()
+    assert "once more to stop at once" in capfd.readouterr().err
+
+
+def test_nothing_moves_to_the_device_between_steps(tmp_path, monkeypatch):
+    put = train.put_batch
+    calls = itertools.count(1)
+    monkeypatch.setattr(train, "put_batch", lambda batch, mesh: put(batch, mesh) if next(calls) < 3 else batch)
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        run(tmp_path, ema_decay=0.9)
+    assert next(calls) == 4  # the third batch was not put where it belongs
+
+
+def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
+    run(tmp_path, ema_decay=0.9, profile_at=3)
+    (event,) = (event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "profile")
+    assert (event["step"], event["folder"]) == (7, str(tmp_path / "profile"))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    with train.stop_signals() as signals:
+        signal.raise_signal(signal.SIGUSR2)
+        assert signals.profile_wanted()
+        assert not signals.profile_wanted()

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array
 
-from rope_jax_kernels.attention import checks, cudnn, reference, triton
+from rope_jax_kernels.attention import checks, cudnn, mosaic, reference, triton
 from rope_jax_kernels.attention.patterns import Pattern
 from rope_jax_kernels.backends import Backend, choose
 from rope_jax_kernels.rotary import device
@@ -12,11 +12,13 @@ from rope_jax_kernels.rotation import Rotation
 ATTENTION = {
     "xla": Backend(reference.attention),
     "triton": Backend(triton.attention, triton.refuses_attention),
+    "mosaic": Backend(mosaic.attention, mosaic.refuses_attention),
     "cudnn": Backend(cudnn.attention, cudnn.refuses_attention),
 }
 ATTENTION_QKV = {
     "xla": Backend(reference.attention_qkv),
     "triton": Backend(triton.attention_qkv, triton.refuses_attention_qkv),
+    "mosaic": Backend(mosaic.attention_qkv, mosaic.refuses_attention_qkv),
     "cudnn": Backend(cudnn.attention_qkv, cudnn.refuses_attention_qkv),
 }
 

@@ -12,6 +12,7 @@ the rotated queries and keys and their gradients, which are in registers then; t
 import dataclasses
 import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,14 +47,19 @@ def run(kernel: Any, launch: Launch, grid: tuple, outputs: list[tuple], operands
         interpret=launch.task.interpret,
         name=f"attention_{kernel.func.__name__}",
     )
+    return list(differentiated_once(call, launch.task)(*operands))
+
+
+def differentiated_once(call: Callable, task: Task) -> Callable:
+    """A kernel that refuses its derivative: it is asked for only where the attention around it, which has one, is differentiated twice."""
+
+    def refuse(primals: tuple, tangents: tuple) -> None:
+        name = task.implementation
+        raise ValueError(f"implementation={name!r} of attention has first derivatives only; use implementation='xla' for second ones")
+
     once = jax.custom_jvp(call)
-    once.defjvp(refuse_second_derivative)
-    return list(once(*operands))
-
-
-def refuse_second_derivative(primals: tuple, tangents: tuple) -> None:
-    """What is asked of a kernel is its derivative only where the attention around it, which has a first one, is differentiated twice."""
-    raise ValueError("implementation='triton' of attention has first derivatives only; use implementation='xla' for second ones")
+    once.defjvp(refuse)
+    return once
 
 
 def plan(task: Task, itemsize: int, part: str) -> Launch:
@@ -79,8 +85,12 @@ def views(task: Task, arrays: tuple) -> tuple:
 
 
 def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, Array]:
-    """The output [B, T, N, D] and lse [B, N, T]."""
+    """The output [B, T, N, D] and lse [B, N, T] (by `mosaic` with room for whole tiles, [B, N, >= T])."""
     q, k, v = views(task, arrays)
+    if task.implementation == "mosaic":
+        from rope_jax_kernels.attention import mosaic_kernel  # Mosaic GPU is a quarter of this package's import time
+
+        return differentiated_once(functools.partial(mosaic_kernel.forward, task), task)((q, k, v), rotation)
     launch = plan(task, q.dtype.itemsize, "forward")
     batch, tokens = q.shape[:2]
     kernel = functools.partial(forward_kernel, launch=launch, rotated=len(rotation), biased=len(bias))
@@ -107,7 +117,8 @@ def attend(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> Array:
 def attend_forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, tuple]:
     """Saves the operands, the output and lse."""
     if rotation and rotation[0].perturbed:
-        raise ValueError("implementation='triton' of attention has no gradient of rotation.coords; use implementation='xla' for that")
+        name = task.implementation
+        raise ValueError(f"implementation={name!r} of attention has no gradient of rotation.coords; use implementation='xla' for that")
     wanted = Wanted(freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed)
     arrays, rotation, bias = (tuple(x.value for x in group) for group in (arrays, rotation, bias))
     out, lse = forward(task, arrays, rotation, bias)
@@ -178,7 +189,15 @@ def _of_bias(task: Task, operands: tuple, bias: tuple, wanted: Wanted, options: 
 attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
 
 
-def attend_all(arrays: tuple, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | None) -> Array:
+def attend_all(
+    arrays: tuple,
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Array | None,
+    scale: float | None,
+    implementation: str = "triton",
+) -> Array:
     """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
     packed = len(arrays) == 1
     heads, head_dim = arrays[0].shape[-2:]
@@ -193,6 +212,7 @@ def attend_all(arrays: tuple, *, pattern: Pattern, rotation: Rotation | None, bi
         pairing="half" if rotation is None else rotation.pairing,
         scale=head_dim**-0.5 if scale is None else float(scale),
         interpret=device.interpreted(),
+        implementation=implementation,
     )
     turning = () if rotation is None else (rotation.coords, rotation.freqs)
     added = () if bias is None else (bias.reshape(heads, -1),)

@@ -6,6 +6,7 @@ turn, and the rest. A product over channels is the sum of the pieces' products.
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ class Task:
         pairing: which channels turn together.
         scale: of the logits.
         interpret: whether to run in interpret mode.
+        implementation: whose kernel computes the output and lse, "triton" or "mosaic"; those of the backward pass are Triton's.
     """
 
     pattern: Pattern
@@ -47,6 +49,7 @@ class Task:
     pairing: Pairing
     scale: float
     interpret: bool
+    implementation: str = "triton"
 
     @property
     def tokens(self) -> int:
@@ -113,13 +116,14 @@ def store(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns, va
     plt.store(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], value.astype(ref.dtype), mask=mask)
 
 
-def cos_sin(theta: Array) -> tuple[Array, Array]:
+def cos_sin(theta: Array, nearest: Callable[[Array], Array] = lambda x: jnp.floor(x + np.float32(0.5))) -> tuple[Array, Array]:
     """Cosine and sine of float32 radians together, within 2e-7 of the exact ones up to 10^4 radians.
 
     The compiler's own are two functions of twice the length, with a branch for huge angles that keeps an array in local memory. The
     nearest multiple of pi/2 is subtracted in three parts whose products are exact (Cody and Waite); polynomials as in Cephes.
+    `nearest` rounds to whole numbers by what the backend has.
     """
-    turns = jnp.floor(theta * np.float32(2 / np.pi) + np.float32(0.5))
+    turns = nearest(theta * np.float32(2 / np.pi))
     r = theta - turns * np.float32(1.5703125) - turns * np.float32(4.837512969970703125e-4) - turns * np.float32(7.549789948768648e-8)
     square = r * r
     sin = r + r * square * (np.float32(-1.6666654611e-1) + square * (np.float32(8.3321608736e-3) + square * np.float32(-1.9515295891e-4)))

@@ -6,7 +6,7 @@ import jax
 from jax.experimental.pallas import triton
 
 INTERPRET = "ROPE_JAX_INTERPRET"
-CAPABILITIES = {"Ampere": 80, "Hopper": 90}  # compute capability, from which on
+CAPABILITIES = {"Ampere": 80, "Hopper": 90, "Blackwell": 100}  # compute capability, from which on
 
 
 def interpreted() -> bool:

@@ -1,0 +1,66 @@
+"""ViT-Lite, CVT and CCT on CIFAR-10 and CIFAR-100 for 310 epochs (arXiv 2104.05704, configs/pretrained/cct_7-3x1_cifar10*_300epochs.yml).
+
+    python -m rope_jax.main --config=configs/cct.py:variant=cct_7_3x1,position=lape(ape),path=cifar10.npz --workdir=runs/cct/cifar10
+
+The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels. Hardware: one GPU. Hours: estimated, not
+measured, from six times the multiply-adds for each image at 10 % of an A100's 312 TFLOP/s, small images filling it badly: cct_7_3x1 1,
+vit_lite_7_4 and cvt_7_4 0.25.
+
+Expected top-1 in percent on CIFAR-10, CIFAR-100, mean of seeds 121 to 125 (LaPE, arXiv 2212.05262, main text), with ape and lape(ape):
+vit_lite_7_4 93.448, 94.290 and 74.984, 75.534; cvt_7_4 94.302, 94.690 and 77.452, 78.052; cct_7_3x1 96.034, 96.530 and 80.928, 81.986.
+None of these has been trained here. LaPE's supplement speaks of SGD; the settings that it follows, and these rates, are AdamW's.
+"""
+
+from rope_jax import config as cfg
+
+# Learning rate, the one at which the warmup starts, probability of erasing, epochs with mixing, mean and standard deviation.
+SETS = {
+    "cifar10": (5.5e-4, 1e-5, 0.0, 175.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": (6e-4, 1e-6, 0.25, None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+}
+
+
+def get_config(arguments: str | None = None):
+    """Arguments: variant (a model), dataset (cifar10, cifar100), position, resolution, epochs (of the cosine), source, path, seed."""
+    args = cfg.recipe_arguments(
+        arguments, variant="cct_7_3x1", dataset="cifar10", position="ape", resolution=32, epochs=300.0, source="npz", path=None, seed=121
+    )
+    if args.dataset not in SETS:
+        raise cfg.ConfigError(f"recipe argument dataset={args.dataset} is not one of {', '.join(SETS)}")
+    rate, start, erasing, mixed, mean, std = SETS[args.dataset]
+    config = cfg.default()
+    config.seed = args.seed
+    config.epochs = args.epochs + 10
+    config.batch_size = 128
+    config.dtype = "bfloat16"
+    config.label_smoothing = 0.1
+
+    config.model.name = args.variant
+    config.model.position = args.position
+
+    config.data.source = args.source
+    config.data.path = args.path
+    config.data.image_size = args.resolution
+    config.data.mean = mean
+    config.data.std = std
+    config.data.augment = "resized_crop(scale_min=0.8,ratio_max=1.33,interpolation=random)+flip+rand_augment(m=9,mstd=0.5,inc=True)"
+    if erasing:
+        config.data.augment += f"+erase(p={erasing})"
+
+    config.mix.mixup = 0.8
+    config.mix.cutmix = 1.0
+    config.mix.off_epoch = mixed
+    config.mix.before_erasing = True
+
+    config.optim.learning_rate = rate
+    config.optim.min_learning_rate = 1e-5
+    config.optim.schedule_step = "epoch"
+    config.optim.warmup_epochs = 10.0
+    config.optim.warmup_learning_rate = start
+    config.optim.warmup_prefix = False
+    config.optim.cooldown_epochs = 10.0
+    config.optim.weight_decay = 0.06
+    config.optim.clip_norm = None
+
+    config.eval.resolutions = (24, 40, 48, 64)
+    return config

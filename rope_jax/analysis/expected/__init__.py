@@ -1,0 +1,44 @@
+"""What the papers report, as data: every number with the table it stands in.
+
+An entry says `source`, `model` and `position` in this library's names, and what was measured: `dataset`, `resolution` [H, W] and `top1` in
+percent; or `images_per_second` with the `kernel` and `machine`; or the `value` of another `task`.
+"""
+
+import functools
+import importlib.resources
+import json
+from typing import Any
+
+from rope_jax.positions.grammar import Sum, parse
+
+NAMES = ("thesis", "heo", "lape", "cat")
+
+
+@functools.cache
+def entries() -> tuple[dict[str, Any], ...]:
+    """All entries of all papers."""
+    folder = importlib.resources.files("rope_jax.analysis.expected")
+    return tuple(entry for name in NAMES for entry in json.loads((folder / f"{name}.json").read_text()))
+
+
+def find(*, model: str, position: str, dataset: str, resolution: list[int]) -> list[dict[str, Any]]:
+    """Accuracies of a model with a scheme; the order of a scheme's options does not matter."""
+    wanted = _canonical(position)
+    return [
+        entry
+        for entry in entries()
+        if "top1" in entry
+        and "variant" not in entry
+        and (entry["model"], entry["dataset"], entry["resolution"]) == (model, dataset, list(resolution))
+        and _canonical(entry["position"]) == wanted
+    ]
+
+
+@functools.cache
+def _canonical(position: str) -> frozenset:
+    """A scheme as nested sets, whatever the order in which it is written."""
+    return _as_set(parse(position))
+
+
+def _as_set(written: Sum) -> frozenset:
+    return frozenset((call.name, frozenset(call.options), tuple(map(_as_set, call.inner))) for call in written.calls)

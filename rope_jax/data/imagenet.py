@@ -1,0 +1,164 @@
+"""ImageNet-1k straight from its official archives, read by number without unpacking them."""
+
+import functools
+import hashlib
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rope_jax.data.index import Source, Staged, cache_folder, write_index
+
+TRAIN = "ILSVRC2012_img_train.tar"
+VALIDATION = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+SYNSETS = "validation_synsets.txt"
+_SYNSET = re.compile(r"n\d{8}")
+
+
+class _File(NamedTuple):
+    """Where a file lies in the archive."""
+
+    name: str
+    start: int
+    size: int
+
+
+class ImageNet(Source):
+    """One split of ImageNet-1k: "train" of ILSVRC2012_img_train.tar, "test" of ILSVRC2012_img_val.tar, which is the validation split.
+
+    The labels of the validation images come from ILSVRC2012_devkit_t12.tar.gz (which needs scipy), or from validation_synsets.txt with one
+    synset a line in the order of the files (ILSVRC2012_val_00000001.JPEG first). Classes are the synsets in the order of their numbers.
+    The places of the files in an archive are found once and kept in the cache (`cache_folder`).
+
+    Args:
+        path: the folder with the archives.
+        split: "train" or "test".
+
+    Raises:
+        FileNotFoundError: where an archive or the labels are missing.
+        ValueError: for archives of another content.
+    """
+
+    def __init__(self, path: str, split: str):
+        archive = Path(path, TRAIN if split == "train" else VALIDATION).resolve()
+        if not archive.is_file():
+            raise FileNotFoundError(f"{archive} is missing; it is one of the archives that image-net.org hands out")
+        self._archive = archive
+        facts = archive.stat()
+        labels = [file.stat() for file in (Path(path, SYNSETS), Path(path, DEVKIT)) if split == "test" and file.is_file()]
+        key = f"1 {archive} {facts.st_size} {facts.st_mtime_ns} {[(file.st_size, file.st_mtime_ns) for file in labels]}"
+        super().__init__(cache_folder() / "imagenet" / hashlib.sha256(key.encode()).hexdigest()[:32])
+        if not self.index.is_dir():
+            found = _train_files(archive) if split == "train" else _validation_files(archive, Path(path))
+            found = sorted(found)
+            if not found:
+                raise ValueError(f"{archive} holds no images")
+            synsets = sorted({synset for synset, _ in found})
+            number = {synset: k for k, synset in enumerate(synsets)}
+            with Staged(self.index) as folder:
+                np.save(folder / "places.npy", np.array([(file.start, file.size) for _, file in found], np.int64))
+                write_index(
+                    folder,
+                    labels=[number[synset] for synset, _ in found],
+                    names=[f"{synset}/{file.name}" for synset, file in found],
+                    class_names=synsets,
+                    name="imagenet",
+                    split=split,
+                )
+
+    def read(self, example: int) -> bytes:
+        """The bytes of a file in the archive."""
+        start, size = (int(number) for number in self._places[example])
+        with self._archive.open("rb") as file:
+            file.seek(start)
+            return file.read(size)
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        return self.array("places.npy")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_archive": self._archive}
+
+
+def _files(archive: Any, base: int = 0) -> Iterator[_File]:
+    """Regular files of a tar archive that is open, without reading them."""
+    for member in archive:
+        if member.isfile():
+            yield _File(Path(member.name).name, base + member.offset_data, member.size)
+        archive.members = []  # a million of them would be kept otherwise
+
+
+def _train_files(path: Path) -> list[tuple[str, _File]]:
+    """The archive of archives: one a synset."""
+    found = []
+    with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as outer:
+        for inner in list(_files(outer)):
+            synset = inner.name.removesuffix(".tar")
+            if not _SYNSET.fullmatch(synset):
+                raise ValueError(f"{path} holds {inner.name!r}, which is not the archive of a synset (n01440764.tar)")
+            with path.open("rb") as window:
+                window.seek(inner.start)
+                with tarfile.open(fileobj=_Window(window, inner.start, inner.size), mode="r:") as archive:
+                    found += [(synset, one) for one in _files(archive, inner.start)]
+    return found
+
+
+def _validation_files(path: Path, folder: Path) -> list[tuple[str, _File]]:
+    with tarfile.open(path, mode="r:") as archive:
+        files = sorted(_files(archive))
+    synsets = _validation_synsets(folder)
+    if len(files) != len(synsets):
+        raise ValueError(f"{path} holds {len(files):,} images, but there are labels of {len(synsets):,}")
+    return list(zip(synsets, files, strict=True))
+
+
+def _validation_synsets(folder: Path) -> list[str]:
+    if (folder / SYNSETS).is_file():
+        synsets = (folder / SYNSETS).read_text().split()
+        if wrong := [synset for synset in synsets if not _SYNSET.fullmatch(synset)]:
+            raise ValueError(f"{folder / SYNSETS} has {wrong[0]!r} where a synset such as n01440764 must stand")
+        return synsets
+    if not (folder / DEVKIT).is_file():
+        raise FileNotFoundError(f"{folder} has neither {DEVKIT} nor {SYNSETS}: the labels of the validation images are missing")
+    from scipy.io import loadmat
+
+    with tarfile.open(folder / DEVKIT) as devkit:
+        members = {Path(member.name).name: member for member in devkit if member.isfile()}
+        read = lambda name: devkit.extractfile(members[name]).read()
+        numbers = [int(line) for line in read("ILSVRC2012_validation_ground_truth.txt").split()]
+        table = loadmat(io.BytesIO(read("meta.mat")), squeeze_me=True, mat_dtype=False)["synsets"]
+    synset_of = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
+    return [synset_of[number] for number in numbers]
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: Any, start: int, size: int):
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        data = self._file.read(min(len(buffer), max(0, self._size - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -1,0 +1,94 @@
+"""Images decoded and resized beforehand: reading one is a copy from a mapped file. `python -m rope_jax.data.prepare` writes them.
+
+PATH/train/ and PATH/test/ each hold an index (`rope_jax.data.index`) and beside it:
+
+    images-00000.bin, ...   uint8: the pixels of one image after the other, [h, w, 3] each, in the order of the index
+    shapes.npy              int32 [n, 2]: (h, w)
+    about.json              also `format` 1, `resized` (in words) and `shards`: file, examples, bytes and sha256 of each
+"""
+
+import bisect
+import functools
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from rope_jax.data.index import Source
+
+FORMAT = 1
+
+
+class Packed(Source):
+    """One split of a packed set.
+
+    Args:
+        path: the folder that `rope_jax.data.prepare` wrote.
+        split: "train" or "test".
+
+    Raises:
+        FileNotFoundError: where the split is missing or was not finished.
+        ValueError: for a format of another version, and shards of another length than they were written with.
+    """
+
+    def __init__(self, path: str, split: str):
+        super().__init__(Path(path, split).absolute())
+        if not (self.index / "about.json").is_file():
+            raise FileNotFoundError(f"{self.index} holds no packed images, or their preparation was not finished: run it again")
+        if self.about.get("format") != FORMAT:
+            raise ValueError(f"{self.index} is of format {self.about.get('format')!r}; this version reads format {FORMAT}")
+        for shard in self.about["shards"]:
+            size = (self.index / shard["file"]).stat().st_size
+            if size != shard["bytes"]:
+                raise ValueError(f"{self.index / shard['file']} has {size:,} bytes; {shard['bytes']:,} were written: prepare it again")
+
+    def read(self, example: int) -> UInt8[np.ndarray, "H W 3"]:
+        """The pixels, in a mapped file."""
+        height, width = (int(side) for side in self._shapes[example])
+        shard = bisect.bisect_right(self._first_examples, example) - 1
+        start = int(self._starts[example] - self._starts[self._first_examples[shard]])
+        return self._shard(shard)[start : start + height * width * 3].reshape(height, width, 3)
+
+    def fingerprint(self) -> str:
+        """That of the index, and of the shards' checksums."""
+        shards = hashlib.sha256("".join(shard["sha256"] for shard in self.about["shards"]).encode())
+        return f"{super().fingerprint()} pixels {shards.hexdigest()[:16]}"
+
+    def damaged(self) -> list[str]:
+        """Names of the shards whose content is not what was written. Reads everything."""
+        return [shard["file"] for shard in self.about["shards"] if sha256(self.index / shard["file"]) != shard["sha256"]]
+
+    @functools.cached_property
+    def _shapes(self) -> np.ndarray:
+        return self.array("shapes.npy")
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        sizes = np.prod(self._shapes, axis=1, dtype=np.int64) * 3
+        return np.cumsum(sizes) - sizes
+
+    @functools.cached_property
+    def _first_examples(self) -> list[int]:
+        return [0, *itertools.accumulate(shard["examples"] for shard in self.about["shards"][:-1])]
+
+    def _shard(self, number: int) -> np.ndarray:
+        mapped = self.__dict__.setdefault("_mapped", {})
+        if number not in mapped:
+            file = self.index / self.about["shards"][number]["file"]
+            mapped[number] = np.asarray(np.memmap(file, np.uint8, mode="r"))  # slices of a memmap are slow
+        return mapped[number]
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_about(folder: Path, **entries: object) -> None:
+    """Adds entries to the about.json of an index, which `write_index` wrote."""
+    about = json.loads((folder / "about.json").read_text()) | {"format": FORMAT} | entries
+    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")

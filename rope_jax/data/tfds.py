@@ -1,0 +1,99 @@
+"""Sets that tensorflow-datasets has prepared, read by number from their array_record files. TensorFlow is neither needed nor imported."""
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rope_jax.data.index import Source, Staged, cache_folder, write_index
+
+_NAMES = ("file_name", "filename", "image/filename", "image_id", "id")  # features that tell an image's file, in order of preference
+_SPLITS = {"train": ("train",), "test": ("validation", "test")}
+
+
+class Tfds(Source):
+    """One split of a prepared set with the features `image` and `label`.
+
+    Examples are ordered by class and the name of their file (the feature `file_name` or its like), as those of a class folder; without
+    such a feature as they are stored. Labels are the set's own: the numbers of a class folder's where the set's classes are in the order
+    of their names, as ImageNet's are. The order needs every record to be read once; it is kept in the cache (`cache_folder`).
+
+    Args:
+        path: the folder of a version of the set, as ~/tensorflow_datasets/imagenet2012/5.1.0.
+        split: "train" or "test"; the latter is the split "validation" where there is one.
+
+    Raises:
+        ValueError: where the set is not in array_record files, or has other features; without the package tensorflow-datasets.
+        FileNotFoundError: where it lacks the split.
+    """
+
+    def __init__(self, path: str, split: str):
+        self._path = str(Path(path).resolve())
+        builder = _builder(self._path)
+        stored = next((name for name in _SPLITS[split] if name in builder.info.splits), None)
+        if stored is None:
+            raise FileNotFoundError(f"{path} has no split {' or '.join(_SPLITS[split])}; it has {', '.join(builder.info.splits)}")
+        self._stored = stored
+        if missing := {"image", "label"} - set(builder.info.features):
+            raise ValueError(f"{path} has no feature {', '.join(sorted(missing))}; it has {', '.join(builder.info.features)}")
+        info = builder.info.splits[stored]
+        # What a set of another content at the same place would not share.
+        key = f"1 {self._path} {stored} {info.num_examples} {info.num_bytes} {info.shard_lengths} {builder.info.release_notes}"
+        super().__init__(cache_folder() / "tfds" / hashlib.sha256(key.encode()).hexdigest()[:32])
+        if not self.index.is_dir():
+            with Staged(self.index) as folder:
+                self._write(folder, builder, split)
+
+    def read(self, example: int) -> bytes:
+        """The bytes of the file as it was stored."""
+        return self._records[int(self._places[example])]["image"]
+
+    def _write(self, folder: Path, builder: Any, split: str) -> None:
+        feature = next((name for name in _NAMES if name in builder.info.features), None)
+        labels, names = [], []
+        for place in range(len(self._records)):
+            record = self._records[place]
+            labels.append(int(record["label"]))
+            text = record[feature] if feature is not None else f"{place:09}"
+            names.append(Path(text.decode() if isinstance(text, bytes) else str(text)).name)
+        classes = builder.info.features["label"].names or [str(k) for k in range(max(labels) + 1)]
+        order = range(len(labels)) if feature is None else sorted(range(len(labels)), key=lambda k: (labels[k], names[k]))
+        np.save(folder / "places.npy", np.array(order, np.int64))
+        write_index(
+            folder,
+            labels=[labels[k] for k in order],
+            names=[f"{classes[labels[k]]}/{names[k]}" for k in order],
+            class_names=classes,
+            name=builder.info.name,
+            split=split,
+        )
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        return self.array("places.npy")
+
+    @functools.cached_property
+    def _records(self) -> Any:
+        import tensorflow_datasets as tfds
+
+        return _builder(self._path).as_data_source(self._stored, decoders={"image": tfds.decode.SkipDecoding()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_path": self._path, "_stored": self._stored}
+
+
+def _builder(path: str) -> Any:
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ValueError("data source 'tfds' needs tensorflow-datasets: pip install 'rope_jax[data]'") from error
+
+    builder = tfds.builder_from_directory(path)
+    if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
+        raise ValueError(
+            f"{path} is stored as {builder.info.file_format.value}, which cannot be read by number; prepare it again with "
+            "tfds build --file_format=array_record"
+        )
+    return builder

@@ -1,0 +1,127 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+import rope_jax
+from rope_jax import evaluate
+from rope_jax.data import variants
+from rope_jax.models.pretrained import Preprocessing, save_pretrained
+from rope_jax.sharding import make_mesh
+
+AS_THEY_ARE = Preprocessing(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), crop=1.0)
+
+
+class Reader(nnx.Module):
+    """Its logits fall from the class that the image's grey value says: 0 for the first, 1 for the second, ..."""
+
+    def __init__(self, classes, favourite=None):
+        self.classes, self.favourite = classes, favourite
+
+    def __call__(self, images):
+        value = jnp.round(images.mean((1, 2, 3)) * 255)
+        logits = -jnp.abs(jnp.arange(self.classes) - value[:, None])
+        return logits if self.favourite is None else logits.at[:, self.favourite].set(99)
+
+
+def grey_files(folder, values):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(folder / name)
+
+
+def score(model, found, size=(4, 4)):
+    return evaluate.evaluate_files(model, found, size, AS_THEY_ARE, make_mesh(), batch_size=2)
+
+
+def test_any_right_label_counts(tmp_path):
+    real = variants.real_labels()
+    assert real[2] == (230, 231)
+    files = {"ILSVRC2012_val_00000003.png": 231, "ILSVRC2012_val_00000004.png": 200, "ILSVRC2012_val_00000001.png": 5}
+    grey_files(tmp_path, files)  # the right one of two, a wrong one, one without labels
+    row = score(Reader(1000), variants.samples("real", tmp_path))
+    assert (row["count"], row["top1"], row["top5"]) == (2, 0.5, 0.5)
+    assert "reassessed" in row["protocol"]
+
+
+def test_only_the_classes_of_the_set_compete(tmp_path):
+    synset = variants.synsets()
+    grey_files(tmp_path / synset[6], {"x.png": 6})
+    grey_files(tmp_path / synset[11], {"x.png": 12})  # 11 and 13 are in ImageNet-A, 12 is not; the nearer of equals comes first
+    found = variants.samples("a", tmp_path)
+    assert 12 not in found.classes
+    row = score(Reader(1000, favourite=12), found)  # what is not in the set cannot win
+    assert (row["top1"], row["top5"]) == (1.0, 1.0)
+    everything = score(Reader(1000, favourite=12), variants.samples("imagenet", tmp_path))
+    assert (everything["top1"], everything["top5"]) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="the model has 10 classes, but imagenet_a has 1000"):
+        score(Reader(10), found)
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """Runs the command on weights and images of three classes."""
+    small = {"depth": 1, "width": 24, "heads": 2, "patch_size": 4}
+    model = rope_jax.create_model("deit_ti16", num_classes=3, image_size=8, **small)
+    save_pretrained(model, tmp_path / "w.safetensors", source="timm")
+    for number in range(3):
+        grey_files(tmp_path / "set" / f"class{number}", {"a.png": 50 * number, "b.png": 60 * number})
+    options = ",".join(f"{key}={value}" for key, value in small.items())
+    own = ["--model=deit_ti16", f"--weights={tmp_path / 'w.safetensors'}", "--num_classes=3", "--image_size=8", f"--options={options}"]
+    rest = ["--dataset=folder", f"--images={tmp_path / 'set'}", f"--out={tmp_path / 'rows.json'}"]
+
+    def run(*more):
+        evaluate.main([*own, *rest, *more])
+        return json.loads((tmp_path / "rows.json").read_text())["rows"], capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_measures_every_row_once(command, monkeypatch):
+    rows, out = command("--resolutions=8,8x12")
+    assert [row["resolution"] for row in rows] == [[8, 8], [8, 12]]
+    assert all(row["count"] == 6 and row["asked"]["weights"].endswith("w.safetensors") for row in rows)
+    assert rows[0]["protocol"].startswith("short side resized to 8 pixels (bicubic, antialiased), centre cropped (ratio 0.9)")
+    assert "8x12" in out
+
+    measured = []
+    once = evaluate.evaluate_files
+
+    def interrupted(model, found, size, *rest, **options):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(size)
+        return once(model, found, size, *rest, **options)
+
+    monkeypatch.setattr(evaluate, "evaluate_files", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command("--resolutions=8,12,16")
+    rows, _ = command("--resolutions=8,12")  # nothing is left to measure
+    assert measured == [(12, 12)]
+    assert [row["resolution"] for row in rows] == [[8, 8], [8, 12], [12, 12]]
+
+
+def test_mistakes_are_told_in_one_line(command, tmp_path):
+    for arguments, message in (
+        (["--resolutions=9"], r"9x9 is not divisible by the patch size 4: .*\[--resolutions\]"),
+        (["--crop=2"], "--crop=2.0 must be above 0 and at most 1"),
+        (["--scale_windows"], "--scale_windows is for models with windows, which ViT has not"),
+        (["somewhere"], "name either the WORKDIR of a run or a --model"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            command(*arguments)
+
+
+def test_windows_grow_with_the_image():
+    model = rope_jax.create_model("swin_t", depths=(1,), heads=(2,), width=8, image_size=224, num_classes=2)
+    scaled = evaluate.at_resolution(model, (256, 256), scale_windows=True)
+    assert scaled.patterns(0, (64, 64))[0].size == (8, 8)
+    assert scaled.stages[0].position.terms((64, 64)).layer(0).bias.shape == (2, 15 * 15)
+    assert model.patterns(0, (64, 64))[0].size == (7, 7)  # the model itself stays
+    images = jnp.zeros((1, 64, 64, 3))
+    assert jnp.array_equal(evaluate.at_resolution(model, (64, 64))(images), model(images))
+    assert jax.tree.structure(nnx.state(scaled)) == jax.tree.structure(nnx.state(model))

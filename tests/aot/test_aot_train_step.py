@@ -1,0 +1,112 @@
+"""Training steps compiled for many H200s: what attention no longer writes, and what devices tell each other."""
+
+import collections
+import re
+
+import pytest
+
+from benchmarks import memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+BATCH = 104  # on each device; no other dimension of these models
+# Model -> its attention heads and their channels, tokens in a row of scores, and options that leave one stage of it.
+CASES = {
+    "vit_s16": (12, 32, 196, {"depth": 1, "position": "rope_mixed"}),
+    "swin_t": (3, 32, 49, {"depths": (2,), "heads": (3,), "position": "rpb+rope_mixed"}),
+    "nat_mini": (2, 32, 49, {"depths": (1,), "heads": (2,), "position": "rpb+rope_mixed"}),
+}
+
+
+def rewritten(text, heads, head_dim):
+    """Operations that write q, k, v, or their windows or halos, anew instead of reading them where they are."""
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (slice|dynamic-slice|pad|concatenate|gather|transpose|copy|reverse)\(", text)
+    dimensions = [(list(map(int, shape.split(","))), kind) for shape, kind in found]
+    return [(shape, kind) for shape, kind in dimensions if shape[0] == BATCH and shape[-1] == head_dim and heads in shape]
+
+
+def scores(text, tokens):
+    """Arrays with one number for each query and key of each example."""
+    return re.findall(rf"\w+\[{BATCH}(?:,\d+)*,{tokens},{tokens}\]", text)
+
+
+def angles(text):
+    """Arrays of cosines and sines outside of the kernels (the schedule of the learning rate has a single number)."""
+    return re.findall(r"= (\w+\[[\d,]+\])\S* (?:cosine|sine)\(", text)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """(model, fsdp, implementation) -> its step for 8 GPUs, compiled once."""
+    compiled = {}
+
+    def step(name, fsdp=1, implementation=None):
+        key = name, fsdp, implementation
+        if key not in compiled:
+            compiled[key] = memory.compile_step(name, memory.gpus(1), BATCH, fsdp=fsdp, implementation=implementation, **CASES[name][3])
+        return compiled[key]
+
+    return step
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_writes_neither_scores_nor_angles_nor_copies_of_its_operands(name, steps):
+    heads, head_dim, tokens, _ = CASES[name]
+    text = steps(name).text
+    assert "__gpu$xla.gpu.triton" in text
+    assert scores(text, tokens) == []
+    assert angles(text) == []
+    assert rewritten(text, heads, head_dim) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_devices_exchange_sums_of_gradients_and_nothing_else(name, steps):
+    """Each parameter once, in the two or four bytes of the gradient: bias tables and frequencies, which come out of kernels, as well."""
+    step = steps(name)
+    assert {kind for kind, _ in step.collectives} == {"all-reduce"}
+    parameters = step.state / 16  # float32, with Adam's two moments and the average
+    assert 0.5 * 4 * parameters <= sum(size for _, size in step.collectives) <= 1.1 * 4 * parameters
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_by_xla_there_is_all_of_it_and_more_memory(name, steps):
+    """That the tests above see what they look for; and what it costs."""
+    heads, head_dim, tokens, _ = CASES[name]
+    plain = steps(name, implementation="xla")
+    assert "__gpu$xla.gpu.triton" not in plain.text
+    assert angles(plain.text)
+    assert rewritten(plain.text, heads, head_dim)
+    assert name == "nat_mini" or scores(plain.text, tokens)
+    assert steps(name).rest < 0.9 * plain.rest
+
+
+def test_divided_parameters_are_gathered_and_their_gradients_scattered(steps):
+    step, whole = steps("vit_s16", fsdp=8), steps("vit_s16")
+    assert step.state < whole.state / 7
+    counts = collections.Counter(kind for kind, _ in step.collectives)
+    assert set(counts) == {"all-gather", "reduce-scatter", "all-reduce"}
+    gathered = sum(size for kind, size in step.collectives if kind == "all-gather")
+    assert gathered <= whole.state / 16 * 4 / 2 * 1.1  # in bfloat16
+    assert scores(step.text, 196) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "hosts", "fsdp", "state", "rest"),
+    [
+        ("deit3_l16", 1, 1, 4.6, 28),
+        ("deit3_l16", 1, 8, 0.6, 28),
+        ("deit3_l16", 32, 8, 0.6, 28),
+        ("swin_b", 1, 1, 1.4, 14),
+        ("swin_b", 1, 8, 0.2, 14),
+        ("swin_b", 32, 8, 0.2, 14),
+    ],
+)
+def test_large_models_fit(name, hosts, fsdp, state, rest):
+    """GiB on each of 8 and 256 GPUs at 64 images a GPU; nothing but parameters and their gradients travels."""
+    step = memory.compile_step(name, memory.gpus(hosts), 64, fsdp=fsdp, scan_layers=True)
+    assert step.state < state * 2**30
+    assert step.rest < rest * 2**30
+    assert {kind for kind, _ in step.collectives} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    parameters = step.state * (fsdp if fsdp > 1 else 1) / 4
+    assert max(size for _, size in step.collectives) <= 1.1 * parameters

@@ -1,0 +1,110 @@
+"""Files from somewhere else may be wrong, but nothing in them is ever executed."""
+
+import io
+import pathlib
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+import rope_jax
+from rope_jax import config as cfg
+from rope_jax import data, evaluate, metrics, restore, train
+from rope_jax.checkpoint import Checkpoints
+
+from ..training.recipe import tiny
+
+
+class Trap:
+    """When it is unpickled, it leaves a file behind."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.marker,)
+
+
+def pickled(marker):
+    return pickle.dumps({"head.kernel": Trap(marker)})
+
+
+def array_file(marker):
+    """A .npy file whose one object is the trap: what `np.save` writes of an array of objects."""
+    file = io.BytesIO()
+    np.save(file, np.array([Trap(marker)], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def archive(marker, *names):
+    """A zip of such files, which is a .npz file; with a pickle inside as in torch's files."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as zipped:
+        for name in names:
+            zipped.writestr(f"{name}.npy", array_file(marker))
+        zipped.writestr("archive/data.pkl", pickled(marker))
+    return file.getvalue()
+
+
+SPLITS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+def checkpoint_of(folder, content):
+    step = folder / "run" / "checkpoints" / "1"
+    step.mkdir(parents=True)
+    for name in ("manifest.json", "_CHECKPOINT_METADATA", "params"):
+        (step / name).write_bytes(content)
+    return folder / "run"
+
+
+def small(pretrained):
+    return rope_jax.create_model("vit_digits", pretrained=pretrained)
+
+
+def written(path, content):
+    path.write_bytes(content)
+    return str(path)
+
+
+LOADERS = {
+    "init_from .npz": lambda d, m: restore.start_from(None, tiny(init_from=written(d / "w.npz", archive(m, "head.kernel")))),
+    "init_from .npz that is a pickle": lambda d, m: restore.start_from(None, tiny(init_from=written(d / "w.npz", pickled(m)))),
+    "init_from .pkl": lambda d, m: restore.start_from(None, tiny(init_from=written(d / "w.pkl", pickled(m)))),
+    "pretrained .npz": lambda d, m: small(written(d / "w.npz", archive(m, "head.kernel"))),
+    "pretrained .safetensors": lambda d, m: small(written(d / "w.safetensors", pickled(m))),
+    "pretrained .pth": lambda d, m: small(written(d / "w.pth", archive(m, "head.kernel"))),
+    "converted arrays": lambda d, m: rope_jax.convert_state_dict(
+        rope_jax.create_model("vit_digits"), {"head.weight": np.array([Trap(m)], dtype=object)}, source="timm"
+    ),
+    "images .npz": lambda d, m: data.load("npz", written(d / "i.npz", archive(m, *SPLITS)), "train", None),
+    "images in a run": lambda d, m: train.prepare(tiny(data__source="npz", data__path=written(d / "i.npz", archive(m, *SPLITS)))),
+    "image": lambda d, m: rope_jax.decode_image(pickled(m)),
+    "checkpoint": lambda d, m: rope_jax.load_checkpoint(str(checkpoint_of(d, pickled(m)))),
+    "checkpoint of a run": lambda d, m: Checkpoints(checkpoint_of(d, archive(m)) / "checkpoints").newest_verified(rename=True),
+    "config": lambda d, m: cfg.from_json(pickled(m).decode("latin-1")),
+    "results": lambda d, m: evaluate.read_results(pathlib.Path(written(d / "results.json", pickled(m))).parent),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_pickle_is_refused_and_not_opened(tmp_path, loader):
+    marker = tmp_path / "marker"
+    with pytest.raises((ValueError, cfg.ConfigError, OSError, TypeError)):
+        LOADERS[loader](tmp_path, marker)
+    assert not marker.exists()
+
+
+def test_a_pickle_among_metrics_is_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(pickled(tmp_path / "marker") + b'\n{"step": 1, "loss": 1.0}\n')
+    assert metrics.read_metrics(path) == [{"step": 1, "loss": 1.0}]
+    assert not (tmp_path / "marker").exists()
+
+
+def test_the_trap_works(tmp_path):
+    pickle.loads(pickled(tmp_path / "marker"))
+    assert (tmp_path / "marker").exists()
+    (tmp_path / "marker").unlink()
+    np.load(io.BytesIO(array_file(tmp_path / "marker")), allow_pickle=True)
+    assert (tmp_path / "marker").exists()

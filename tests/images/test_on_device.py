@@ -1,0 +1,240 @@
+"""Augmentations of the training step against Pillow's own operations, and their statistics."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from rope_jax.data import on_device
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+FILL = (124, 116, 104)
+HEIGHT, WIDTH = 18, 24
+
+
+def pictures():
+    """One of noise, one of smooth colours with flat parts, one dark without contrast."""
+    random = np.random.default_rng(0)
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    smooth = np.stack([x * 10, y * 13, np.where(x > 12, 200, x * 3 + y)], axis=-1)
+    noise = random.integers(0, 256, (HEIGHT, WIDTH, 3))
+    return [picture.astype(np.uint8) for picture in (noise, smooth, 40 + noise // 8)]
+
+
+def with_pillow(picture, operation, level, signed, cubic, increasing):
+    """timm's operations, in Pillow; level is magnitude / 10."""
+    image = Image.fromarray(picture)
+    width, height = image.size
+    factor = max(0.1, 1 + 0.9 * signed) if increasing else 1.8 * level + 0.1
+    bits, threshold = int(level * 4), int(level * 256)
+    bits, threshold = (4 - bits, 256 - threshold) if increasing else (bits, threshold)
+    resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+    affine = lambda matrix: image.transform(image.size, Image.Transform.AFFINE, matrix, resample, fillcolor=FILL)
+    done = {
+        "auto_contrast": lambda: ImageOps.autocontrast(image),
+        "equalize": lambda: ImageOps.equalize(image),
+        "invert": lambda: ImageOps.invert(image),
+        "rotate": lambda: image.rotate(30 * signed, resample, fillcolor=FILL),
+        "posterize": lambda: image.point([i & ~(2 ** (8 - bits) - 1) for i in range(256)] * 3),
+        "solarize": lambda: ImageOps.solarize(image, threshold),
+        "solarize_add": lambda: image.point([min(255, i + int(level * 110)) if i < 128 else i for i in range(256)] * 3),
+        "color": lambda: ImageEnhance.Color(image).enhance(factor),
+        "contrast": lambda: ImageEnhance.Contrast(image).enhance(factor),
+        "brightness": lambda: ImageEnhance.Brightness(image).enhance(factor),
+        "sharpness": lambda: ImageEnhance.Sharpness(image).enhance(factor),
+        "shear_x": lambda: affine((1, 0.3 * signed, 0, 0, 1, 0)),
+        "shear_y": lambda: affine((1, 0, 0, 0.3 * signed, 1, 0)),
+        "translate_x": lambda: affine((1, 0, 0.45 * signed * width, 0, 1, 0)),
+        "translate_y": lambda: affine((1, 0, 0, 0, 1, 0.45 * signed * height)),
+    }[operation]
+    return np.asarray(done())
+
+
+@functools.cache
+def operated(increasing):
+    """All operations at some levels on all pictures, each as [pictures, H, W, 3] and what was asked for."""
+    cases = [
+        (name, level, level * sign, bool(cubic))
+        for name in on_device.OPERATIONS
+        # At 1.0 a translation would be by whole fifths of a pixel, and every fifth value a whole number but for rounding.
+        for level in (0.0, 0.437, 0.93, 0.997 if "translate" in name else 1.0)
+        for sign, cubic in ((1, 0), (-1, 1))
+    ]
+    cases.append(("nothing", 0.9, 0.9, True))
+    numbers = jnp.array([on_device.OPERATIONS.index(name) if name != "nothing" else -1 for name, *_ in cases])
+    level, signed, cubic = (jnp.array([case[i] for case in cases]) for i in (1, 2, 3))
+    one = lambda image, number, level, signed, cubic: on_device.operate(image, number, level, signed, FILL, cubic, inc=increasing)
+    every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0, 0, 0)), (0, None, None, None, None)))
+    return cases, np.asarray(every(jnp.array(np.stack(pictures())), numbers, level, signed, cubic))
+
+
+@pytest.mark.parametrize("increasing", [True, False])
+@pytest.mark.parametrize("operation", on_device.OPERATIONS)
+def test_operations_are_pillows(operation, increasing):
+    cases, found = operated(increasing)
+    exact = operation in ("equalize", "invert", "posterize", "solarize", "solarize_add")
+    for place, (name, *case) in enumerate(cases):
+        if name == operation:
+            for picture, image in zip(pictures(), found[:, place], strict=True):
+                wanted = with_pillow(picture, name, *case, increasing)
+                difference = np.abs(image.astype(int) - wanted)
+                # Pillow cuts off fractions: where one is a whole number but for rounding, a value may be one less or more.
+                assert difference.max() <= (0 if exact else 1), case
+                # Stretched to 255, the largest value is such a number, and there may be many of it.
+                assert (difference > 0).mean() < (1 if name == "auto_contrast" else 0.02), case
+
+
+def test_no_operation_changes_nothing():
+    cases, found = operated(True)
+    assert cases[-1][0] == "nothing"
+    np.testing.assert_array_equal(found[:, -1], np.stack(pictures()))
+
+
+@pytest.mark.parametrize("radius", [0.1, 0.5, 0.99, 1.3, 2.0])
+def test_blur_is_pillows(radius):
+    for picture in pictures():
+        wanted = np.asarray(Image.fromarray(picture).filter(ImageFilter.GaussianBlur(radius)))
+        found = np.asarray(on_device.gaussian_blur(jnp.array(picture), jnp.float32(radius)))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_three_augment_takes_each_a_third_of_the_time():
+    picture = jnp.array(pictures()[1])
+    found = np.asarray(jax.jit(jax.vmap(lambda key: on_device.three_augment(picture, key, FILL)))(jax.random.split(jax.random.key(0), 300)))
+    image = Image.fromarray(np.asarray(picture))
+    grey, solarized = (np.asarray(x) for x in (image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)))
+    counts = [(found == wanted).all(axis=(1, 2, 3)).sum() for wanted in (grey, solarized)]
+    assert all(70 < count < 130 for count in [*counts, 300 - sum(counts)])  # 100 each, standard deviation 8
+
+
+def test_colour_jitter_is_three_enhancements_in_some_order():
+    picture = jnp.array(pictures()[1])
+    key = jax.random.key(3)
+    image = Image.fromarray(np.asarray(picture))
+    order, sizes = jax.random.split(key)
+    factors = 1 + jax.random.uniform(sizes, (3,), minval=-1) * jnp.array((0.3, 0.2, 0.1))
+    for which in np.asarray(jax.random.permutation(order, 3)):
+        image = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[which](image).enhance(float(factors[which]))
+    found = np.asarray(on_device.color_jitter(picture, key, FILL, brightness=0.3, contrast=0.2, saturation=0.1))
+    assert np.abs(found.astype(int) - np.asarray(image)).max() <= 1
+
+
+def test_erasing():
+    """A quarter of the images gets a box of noise, of the areas and aspects of its definition."""
+    count, size = 2000, 40
+    images = jnp.full((count, size, size, 3), 7.0)
+    keys = jax.random.split(jax.random.key(0), count)
+    found = np.asarray(jax.jit(lambda images, keys: on_device.apply_erasing(images, keys, on_device.parse("erase").erasing))(images, keys))
+    boxes = (found != 7).any(axis=-1)
+    erased = boxes.any(axis=(1, 2))
+    assert 440 < erased.sum() < 560  # 500, standard deviation 19
+    noise = found[boxes]
+    assert abs(noise.mean()) < 0.01
+    assert abs(noise.std() - 1) < 0.01
+    tall, wide = boxes.any(axis=2).sum(axis=1)[erased], boxes.any(axis=1).sum(axis=1)[erased]
+    np.testing.assert_array_equal(boxes[erased].sum(axis=(1, 2)), tall * wide)  # one box
+    assert (tall * wide / size**2).max() < 0.36
+    assert (tall * wide / size**2).min() > 0.015
+    assert abs((tall * wide).mean() / size**2 - (0.02 + 1 / 3) / 2) < 0.02
+    assert 0.25 < (tall / wide).min() < 0.4 < 2.5 < (tall / wide).max() < 4
+
+
+def mixed(count, **options):
+    """Shares, and the part of pixels that come from the first image, of `count` batches of a white and a black image."""
+    images = jnp.stack([jnp.ones((12, 16, 3)), jnp.zeros((12, 16, 3))])
+    draw = jax.jit(jax.vmap(lambda key: on_device.mix(images, key, **options)))
+    images, shares = draw(jax.random.split(jax.random.key(0), count))
+    return np.asarray(images), np.asarray(shares)
+
+
+def test_mixup_shares_are_of_a_beta_distribution():
+    images, shares = mixed(4000, mixup=0.8, cutmix=0.0)
+    np.testing.assert_allclose(images, np.broadcast_to(np.stack([shares, 1 - shares], 1)[..., None, None, None], images.shape), atol=1e-6)
+    assert abs(shares.mean() - 0.5) < 0.02
+    assert abs(shares.var() - 1 / (4 * (2 * 0.8 + 1))) < 0.005  # of Beta(a, a)
+
+
+def test_cutmix_pastes_one_box_and_counts_its_pixels():
+    images, shares = mixed(4000, mixup=0.0, cutmix=1.0)
+    own = images[:, 0, :, :, 0]
+    assert set(np.unique(own)) == {0.0, 1.0}
+    np.testing.assert_array_equal(images[:, 1], 1 - images[:, 0])
+    np.testing.assert_allclose(shares, own.mean(axis=(1, 2)), atol=1e-6)
+    cut = own == 0
+    np.testing.assert_array_equal(cut.sum(axis=(1, 2)), cut.any(axis=1).sum(axis=1) * cut.any(axis=2).sum(axis=1))
+    # A box of sides sqrt(1 - share) around a place anywhere, cut at the border: each side keeps s - s^2 / 4 of the whole on average.
+    side = np.sqrt(np.linspace(0, 1, 10001))
+    wanted = 1 - np.mean((side - side**2 / 4) ** 2)
+    assert 0 < shares.mean() - wanted < 0.06  # sides are cut down to even numbers of pixels
+
+
+def test_switching_and_leaving_alone():
+    images, shares = mixed(2000, mixup=0.8, cutmix=1.0, prob=0.6, switch_prob=0.25)
+    alone = shares == 1
+    cut = ~alone & ((images == 0) | (images == 1)).all(axis=(1, 2, 3, 4))
+    assert 0.33 < alone.mean() < 0.47  # 0.4, and boxes of no pixel
+    assert 0.10 < cut.mean() < 0.19  # 0.15 without those
+
+
+TEXT = "crop(pad=2)+flip+three_augment+color_jitter+erase(p=0.5)"
+
+
+def augmented(images, epoch, index, seed=1):
+    plan = on_device.parse(TEXT)
+    keys = on_device.example_keys(seed, epoch, index)
+    pixels = on_device.apply(images, keys, plan.pixels, FILL)
+    return pixels, on_device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
+
+
+def test_an_example_meets_the_same_in_any_batch():
+    images = jnp.array(np.stack([pictures()[0]] * 6))
+    epoch, index = jnp.array([0, 0, 0, 0, 1, 1]), jnp.array([5, 3, 8, 2, 5, 3])
+    draw = jax.jit(augmented)
+    pixels, erased = draw(images, epoch, index)
+    order = np.array([2, 5, 0, 1, 4, 3])
+    again, erased_again = draw(images, epoch[order], index[order])
+    np.testing.assert_array_equal(again, pixels[order])
+    np.testing.assert_array_equal(erased_again, erased[order])
+    assert len(np.unique(np.asarray(erased).reshape(6, -1), axis=0)) == 6  # another epoch, another example: something else
+
+
+def test_rand_augment_applies_half_of_its_draws():
+    picture = jnp.array(pictures()[0])
+    keys = jax.random.split(jax.random.key(0), 400)
+    draw = jax.jit(jax.vmap(lambda key: on_device.rand_augment(picture, key, FILL, n=1)))
+    unchanged = (np.asarray(draw(keys)) == picture).all(axis=(1, 2, 3))
+    assert 0.42 < unchanged.mean() < 0.60  # a half, and the few draws that change nothing: auto contrast of a picture with both ends
+
+
+def test_the_words_of_a_recipe():
+    plan = on_device.parse(TEXT)
+    assert plan.host == "crop(pad=2)+flip"
+    assert [one.name for one in plan.pixels] == ["three_augment", "color_jitter"]
+    assert [one.name for one in plan.erasing] == ["erase"]
+    assert on_device.parse("none") == on_device.Plan("none", (), ())
+    assert on_device.parse("three_augment").host == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rand_augment+flip", "flip is done by the loader, so it stands before rand_augment"),
+        ("erase+rand_augment", "erase is done to normalised images, so it stands last"),
+        ("blurr", "augmentation 'blurr' is unknown; known are none, .*crop, flip, rand_augment"),
+        ("rand_augment(k=3)", "unknown option 'k'; rand_augment takes n, m, mstd, p, inc, interpolation"),
+        ("rand_augment(m=11)", "m 0 to 10"),
+        ("rand_augment(interpolation=nearest)", "not one of bilinear, bicubic, random"),
+        ("erase(p=2)", "p is between 0 and 1"),
+        ("color_jitter(contrast=3)", "each is between 0 and 1"),
+        ("none+erase", "none stands alone"),
+    ],
+)
+def test_bad_words_are_refused(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        on_device.parse(text)
+    assert re.search(r"\w", str(error.value))

@@ -1,0 +1,113 @@
+"""Worker processes: the same stream at any number of them, and what happens when they, or who started them, end."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from rope_jax.data import BadImages, batches, evaluation_batches, load
+from rope_jax.data.workers import DeadWorker
+
+pytest.importorskip("grain", reason="needs grain (the extra `data`)")
+COUNT = 70
+OPTIONS = {"batch_size": 48, "seed": 3, "augment": "resized_crop(scale_min=0.3)+flip", "start_step": 1}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    place = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for split, k in itertools.product(("train", "test"), range(COUNT)):
+        (place / split / f"{k % 3}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (14, 18, 3), dtype=np.uint8)).save(place / split / f"{k % 3}" / f"{k:03}.png")
+    return place
+
+
+def no_children():
+    return not multiprocessing.active_children()
+
+
+def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
+    images = load("folder", str(pictures), "train", (12, 12))
+    with batches(images, workers=2, **OPTIONS) as stream:
+        for got, expected in zip(itertools.islice(stream, 6), batches(images, **OPTIONS), strict=False):
+            assert got.keys() == expected.keys()
+            for key in got:
+                np.testing.assert_array_equal(got[key], expected[key])
+    assert no_children()
+    held_out = load("folder", str(pictures), "test", (12, 12))
+    both = zip(evaluation_batches(held_out, batch_size=20, workers=1), evaluation_batches(held_out, batch_size=20), strict=True)
+    for got, expected in both:
+        for key in expected:
+            np.testing.assert_array_equal(got[key], expected[key])
+    assert no_children()
+
+
+def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
+    (pictures / "train" / "0" / "bad.png").write_bytes(b"no image")
+    images = load("folder", str(pictures), "train", (12, 12))
+    with pytest.raises(BadImages, match=r"\(0/bad.png\) cannot be used: not a JPEG, PNG or WebP image"):
+        list(itertools.islice(batches(images, workers=1, **OPTIONS), 3))
+    assert no_children()
+    stream = batches(images, workers=1, bad_images="skip", **OPTIONS)
+    next(stream), next(stream)
+    assert len(stream.skipped) == 1
+    (worker,) = multiprocessing.active_children()
+    begun = time.monotonic()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(DeadWorker, match=rf"process {worker.pid} \(killed by SIGKILL\)"):
+        list(stream)
+    assert time.monotonic() - begun < 10
+    assert no_children()
+
+
+PROGRAM = """
+import signal, sys
+from rope_jax.data import batches, load
+
+def main():
+    stopped = []
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+    stream = batches(load("folder", sys.argv[1], "test", (12, 12)), batch_size=32, seed=0, workers=1)
+    next(stream)
+    print("ready", flush=True)
+    while not stopped:
+        next(stream)
+    for _ in range(20):  # what a run does that is asked to stop
+        next(stream)
+    print("saved", flush=True)
+    sys.stdin.readline()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_workers_outlive_ctrl_c_and_not_their_parent(pictures, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "program.py", pictures],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 1
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        assert process.stdout.readline() == "saved\n"
+        process.kill()
+        process.stdin.close()
+        assert "Traceback" not in process.stderr.read()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

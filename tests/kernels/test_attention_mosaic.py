@@ -1,0 +1,227 @@
+"""The Hopper kernel of global attention in interpret mode, against the reference in float64 and against the reference's own error.
+
+Interpret mode simulates copies, barriers and shared memory, with what its engine does past the end of an array. It has no matrix
+instruction with an operand in registers: products are jax.numpy's there. Where bytes lie in shared memory, and the instructions
+themselves, only a GPU shows (tests/gpu); that they compile, tests/aot.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.core import flatten_ref_union
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
+from rope_jax_kernels.attention import mosaic_kernel, triton
+from rope_jax_kernels.attention.triton_kernels import Task
+from tests.kernels.test_attention_triton import check, operands
+
+pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
+
+CASES = {
+    "several examples for a program": ((70,), {"batch": 3, "head_dim": 64, "pairs": 16, "heads": 1}),
+    "two heads, all channels": ((128,), {"head_dim": 64, "pairs": 32, "batch": 1}),
+    "no rotation": ((70,), {"pairs": 0, "head_dim": 64, "heads": 1}),
+    "several stages, shared frequencies": ((260,), {"shared": True, "heads": 1, "head_dim": 64, "pairs": 24, "batch": 1}),
+    "several stages without rotation": ((260,), {"pairs": 0, "heads": 1, "batch": 2}),
+    "heads of 128": ((150,), {"head_dim": 128, "pairs": 40, "heads": 1, "batch": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROPE_JAX_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """Programs as on a busy GPU: of several examples, however small the batch."""
+    monkeypatch.setattr(mosaic_kernel, "MULTIPROCESSORS", 1)
+
+
+def forward(qkv, coords, freqs, dtype):
+    """The output and lse of [B, L, 3, N, D]."""
+    _, tokens, _, heads, head_dim = qkv.shape
+    pairs = 0 if freqs is None else freqs.shape[2]
+    task = Task(Global(), (tokens,), heads, head_dim, True, pairs, "half", head_dim**-0.5, True, "mosaic")
+    rotation = () if freqs is None else (jnp.asarray(coords), jnp.asarray(freqs))
+    out, lse = mosaic_kernel.forward(task, triton.views(task, (jnp.asarray(qkv, dtype),)), rotation)
+    return np.asarray(out, np.float64), np.asarray(lse)[:, :, :tokens]
+
+
+def definition(qkv, coords, freqs):
+    """The output, lse in units of log 2, and how far lse is off if every product of q and k is off by its own size; in float64."""
+    q, k, v = (np.asarray(qkv[:, :, i], np.float64).swapaxes(1, 2) for i in range(3))
+    if freqs is not None:
+        theta = np.einsum("la,nar->nlr", coords.astype(np.float64), freqs.astype(np.float64))
+        r = freqs.shape[2]
+
+        def turned(x):
+            a, b = x[..., :r], x[..., r : 2 * r]
+            return np.concatenate([a * np.cos(theta) - b * np.sin(theta), b * np.cos(theta) + a * np.sin(theta), x[..., 2 * r :]], -1)
+
+        q, k = turned(q), turned(k)
+    logits = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    lse = (np.log(weights.sum(-1)) + logits.max(-1)) / np.log(2)
+    size = (np.abs(q) @ np.abs(k).swapaxes(2, 3)).max() * q.shape[-1] ** -0.5 / np.log(2)
+    return (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2), lse, size
+
+
+def check_forward(places, *, dtype=jnp.bfloat16, **options):
+    qkv, coords, freqs, *_ = operands(Global(), places, dtype=dtype, bias=False, **options)
+    rounding = float(jnp.finfo(dtype).eps)
+    out, lse = forward(qkv, coords, freqs, dtype)
+    want, want_lse, size = definition(qkv, coords, freqs)
+    rotation = None if freqs is None else Rotation(jnp.asarray(coords), jnp.asarray(freqs))
+    plain = np.asarray(attention_qkv(jnp.asarray(qkv), pattern=Global(), rotation=rotation, implementation="xla"), np.float64)
+    assert np.abs(out - want).max() <= np.abs(plain - want).max() + 2 * rounding
+    assert np.abs(lse - want_lse).max() <= 1.01 * rounding * size  # half of it for q, half for k
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(name, busy):
+    places, options = CASES[name]
+    check_forward(places, **options)
+
+
+def test_float16(busy):
+    check_forward((70,), dtype=jnp.float16, heads=1, batch=1)
+
+
+@pytest.mark.parametrize("name", ["several examples for a program", "no rotation"])
+def test_no_races(name, busy, monkeypatch):
+    """Each read of shared memory is ordered after the write that it is of, and each write after the reads before it."""
+    monkeypatch.setattr(plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True))
+    places, options = CASES[name]
+    check_forward(places, **options)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def check_several_warpgroups():
+    """The same with several warpgroups, which are interpreted as threads."""
+    mosaic_kernel.MULTIPROCESSORS, mosaic_kernel.MOST_INTERPRETED = 1, 4
+    plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    for name in sys.argv[1:]:
+        places, options = CASES[name]
+        check_forward(places, **options)
+        assert not gpu_callbacks.get_races().races_found, name
+
+
+@pytest.mark.slow
+def test_several_warpgroups():
+    """In a process of its own, which can be stopped and has more threads than the machine: see `mosaic_kernel.MOST_INTERPRETED`."""
+    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
+    names = ["several examples for a program", "several stages, shared frequencies", "several stages without rotation", "heads of 128"]
+    subprocess.run([sys.executable, "-m", "tests.kernels.test_attention_mosaic", *names], env=environment, check=True, timeout=500)
+
+
+@pytest.mark.parametrize(
+    ("places", "options"),
+    [
+        ((70,), {"pairs": 16, "head_dim": 64, "heads": 1, "packed": False}),
+        ((20,), {"pairs": 0, "heads": 1}),
+    ],
+)
+def test_outputs_and_gradients(places, options):
+    """What is saved is what the backward pass of "triton" needs."""
+    check(Global(), places, dtype=jnp.bfloat16, implementation="mosaic", bias=False, **options)
+
+
+def test_vmap_over_data_and_over_rotations():
+    qkv, coords, freqs, *_ = operands(Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=1)
+    data, freqs = jnp.stack([jnp.asarray(qkv), 2 * jnp.asarray(qkv)]), jnp.stack([freqs, freqs / 2, -freqs])
+    coords = jnp.asarray(coords)
+
+    def attend(qkv, freqs):
+        return attention_qkv(qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic")
+
+    one = jax.jit(attend)
+    mapped = jax.jit(jax.vmap(jax.vmap(attend, (0, None)), (None, 0)))(data, freqs)
+    for i in range(3):
+        for j in range(2):
+            np.testing.assert_array_equal(mapped[i, j], one(data[j], freqs[i]))
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
+def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
+    """What the engine writes by one view is read by the other: both begin where their memory begins, and hold rows in the same order."""
+    task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False, "mosaic")
+    views = flatten_ref_union(mosaic_kernel.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval())
+    offsets, swizzles = zip(*((view.transforms[0].offset, view.transforms[1].swizzle) for view in views), strict=True)
+    assert offsets == (0, 0)
+    assert swizzles == (2 * width, 2 * width)
+    (_, *tiles) = views[1].transforms[0].shape
+    assert tiles == [8, 1, 8, width]  # tiles of 8 rows after each other, whose rows are after each other
+
+
+def test_second_derivatives_are_refused():
+    qkv, *_ = operands(Global(), (5,), dtype=jnp.bfloat16, bias=False)
+    loss = lambda qkv: (attention_qkv(qkv, pattern=Global(), implementation="mosaic") ** 2).sum()
+    with pytest.raises(ValueError, match="'mosaic' of attention has first derivatives only; use implementation='xla' for second ones"):
+        jax.grad(lambda qkv: jax.grad(loss)(qkv).sum())(jnp.asarray(qkv))
+
+
+def test_gradient_of_coords_is_refused():
+    x = jnp.ones((1, 8, 2, 32), jnp.bfloat16)
+    attend = lambda coords: attention(x, x, x, pattern=Global(), rotation=Rotation(coords, jnp.ones((1, 2, 8))), implementation="mosaic")
+    with pytest.raises(ValueError, match=r"'mosaic' of attention has no gradient of rotation\.coords"):
+        jax.grad(lambda coords: attend(coords).sum())(jnp.ones((8, 2)))
+
+
+def test_what_is_refused():
+    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    rotation = lambda pairs=16, axes=2, pairing="half": Rotation(jnp.ones((8, axes)), jnp.ones((1, axes, pairs)), pairing)
+
+    def says(*arrays, **options):
+        return explain(attention, *(arrays or (x, x, x)), **{"pattern": Global()} | options)["mosaic"]
+
+    assert says() == "ok"
+    assert says(rotation=rotation(), scale=0.1) == "ok"
+    assert "Neighborhood; it knows Global only" in says(*[x[:, None]] * 3, pattern=Neighborhood((3, 3)))
+    assert "a bias, which it does not read" in says(bias=jnp.ones((2, 8, 8)))
+    assert "float32; float16 and bfloat16" in says(*[x.astype(jnp.float32)] * 3)
+    assert "head dimension is 48; 32, 64, 128" in says(*[x[..., :48]] * 3)
+    assert "neighbouring channels" in says(rotation=rotation(pairing="interleaved"))
+    assert "12 pairs" in says(rotation=rotation(pairs=12))
+    assert "5 axes; up to 4" in says(rotation=rotation(axes=5))
+    assert "different dtypes" in says(x, x, x.astype(jnp.float16))
+    assert "scale is an array" in says(scale=jnp.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("NVIDIA H200", "ok"), ("NVIDIA A100-SXM4-80GB", "Hopper generation"), ("NVIDIA B200", "9.0")]
+)
+def test_which_gpus_it_is_for(kind, reason):
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu"))
+    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "groups"), [(50, 64, 1), (197, 64, 4), (577, 64, 2), (785, 64, 2), (1025, 64, 3), (197, 128, 2)]
+)
+def test_plan(tokens, head_dim, groups):
+    """All tokens have a tile, few tiles have none, and every example is somebody's."""
+    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False, "mosaic")
+    for batch in (1, 7, 128, 1000):
+        plan = mosaic_kernel.plan(task, batch)
+        assert plan.groups == groups
+        assert 64 * (plan.tiles - 1) * plan.groups < tokens <= 64 * plan.tiles * plan.groups
+        assert 1 <= plan.items <= batch
+        assert plan.pieces * plan.width == head_dim
+    assert mosaic_kernel.plan(task, 1).items == 1
+
+
+if __name__ == "__main__":
+    check_several_warpgroups()

@@ -1,0 +1,108 @@
+"""The training step: augmentation and mixing inside it, gradients in parts, steps that are skipped."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax import data, train
+from rope_jax.checkpoint import tree_hash
+from rope_jax.config import ConfigError
+from rope_jax.data import on_device
+from rope_jax.sharding import put_batch
+from tests.training.recipe import replaced, tiny
+
+AUGMENT = "crop(pad=1)+erase(p=0.5)"
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def start(**changes):
+    """A run, its state and its step."""
+    run, model = train.prepare(tiny(**changes))
+    return run, train.initial_state(run, model), train.make_step(run)
+
+
+def advance(run, state, step, first, last):
+    """The state after steps first to last, without donation of the one given, and the metrics of the last."""
+    state = jax.tree.map(jnp.copy, state)
+    batches, resident = train.feed(run, first)
+    for _ in range(first, last):
+        state, metrics = step(state, put_batch(next(batches), run.mesh) | resident)
+    return state, {name: float(value) for name, value in metrics.items()}
+
+
+def test_a_resumed_run_meets_the_same_augmentations():
+    """Also where the set is put onto the device, or taken off it, in between."""
+    run, state, step = start(data__augment=AUGMENT, mix__mixup=0.8, mix__cutmix=1.0)
+    resides = dataclasses.replace(run, config=replaced(run.config, "data", on_device=True))
+    middle, _ = advance(run, state, step, 0, 2)
+    whole, _ = advance(run, state, step, 0, 4)
+    resumed, _ = advance(resides, middle, step, 2, 4)
+    assert tree_hash(resumed) == tree_hash(whole)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_set_on_the_device_gives_the_same_batches(repeats):
+    augment = "crop(pad=2)+flip(p=0.3)"
+    run, _ = train.prepare(tiny(data__augment=augment, data__on_device=True, data__repeats=repeats))
+    places, resident = train.feed(run, 10)  # across the border of an epoch
+    batches = data.batches(run.images, batch_size=120, seed=0, start_step=10, augment=augment, repeats=repeats)
+    made = jax.jit(lambda batch: on_device.take(*resident["set"], batch, augment))
+    for _ in range(4):
+        wanted = next(batches)
+        found = made(next(places))
+        for name in wanted:
+            np.testing.assert_array_equal(found[name], wanted[name])
+            assert found[name].dtype == wanted[name].dtype
+
+
+def test_parts_give_the_gradient_of_the_whole():
+    whole, in_parts = (advance(*start(accumulate=parts), 0, 3) for parts in (1, 4))
+    assert in_parts[1] == pytest.approx(whole[1], rel=1e-5)
+    for a, b in zip(jax.tree.leaves(in_parts[0]), jax.tree.leaves(whole[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_mixing_ends_after_its_last_epoch():
+    """The second epoch begins with step 12; before that the same steps with mixing give something else."""
+    plain_run, state, plain = start()
+    _, _, mixed = start(mix__cutmix=1.0, mix__off_epoch=1.0)
+    for first, equal in ((0, False), (12, True)):
+        losses = [advance(plain_run, state, step, first, first + 1)[1]["loss"] for step in (plain, mixed)]
+        assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == equal
+
+
+def test_a_step_that_is_not_finite_is_skipped():
+    run, state, step = start(non_finite="skip", ema_decay=0.9)
+    state, _ = advance(run, state, step, 0, 1)
+    broken = state | {"params": jax.tree.map(lambda leaf: leaf * jnp.nan, state["params"])}
+    after, metrics = advance(run, broken, step, 1, 2)
+    assert not np.isfinite(metrics["loss"])
+    assert int(after["step"]) == int(state["step"]) + 1
+    assert tree_hash(after["opt"]) == tree_hash(state["opt"])
+    assert tree_hash(after["ema"]) == tree_hash(state["ema"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulate": 7}, r"batch_size=120 cannot be divided over \d devices?, times --config.accumulate=7; use 119 or 126"),
+        (
+            {"data__on_device": True, "data__augment": "resized_crop"},
+            "on_device=True goes with crop, flip and what the step does, not with",
+        ),
+        ({"data__augment": "erase+crop"}, "crop is done by the loader, so it stands before erase"),
+        ({"data__augment": "rand_augment(m=20)"}, r"m 0 to 10.*\[--config.data.augment\]"),
+        ({"loss": "binary", "label_smoothing": 0.1}, "label_smoothing=0.1 does not go with --config.loss=binary"),
+        ({"optim__cooldown_epochs": 2.0}, "cooldown_epochs=2.0 are not less than --config.epochs=2.0"),
+        ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it is a probability"),
+        ({"optim__layer_decay": 0.0}, "layer_decay=0.0 is out of range; it must be above 0"),
+        ({"optim__name": "adam"}, "optim.name=adam is not one of adamw, lamb, sgd"),
+    ],
+)
+def test_mistakes_name_what_to_change(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train.prepare(tiny(**changes))

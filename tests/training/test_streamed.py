@@ -1,0 +1,97 @@
+"""Training on image files: the run, its resumption, its evaluation, and what it says of images that it cannot use."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax import data, train
+from rope_jax.config import ConfigError
+from rope_jax.metrics import read_metrics
+from rope_jax.train import Interrupted
+from tests.training.recipe import final_state, run, tiny
+from tests.training.test_train import interrupt_at
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Photographs in three classes: real ones where they are, 80 for training and 20 held out."""
+    place = tmp_path_factory.mktemp("photographs")
+    archive = Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"), "imagenet_photos_334.tar")
+    if archive.exists():
+        with tarfile.open(archive) as tar:
+            files = [tar.extractfile(member).read() for member in tar if member.isfile()][:100]
+    else:
+        files, rng = [], np.random.default_rng(0)
+        for k in range(100):
+            noise = Image.fromarray(rng.integers(0, 256, (6, 5, 3), dtype=np.uint8))
+            file = io.BytesIO()
+            noise.resize((60 + k, 50), Image.Resampling.BICUBIC).save(file, "JPEG")
+            files.append(file.getvalue())
+    for k, content in enumerate(files):
+        folder = place / ("test" if k % 5 == 0 else "train") / f"class{k % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{k:03}.jpg").write_bytes(content)
+    return place
+
+
+def streamed(place):
+    return {
+        "data__source": "folder",
+        "data__path": str(place),
+        "data__image_size": 12,
+        "data__augment": "resized_crop(scale_min=0.3)+flip",
+        "eval__frame": "centre(crop=0.875)",
+        "eval__resolutions": (16,),
+        "batch_size": 32,
+        "epochs": 2.5,
+    }
+
+
+def same(left, right):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(photographs, tmp_path, monkeypatch):
+    changes = streamed(photographs)
+    run(tmp_path / "whole", **changes)
+    assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6  # 2.5 epochs of 80 images
+    rows = json.loads((tmp_path / "whole" / "results.json").read_text())["eval"]
+    assert [row["resolution"] for row in rows] == [[12, 12], [16, 16]]
+    assert all(row["count"] == 20 and "centre(crop=0.875)" in row["protocol"] for row in rows)
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, step=4)
+        with pytest.raises(Interrupted):
+            run(tmp_path / "cut", **changes)
+    run(tmp_path / "cut", **changes)
+    same(final_state(tmp_path / "cut", **changes), final_state(tmp_path / "whole", **changes))
+
+
+def test_bad_files(photographs, tmp_path):
+    changes = streamed(photographs)
+    bad = photographs / "train" / "class0" / "bad.jpg"
+    bad.write_bytes(b"\xff\xd8\xff")
+    try:
+        with pytest.raises(data.BadImages, match=r"class0/bad.jpg\) cannot be used"):
+            run(tmp_path / "error", **changes)
+        run(tmp_path / "skip", data__bad_images="skip", **changes)
+        assert read_metrics(tmp_path / "skip" / "metrics.jsonl")[-1]["skipped_images"] == 1
+    finally:
+        bad.unlink()
+
+
+def test_impossible_settings_name_their_flag(photographs):
+    for change, flag in [
+        ({"data__repeats": 3}, "data.repeats"),
+        ({"eval__frame": "flip"}, "config.data"),
+        ({"data__augment": "flip+resized_crop"}, "data.augment"),
+        ({"data__image_size": None}, "config.data"),
+    ]:
+        with pytest.raises(ConfigError, match=flag):
+            train.prepare(tiny(**(streamed(photographs) | change)))
