@@ -237,6 +237,7 @@ def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path, cache:
         if phase == "import":
             time.sleep(0.5)
         sent = _wait_for(mark, process, log)
+        expect(process.poll() is None, f"the run ended before its {phase}:\n{log.read_text()[-2000:]}")
         process.send_signal(signal.SIGTERM)
         status = process.wait(timeout=120)
         seconds = time.monotonic() - sent

@@ -87,8 +87,9 @@ class Program:
         images = jax.random.normal(jax.random.key(0), (args.batch, args.image_size, args.image_size, 3), dtype)
         params = nnx.to_pure_dict(params)
         if program == "forward":
-            # Inference keeps its weights in the dtype in which it computes.
-            self.state = jax.tree.map(lambda x: x.astype(dtype), params)
+            # Inference keeps its weights in the dtype in which it computes; those of positions are float32 always.
+            is_position = lambda path: any(getattr(key, "key", None) == "position" for key in path)
+            self.state = jax.tree.map_with_path(lambda path, x: x if is_position(path) else x.astype(dtype), params)
             step = lambda state, images: (state, nnx.merge(graph, state, rest)(images))
         else:
             optimizer = optim.make_optimizer(OptimConfig(), optax.constant_schedule(1e-4), nnx.state(model, nnx.Param))
@@ -154,7 +155,7 @@ def measure(name: str, program: str, args: argparse.Namespace) -> list[Row]:
             programs["rope_jax", position] = Program(name, position, program, args)
         except ValueError as error:
             print(f"{name} with {position} is left out: {error}")
-        peer = TIMM.get((name, position)) if args.torch and program == "forward" else None
+        peer = TIMM.get((name, position)) if args.torch and program == "forward" and args.depth is None else None
         if peer is not None and (found := timm_program(peer, args)):
             programs["timm", position] = found
     times = {key: [] for key in programs}
@@ -207,7 +208,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--programs", nargs="+", choices=["forward", "train"], default=["forward", "train"])
     parser.add_argument("--table", choices=sorted(TABLES), help="the models and schemes of a table of the thesis, forward")
     parser.add_argument("--batch", type=int, default=128 if on_gpu else 4)
-    parser.add_argument("--image-size", type=int, default=224 if on_gpu else 64)
+    parser.add_argument("--image-size", type=int, help="default: 224; without a GPU and a --table 64")
     parser.add_argument("--depth", type=int, help="of isotropic models, for short runs")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--warmup", type=int, default=3 if on_gpu else 1, help="turns before the clock counts")
@@ -216,6 +217,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--torch", action="store_true", help="timm with torch.compile beside it, where both are installed")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     args = parser.parse_args(argv)
+    if args.image_size is None:
+        args.image_size = 224 if on_gpu or args.table else 64
     if args.table:
         args.models, args.positions, args.programs = TABLES[args.table], list(SCHEMES), ["forward"]
     return args

@@ -6,7 +6,8 @@ Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six ti
 each image at 30 % of an A100's 312 TFLOP/s: cat_5 6, cat_vit_5 9.
 
 Expected top-1 in percent on training and validation images (the paper): cat_5 64.1, 38.9 with the imprint, 63.8, 38.3 without
-(`--config.model.options=imprint=none`). Not trained here. The published code has batches of 64, the paper says 128, which is taken.
+(`--config.model.options=imprint=none`). Not trained here. The published code has batches of 64, the paper says 128, which is taken. Its
+weight decay is on biases and norms too, here it is not.
 """
 
 from rope_jax import config as cfg

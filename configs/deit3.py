@@ -43,6 +43,8 @@ def get_config(arguments: str | None = None):
         known = "; ".join(f"stage={stage} with variant {', '.join(variants)}" for stage, variants in stages.items())
         raise cfg.ConfigError(f"recipe arguments stage={args.stage},variant={args.variant}: there are {known}")
     finetune = args.stage == "finetune"
+    if finetune and args.init_from is None:
+        raise cfg.ConfigError("recipe argument stage=finetune starts from a trained model: add init_from=, the workdir of stage=pretrain")
     resolution, rate, drop_path = (224, 1e-5, FINETUNE[args.variant]) if finetune else PRETRAIN[args.variant]
     config = cfg.default()
     config.seed = args.seed
@@ -75,7 +77,7 @@ def get_config(arguments: str | None = None):
 
     config.optim.name = "adamw" if finetune else "lamb"
     config.optim.learning_rate = rate
-    config.optim.min_learning_rate = min(1e-5, rate)
+    config.optim.min_learning_rate = 1e-5
     config.optim.schedule_step = "late_epoch"
     config.optim.warmup_epochs = 5.0
     config.optim.warmup_learning_rate = 1e-6

@@ -117,12 +117,13 @@ class Checkpoints:
         """What is wrong with the files of a step, in a few words; None when they are those that were written."""
         folder = self._folder / str(step)
         try:
-            text = (folder / _MANIFEST).read_text()
+            found = dict(_files(folder))  # first of all, so that only plain files are ever opened
+            if _MANIFEST not in found:
+                return f"{_MANIFEST} is missing"
+            text = found.pop(_MANIFEST).read_text()
             expected = json.loads(text)
             if text != _manifest(step, expected["files"]):  # so that no bit of the manifest itself can change unseen
                 return f"{_MANIFEST} is not what was written"
-            found = dict(_files(folder))
-            found.pop(_MANIFEST)
             expected = expected["files"]
             different = sorted(expected.keys() ^ found.keys())
             if different:
@@ -216,7 +217,10 @@ class Checkpoints:
                 ) from error
         if jax.process_index() == 0:
             self.on_saved(step, size, time.monotonic() - begun)
-            self._prune()
+            try:
+                self._prune()
+            except OSError as error:
+                warn(f"WARNING: step {step} is saved, but older checkpoints could not be removed: {error}")
             with contextlib.suppress(OSError):
                 if shutil.disk_usage(self._folder).free < _SPARE * size:
                     warn(f"WARNING: the next checkpoint may not fit into {self._folder}: it needs {_human(size)}, {_free(self._folder)}")

@@ -417,6 +417,10 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         raise ConfigError(f"--config.{name}={value!r} is out of range; it must be at least {low}" + (f" and below {high}" if high else ""))
     if name == "data.std" and min(value) <= 0:
         raise ConfigError(f"--config.data.std={value} is out of range; each number must be greater than 0")
+    if name == "data.mean" and not all(0 <= v <= 1 for v in value):
+        raise ConfigError(f"--config.data.mean={value} is out of range; it is of values in [0, 1], so divide means of 0 to 255 by 255")
+    if name == "optim.clip_norm" and value == 0:
+        raise ConfigError("--config.optim.clip_norm=0 leaves nothing of any gradient; use None for no clipping")
     if name == "epochs" and value == 0:
         raise ConfigError("--config.epochs=0 trains nothing; use a number above 0, or --mode=evaluate")
     if name in _WORDS and value not in _WORDS[name]:

@@ -29,7 +29,8 @@ from rope_jax.metrics import format_table, write_file
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.models.registry import image_pair
 from rope_jax.models.swin import Swin
-from rope_jax.sharding import in_force, make_mesh, put_batch, replicated, share_of
+from rope_jax.positions.relative import RelativeBias
+from rope_jax.sharding import in_force, make_mesh, of_first, put_batch, replicated, share, share_of
 
 Row = dict[str, Any]
 
@@ -47,11 +48,13 @@ def load_images(config: Config, split: str, size: Size | None) -> data.Images | 
         return data.load(config.data.source, config.data.path, split, None if size is None else image_pair(size), **frame)
 
 
-def _protocol(images: data.Images | data.Streamed) -> str:
-    """What happens to images on the way to the resolution."""
+def protocol(images: data.Images | data.Streamed, config: Config) -> str:
+    """What happens to images of this kind on the way to the resolution, and which weights are evaluated."""
+    frame = "whole image, resized where it is stored at another size (bicubic with antialiasing)"
     if isinstance(images, data.Streamed):
-        return f"{images.frame} of each image, with antialiasing"
-    return "whole image, resized where it is stored at another size (bicubic with antialiasing)"
+        frame = f"{config.eval.frame} of each image, with antialiasing"
+    averaged = config.ema_decay is not None and config.eval.ema
+    return f"{frame}; {'averaged weights (EMA)' if averaged else 'weights of the last step'}"
 
 
 def resolutions(config: Config, native: tuple[int, int]) -> list[tuple[int, int]]:
@@ -73,33 +76,32 @@ def evaluate(apply: Callable[[Any, Array], Array], weights: Any, config: Config,
         One row per resolution, as they stand in `results.json`.
     """
 
-    def count(weights: Any, batch: dict[str, Array]) -> tuple[Array, Array]:
+    def count(weights: Any, batch: dict[str, Array]) -> tuple[Array, Array, Array]:
         logits = apply(weights, normalise(batch["image"], config)).astype(jnp.float32)
         _, best = jax.lax.top_k(logits, min(5, logits.shape[-1]))
         hits = (best == batch["label"][:, None]) & batch["mask"][:, None]
-        return hits[:, 0].sum(), hits.sum()
+        return hits[:, 0].sum(), hits.sum(), batch["mask"].sum()
 
     count = jax.jit(count, out_shardings=replicated(mesh))
-    origin = "averaged weights (EMA)" if config.ema_decay is not None and config.eval.ema else "weights of the last step"
     batch_size = -(-config.eval.batch_size // mesh.size) * mesh.size  # the last batch is filled up anyway
     rows = []
     for size in resolutions(config, image_pair(config.data.image_size)):
         images = load_images(config, "test", size)
-        totals, number = np.zeros(2, np.int64), 0
-        loader = {"workers": config.data.workers, "bad_images": config.data.bad_images}
+        totals = np.zeros(3, np.int64)
+        loader = {"shard": share(), "workers": config.data.workers, "bad_images": config.data.bad_images}
         for batch in data.evaluation_batches(images, batch_size=batch_size, **loader):
-            number += int(batch["mask"].sum())
-            totals += np.asarray(count(weights, put_batch(share_of(batch), mesh)))
+            totals += np.asarray(count(weights, put_batch(batch, mesh)))
             poll()
+        top1, top5, number = totals.tolist()
         rows.append(
             {
                 "dataset": images.name,
                 "split": images.split,
                 "resolution": list(size),
-                "top1": int(totals[0]) / number,
-                "top5": int(totals[1]) / number,
+                "top1": top1 / number,
+                "top5": top5 / number,
                 "count": number,
-                "protocol": f"{_protocol(images)}; {origin}",
+                "protocol": protocol(images, config),
             }
         )
     return rows
@@ -150,8 +152,7 @@ def evaluate_files(
         ValueError: the model has too few classes, or a file cannot be read.
     """
     mean, std = (jnp.asarray(x, jnp.float32) for x in (preprocessing.mean, preprocessing.std))
-
-    graph, state = nnx.split(model)
+    graph, state = _on_all(model, mesh)
 
     def count(state: Any, batch: dict[str, Array]) -> tuple[Array, Array]:
         with in_force(mesh):
@@ -169,7 +170,7 @@ def evaluate_files(
     totals, seen = np.zeros(2, np.int64), 0
     crop, interpolation = preprocessing.crop, preprocessing.interpolation
     for batch in variants.file_batches(found, size, batch_size=batch_size, crop=crop, interpolation=interpolation):
-        totals += np.asarray(count(state, put_batch(batch, mesh)))
+        totals += np.asarray(count(state, put_batch(share_of(batch), mesh)))
         seen += int(batch["mask"].sum())
         progress(seen)
     resized = [preprocessing.resized(side) for side in size]
@@ -185,15 +186,28 @@ def evaluate_files(
     } | dataclasses.asdict(preprocessing)
 
 
-def at_resolution(model: nnx.Module, size: tuple[int, int], *, scale_windows: bool = False) -> nnx.Module:
+def _on_all(model: nnx.Module, mesh: Mesh) -> tuple[nnx.GraphDef, Any]:
+    """A model's graph and its arrays, which every device of the mesh holds: they are sent once, not with each batch."""
+    graph, state = nnx.split(model)
+    return graph, jax.device_put(state, replicated(mesh))
+
+
+def at_resolution(model: nnx.Module, size: tuple[int, int], *, scale_windows: bool = False, rpb_shrink: str | None = None) -> nnx.Module:
     """A copy of a model for images of another size: position tables are resized by their scheme's rule.
 
     Args:
         model: stays as it is.
         size: (h, w) in pixels.
         scale_windows: of Swin, make windows a thirty-second of the image instead of keeping them (Heo et al., section 3.3).
+        rpb_shrink: what happens to tables of `rpb` on a smaller map, instead of what the model says: "bicubic", "crop", ...
     """
     copy = nnx.clone(model)
+    if rpb_shrink is not None:
+        biases = [module for _, module in nnx.iter_modules(copy) if isinstance(module, RelativeBias)]
+        if not biases:
+            raise ConfigError(f"--rpb_shrink={rpb_shrink} is for models with the scheme rpb: leave it out")
+        for bias in biases:
+            bias.shrink = rpb_shrink
     if scale_windows:
         if not isinstance(copy, Swin):
             raise ConfigError(f"--scale_windows is for models with windows, which {type(copy).__name__} has not: leave it out")
@@ -220,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--crop", type=float, help="share of the resized image that is kept; default: what the weights expect, or 1")
     parser.add_argument("--interpolation", choices=sorted(variants.INTERPOLATIONS), help="default: what the weights expect")
     parser.add_argument("--scale_windows", action="store_true", help="of Swin: windows of a thirty-second of the image")
+    parser.add_argument("--rpb_shrink", choices=("bicubic", "crop"), help="of rpb: what a smaller map makes of its table; default: its own")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file of the rows; default: evaluations.json in the WORKDIR, or here")
     asked = parser.parse_args(arguments)
@@ -237,45 +252,58 @@ def _evaluate_command(asked: argparse.Namespace) -> None:
         raise ConfigError("--crop and --interpolation are of --images: the test split of a WORKDIR is prepared as in training")
     if asked.crop is not None and not 0 < asked.crop <= 1:
         raise ConfigError(f"--crop={asked.crop} must be above 0 and at most 1")
+    if asked.batch_size < 1:
+        raise ConfigError(f"--batch_size={asked.batch_size} must be at least 1")
     changes = {name: getattr(asked, name) for name in ("crop", "interpolation") if getattr(asked, name) is not None}
     preprocessing = dataclasses.replace(about.preprocessing, **changes)
     sizes = [subject.parse_size(text) for text in asked.resolutions.split(",")] if asked.resolutions else [about.image_size]
     out = asked.out or pathlib.Path(asked.workdir or ".") / "evaluations.json"
     found = None if asked.dataset is None else variants.samples(asked.dataset, asked.images)
-    mesh, shown = make_mesh(), []
+    mesh, shown, first = make_mesh(), [], share()[0] == 0
     for size in sizes:
         identity = {
             "model": about.name,
             "position": about.position,
             "weights": about.weights,
             "step": about.step,
+            "options": asked.options,
+            "dtype": asked.dtype or "float32",
             "resolution": list(size),
             "dataset": asked.dataset or about.config.data.source,
             "windows": "scaled" if asked.scale_windows else "kept",
+            "rpb_shrink": asked.rpb_shrink,
         } | ({} if found is None else {"images": asked.images} | json.loads(json.dumps(dataclasses.asdict(preprocessing))))
         rows = read_evaluations(out)
         row = next((row for row in rows if row["asked"] == identity), None)
-        if row is None:
-            model = at_resolution(about.model, size, scale_windows=asked.scale_windows)
+        if of_first(row is None):
+            model = at_resolution(about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink)
             if found is None:
                 row = _own_split(about.config, model, size, asked.batch_size, mesh)
             else:
                 counter = lambda images: print(f"\r{images:,} of {len(found.files):,} images", end="", file=sys.stderr, flush=True)
-                row = evaluate_files(model, found, size, preprocessing, mesh, batch_size=asked.batch_size, progress=counter)
+                told = {"progress": counter} if first else {}
+                row = evaluate_files(model, found, size, preprocessing, mesh, batch_size=asked.batch_size, **told)
                 print(file=sys.stderr)
             versions = {name: importlib.metadata.version(name) for name in ("rope_jax", "jax", "flax", "numpy", "pillow")}
             row |= {"asked": identity, "versions": versions}
-            write_file(out, json.dumps({"rows": [*rows, row]}, indent=2) + "\n")
+            if first:
+                write_file(out, json.dumps({"rows": [*rows, row]}, indent=2) + "\n")
         shown.append(row)
-    print(f"{about.title}, {about.weights}\n{shown[0]['dataset']}: {shown[0]['protocol']}\n\n{results_table(shown)}\n\nrows: {out}")
+    if first:
+        print(f"{about.title}, {about.weights}\n{shown[0]['dataset']}: {shown[0]['protocol']}\n\n{results_table(shown)}\n\nrows: {out}")
 
 
 def _own_split(config: Config, model: nnx.Module, size: tuple[int, int], batch_size: int, mesh: Mesh) -> Row:
     """A row for the test split of a run's data at one resolution."""
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=size))
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, resolutions=(), batch_size=batch_size))
-    graph, state = nnx.split(model)
-    (row,) = evaluate(lambda state, images: nnx.merge(graph, state)(images), state, config, mesh, poll=lambda: None)
+    graph, state = _on_all(model, mesh)
+
+    def apply(state: Any, images: Array) -> Array:
+        with in_force(mesh):
+            return nnx.merge(graph, state)(images)
+
+    (row,) = evaluate(apply, state, config, mesh, poll=lambda: None)
     return row
 
 

@@ -22,6 +22,7 @@ from ml_collections import config_flags
 from rope_jax import sharding, train
 from rope_jax.compilation import keep_compiled
 from rope_jax.config import Config, ConfigError, blame, resolve, split_assignments
+from rope_jax.signals import Interrupted
 from rope_jax.workdir import SaveFailed
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "recipe, with arguments behind a colon: configs/digits.py:position=rope2d")
@@ -69,7 +70,7 @@ def _main(_: list[str]) -> None:
         _stop(2, str(error))
     except (train.NonFinite, SaveFailed) as error:
         _stop(1, str(error))
-    except train.Interrupted as error:
+    except Interrupted as error:
         if not error.saved:
             _stop(128 + signal.Signals[str(error)], f"stopped by {error} before there was anything to save")
         print(f"stopped by {error}; what was reached is saved in {_WORKDIR.value}: run the same command to go on")

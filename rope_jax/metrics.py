@@ -24,6 +24,7 @@ class MetricsWriter:
         """Opens the file; lines of steps after `restored_step`, and what a crash has torn, are dropped: the steps will come again."""
         self._path = workdir / "metrics.jsonl"
         self._file = self._board = self.last_event = None
+        self._torn = False  # whether the last line ends in its midst
         if jax.process_index() > 0:
             return
         lines = _read_lines(self._path)
@@ -62,12 +63,13 @@ class MetricsWriter:
     def _append(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
-        data = (json.dumps(line) + "\n").encode()
+        data = ("\n" * self._torn + json.dumps(line) + "\n").encode()
         try:
             written = os.write(self._file, data)
         except OSError as error:
             raise SaveFailed(f"{self._path} could not be written: {error.strerror}") from error
-        if written != len(data):
+        self._torn = written != len(data)
+        if self._torn:
             raise SaveFailed(f"{self._path} could not be written: only {written} of {len(data)} bytes of a line fit on the disk")
 
 
@@ -171,7 +173,8 @@ def progress_line(step: int, total: int, values: dict[str, float]) -> str:
     parts.append(f"lr {values['learning_rate']:.2e}")
     if "images_per_second" in values:
         minutes, seconds = divmod(round(values["eta_seconds"]), 60)
-        parts.append(f"{values['images_per_second']:,.0f} images/s, {minutes}:{seconds:02d} left")
+        left = f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+        parts.append(f"{values['images_per_second']:,.0f} images/s, {left} left")
     if values.get("of_best", 1.0) < 0.8:
         parts.append(f"{values['of_best']:.0%} of its best speed")
     if values.get("data_wait", 0.0) > 0.1:

@@ -1,8 +1,8 @@
 """From files to models: what a workdir holds, and weights as the start of another run."""
 
+import contextlib
 import pathlib
-import zipfile
-import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from flax import nnx
 from rope_jax.checkpoint import Checkpoints, named_leaves, some_of
 from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.models.layers import STORED
+from rope_jax.models.pretrained.files import WeightsFile, open_weights
 from rope_jax.models.registry import create_model, image_pair
 from rope_jax.sharding import like, make_mesh, replicated
 
@@ -58,6 +59,8 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
         steps = checkpoints.steps()
         if step is None:
             step = checkpoints.newest_verified()
+            if step is None:
+                raise FileNotFoundError(f"{path} holds no checkpoints yet")
         elif step in steps and (problem := checkpoints.problem(step)):
             raise ValueError(f"checkpoint {folder / str(step)} is damaged: {problem}; others are {', '.join(map(str, steps))}")
         if step not in steps:
@@ -83,23 +86,18 @@ def start_from(model: nnx.Module, config: Config) -> None:
     Raises:
         ConfigError: there are no weights, or they are of another model.
     """
-    with blame("--config.init_from"):
-        if config.init_from.endswith(".npz"):
-            weights = _read_weights(config.init_from)
-        else:
-            trained, _ = load_checkpoint(config.init_from)
-            trained.resize(image_pair(config.data.image_size))
-            weights = _weights(trained)
-        own = _weights(model)
-        heads = [name for name in own if name.startswith("head.")]
-        fresh = [n for n in heads if n in weights and weights[n].shape != own[n].shape]
-        weights |= {name: own[name] for name in fresh}
-        problems = [f"{name} is missing" for name in own if name not in weights]
-        problems += [f"{name} is not expected" for name in weights if name not in own]
-        shapes = [(name, list(weights[name].shape), list(own[name].shape)) for name in own if name in weights]
-        problems += [f"{name} has shape {there}, not {here}" for name, there, here in shapes if there != here]
+    own = _weights(model)
+    with blame("--config.init_from"), _stored_weights(config) as stored:
+        both = [(name, list(stored.shapes[name][0]), list(own[name].shape)) for name in own if name in stored.shapes]
+        fresh = [name for name, there, here in both if name.startswith("head.") and there != here]
+        problems = [f"{name} has shape {there}, not {here}" for name, there, here in both if there != here and name not in fresh]
+        kinds = [(name, stored.shapes[name][1]) for name, _, _ in both]
+        problems += [f"{name} holds {kind}, not numbers" for name, kind in kinds if not jnp.issubdtype(kind, jnp.number)]
+        problems += [f"{name} is missing" for name in own if name not in stored.shapes]
+        problems += [f"{name} is not expected" for name in stored.shapes if name not in own]
         if problems:
             raise ValueError(f"the weights of {config.init_from} are of another model: {some_of(problems)}")
+        weights = {name: own[name] if name in fresh else stored.read(name) for name in own}
         state = _state(model, STORED)
         leaves = [jnp.asarray(weights[name], leaf.dtype) for name, leaf in named_leaves(state)]
         nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), leaves))
@@ -120,9 +118,14 @@ def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named_leaves(_state(model, STORED))}
 
 
-def _read_weights(path: str) -> dict[str, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except (zipfile.BadZipFile, zlib.error, EOFError, TypeError) as error:
-        raise ValueError(f"{path} is not a readable .npz file: {error}") from error
+@contextlib.contextmanager
+def _stored_weights(config: Config) -> Iterator[WeightsFile]:
+    """What `init_from` holds: of a file names and shapes alone, until one of its arrays is read."""
+    if config.init_from.endswith(".npz"):
+        with open_weights(config.init_from) as file:
+            yield file
+    else:
+        trained, _ = load_checkpoint(config.init_from)
+        trained.resize(image_pair(config.data.image_size))
+        weights = _weights(trained)
+        yield WeightsFile({name: (array.shape, array.dtype) for name, array in weights.items()}, weights.__getitem__)

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image_size", help="pixels at which --model is made: 224 or 224x320")
     group.add_argument("--options", default="", help="overrides of --model: depth=6,window_size=8")
     group.add_argument("--seed", type=int, default=0, help="of the fresh weights of --model")
-    group.add_argument("--dtype", default=None, help="in which --model computes: float32 (default), bfloat16")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="in which --model computes; default: float32")
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -89,6 +89,8 @@ def load(asked: argparse.Namespace) -> Subject:
         return Subject(model, config.model.name, position, size, preprocessing, config, weights, step)
     if asked.step is not None:
         raise ConfigError("--step goes with a WORKDIR: leave it out")
+    if asked.source is not None and asked.weights is None:
+        raise ConfigError(f"--source={asked.source} says whose names --weights has: name the --weights, or leave it out")
     with blame("--model"):
         entry = find_model(asked.model)
         size = image_pair(entry.image_size) if asked.image_size is None else parse_size(asked.image_size)

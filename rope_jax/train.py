@@ -7,13 +7,10 @@ that was interrupted ends exactly where it would have ended anyway.
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import pathlib
-import signal
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,27 +26,18 @@ from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.checkpoint import Checkpoints
 from rope_jax.config import COSMETIC, SEMANTIC, Config, ConfigError, blame, differences, resolve, to_json
 from rope_jax.data import on_device
-from rope_jax.evaluate import evaluate, load_images, normalise, read_results, resolutions, results_table, write_results
+from rope_jax.evaluate import evaluate, load_images, normalise, protocol, read_results, resolutions, results_table, write_results
 from rope_jax.hints import closest
 from rope_jax.losses import LOSSES, soft_targets
 from rope_jax.metrics import MetricsWriter, Profiler, Progress, parameter_table, progress_line
 from rope_jax.models.registry import find_model, image_pair
-from rope_jax.sharding import Loudest, in_force, like, make_mesh, of_first, put_batch, replicated, share, state_shardings
+from rope_jax.sharding import in_force, like, make_mesh, of_first, put_batch, replicated, share, state_shardings
+from rope_jax.signals import Interrupted, Signals, stop_signals
 from rope_jax.workdir import locked, warn, write_file
 
 MAX_SKIPPED = 10  # steps in a row whose numbers are not finite, before a run with non_finite="skip" stops
 
 State = dict[str, Any]  # step i32[], params, opt; ema where the config asks for it, stats where the model has batch norms
-
-
-class Interrupted(Exception):
-    """The run was asked to stop (Ctrl-C, SIGTERM, SIGUSR1).
-
-    Attributes:
-        saved: whether there is a checkpoint, which then holds all that was reached.
-    """
-
-    saved = False
 
 
 class NonFinite(Exception):
@@ -274,7 +262,7 @@ def train(config: Config, workdir: pathlib.Path, *, strict_restore: bool = False
         with blame("--workdir"):
             if jax.process_index() == 0:
                 stack.enter_context(locked(workdir))
-        signals.saved = any((workdir / "checkpoints").glob("[0-9]*"))
+        signals.saved = any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
         run, model = prepare(config)
         config = run.config
         with blame("--workdir"):
@@ -355,7 +343,7 @@ def load_newest(
     return state
 
 
-def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter, signals: "Signals", workdir: pathlib.Path) -> State:
+def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter, signals: Signals, workdir: pathlib.Path) -> State:
     """Runs the remaining steps. The metrics of a step are fetched while the next one runs, and checkpoints written beside all that.
 
     Before the first step of this process there is nothing that a signal could make us save: it ends the run at once. Later it ends it
@@ -372,6 +360,11 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
         numbers = data.pipeline.examples(step - 1, batch_size=config.batch_size, seed=config.seed, count=count, repeats=repeats)
         return ", ".join(map(str, numbers[:8])) + ", ..."
 
+    def lost(step: int, told: str) -> NonFinite:
+        last = checkpoints.newest()
+        saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
+        return NonFinite(f"{told}; {saved}. Lower --config.optim.learning_rate, or look at its examples: {examples(step)}")
+
     def report(step: int, metrics: dict[str, Array]) -> None:
         nonlocal skipped
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -381,10 +374,8 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
             told = f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}"
             skipped += 1
             if config.non_finite == "stop" or skipped > MAX_SKIPPED:
-                last = checkpoints.newest()
-                saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
                 often = f", after {MAX_SKIPPED} skipped steps in a row" if skipped > MAX_SKIPPED else ""
-                raise NonFinite(f"{told}{often}; {saved}. Lower --config.optim.learning_rate, or look at its examples: {examples(step)}")
+                raise lost(step, told + often)
             warn(f"WARNING: {told}; its update is skipped ({skipped} in a row). Its examples: {examples(step)}")
             writer.event(step, "skipped", loss=str(values["loss"]), grad_norm=str(values["grad_norm"]))
             return
@@ -400,7 +391,7 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
         try:
             checkpoints.save(step, state, about=run.about())
         except ValueError as error:
-            raise NonFinite(str(error)) from None
+            raise lost(step, str(error)) from None
 
     def on_saved(step: int, size: int, seconds: float) -> None:
         signals.saved = True
@@ -456,16 +447,17 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
         batches.close()
     writer.event(step, "stop", why="complete", resumes_from=step)
     signals.at_once = True  # everything is saved
+    signals()  # and a signal may have come meanwhile
     return state
 
 
 def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], None]) -> None:
-    """Evaluates the state, unless that was done, and shows what came of it."""
+    """Evaluates the state, unless that was done in the same way, and shows what came of it."""
     config, step = run.config, int(state["step"])
-    size = image_pair(config.data.image_size)
-    wanted = [list(pair) for pair in resolutions(config, size)]
+    how = protocol(run.images, config)
+    wanted = [(list(pair), how) for pair in resolutions(config, image_pair(config.data.image_size))]
     results = read_results(workdir)
-    if of_first(results is None or results["step"] != step or [row["resolution"] for row in results["eval"]] != wanted):
+    if of_first(results is None or results["step"] != step or [(r["resolution"], r["protocol"]) for r in results["eval"]] != wanted):
         apply = lambda weights, images: run.apply(*weights, images)[0]
         averaged = "ema" in state and config.eval.ema
         weights = (state["ema" if averaged else "params"], state.get("stats", {}))
@@ -480,62 +472,3 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
     print(results_table(rows))
     picture = accuracy_against_resolution({config.model.position: rows}, workdir / "accuracy.png")
     print(f"\npicture: {picture}" if picture else "\nno picture: matplotlib is not installed (pip install 'rope_jax[plot]')")
-
-
-class Signals:
-    """What signals have asked of this process; calling it raises Interrupted once they asked it to stop.
-
-    Of several processes all stop at the same call, whichever of them was asked.
-
-    Attributes:
-        at_once: whether a signal raises Interrupted by itself, because there is nothing to save first.
-        saved: whether the workdir holds a checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self.at_once, self.saved = True, False
-        self._stop: int | None = None
-        self._profile = False
-        self._loudest = Loudest()
-
-    def __call__(self) -> None:
-        if number := self._loudest(self._stop or 0):
-            raise Interrupted(signal.Signals(number).name)
-
-    def profile_wanted(self) -> bool:
-        """Whether SIGUSR2 has come since the last call."""
-        wanted, self._profile = self._profile, False
-        return wanted
-
-    def handle(self, number: int, frame: Any) -> None:
-        """The handler of all signals."""
-        if number == signal.SIGUSR2:
-            self._profile = True
-        elif self._stop is not None:
-            os.write(2, b"\nrope_jax: stopped at once\n")  # print may not be used here
-            os._exit(128 + number)
-        else:
-            self._stop = number
-            if self.at_once and jax.process_count() == 1:
-                self()
-            os.write(2, b"\nrope_jax: stopping after this step; once more to stop at once, without saving\n")
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Signals]:
-    """Within this context SIGINT, SIGTERM and SIGUSR1 ask the run to stop, and SIGUSR2 asks for a profile.
-
-    A second signal to stop ends the process at once. Outside the main thread signals are left alone.
-    """
-    signals, previous = Signals(), {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            previous[number] = signal.signal(number, signals.handle)
-    try:
-        yield signals
-    except Interrupted as error:
-        error.saved = signals.saved
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 
-class SaveFailed(Exception):
+class SaveFailed(OSError):
     """Something could not be written into the workdir; what was there before is untouched."""
 
 
@@ -19,14 +19,21 @@ def warn(message: str) -> None:
 
 
 def write_file(path: pathlib.Path, text: str) -> None:
-    """Writes a text file, whole or not at all, and on the disk when it returns."""
+    """Writes a text file, whole or not at all, and on the disk when it returns.
+
+    Raises:
+        SaveFailed: it could not be written.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise SaveFailed(f"{path} could not be written: {error.strerror}") from error
 
 
 def sync_folder(path: pathlib.Path) -> None:

@@ -84,16 +84,20 @@ RULES = {
     "rope_jax.evaluate": (EVALUATE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.program": (MODELS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.subject": (RESTORE, [*ARRAYS, "flax.nnx"]),
-    "rope_jax.train": (EVALUATE, [*ARRAYS, "flax.nnx", "optax"]),
+    "rope_jax.signals": (["rope_jax.sharding"], ["jax"]),
+    "rope_jax.train": (["rope_jax.signals", *EVALUATE], [*ARRAYS, "flax.nnx", "optax"]),
     "rope_jax.main": (
-        ["rope_jax.compilation", "rope_jax.train", "rope_jax.sharding", "rope_jax.evaluate", *CONFIG, *WORKDIR],
+        ["rope_jax.compilation", "rope_jax.train", "rope_jax.signals", "rope_jax.sharding", "rope_jax.evaluate", *CONFIG, *WORKDIR],
         ["absl", "ml_collections"],
     ),
     "rope_jax.analysis": (MODELS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.analysis.plots": ([], ["numpy", "matplotlib"]),
     # Programs beside main: they read what runs wrote.
     "rope_jax.analysis.__main__": (["rope_jax.analysis", *EVALUATE], [*ARRAYS, "flax.nnx"]),
-    "rope_jax.analysis.report": (["rope_jax.analysis", *CONFIG, "rope_jax.evaluate", "rope_jax.metrics"], ["numpy", "scipy.special"]),
+    "rope_jax.analysis.report": (
+        ["rope_jax.analysis", *CONFIG, "rope_jax.models.registry", "rope_jax.evaluate", "rope_jax.metrics"],
+        ["numpy", "scipy.special"],
+    ),
     # __init__ alone: the public names.
     "rope_jax": (["rope_jax.models", "rope_jax.positions", "rope_jax.program", "rope_jax.restore", "rope_jax.data"], []),
     "configs": (CONFIG, ["ml_collections"]),

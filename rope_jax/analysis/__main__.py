@@ -45,6 +45,9 @@ from rope_jax.subject import Subject
 def _images(asked: argparse.Namespace, about: Subject) -> Iterator[np.ndarray]:
     """Batches of uint8 images: --images, or the test split of the run."""
     size = subject.parse_size(asked.resolution) if asked.resolution else about.image_size
+    for name in ("count", "batch_size"):
+        if getattr(asked, name) < 1:
+            raise ConfigError(f"--{name}={getattr(asked, name)} must be at least 1")
     if asked.images is None:
         if about.config is None:
             raise ConfigError("name --images, a file or a folder: only a WORKDIR has a test split of its own")
@@ -59,7 +62,8 @@ def _images(asked: argparse.Namespace, about: Subject) -> Iterator[np.ndarray]:
     if asked.images and not files:
         raise ConfigError(f"--images={asked.images} holds no images")
     for chunk in itertools.batched(files[: asked.count], asked.batch_size):
-        yield np.stack([variants.read(file, size, crop=about.preprocessing.crop) for file in chunk])
+        how = {"crop": about.preprocessing.crop, "interpolation": about.preprocessing.interpolation}
+        yield np.stack([variants.read(file, size, **how) for file in chunk])
 
 
 def _normalise(images: np.ndarray, about: Subject) -> jnp.ndarray:
@@ -85,11 +89,19 @@ def attention(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
     return dataclasses.asdict(found) | {"model": about.title, "weights": about.weights}
 
 
+def _query(text: str) -> tuple[float, float]:
+    try:
+        y, x = map(float, text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--query={text} must be two numbers y,x from 0 to 1, for example 0.5,0.25") from error
+    return y, x
+
+
 def maps(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
     """Where a token looks in the first of the images, layer by layer (mean of the heads)."""
     about = subject.load(asked)
+    query = None if asked.query is None else _query(asked.query)
     images = next(_images(asked, about))[:1]
-    query = None if asked.query is None else tuple(float(number) for number in asked.query.split(","))
     layers = attention_maps(about.model, _normalise(images, about), query=query)
     shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
     ((position, _), *_) = _stages(about.model, about.image_size)
@@ -110,14 +122,14 @@ def fourier(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
         for name, values in chosen.items():
             shown[f"{where}{name}"] = fourier_reconstruction(values, grid)
         shown[f"{where}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-    plots.panels(shown, out / "fourier.png", title=f"{about.title}: reconstruction of one place", signed=True)
+    plots.panels(shown, out / "fourier.png", title=f"{about.title}: reconstruction of one place")
     return {"model": about.title, "weights": about.weights, "maps": shown}
 
 
 def correlation(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
     """How alike the position of one token is to that of the others in each layer (LaPE, figures 3 and 4)."""
     about = subject.load(asked)
-    (grid,) = about.model.grids(about.image_size)
+    grid = about.model.grids(about.image_size)[0]
     found = position_correlation(layer_positions(about.model, grid), grid, asked.token)
     shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
     plots.panels(shown, out / "correlation.png", title=f"{about.title}: cosine similarity of positions", signed=True)
@@ -154,6 +166,9 @@ def learned(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
     options = model_overrides(config.model.options if config else asked.options)
     seed = config.seed if config else asked.seed
     classes = about.model.head.out_features
+    stages = len(_stages(about.model, about.image_size))
+    if not 1 <= asked.stage <= stages:
+        raise ConfigError(f"--stage={asked.stage} is not one of 1 to {stages}")
     fresh = create_model(about.name, position=about.position, num_classes=classes, image_size=about.image_size, seed=seed, **options)
     (after, grid), (before, _) = (_stages(model, about.image_size)[asked.stage - 1] for model in (about.model, fresh))
     if not after.learnable:

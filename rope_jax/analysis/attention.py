@@ -78,7 +78,9 @@ def row_statistics(layer: Layer) -> tuple[Float[Array, " N"], Float[Array, " N"]
     padded = jnp.pad(places, ((0, -area % head_dim), (0, 0)))
 
     def add(sums: Array, first: Array) -> tuple[Array, None]:
-        weights = layer.weights(first)[:, layer.prefix :]  # [B, H*W, N, D]
+        # Without the small number a query that looks at the prefix alone would have no distance and no entropy.
+        exists = first + jnp.arange(head_dim) < area
+        weights = layer.weights(first)[:, layer.prefix :] + 1e-32 * exists  # [B, H*W, N, D]
         keys = jax.lax.dynamic_slice_in_dim(padded, first, head_dim)
         distances = jnp.linalg.norm(places[:, None] - keys, axis=-1)[:, None]
         parts = (weights, weights * distances, jax.scipy.special.xlogy(weights, weights))
@@ -87,7 +89,6 @@ def row_statistics(layer: Layer) -> tuple[Float[Array, " N"], Float[Array, " N"]
     start = jnp.zeros((3, layer.shape[0], area, layer.shape[-2]))
     (total, distance, plogp), _ = jax.lax.scan(add, start, jnp.asarray(layer.firsts()))
     # Rows sum to `total` where the prefix takes its share; they are scaled to 1 as if it were not there.
-    total += 1e-32
     return (distance / total).mean(1).sum(0), (jnp.log(total) - plogp / total).mean(1).sum(0)
 
 

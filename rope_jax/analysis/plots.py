@@ -145,8 +145,10 @@ def panels(maps: Mapping[str, np.ndarray], path: pathlib.Path, *, title: str, si
     return path
 
 
-def overlays(image: np.ndarray, maps: Mapping[str, np.ndarray], path: pathlib.Path, *, title: str, mark: tuple[float, float] | None):
-    """Draws maps over the image that they belong to, the image itself first; returns the path.
+def overlays(
+    image: np.ndarray, maps: Mapping[str, np.ndarray], path: pathlib.Path, *, title: str, mark: tuple[float, float] | None
+) -> pathlib.Path:
+    """Draws maps over the image that they belong to, the image itself first.
 
     Args:
         image: uint8 [H, W, 3].

@@ -21,6 +21,7 @@ from rope_jax.analysis import expected, plots
 from rope_jax.config import Config, from_json
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.metrics import format_table, read_metrics
+from rope_jax.models.registry import find_model
 
 Row = dict[str, Any]
 # What `python -m rope_jax.analysis` leaves in a workdir -> what a reader who cannot see it should know of it.
@@ -41,7 +42,7 @@ class Run:
 
     Attributes:
         workdir: where it is.
-        config: its settings.
+        config: its settings, with the position that a model has by itself where they name none.
         step: that was evaluated.
         rows: of `results.json`: the training resolution first.
         others: of `evaluations.json`.
@@ -62,6 +63,8 @@ def read_run(workdir: pathlib.Path) -> Run:
     if results is None:
         raise FileNotFoundError(f"{workdir} has no results.json; run rope_jax.main with --workdir={workdir} to its end first")
     config = from_json((workdir / "config.json").read_text())
+    model = dataclasses.replace(config.model, position=config.model.position or find_model(config.model.name).position)
+    config = dataclasses.replace(config, model=model)
     metrics = read_metrics(workdir / "metrics.jsonl")
     return Run(workdir, config, results["step"], results["eval"], read_evaluations(workdir / "evaluations.json"), metrics)
 
@@ -76,7 +79,8 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for config, members in alike.items():
         position = config.model.position
         name = position if len(models) == 1 else f"{config.model.name}, {position}"
-        named[name if name not in named else f"{name} ({members[0].workdir.name})"] = members
+        longer = (name, f"{name} ({members[0].workdir.name})", f"{name} ({members[0].workdir})")
+        named[next(name for name in longer if name not in named)] = members
     return named
 
 
@@ -171,7 +175,7 @@ def _mean(group: Sequence[Run], size: tuple[int, int]) -> Row:
 
 def _settings(run: Run) -> tuple[str, ...]:
     model = run.config.model
-    return run.workdir.name, model.name, str(model.position), str(run.config.seed), f"{run.step:,}"
+    return run.workdir.name, model.name, model.position, str(run.config.seed), f"{run.step:,}"
 
 
 def _training(runs: dict[str, list[Run]], out: pathlib.Path) -> Section:
@@ -197,7 +201,7 @@ def _papers(runs: dict[str, list[Run]]) -> Section:
             rows, model = rows_at(group, size), group[0].config.model
             wanted = {"model": model.name, "position": model.position, "dataset": rows[0]["dataset"], "resolution": list(size)}
             for entry in expected.find(**wanted):
-                cells.append((model.name, str(model.position), _by(size), accuracy(rows), f"{entry['top1']:.2f}", entry["source"]))
+                cells.append((model.name, model.position, _by(size), accuracy(rows), f"{entry['top1']:.2f}", entry["source"]))
     note = "Accuracy in percent beside what the papers report of the same model, scheme and resolution."
     return "Beside the papers", [note, Table(cells)] if len(cells) > 1 else []
 
@@ -214,10 +218,11 @@ def _others(runs: Sequence[Run]) -> Section:
 def _analyses(runs: Sequence[Run], out: pathlib.Path) -> Section:
     """The pictures of `python -m rope_jax.analysis` that lie in the workdirs."""
     blocks: list[Block] = []
-    for run in runs:
+    labels = [run.workdir.name for run in runs]
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True), 1):
         for name, text in _PICTURES.items():
             if (picture := run.workdir / f"{name}.png").exists():
-                copy = out / f"{run.workdir.name}_{name}.png"
+                copy = out / f"{label if labels.count(label) == 1 else f'{label}_{number}'}_{name}.png"
                 if copy != picture:
                     copy.write_bytes(picture.read_bytes())
                 blocks.append(Picture(copy, f"{run.config.model.name} with {run.config.model.position}: {text}"))
@@ -298,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--analyse", action="store_true", help="first make the analysis pictures of the first run of each row")
     asked = parser.parse_args(arguments)
     try:
-        runs = group_runs([read_run(workdir) for workdir in asked.workdirs])
+        runs = group_runs([read_run(workdir) for workdir in dict.fromkeys(asked.workdirs)])  # named twice is no second seed
     except (OSError, json.JSONDecodeError) as error:
         sys.exit(f"report: {error}")
     if asked.analyse:

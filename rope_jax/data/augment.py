@@ -131,15 +131,22 @@ def parse_one(text: str, known: dict[str, Callable]) -> Augmentation:
     options = {}
     for pair in filter(None, (form[2] or "").split(",")):
         name, _, value = (part.strip() for part in pair.partition("="))
+        if name in options:
+            raise ValueError(f"augmentation {text!r} names option {name} twice")
         if name not in defaults:
             raise ValueError(f"augmentation {text!r} has an unknown option {name!r}; {form[1]} takes {', '.join(defaults)}")
         if isinstance(defaults[name], str):
             options[name] = value
             continue
+        kind = type(defaults[name])
         try:
-            options[name] = type(defaults[name])(ast.literal_eval(value))
-        except (ValueError, SyntaxError, TypeError):
-            raise ValueError(f"augmentation {text!r}: option {name} is {value!r}, not a number") from None
+            number = ast.literal_eval(value)
+            if not isinstance(number, int | float) or kind(number) != number:
+                raise ValueError
+            options[name] = kind(number)
+        except (ValueError, SyntaxError, TypeError, OverflowError):
+            wanted = {int: "a whole number", bool: "True or False"}.get(kind, "a number")
+            raise ValueError(f"augmentation {text!r}: option {name} is {value!r}, not {wanted}") from None
     return Augmentation(form[1], tuple(sorted(options.items())))
 
 

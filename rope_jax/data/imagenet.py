@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ TRAIN = "ILSVRC2012_img_train.tar"
 VALIDATION = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 SYNSETS = "validation_synsets.txt"
+_META, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"  # of the development kit
+_KIT_BYTES = 1 << 24  # the official ones are far below; more is not taken into memory
 _SYNSET = re.compile(r"n\d{8}")
 
 
@@ -54,8 +57,10 @@ class ImageNet(Source):
         key = f"1 {archive} {facts.st_size} {facts.st_mtime_ns} {[(file.st_size, file.st_mtime_ns) for file in labels]}"
         super().__init__(cache_folder() / "imagenet" / hashlib.sha256(key.encode()).hexdigest()[:32])
         if not self.index.is_dir():
-            found = _train_files(archive) if split == "train" else _validation_files(archive, Path(path))
-            found = sorted(found)
+            try:
+                found = sorted(_train_files(archive) if split == "train" else _validation_files(archive, Path(path)))
+            except (tarfile.TarError, EOFError, zlib.error) as error:
+                raise ValueError(f"an archive in {path} cannot be read: {error}; was it downloaded completely?") from error
             if not found:
                 raise ValueError(f"{archive} holds no images")
             synsets = sorted({synset for synset, _ in found})
@@ -86,32 +91,36 @@ class ImageNet(Source):
         return super().__getstate__() | {"_archive": self._archive}
 
 
-def _files(archive: Any, base: int = 0) -> Iterator[_File]:
-    """Regular files of a tar archive that is open, without reading them."""
+def _files(archive: tarfile.TarFile, end: int, base: int = 0) -> Iterator[_File]:
+    """Regular files of an open tar archive of `end` bytes, without reading them; `base` is where it starts in the file on disk."""
     for member in archive:
         if member.isfile():
+            if member.issparse() or member.offset_data + member.size > end:
+                raise tarfile.ReadError(f"{member.name!r} does not lie in it as a whole")
             yield _File(Path(member.name).name, base + member.offset_data, member.size)
         archive.members = []  # a million of them would be kept otherwise
+    if archive.offset + tarfile.BLOCKSIZE > end:  # tarfile is content with a file that was cut at or in the header of a member
+        raise tarfile.ReadError("it has no end")
 
 
 def _train_files(path: Path) -> list[tuple[str, _File]]:
     """The archive of archives: one a synset."""
     found = []
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as outer:
-        for inner in list(_files(outer)):
+        for inner in list(_files(outer, path.stat().st_size)):
             synset = inner.name.removesuffix(".tar")
             if not _SYNSET.fullmatch(synset):
                 raise ValueError(f"{path} holds {inner.name!r}, which is not the archive of a synset (n01440764.tar)")
             with path.open("rb") as window:
                 window.seek(inner.start)
                 with tarfile.open(fileobj=_Window(window, inner.start, inner.size), mode="r:") as archive:
-                    found += [(synset, one) for one in _files(archive, inner.start)]
+                    found += [(synset, one) for one in _files(archive, inner.size, inner.start)]
     return found
 
 
 def _validation_files(path: Path, folder: Path) -> list[tuple[str, _File]]:
     with tarfile.open(path, mode="r:") as archive:
-        files = sorted(_files(archive))
+        files = sorted(_files(archive, path.stat().st_size))
     synsets = _validation_synsets(folder)
     if len(files) != len(synsets):
         raise ValueError(f"{path} holds {len(files):,} images, but there are labels of {len(synsets):,}")
@@ -129,11 +138,15 @@ def _validation_synsets(folder: Path) -> list[str]:
     from scipy.io import loadmat
 
     with tarfile.open(folder / DEVKIT) as devkit:
-        members = {Path(member.name).name: member for member in devkit if member.isfile()}
+        members = {Path(member.name).name: member for member in devkit if member.isfile() and member.size <= _KIT_BYTES}
+        if missing := {_META, _TRUTH} - members.keys():
+            raise ValueError(f"{folder / DEVKIT} holds no file {' and '.join(sorted(missing))} of at most {_KIT_BYTES:,} bytes")
         read = lambda name: devkit.extractfile(members[name]).read()
-        numbers = [int(line) for line in read("ILSVRC2012_validation_ground_truth.txt").split()]
-        table = loadmat(io.BytesIO(read("meta.mat")), squeeze_me=True, mat_dtype=False)["synsets"]
+        numbers = [int(line) for line in read(_TRUTH).split()]
+        table = loadmat(io.BytesIO(read(_META)), squeeze_me=True, mat_dtype=False)["synsets"]
     synset_of = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
+    if unknown := set(numbers) - synset_of.keys():
+        raise ValueError(f"{folder / DEVKIT} has labels without a synset: {', '.join(map(str, sorted(unknown)[:8]))}")
     return [synset_of[number] for number in numbers]
 
 

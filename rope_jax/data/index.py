@@ -96,9 +96,12 @@ def write_index(folder: Path, *, labels: Sequence[int], names: Sequence[str], cl
     """Writes an index into an existing folder.
 
     Raises:
-        ValueError: for labels that are no numbers of classes, and for other numbers of labels and names.
+        ValueError: for labels that are no numbers of classes, other numbers of labels and names, and names that are not UTF-8.
     """
-    encoded = [name.encode() for name in names]
+    try:
+        encoded = [name.encode() for name in names]
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{about['name']}: the name of the image {error.object!r} is not UTF-8: rename it") from error
     labels = np.asarray(labels, np.int64)
     if len(labels) != len(encoded) or not len(labels):
         raise ValueError(f"{about['name']}: {len(encoded)} names and {len(labels)} labels; the numbers must be equal, at least 1")

@@ -31,7 +31,7 @@ class Packed(Source):
 
     Raises:
         FileNotFoundError: where the split is missing or was not finished.
-        ValueError: for a format of another version, and shards of another length than they were written with.
+        ValueError: for a format of another version, shards of another length than they were written with, and an index that does not fit.
     """
 
     def __init__(self, path: str, split: str):
@@ -41,9 +41,22 @@ class Packed(Source):
         if self.about.get("format") != FORMAT:
             raise ValueError(f"{self.index} is of format {self.about.get('format')!r}; this version reads format {FORMAT}")
         for shard in self.about["shards"]:
+            if Path(shard["file"]).name != shard["file"]:
+                raise ValueError(f"{self.index} names the file {shard['file']!r}, which is not one of its own: prepare it again")
             size = (self.index / shard["file"]).stat().st_size
             if size != shard["bytes"]:
                 raise ValueError(f"{self.index / shard['file']} has {size:,} bytes; {shard['bytes']:,} were written: prepare it again")
+        self._check_index()
+
+    def _check_index(self) -> None:
+        shards, count = self.about["shards"], len(self.labels)
+        fits = self._shapes.shape == (count, 2) and len(self._ends) == sum(shard["examples"] for shard in shards) == count
+        fits = fits and self._shapes.min() >= 1 and all(shard["examples"] >= 1 for shard in shards)
+        if fits:
+            lengths = np.add.reduceat(np.prod(self._shapes, axis=1, dtype=np.int64) * 3, self._first_examples)
+            fits = lengths.tolist() == [shard["bytes"] for shard in shards]
+        if not fits or self.labels.min() < 0 or self.labels.max() >= self.classes:
+            raise ValueError(f"{self.index}: labels, shapes and shards do not fit each other: prepare it again")
 
     def read(self, example: int) -> UInt8[np.ndarray, "H W 3"]:
         """The pixels, in a mapped file."""

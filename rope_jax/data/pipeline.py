@@ -243,6 +243,7 @@ def read_image(images: Streamed, example: int, frame: Frame, draw: int = 0) -> U
 
     Raises:
         BadImages: where it cannot be read or decoded; the message names it.
+        MemoryError: where there is too little memory to decode it.
     """
     try:
         data = images.source.read(example)
@@ -250,12 +251,14 @@ def read_image(images: Streamed, example: int, frame: Frame, draw: int = 0) -> U
             return cut_file(open_image(data), frame, images.size, draw)
         return cut_pixels(data, frame, images.size, draw)
     except (ValueError, OSError) as error:
+        if isinstance(error.__cause__, MemoryError):  # no fault of the image, and nothing to skip it for
+            raise error.__cause__ from None
         raise BadImages(f"image {example} of {images.name} ({images.source.example_name(example)}) cannot be used: {error}") from error
 
 
 def _allowed(count: int) -> int:
-    """How many images of a set may be skipped."""
-    return -(-count // _BAD_SHARE)
+    """How many images of a set may be skipped; never all of them."""
+    return min(-(-count // _BAD_SHARE), count - 1)
 
 
 @dataclass(frozen=True)
@@ -264,18 +267,26 @@ class Evaluation:
 
     Attributes:
         images: the split to evaluate.
+        batch_size: examples in the batch of all shards together.
+        shard: (k, of): the k-th of `of` equal parts of each batch.
         bad_images: "error", or "skip": their mask is False.
     """
 
     images: Streamed
+    batch_size: int
+    shard: tuple[int, int] = (0, 1)
     bad_images: str = "error"
 
     def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop`, as `evaluation_batches` returns them, and `bad`; black beyond the last."""
-        images, frame = self.images, parse_frame(self.images.frame)
+        """The examples of this shard from number `start` to `stop` of its stream, as `evaluation_batches` returns them, and `bad`."""
+        images, frame, (part, parts) = self.images, parse_frame(self.images.frame), self.shard
+        size = self.batch_size // parts
         pixels = np.zeros((stop - start, *images.size, 3), np.uint8)
         labels, mask, bad = np.zeros(stop - start, np.int32), np.zeros(stop - start, np.bool_), []
-        for k, example in enumerate(range(start, min(stop, len(images.labels)))):
+        for k, number in enumerate(range(start, stop)):
+            example = number // size * self.batch_size + part * size + number % size
+            if example >= len(images.labels):  # filled up
+                continue
             try:
                 pixels[k], labels[k], mask[k] = read_image(images, example, frame), images.labels[example], True
             except BadImages:
@@ -389,10 +400,7 @@ def batches(
     Raises:
         ValueError: for arguments out of range, at once.
     """
-    if bad_images not in BAD_IMAGES:
-        raise ValueError(f"bad_images {bad_images!r} is unknown; it is one of {', '.join(BAD_IMAGES)}")
-    if workers < 0:
-        raise ValueError(f"workers {workers} must be at least 0")
+    _check_policy(bad_images, workers)
     count = len(images.labels)
     # Arguments are refused here rather than at the first use of the iterator.
     places(start_step, batch_size=batch_size, seed=seed, count=count, repeats=repeats, shard=shard)
@@ -456,35 +464,49 @@ def _close(reference: weakref.ref) -> None:
         iterator.close()
 
 
-def evaluation_batches(images: Images | Streamed, *, batch_size: int, workers: int = 0, bad_images: str = "error") -> Iterator[Batch]:
+def evaluation_batches(
+    images: Images | Streamed, *, batch_size: int, shard: tuple[int, int] = (0, 1), workers: int = 0, bad_images: str = "error"
+) -> Iterator[Batch]:
     """Every example once, in order, in batches of one shape; the last one is filled up with black images of label 0.
 
     Args:
         images: the split to evaluate.
-        batch_size: examples in a batch.
+        batch_size: examples in the batch of all shards together.
+        shard: (k, of): the k-th of `of` equal parts of each batch, b = batch_size / of examples. All shards have as many batches.
         workers: see `batches`.
         bad_images: "error", or "skip": they are black and masked like what is filled up; too many are an error, see `batches`.
 
     Returns:
-        an iterator of `image` uint8 [batch_size, H, W, 3], `label` int32 [batch_size] and `mask` bool [batch_size], False where filled up.
+        an iterator of `image` uint8 [b, H, W, 3], `label` int32 [b] and `mask` bool [b], False where filled up.
 
     Raises:
-        ValueError: for a batch size below 1, at once.
+        ValueError: for arguments out of range, at once.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size {batch_size} must be at least 1")
+    _check_policy(bad_images, workers)
     count = len(images.labels)
+    position(0, batch_size, count, shard)  # refuses what is out of range
     if isinstance(images, Images):
-        return (_evaluation_batch(images, start, batch_size) for start in range(0, count, batch_size))
-    made = _produced(Evaluation(images, bad_images), batch_size, 0, ahead=True, workers=workers, stop=count)
+        return (_evaluation_batch(images, start, batch_size, shard) for start in range(0, count, batch_size))
+    size, steps = batch_size // shard[1], -(-count // batch_size)
+    made = _produced(Evaluation(images, batch_size, shard, bad_images), size, 0, ahead=True, workers=workers, stop=steps * size)
     return Batches(made, count)
 
 
-def _evaluation_batch(images: Images, start: int, batch_size: int) -> Batch:
-    image, label = images.images[start : start + batch_size], images.labels[start : start + batch_size]
-    missing = batch_size - len(label)
+def _check_policy(bad_images: str, workers: int) -> None:
+    if bad_images not in BAD_IMAGES:
+        raise ValueError(f"bad_images {bad_images!r} is unknown; it is one of {', '.join(BAD_IMAGES)}")
+    if workers < 0:
+        raise ValueError(f"workers {workers} must be at least 0")
+
+
+def _evaluation_batch(images: Images, start: int, batch_size: int, shard: tuple[int, int]) -> Batch:
+    part, parts = shard
+    size = batch_size // parts
+    rows = slice(start + part * size, start + (part + 1) * size)
+    image, label = images.images[rows], images.labels[rows]
+    missing = size - len(label)
     return {
         "image": np.pad(image, ((0, missing), (0, 0), (0, 0), (0, 0))),
         "label": np.pad(label, (0, missing)),
-        "mask": np.arange(batch_size) < len(label),
+        "mask": np.arange(size) < len(label),
     }

@@ -8,9 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from rope_jax.data.sources import SPLITS, STREAMED
+from rope_jax.data.workers import DeadWorker
 
 
 def in_pool(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int) -> Iterator[Any]:
@@ -22,7 +24,7 @@ def in_pool(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int
         workers: processes; 0 for this one.
 
     Raises:
-        BrokenProcessPool: a worker was killed.
+        DeadWorker: a worker was killed.
     """
     if workers == 0:
         yield from (function(*job) for job in jobs)
@@ -33,6 +35,8 @@ def in_pool(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int
     try:
         for future in as_completed([pool.submit(function, *job) for job in jobs]):
             yield future.result()
+    except BrokenProcessPool as error:
+        raise DeadWorker("a worker process ended before its time, usually for lack of memory: use fewer with --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

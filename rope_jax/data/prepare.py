@@ -4,8 +4,12 @@
     python -m rope_jax.data.prepare --source=imagenet --path=ARCHIVES --out=PACKED --side=256
 
 Sources are those of `rope_jax.data.load` that are read one image at a time; `imagenet` takes the official archives as they are. A run that
-was interrupted goes on where it stopped; a split stands under its name when all of it is written. Train with
+was interrupted goes on where it stopped; a split stands under its name when all of it is written. Images that cannot be used are listed
+when all have been tried: mend them or add --bad_images=skip, and run it again; the other files are kept. Train with
 `--config.data.source=packed --config.data.path=PACKED`.
+
+Whatever needs more pixels than are stored enlarges them: for evaluation at 256 pixels and above pack the test split by itself, with
+`--splits=test` and a larger --side, or 0 for the pictures as they are.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from rope_jax.data.packed import write_about
 from rope_jax.data.pipeline import BAD_IMAGES
 from rope_jax.data.pool import Progress, arguments, in_pool
 from rope_jax.data.sources import open_source
+from rope_jax.data.workers import DeadWorker
 
 
 def resized(picture: UInt8[np.ndarray, "H W 3"], *, side: int, square: bool, interpolation: str) -> UInt8[np.ndarray, "h w 3"]:
@@ -118,17 +123,22 @@ def prepare(
             f"{', '.join(INTERPOLATIONS)}, bad_images one of {', '.join(BAD_IMAGES)}"
         )
     options = {"side": side, "square": square, "interpolation": interpolation}
-    settings = options | {"bad_images": bad_images, "shard_images": shard_images, "source": source.fingerprint()}
+    settings = options | {"shard_images": shard_images, "source": source.fingerprint()}
     finished, folder = out / source.split, out / f".{source.split}.partial"
     place = finished if finished.is_dir() else folder
-    if place.is_dir() and (there := json.loads((place / "settings.json").read_text())) != settings:
+    known = (place / "settings.json").is_file()
+    if finished.is_dir() and not known:
+        raise ValueError(f"{finished} is there and was not written by this program: choose another folder")
+    if known and (there := json.loads((place / "settings.json").read_text())) != settings:
         changed = [f"{name}: {there.get(name)!r}, now {value!r}" for name, value in settings.items() if there.get(name) != value]
         raise ValueError(f"{place} was prepared in another way ({'; '.join(changed)}): remove it, or choose another folder")
     if finished.is_dir():
+        if bad_images == "error" and (skipped := len(json.loads((finished / "about.json").read_text())["skipped"])):
+            raise ValueError(f"{finished} was prepared without {skipped:,} images: accept that with --bad_images=skip, or remove it")
         print(f"{finished} is there already")
         return finished
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
+    if not known:
+        folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / "settings.tmp"
         temporary.write_text(json.dumps(settings, indent=1) + "\n")
         temporary.replace(folder / "settings.json")
@@ -190,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for split in asked.splits.split(","):
             print(f"written: {prepare(open_source(asked.source, asked.path, split), asked.out, **options)}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, DeadWorker) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -13,6 +13,7 @@ from rope_jax.data.index import Source
 from rope_jax.data.packed import Packed
 from rope_jax.data.pool import Progress, arguments, in_pool
 from rope_jax.data.sources import open_source
+from rope_jax.data.workers import DeadWorker
 
 _JOB = 256  # images
 
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         found = [verify(open_source(asked.source, asked.path, split), workers=asked.workers) for split in asked.splits.split(",")]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, DeadWorker) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     if asked.report is not None:

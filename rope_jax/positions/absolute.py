@@ -49,7 +49,7 @@ class Learned(Absolute):
         self.std, self.resampler = check_finite("std", std, zero=True), resize
         rows = stage.embed_prefix + stage.grid[0] * stage.grid[1]
         start = normal_init(self.std)
-        self.embedding = nnx.Param(start(rngs.params(), (rows, stage.channels), stage.dtype), decay=False)
+        self.embedding = nnx.Param(start(rngs.params(), (rows, stage.channels), stage.dtype), decay=False, layers=False)
 
     def another(self, rngs: nnx.Rngs) -> "Learned":
         """A second table with the same options."""

@@ -45,8 +45,8 @@ class GlobalEmbedding(Absolute):
         check_channels(stage, 4)
         self.base = check_finite("base", base)
         draw = lambda *shape: jax.random.uniform(rngs.params(), shape, stage.dtype, -1 / 3, 1 / 3)  # torch's start of a convolution
-        self.kernel = nnx.Param(draw(3, 3, stage.channels), decay=False)
-        self.bias = nnx.Param(draw(stage.channels), decay=False)
+        self.kernel = nnx.Param(draw(3, 3, stage.channels), decay=False, layers=False)
+        self.bias = nnx.Param(draw(stage.channels), decay=False, layers=False)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         """See `Absolute.table`."""
@@ -120,8 +120,8 @@ class PositionEncodingGenerator(Position):
             raise ValueError(f"after={after} is not allowed; use the number of a block, 0 to {stage.depth - 1}")
         self.after = after
         spread = np.sqrt(2 / 9)  # fan-out of a depthwise kernel, as in Twins
-        self.kernel = nnx.Param(normal_init(spread)(rngs.params(), (3, 3, stage.channels), stage.dtype), decay=False)
-        self.bias = nnx.Param(jnp.zeros(stage.channels, stage.dtype), decay=False)
+        self.kernel = nnx.Param(normal_init(spread)(rngs.params(), (3, 3, stage.channels), stage.dtype), decay=False, layers=False)
+        self.bias = nnx.Param(jnp.zeros(stage.channels, stage.dtype), decay=False, layers=False)
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
         """See `Position.mix_after`."""

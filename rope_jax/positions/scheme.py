@@ -90,6 +90,7 @@ class Position(nnx.Module):
     """Base of all schemes; by itself, the scheme `none`. A scheme overrides what it needs.
 
     Trainable arrays are `nnx.Param`s and say themselves whether the optimiser decays them: `nnx.Param(value, decay=False)`.
+    Their first axis is the layers'; those that have none say `layers=False`.
 
     What a class says of its scheme with default options; a constructor sets on the instance what its options change:
         paper, equation: where it comes from, and what it does in one formula.

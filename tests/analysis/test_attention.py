@@ -11,6 +11,8 @@ from rope_jax.models.attention import _spread
 from rope_jax_kernels import rotate
 from tests.models.small import pictures, small_model
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def layer_of(weights, grid, prefix=0, head_dim=4):
     """A layer whose weights [L, L] are given, the same in all heads."""
@@ -38,6 +40,13 @@ def test_weights_on_prefix_tokens_are_left_out():
     np.testing.assert_allclose(entropy[0] / 2, -(kept * np.log(kept)).sum(1).mean(), rtol=1e-5)
 
 
+def test_a_query_that_looks_at_the_prefix_alone_looks_evenly_at_the_map():
+    weights = np.zeros((13, 13))
+    weights[:, 0] = 1
+    _, entropy = row_statistics(layer_of(weights, (3, 4), prefix=1, head_dim=5))
+    np.testing.assert_allclose(entropy / 2, math.log(12), rtol=1e-6)
+
+
 def even(model):
     """Makes all logits of attention equal."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -49,9 +58,9 @@ def even(model):
 @pytest.mark.parametrize(
     ("name", "changes", "tokens"),
     [
-        ("deit_ti16", {}, 15),  # with a class token
+        pytest.param("deit_ti16", {}, 15, marks=pytest.mark.slow),  # with a class token
         ("vit_s16", {"scan_layers": True}, 15),
-        ("nat_isotropic_s16", {}, 9),  # neighbourhoods of 3 x 3
+        pytest.param("nat_isotropic_s16", {}, 9, marks=pytest.mark.slow),  # neighbourhoods of 3 x 3
     ],
 )
 def test_even_attention_has_the_entropy_of_its_tokens(name, changes, tokens):
@@ -71,7 +80,7 @@ def test_even_attention_in_windows():
     assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border of the map
 
 
-@pytest.mark.parametrize("position", ["axial_rope", "rpb", "irpe", "lpe"])
+@pytest.mark.parametrize("position", ["axial_rope", "lpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rpb", "irpe"))])
 def test_maps_are_the_weights_of_attention(position):
     """Against softmax of the projections of the first block, written out."""
     model = small_model("deit3_s16", position)

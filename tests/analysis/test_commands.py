@@ -6,6 +6,7 @@ from PIL import Image
 
 from rope_jax.analysis.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
 
 
@@ -61,6 +62,11 @@ def test_positions_and_costs(command, capsys):
     [
         (["fourier", *DIGITS, "--position=ape"], "turns nothing by coordinates: use a rotary scheme"),
         (["learned", *DIGITS], "axial_rope does not learn its frequencies"),
+        (["learned", *DIGITS, "--position=rope_mixed", "--stage=2"], "--stage=2 is not one of 1 to 1"),
+        (["attention", *DIGITS, "--images=x", "--count=0"], "--count=0 must be at least 1"),
+        (["maps", *DIGITS, "--images=x.png", "--query=0.5"], "--query=0.5 must be two numbers"),
+        (["correlation", "--model=swin_t", "--options=depths=(1,),heads=(2,),width=8"], "a model of stages has a map for each"),
+        (["decay", *DIGITS, "--source=timm"], "--source=timm says whose names --weights has"),
         (["attention", *DIGITS], "name --images, a file or a folder"),
         (["decay"], "name either the WORKDIR of a run or a --model"),
         (["decay", "somewhere", "--position=ape"], "--position goes with --model"),

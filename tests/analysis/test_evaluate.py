@@ -13,6 +13,7 @@ from rope_jax.data import variants
 from rope_jax.models.pretrained import Preprocessing, save_pretrained
 from rope_jax.sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 AS_THEY_ARE = Preprocessing(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), crop=1.0)
 
 
@@ -105,15 +106,39 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert [row["resolution"] for row in rows] == [[8, 8], [8, 12], [12, 12]]
 
 
-def test_mistakes_are_told_in_one_line(command, tmp_path):
+def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "share", lambda: (1, 2))
+    with pytest.raises(FileNotFoundError, match=r"rows\.json"):
+        command()
+    monkeypatch.undo()
+    rows, _ = command()
+    assert len(rows) == 1
+
+
+def test_mistakes_are_told_in_one_line(command):
     for arguments, message in (
         (["--resolutions=9"], r"9x9 is not divisible by the patch size 4: .*\[--resolutions\]"),
+        (["--batch_size=0"], "--batch_size=0 must be at least 1"),
         (["--crop=2"], "--crop=2.0 must be above 0 and at most 1"),
         (["--scale_windows"], "--scale_windows is for models with windows, which ViT has not"),
         (["somewhere"], "name either the WORKDIR of a run or a --model"),
     ):
         with pytest.raises(SystemExit, match=message):
             command(*arguments)
+
+
+def test_tables_of_offsets_shrink_as_asked():
+    make = lambda position: rope_jax.create_model("vit_s16", position=position, depth=1, width=24, heads=2, image_size=64, num_classes=2)
+    model, wanted = make("rpb"), make("rpb(shrink=crop)")
+    wanted.resize((32, 48))
+    offsets = lambda model: model.position.offsets[...]
+    resized, cropped = (evaluate.at_resolution(model, (32, 48), rpb_shrink=rule) for rule in (None, "crop"))
+    assert jnp.array_equal(offsets(cropped), offsets(wanted))
+    assert offsets(resized).shape == offsets(cropped).shape == (1, 2, 3, 5)
+    assert not jnp.allclose(offsets(resized), offsets(cropped), atol=1e-3)
+    assert model.position.shrink == "bicubic"  # the model itself stays
+    with pytest.raises(evaluate.ConfigError, match="--rpb_shrink=crop is for models with the scheme rpb"):
+        evaluate.at_resolution(make("none"), (32, 48), rpb_shrink="crop")
 
 
 def test_windows_grow_with_the_image():

@@ -90,6 +90,25 @@ def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):
     assert set(report.group_runs([report.read_run(a), report.read_run(b)])) == {"rope2d", "rope2d (b)"}
 
 
+def test_workdirs_of_one_name_stay_apart(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    workdirs = [workdir(tmp_path / folder / "run", "ape", rows(((8, 8), 0.9))) for folder in "xy"]
+    for number, path in enumerate(workdirs):
+        (path / "decay.png").write_bytes(b"\x89PNG" + bytes([number]))
+    (workdirs[1] / "config.json").write_text(cfg.to_json(cfg.resolve({"model": {"position": "ape"}, "seed": 1})))
+    report.main([*map(str, workdirs), str(workdirs[0]), "--out", str(tmp_path / "out")])
+    found = [path.read_bytes()[-1] for path in sorted((tmp_path / "out").glob("*_decay.png"))]
+    assert found == [0, 1]
+    assert "| ape | 2 | 90.0" in (tmp_path / "out" / "report.md").read_text()  # two seeds: naming a run twice adds none
+
+
+def test_a_run_without_a_position_has_that_of_its_model(tmp_path):
+    a = workdir(tmp_path / "a", None, rows(((8, 8), 0.9)))
+    report.main([str(a)])
+    assert "| a | vit_digits | axial_rope | 0 | 1 |" in (tmp_path / "report.md").read_text()
+
+
 def test_ours_stands_beside_the_paper(tmp_path):
     a = workdir(tmp_path / "a", "rope_mixed", rows(((224, 224), 0.8), ((384, 384), 0.81), dataset="imagenet"), model="deit3_s16")
     (a / "evaluations.json").write_text(json.dumps({"rows": rows(((224, 224), 0.5), dataset="imagenet_a")}))

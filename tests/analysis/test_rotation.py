@@ -14,6 +14,7 @@ from rope_jax.analysis.rotation import fourier_mask_reconstruction, fourier_reco
 from rope_jax.positions import Stage, create_position
 from rope_jax_kernels import Window
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "golden_positions.json").read_text())
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import models
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def test_a_short_run_says_what_it_measured(tmp_path, capsys):
     out = tmp_path / "models.json"
@@ -26,6 +28,7 @@ def test_a_short_run_says_what_it_measured(tmp_path, capsys):
 
 def test_the_tables_of_the_thesis_stand_beside_ours():
     args = models.parse(["--table", "4.4"])
+    assert args.image_size == 224
     assert (len(args.models), args.positions, args.programs) == (13, ["none", "rpb", "axial_rope"], ["forward"])
     row = models.Row("vit_b16", "axial_rope", "forward", "rope_jax", 10.0, 9.0, 11.0, 100.0, 2.0, None)
     assert models.papers(row, "4.4") == "3,519 (FAv2)"

@@ -17,18 +17,19 @@ def reference(tmp_path_factory):
     return folder, faults.outcome(folder / "reference"), seconds
 
 
-def test_killed_runs_end_where_others_do(reference):
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_runs_end_where_others_do(reference, count):
     folder, outcome, seconds = reference
-    figures = faults.kills(5, outcome, seconds, np.random.default_rng(0), folder, folder / "xla")
-    assert figures["kills"] == 5
+    figures = faults.kills(count, outcome, seconds, np.random.default_rng(0), folder, folder / "xla")
+    assert figures["kills"] == count
     assert figures["runs_completed"] >= 1
     assert figures["most_steps_repeated"] <= 2 * faults.EVERY  # one interval, and what was computed while its checkpoint was written
 
 
 def test_damage_is_seen_and_the_step_before_it_restored(reference):
     folder, _, _ = reference
-    figures = faults.corruptions(20, folder / "reference", np.random.default_rng(0), folder)
-    assert sum(figures["by_kind"].values()) == 20
+    figures = faults.corruptions(8, folder / "reference", np.random.default_rng(0), folder)
+    assert sum(figures["by_kind"].values()) == 8
 
 
 def test_a_run_says_what_it_has_saved(reference):

@@ -20,6 +20,12 @@ def test_parse_refuses(text):
         parse(text)
 
 
+@pytest.mark.parametrize("options", ["pad=1.5", "pad=1e999", "pad='2'", "pad=1,pad=2"])
+def test_options_are_not_bent_to_fit(options):
+    with pytest.raises(ValueError, match=r"not a whole number|names option pad twice"):
+        parse(f"crop({options})")
+
+
 @pytest.mark.parametrize("text", ["crop(pad=0)", "crop(pad=6)", "flip(p=1.5)"])
 def test_impossible_options_are_refused(text):
     with pytest.raises(ValueError, match=r"pad is at least 1|p is between 0 and 1"):

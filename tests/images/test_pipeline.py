@@ -118,6 +118,8 @@ def test_arguments_are_refused_at_once():
             batches(images, **{"batch_size": 4, "seed": 0, **wrong})
     with pytest.raises(ValueError, match="batch_size 0"):
         evaluation_batches(images, batch_size=0)
+    with pytest.raises(ValueError, match="bad_images 'ignore' is unknown"):
+        evaluation_batches(images, batch_size=1, bad_images="ignore")
 
 
 def data_threads(*, wait=0):
@@ -173,6 +175,17 @@ def test_evaluation_batches(batch_size):
     mask = np.concatenate([one["mask"] for one in got])
     np.testing.assert_array_equal(np.concatenate([one["image"] for one in got])[mask], images.images)
     np.testing.assert_array_equal(np.concatenate([one["label"] for one in got])[mask], images.labels)
+
+
+@pytest.mark.parametrize("of", [2, 3, 6])
+def test_shards_of_evaluation_batches_are_the_batches(of):
+    images = numbered(10)
+    parts = [evaluation_batches(images, batch_size=6, shard=(k, of)) for k in range(of)]
+    for whole, *pieces in zip(evaluation_batches(images, batch_size=6), *parts, strict=True):
+        same({key: np.concatenate([piece[key] for piece in pieces]) for key in whole}, whole)
+    for shard in ((0, 4), (2, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="of divides the batch"):
+            evaluation_batches(images, batch_size=6, shard=shard)
 
 
 @pytest.mark.parametrize("augment", ["crop(pad=1)+flip", "resized_crop(scale_min=0.3)+flip"])

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from rope_jax.data import BadImages, Streamed, batches, decode_image, evaluation_batches, fingerprint, load
+from rope_jax.data.decode import EncodedImage
 from rope_jax.data.folder import Folder
 from rope_jax.data.frames import centre, cut_pixels
 from rope_jax.data.imagenet import ImageNet
@@ -158,6 +159,15 @@ def test_evaluation_frames(tmp_path):
         np.testing.assert_array_equal(image, expected)
 
 
+@pytest.mark.parametrize("of", [2, 3])
+def test_shards_of_an_evaluation_of_files_are_the_whole(tmp_path, of):
+    write_folder(tmp_path, per_class=4)
+    images = load("folder", str(tmp_path), "test", (16, 16))
+    parts = [evaluation_batches(images, batch_size=6, shard=(k, of)) for k in range(of)]
+    for whole, *pieces in zip(evaluation_batches(images, batch_size=6), *parts, strict=True):
+        same({key: np.concatenate([piece[key] for piece in pieces]) for key in whole}, whole)
+
+
 def damage(place, name):
     file = place / name
     file.write_bytes(file.read_bytes()[:100])
@@ -204,6 +214,31 @@ def test_a_skipped_image_is_not_evaluated(tmp_path):
     got = list(evaluation_batches(images, batch_size=4, bad_images="skip"))
     assert np.concatenate([one["mask"] for one in got]).tolist() == [True, True, False, True, True, True, False, False]
     assert not got[0]["image"][2].any()
+
+
+def test_a_set_without_a_usable_image_is_an_error_under_any_policy(tmp_path):
+    write_folder(tmp_path, per_class=1, classes=("n00000001",))
+    images = [load("folder", str(tmp_path), split, (8, 8)) for split in ("train", "test")]
+    assert next(batches(images[0], batch_size=3, seed=0))["index"].tolist() == [0, 0, 0]
+    for split in ("train", "test"):
+        damage(tmp_path, f"{split}/n00000001/n00000001_0.JPEG")
+    with pytest.raises(BadImages):
+        next(batches(images[0], batch_size=3, seed=0, bad_images="skip"))
+    with pytest.raises(BadImages):
+        next(evaluation_batches(images[1], batch_size=3, bad_images="skip"))
+
+
+def test_lack_of_memory_is_no_fault_of_an_image(tmp_path, monkeypatch):
+    write_folder(tmp_path)
+    images = load("folder", str(tmp_path), "train", (8, 8))
+    monkeypatch.setattr(EncodedImage, "picture", lack_memory)
+    with pytest.raises(MemoryError):
+        next(batches(images, batch_size=6, seed=0, bad_images="skip"))
+
+
+def lack_memory(image, **_):
+    with image._blame():
+        raise MemoryError
 
 
 def tar(files):
@@ -272,6 +307,30 @@ def test_imagenet_archives_are_read_without_unpacking(tmp_path):
         ImageNet(archives, "test")
 
 
+@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"])
+def test_damaged_archives_are_refused(tmp_path, name):
+    write_archives(tmp_path / "archives", write_folder(tmp_path / "folder"))
+    archive, split = tmp_path / "archives" / name, "train" if "train" in name else "test"
+    whole = archive.read_bytes() if archive.exists() else gzip.compress(tar([("kit/data/meta.mat", b"")]))
+    for content in (whole[: len(whole) // 3], b"", b"no archive" * 100):
+        archive.write_bytes(content)
+        with pytest.raises((ValueError, OSError), match=r"cannot be read|Not a gzipped file"):
+            ImageNet(str(tmp_path / "archives"), split)
+    if name.endswith(".gz"):
+        archive.write_bytes(whole)
+        with pytest.raises(ValueError, match=r"holds no file ILSVRC2012_validation_ground_truth.txt of at most"):
+            ImageNet(str(tmp_path / "archives"), split)
+
+
+def test_an_archive_that_promises_more_than_it_has_is_refused(tmp_path):
+    image = tarfile.TarInfo("n00000001_1.JPEG")
+    image.size = 1 << 50
+    inner = image.tobuf() + bytes(1024)
+    (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar([("n00000001.tar", inner)]))
+    with pytest.raises(ValueError, match=r"'n00000001_1.JPEG' does not lie in it as a whole"):
+        ImageNet(str(tmp_path), "train")
+
+
 def test_packed_images_are_the_pictures_resized_once(tmp_path):
     write_folder(tmp_path / "set")
     source = Folder(str(tmp_path / "set"), "train")
@@ -333,6 +392,8 @@ def test_a_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     prepare(source, tmp_path / "packed", shard_images=2)
     assert "is there already" in capsys.readouterr().out
     assert len(seen) == 8
+    with pytest.raises(ValueError, match="was not written by this program: choose another folder"):
+        prepare(source, tmp_path / "set")
 
 
 def test_packed_refuses_what_is_not_whole(tmp_path):
@@ -346,7 +407,21 @@ def test_packed_refuses_what_is_not_whole(tmp_path):
     shard.write_bytes(content[:-1])
     with pytest.raises(ValueError, match="were written: prepare it again"):
         Packed(str(tmp_path / "packed"), "train")
+    shard.write_bytes(content)
     about = json.loads((folder / "about.json").read_text())
+    (folder / "about.json").write_text(json.dumps(about | {"shards": [about["shards"][0] | {"file": str(shard)}]}))
+    with pytest.raises(ValueError, match="is not one of its own"):
+        Packed(str(tmp_path / "packed"), "train")
+    (folder / "about.json").write_text(json.dumps(about))
+    shapes = np.load(folder / "shapes.npy")
+    for wrong in (shapes + 1, shapes[:-1], -shapes, shapes.astype(np.int32)[:, :1]):
+        np.save(folder / "shapes.npy", wrong)
+        with pytest.raises(ValueError, match="labels, shapes and shards do not fit each other"):
+            Packed(str(tmp_path / "packed"), "train")
+    np.save(folder / "shapes.npy", shapes)
+    (folder / "about.json").write_text(json.dumps(about | {"class_names": ["one"]}))
+    with pytest.raises(ValueError, match="labels, shapes and shards do not fit each other"):
+        Packed(str(tmp_path / "packed"), "train")
     (folder / "about.json").write_text(json.dumps(about | {"format": 2}))
     with pytest.raises(ValueError, match="is of format 2; this version reads format 1"):
         Packed(str(tmp_path / "packed"), "train")
@@ -362,7 +437,7 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     capsys.readouterr()
     assert verify_main(arguments) == 1
     told = capsys.readouterr().out
-    assert "bad: train 2 n00000001/n00000001_1.JPEG: the JPEG image cannot be decoded" in told.replace("train 1", "train 2")
+    assert "bad: train 1 n00000001/n00000001_1.JPEG: the JPEG image cannot be decoded" in told
     assert "bad: test" in told
     assert "the image file is empty" in told
     assert "1 of 3 classes have no images" in told
@@ -374,9 +449,10 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     packing = ["--source=folder", f"--path={tmp_path / 'set'}", "--workers=0", f"--out={tmp_path / 'packed'}"]
     assert prepare_main(packing) == 1
     assert "1 of 6 images cannot be used" in capsys.readouterr().err
-    assert prepare_main([*packing, "--bad_images=skip"]) == 1  # another way than the one begun
-    assert prepare_main([*packing[:3], f"--out={tmp_path / 'skipped'}", "--bad_images=skip"]) == 0
-    packed = Packed(str(tmp_path / "skipped"), "train")
+    assert prepare_main([*packing, "--bad_images=skip"]) == 0  # goes on from there
+    assert prepare_main(packing) == 1
+    assert "was prepared without 1 images: accept that with --bad_images=skip" in capsys.readouterr().err
+    packed = Packed(str(tmp_path / "packed"), "train")
     assert len(packed.labels) == 5
     assert packed.about["skipped"][0][1] == "n00000001/n00000001_1.JPEG"
     assert verify(packed, workers=0)["bad"] == []

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from rope_jax.data import BadImages, batches, evaluation_batches, load
+from rope_jax.data.pool import in_pool
 from rope_jax.data.workers import DeadWorker
 
 pytest.importorskip("grain", reason="needs grain (the extra `data`)")
@@ -66,6 +67,12 @@ def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
     with pytest.raises(DeadWorker, match=rf"process {worker.pid} \(killed by SIGKILL\)"):
         list(stream)
     assert time.monotonic() - begun < 10
+    assert no_children()
+
+
+def test_a_job_whose_worker_is_killed_says_what_to_change():
+    with pytest.raises(DeadWorker, match="use fewer with --workers"):
+        list(in_pool(os._exit, [(9,)], workers=1))
     assert no_children()
 
 

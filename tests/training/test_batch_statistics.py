@@ -17,6 +17,7 @@ from rope_jax import data, train
 from rope_jax.checkpoint import named_leaves, tree_hash
 from rope_jax.config import ConfigError
 from rope_jax.evaluate import normalise
+from rope_jax.signals import Interrupted, Signals
 from tests.training.recipe import final_state, replaced, run, tiny
 
 CEIT = {
@@ -85,13 +86,14 @@ def test_averaged_weights_stand_beside_the_running_statistics(finished):
 def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypatch):
     polls = itertools.count(1)
 
-    def stop_after_3():
-        if next(polls) == 3:
-            raise train.Interrupted("test")
+    class StopAfter3(Signals):
+        def __call__(self):
+            if next(polls) == 3:
+                raise Interrupted("test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "stop_signals", lambda: contextlib.nullcontext(stop_after_3))
-        with pytest.raises(train.Interrupted):
+        patch.setattr(train, "stop_signals", lambda: contextlib.nullcontext(StopAfter3()))
+        with pytest.raises(Interrupted):
             run(tmp_path, **CEIT)
     assert int(final_state(tmp_path, **CEIT)["step"]) == 3
     run(tmp_path, **CEIT)

@@ -23,7 +23,7 @@ from benchmarks.faults import DAMAGES, damage
 from rope_jax import checkpoint
 from rope_jax.checkpoint import Checkpoints, Damaged, check_tree, tree_hash
 from rope_jax.sharding import like, make_mesh, replicated
-from rope_jax.workdir import SaveFailed
+from rope_jax.workdir import SaveFailed, write_file
 
 
 def state(scale=1.0):
@@ -209,7 +209,9 @@ def test_nothing_is_silently_begun_anew_when_nothing_verifies(tmp_path, two):
                 checkpoints.newest_verified(rename=True)
 
 
-@pytest.mark.parametrize("kind", ["a link to a file", "a link to a folder", "a pipe", "one file more", "a name that leads out"])
+@pytest.mark.parametrize(
+    "kind", ["a link to a file", "a link to a folder", "a pipe", "a pipe for a manifest", "one file more", "a name that leads out"]
+)
 def test_what_does_not_belong_into_a_checkpoint_is_refused(tmp_path, two, kind):
     folder = copy_of(two, tmp_path / "run")
     step, outside = folder / "2", tmp_path / "outside"
@@ -222,6 +224,9 @@ def test_what_does_not_belong_into_a_checkpoint_is_refused(tmp_path, two, kind):
         (step / "params").symlink_to(outside / "params")
     elif kind == "a pipe":
         os.mkfifo(step / "pipe")
+    elif kind == "a pipe for a manifest":
+        (step / "manifest.json").unlink()
+        os.mkfifo(step / "manifest.json")  # to open it would wait for ever
     elif kind == "one file more":
         (step / "sitecustomize.py").write_text("raise SystemExit")
     else:
@@ -266,6 +271,16 @@ def test_the_oldest_goes_only_when_enough_newer_ones_verify(tmp_path, two, capsy
     with Checkpoints(folder, keep=2) as checkpoints:
         checkpoints.save(4, state(4.0), about={})
     assert sorted(p.name for p in folder.iterdir()) == ["2.corrupt", "3", "4"]
+
+
+def test_an_old_step_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def refuse(self):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Checkpoints, "_prune", refuse)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, state(), about={})
+    assert "step 1 is saved, but older checkpoints could not be removed" in capsys.readouterr().err
 
 
 def test_a_failed_save_is_told_at_the_next_one_and_at_the_end(tmp_path, monkeypatch):
@@ -336,6 +351,18 @@ def test_little_space_is_told_one_save_ahead(tmp_path, monkeypatch, capsys):
         with Checkpoints(tmp_path / str(free)) as checkpoints:
             checkpoints.save(1, state(), about={})
         assert ("the next checkpoint may not fit" in capsys.readouterr().err) == told
+
+
+def test_a_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path):
+    write_file(tmp_path / "results.json", "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(SaveFailed, match=f"{tmp_path / 'results.json'} could not be written: File too large"):
+            write_file(tmp_path / "results.json", 2000 * "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "results.json").read_text() == "old"
 
 
 def test_a_folder_that_has_vanished_is_named(tmp_path):

@@ -60,9 +60,13 @@ def test_a_line_is_one_write_and_a_full_disk_is_told(tmp_path, monkeypatch):
         monkeypatch.setattr(metrics.os, "write", lambda file, data: written.append(data) or real(file, data))
         writer.write(1, {"loss": 1.0, "note": 10_000 * "x"})
         assert len(written) == 1
-        monkeypatch.setattr(metrics.os, "write", lambda file, data: len(data) - 1)
-        with pytest.raises(SaveFailed, match=r"metrics.jsonl could not be written: only 24 of 25 bytes"):
+        monkeypatch.setattr(metrics.os, "write", lambda file, data: real(file, data[:12]))
+        with pytest.raises(SaveFailed, match=r"metrics.jsonl could not be written: only 12 of 25 bytes"):
             writer.write(2, {"loss": 1.0})
+        monkeypatch.setattr(metrics.os, "write", real)
+        writer.event(2, "stop", why="the disk is full")
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert [line["event"] for line in read_events(tmp_path / "metrics.jsonl")] == ["stop"]  # not joined to the half line before it
 
 
 def test_speed_and_remaining_time(monkeypatch):
@@ -82,6 +86,12 @@ def test_speed_and_remaining_time(monkeypatch):
 def test_progress_line():
     values = {"loss": 1.5, "accuracy": 0.25, "learning_rate": 1e-3, "images_per_second": 1234.5, "eta_seconds": 61.0}
     assert progress_line(7, 100, values) == "step   7/100  loss 1.5000  accuracy 0.250  lr 1.00e-03  1,234 images/s, 1:01 left"
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(59.6, "1:00"), (3599.0, "59:59"), (3600.0, "1:00:00"), (270_061.0, "75:01:01")])
+def test_the_remaining_time_has_hours_where_there_are_any(seconds, left):
+    values = {"loss": 1.5, "accuracy": 0.25, "learning_rate": 1e-3, "images_per_second": 10.0, "eta_seconds": seconds}
+    assert progress_line(7, 9, values).endswith(f" {left} left")
 
 
 def test_the_progress_line_names_what_slows_a_run_down():

@@ -182,6 +182,13 @@ def test_layer_decay_counts_through_stages(scan):
     assert found["head.kernel"] == 1.0
 
 
+@pytest.mark.parametrize("position", ["peg", "gpe", "ape"])
+def test_layer_decay_tells_kernels_from_layers(position):
+    """A kernel of three rows, or a table of three positions, stands below a model of three layers."""
+    found = rates("vit_digits", position, depth=3, width=16, heads=1, image_size=(2, 6))
+    assert {value for name, value in found.items() if name.startswith("position.")} == {0.0625}
+
+
 def test_layer_decay_scales_steps_and_weight_decay():
     block = lambda: {"fc1": {"kernel": nnx.Param(jnp.ones((2, 2)))}}
     params = nnx.State({"patch_embed": block(), "blocks": {0: block(), 1: block()}, "head": block()})

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax import data, train
+from rope_jax import data, evaluate, train
 from rope_jax.checkpoint import tree_hash
 from rope_jax.config import ConfigError
 from rope_jax.data import on_device
@@ -66,6 +66,32 @@ def test_parts_give_the_gradient_of_the_whole():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("before_erasing", [False, True])
+def test_labels_are_mixed_as_their_images(before_erasing):
+    """The share of an image that its target tells is the one of its pixels; noise of erasing is mixed too where it is there before."""
+    run, _ = train.prepare(tiny(mix__mixup=0.8, mix__before_erasing=before_erasing, data__augment="erase(p=1.0)"))
+    batch = next(train.feed(run, 0)[0])
+    mixed = jax.jit(lambda batch: train._augmented(run, batch, jax.random.key(1)))(batch)
+    label, other, target = batch["label"], batch["label"][::-1], np.asarray(mixed["target"])
+    rows = np.flatnonzero(label != other)
+    share = target[rows[0], label[rows[0]]]
+    assert 0.05 < share < 0.95
+    np.testing.assert_allclose(target, share * np.eye(10)[label] + (1 - share) * np.eye(10)[other], atol=1e-6)
+    own = evaluate.normalise(jnp.asarray(batch["image"]), run.config)
+    same = np.isclose(mixed["image"], share * own + (1 - share) * own[::-1], atol=1e-5).mean()
+    # A box has 0.02 to 1/3 of an image's pixels; mixed, an image has its own and its partner's.
+    assert (0.75 < same < 0.95) if before_erasing else (0.5 < same < 0.75)
+
+
+def test_a_state_is_evaluated_anew_when_other_weights_are_asked_for(tmp_path):
+    run, state, _ = start(ema_decay=0.9, eval__resolutions=())
+    state["ema"] = jax.tree.map(jnp.zeros_like, state["params"])
+    for averaged in (True, False):
+        train.finish(dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged)), state, tmp_path, lambda: None)
+        (row,) = evaluate.read_results(tmp_path)["eval"]
+        assert row["protocol"].endswith("averaged weights (EMA)" if averaged else "weights of the last step")
+
+
 def test_mixing_ends_after_its_last_epoch():
     """The second epoch begins with step 12; before that the same steps with mixing give something else."""
     plain_run, state, plain = start()
@@ -99,6 +125,8 @@ def test_a_step_that_is_not_finite_is_skipped():
         ({"loss": "binary", "label_smoothing": 0.1}, "label_smoothing=0.1 does not go with --config.loss=binary"),
         ({"optim__cooldown_epochs": 2.0}, "cooldown_epochs=2.0 are not less than --config.epochs=2.0"),
         ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it is a probability"),
+        ({"optim__clip_norm": 0.0}, "clip_norm=0 leaves nothing of any gradient; use None"),
+        ({"data__mean": (124.0, 116.0, 104.0)}, r"data.mean=\(124.0, 116.0, 104.0\) is out of range; it is of values in \[0, 1\]"),
         ({"optim__layer_decay": 0.0}, "layer_decay=0.0 is out of range; it must be above 0"),
         ({"optim__name": "adam"}, "optim.name=adam is not one of adamw, lamb, sgd"),
     ],

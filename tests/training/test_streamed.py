@@ -14,7 +14,7 @@ from PIL import Image
 from rope_jax import data, train
 from rope_jax.config import ConfigError
 from rope_jax.metrics import read_metrics
-from rope_jax.train import Interrupted
+from rope_jax.signals import Interrupted
 from tests.training.recipe import final_state, run, tiny
 from tests.training.test_train import interrupt_at
 

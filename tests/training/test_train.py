@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,12 @@ def test_averaged_and_last_weights_can_be_chosen(finished):
         leaf(step=3)
 
 
+def test_a_workdir_that_has_saved_nothing_yet_is_told(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoints yet"):
+        rope_jax.load_checkpoint(str(tmp_path))
+
+
 def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
     workdir, _ = finished
     before = {p: p.read_bytes() for p in workdir.iterdir() if p.is_file() and p.suffix != ".png"}
@@ -135,7 +142,7 @@ def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
 def test_parameters_that_overflow_are_not_saved_either(tmp_path, monkeypatch):
     # The loss of the last step before a checkpoint is finite, but the update is not.
     monkeypatch.setattr(train.optax, "apply_updates", lambda params, updates: jax.tree.map(lambda p: p * jnp.inf, params))
-    with pytest.raises(train.NonFinite, match="step 1 is not saved"):
+    with pytest.raises(train.NonFinite, match=r"step 1 is not saved: .* not finite; nothing was saved\. .* its examples: \d+, "):
         run(tmp_path, checkpoint_every=1)
 
 
@@ -299,6 +306,30 @@ def test_init_from_a_weights_file(trained, tmp_path):
     run(tmp_path / "run", epochs=0.1, model__position="ape", init_from=str(tmp_path / "weights.npz"))
 
 
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array(["a", "b"]), r"norm.scale holds <U1, not numbers"),
+        (np.ones(3, np.float32), r"norm.scale has shape \[3\], not \[16\]"),
+    ],
+)
+def test_init_from_weights_that_are_none_are_refused(trained, tmp_path, array, message):
+    weights = {"norm.scale": np.resize(array, 16) if array.dtype.kind == "U" else array}
+    np.savez(tmp_path / "weights.npz", **weights)
+    config = replaced(tiny(init_from=str(tmp_path / "weights.npz"), model__position="ape"), "data", image_size=(8, 8))
+    with pytest.raises(ConfigError, match=message):
+        started(replaced(config, "model", num_classes=10))
+
+
+def test_init_from_looks_at_shapes_before_it_reads(trained, tmp_path):
+    # 4 TB by its header, which no machine could hold.
+    with zipfile.ZipFile(tmp_path / "weights.npz", "w") as archive, archive.open("norm.scale.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (10**12,)})
+    config = replaced(tiny(init_from=str(tmp_path / "weights.npz"), model__position="ape"), "data", image_size=(8, 8))
+    with pytest.raises(ConfigError, match=r"norm.scale has shape \[1000000000000\], not \[16\]"):
+        started(replaced(config, "model", num_classes=10))
+
+
 def test_init_from_weights_of_another_model_are_refused_with_all_names(trained):
     config = replaced(tiny(init_from=str(trained)), "data", image_size=(8, 8))
     with pytest.raises(ConfigError, match=r"position.mixed is missing; position.embedding is not expected"):
@@ -443,6 +474,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_one(tmp_pa
 def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypatch, phase):
     owner, name = {"preparation": (rope_jax.restore, "create"), "compilation": (train, "make_step")}[phase]
     original, went_on = getattr(owner, name), []
+    if phase == "compilation":
+        (tmp_path / "run" / "checkpoints" / "8.writing").mkdir(parents=True)  # half a checkpoint is none
 
     def stop(*args):
         signal.raise_signal(signal.SIGTERM)
@@ -456,11 +489,12 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypat
     assert (tmp_path / "run").exists() == (phase == "compilation")  # nothing is left where nothing had begun
 
 
-def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("saved", [8, 24])
+def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypatch, saved):
     write, begun = train.Checkpoints._write, threading.Event()
 
     def slow(self, step, *args):
-        if step == 8:
+        if step == saved:
             signal.raise_signal(signal.SIGUSR1)
             begun.wait(0.2)
         write(self, step, *args)
@@ -470,30 +504,27 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypat
         run(tmp_path, ema_decay=0.9)
     assert caught.value.saved
     newest = int(final_state(tmp_path, ema_decay=0.9)["step"])
-    assert newest == read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] >= 8
-
-
-def test_a_second_signal_ends_the_process(monkeypatch, capfd):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    with train.stop_signals() as signals:
-        signals.at_once = False
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == []
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == [143]
-        with pytest.raises(train.Interrupted, match="SIGTERM"):
-            signals()
-    assert "once more to stop at once" in capfd.readouterr().err
+    assert newest == read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] >= saved
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_nothing_moves_to_the_device_between_steps(tmp_path, monkeypatch):
-    put = train.put_batch
-    calls = itertools.count(1)
-    monkeypatch.setattr(train, "put_batch", lambda batch, mesh: put(batch, mesh) if next(calls) < 3 else batch)
+    make_step, calls = train.make_step, itertools.count(1)
+
+    def make_careless(run):
+        step = make_step(run)
+
+        def careless(state, batch):
+            if next(calls) in (1, 3):
+                jnp.square(np.ones(3))  # moves there without being asked to: allowed while the first step compiles
+            return step(state, batch)
+
+        return careless
+
+    monkeypatch.setattr(train, "make_step", make_careless)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         run(tmp_path, ema_decay=0.9)
-    assert next(calls) == 4  # the third batch was not put where it belongs
+    assert next(calls) == 4
 
 
 def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
@@ -501,7 +532,3 @@ def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
     (event,) = (event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "profile")
     assert (event["step"], event["folder"]) == (7, str(tmp_path / "profile"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-    with train.stop_signals() as signals:
-        signal.raise_signal(signal.SIGUSR2)
-        assert signals.profile_wanted()
-        assert not signals.profile_wanted()
