@@ -1,7 +1,7 @@
 """What training survives: kills at random instants, damaged checkpoints, signals in every phase. Figures, and an error where work was lost.
 
 Runs of the digits recipe on a small model, as a user would start them. Every run that was interrupted must end in the state, bit for bit,
-and with the losses, of one that was not. Ten minutes on two CPU cores: `make test-faults`.
+and with the losses, of one that was not. Twenty minutes on two busy CPU cores: `make test-faults`.
 """
 
 import argparse
