@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from rope_jax.data import on_device
+from rope_jax.data import image_ops, on_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -59,21 +59,21 @@ def operated(increasing):
     """All operations at some levels on all pictures, each as [pictures, H, W, 3] and what was asked for."""
     cases = [
         (name, level, level * sign, bool(cubic))
-        for name in on_device.OPERATIONS
+        for name in image_ops.OPERATIONS
         # At 1.0 a translation would be by whole fifths of a pixel, and every fifth value a whole number but for rounding.
         for level in (0.0, 0.437, 0.93, 0.997 if "translate" in name else 1.0)
         for sign, cubic in ((1, 0), (-1, 1))
     ]
     cases.append(("nothing", 0.9, 0.9, True))
-    numbers = jnp.array([on_device.OPERATIONS.index(name) if name != "nothing" else -1 for name, *_ in cases])
+    numbers = jnp.array([image_ops.OPERATIONS.index(name) if name != "nothing" else -1 for name, *_ in cases])
     level, signed, cubic = (jnp.array([case[i] for case in cases]) for i in (1, 2, 3))
-    one = lambda image, number, level, signed, cubic: on_device.operate(image, number, level, signed, FILL, cubic, inc=increasing)
+    one = lambda image, number, level, signed, cubic: image_ops.operate(image, number, level, signed, FILL, cubic, inc=increasing)
     every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0, 0, 0)), (0, None, None, None, None)))
     return cases, np.asarray(every(jnp.array(np.stack(pictures())), numbers, level, signed, cubic))
 
 
 @pytest.mark.parametrize("increasing", [True, False])
-@pytest.mark.parametrize("operation", on_device.OPERATIONS)
+@pytest.mark.parametrize("operation", image_ops.OPERATIONS)
 def test_operations_are_pillows(operation, increasing):
     cases, found = operated(increasing)
     exact = operation in ("equalize", "invert", "posterize", "solarize", "solarize_add")
@@ -98,13 +98,13 @@ def test_no_operation_changes_nothing():
 def test_blur_is_pillows(radius):
     for picture in pictures():
         wanted = np.asarray(Image.fromarray(picture).filter(ImageFilter.GaussianBlur(radius)))
-        found = np.asarray(on_device.gaussian_blur(jnp.array(picture), jnp.float32(radius)))
+        found = np.asarray(image_ops.gaussian_blur(jnp.array(picture), jnp.float32(radius)))
         np.testing.assert_array_equal(found, wanted)
 
 
 def test_three_augment_takes_each_a_third_of_the_time():
     picture = jnp.array(pictures()[1])
-    found = np.asarray(jax.jit(jax.vmap(lambda key: on_device.three_augment(picture, key, FILL)))(jax.random.split(jax.random.key(0), 300)))
+    found = np.asarray(jax.jit(jax.vmap(lambda key: image_ops.three_augment(picture, key, FILL)))(jax.random.split(jax.random.key(0), 300)))
     image = Image.fromarray(np.asarray(picture))
     grey, solarized = (np.asarray(x) for x in (image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)))
     counts = [(found == wanted).all(axis=(1, 2, 3)).sum() for wanted in (grey, solarized)]
@@ -119,7 +119,7 @@ def test_colour_jitter_is_three_enhancements_in_some_order():
     factors = 1 + jax.random.uniform(sizes, (3,), minval=-1) * jnp.array((0.3, 0.2, 0.1))
     for which in np.asarray(jax.random.permutation(order, 3)):
         image = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[which](image).enhance(float(factors[which]))
-    found = np.asarray(on_device.color_jitter(picture, key, FILL, brightness=0.3, contrast=0.2, saturation=0.1))
+    found = np.asarray(image_ops.color_jitter(picture, key, FILL, brightness=0.3, contrast=0.2, saturation=0.1))
     assert np.abs(found.astype(int) - np.asarray(image)).max() <= 1
 
 
@@ -206,7 +206,7 @@ def test_rand_augment_draws_operations_and_magnitudes():
     """On a flat picture, whose colour tells the operation: half of 6,000 draws are applied, 200 of each operation."""
     flat = jnp.full((4, 4, 3), 100, jnp.uint8)
     keys = jax.random.split(jax.random.key(0), 6000)
-    found = np.asarray(jax.jit(jax.vmap(lambda key: on_device.rand_augment(flat, key, (100, 100, 100), n=1)))(keys))
+    found = np.asarray(jax.jit(jax.vmap(lambda key: image_ops.rand_augment(flat, key, (100, 100, 100), n=1)))(keys))
     assert (found == found[:, :1, :1, :1]).all()
     value = found[:, 0, 0, 0]
     dark, bright = value[(value > 0) & (value < 100)], value[value > 155]
@@ -222,7 +222,7 @@ def test_rand_augment_draws_operations_and_magnitudes():
 def test_colour_jitter_draws_its_factors():
     """A flat grey picture feels brightness only: by 1 - 0.4 to 1 + 0.4."""
     flat = jnp.full((4, 4, 3), 100, jnp.uint8)
-    draw = jax.jit(jax.vmap(lambda key: on_device.color_jitter(flat, key, FILL, brightness=0.4)))
+    draw = jax.jit(jax.vmap(lambda key: image_ops.color_jitter(flat, key, FILL, brightness=0.4)))
     value = np.asarray(draw(jax.random.split(jax.random.key(0), 1000)))[:, 0, 0, 0]
     assert 60 <= value.min() < 64 < 136 < value.max() <= 140
     assert abs(value.mean() - 99.5) < 3  # standard deviation 0.7, fractions are cut off

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rope_jax.data import Images, batches, epoch_length, evaluation_batches
-from rope_jax.data.pipeline import batch, examples, permutation, places, position
+from rope_jax.data.order import examples, permutation, places, position
+from rope_jax.data.pipeline import batch
 
 
 def numbered(n, size=4):
