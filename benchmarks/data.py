@@ -6,7 +6,8 @@ Takes photographs (--images: a folder or tar archive of JPEG files; default imag
 ROPE_JAX_TEST_IMAGES), makes a class folder and packed sets of them, and loads each in one process, without a training step. Rates are per
 second of processor time, so that other programs on the machine matter little; the ways take turns, and the median counts. `by hand` is what
 any loader on Pillow has to do for the same images: decode, cut, resize. With --workers batches also come from worker processes, per second
-on the clock. --tfds names a set that tensorflow-datasets has prepared of the same files.
+on the clock. --tfds names a set that tensorflow-datasets has prepared of the same files. What the training step does to images is timed
+alone, on whatever device jax has, per second on the clock.
 """
 
 import argparse
@@ -20,17 +21,21 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
 from benchmarks._record import record, write
-from rope_jax.data import batches, decode_image, load
+from rope_jax.data import batches, decode_image, load, on_device
 from rope_jax.data.folder import Folder
 from rope_jax.data.frames import resized_crop
 from rope_jax.data.prepare import prepare
 
 SIZE = (224, 224)
 CROP = "resized_crop+flip"
+# The augmentations of Swin's and DeiT-III's recipes that are done in the step.
+IN_STEP = ("rand_augment(m=9,mstd=0.5)", "three_augment+color_jitter", "rand_augment(m=9,mstd=0.5)+erase(p=0.25)")
 DRAWS = np.random.default_rng(0).integers(0, 2**64, 100_000, dtype=np.uint64).tolist()
 
 
@@ -82,6 +87,25 @@ def rate_of_workers(path: str, source: str, workers: int, seconds: float) -> flo
         return 128 * steps / (time.monotonic() - begun)
 
 
+def rate_in_step(augment: str, batch: int, rounds: int) -> float:
+    """Images per second on the clock that the device augments."""
+    plan = on_device.parse(augment)
+
+    @jax.jit
+    def augmented(images: jax.Array, epoch: jax.Array) -> jax.Array:
+        keys = on_device.example_keys(0, jnp.full(batch, epoch), jnp.arange(batch))
+        pixels = on_device.apply(images, keys, plan.pixels, (124, 116, 104))
+        return on_device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
+
+    images = jax.random.randint(jax.random.key(0), (batch, *SIZE, 3), 0, 256, jnp.uint8)
+    times = []
+    for epoch in range(rounds + 1):
+        begun = time.monotonic()
+        jax.block_until_ready(augmented(images, jnp.int32(epoch)))
+        times.append(time.monotonic() - begun)
+    return batch / statistics.median(times[1:])  # the first compiled
+
+
 def main(argv: list[str]) -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -90,6 +114,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tfds", help="folder of a set that tensorflow-datasets has prepared of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=32, help="images that the step augments at once; 256 and more for a GPU")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args(argv)
     if not args.images.exists():
@@ -138,11 +163,14 @@ def main(argv: list[str]) -> None:
             for name, where in sets.items()
             if args.workers
         ]
+    in_step = [{"augment": augment, "images_per_second": rate_in_step(augment, args.batch, args.rounds)} for augment in IN_STEP]
     for row in rows:
         print(f"{row['way']:38} {row['images_per_cpu_second']:8.0f} images/s and core   {row['of_pillow']:5.2f} of Pillow's decoding")
     for row in workers:
         print(f"{row['set']}, {row['workers']} workers: {row['images_per_second']:.0f} images/s")
+    for row in in_step:
+        print(f"in the step, {row['augment']}: {row['images_per_second']:.0f} images/s on {jax.devices()[0].device_kind}")
     pixels = [int(np.prod(Image.open(io.BytesIO(data)).size)) for data in content]
     about = {"images": len(files), "mean_pixels": statistics.mean(pixels), "mean_bytes": statistics.mean(map(len, content))}
     settings = vars(args) | {"images": args.images.name, "tfds": bool(args.tfds), "size": SIZE}
-    write(record("data", settings, cores=os.cpu_count(), photographs=about, rows=rows, workers=workers), args.out)
+    write(record("data", settings, cores=os.cpu_count(), photographs=about, rows=rows, workers=workers, in_step=in_step), args.out)

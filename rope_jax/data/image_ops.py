@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32
 
 Image = UInt8[Array, "H W 3"]
 Pixels = Int[Array, "H W 3"]
@@ -55,14 +55,17 @@ def rand_augment(
         raise ValueError(f"rand_augment(interpolation={interpolation}) is not one of {', '.join(_INTERPOLATIONS)}")
     if n < 1 or not 0 <= m <= 10 or mstd < 0 or not 0 <= p <= 1:
         raise ValueError(f"rand_augment(n={n},m={m},mstd={mstd},p={p}): n is at least 1, m 0 to 10, mstd at least 0, p 0 to 1")
-    for layer in jax.random.split(key, n):
-        which, wanted, size, sign, kernel = jax.random.split(layer, 5)
+
+    def layer(image: Image, key: Key[Array, ""]) -> tuple[Image, None]:
+        which, wanted, size, sign, kernel = jax.random.split(key, 5)
         operation = jnp.where(jax.random.bernoulli(wanted, p), jax.random.randint(which, (), 0, len(OPERATIONS)), -1)
         level = jnp.clip(m + mstd * jax.random.normal(size), 0, 10) / 10
         signed = jnp.where(jax.random.bernoulli(sign), level, -level)
         cubic = jax.random.bernoulli(kernel) if interpolation == "random" else jnp.asarray(interpolation == "bicubic")
-        image = operate(image, operation, level, signed, fill, cubic, inc=inc)
-    return image
+        return operate(image, operation, level, signed, fill, cubic, inc=inc), None
+
+    # A scan: XLA would fuse the operations into one, and compute the first anew for each pixel that the second looks at.
+    return jax.lax.scan(layer, image, jax.random.split(key, n))[0]
 
 
 def operate(
@@ -221,12 +224,15 @@ def gaussian_blur(image: Image, radius: Scalar) -> Pixels:
     inner = jnp.floor(2**24 / (2 * (whole + part) + 1)).astype(jnp.uint32)
     outer = (2**24 - (2 * whole.astype(jnp.uint32) + 1) * inner) // 2
     near, far = jnp.where(whole > 0, inner, outer), jnp.where(whole > 0, outer, 0)
+
+    def box_filter(axis: int, pixels: UInt32[Array, "H W 3"]) -> UInt32[Array, "H W 3"]:
+        padded = jnp.pad(pixels, [(2, 2) if k == axis else (0, 0) for k in range(3)], mode="edge")
+        left2, left, middle, right, right2 = (jax.lax.slice_in_dim(padded, i, i + pixels.shape[axis], axis=axis) for i in range(5))
+        return (inner * middle + near * (left + right) + far * (left2 + right2) + 2**23) >> 24
+
     pixels = image.astype(jnp.uint32)
-    for axis in (1, 0):
-        size = image.shape[axis]
-        for _ in range(3):
-            left2, left, right, right2 = (jnp.take(pixels, jnp.clip(jnp.arange(size) + i, 0, size - 1), axis=axis) for i in (-2, -1, 1, 2))
-            pixels = (inner * pixels + near * (left + right) + far * (left2 + right2) + 2**23) >> 24
+    for axis in (1, 0):  # in loops: XLA would fuse all six filters into one, and compute the first 5**5 times
+        pixels = jax.lax.fori_loop(0, 3, lambda _, pixels, axis=axis: box_filter(axis, pixels), pixels)
     return pixels.astype(jnp.int32)
 
 
