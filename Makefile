@@ -50,7 +50,7 @@ test-faults: setup
 # Compiles the GPU kernels on any machine, GPU or not (.venv-cuda: 5 GB of CUDA wheels).
 .PHONY: test-aot
 test-aot: .venv-cuda/ready
-	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest tests/aot
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 2 --dist worksteal tests/aot
 
 .venv-cuda/ready: pyproject.toml constraints.txt
 	$(or $(PYTHON),python3) -m venv .venv-cuda
@@ -66,9 +66,10 @@ format: setup
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-# Makes the tables of the READMEs from benchmarks/results; a test fails where they disagree.
+# Makes tables and pictures of the READMEs from benchmarks/results; a test fails where they disagree.
 .PHONY: tables
 tables: setup
+	$(RUN) -m benchmarks pictures
 	$(RUN) -m benchmarks tables
 
 clean:

@@ -1,14 +1,16 @@
-"""What a training step holds on each of many GPUs, and what they tell each other; which batch fits.
+"""What a training step holds on each of many GPUs, and what they tell each other; which batch fits; what attention alone holds.
 
     python -m benchmarks memory --out benchmarks/results/memory_h200.json
 
 Compiles the step of `rope_jax.train` (bfloat16, AdamW, averaged weights, 224 pixels) for H200s that need not be there: this needs
 jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. Bytes are those that XLA plans; a running process needs some more.
+With --models or --parts, all else that is in the file stays there.
 """
 
 import argparse
 import collections
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -21,17 +23,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
 
-from benchmarks._program import TARGET, absent_gpus, sizes
+from benchmarks._program import TARGET, absent_gpus, compile_ahead, sizes
 from benchmarks._record import record, write
 from rope_jax import config, data, optim, train
+from rope_jax.models import attention as model_attention
 from rope_jax.models.registry import create_model
 from rope_jax.sharding import in_force, like, make_mesh, split_batch, state_shardings
+from rope_jax_kernels import attention_qkv
 from rope_jax_kernels.attention import api
 
 FITS = 0.9 * 139.8 * 2**30  # bytes of an H200, without a tenth for what XLA does not plan
 SIZE = 224  # pixels
 MODELS = {"ViT-L": "deit3_l16", "Swin-B": "swin_b", "ViT-S": "vit_s16", "Swin-T": "swin_t", "NAT-Mini": "nat_mini"}
 LARGE = ("ViT-L", "Swin-B")  # also on 256 GPUs, and with divided parameters
+PARTS = {"steps": ("rows", "against_xla"), "attention": ("attention",)}  # names in the result
 COLLECTIVE = re.compile(
     r"%\S+ = (\(.*?\)|\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
 )
@@ -125,20 +130,106 @@ def against_xla(label: str, batch: int = 128) -> dict[str, Any]:
     return {"model": label, "batch": batch, "kernels_bytes": kernels, "xla_bytes": xla}
 
 
+def attention_calls(name: str, batch: int) -> collections.Counter:
+    """(pattern, shapes of qkv, rotation and bias, scale) -> how many layers of a model ask attention for it."""
+    calls: collections.Counter = collections.Counter()
+
+    def attend(qkv: jax.Array, *, pattern: Any, scale: float | None, **terms: Any) -> jax.Array:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (qkv, terms["rotation"], terms["bias"]))
+        calls[pattern, *shapes, scale] += 1
+        return qkv[..., 0, :, :]
+
+    images = jax.ShapeDtypeStruct((batch, SIZE, SIZE, 3), jnp.bfloat16)
+    with mock.patch.object(model_attention, "attention_qkv", attend):
+        jax.eval_shape(lambda images: create_model(name, dtype=jnp.bfloat16)(images), images)
+    return calls
+
+
+def passes(call: tuple, implementation: str | None) -> tuple[Callable, Callable, tuple]:
+    """Of one layer's attention, trained with fixed frequencies: the forward pass, both passes, and shapes of operands of both.
+
+    The forward pass takes all of these but the last, and returns the output and what the backward pass is made of.
+    """
+    pattern, qkv, rotation, bias, scale = call
+    learned = {"qkv": qkv} | ({} if bias is None else {"bias": bias})
+
+    def forward(rotation: Any, learned: dict) -> tuple[jax.Array, Callable]:
+        options = {"pattern": pattern, "rotation": rotation, "scale": scale, "implementation": implementation}
+        return jax.vjp(lambda learned: attention_qkv(learned["qkv"], bias=learned.get("bias"), **options), learned)
+
+    def both(rotation: Any, learned: dict, cotangent: jax.Array) -> tuple:
+        out, pull_back = forward(rotation, learned)
+        return out, pull_back(cotangent)
+
+    cotangent = jax.ShapeDtypeStruct((*qkv.shape[:-3], *qkv.shape[-2:]), qkv.dtype)
+    return forward, both, (rotation, learned, cotangent)
+
+
+def saved_bytes(call: tuple, implementation: str | None) -> int:
+    """Bytes that a layer's forward pass leaves for the backward pass; operands and the output, too, where they are kept for it."""
+    forward, _, (*operands, _) = passes(call, implementation)
+    (gpu, *_) = gpus(1)
+    with jax.sharding.use_abstract_mesh(make_mesh(devices=[gpu]).abstract_mesh):
+        saved = jax.make_jaxpr(lambda *operands: jax.tree.leaves(forward(*operands)[1]))(*operands).jaxpr.outvars
+    # An array that is saved for two purposes is one variable.
+    return sum({id(x): x.aval.size * x.aval.dtype.itemsize for x in saved}.values())
+
+
+def temporary_bytes(call: tuple, implementation: str | None) -> int:
+    """Bytes that both passes, as one program, take beside operands, output and gradients."""
+    _, both, operands = passes(call, implementation)
+    return compile_ahead(both, operands, gpus(1)[0]).memory_analysis().temp_size_in_bytes
+
+
+def of_attention(label: str, batch: int = 128) -> list[dict[str, Any]]:
+    """The layers of a model by what they ask of attention: their bytes with the kernels and without."""
+    rows = []
+    for call, layers in attention_calls(MODELS[label], batch).items():
+        pattern, qkv, *_ = call
+        *places, _, heads, head_dim = qkv.shape[1:]
+        about = {"model": label, "batch": batch, "layers": layers, "pattern": str(pattern)}
+        about |= {"places": places, "heads": heads, "head_dim": head_dim}
+        kinds = {"kernels": None, "xla": "xla"}
+        rows.append(about | {x: {"saved": saved_bytes(call, y), "temporary": temporary_bytes(call, y)} for x, y in kinds.items()})
+    return rows
+
+
 def main(argv: list[str]) -> None:
     """Compiles, prints and writes after every line, because it takes a while."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="whole steps, and attention alone")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file")
     settings = parser.parse_args(argv)
-    result = record("memory", vars(settings), rows=[], against_xla=[])
+    result = record("memory", {}, **{name: [] for names in PARTS.values() for name in names})
     result["machine"]["device"] = "NVIDIA H200 (compiled for)"
+    if settings.out is not None and settings.out.exists():
+        keep(result, json.loads(settings.out.read_text()), settings)
+
+    def add(name: str, rows: list[dict[str, Any]]) -> None:
+        result[name] = sorted(result[name] + rows, key=lambda row: list(MODELS).index(row["model"]))
+        print(*rows, sep="\n", flush=True)
+        write(result, settings.out)
+
     for label in settings.models:
-        for hosts, fsdp in [(1, 1), (1, 8), (32, 8)] if label in LARGE else [(1, 1)]:
-            result["rows"].append(row(label, hosts, fsdp))
-            print(result["rows"][-1], flush=True)
-            write(result, settings.out)
-        if label not in LARGE:
-            result["against_xla"].append(against_xla(label))
-            print(result["against_xla"][-1], flush=True)
-            write(result, settings.out)
+        if "attention" in settings.parts and label not in LARGE:
+            add("attention", of_attention(label))
+        if "steps" in settings.parts:
+            for hosts, fsdp in [(1, 1), (1, 8), (32, 8)] if label in LARGE else [(1, 1)]:
+                add("rows", [row(label, hosts, fsdp)])
+            if label not in LARGE:
+                add("against_xla", [against_xla(label)])
+
+
+def keep(result: dict[str, Any], earlier: dict[str, Any], settings: argparse.Namespace) -> None:
+    """Takes from an earlier result what is not computed anew.
+
+    Raises:
+        ValueError: it comes of other versions, and two of them would be in one table.
+    """
+    made_anew = {name for part in settings.parts for name in PARTS[part]}
+    for name in (name for names in PARTS.values() for name in names):
+        result[name] = [row for row in earlier.get(name, []) if name not in made_anew or row["model"] not in settings.models]
+        if result[name] and earlier["versions"] != result["versions"]:
+            versions = f"{earlier['versions']}, and this is {result['versions']}"
+            raise ValueError(f"{settings.out} is of {versions}: compute all of it, or write to another file")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import memory
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention_qkv
 from rope_jax_kernels.attention.patterns import Pattern
 
@@ -132,6 +133,18 @@ def test_gradients_of_some_operands_inside_shard_map(learned, compile_for):
 
     program = compile_for((2, 3), step, *case.shapes(), specs=specs)
     assert program.launches() == 2
+
+
+@pytest.mark.parametrize(("model", "ratio"), [("vit_s16", 5.2), ("swin_t", 2.3), ("nat_mini", 8.4)])
+def test_nothing_is_saved_but_operands_output_and_a_number_for_each_query(model, ratio):
+    """Of all layers of a model, against plain jax.numpy."""
+    calls = memory.attention_calls(model, 128)
+    for pattern, qkv, *rest in calls:
+        head_dim = qkv.shape[-1]
+        least = qkv.size * 2 / 3 * (4 + 4 / (2 * head_dim))
+        assert least < memory.saved_bytes((pattern, qkv, *rest), None) < 1.001 * least
+    kernels, plain = (sum(layers * memory.saved_bytes(call, name) for call, layers in calls.items()) for name in (None, "xla"))
+    assert plain > ratio * kernels
 
 
 def test_more_elements_than_32_bits_count(compile_for):

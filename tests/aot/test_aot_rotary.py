@@ -83,8 +83,9 @@ def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
     check_machine_code(program, "mosaic", case, copies=2, registers=255)
 
 
-@SERVED
+@pytest.mark.parametrize(("implementation", "case"), [("triton", MODEL_CASES[0]), ("mosaic", MODEL_CASES[0])], ids=str)
 def test_backward_pass_is_one_launch_in_place(implementation, case, compile_for):
+    """The kernel of the forward pass, but for a sign: `test_one_launch_in_place` shows at all shapes what it is made of."""
     x, coords, freqs = arguments(case)
     program = compile_for((1, 1), functools.partial(turn_back, case, implementation), x, x, coords, freqs, donate=(0, 1))
     assert program.operations == [TARGETS[implementation]]

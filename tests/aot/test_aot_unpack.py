@@ -57,8 +57,9 @@ def test_forward_is_one_launch(case, compile_for):
     check(program, case)
 
 
-@pytest.mark.parametrize("case", MODEL_CASES + CASES, ids=str)
+@pytest.mark.parametrize("case", [MODEL_CASES[0], *CASES], ids=str)
 def test_backward_is_one_launch(case, compile_for):
+    """At the shapes of models the test below compiles the same kernel, with sums."""
     qkv, x, coords, freqs = arguments(case)
 
     def backward(gq, gk, gv, coords, freqs):

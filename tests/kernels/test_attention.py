@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 import rope_jax_kernels
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention, attention_qkv, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.attention import api, neighborhood, reference
+from rope_jax_kernels.attention.patterns import pair_of
 from rope_jax_kernels.backends import Backend
+from rope_jax_kernels.rotary.checks import check_floating, check_rotation
 from tests.kernels.attention_pairs import neighbors, pairs, places, token_coords
 
 B, N, D, A, R = 2, 2, 6, 2, 2
@@ -324,6 +326,12 @@ def turned(tokens, heads=N):
     return Rotation(jnp.ones((tokens, A)), jnp.ones((heads, A, R)))
 
 
+def test_sizes_are_kept_as_plain_integers():
+    """So that lists, and what NumPy computes, make patterns that can be compared and hashed."""
+    assert [type(x) for x in pair_of("size", [np.int64(7), 5], 1)] == [int, int]
+    assert pair_of("size", [np.int64(7), 5], 1) == (7, 5)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -346,6 +354,10 @@ def turned(tokens, heads=N):
         ),
         (lambda: attention(MAP, MAP, MAP, pattern=NEAR, rotation=turned(9)), ValueError, "places 9 tokens, but q has 20"),
         (lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), rotation=turned(6, 3)), ValueError, "is for 3 heads, but q has 2"),
+        (lambda: attention(*[FLAT.astype("float8_e4m3fn")] * 3, pattern=Global()), TypeError, "q has dtype float8_e4m3fn; it must be"),
+        (lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), scale=jnp.ones((N, 1, 1))), ValueError, "scale has shape .*must be one"),
+        (lambda: check_floating("q", [[1.0]]), TypeError, "q is a list; it must be a floating-point array"),
+        (lambda: check_rotation((1, 2), 6, N, D, "q"), TypeError, "rotation is a tuple; it must be a Rotation"),
         (lambda: attention_qkv(FLAT, pattern=Global()), ValueError, r"qkv has shape .*\[B, L, 3, N, D\]"),
         (lambda: attention_qkv(MAP, pattern=Global()), ValueError, "with q, k and v along the third dimension from the end"),
         (lambda: attention_qkv(MAP, pattern=NEAR), ValueError, r"\[B, H, W, 3, N, D\]"),

@@ -1,13 +1,18 @@
 """How kernels cut patterns: every token in one tile, every pair that attends met exactly once, from either side."""
 
+import functools
+
+import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from rope_jax_kernels import Global, Neighborhood, Window
 from rope_jax_kernels.attention.tiles import cut
 from tests.kernels.attention_pairs import pairs, token_coords
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 CASES = [
     (Global(), (1, 1), 64, 32),
@@ -31,25 +36,30 @@ CASES = [
 ]
 
 
-def met(tiles, *, transposed):
-    """(query, key, entry) of all pairs that the kernels see, and the tokens of all tiles; one array each."""
+@functools.cache
+def slots_of_all(tiles, transposed):
+    """(tile, block, which pairs are seen, entry of each pair in the bias), arrays over all tiles and, but for the first, their blocks."""
     view = tiles.transposed() if transposed else tiles
 
-    @jax.jit
     def look(index, step):
         tile, block = view.tile(index), view.block(index, step)
         q, k = (block, tile) if transposed else (tile, block)
         seen = q.exists[:, None] & k.exists[None, :]
         sees = tiles.sees(q, k)
-        seen = seen if sees is None else seen & sees
-        return seen, q.token, k.token, tiles.entry(q, k)
+        return tile, block, seen if sees is None else seen & sees, tiles.entry(q, k)
 
-    every, index = [], np.arange(view.tiles)
-    for step in range(view.blocks):
-        seen, q, k, entry = (np.asarray(x) for x in jax.vmap(look, (0, None))(index, jnp.int32(step)))
-        q, k = np.broadcast_to(q[:, :, None], seen.shape), np.broadcast_to(k[:, None, :], seen.shape)
-        every += zip(q[seen].tolist(), k[seen].tolist(), entry[seen].tolist(), strict=True)
-    return every
+    over_tiles = jax.jit(jax.vmap(look, (0, None), (0, 0, 0, 0)))
+    blocks = [jax.tree.map(np.asarray, over_tiles(np.arange(view.tiles), step)) for step in range(view.blocks)]
+    return blocks[0][0], *jax.tree.map(lambda *x: np.stack(x, axis=1), *(rest for _, *rest in blocks))
+
+
+def met(tiles, transposed):
+    """(query, key, entry) of all pairs that the kernels see."""
+    tile, block, seen, entry = slots_of_all(tiles, transposed)
+    tile, block = tile.token[:, None], block.token
+    q, k = (block, tile) if transposed else (tile, block)
+    q, k = np.broadcast_to(q[..., :, None], seen.shape), np.broadcast_to(k[..., None, :], seen.shape)
+    return zip(q[seen].tolist(), k[seen].tolist(), entry[seen].tolist(), strict=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -57,19 +67,31 @@ def met(tiles, *, transposed):
 def test_every_pair_is_met_once_with_its_entry_of_the_bias(pattern, grid, rows, columns, transposed):
     places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
     tiles = cut(pattern, places, rows=rows, columns=columns)
-    assert sorted(met(tiles, transposed=transposed)) == sorted(pairs(pattern, grid))
+    assert sorted(met(tiles, transposed)) == sorted(pairs(pattern, grid))
+
+
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=st.data())
+def test_of_any_pattern(data):
+    pair = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, high))
+    size, grid = data.draw(pair(1, 13)), data.draw(pair(3, 14))
+    window = Window(size, tuple(data.draw(st.integers(0, n - 1)) for n in size))
+    pattern = data.draw(st.sampled_from([Neighborhood(size, data.draw(pair(1, 4))), window]))
+    tiles = cut(pattern, grid, rows=data.draw(st.sampled_from([64, 32])), columns=data.draw(st.sampled_from([16, 32, 64])))
+    wanted = sorted(pairs(pattern, grid))
+    for transposed in (False, True):
+        assert sorted(met(tiles, transposed)) == wanted
 
 
 @pytest.mark.parametrize(("pattern", "grid", "rows", "columns"), CASES)
 def test_every_token_is_in_one_tile_with_its_coordinates(pattern, grid, rows, columns):
     places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
     tiles = cut(pattern, places, rows=rows, columns=columns)
-    slots = jax.vmap(tiles.tile)(np.arange(tiles.tiles))
-    there = np.asarray(slots.exists)
-    assert sorted(np.asarray(slots.token)[there]) == list(range(grid[0] * grid[1]))
-    assert (np.asarray(slots.token)[~there] >= grid[0] * grid[1]).all()
+    slots, *_ = slots_of_all(tiles, False)
+    assert sorted(slots.token[slots.exists]) == list(range(grid[0] * grid[1]))
+    assert (slots.token[~slots.exists] >= grid[0] * grid[1]).all()
     coords = np.full(grid[0] * grid[1], -1)
-    coords[np.asarray(slots.token)[there]] = np.asarray(slots.coord)[there]
+    coords[slots.token[slots.exists]] = slots.coord[slots.exists]
     np.testing.assert_array_equal(coords, token_coords(pattern, grid))
 
 
@@ -80,15 +102,12 @@ def test_gradients_by_slot_fold_to_those_of_the_entries(pattern, grid, rows, col
     shares = tiles.tiles // tiles.repeats
     by_slot, wanted = np.zeros((1, shares * tiles.rows, tiles.blocks * tiles.columns)), np.zeros((1, tiles.entries))
     rng = np.random.default_rng(0)
-    for index in range(tiles.tiles):
-        for step in range(tiles.blocks):
-            q, k = tiles.tile(jnp.int32(index)), tiles.block(jnp.int32(index), jnp.int32(step))
-            seen = q.exists[:, None] & k.exists[None, :]
-            sees = tiles.sees(q, k)
-            seen = np.asarray(seen if sees is None else seen & sees)
-            gradient = np.where(seen, rng.standard_normal(seen.shape), 0)
-            np.add.at(wanted[0], np.asarray(tiles.entry(q, k))[seen], gradient[seen])
-            row, column = index % shares * tiles.rows, step * tiles.columns
-            by_slot[0, row : row + tiles.rows, column : column + tiles.columns] += gradient
+    _, _, seen, entry = slots_of_all(tiles, False)
+    for index, step in np.ndindex(seen.shape[:2]):
+        there = seen[index, step]
+        gradient = np.where(there, rng.standard_normal(there.shape), 0)
+        np.add.at(wanted[0], entry[index, step][there], gradient[there])
+        row, column = index % shares * tiles.rows, step * tiles.columns
+        by_slot[0, row : row + tiles.rows, column : column + tiles.columns] += gradient
     with jax.enable_x64(True):
-        np.testing.assert_allclose(tiles.fold(jnp.asarray(by_slot)), wanted, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(jax.jit(tiles.fold)(by_slot), wanted, rtol=0, atol=1e-10)

@@ -60,7 +60,7 @@ def attention(
         bias: added to the scaled logits, or None. For Global a matrix [N, L, L]; for Window a table [N, (2h-1)*(2w-1)] with index
             (qy-ky+h-1)*(2w-1) + (qx-kx+w-1), where h, w are those of the fitted window; for Neighborhood a table
             [N, 2kh-1, 2kw-1] with index (ky-qy)/dilation + kh-1, and so in x.
-        scale: factor of the logits before the bias; None for D**-0.5.
+        scale: factor of the logits before the bias, one number; None for D**-0.5.
         implementation: None for the best that applies, or the name of one; see `explain`.
 
     Returns:
@@ -69,7 +69,7 @@ def attention(
     Raises:
         ValueError: shapes do not fit each other or the pattern, the named implementation is unknown or refuses, or the kernels are asked
             for a derivative that "xla" alone has: of rotation.coords, or a second one.
-        TypeError: an array is not floating-point, or `pattern` is not a pattern.
+        TypeError: an array is not floating-point, or `pattern` is not a pattern, or `rotation` not a rotation.
     """
     checks.check_pattern(pattern)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -77,7 +77,7 @@ def attention(
         checks.check_map(name, x.shape, pattern)
         if x.shape != q.shape:
             raise ValueError(f"{name} has shape {x.shape}; it must have q's shape, {q.shape}")
-    checks.check_terms(q.shape, "q", pattern, rotation, bias)
+    checks.check_terms(q.shape, "q", pattern, rotation, bias, scale)
     kwargs = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
     if implementation is None and triton.refuses_attention(q, k, v, **kwargs) is None:
         implementation = default()
@@ -109,12 +109,12 @@ def attention_qkv(
     Raises:
         ValueError: shapes do not fit each other or the pattern, the named implementation is unknown or refuses, or the kernels are asked
             for a derivative that "xla" alone has: of rotation.coords, or a second one.
-        TypeError: an array is not floating-point, or `pattern` is not a pattern.
+        TypeError: an array is not floating-point, or `pattern` is not a pattern, or `rotation` not a rotation.
     """
     checks.check_pattern(pattern)
     check_floating("qkv", qkv)
     checks.check_map("qkv", qkv.shape, pattern)
-    checks.check_terms((*qkv.shape[:-3], *qkv.shape[-2:]), "qkv", pattern, rotation, bias)
+    checks.check_terms((*qkv.shape[:-3], *qkv.shape[-2:]), "qkv", pattern, rotation, bias, scale)
     kwargs = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
     if implementation is None and triton.refuses_attention_qkv(qkv, **kwargs) is None:
         implementation = default()

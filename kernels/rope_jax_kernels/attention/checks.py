@@ -1,5 +1,6 @@
 """Arguments that attention accepts. Every error names the argument, its value, what is allowed, and what to change."""
 
+import numbers
 from typing import Any
 
 from jaxtyping import Array
@@ -29,9 +30,15 @@ def check_map(name: str, shape: tuple[int, ...], pattern: Pattern) -> None:
         raise ValueError(f"{name} has shape {shape}; no dimension may be empty")
 
 
-def check_terms(shape: tuple[int, ...], name: str, pattern: Pattern, rotation: Rotation | None, bias: Array | None) -> None:
-    """Refuses a rotation or a bias that does not fit queries of `shape`; `name` is the array they came in."""
+def check_terms(
+    shape: tuple[int, ...], name: str, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | Array | None
+) -> None:
+    """Refuses a rotation, a bias or a scale that does not fit queries of `shape`; `name` is the array they came in."""
     *_, heads, head_dim = shape
+    if not isinstance(scale, numbers.Real | None):
+        check_floating("scale", scale)
+        if scale.shape != ():
+            raise ValueError(f"scale has shape {scale.shape}; it must be one number: for one of each head, multiply q by it instead")
     grid = shape[1:-2]
     if isinstance(pattern, Global):
         (tokens,) = grid

@@ -4,17 +4,19 @@ Patterns are hashable settings, static under jit, and hold no arrays. Sizes, shi
 """
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 Pair = tuple[int, int]
 
 
-def check_pair(name: str, value: Any, lowest: int) -> None:
-    """Refuses anything but two integers of at least `lowest`."""
-    fits = isinstance(value, Sequence) and len(value) == 2 and all(isinstance(x, int) and x >= lowest for x in value)
+def pair_of(name: str, value: Any, lowest: int) -> Pair:
+    """Two integers, also from a list or of NumPy; refuses anything but two of at least `lowest`."""
+    fits = isinstance(value, Sequence) and len(value) == 2 and all(isinstance(x, numbers.Integral) and x >= lowest for x in value)
     if not fits:
         raise ValueError(f"{name}={value!r} must be two integers (rows, columns), each at least {lowest}")
+    return int(value[0]), int(value[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Window:
     shift: Pair = (0, 0)
 
     def __post_init__(self):
-        check_pair("size", self.size, 1)
-        check_pair("shift", self.shift, 0)
+        object.__setattr__(self, "size", pair_of("size", self.size, 1))
+        object.__setattr__(self, "shift", pair_of("shift", self.shift, 0))
         if any(shift >= size for size, shift in zip(self.size, self.shift, strict=True)):
             raise ValueError(f"shift={self.shift} must be smaller than size={self.size} along both axes; half the size is usual")
 
@@ -77,8 +79,8 @@ class Neighborhood:
     dilation: Pair = (1, 1)
 
     def __post_init__(self):
-        check_pair("size", self.size, 1)
-        check_pair("dilation", self.dilation, 1)
+        object.__setattr__(self, "size", pair_of("size", self.size, 1))
+        object.__setattr__(self, "dilation", pair_of("dilation", self.dilation, 1))
 
     def bias_shape(self, heads: int) -> tuple[int, int, int]:
         """Shape of the bias table: [N, 2kh-1, 2kw-1], one entry for each offset (key - query) / dilation, whatever the map's size."""

@@ -1,17 +1,23 @@
 """Shapes and dtypes that the rotary operations accept. Every error names the argument, its value and what is allowed."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from rope_jax_kernels.rotation import Rotation
 
 LAYOUTS = ("BLND", "BNLD")
+DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
-def check_floating(name: str, x: Array) -> None:
-    """Refuses integers and booleans."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating-point array (float16, bfloat16, float32 or float64)")
+def check_floating(name: str, x: Any) -> None:
+    """Refuses what is no array, integers and booleans, and floating-point numbers of 8 bits, which nothing here computes with."""
+    allowed = "it must be a floating-point array (float16, bfloat16, float32 or float64)"
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} is a {type(x).__name__}; {allowed}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; {allowed}")
 
 
 def check_pairs(pairs: int, head_dim: int, pairing: str, source: str) -> None:
@@ -24,15 +30,17 @@ def check_pairs(pairs: int, head_dim: int, pairing: str, source: str) -> None:
         )
 
 
-def check_rotation(rotation: Rotation, tokens: int, heads: int, head_dim: int, name: str) -> None:
-    """Refuses a rotation that does not fit `tokens`, `heads` and `head_dim` of the array called `name`."""
+def check_rotation(rotation: Any, tokens: int, heads: int, head_dim: int, name: str) -> None:
+    """Refuses what is no rotation, and one that does not fit `tokens`, `heads` and `head_dim` of the array called `name`."""
+    if not isinstance(rotation, Rotation):
+        raise TypeError(f"rotation is a {type(rotation).__name__}; it must be a Rotation(coords, freqs)")
     coords, freqs = rotation.coords, rotation.freqs
+    check_floating("rotation.coords", coords)
+    check_floating("rotation.freqs", freqs)
     if coords.ndim != 2 or freqs.ndim != 3 or coords.shape[1] != freqs.shape[1]:
         raise ValueError(
             f"rotation has coords {coords.shape} and freqs {freqs.shape}; they must be [L, A] and [N or 1, A, R] with the same A"
         )
-    check_floating("rotation.coords", coords)
-    check_floating("rotation.freqs", freqs)
     if coords.shape[0] != tokens:
         raise ValueError(
             f"rotation.coords places {coords.shape[0]} tokens, but {name} has {tokens}; they must agree (prefix tokens have coordinates 0)"
