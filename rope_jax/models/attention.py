@@ -68,7 +68,8 @@ class SelfAttention(nnx.Module):
         else:
             attend = functools.partial(_attend_packed, pattern=pattern, scale=self.scale)
             out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
-        return self.proj(out.reshape(batch, tokens, features))
+        # The backward passes of attention and of the projection then keep one array, and not it and a reshaped one.
+        return jax.checkpoint(lambda out: self.proj(out.reshape(batch, tokens, features)))(out)
 
 
 def _spread(table: Float[Array, "N offsets"], grid: tuple[int, int], prefix: int) -> Float[Array, "N L L"]:

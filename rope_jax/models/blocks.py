@@ -56,7 +56,8 @@ def drop_path(branch: Float[Array, "B ..."], rate: float | Array, key: Array | N
         return branch
     keep = 1 - jnp.asarray(rate, jnp.float32)
     kept = jax.random.bernoulli(key, keep, (branch.shape[0],) + (1,) * (branch.ndim - 1))
-    return jnp.where(kept, branch / keep.astype(branch.dtype), jnp.zeros((), branch.dtype))
+    # A product with a number for each example: to choose between arrays, the backward pass would keep a mask as large as they are.
+    return branch * jnp.where(kept, 1 / keep, 0).astype(branch.dtype)
 
 
 def drop_path_rates(rate: float, depth: int, schedule: str = "linear") -> tuple[float, ...]:

@@ -1,5 +1,6 @@
 """Layers that all backbones share."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,8 +23,35 @@ class Linear(nnx.Linear):
     """
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        x = by_example(x)
-        return by_example(super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1))
+        rows = by_example(x).reshape(-1, x.shape[-1])
+        if self.dtype == self.kernel.dtype:
+            out = super().__call__(rows)
+        else:
+            out = affine(rows.astype(self.dtype), self.kernel[...], None if self.bias is None else self.bias[...])
+        return by_example(out.reshape(*x.shape[:-1], -1))
+
+
+@jax.custom_vjp
+def affine(x: Float[Array, "B I"], kernel: Float[Array, "I O"], bias: Float[Array, " O"] | None) -> Float[Array, "B O"]:
+    """x @ kernel + bias in the dtype of x, where the parameters have a wider one, in which their gradients are summed over all rows.
+
+    By itself XLA would round each device's sum to the dtype of x, and then once more with every device that is added.
+    """
+    out = x @ kernel.astype(x.dtype)
+    return out if bias is None else out + bias.astype(x.dtype)
+
+
+def _affine_forward(x: Array, kernel: Array, bias: Array | None) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    return affine(x, kernel, bias), (x, kernel, bias)
+
+
+def _affine_backward(kept: tuple[Array, Array, Array | None], d_out: Array) -> tuple[Array, Array, Array | None]:
+    x, kernel, bias = kept
+    d_kernel = jax.lax.dot_general(x, d_out, (((0,), (0,)), ((), ())), preferred_element_type=kernel.dtype)
+    return d_out @ kernel.astype(x.dtype).T, d_kernel, None if bias is None else d_out.sum(0, dtype=bias.dtype)
+
+
+affine.defvjp(_affine_forward, _affine_backward)
 
 
 def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict, use_bias: bool = True) -> Linear:
@@ -31,9 +59,16 @@ def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict, use_bias:
     return Linear(inputs, outputs, use_bias=use_bias, kernel_init=linear_init, rngs=rngs, **dtypes)
 
 
-def layer_norm(features: int, epsilon: float, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.LayerNorm:
+class LayerNorm(nnx.LayerNorm):
+    """Layer normalisation that keeps its input for the backward pass, in the input's dtype, and not three float32 arrays."""
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        return jax.checkpoint(super().__call__)(x)
+
+
+def layer_norm(features: int, epsilon: float, *, rngs: nnx.Rngs, dtypes: dict) -> LayerNorm:
     """Layer normalisation over the last axis; the variance in two passes, as torch computes it."""
-    return nnx.LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
+    return LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
 
 
 class Mlp(nnx.Module):
@@ -44,7 +79,8 @@ class Mlp(nnx.Module):
         self.fc2 = linear(hidden, features, rngs=rngs, dtypes=dtypes)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+        # Computed again in the backward pass: its derivative needs three arrays, and its input is one.
+        return self.fc2(jax.checkpoint(functools.partial(jax.nn.gelu, approximate=False))(self.fc1(x)))
 
 
 class SwiGLU(nnx.Module):
@@ -101,11 +137,15 @@ class PatchProjection(nnx.Module):
         self.bias = nnx.Param(fan_in_bias_init(inputs * patch_size**2)(rngs.params(), (features,), dtypes["param_dtype"]))
 
     def __call__(self, images: Float[Array, "B H W I"]) -> Float[Array, "B h w C"]:
-        images, kernel, bias = (x.astype(self.dtype) for x in (images, self.kernel[...], self.bias[...]))
-        patch, _, channels, _ = kernel.shape
+        kernel, bias = self.kernel[...], self.bias[...]
+        patch, _, channels, features = kernel.shape
         batch, height, width, _ = images.shape
-        patches = images.reshape(batch, height // patch, patch, width // patch, patch, channels)
-        return jnp.einsum("bhpwqc,pqcd->bhwd", patches, kernel) + bias
+        patches = images.astype(self.dtype).reshape(batch, height // patch, patch, width // patch, patch, channels)
+        if self.dtype == kernel.dtype:
+            return jnp.einsum("bhpwqc,pqcd->bhwd", patches, kernel) + bias
+        patches = by_example(patches.transpose(0, 1, 3, 2, 4, 5))
+        rows = affine(patches.reshape(-1, kernel.size // features), kernel.reshape(-1, features), bias)
+        return by_example(rows.reshape(*patches.shape[:3], features))
 
 
 class PatchEmbed(nnx.Module):
