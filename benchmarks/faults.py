@@ -1,7 +1,7 @@
 """What training survives: kills at random instants, damaged checkpoints, signals in every phase. Figures, and an error where work was lost.
 
-Runs of the digits recipe on a small model, as a user would start them. Every run that was interrupted must end in the state, bit for bit,
-and with the losses, of one that was not. Twenty minutes on two busy CPU cores: `make test-faults`.
+Runs of the digits recipe on a small model. Every run that was interrupted must end in the state, bit for bit, and with the losses, of one
+that was not. Twenty minutes on two busy CPU cores: `make test-faults`.
 """
 
 import argparse
@@ -23,15 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._processes import Run
 from benchmarks._record import record, write
-from rope_jax import train
+from rope_jax import checkpoint, data, train
 from rope_jax.checkpoint import Checkpoints, tree_hash
 from rope_jax.config import from_json
 from rope_jax.metrics import read_events, read_metrics
 
 EVERY = 8  # steps between checkpoints
-RECIPE = "configs/digits.py:position=rope_mixed,epochs=6"
+STEPS = 36
 SETTINGS = [
+    "--config=configs/digits.py:position=rope_mixed,epochs=3",
     "--config.model.options=depth=1,width=16,heads=1",
     "--config.batch_size=120",
     "--config.ema_decay=0.9",
@@ -42,59 +44,28 @@ SETTINGS = [
 ]
 DAMAGES = ("flip", "truncate", "zero", "delete")
 PHASES = ("import", "compile", "step", "save", "evaluation")
-# Runs the command with a mark on the standard output where a phase begins, and a moment's rest there so that the signal meets it.
-_MARKED = """
-import sys, time
-from rope_jax import checkpoint, data, main, train
-def mark(phase, rest):
-    print(f"phase {phase}", flush=True)
-    time.sleep(rest)
-def make_step(run, original=train.make_step):
-    mark("compile", 0)
-    return original(run)
-def write(*args, original=checkpoint.Checkpoints._write, **options):
-    mark("save", 0.5)
-    return original(*args, **options)
-def evaluation_batches(*args, original=data.evaluation_batches, **options):
-    for batch in original(*args, **options):
-        mark("evaluation", 0.1)
-        yield batch
-train.make_step, checkpoint.Checkpoints._write, data.evaluation_batches = make_step, write, evaluation_batches
-main.app.run(main._main, flags_parser=main._parse_flags)
-"""
+# What a run says when a phase begins in which it may be killed.
+BEGINNINGS = {
+    "compilation": ("\nparameter ", "\nfound step "),
+    "training": ("\nstep ",),
+    "evaluation": (f"\nsaved step {STEPS}:", "training is complete"),
+}
 
 
-def start(workdir: pathlib.Path, log: pathlib.Path, cache: pathlib.Path, *, marked: bool = False, zone: str = "UTC") -> subprocess.Popen:
-    """Starts the run in a process of its own, with its output in a file and compiled programs in a cache."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "TZ": zone,
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = [sys.executable, *(["-c", _MARKED] if marked else ["-m", "rope_jax.main"]), f"--config={RECIPE}", f"--workdir={workdir}"]
-    with log.open("w") as file:
-        return subprocess.Popen([*command, *SETTINGS], env=environment, stdout=file, stderr=subprocess.STDOUT)
+def start(workdir: pathlib.Path, log: pathlib.Path, **options: Any) -> Run:
+    """Starts the run, with what it says in a file."""
+    return Run([*SETTINGS, f"--workdir={workdir}"], log, **options)
 
 
-def complete(workdir: pathlib.Path, log: pathlib.Path, cache: pathlib.Path) -> tuple[float, float]:
-    """Runs to the end; returns the seconds until the first step and from there on."""
-    begun = time.monotonic()
-    process = start(workdir, log, cache)
-    first = _wait_for("\nstep ", process, log) - begun
-    status = process.wait(timeout=600)
+def complete(workdir: pathlib.Path, log: pathlib.Path) -> dict[str, float]:
+    """Runs to the end; returns the seconds of each phase."""
+    run = start(workdir, log)
+    times = [run.wait_for(*marks) for marks in BEGINNINGS.values()]
+    status = run.wait(600)
     if status != 0:
-        raise RuntimeError(f"exit status {status}:\n{log.read_text()[-2000:]}")
-    return first, time.monotonic() - begun - first
-
-
-def _wait_for(mark: str, process: subprocess.Popen, log: pathlib.Path) -> float:
-    """Returns the time when a mark stands in the output, or the process has ended."""
-    while mark not in "\n" + log.read_text() and process.poll() is None:
-        time.sleep(0.01)
-    return time.monotonic()
+        raise RuntimeError(f"exit status {status}: {run.said()[-2000:]}")
+    times.append(time.monotonic())
+    return {phase: end - begin for phase, begin, end in zip(BEGINNINGS, times, times[1:], strict=False)}
 
 
 def outcome(workdir: pathlib.Path) -> dict[str, Any]:
@@ -122,62 +93,76 @@ def durable(workdir: pathlib.Path) -> int:
         return checkpoints.newest_verified(strict=True) or 0
 
 
-def kills(
-    count: int, reference: dict, seconds: tuple[float, float], rng: np.random.Generator, folder: pathlib.Path, cache: pathlib.Path
-) -> dict:
+def kills(count: int, reference: dict, seconds: dict[str, float], rng: np.random.Generator, folder: pathlib.Path) -> dict:
     """Kills runs at random instants until there were `count` kills, resuming each until it is complete.
 
     Args:
         count: of SIGKILLs.
         reference: the outcome of the run that was not interrupted.
-        seconds: how long that took until its first step, and from there on. A kill comes after U(0, all of it) of a process, or as often
-            after U(0, the second part) from its first step on.
+        seconds: how long each of its phases took. All phases are met equally often, each at instants that are uniform in it (at its end
+            where it ends before).
         rng: of the instants.
         folder: for workdirs.
-        cache: of compiled programs.
     """
-    phases, lost, completed = collections.Counter(), [], 0
-    killed, workdir, log = 0, folder / "killed", folder / "killed.log"
+    zones = ["UTC", "Asia/Kathmandu", "America/St_Johns"]
+    met, repeated, completed = collections.Counter(), [], 0
+    killed, workdir, log, phases, seconds = 0, folder / "killed", folder / "killed.log", [], dict(seconds)
     while killed < count or workdir.exists() or not completed:
-        process = start(workdir, log, cache, zone=str(rng.choice(["UTC", "Asia/Kathmandu", "America/St_Johns"])))
-        instant = rng.uniform(0, sum(seconds))
-        if rng.random() < 0.5:
-            _wait_for("\nstep ", process, log)
-            instant = rng.uniform(0, seconds[1])
-        try:
-            process.wait(timeout=instant if killed < count else 600)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        said = log.read_text()
-        if process.returncode == -signal.SIGKILL:
+        phases = phases or [str(phase) for phase in rng.permutation(list(seconds))]
+        run = start(workdir, log, environment={"TZ": str(rng.choice(zones))})
+        if killed < count:
+            begun = run.wait_for(*BEGINNINGS[phases[-1]])
+            with contextlib.suppress(TimeoutError):
+                ended = run.wait_for(*_ends(phases[-1]), seconds=rng.uniform(0, seconds[phases[-1]]))
+                if run.has_said(*BEGINNINGS[phases[-1]]):
+                    seconds[phases[-1]] = ended - begun  # faster than the run that was measured
+        else:
+            run.wait(600)
+        run.kill()
+        if run.returncode == -signal.SIGKILL:
             killed += 1
-            reported = max(map(int, re.findall(r"^(?:saved|found) step (\d+)", said, re.MULTILINE)), default=0)
+            phases.pop()
+            reported = max(map(int, re.findall(r"^(?:saved|found) step (\d+)", run.said(), re.MULTILINE)), default=0)
+            met[phase := _phase(run, workdir)] += 1
             on_disk, lines = durable(workdir), read_metrics(workdir / "metrics.jsonl")
             expect(on_disk >= reported, f"step {reported} was reported as saved, but step {on_disk} is what is there")
-            lost.append(max((line["step"] for line in lines), default=0) - on_disk)
-            phases[_phase(said)] += 1
-            print(f"kill {killed}: {_phase(said)}, step {on_disk} on disk, {lost[-1]} steps to repeat", flush=True)
+            repeated.append(max((line["step"] for line in lines), default=0) - on_disk)
+            # One interval, and what was computed while its checkpoint was being written, which is at most one more.
+            expect(repeated[-1] <= 2 * EVERY, f"{repeated[-1]} steps are to be repeated, with a checkpoint every {EVERY} steps")
+            print(f"kill {killed}: {phase}, step {on_disk} on disk, {repeated[-1]} steps to repeat", flush=True)
             continue
-        expect(process.returncode == 0, f"exit status {process.returncode}:\n{said[-2000:]}")
+        expect(run.returncode == 0, f"exit status {run.returncode}: {run.said()[-2000:]}")
         expect(outcome(workdir) == reference, f"{workdir} did not end where the uninterrupted run did")
         completed += 1
         shutil.rmtree(workdir)
     return {
         "kills": killed,
-        "by_phase": dict(phases),
+        "by_phase": dict(met),
         "runs_completed": completed,
         "bit_identical": completed,
         "reported_as_saved_and_lost": 0,
-        "most_steps_repeated": max(lost, default=0),
+        "most_steps_repeated": max(repeated, default=0),
+        "mean_steps_repeated": round(float(np.mean(repeated)), 1) if repeated else 0,
         "checkpoint_every": EVERY,
     }
 
 
-def _phase(said: str) -> str:
-    """What a process was about when it was killed, by what it had said."""
-    marks = [("saved step 72", "evaluation"), ("\nstep ", "training"), ("total  ", "compilation"), ("found step", "compilation")]
-    return next((phase for mark, phase in marks if mark in "\n" + said), "import")
+def _ends(phase: str) -> tuple[str, ...]:
+    """What a run says when the phase after this one begins; nothing for the last one."""
+    phases = list(BEGINNINGS)
+    return BEGINNINGS[phases[phases.index(phase) + 1]] if phase != phases[-1] else ()
+
+
+def _phase(run: Run, workdir: pathlib.Path) -> str:
+    """What a run was about when it was killed, by what it has left and said."""
+    left = [path.name for path in (workdir / "checkpoints").glob("*")]
+    for name, phase in ((".writing", "saving"), (".deleting", "cleaning up")):
+        if any(name in entry for entry in left):
+            return phase
+    if run.has_said("\npicture: ", "\nno picture: "):
+        return "ending"
+    reached = [phase for phase, marks in BEGINNINGS.items() if run.has_said(*marks)]
+    return reached[-1] if reached else "import"
 
 
 def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
@@ -227,30 +212,65 @@ def corruptions(count: int, workdir: pathlib.Path, rng: np.random.Generator, fol
     return {"corruptions": count, "by_kind": dict(done), "files": len(files), "detected": count, "fell_back": count, "silent": 0}
 
 
-def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
+def _slowed() -> None:
+    """Makes a run say where a phase begins, and rest there, so that a signal meets it."""
+
+    def say(phase: str, rest: float) -> None:
+        print(f"phase {phase}", flush=True)
+        time.sleep(rest)
+
+    def make_step(run: Any, original: Any = train.make_step) -> Any:
+        say("compile", 0)
+        return original(run)
+
+    def write_checkpoint(*args: Any, original: Any = Checkpoints._write) -> None:
+        say("save", 0.5)
+        return original(*args)
+
+    def evaluation_batches(*args: Any, original: Any = data.evaluation_batches, **options: Any) -> Any:
+        for batch in original(*args, **options):
+            say("evaluation", 0.1)
+            yield batch
+
+    train.make_step, checkpoint.Checkpoints._write, data.evaluation_batches = make_step, write_checkpoint, evaluation_batches
+
+
+def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path) -> list[dict]:
     """Sends SIGTERM in each phase: what was logged must be on disk soon after, and the resumed run end where it should."""
     rows = []
     for phase in phases:
         workdir, log = folder / f"signal-{phase}", folder / f"signal-{phase}.log"
-        process = start(workdir, log, cache, marked=True)
-        mark = {"import": "", "step": "\nstep 20/"}.get(phase, f"phase {phase}")
-        if phase == "import":
-            time.sleep(0.5)
-        sent = _wait_for(mark, process, log)
-        expect(process.poll() is None, f"the run ended before its {phase}:\n{log.read_text()[-2000:]}")
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(timeout=120)
-        seconds = time.monotonic() - sent
+        status, seconds = _terminated_import(workdir) if phase == "import" else _terminated(phase, workdir, log)
         logged = max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
         on_disk = durable(workdir)
-        expect(on_disk >= logged, f"SIGTERM in {phase}: step {logged} was logged, but step {on_disk} is on disk\n{log.read_text()}")
+        expect(on_disk >= logged, f"SIGTERM in {phase}: step {logged} was logged, but step {on_disk} is on disk")
         expect(status in ((0,) if on_disk else (-signal.SIGTERM, 128 + signal.SIGTERM)), f"SIGTERM in {phase}: exit status {status}")
         events = [event for event in read_events(workdir / "metrics.jsonl") if event["event"] == "stop"]
-        complete(workdir, log, cache)
+        complete(workdir, log)
         expect(outcome(workdir) == reference, f"after SIGTERM in {phase} the run did not end where the uninterrupted one did")
         rows.append({"phase": phase, "exit_status": status, "seconds_to_exit": round(seconds, 2), "logged": logged, "on_disk": on_disk})
         print(rows[-1], [event["why"] for event in events], flush=True)
     return rows
+
+
+def _terminated(phase: str, workdir: pathlib.Path, log: pathlib.Path) -> tuple[int, float]:
+    """The exit status of a run that gets SIGTERM in a phase, and the seconds until then."""
+    run = start(workdir, log, prepare=_slowed)
+    sent = run.wait_for("\nstep 20/" if phase == "step" else f"\nphase {phase}")
+    expect(run.returncode is None, f"the run ended before its {phase}: {run.said()[-2000:]}")
+    run.send(signal.SIGTERM)
+    status = run.wait(120)
+    expect(status is not None, f"SIGTERM in {phase} did not end the run: {run.said()[-2000:]}")
+    return status, time.monotonic() - sent
+
+
+def _terminated_import(workdir: pathlib.Path) -> tuple[int, float]:
+    """The same for a command as it is typed, while Python still imports."""
+    process = subprocess.Popen([sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={workdir}"], stderr=subprocess.DEVNULL)
+    time.sleep(0.5)
+    process.terminate()
+    sent = time.monotonic()
+    return process.wait(120), time.monotonic() - sent
 
 
 def main(argv: list[str]) -> None:
@@ -265,18 +285,18 @@ def main(argv: list[str]) -> None:
     rng, begun = np.random.default_rng(args.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        cache = folder / "xla"
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
         for workdir in ("first", "reference"):  # the first one compiles
-            seconds = complete(folder / workdir, folder / "log", cache)
+            seconds = complete(folder / workdir, folder / "log")
         reference = outcome(folder / "reference")
         expect(outcome(folder / "first") == reference, "two runs of the same config differ")
         figures = {
             "cores": sorted(os.sched_getaffinity(0)),
-            "seconds_uninterrupted": [round(part, 2) for part in seconds],
+            "seconds_uninterrupted": {phase: round(part, 2) for phase, part in seconds.items()},
             "state": reference["state"],
-            "signals": signals(args.phases, reference, folder, cache),
+            "signals": signals(args.phases, reference, folder),
             "corruptions": corruptions(args.corruptions, folder / "reference", rng, folder),
-            "kills": kills(args.kills, reference, seconds, rng, folder, cache),
+            "kills": kills(args.kills, reference, seconds, rng, folder),
         }
     figures["seconds"] = round(time.monotonic() - begun)
     print(json.dumps({name: value for name, value in figures.items() if name != "cores"}, indent=1))

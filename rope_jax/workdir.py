@@ -6,7 +6,8 @@ import os
 import pathlib
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 
 class SaveFailed(OSError):
@@ -24,14 +25,33 @@ def write_file(path: pathlib.Path, text: str) -> None:
     Raises:
         SaveFailed: it could not be written.
     """
+    update_file(path, lambda _: text)
+
+
+def update_file(path: pathlib.Path, change: Callable[[str | None], str]) -> None:
+    """Replaces the text of a file by another, as `write_file` does. Whoever else does so to the same file waits for its turn.
+
+    Args:
+        path: of the file.
+        change: what to write, given what is there; None is given where there is no file.
+
+    Raises:
+        SaveFailed: it could not be written.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        with _held(temporary, wait=True) as file:
+            try:
+                text = change(path.read_text(errors="replace") if path.exists() else None)
+                file.truncate(0)  # whoever was killed in here has left a part
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            temporary.replace(path)
+            sync_folder(path.parent)
     except OSError as error:
         raise SaveFailed(f"{path} could not be written: {error.strerror}") from error
 
@@ -59,25 +79,36 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     made = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / ".lock"
-    while True:
-        file = path.open("a+")
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = stack.enter_context(_held(path, wait=False))
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip()
-            file.close()
+            holder = path.read_text().strip() if path.exists() else ""
             raise ValueError(f"{workdir} is in use by {holder or 'another process'}: wait for it, or use another workdir") from None
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
-        file.close()  # whoever held it has just removed it
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if made and [p.name for p in workdir.iterdir()] == [path.name]:
+                path.unlink()
+                workdir.rmdir()
+
+
+@contextlib.contextmanager
+def _held(path: pathlib.Path, *, wait: bool) -> Iterator[TextIO]:
+    """A file that is open for this process alone, made when it is not there; BlockingIOError where it is not ours and we do not wait."""
+    while True:
+        with path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _has_name(file, path):  # else whoever held it has removed or renamed it: once more, with the file of that name
+                yield file
+                return
+
+
+def _has_name(file: TextIO, path: pathlib.Path) -> bool:
     try:
-        yield
-    finally:
-        if made and [p.name for p in workdir.iterdir()] == [path.name]:
-            path.unlink()
-            workdir.rmdir()
-        file.close()
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

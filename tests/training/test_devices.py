@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks._processes import Run
 from rope_jax import sharding
 from rope_jax.checkpoint import Checkpoints
 from rope_jax.metrics import read_metrics
@@ -137,6 +138,7 @@ from tests.training.recipe import tiny
 sharding.SMALLEST = 64
 config = tiny(mesh__fsdp=2, ema_decay=0.9)
 run, model = train.prepare(config)
+run = dataclasses.replace(run, mesh=sharding.make_mesh(2, devices=jax.devices()[:4]))
 assert dict(run.mesh.shape) == {"data": 2, "fsdp": 2}
 workdir = pathlib.Path(sys.argv[1])
 
@@ -157,7 +159,7 @@ with Checkpoints(workdir / "checkpoints") as checkpoints:
     checkpoints.save(3, state, about=run.about())
     checkpoints.wait()
     saved = tree_hash(state)
-    for count, fsdp in ((2, 1), (4, 4), (4, 2), (1, 1)):
+    for count, fsdp in ((2, 1), (8, 4), (4, 2), (1, 1)):
         part = dataclasses.replace(run, mesh=sharding.make_mesh(fsdp, devices=jax.devices()[:count]))
         again = train.load_newest(part, model, checkpoints, workdir)
         assert tree_hash(again) == saved, (count, fsdp)
@@ -171,7 +173,7 @@ np.savez(sys.argv[2], **found)
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """What is restored is equal bit for bit; what follows up to the order of sums."""
     command = [sys.executable, "-c", _RESTORED, str(tmp_path / "run"), str(tmp_path / "losses.npz")]
-    subprocess.run(command, env=environment(4), check=True, timeout=300)
+    subprocess.run(command, env=environment(8), check=True, timeout=300)
     losses = np.load(tmp_path / "losses.npz")
     np.testing.assert_allclose(losses["4x2"], losses["1x1"], rtol=0, atol=5e-6)
 
@@ -181,32 +183,22 @@ def start(workdir, *settings, processes=1, devices=4):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "rope_jax.main", "--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
+    command = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
     command += ["--config.model.options=depth=1,width=96", "--config.batch_size=120", "--config.log_every=1"]
     command += ["--config.eval.resolutions=((4, 6),)", "--config.eval.batch_size=100", "--config.mesh.fsdp=2"]
+    command += ["--distributed", "--heartbeat=5"] if processes > 1 else []
     running = []
     for process in range(processes):
-        others = {}
+        variables = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}"}
         if processes > 1:
-            others = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(process)}
-        own = [*command, *(["--distributed", "--heartbeat=5"] if processes > 1 else [])]
-        output = open(workdir.with_name(f"{workdir.name}.{process}.txt"), "w")  # noqa: SIM115
-        with output:
-            env = environment(devices // processes, **others)
-            running.append(subprocess.Popen(own, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT))
+            variables |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(process)}
+        running.append(Run(command, workdir.with_name(f"{workdir.name}.{process}.txt"), environment=variables))
     return running
 
 
-def output(workdir, process=0):
-    return workdir.with_name(f"{workdir.name}.{process}.txt").read_text()
-
-
-def wait_for(line, workdir, running):
-    deadline = time.monotonic() + 120
-    while line not in output(workdir):
-        assert all(process.poll() is None for process in running), output(workdir) + output(workdir, len(running) - 1)
-        assert time.monotonic() < deadline, output(workdir)
-        time.sleep(0.05)
+def wait_for(line, running):
+    running[0].wait_for(line)
+    assert all(run.returncode is None for run in running), "".join(run.said() for run in running)
 
 
 @pytest.fixture
@@ -214,15 +206,14 @@ def processes():
     """Whatever is started here ends with the test."""
     started = []
     yield lambda *args, **kwargs: started.extend(new := start(*args, **kwargs)) or new
-    for process in started:
-        process.kill()
-        process.wait()
+    for run in started:
+        run.kill()
 
 
 def test_two_processes_are_one(tmp_path, processes):
     for name, count in (("one", 1), ("two", 2)):
-        for process in processes(tmp_path / name, processes=count):
-            assert process.wait(timeout=200) == 0, output(tmp_path / name) + output(tmp_path / name, count - 1)
+        running = processes(tmp_path / name, processes=count)
+        assert [run.wait(200) for run in running] == count * [0], "".join(run.said() for run in running)
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [line["step"] for line in two] == list(range(1, 13))
     for ours, theirs in zip(two, one, strict=True):
@@ -231,25 +222,24 @@ def test_two_processes_are_one(tmp_path, processes):
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
     assert results[0] == results[1]
     assert [row["count"] for row in results[1]["eval"]] == [360, 360]
-    assert "step" not in output(tmp_path / "two", 1)  # the second process keeps quiet
+    assert "step" not in running[1].said()  # the second process keeps quiet
 
 
 def test_a_dead_process_ends_the_others_and_a_signal_to_one_stops_all(tmp_path, processes):
     workdir = tmp_path / "run"
     settings = ["--config.epochs=4000.0", "--config.checkpoint_every=4", "--config.keep_checkpoints=3"]
     first, second = running = processes(workdir, *settings, processes=2)
-    wait_for("saved step 4:", workdir, running)
+    wait_for("\nsaved step 4:", running)
     second.kill()
     killed = time.monotonic()
-    assert first.wait(timeout=60) != 0
+    assert first.wait(60) not in (0, None)
     assert time.monotonic() - killed < 30
     first, second = running = processes(workdir, *settings, processes=2)
-    wait_for("saved step", workdir, running)
-    second.send_signal(signal.SIGTERM)  # to one of them alone
-    assert [process.wait(timeout=60) for process in running] == [0, 0], output(workdir) + output(workdir, 1)
-    text = output(workdir)
-    assert "found step" in text
-    assert "stopped by SIGTERM; what was reached is saved" in text
+    wait_for("\nsaved step", running)
+    second.send(signal.SIGTERM)  # to one of them alone
+    assert [run.wait(60) for run in running] == [0, 0], first.said() + second.said()
+    assert "found step" in first.said()
+    assert "stopped by SIGTERM; what was reached is saved" in first.said()
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         newest = checkpoints.newest_verified()
     lines = [line["step"] for line in read_metrics(workdir / "metrics.jsonl")]
