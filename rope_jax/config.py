@@ -1,7 +1,7 @@
 """What a run is: the settings made from the ConfigDict of a recipe, with every mistake refused before anything starts.
 
-Recipes in `configs/` start from `default()`, a ConfigDict of all fields of `rope_jax.settings`, so that `--config.section.key=value` works for
-every field and a misspelt key is an error in recipes and on the command line alike.
+Recipes in `configs/` start from `default()`, a ConfigDict of all fields of `rope_jax.settings`, so that `--config.section.key=value` works
+for every field and a misspelt key is an error in recipes and on the command line alike.
 """
 
 import ast
@@ -175,12 +175,29 @@ def _resolve(cls: type, raw: dict, prefix: str) -> Any:
             f"--config.label_smoothing={config.label_smoothing} does not go with --config.loss=binary, whose targets are 0 or 1: "
             "set the smoothing to 0, or use --config.loss=softmax"
         )
+    if cls is Config and config.seeds > 1:
+        _check_seeds(config)
     if cls is Config and config.optim.cooldown_epochs >= config.epochs:
         raise ConfigError(
             f"--config.optim.cooldown_epochs={config.optim.cooldown_epochs} are not less than --config.epochs={config.epochs}, of which "
             "they are the last: lower the first or raise the second"
         )
     return config
+
+
+def _check_seeds(config: Config) -> None:
+    """Refuses what several seeds at once cannot have."""
+    several = f"--config.seeds={config.seeds}"
+    if not config.data.on_device:
+        raise ConfigError(
+            f"{several} are trained from a set that lies on the device: add --config.data.on_device=True, or use --config.seeds=1"
+        )
+    if config.mesh.fsdp > 1:
+        raise ConfigError(
+            f"{several} does not go with --config.mesh.fsdp={config.mesh.fsdp}, which divides a model that is large: set one of them to 1"
+        )
+    if config.seed + config.seeds > 2**32:
+        raise ConfigError(f"{several} from --config.seed={config.seed} on do not all stay below 2**32: use a smaller seed")
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

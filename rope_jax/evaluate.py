@@ -22,15 +22,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from rope_jax import data, subject
+from rope_jax import data, members, subject
 from rope_jax.config import Config, ConfigError, Size, blame
 from rope_jax.data import variants
-from rope_jax.metrics import format_table, write_file
+from rope_jax.metrics import format_table
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.models.registry import image_pair
 from rope_jax.models.swin import Swin
 from rope_jax.positions.relative import RelativeBias
 from rope_jax.sharding import in_force, make_mesh, of_first, put_batch, replicated, share, share_of
+from rope_jax.workdir import update_file, write_file
 
 Row = dict[str, Any]
 
@@ -49,10 +50,12 @@ def load_images(config: Config, split: str, size: Size | None) -> data.Images | 
 
 
 def protocol(images: data.Images | data.Streamed, config: Config) -> str:
-    """What happens to images of this kind on the way to the resolution, and which weights are evaluated."""
+    """What happens to images of this kind on the way to the resolution, beforehand too, and which weights are evaluated."""
     frame = "whole image, resized where it is stored at another size (bicubic with antialiasing)"
     if isinstance(images, data.Streamed):
         frame = f"{config.eval.frame} of each image, with antialiasing"
+        if "resized" in (about := images.source.about):
+            frame += f"; images packed beforehand: {about['resized']} ({about['interpolation']})"
     averaged = config.ema_decay is not None and config.eval.ema
     return f"{frame}; {'averaged weights (EMA)' if averaged else 'weights of the last step'}"
 
@@ -67,13 +70,13 @@ def evaluate(apply: Callable[[Any, Array], Array], weights: Any, config: Config,
 
     Args:
         apply: (weights, normalised images [B, H, W, 3]) -> logits [B, classes].
-        weights: a tree of arrays, whatever `apply` takes.
+        weights: a tree of arrays, whatever `apply` takes; of a run with several seeds, arrays of all of them.
         config: of the run.
         mesh: where to evaluate.
         poll: called after each step; may raise to stop.
 
     Returns:
-        One row per resolution, as they stand in `results.json`.
+        One row per resolution, as they stand in `results.json`; of a run with several seeds, one per resolution and seed.
     """
 
     def count(weights: Any, batch: dict[str, Array]) -> tuple[Array, Array, Array]:
@@ -82,28 +85,22 @@ def evaluate(apply: Callable[[Any, Array], Array], weights: Any, config: Config,
         hits = (best == batch["label"][:, None]) & batch["mask"][:, None]
         return hits[:, 0].sum(), hits.sum(), batch["mask"].sum()
 
+    if config.seeds > 1:
+        count = jax.vmap(count, in_axes=(0, None))
     count = jax.jit(count, out_shardings=replicated(mesh))
     batch_size = -(-config.eval.batch_size // mesh.size) * mesh.size  # the last batch is filled up anyway
     rows = []
     for size in resolutions(config, image_pair(config.data.image_size)):
         images = load_images(config, "test", size)
-        totals = np.zeros(3, np.int64)
+        totals = np.zeros((3, config.seeds), np.int64)
         loader = {"shard": share(), "workers": config.data.workers, "bad_images": config.data.bad_images}
         for batch in data.evaluation_batches(images, batch_size=batch_size, **loader):
-            totals += np.asarray(count(weights, put_batch(batch, mesh)))
+            totals += np.asarray(count(weights, put_batch(batch, mesh))).reshape(totals.shape)
             poll()
-        top1, top5, number = totals.tolist()
-        rows.append(
-            {
-                "dataset": images.name,
-                "split": images.split,
-                "resolution": list(size),
-                "top1": top1 / number,
-                "top5": top5 / number,
-                "count": number,
-                "protocol": protocol(images, config),
-            }
-        )
+        about = {"dataset": images.name, "split": images.split, "resolution": list(size)}
+        for name, (top1, top5, number) in zip(members.names(config), totals.T.tolist(), strict=True):
+            accuracies = {"top1": top1 / number, "top5": top5 / number, "count": number}
+            rows.append(about | accuracies | {"protocol": protocol(images, config)} | name)
     return rows
 
 
@@ -121,7 +118,10 @@ def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
 def results_table(rows: Sequence[Row]) -> str:
     """Accuracies for a person."""
     cells = [(f"{r['resolution'][0]}x{r['resolution'][1]}", f"{r['top1']:.4f}", f"{r['top5']:.4f}", str(r["count"])) for r in rows]
-    return format_table(("resolution", "top-1", "top-5", "images"), cells)
+    header = ("resolution", "top-1", "top-5", "images")
+    if "seed" in rows[0]:
+        header, cells = ("seed", *header), [(str(row["seed"]), *cell) for row, cell in zip(rows, cells, strict=True)]
+    return format_table(header, cells)
 
 
 def evaluate_files(
@@ -222,6 +222,12 @@ def read_evaluations(path: pathlib.Path) -> list[Row]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
+def add_evaluation(path: pathlib.Path, row: Row) -> None:
+    """Adds a row to an `evaluations.json`, instead of one that was asked for in the same words; also while other processes do so."""
+    others = lambda text: [] if text is None else [other for other in json.loads(text)["rows"] if other["asked"] != row["asked"]]
+    update_file(path, lambda text: json.dumps({"rows": [*others(text), row]}, indent=2) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Evaluates, shows and records."""
     parser = argparse.ArgumentParser(
@@ -272,7 +278,10 @@ def _evaluate_command(asked: argparse.Namespace) -> None:
             "dataset": asked.dataset or about.config.data.source,
             "windows": "scaled" if asked.scale_windows else "kept",
             "rpb_shrink": asked.rpb_shrink,
-        } | ({} if found is None else {"images": asked.images} | json.loads(json.dumps(dataclasses.asdict(preprocessing))))
+        }
+        identity |= {"sha256": about.sha256} if about.sha256 is not None else {}  # a file of weights may be replaced by another
+        identity |= {"seed": asked.seed} if asked.workdir is not None and asked.seed is not None else {}
+        identity |= {} if found is None else {"images": asked.images} | json.loads(json.dumps(dataclasses.asdict(preprocessing)))
         rows = read_evaluations(out)
         row = next((row for row in rows if row["asked"] == identity), None)
         if of_first(row is None):
@@ -287,7 +296,7 @@ def _evaluate_command(asked: argparse.Namespace) -> None:
             versions = {name: importlib.metadata.version(name) for name in ("rope_jax", "jax", "flax", "numpy", "pillow")}
             row |= {"asked": identity, "versions": versions}
             if first:
-                write_file(out, json.dumps({"rows": [*rows, row]}, indent=2) + "\n")
+                add_evaluation(out, row)
         shown.append(row)
     if first:
         print(f"{about.title}, {about.weights}\n{shown[0]['dataset']}: {shown[0]['protocol']}\n\n{results_table(shown)}\n\nrows: {out}")

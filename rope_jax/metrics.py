@@ -169,7 +169,8 @@ class Profiler:
 
 def progress_line(step: int, total: int, values: dict[str, float]) -> str:
     """One line for a person: step, loss, accuracy, learning rate, speed, remaining time, and what slows it down, if anything does."""
-    parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {values['loss']:.4f}", f"accuracy {values['accuracy']:.3f}"]
+    spread = f" +- {values['loss_std']:.4f}" if "loss_std" in values else ""
+    parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {values['loss']:.4f}{spread}", f"accuracy {values['accuracy']:.3f}"]
     parts.append(f"lr {values['learning_rate']:.2e}")
     if "images_per_second" in values:
         minutes, seconds = divmod(round(values["eta_seconds"]), 60)

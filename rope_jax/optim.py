@@ -16,6 +16,8 @@ from rope_jax.config import OptimConfig
 def learning_rate_schedule(options: OptimConfig, *, epochs: float, steps_per_epoch: float) -> optax.Schedule:
     """The learning rate at each step: linear warmup, then a cosine or a constant, then cooldown at the minimum.
 
+    A warmup that does not end before the run (or its cooldown) is shortened, so that the last step, or epoch, has the peak.
+
     Args:
         options: see `OptimConfig`.
         epochs: of the whole run, cooldown included.
@@ -24,10 +26,11 @@ def learning_rate_schedule(options: OptimConfig, *, epochs: float, steps_per_epo
     if options.schedule_step == "iteration":
         total = max(1, round((epochs - options.cooldown_epochs) * steps_per_epoch))
         return _curve(options, min(round(options.warmup_epochs * steps_per_epoch), total - 1), total)
-    curve = _curve(options, options.warmup_epochs, epochs - options.cooldown_epochs)
+    late = options.schedule_step == "late_epoch"
+    total = epochs - options.cooldown_epochs
+    curve = _curve(options, min(options.warmup_epochs, max(np.ceil(total) - 1 - late, 0)), total)
     # The first step of each epoch, in whole numbers: a quotient in float32 could miss the border.
     starts = np.ceil(np.arange(1, int(np.ceil(epochs)) + 1) * steps_per_epoch - 1e-6).astype(np.int32)
-    late = options.schedule_step == "late_epoch"
 
     def by_epoch(step: Any) -> jax.Array:
         epoch = jnp.searchsorted(jnp.asarray(starts), step, side="right")

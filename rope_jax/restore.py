@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rope_jax import members
 from rope_jax.checkpoint import Checkpoints, named_leaves, some_of
 from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.models.layers import STORED
@@ -36,7 +37,7 @@ def create(config: Config) -> nnx.Module:
         )
 
 
-def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = None) -> tuple[nnx.Module, Config]:
+def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = None, seed: int | None = None) -> tuple[nnx.Module, Config]:
     """Loads what a run wrote.
 
     Args:
@@ -44,13 +45,14 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
         step: which checkpoint; None for the newest that verifies.
         ema: True for the averaged weights, False for the last ones; None for those that the run evaluates, see `EvalConfig.ema`. Batch
             statistics are the running ones either way.
+        seed: which model of a run that trained several seeds at once; None for the first.
 
     Returns:
-        The model with its weights, and the run's config.
+        The model with its weights, and the run's config; of several seeds at once, that of the one alone.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: ema=True, but the run kept no average; or the checkpoint, or each of them, is damaged.
+        ValueError: ema=True, but the run kept no average; the run has no such seed; or the checkpoint, or each of them, is damaged.
     """
     folder = pathlib.Path(path) / "checkpoints"
     if not folder.is_dir():
@@ -69,12 +71,15 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
         if ema and config.ema_decay is None:
             raise ValueError("ema=True, but this run kept no averaged weights (--config.ema_decay): use ema=None or False")
         averaged = config.ema_decay is not None and config.eval.ema if ema is None else ema
-        model = create(config)
+        own = members.config_of(config, seed)
+        model = create(own)
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
-        wanted = {entry: like(state, replicated(make_mesh())) for entry, kind in kinds.items() if (state := _state(model, kind))}
-        for state in checkpoints.load(step, wanted).values():
-            nnx.update(model, state)
-    return model, config
+        states = {entry: state for entry, kind in kinds.items() if (state := _state(model, kind))}
+        if config.seeds > 1:
+            states = jax.eval_shape(lambda states: members.stack([states] * config.seeds), states)
+        for state in checkpoints.load(step, like(states, replicated(make_mesh()))).values():
+            nnx.update(model, state if config.seeds == 1 else members.take(state, own.seed - config.seed))
+    return model, own
 
 
 def start_from(model: nnx.Module, config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import hashlib
 import pathlib
 
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ class Subject:
         config: of the run that trained it, or None.
         weights: where they come from, in words that a reader can follow.
         step: of the checkpoint, or None.
+        sha256: of the file of weights, or None where it is no file.
     """
 
     model: nnx.Module
@@ -36,6 +38,7 @@ class Subject:
     config: Config | None
     weights: str
     step: int | None = None
+    sha256: str | None = None
 
     @property
     def title(self) -> str:
@@ -55,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num_classes", type=int, help="outputs of --model")
     group.add_argument("--image_size", help="pixels at which --model is made: 224 or 224x320")
     group.add_argument("--options", default="", help="overrides of --model: depth=6,window_size=8")
-    group.add_argument("--seed", type=int, default=0, help="of the fresh weights of --model")
+    group.add_argument("--seed", type=int, help="of the fresh weights of --model, or which of a WORKDIR's; default: 0, or its first")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="in which --model computes; default: float32")
 
 
@@ -81,11 +84,12 @@ def load(asked: argparse.Namespace) -> Subject:
             raise ConfigError(f"--{given[0]} goes with --model; what a WORKDIR holds is settled by its config.json: leave it out")
         with blame("WORKDIR"):
             step = _newest(asked.workdir) if asked.step is None else asked.step
-            model, config = load_checkpoint(asked.workdir, step=step)
+            model, config = load_checkpoint(asked.workdir, step=step, seed=asked.seed)
         size = image_pair(config.data.image_size)
         position = config.model.position or find_model(config.model.name).position
         preprocessing = Preprocessing(mean=config.data.mean, std=config.data.std, crop=1.0)
-        weights = f"{asked.workdir}, step {step}" + (", averaged weights (EMA)" if config.ema_decay is not None else "")
+        seed = "" if asked.seed is None else f", seed {asked.seed}"
+        weights = f"{asked.workdir}{seed}, step {step}" + (", averaged weights (EMA)" if config.ema_decay is not None else "")
         return Subject(model, config.model.name, position, size, preprocessing, config, weights, step)
     if asked.step is not None:
         raise ConfigError("--step goes with a WORKDIR: leave it out")
@@ -99,17 +103,26 @@ def load(asked: argparse.Namespace) -> Subject:
             position=asked.position,
             num_classes=asked.num_classes,
             image_size=size,
-            seed=asked.seed,
+            seed=asked.seed or 0,
             dtype=jnp.dtype(asked.dtype or "float32"),
             **model_overrides(asked.options),
         )
     if asked.weights is None:
-        return Subject(model, asked.model, asked.position or entry.position, size, Preprocessing(), None, f"fresh, seed {asked.seed}")
+        return Subject(model, asked.model, asked.position or entry.position, size, Preprocessing(), None, f"fresh, seed {asked.seed or 0}")
     try:
         load_pretrained(model, asked.weights, source=asked.source)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{error} [--weights]") from error
-    return Subject(model, asked.model, asked.position or entry.position, size, model.preprocessing, None, asked.weights)
+    title = asked.position or entry.position
+    return Subject(model, asked.model, title, size, model.preprocessing, None, asked.weights, sha256=_sha256(asked.weights))
+
+
+def _sha256(path: str) -> str | None:
+    """Of a file's content; None of what is no file, such as a hub id."""
+    if not pathlib.Path(path).is_file():
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _newest(workdir: str) -> int | None:

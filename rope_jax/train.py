@@ -7,6 +7,7 @@ that was interrupted ends exactly where it would have ended anyway.
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import pathlib
 import time
 import zlib
@@ -19,14 +20,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, UInt32
 
-from rope_jax import data, optim, restore
+from rope_jax import data, members, optim, restore
 from rope_jax.analysis.plots import accuracy_against_resolution
-from rope_jax.checkpoint import Checkpoints
+from rope_jax.checkpoint import Checkpoints, not_finite
 from rope_jax.config import COSMETIC, SEMANTIC, Config, ConfigError, blame, differences, resolve, to_json
-from rope_jax.data import on_device
-from rope_jax.evaluate import evaluate, load_images, normalise, protocol, read_results, resolutions, results_table, write_results
+from rope_jax.data import on_device, order
+from rope_jax.evaluate import Row, evaluate, load_images, normalise, protocol, read_results, resolutions, results_table, write_results
 from rope_jax.hints import closest
 from rope_jax.losses import LOSSES, soft_targets
 from rope_jax.metrics import MetricsWriter, Profiler, Progress, parameter_table, progress_line
@@ -37,7 +38,8 @@ from rope_jax.workdir import locked, warn, write_file
 
 MAX_SKIPPED = 10  # steps in a row whose numbers are not finite, before a run with non_finite="skip" stops
 
-State = dict[str, Any]  # step i32[], params, opt; ema where the config asks for it, stats where the model has batch norms
+# step i32[], params, opt; ema where the config asks for it, stats where the model has batch norms. Of several seeds see `rope_jax.members`.
+State = dict[str, Any]
 
 
 class NonFinite(Exception):
@@ -54,6 +56,7 @@ class Run:
         images: the training split.
         fingerprint: of the data, by split.
         graph, rest: the model without its parameters and batch statistics.
+        seed: of what is drawn in a step. Of several seeds at once these are all of them, and `rest` is of all of their models.
         optimizer, schedule: of the parameters, and of its learning rate.
         total_steps: of the whole run.
     """
@@ -64,6 +67,7 @@ class Run:
     fingerprint: dict[str, str]
     graph: nnx.GraphDef
     rest: nnx.State
+    seed: int | UInt32[Array | np.ndarray, "*K"]
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     total_steps: int
@@ -88,6 +92,9 @@ class Run:
 def prepare(config: Config) -> tuple[Run, nnx.Module]:
     """Loads the images, checks that everything goes together, and makes the model and the optimiser.
 
+    Returns:
+        The run, and its model; of several seeds at once the models of all of them, joined into one.
+
     Raises:
         ConfigError: an impossible combination; the message names the flag to change.
     """
@@ -104,8 +111,15 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError("--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it to False")
     images, held_out = (load_images(config, split, config.data.image_size) for split in ("train", "test"))
+    with blame("--config.data.path"):
+        _check_classes(images, held_out)
     with blame("--config.data.augment"):
         data.batches(images, batch_size=1, seed=config.seed, augment=on_device.parse(config.data.augment).host)
+    if config.seeds > 1 and isinstance(images, data.Streamed):
+        raise ConfigError(
+            f"--config.seeds={config.seeds} needs images that lie in memory, and those of {images.name} are read one at a time "
+            f"(--config.data.source={config.data.source}): use --config.seeds=1"
+        )
     if config.data.on_device:
         with blame("--config.data.on_device"):
             on_device.Places(images, batch_size=1, seed=config.seed, augment=on_device.parse(config.data.augment).host)
@@ -126,7 +140,24 @@ def prepare(config: Config) -> tuple[Run, nnx.Module]:
         for size in resolutions(config, image_pair(config.data.image_size)):
             model.grids(size)
     fingerprint = {split.split: data.fingerprint(split) for split in (images, held_out)}
-    return assemble(config, mesh, images, fingerprint, model), model
+    run = assemble(config, mesh, images, fingerprint, model)
+    if config.seeds == 1:
+        return run, model
+    model = members.join([model, *(restore.create(members.config_of(config, seed)) for seed in members.seeds(config)[1:])])
+    return dataclasses.replace(run, rest=_parts_of(model)[-1], seed=np.array(members.seeds(config), np.uint32)), model
+
+
+def _check_classes(images: data.Images | data.Streamed, held_out: data.Images | data.Streamed) -> None:
+    """Refuses splits whose labels do not mean the same (sets in memory have no names of classes)."""
+    if not isinstance(images, data.Streamed) or not isinstance(held_out, data.Streamed):
+        return
+    here, there = images.source.about["class_names"], held_out.source.about["class_names"]
+    for label, pair in enumerate(itertools.zip_longest(here, there)):
+        if pair[0] != pair[1]:
+            raise ValueError(
+                f"the splits of {images.name} have other classes: label {label} is {pair[0]!r} in the training split and {pair[1]!r} in "
+                f"the test split ({len(here)} and {len(there)} classes): prepare both with the same list of classes"
+            )
 
 
 def assemble(config: Config, mesh: Mesh, images: data.Images | data.Streamed, fingerprint: dict[str, str], model: nnx.Module) -> Run:
@@ -134,15 +165,21 @@ def assemble(config: Config, mesh: Mesh, images: data.Images | data.Streamed, fi
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
     total = max(1, round(config.epochs * steps_per_epoch))
     schedule = optim.learning_rate_schedule(config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch)
-    graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    graph, params, _, rest = _parts_of(model)
     optimizer = optim.make_optimizer(config.optim, schedule, params)
-    return Run(config, mesh, images, fingerprint, graph, rest, optimizer, schedule, total)
+    return Run(config, mesh, images, fingerprint, graph, rest, config.seed, optimizer, schedule, total)
+
+
+def _parts_of(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State, nnx.State]:
+    """A model's graph, parameters, batch statistics, and what else it holds."""
+    return nnx.split(model, nnx.Param, nnx.BatchStat, ...)
 
 
 def initial_state(run: Run, model: nnx.Module) -> State:
     """The state before the first step, from the model's parameters and batch statistics, laid out over the mesh."""
     params, stats = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.BatchStat))
-    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": run.optimizer.init(params)}
+    init = run.optimizer.init if run.config.seeds == 1 else jax.vmap(run.optimizer.init)
+    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": init(params)}
     if stats:
         state["stats"] = stats
     if run.config.ema_decay is not None:
@@ -150,8 +187,24 @@ def initial_state(run: Run, model: nnx.Module) -> State:
     return jax.device_put(state, state_shardings(state, run.mesh))
 
 
-def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict[str, Array]]]:
-    """The jitted training step: (state, batch) -> (state, metrics); the old state is donated.
+def make_step(run: Run) -> Callable[[State, dict[str, Any]], tuple[State, dict[str, Array]]]:
+    """The jitted training step: (state, batch) -> (state, metrics); the old state is donated. Of several seeds, that of all of them."""
+
+    def of_one(rest: nnx.State, seed: UInt32[Array, ""], state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Array]]:
+        return _step(dataclasses.replace(run, rest=rest, seed=seed), state, batch)
+
+    def step(state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Array]]:
+        if run.config.seeds == 1:
+            new, metrics = _step(run, state, batch)
+        else:
+            new, metrics = members.together(of_one, run.rest, run.seed, state, batch)
+        return jax.lax.with_sharding_constraint((new, metrics), (state_shardings(new, run.mesh), replicated(run.mesh)))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _step(run: Run, state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Array]]:
+    """The next state, and what there is to tell of it.
 
     Batch statistics are those of the whole batch, over whatever devices it is divided, or where `accumulate` cuts it into parts, of each
     part after the other.
@@ -181,39 +234,38 @@ def make_step(run: Run) -> Callable[[State, dict[str, Array]], tuple[State, dict
         loss, accuracy, grads = jax.tree.map(lambda total: total / count, totals)
         return (loss, (accuracy, stats)), grads
 
-    def step(state: State, batch: dict[str, Array]) -> tuple[State, dict[str, Array]]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        batch = _augmented(run, batch, key)
-        compute = gradient if config.accumulate == 1 else of_parts
-        (loss, (accuracy, stats)), grads = compute(state["params"], state.get("stats", {}), batch, key)
-        updates, opt = run.optimizer.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        new = {"step": state["step"] + 1, "params": params, "opt": opt}
-        if stats:
-            new["stats"] = stats
-        if config.ema_decay is not None:
-            new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
-        metrics = {
-            "loss": loss,
-            "accuracy": accuracy,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(run.schedule(state["step"]), jnp.float32),
-        }
-        if config.non_finite == "skip":
-            fine = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-            new = jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state) | {"step": new["step"]}
-        return jax.lax.with_sharding_constraint((new, metrics), (state_shardings(new, run.mesh), replicated(run.mesh)))
-
-    return jax.jit(step, donate_argnums=0)
+    key = jax.random.fold_in(jax.random.key(run.seed), state["step"])
+    batch = _augmented(run, batch, key)
+    compute = gradient if config.accumulate == 1 else of_parts
+    (loss, (accuracy, stats)), grads = compute(state["params"], state.get("stats", {}), batch, key)
+    updates, opt = run.optimizer.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    new = {"step": state["step"] + 1, "params": params, "opt": opt}
+    if stats:
+        new["stats"] = stats
+    if config.ema_decay is not None:
+        new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
+    metrics = {
+        "loss": loss,
+        "accuracy": accuracy,
+        "grad_norm": optax.tree.norm(grads),
+        "learning_rate": jnp.asarray(run.schedule(state["step"]), jnp.float32),
+    }
+    if config.non_finite == "skip":
+        fine = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        new = jax.tree.map(lambda after, before: jnp.where(fine, after, before), new, state) | {"step": new["step"]}
+    return new, metrics
 
 
-def feed(run: Run, first: int) -> tuple[data.Batches | on_device.Places, dict[str, Any]]:
+def feed(run: Run, first: int) -> tuple[data.Batches | on_device.Places | members.Streams, dict[str, Any]]:
     """The training batches of this process from step `first` on, and what is on the devices all the time and belongs to each of them."""
     config, images = run.config, run.images
     options = {"batch_size": config.batch_size, "seed": config.seed, "start_step": first, "augment": run.plan.host}
     options |= {"repeats": config.data.repeats, "shard": share()}
     if config.data.on_device:
-        return on_device.Places(images, **options), {"set": jax.device_put((images.images, images.labels), replicated(run.mesh))}
+        streams = [on_device.Places(images, **options | {"seed": seed}) for seed in members.seeds(config)]
+        resident = {"set": jax.device_put((images.images, images.labels), replicated(run.mesh))}
+        return (streams[0] if config.seeds == 1 else members.Streams(streams)), resident
     ahead = isinstance(images, data.Streamed)
     return data.batches(images, **options, ahead=ahead, workers=config.data.workers, bad_images=config.data.bad_images), {}
 
@@ -225,7 +277,7 @@ def _augmented(run: Run, batch: dict[str, Array], key: Array) -> dict[str, Array
         batch = on_device.take(*batch["set"], batch, plan.host)
     images, labels = batch["image"], batch["label"]
     if plan.pixels or plan.erasing:
-        keys = on_device.example_keys(config.seed, batch["epoch"], batch["index"])
+        keys = on_device.example_keys(run.seed, batch["epoch"], batch["index"])
     if plan.pixels:
         images = on_device.apply(images, keys, plan.pixels, tuple(round(255 * x) for x in config.data.mean))
     images, others, share, m = normalise(images, config), labels, 1.0, config.mix
@@ -272,15 +324,23 @@ def train(config: Config, workdir: pathlib.Path, *, strict_restore: bool = False
         signals.saved = state is not None
         if state is None:
             if config.init_from is not None:
-                restore.start_from(model, config)
+                model = _started(model, config)
             state = initial_state(run, model)
-            print(parameter_table(state["params"]))
+            print(parameter_table(state["params"] if config.seeds == 1 else members.take(state["params"], 0)))
         if jax.process_index() == 0:
             write_file(workdir / "config.json", to_json(config) + "\n")
         if int(state["step"]) < run.total_steps:
             with MetricsWriter(workdir, restored_step=int(state["step"]), tensorboard=config.tensorboard) as writer:
                 state = loop(run, state, checkpoints, writer, signals, workdir)
         finish(run, state, workdir, signals)
+
+
+def _started(model: nnx.Module, config: Config) -> nnx.Module:
+    """The model with the weights of `init_from`: those of all seeds start from the same."""
+    models = [model] if config.seeds == 1 else members.part(model, config.seeds)
+    for seed, each in zip(members.seeds(config), models, strict=True):
+        restore.start_from(each, members.config_of(config, seed))
+    return model if config.seeds == 1 else members.join(models)
 
 
 def evaluate_newest(config: Config, workdir: pathlib.Path, *, strict_restore: bool = False, resume_override: Sequence[str] = ()) -> None:
@@ -292,8 +352,12 @@ def evaluate_newest(config: Config, workdir: pathlib.Path, *, strict_restore: bo
     missing = ConfigError(f"--workdir={workdir} holds no checkpoints: train first, with --mode=train")
     if not (workdir / "checkpoints").is_dir():
         raise missing
-    with stop_signals() as signals:
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(stop_signals())
         signals.saved = True
+        with blame("--workdir"):
+            if jax.process_index() == 0:
+                stack.enter_context(locked(workdir))
         run, model = prepare(config)
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(run, model, checkpoints, workdir, strict=strict_restore, override=resume_override)
@@ -352,46 +416,58 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
     config = run.config
     first = step = int(state["step"])
     train_step = make_step(run)
-    progress, profiler = Progress(total_steps=run.total_steps, batch_size=config.batch_size), Profiler(workdir)
-    skipped = 0
+    progress = Progress(total_steps=run.total_steps, batch_size=config.batch_size * config.seeds)
+    profiler = Profiler(workdir)
+    skipped = dict.fromkeys(members.seeds(config), 0)  # in a row
 
-    def examples(step: int) -> str:
+    def examples(step: int, seed: int) -> str:
         count, repeats = len(run.images.labels), config.data.repeats
-        numbers = data.pipeline.examples(step - 1, batch_size=config.batch_size, seed=config.seed, count=count, repeats=repeats)
+        numbers = order.examples(step - 1, batch_size=config.batch_size, seed=seed, count=count, repeats=repeats)
         return ", ".join(map(str, numbers[:8])) + ", ..."
 
-    def lost(step: int, told: str) -> NonFinite:
+    def lost(step: int, seed: int, told: str) -> NonFinite:
         last = checkpoints.newest()
         saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
-        return NonFinite(f"{told}; {saved}. Lower --config.optim.learning_rate, or look at its examples: {examples(step)}")
+        return NonFinite(f"{told}; {saved}. Lower --config.optim.learning_rate, or look at its examples: {examples(step, seed)}")
+
+    def check(step: int, values: dict[str, np.ndarray]) -> bool:
+        """Whether all that a step computed is finite; stops the run, or says what is skipped, where it is not."""
+        fine = True
+        each = zip(skipped, members.names(config), np.ravel(values["loss"]), np.ravel(values["grad_norm"]), strict=True)
+        for seed, name, loss, norm in each:
+            if np.isfinite(loss) and np.isfinite(norm):
+                skipped[seed] = 0
+                continue
+            fine = False
+            skipped[seed] += 1
+            told = f"step {step}{f' of seed {seed}' if name else ''}: loss {loss}, gradient norm {norm}"
+            if config.non_finite == "stop" or skipped[seed] > MAX_SKIPPED:
+                often = f", after {MAX_SKIPPED} skipped steps in a row" if skipped[seed] > MAX_SKIPPED else ""
+                raise lost(step, seed, told + often)
+            warn(f"WARNING: {told}; its update is skipped ({skipped[seed]} in a row). Its examples: {examples(step, seed)}")
+            writer.event(step, "skipped", loss=str(loss), grad_norm=str(norm), **name)
+        return fine
 
     def report(step: int, metrics: dict[str, Array]) -> None:
-        nonlocal skipped
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if np.isfinite(values["loss"]) and np.isfinite(values["grad_norm"]):
-            skipped = 0
-        else:
-            told = f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}"
-            skipped += 1
-            if config.non_finite == "stop" or skipped > MAX_SKIPPED:
-                often = f", after {MAX_SKIPPED} skipped steps in a row" if skipped > MAX_SKIPPED else ""
-                raise lost(step, told + often)
-            warn(f"WARNING: {told}; its update is skipped ({skipped} in a row). Its examples: {examples(step)}")
-            writer.event(step, "skipped", loss=str(values["loss"]), grad_norm=str(values["grad_norm"]))
+        values = jax.device_get(metrics)
+        if not check(step, values):
             return
         logged = step % config.log_every == 0 or step == run.total_steps
         speed = progress.at(step) if logged or step == first + 1 else {}
         if logged:
             if batches.skipped:
                 speed |= {"skipped_images": len(batches.skipped)}
-            writer.write(step, values | speed)
-            print(progress_line(step, run.total_steps, values | speed), flush=True)
+            numbers = {name: float(value) for name, value in values.items()} if config.seeds == 1 else members.summary(values, config)
+            writer.write(step, numbers | speed)
+            print(progress_line(step, run.total_steps, numbers | speed), flush=True)
 
     def save(step: int, state: State) -> None:
         try:
             checkpoints.save(step, state, about=run.about())
         except ValueError as error:
-            raise lost(step, str(error)) from None
+            trees = [state] if config.seeds == 1 else [members.take(state, member) for member in range(config.seeds)]
+            seed = next((seed for seed, tree in zip(members.seeds(config), trees, strict=True) if not_finite(tree)), config.seed)
+            raise lost(step, seed, str(error)) from None
 
     def on_saved(step: int, size: int, seconds: float) -> None:
         signals.saved = True
@@ -455,12 +531,19 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
     """Evaluates the state, unless that was done in the same way, and shows what came of it."""
     config, step = run.config, int(state["step"])
     how = protocol(run.images, config)
-    wanted = [(list(pair), how) for pair in resolutions(config, image_pair(config.data.image_size))]
+    sizes = resolutions(config, image_pair(config.data.image_size))
+    wanted = [{"resolution": list(size), "protocol": how} | name for size in sizes for name in members.names(config)]
     results = read_results(workdir)
-    if of_first(results is None or results["step"] != step or [(r["resolution"], r["protocol"]) for r in results["eval"]] != wanted):
-        apply = lambda weights, images: run.apply(*weights, images)[0]
+    kept = ("resolution", "protocol", "seed")
+    done = [] if results is None else [{key: row[key] for key in kept if key in row} for row in results["eval"]]
+    if of_first(results is None or results["step"] != step or done != wanted):
         averaged = "ema" in state and config.eval.ema
         weights = (state["ema" if averaged else "params"], state.get("stats", {}))
+        if config.seeds == 1:
+            apply = lambda weights, images: run.apply(*weights, images)[0]
+        else:
+            weights = (*weights, run.rest)
+            apply = lambda weights, images: dataclasses.replace(run, rest=weights[2]).apply(*weights[:2], images)[0]
         rows = evaluate(apply, weights, config, run.mesh, poll=poll)
         if jax.process_index() == 0:
             write_results(workdir, step, rows)
@@ -470,5 +553,8 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
         return
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {config.model.name} with {config.model.position}, step {step}")
     print(results_table(rows))
-    picture = accuracy_against_resolution({config.model.position: rows}, workdir / "accuracy.png")
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(f"{config.model.position}, seed {row['seed']}" if "seed" in row else config.model.position, []).append(row)
+    picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
     print(f"\npicture: {picture}" if picture else "\nno picture: matplotlib is not installed (pip install 'rope_jax[plot]')")

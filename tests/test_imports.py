@@ -49,11 +49,11 @@ def within(name, group):
 HINTS = ["rope_jax.hints"]
 POSITIONS = ["rope_jax.positions", "rope_jax.initializers", "rope_jax_kernels", *HINTS]
 MODELS = ["rope_jax.models", "rope_jax.sharding", *POSITIONS]
-CONFIG = ["rope_jax.config", *HINTS]
+CONFIG = ["rope_jax.config", "rope_jax.settings", *HINTS]
 DATA = ["rope_jax.data"]
 WORKDIR = ["rope_jax.workdir"]
 PLAIN = [*WORKDIR, "rope_jax.sharding", "rope_jax.checkpoint", "rope_jax.metrics", "rope_jax.optim", "rope_jax.losses"]
-RESTORE = ["rope_jax.restore", *CONFIG, *MODELS, *PLAIN]
+RESTORE = ["rope_jax.restore", "rope_jax.members", *CONFIG, *MODELS, *PLAIN]
 EVALUATE = ["rope_jax.evaluate", "rope_jax.subject", "rope_jax.analysis.plots", *DATA, *RESTORE]
 ARRAYS = ["jax", "numpy", "jaxtyping"]
 
@@ -77,9 +77,13 @@ RULES = {
     "rope_jax.data.imagenet": (DATA, ["numpy", "scipy"]),
     "rope_jax.data.workers": (DATA, ["numpy", "grain", "absl"]),
     "rope_jax.data.on_device": (DATA, ARRAYS),
+    "rope_jax.data.image_ops": (DATA, ARRAYS),
+    "rope_jax.data.cuts": (DATA, [*ARRAYS, "PIL"]),
     "rope_jax.hints": ([], []),
     "rope_jax.initializers": ([], ARRAYS),
+    "rope_jax.settings": ([], []),
     "rope_jax.config": (CONFIG, ["ml_collections"]),
+    "rope_jax.members": (CONFIG, [*ARRAYS, "flax.nnx"]),
     "rope_jax.restore": (RESTORE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.evaluate": (EVALUATE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.program": (MODELS, [*ARRAYS, "flax.nnx"]),
@@ -95,7 +99,7 @@ RULES = {
     # Programs beside main: they read what runs wrote.
     "rope_jax.analysis.__main__": (["rope_jax.analysis", *EVALUATE], [*ARRAYS, "flax.nnx"]),
     "rope_jax.analysis.report": (
-        ["rope_jax.analysis", *CONFIG, "rope_jax.models.registry", "rope_jax.evaluate", "rope_jax.metrics"],
+        ["rope_jax.analysis", *CONFIG, "rope_jax.members", "rope_jax.models.registry", "rope_jax.evaluate", "rope_jax.metrics"],
         ["numpy", "scipy.special"],
     ),
     # __init__ alone: the public names.

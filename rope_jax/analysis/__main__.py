@@ -164,7 +164,7 @@ def learned(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
     about = subject.load(asked)
     config = about.config
     options = model_overrides(config.model.options if config else asked.options)
-    seed = config.seed if config else asked.seed
+    seed = config.seed if config else asked.seed or 0
     classes = about.model.head.out_features
     stages = len(_stages(about.model, about.image_size))
     if not 1 <= asked.stage <= stages:

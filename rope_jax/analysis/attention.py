@@ -28,9 +28,9 @@ class Layer:
     """A layer's attention as it is running.
 
     Attributes:
-        attend: values like the layer's own [B, P + H*W, N, D] or [B, H, W, N, D] -> what attention makes of them.
-        shape: of its queries.
-        grid: (H, W) of the map.
+        attend: values like the layer's own [B, P + H*W, N, D] or [B, h, w, N, D] -> what attention makes of them.
+        shape: of its queries; a map may have been padded to h rows and w columns.
+        grid: (H, W) of the map, without padding.
         prefix: P, tokens before the map.
         dtype: of its queries.
     """
@@ -44,10 +44,15 @@ class Layer:
     def weights(self, first: Array | int) -> Float[Array, "B L N D"]:
         """Weights of all L = P + H*W queries for the D keys from number `first` of the map on; keys that do not exist have weight 0."""
         batch, *places, heads, head_dim = self.shape
-        tokens = int(np.prod(places))
-        unit = jnp.arange(tokens)[:, None] - self.prefix == first + jnp.arange(head_dim)
+        height, width = self.grid
+        padded_width = places[1] if len(places) == 2 else width
+        key = first + jnp.arange(head_dim)
+        unit = jnp.arange(int(np.prod(places)))[:, None] == self.prefix + key // width * padded_width + key % width
+        unit &= key < height * width
         values = jnp.broadcast_to(unit.astype(self.dtype).reshape(1, *places, 1, head_dim), self.shape)
-        return self.attend(values).reshape(batch, tokens, heads, head_dim).astype(jnp.promote_types(self.dtype, jnp.float32))
+        out = self.attend(values).reshape(self.shape)
+        out = out[:, :height, :width] if len(places) == 2 else out
+        return out.reshape(batch, -1, heads, head_dim).astype(jnp.promote_types(self.dtype, jnp.float32))
 
     def firsts(self) -> np.ndarray:
         """For `weights`: numbers that cover the whole map."""
@@ -88,7 +93,7 @@ def row_statistics(layer: Layer) -> tuple[Float[Array, " N"], Float[Array, " N"]
 
     start = jnp.zeros((3, layer.shape[0], area, layer.shape[-2]))
     (total, distance, plogp), _ = jax.lax.scan(add, start, jnp.asarray(layer.firsts()))
-    # Rows sum to `total` where the prefix takes its share; they are scaled to 1 as if it were not there.
+    # Rows sum to `total` where the prefix or padding takes its share; they are scaled to 1 as if it were not there.
     return (distance / total).mean(1).sum(0), (jnp.log(total) - plogp / total).mean(1).sum(0)
 
 
@@ -97,8 +102,8 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """How far and how evenly each head of each layer attends (Heo et al., arXiv 2403.13298, figures 2 and 3).
 
-    Of each query of the map, weights on prefix tokens are dropped and the others scaled to sum 1. Its distance is the mean Euclidean
-    distance to the keys, its entropy -sum a ln a; then the mean over queries and images.
+    Of each query of the map, weights on prefix tokens and on padding are dropped and the others scaled to sum 1. Its distance is the mean
+    Euclidean distance to the keys, its entropy -sum a ln a; then the mean over queries and images.
 
     Args:
         model: from `create_model`, of any family but CAT.
@@ -215,7 +220,6 @@ class _Noting:
 
     def __call__(self, q: Array, k: Array, v: Array, attend: Callable[..., Array]) -> Array:
         inner = self.inner or (lambda q, k, v, attend: attend(q, k, v))
-        grid = q.shape[1:3] if q.ndim == 5 else self.grid  # a map may have been padded
         none = jnp.zeros_like(v)
 
         def of_values(values: Array) -> Array:
@@ -224,5 +228,5 @@ class _Noting:
             out = inner(q, k, none, lambda q, k, v, *bias: attend(q, k, values[: len(v)], *bias))
             return out if self.inner is None else out - inner(q, k, none, attend)
 
-        self.note(Layer(of_values, q.shape, grid, self.prefix, q.dtype))
+        self.note(Layer(of_values, q.shape, self.grid, self.prefix, q.dtype))
         return inner(q, k, v, attend)

@@ -1,7 +1,7 @@
 """Compares finished runs on one page: `python -m rope_jax.analysis.report WORKDIR [WORKDIR ...] [--out=FOLDER] [--analyse]`.
 
 Writes report.html, which needs no other file and no network, report.md with its pictures beside it, and comparison.txt. Runs that differ in
-their seed alone are one row, with the mean and its 95 % confidence interval.
+their seed alone are one row, with the mean and its 95 % confidence interval; a workdir of several seeds holds several of them.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import numpy as np
 from rope_jax.analysis import expected, plots
 from rope_jax.config import Config, from_json
 from rope_jax.evaluate import read_evaluations, read_results
+from rope_jax.members import config_of, metrics_of, seeds
 from rope_jax.metrics import format_table, read_metrics
 from rope_jax.models.registry import find_model
 
@@ -38,7 +39,7 @@ _PICTURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run left in its workdir.
+    """What a run left in its workdir; of several seeds at once, what one of them left.
 
     Attributes:
         workdir: where it is.
@@ -57,16 +58,28 @@ class Run:
     metrics: Sequence[dict[str, Any]]
 
 
-def read_run(workdir: pathlib.Path) -> Run:
-    """Reads a workdir; FileNotFoundError says what to do where it has no results."""
+def read_runs(workdir: pathlib.Path) -> list[Run]:
+    """Reads a workdir: a run for each of its seeds. FileNotFoundError says what to do where it has no results."""
     results = read_results(workdir)
     if results is None:
         raise FileNotFoundError(f"{workdir} has no results.json; run rope_jax.main with --workdir={workdir} to its end first")
     config = from_json((workdir / "config.json").read_text())
     model = dataclasses.replace(config.model, position=config.model.position or find_model(config.model.name).position)
     config = dataclasses.replace(config, model=model)
-    metrics = read_metrics(workdir / "metrics.jsonl")
-    return Run(workdir, config, results["step"], results["eval"], read_evaluations(workdir / "evaluations.json"), metrics)
+    metrics, others = read_metrics(workdir / "metrics.jsonl"), read_evaluations(workdir / "evaluations.json")
+    if config.seeds == 1:
+        return [Run(workdir, config, results["step"], results["eval"], others, metrics)]
+    return [
+        Run(
+            workdir,
+            config_of(config, seed),
+            results["step"],
+            [row for row in results["eval"] if row["seed"] == seed],
+            [row for row in others if row["asked"].get("seed", config.seed) == seed],
+            [metrics_of(line, seed) for line in metrics],
+        )
+        for seed in seeds(config)
+    ]
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -154,8 +167,8 @@ def sections(runs: dict[str, list[Run]], out: pathlib.Path) -> list[Section]:
     counted = f"{first.rows[0]['dataset']} {first.rows[0]['split']}, {first.rows[0]['count']:,} images"
     intervals = "Intervals are of 95 %: Student's t over runs with several seeds, Wilson's over images for a single run."
     found: list[Section] = []
-    seeds = ["seeds", *(str(len(group)) for group in runs.values())]
-    table = [(row[0], seed, *row[1:]) for row, seed in zip(comparison(runs, accuracy), seeds, strict=True)]
+    counts = ["seeds", *(str(len(group)) for group in runs.values())]
+    table = [(row[0], count, *row[1:]) for row, count in zip(comparison(runs, accuracy), counts, strict=True)]
     blocks: list[Block] = [f"Top-1 accuracy in percent ({counted}). The first resolution is that of training. {intervals}", Table(table)]
     means = {name: [_mean(group, size) for size in sizes_of(runs) if rows_at(group, size)] for name, group in runs.items()}
     if picture := plots.accuracy_against_resolution(means, out / "comparison.png"):
@@ -218,6 +231,7 @@ def _others(runs: Sequence[Run]) -> Section:
 def _analyses(runs: Sequence[Run], out: pathlib.Path) -> Section:
     """The pictures of `python -m rope_jax.analysis` that lie in the workdirs."""
     blocks: list[Block] = []
+    runs = list({run.workdir: run for run in runs}.values())  # seeds of one workdir share its pictures
     labels = [run.workdir.name for run in runs]
     for number, (run, label) in enumerate(zip(runs, labels, strict=True), 1):
         for name, text in _PICTURES.items():
@@ -303,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--analyse", action="store_true", help="first make the analysis pictures of the first run of each row")
     asked = parser.parse_args(arguments)
     try:
-        runs = group_runs([read_run(workdir) for workdir in dict.fromkeys(asked.workdirs)])  # named twice is no second seed
+        runs = group_runs([run for workdir in dict.fromkeys(asked.workdirs) for run in read_runs(workdir)])  # named twice is no second seed
     except (OSError, json.JSONDecodeError) as error:
         sys.exit(f"report: {error}")
     if asked.analyse:

@@ -193,7 +193,6 @@ def stream(place: int, augmentation: Augmentation) -> str:
     return f"{place} {augmentation.name}"
 
 
-@functools.lru_cache(maxsize=16)  # a few augmentations, each for the last two epochs
 def epoch_draws(seed: int, epoch: int, count: int, stream: str) -> UInt64[np.ndarray, " count"]:
     """Uniform 64-bit numbers, one for each example of an epoch: a pure function of its arguments.
 
@@ -209,9 +208,20 @@ def epoch_draws(seed: int, epoch: int, count: int, stream: str) -> UInt64[np.nda
     Raises:
         ValueError: for a seed out of range.
     """
-    draws = _generator(seed, epoch, stream).random_raw(count)
-    draws.setflags(write=False)
-    return draws
+    return _draws(seed, count)(epoch, stream)
+
+
+@functools.lru_cache(maxsize=64)
+def _draws(seed: int, count: int) -> Callable[[int, str], UInt64[np.ndarray, " count"]]:
+    """`epoch_draws` of a seed, which remembers those of a few augmentations, each for the last two epochs."""
+
+    @functools.lru_cache(maxsize=16)
+    def draws_of(epoch: int, stream: str) -> np.ndarray:
+        draws = _generator(seed, epoch, stream).random_raw(count)
+        draws.setflags(write=False)
+        return draws
+
+    return draws_of
 
 
 class ExampleDraws:

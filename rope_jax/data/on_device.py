@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32, UInt64
 
 from rope_jax.data import augment as host
 from rope_jax.data.augment import Augmentation
+from rope_jax.data.cuts import cut_and_resize, pack
+from rope_jax.data.frames import FRAMES
 from rope_jax.data.image_ops import AUGMENTATIONS, Fill, Image, Scalar, erase, in_box
 from rope_jax.data.order import places
-from rope_jax.data.sources import Images
+from rope_jax.data.sources import Images, Streamed
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def _shapes(dtype: Any) -> tuple[Any, Any]:
     return jax.ShapeDtypeStruct((1, 8, 8, 3), dtype), jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
 
 
-def example_keys(seed: int, epoch: Int[Array, " B"], index: Int[Array, " B"]) -> Key[Array, " B"]:
+def example_keys(seed: int | UInt32[Array, ""], epoch: Int[Array, " B"], index: Int[Array, " B"]) -> Key[Array, " B"]:
     """One key for each example of a batch, a function of (seed, epoch, index)."""
     base = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"augmentation"))
     return jax.vmap(lambda epoch, index: jax.random.fold_in(jax.random.fold_in(base, epoch), index))(epoch, index)
@@ -160,7 +162,7 @@ class Places(Iterator[dict[str, np.ndarray]]):
 
     def __init__(
         self,
-        images: Images,
+        images: Images | Streamed,
         *,
         batch_size: int,
         seed: int,
@@ -169,14 +171,16 @@ class Places(Iterator[dict[str, np.ndarray]]):
         repeats: int = 1,
         shard: tuple = (0, 1),
     ):
-        """Arguments as in `rope_jax.data.batches`; ValueError for sets that are not in memory, and for augmentations but crop and flip."""
+        """Arguments as in `rope_jax.data.batches`; ValueError for sets that are not in memory, and for augmentations not of `_OF_HOST`."""
         if not isinstance(images, Images):
             raise ValueError(f"on_device=True, but {images.name} is too large to lie in memory: set it to False")
-        self._augmentations = host.parse(augment)
+        self._augmentations, self._size = host.parse(augment), images.size
         if others := [one.name for one in self._augmentations if one.name not in _OF_HOST]:
             raise ValueError(
                 f"on_device=True goes with {', '.join(_OF_HOST)} and what the step does, not with {others[0]}: set it to False"
             )
+        if self._augmentations and self._augmentations[0].name in FRAMES:
+            self._boxes(self._augmentations[0], np.zeros(1, np.uint64))  # refuses options that the device has not
         self._count, self._seed, self._step = len(images.labels), seed, start_step
         self._places = functools.partial(places, batch_size=batch_size, seed=seed, count=self._count, repeats=repeats, shard=shard)
         self._total = self._count * repeats
@@ -189,9 +193,15 @@ class Places(Iterator[dict[str, np.ndarray]]):
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             for place, one in enumerate(self._augmentations):
-                draws[here, place] = host.epoch_draws(self._seed, epoch, self._total, host.stream(place, one))[indices[here]]
+                drawn = host.epoch_draws(self._seed, epoch, self._total, host.stream(place, one))[indices[here]]
+                draws[here, place] = self._boxes(one, drawn) if one.name in FRAMES else drawn
         words = np.stack([draws >> np.uint64(32), draws & np.uint64(0xFFFFFFFF)], axis=-1).astype(np.uint32)
         return {"epoch": epochs.astype(np.int32), "index": indices.astype(np.int32), "draws": words}
+
+    def _boxes(self, frame: Augmentation, draws: UInt64[np.ndarray, " b"]) -> UInt64[np.ndarray, " b"]:
+        """What a frame decides, as the device takes it."""
+        decide, (height, width) = host.as_frame(frame), self._size
+        return np.array([pack(decide(width, height, self._size, draw)) for draw in draws.tolist()], np.uint64)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -232,4 +242,10 @@ def _flip(image: Image, draw: UInt32[Array, "2"], *, p: float = 0.5) -> Image:
     return jnp.where(below, image[:, ::-1], image)
 
 
-_OF_HOST = {"crop": _crop, "flip": _flip}
+def _resized_crop(image: Image, draw: UInt32[Array, "2"], **options: float | str) -> Image:
+    """`rope_jax.data.frames.resized_crop`; the loader has drawn the box."""
+    del options
+    return cut_and_resize(image, draw)
+
+
+_OF_HOST = {"resized_crop": _resized_crop, "crop": _crop, "flip": _flip}

@@ -5,6 +5,7 @@ resume it: step s at batch size B starts at position s * B, whatever ran before.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int64
@@ -64,7 +65,6 @@ def position(
     return epochs, indices
 
 
-@functools.lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, count: int) -> Int64[np.ndarray, " count"]:
     """The order of an epoch: example ids, each once. A pure function of its arguments.
 
@@ -79,9 +79,20 @@ def permutation(seed: int, epoch: int, count: int) -> Int64[np.ndarray, " count"
     Raises:
         ValueError: for a seed out of range.
     """
-    order = np.argsort(epoch_draws(seed, epoch, count, "order"), kind="stable")
-    order.setflags(write=False)
-    return order
+    return _orders(seed, count)(epoch)
+
+
+@functools.lru_cache(maxsize=64)
+def _orders(seed: int, count: int) -> Callable[[int], Int64[np.ndarray, " count"]]:
+    """`permutation` of a seed, which remembers the last two epochs: streams of several seeds may be read in turn."""
+
+    @functools.lru_cache(maxsize=2)
+    def order_of(epoch: int) -> np.ndarray:
+        order = np.argsort(epoch_draws(seed, epoch, count, "order"), kind="stable")
+        order.setflags(write=False)
+        return order
+
+    return order_of
 
 
 def places(

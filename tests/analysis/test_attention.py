@@ -80,6 +80,19 @@ def test_even_attention_in_windows():
     assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border of the map
 
 
+def test_padding_of_a_map_is_not_part_of_it():
+    """2 x 3 tokens, padded to 3 x 3 of which each token sees all: what is left for the real ones is even."""
+    options = {"depths": (1,), "heads": (2,), "width": 8, "kernel_size": 3, "pad_compat": True}
+    model = even(rope_jax.create_model("nat_mini", position="none", image_size=(8, 12), num_classes=2, **options))
+    found = attention_statistics(model, [pictures(8, 12)])
+    assert found.grids == [(2, 3)]
+    np.testing.assert_allclose(found.entropy[0], math.log(6), rtol=1e-5)
+    places = np.stack(np.divmod(np.arange(6), 3), 1)
+    np.testing.assert_allclose(found.distance[0], np.linalg.norm(places[:, None] - places, axis=-1).mean(), rtol=1e-5)
+    (maps,) = attention_maps(model, pictures(8, 12), query=(0.9, 0.9))
+    np.testing.assert_allclose(maps, np.full((2, 2, 2, 3), 1 / 9), rtol=1e-5)
+
+
 @pytest.mark.parametrize("position", ["axial_rope", "lpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rpb", "irpe"))])
 def test_maps_are_the_weights_of_attention(position):
     """Against softmax of the projections of the first block, written out."""

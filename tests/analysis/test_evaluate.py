@@ -106,6 +106,16 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert [row["resolution"] for row in rows] == [[8, 8], [8, 12], [12, 12]]
 
 
+def test_weights_that_were_replaced_are_measured_anew(command, tmp_path):
+    for _ in range(2):
+        (row,), _ = command()
+    other = rope_jax.create_model("deit_ti16", num_classes=3, image_size=8, seed=1, depth=1, width=24, heads=2, patch_size=4)
+    save_pretrained(other, tmp_path / "w.safetensors", source="timm")
+    rows, _ = command()
+    assert rows[0] == row
+    assert len({row["asked"]["sha256"] for row in rows}) == len(rows) == 2
+
+
 def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "share", lambda: (1, 2))
     with pytest.raises(FileNotFoundError, match=r"rows\.json"):

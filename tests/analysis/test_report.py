@@ -1,5 +1,8 @@
 import html.parser
 import json
+import operator
+import pathlib
+import runpy
 
 import numpy as np
 import pytest
@@ -87,7 +90,7 @@ def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):
     b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)))
     longer = cfg.to_json(cfg.resolve({"model": {"position": "rope2d"}, "epochs": 2.0}))
     (b / "config.json").write_text(longer)
-    assert set(report.group_runs([report.read_run(a), report.read_run(b)])) == {"rope2d", "rope2d (b)"}
+    assert set(report.group_runs([*report.read_runs(a), *report.read_runs(b)])) == {"rope2d", "rope2d (b)"}
 
 
 def test_workdirs_of_one_name_stay_apart(tmp_path):
@@ -141,8 +144,9 @@ def test_expected_numbers_name_models_and_schemes_that_exist():
 
     stage = Stage(depth=1, heads=3, head_dim=64, channels=192, grid=(2, 2))
     found = expected.entries()
-    assert {entry["model"] for entry in found} <= set(list_models())
-    for position in {entry["position"] for entry in found}:
+    named = [entry for entry in found if "other_model" not in entry]
+    assert {entry["model"] for entry in named} <= set(list_models())
+    for position in {entry["position"] for entry in named}:
         create_position(position, stage, rngs=nnx.Rngs(0))
     for entry in found:
         assert entry.get("top1", 50) > 10 or entry["dataset"] == "imagenet_a"
@@ -169,7 +173,29 @@ def test_expected_numbers_are_those_of_the_tables(question, answer):
 
 
 def test_expected_throughput():
-    find = lambda model, kernel: [e["images_per_second"] for e in expected.entries() if (e["model"], e.get("kernel")) == (model, kernel)]
+    find = lambda model, kernel: [
+        e["images_per_second"] for e in expected.entries() if (e.get("model"), e.get("kernel")) == (model, kernel)
+    ]
     assert find("vit_b16", "FAv2") == [3598, 3519]
     assert find("nat_mini", "fused") == [3774, 3870, 3772]
     assert find("nat_s_small", "BMM") == [1700, 1830, 1764]
+
+
+def test_recipes_are_those_of_the_tables():
+    """Every printed setting, against the recipe that says it follows the table."""
+    folder = pathlib.Path(__file__).parents[2] / "configs"
+    for table in expected.recipes():
+        name, _, arguments = table["recipe"].partition(":")
+        config = runpy.run_path(str(folder / f"{name}.py"))["get_config"](arguments)
+        cfg.resolve(config)
+        differs = [key for key, value in table["settings"].items() if operator.attrgetter(key)(config) != value]
+        assert differs == table.get("differs", []), table
+        assert not differs or table["note"]
+
+
+def test_speedups_of_the_thesis_are_ratios_times_100():
+    found = expected.speedups()
+    assert len(found) == 9
+    over_compiled = [row["average"] for row in found if (row["form"], row["over"]) == ("fused", "compiled")]
+    assert sum(over_compiled) / 3 / 100 == pytest.approx(9.34, abs=0.005)  # the thesis' text
+    assert all(row["least"] < row["average"] < row["most"] for row in found)

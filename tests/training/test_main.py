@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from benchmarks._processes import Run
 from rope_jax.metrics import read_metrics
 from rope_jax.workdir import locked
 
@@ -29,6 +30,21 @@ def run(*args, devices=1, **kwargs):
     return subprocess.run(command(*args, **kwargs), cwd=ROOT, env=environment(devices), capture_output=True, text=True, timeout=300)
 
 
+@pytest.fixture
+def forked(tmp_path_factory):
+    """The same command in a process that need not import anything; it ends with the test."""
+    started = []
+
+    def start(workdir, *settings, devices=1):
+        log = tmp_path_factory.mktemp("said") / "log"
+        started.append(Run(command(workdir, *settings)[3:], log, environment={"XLA_FLAGS": environment(devices)["XLA_FLAGS"]}))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -37,11 +53,11 @@ def run(*args, devices=1, **kwargs):
         (["--config.model.position=axial_rope(k_rope=16)"], "k_rope=16 does not go with head dimension 16"),
     ],
 )
-def test_mistakes_end_in_one_line(tmp_path, settings, message):
-    done = run(tmp_path / "run", *settings)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_mistakes_end_in_one_line(tmp_path, settings, message, forked):
+    done = forked(tmp_path / "run", *settings)
+    assert done.wait(300) == 2
+    assert message in done.said()
+    assert len(done.said().strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -52,50 +68,42 @@ def test_a_missing_recipe_is_one_line(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_workdir_in_use_is_one_line(tmp_path):
+def test_a_workdir_in_use_is_one_line(tmp_path, forked):
     with locked(tmp_path):
-        done = run(tmp_path)
-    assert done.returncode == 2
-    assert f"{tmp_path} is in use by process {os.getpid()} on" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+        done = forked(tmp_path)
+        assert done.wait(300) == 2
+    assert f"{tmp_path} is in use by process {os.getpid()} on" in done.said()
+    assert len(done.said().strip().splitlines()) == 1
 
 
-def test_a_signal_before_the_first_step_is_told_by_the_status(tmp_path):
-    process = subprocess.Popen(
-        command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    for line in process.stdout:
-        if line.startswith("parameter"):
-            break
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 143
-    assert "stopped by SIGTERM before there was anything to save" in told
+def test_a_signal_before_the_first_step_is_told_by_the_status(tmp_path, forked):
+    stopped = forked(tmp_path, *SMALL)
+    stopped.wait_for("\nparameter ")
+    stopped.send(signal.SIGTERM)
+    assert stopped.wait(120) == 143
+    assert "stopped by SIGTERM before there was anything to save" in stopped.said()
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
     settings = [*SMALL, "--config.epochs=400.0"]
-    process = subprocess.Popen(command(tmp_path, *settings), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=120)[0]
-    assert process.returncode == 0
-    assert "stopped by SIGINT; what was reached is saved" in rest
+    stopped = forked(tmp_path, *settings)
+    stopped.wait_for("\nstep ")
+    stopped.send(signal.SIGINT)
+    assert stopped.wait(120) == 0
+    assert "stopped by SIGINT; what was reached is saved" in stopped.said()
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
-    process = subprocess.Popen(command(tmp_path, *settings), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    assert f"found step {saved}" in process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
+    again = forked(tmp_path, *settings)
+    again.wait_for("\nfound step")
+    again.send(signal.SIGTERM)
+    assert again.wait(120) == 0
+    assert f"found step {saved}" in again.said()
 
 
-def test_one_device_and_eight_give_the_same_curve(tmp_path):
+def test_one_device_and_eight_give_the_same_curve(tmp_path, forked):
     for devices in (1, 8):
-        done = run(tmp_path / str(devices), *SMALL, "--config.epochs=4.0", devices=devices)
-        assert done.returncode == 0, done.stderr
+        done = forked(tmp_path / str(devices), *SMALL, "--config.epochs=4.0", devices=devices)
+        assert done.wait(300) == 0, done.said()
     one, eight = ([line["loss"] for line in read_metrics(tmp_path / str(n) / "metrics.jsonl")] for n in (1, 8))
     assert len(one) == len(eight) == 45
     assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) <= 5e-6
@@ -114,7 +122,7 @@ def test_the_line_to_try_next_is_a_command_that_runs(tmp_path):
     assert (tmp_path / "run_rope_mixed" / "results.json").exists()
 
 
-def test_a_batch_that_eight_devices_cannot_share(tmp_path):
-    done = run(tmp_path, *SMALL, "--config.batch_size=100", devices=8)
-    assert done.returncode == 2
-    assert "--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104" in done.stderr
+def test_a_batch_that_eight_devices_cannot_share(tmp_path, forked):
+    done = forked(tmp_path, *SMALL, "--config.batch_size=100", devices=8)
+    assert done.wait(300) == 2
+    assert "--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104" in done.said()

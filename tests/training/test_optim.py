@@ -57,6 +57,20 @@ def test_deit_schedule_changes_after_each_epoch():
         assert float(rate(first(epoch))) == pytest.approx(cosine(epoch - 1, 400, 4e-3, 1e-5), rel=1e-4)
 
 
+@pytest.mark.parametrize("warmup", [2.0, 9.0])
+def test_a_warmup_that_does_not_end_before_the_run_is_shortened(warmup):
+    """The last step, or epoch, has the peak; a cooldown comes after it."""
+    options = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup_epochs": warmup}
+    rate = schedule(2, 10, **options)
+    assert [float(rate(s)) for s in (0, 18, 19)] == pytest.approx([0, 18 / 19, 1])
+    for kind, wanted in (("epoch", [0, 1]), ("late_epoch", [1, 1])):
+        rate = schedule(2, 10, **options, schedule_step=kind)
+        assert [float(rate(s)) for s in (0, 19)] == pytest.approx(wanted), kind
+    for kind in ("iteration", "epoch"):
+        rate = schedule(4, 10, **options, schedule_step=kind, cooldown_epochs=2.0)
+        assert [float(rate(s)) for s in (19, 20, 39)] == pytest.approx([1, 0.1, 0.1]), kind
+
+
 def test_epochs_and_constants():
     each = schedule(10, 3.5, learning_rate=1.0, min_learning_rate=0.0, warmup_epochs=0.0, schedule_step="epoch")
     assert [float(each(s)) for s in range(8)] == pytest.approx([cosine(e, 10, 1.0, 0.0) for e in (0, 0, 0, 0, 1, 1, 1, 2)], abs=1e-6)

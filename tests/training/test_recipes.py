@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
+import rope_jax
 from rope_jax import config as cfg
 from rope_jax import data, restore, train
 from rope_jax.evaluate import resolutions
 from rope_jax.sharding import make_mesh, put_batch
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("digits", "fashion_mnist", "evidence"))
+SMALL = ("digits", "fashion_mnist", "evidence", "tiny_imagenet")
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SMALL)
 
 
 def recipe(name, arguments=""):
@@ -256,3 +259,16 @@ def test_recipes_train_at_toy_size(name, photos, quick_compiles):
     kernels = [value for path, value in jax.tree_util.tree_leaves_with_path(moved) if "kernel" in str(path[-1])]
     assert min(kernels) > 0
     assert run.total_steps == 12 * 256 // 32
+
+
+@pytest.mark.parametrize("backbone", ["vit", "swin", "nat"])
+def test_tiny_imagenet_can_be_evaluated_at_every_side(backbone):
+    config = resolved("tiny_imagenet", f"backbone={backbone},position=rope_mixed+ape")
+    overrides = cfg.model_overrides(config.model.options)
+    create = lambda: rope_jax.create_model(config.model.name, position=config.model.position, image_size=64, num_classes=50, **overrides)
+    model = nnx.eval_shape(create)
+    for size in resolutions(config, (64, 64)):
+        assert model.grids(size)[0] == (size[0] // (8 if backbone == "vit" else 4),) * 2
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) < 6.1e6
+    with pytest.raises(cfg.ConfigError, match="backbone='resnet' is unknown; known are vit, swin, nat"):
+        recipe("tiny_imagenet", "backbone=resnet")

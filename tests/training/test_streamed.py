@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax import data, train
+from rope_jax import data, evaluate, train
 from rope_jax.config import ConfigError
+from rope_jax.data.folder import Folder
+from rope_jax.data.prepare import prepare
 from rope_jax.metrics import read_metrics
 from rope_jax.signals import Interrupted
 from tests.training.recipe import final_state, run, tiny
@@ -84,6 +86,27 @@ def test_bad_files(photographs, tmp_path):
         assert read_metrics(tmp_path / "skip" / "metrics.jsonl")[-1]["skipped_images"] == 1
     finally:
         bad.unlink()
+
+
+def test_packed_images_say_how_and_mean_the_same_in_both_splits(photographs, tmp_path):
+    for split in ("train", "test"):
+        prepare(Folder(str(photographs), split), tmp_path, side=14)
+    changes = streamed(photographs) | {"data__source": "packed", "data__path": str(tmp_path)}
+    prepared, _ = train.prepare(tiny(**changes))
+    told = "centre(crop=0.875) of each image, with antialiasing; images packed beforehand: short side at most 14 (bicubic); weights of the"
+    assert evaluate.protocol(prepared.images, prepared.config).startswith(told)
+    about = json.loads((tmp_path / "test" / "about.json").read_text())
+    for names, message in (
+        (["class0", "cat", "class2"], r"label 1 is 'class1' in the training split and 'cat' in the test split \(3 and 3 classes\)"),
+        (["class0", "class1", "class2", "class3"], r"label 3 is None in .* 'class3' in the test split \(3 and 4 classes\)"),
+    ):
+        (tmp_path / "test" / "about.json").write_text(json.dumps(about | {"class_names": names}))
+        with pytest.raises(ConfigError, match=message + r".*\[--config.data.path\]"):
+            train.prepare(tiny(**changes))
+    with pytest.raises(ConfigError, match=r"on_device=True, but .* is too large to lie in memory"):
+        train.prepare(tiny(**streamed(photographs), data__on_device=True))
+    with pytest.raises(ConfigError, match=r"--config.seeds=2 needs images that lie in memory.*source=folder"):
+        train.prepare(tiny(**streamed(photographs), data__on_device=True, seeds=2))
 
 
 def test_impossible_settings_name_their_flag(photographs):

@@ -470,6 +470,24 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_one(tmp_pa
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["16", "24"]
 
 
+def test_training_goes_on_beside_a_save_but_not_past_the_next_one(tmp_path, monkeypatch):
+    """So a kill costs at most an interval and what was computed while its checkpoint was written, which is no more than another one."""
+    write, reached = train.Checkpoints._write, {}
+    logged = lambda: read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
+
+    def slow(self, step, *args):
+        deadline = time.monotonic() + 30
+        while logged() < step + 8 and step < 24 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # enough for many more steps
+        reached[step] = logged()
+        write(self, step, *args)
+
+    monkeypatch.setattr(train.Checkpoints, "_write", slow)
+    run(tmp_path, ema_decay=0.9)
+    assert reached == {8: 16, 16: 24, 24: 24}
+
+
 @pytest.mark.parametrize("phase", ["preparation", "compilation"])
 def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypatch, phase):
     owner, name = {"preparation": (rope_jax.restore, "create"), "compilation": (train, "make_step")}[phase]
