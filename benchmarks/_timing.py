@@ -1,10 +1,11 @@
 """How benchmarks time what a GPU does: compiled loops, forms in turns, and the limits of the machine."""
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -93,21 +94,34 @@ def serves(implementation: str, op: Callable, *args: Any, **kwargs: Any) -> bool
     return answers[implementation] == "ok"
 
 
-def machine_limits(turns: int) -> dict[str, float]:
-    """What launches cost (microseconds) and what memory gives (GB/s, read and written), on this machine in this process."""
-    size = 2**30 if jax.default_backend() == "gpu" else 2**26
+def machine_limits(turns: int, dtypes: Sequence[str] = ()) -> dict[str, Any]:
+    """What this machine gives in this process.
+
+    Returns:
+        launch_us and (where there are kernels) kernel_launch_us: microseconds of an operation of XLA and of a kernel that do nothing;
+        copy_gb_per_s: GB/s, read and written; gemm_tflop_per_s: TFLOP/s of a large matrix product, by dtype, of those asked for.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     scaled = lambda x: x * 1.0000001  # keeps XLA from dropping or joining the steps
     smallest = lambda x: rotate_by_angles(x, jnp.ones((1, 1, 1)), implementation="triton")
-    forms = {"copy": (scaled, (size // 4,), 5, 2), "launch": (scaled, (), 40, REPEATS["hot"])}
+    ones = lambda *shape: lambda: ((jnp.ones(shape),),)
+    forms = {"copy": (scaled, ones(size // 4), 5, 2), "launch": (scaled, ones(), 40, REPEATS["hot"])}
     if serves("triton", rotate_by_angles, jax.ShapeDtypeStruct((1, 1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)):
-        forms["kernel"] = (smallest, (1, 1, 1, 2), 40, REPEATS["hot"])
-    timers = {
-        name: compile_loop(step, lambda shape=shape: ((jnp.ones(shape),),), rounds, repeats).timer()
-        for name, (step, shape, rounds, repeats) in forms.items()
-    }
+        forms["kernel"] = (smallest, ones(1, 1, 1, 2), 40, REPEATS["hot"])
+    for dtype in dtypes:
+        forms[dtype] = (jnp.matmul, functools.partial(_factors, side, dtype), 5, 2)
+    timers = {name: compile_loop(step, arguments, rounds, repeats).timer() for name, (step, arguments, rounds, repeats) in forms.items()}
     figures = take_turns(timers, turns)
     limits = {"copy_gb_per_s": 2 * size / figures["copy"] / 1e3, "launch_us": figures["launch"]}
-    return limits | ({"kernel_launch_us": figures["kernel"]} if "kernel" in figures else {})
+    limits |= {"kernel_launch_us": figures["kernel"]} if "kernel" in figures else {}
+    return limits | ({"gemm_tflop_per_s": {dtype: 2 * side**3 / figures[dtype] / 1e6 for dtype in dtypes}} if dtypes else {})
+
+
+def _factors(side: int, dtype: str) -> tuple:
+    """Two square matrices, the second of which keeps the first one's norm. Random: on regular numbers a GPU saves power and runs faster."""
+    x, w = jax.random.normal(jax.random.key(0), (2, side, side))
+    return (x.astype(dtype),), (w * side**-0.5).astype(dtype)
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""Rotations and attention by other software, each as a CUDA graph of the same number of steps. Imported only where torch is installed."""
+"""Rotations, attention and models by other software, on a GPU as CUDA graphs. Imported only where torch is installed."""
 
 import functools
 import importlib
@@ -88,24 +88,86 @@ def flash_attn(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
 
 def graph_timer(form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: int) -> Callable[[], float]:
     """Captures `steps` rounds over the arrays, and returns what times one step of a replay."""
+
+    def rounds() -> None:
+        with torch.no_grad():
+            for _ in range(steps):
+                for pair in arrays:
+                    form(*pair)
+
+    run = timer(captured(rounds))
+    return lambda: 1e3 * run(1) / steps / len(arrays)
+
+
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """A step as a CUDA graph: what replays it. Runs it a few times before, because compilers and allocators have to settle."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(side):
+    with torch.cuda.stream(side):
         for _ in range(3):
-            form(*arrays[0])
+            step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        for _ in range(steps):
-            for pair in arrays:
-                form(*pair)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # jax has threads of its own
+        step()
     graph.replay()
+    return graph.replay
 
-    def elapsed() -> float:
-        torch.cuda.synchronize()
+
+def timer(step: Callable[[], object]) -> Callable[[int], float]:
+    """What runs a step several times, and returns milliseconds of one."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def elapsed(passes: int) -> float:
+        wait()
         start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        return 1e6 * (time.perf_counter() - start) / steps / len(arrays)
+        for _ in range(passes):
+            step()
+        wait()
+        return 1e3 * (time.perf_counter() - start) / passes
 
     return elapsed
+
+
+def model(name: str, *, program: str, batch: int, image_size: int, dtype: str, drop_path: float, mode: str) -> Callable[[int], float]:
+    """A model of timm's under torch.compile: what runs so many passes or training steps, and returns milliseconds of one.
+
+    Args:
+        name: in timm.
+        program: "forward", with weights in `dtype`; or "train", with float32 weights, autocast to `dtype`, and fused AdamW.
+        batch: images.
+        image_size: pixels.
+        dtype: of the computation.
+        drop_path: probability in training.
+        mode: of torch.compile.
+    """
+    timm, torch_dtype = importlib.import_module("timm"), getattr(torch, dtype)
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    torch.compiler.reset()  # or models of one class would use up the compilations that their code may have
+    torch.set_float32_matmul_precision("high")  # as XLA does by itself
+    net = timm.create_model(name, img_size=image_size, drop_path_rate=drop_path).to(device)
+    images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=torch_dtype)
+    if program == "forward":
+        net = net.to(torch_dtype).eval()
+        run = torch.compile(net, mode=mode, dynamic=False)
+
+        def step() -> None:
+            with torch.no_grad():
+                run(images)
+
+    else:
+        run = torch.compile(net.train(), mode=mode, dynamic=False)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.05, fused=True, capturable=on_gpu)
+        labels = torch.zeros(batch, dtype=torch.long, device=device)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            # Without autocast's cache, whose casts would not be part of a graph.
+            with torch.autocast(device, torch_dtype, enabled=torch_dtype is not torch.float32, cache_enabled=False):
+                loss = torch.nn.functional.cross_entropy(run(images).float(), labels)
+            loss.backward()
+            optimizer.step()
+
+    step()
+    return timer(captured(step) if on_gpu else step)

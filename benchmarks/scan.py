@@ -36,8 +36,8 @@ class Row:
 class Step:
     """A compiled training step with its state."""
 
-    def __init__(self, name: str, *, depth: int, scan: bool, batch: int, image_size: int):
-        model = rope_jax.create_model(name, depth=depth, image_size=image_size, scan_layers=scan)
+    def __init__(self, name: str, *, depth: int, scan: bool, batch: int, image_size: int, dtype: str):
+        model = rope_jax.create_model(name, depth=depth, image_size=image_size, dtype=jnp.dtype(dtype), scan_layers=scan)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         optimizer = optim.make_optimizer(OptimConfig(), optax.constant_schedule(1e-4), params)
         images = jax.random.normal(jax.random.key(0), (batch, image_size, image_size, 3))
@@ -45,7 +45,7 @@ class Step:
         def step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], jax.Array]:
             def loss_of(params: Any) -> jax.Array:
                 logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(1))
-                return -jax.nn.log_softmax(logits)[:, 0].mean()
+                return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
 
             loss, grads = jax.value_and_grad(loss_of)(state["params"])
             updates, opt = optimizer.update(grads, state["opt"], state["params"])
@@ -65,9 +65,10 @@ class Step:
         return 1e3 * (time.perf_counter() - start)
 
 
-def compare(name: str, depth: int, *, batch: int, image_size: int, turns: int) -> list[Row]:
-    """Measures both forms at one depth and makes sure that they compute the same."""
-    forms = {scan: Step(name, depth=depth, scan=scan, batch=batch, image_size=image_size) for scan in (False, True)}
+def compare(name: str, depth: int, *, batch: int, image_size: int, turns: int, dtype: str = "float32") -> list[Row]:
+    """Measures both forms at one depth, the list first, and makes sure that they compute the same."""
+    # The scan is compiled first: what XLA tunes or loads once in a process is at its cost, not the list's.
+    forms = {scan: Step(name, depth=depth, scan=scan, batch=batch, image_size=image_size, dtype=dtype) for scan in (True, False)}
     times = {scan: [] for scan in forms}
     for turn in range(turns + 1):
         for scan, step in forms.items():
@@ -75,11 +76,12 @@ def compare(name: str, depth: int, *, batch: int, image_size: int, turns: int) -
             if turn:  # the first one warms up
                 times[scan].append(took)
     rows = [
-        Row(depth, scan, step.compile_s, statistics.median(times[scan]), step.step.memory_analysis().temp_size_in_bytes)
-        for scan, step in forms.items()
+        Row(depth, scan, forms[scan].compile_s, statistics.median(times[scan]), forms[scan].step.memory_analysis().temp_size_in_bytes)
+        for scan in (False, True)
     ]
-    heads = [step.state["params"]["head"]["kernel"] for step in forms.values()]
-    if not jnp.allclose(*heads, rtol=0, atol=1e-4):
+    one, other = (step.state["params"]["head"]["kernel"] for step in forms.values())
+    # On average: where a gradient is nearly 0, AdamW's step has the sign of a rounding error.
+    if jnp.abs(one - other).mean() > (5e-5 if dtype == "float32" else 5e-4):
         raise AssertionError("the two forms have trained to different weights")
     return rows
 

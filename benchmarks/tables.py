@@ -7,6 +7,9 @@ nothing is written, and a difference is an error.
 
 import argparse
 import ast
+import collections
+import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -14,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from benchmarks._goals import GOALS
+from benchmarks._goals import GOALS, Goal
 from rope_jax.positions.table import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -31,10 +34,13 @@ def read_results(folder: pathlib.Path = ROOT / "benchmarks" / "results") -> list
     return sorted(results, key=lambda result: result["date"], reverse=True)
 
 
-def newest(results: list[Result], benchmark: str, platform: str | None = None) -> Result | None:
-    """The newest result of a benchmark, of those from a platform where one is named."""
-    fitting = [x for x in results if x["benchmark"] == benchmark and platform in (None, x["machine"]["platform"])]
-    return fitting[0] if fitting else None
+def newest(results: list[Result], benchmark: str, platform: str | None = None, **settings: str) -> Result | None:
+    """The newest result of a benchmark, of those from a platform or with settings where some are named."""
+    for result in results:
+        fits = platform in (None, result["machine"]["platform"]) and settings.items() <= result["settings"].items()
+        if result["benchmark"] == benchmark and fits:
+            return result
+    return None
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -108,31 +114,74 @@ def neighborhood(results: list[Result]) -> str:
 
 
 def evidence(results: list[Result]) -> str:
-    """Accuracy of small models by scheme, and what the papers' claims become at that scale."""
-    from benchmarks.evidence import PARTS, accuracies, interval, sides
+    """Accuracies by backbone, scheme and resolution, and what the papers' claims become at that scale."""
+    from benchmarks.evidence import PARTS
 
-    text = ""
-    for part, pairs in PARTS.items():
-        fitting = [x for x in results if x["benchmark"] == "evidence" and x["settings"]["part"] == part]
-        if not fitting:
-            text += f"Part `{part}`: {NOT_MEASURED} (`python -m benchmarks evidence {part}`).\n\n"
+    texts = []
+    for name, part in PARTS.items():
+        if (result := newest(results, "evidence", part=name)) is None:
+            texts.append(f"Part `{name}`: {NOT_MEASURED} (`python -m benchmarks evidence {name}`).\n")
             continue
-        result, rows = fitting[0], []
-        for backbone, position in pairs:
-            of_one = [x for x in result["runs"] if (x["backbone"], x["position"]) == (backbone, position)]
-            if of_one:
-                at = [None, *(row["resolution"][0] for row in of_one[0]["eval"][1:])]
-                found = [interval(list(accuracies(of_one, backbone, position, size).values())) for size in at]
-                trained, *others = [f"{mean:.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}") for mean, half in found]
-                elsewhere = ", ".join(f"{size}: {value}" for size, value in zip(at[1:], others, strict=True))
-                rows.append([f"`{backbone}`", f"`{position or 'its own'}`", str(len(of_one)), trained, elsewhere])
+        flags = f" Flags of all runs: `{' '.join(result['settings']['flags'])}`." if result["settings"]["flags"] else ""
         finished = "" if result["complete"] else " Not all runs are finished."
-        text += table(["backbone", "position", "seeds", "top-1, %", "at other sides, px"], rows)
-        text += f"\nTop-1 accuracy (%), mean and 95 % interval over seeds, {result['settings']['training']:,} training images.{finished} "
-        text += f"{origin(result)}.\n\n"
-        cells = [[sides(x), x["source"], f"{x['difference']:+.1f} ± {x['half_width']:.1f}", x["verdict"]] for x in result["claims"]]
-        text += table(["claim", "source", "difference, points", "at this scale"], cells) + "\n"
-    return text.rstrip("\n") + "\n"
+        about = f"Part `{name}`, {part.about}. Top-1 accuracy (%), mean and 95 % interval over seeds.{flags}{finished} {origin(result)}.\n"
+        texts.append("\n".join([about, accuracy_table(result), claims_table(name, result)]))
+    return "\n".join(texts)
+
+
+def accuracy_table(result: Result) -> str:
+    """What each (backbone, scheme) of a result of `evidence` reached: at the training resolution, and at others."""
+    from benchmarks.evidence import PARTS, accuracies, interval
+
+    rows = []
+    for backbone, position in PARTS[result["settings"]["part"]].models:
+        of_one = [x for x in result["runs"] if (x["backbone"], x["position"]) == (backbone, position)]
+        if of_one:
+            at = [None, *(row["resolution"][0] for row in of_one[0]["eval"][1:])]
+            found = [interval(list(accuracies(of_one, backbone, position, size).values())) for size in at]
+            trained, *others = [f"{mean:.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}") for mean, half in found]
+            elsewhere = ", ".join(f"{size}: {value}" for size, value in zip(at[1:], others, strict=True))
+            side = of_one[0]["eval"][0]["resolution"][0]
+            rows.append([f"`{backbone}`", f"`{position or 'its own'}`", str(len(of_one)), f"{trained} ({side} px)", elsewhere])
+    return table(["backbone", "position", "seeds", "where it was trained", "at other sides, px"], rows)
+
+
+def claims_table(part: str, result: Result) -> str:
+    """What became of the papers' claims in a result of `evidence`: one row for each, with all its resolutions."""
+    from benchmarks.evidence import claims, judge, sides
+
+    rows = []
+    alike = lambda claim: (claim.source, claim.better, claim.worse, claim.equal)
+    for (source, *_), group in itertools.groupby(claims(part), alike):
+        judged = [(claim, found) for claim in group if (found := judge(claim, result["runs"]))]
+        if judged:
+            several = len(judged) > 1
+            at = lambda side, several=several: f"{side} px: " if side else "where trained: " if several else ""
+            cells = [f"{at(claim.resolution)}{found.difference:+.1f} ± {found.half_width:.1f}, {found.verdict}" for claim, found in judged]
+            rows.append([sides(dataclasses.replace(judged[0][0], resolution=None)), source, "<br>".join(cells)])
+    return table(["claim", "source", "difference in points, and what it says"], rows)
+
+
+def claims(results: list[Result]) -> str:
+    """The claims about the ViT of the evidence on a CPU."""
+    if (result := newest(results, "evidence", part="vit")) is None:
+        return f"{NOT_MEASURED} (`python -m benchmarks evidence vit`).\n"
+    from benchmarks.evidence import claims, judge
+
+    verdicts = collections.Counter(found.verdict for claim in claims("vit") if (found := judge(claim, result["runs"])))
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    seeds = len({run["seed"] for run in result["runs"]})
+    return claims_table("vit", result) + f"\nOf {verdicts.total()} comparisons: {counts}; {seeds} seeds. {origin(result)}.\n"
+
+
+def pictures(results: list[Result]) -> str:
+    """The pictures of docs/images that there are results for."""
+    from benchmarks.pictures import PICTURES, result_of
+
+    there = [picture for picture in PICTURES.values() if result_of(picture, results)]
+    if not there:
+        return f"{NOT_MEASURED} (`python -m benchmarks evidence vit`).\n"
+    return "\n".join(f"![{picture.says}](docs/images/{picture.file})\n" for picture in there)
 
 
 def model_path(results: list[Result]) -> str:
@@ -178,6 +227,20 @@ def memory(results: list[Result]) -> str:
         cells = [[x["model"], gib(x["kernels_bytes"]), gib(x["xla_bytes"]), f"{x['xla_bytes'] / x['kernels_bytes']:.2f}"] for x in pairs]
         header = ["model", "with the attention kernels, GiB", "with XLA's attention, GiB", "ratio"]
         text += f"\nThe rest at {pairs[0]['batch']} images a GPU, by implementation of attention:\n\n" + table(header, cells)
+    if layers := result.get("attention"):
+        text += f"\nAttention alone, a layer at {layers[0]['batch']} images, forward and backward, with the kernels / with XLA's:\n\n"
+        both = lambda x, what: [x[name][what] / 2**20 for name in ("kernels", "xla")]
+        figures = lambda kernels, xla: [f"{kernels:,.0f} / {xla:,.0f}", f"{xla / kernels:.1f}"]
+        cells = []
+        for model in dict.fromkeys(x["model"] for x in layers):
+            of_model = [x for x in layers if x["model"] == model]
+            for x in of_model:
+                about = [model, str(x["layers"]), "x".join(map(str, x["places"])), f"`{x['pattern']}`"]
+                cells.append([*about, *figures(*both(x, "saved")), figures(*both(x, "temporary"))[0]])
+            saved = [sum(x["layers"] * both(x, "saved")[i] for x in of_model) for i in range(2)]
+            cells.append([model, str(sum(x["layers"] for x in of_model)), "all", "", *figures(*saved), ""])
+        header = ["model", "layers", "map", "attention", "saved for the backward pass, MiB", "ratio", "temporary, MiB"]
+        text += table(header, cells) + "\nNearly all that the kernels save is q, k, v and the output themselves.\n"
     return text + f"\nPlanned by XLA, not measured on a GPU. {origin(result)}.\n"
 
 
@@ -185,15 +248,57 @@ def goals(results: list[Result]) -> str:
     """What the project aims at, and where it stands."""
     rows = []
     for goal in GOALS:
-        result = next((x for x in results if goal.name in x.get("goals", {})), None)
-        figures = [NOT_MEASURED, "", "", ""]
+        result = measured(goal, results)
+        where = ["", "", ""]
         if result:
-            value = result["goals"][goal.name]
-            spread = f" ({value['least']:.2f} to {value['most']:.2f}, {value['count']} sizes)" if "count" in value else ""
-            command = f"`python -m benchmarks {result['benchmark']}`"
-            figures = [f"**{value['value']:.2f}**{spread}", result["date"][:10], result["machine"]["device"], command]
-        rows.append([goal.name, goal.what, goal.floor, goal.goal, goal.moonshot, goal.limit, *figures])
-    return table(["", "what", "floor", "goal", "moonshot", "limit", "measured", "date", "machine", "command"], rows)
+            machine = f"{result['machine']['device']}, jax {result['versions']['jax']}"
+            where = [result["date"][:10], machine, f"`python -m benchmarks {result['benchmark']}`"]
+        rows.append([goal.name, goal.what, goal.floor, goal.goal, goal.moonshot, goal.limit, reached(goal, result), *where])
+    return table(["", "what", "floor", "goal", "moonshot", "limit", "measured", "date", "machine, versions", "command"], rows)
+
+
+def speed(results: list[Result]) -> str:
+    """The goals that say most of the project's speed."""
+    asked = [(goal, measured(goal, results)) for goal in GOALS if goal.name in ("K1", "A1", "A3", "A5", "M1", "M2", "M4", "T1", "S2")]
+    rows = [[goal.what, goal.goal, reached(goal, result)] for goal, result in asked]
+    origins = dict.fromkeys(f"{origin(result)}.\n" for _, result in asked if result)
+    return table(["ratio", "goal", "measured"], rows) + "".join(f"\n{each}" for each in origins)
+
+
+def measured(goal: Goal, results: list[Result]) -> Result | None:
+    """The newest result that has a goal."""
+    return next((x for x in results if goal.name in x.get("goals", {})), None)
+
+
+def reached(goal: Goal, result: Result | None) -> str:
+    """What was measured of a goal."""
+    if result is None:
+        return NOT_MEASURED
+    value = result["goals"][goal.name]
+    spread = f" ({value['least']:.2f} to {value['most']:.2f}, {value['count']} sizes)" if "count" in value else ""
+    slower = f" (steps {value['slower_percent']:+.1f} %)" if "slower_percent" in value else ""
+    return f"**{value['value']:.2f}**{spread}{slower}"
+
+
+def models(results: list[Result]) -> str:
+    """Images per second of whole models, of the newest result of every platform."""
+    from benchmarks.models import table as of_models
+
+    return _each(results, "models", of_models)
+
+
+def startup(results: list[Result]) -> str:
+    """Seconds to compile and to the first step, of the newest result of every platform."""
+    from benchmarks.startup import table as of_startup
+
+    return _each(results, "startup", of_startup)
+
+
+def _each(results: list[Result], benchmark: str, text: Callable[[Result], str]) -> str:
+    """A benchmark's own text about its newest result on every platform."""
+    found = [newest(results, benchmark, platform) for platform in ("gpu", "cpu")]
+    texts = [f"{text(result).rstrip()}\n\n{origin(result)}.\n" for result in found if result]
+    return "\n".join(texts) or f"{NOT_MEASURED} (`python -m benchmarks {benchmark}`).\n"
 
 
 def files(results: list[Result]) -> str:
@@ -234,6 +339,11 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "neighborhood": neighborhood,
     "data": data,
     "evidence": evidence,
+    "claims": claims,
+    "pictures": pictures,
+    "models": models,
+    "startup": startup,
+    "speed": speed,
     "memory": memory,
     "goals": goals,
     "benchmarks": benchmarks,

@@ -2,9 +2,10 @@
 
     python -m rope_jax.main --config=configs/cct.py:variant=cct_7_3x1,position=lape(ape),path=cifar10.npz --workdir=runs/cct/cifar10
 
-The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels. Hardware: one GPU. Hours: estimated, not
-measured, from six times the multiply-adds for each image at 10 % of an A100's 312 TFLOP/s, small images filling it badly: cct_7_3x1 1,
-vit_lite_7_4 and cvt_7_4 0.25.
+The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels. `--config.data.on_device=True` keeps them
+on the GPU, and `--config.seeds=5` then trains five seeds at once; `python -m benchmarks evidence cifar10` has both. Hardware: one GPU.
+Hours: estimated, not measured, from six times the multiply-adds for each image at 10 % of an A100's 312 TFLOP/s, small images filling it
+badly: cct_7_3x1 1, vit_lite_7_4 and cvt_7_4 0.25.
 
 Expected top-1 in percent on CIFAR-10, CIFAR-100, mean of seeds 121 to 125 (LaPE, arXiv 2212.05262, main text), with ape and lape(ape):
 vit_lite_7_4 93.448, 94.290 and 74.984, 75.534; cvt_7_4 94.302, 94.690 and 77.452, 78.052; cct_7_3x1 96.034, 96.530 and 80.928, 81.986.

@@ -1,6 +1,10 @@
 import json
 
+import pytest
+
 from benchmarks import scan
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def test_both_forms_are_measured_at_each_depth(tmp_path, capsys):

@@ -40,7 +40,9 @@ def test_an_unknown_table_is_refused():
         tables.fill("<!-- table: rotari -->\n<!-- end -->\n", [])
 
 
-@pytest.mark.parametrize("name", ["digits", "rotary", "model_path", "goals"])
+@pytest.mark.parametrize(
+    "name", ["digits", "rotary", "model_path", "goals", "speed", "evidence", "claims", "pictures", "models", "startup", "memory", "scan"]
+)
 def test_what_was_not_run_says_so(name):
     assert tables.NOT_MEASURED in tables.TABLES[name]([])
 
@@ -54,7 +56,7 @@ def test_a_run_on_a_cpu_is_no_measurement_of_kernels():
 def test_goals_show_the_newest_result_that_has_them():
     older = rotary_result(date="2029-01-01T00:00:00+00:00", goals={"K1": GOAL | {"value": 1.0}, "K2": GOAL})
     lines = tables.goals([rotary_result(), older]).splitlines()
-    assert "| **1.23** (0.90 to 2.00, 300 sizes) | 2030-01-02 | Some GPU | `python -m benchmarks rotary` |" in lines[2]
+    assert "| **1.23** (0.90 to 2.00, 300 sizes) | 2030-01-02 | Some GPU, jax 9.9 | `python -m benchmarks rotary` |" in lines[2]
     assert "| **1.23** (0.90 to 2.00, 300 sizes) | 2029-01-01 |" in lines[3]
     assert tables.NOT_MEASURED in lines[4]
 
@@ -62,13 +64,54 @@ def test_goals_show_the_newest_result_that_has_them():
 def test_digits_and_model_path():
     evaluation = {"resolution": [8, 8], "top1": 0.5, "count": 360}
     runs = [{"position": "ape", "seed": seed, "eval": [evaluation | {"top1": 0.5 + seed / 10}]} for seed in (0, 1)]
-    text = tables.digits([ORIGIN | {"benchmark": "digits", "runs": runs, "cores": 2}])
+    text = tables.digits([ORIGIN | {"benchmark": "digits", "settings": {}, "runs": runs, "cores": 2}])
     assert "| `ape` | 50.0 |" in text
     assert "`ape` with seed 1: 60.0" in text
     row = {"form": "unpack", "pairs": 16, "launches": 1, "units": 6.0, "microseconds": 70.4}
     rows = [row | {"trained": trained} for trained in ("", "fixed", "learned")]
     text = tables.model_path([ORIGIN | {"benchmark": "model_path", "settings": {"pairs": [16]}, "rows": rows, "compiled_for": "Some GPU"}])
     assert "| `unpack` | 1 / 6.0 / 70 us | 1 / 6.0 / 70 us | 1 / 6.0 / 70 us |" in text
+
+
+def test_the_readmes_goals_and_where_they_are_from():
+    text = tables.speed([rotary_result(goals={"K1": GOAL, "S2": {"value": 9.0, "slower_percent": 2.5}})])
+    assert "| **1.23** (0.90 to 2.00, 300 sizes) |" in text
+    assert "| **9.00** (steps +2.5 %) |" in text
+    assert text.count("Some GPU, jax 9.9, 2030-01-02, `benchmarks/results/x.json`.") == 1
+    assert tables.NOT_MEASURED in text
+
+
+def evidence_result(part="vit", **others):
+    """Two seeds, 0.1 apart, of three schemes; at 12 pixels APE is the best."""
+    rows = lambda top1, small: [{"resolution": [20, 20], "top1": top1, "count": 10}, {"resolution": [12, 12], "top1": small, "count": 10}]
+    top1 = {"none": (0.5, 0.3), "rpb": (0.6, 0.4), "ape": (0.55, 0.5), "rope2d": (0.7, 0.4)}
+    runs = [
+        {"backbone": "vit", "position": position, "seed": seed, "eval": rows(trained + seed / 10, small + seed / 10)}
+        for position, (trained, small) in top1.items()
+        for seed in (0, 1)
+    ]
+    settings = {"part": part, "flags": [], "seeds": [0, 1], "data": "x"}
+    return ORIGIN | {"benchmark": "evidence", "settings": settings, "runs": runs, "complete": False} | others
+
+
+def test_evidence_shows_accuracies_and_what_becomes_of_the_claims():
+    text = tables.evidence([evidence_result()])
+    assert "10,000 images of Fashion-MNIST" in text
+    assert "Not all runs are finished. Some GPU, jax 9.9" in text
+    assert "| `vit` | `none` | 2 | 55.0 ± 63.5 (20 px) | 12: 35.0 ± 63.5 |" in text  # t of one degree of freedom: 12.706
+    assert "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | +10.0 ± 0.0, shown |" in text
+    assert "| `vit` with `rope2d` above `vit` with `ape` | Heo et al., figure 4 | 12 px: -10.0 ± 0.0, the opposite |" in text
+    assert text.count(tables.NOT_MEASURED) == 4  # the other parts
+    short = tables.claims([evidence_result()])
+    assert "rpb" in short
+    assert "Of 2 comparisons: 1 shown, 1 the opposite; 2 seeds. Some GPU" in short
+    assert tables.pictures([evidence_result()]).startswith("![A small ViT")
+
+
+def test_the_newest_result_of_a_part_counts():
+    results = [evidence_result("cat"), evidence_result("vit", file="newer.json"), evidence_result("vit", file="older.json")]
+    assert tables.newest(results, "evidence", part="vit")["file"] == "newer.json"
+    assert tables.newest(results, "evidence", "cpu") is None
 
 
 def test_the_benchmarks_are_listed():
