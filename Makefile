@@ -15,7 +15,7 @@ help:
 	@echo "make test-all                     the tests, with every pair of scheme and backbone"
 	@echo "make test-faults                  what training survives: kills, damaged checkpoints, signals (twenty minutes)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
-	@echo "make tables                       the tables of the READMEs, from benchmarks/results"
+	@echo "make tables                       tables and pictures of the READMEs, from benchmarks/results"
 	@echo "make setup [EXTRAS=test,cuda13]   the environment alone (.venv); with cuda13 or cuda12 for an NVIDIA GPU"
 
 setup: .venv/ready

@@ -103,17 +103,19 @@ class Part:
         groups = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
         return [Run(*model, group) for group in groups for model in self.models]
 
-    def folder(self, run: Run) -> str:
-        """The name of a run's workdir."""
-        return "-".join([run.backbone, run.position or "default", *map(str, run.seeds), *self.arguments])
+    def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
+        """The name of a run's workdir: another one with other flags, or one run would be taken for another."""
+        image_set = [self.name] if self.together else []  # in which a single seed would be called like that of another part
+        more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
+        return "-".join([*image_set, run.backbone, run.position or "default", *map(str, run.seeds), *self.arguments, *more])
 
-    def command(self, run: Run, images: pathlib.Path, workdir: pathlib.Path) -> list[str]:
+    def command(self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()) -> list[str]:
         """What a user would type for a run."""
         given = {"path": images, self.backbone: run.backbone, "position": run.position, "seed": run.seeds[0]}
         arguments = [*(f"{key}={value}" for key, value in given.items() if value is not None), *self.arguments]
-        flags = ["--config.data.on_device=True", f"--config.seeds={len(run.seeds)}"] if self.together else []
+        together = ["--config.data.on_device=True", f"--config.seeds={len(run.seeds)}"] if self.together else []
         recipe = f"--config=configs/{self.recipe}.py:{','.join(arguments)}"
-        return [sys.executable, "-m", "rope_jax.main", recipe, f"--workdir={workdir / self.folder(run)}", *flags]
+        return [sys.executable, "-m", "rope_jax.main", recipe, f"--workdir={workdir / self.folder(run, flags)}", *together, *flags]
 
 
 def first_of_fashion_mnist(folder: pathlib.Path, path: pathlib.Path, training: int = 10_000, test: int = 5_000) -> pathlib.Path:
@@ -131,10 +133,15 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     Those lie in `body` one behind the other, from offsets[k] to offsets[k + 1], without what many have in common: before each belongs
     `header`, or where there are several the piece of it from header_offsets[i] to header_offsets[i + 1], i = header_id[k]. `split` is 0 for
     training images and 1 for others; without it the first 50,000 are for training. `labels` may have gaps, which are closed.
+
+    Raises:
+        SystemExit: the file holds neither.
     """
     with np.load(file) as archive:
         if "train_images" in archive.files:
             return file
+        if missing := {"body", "offsets", "header", "labels"} - set(archive.files):
+            raise SystemExit(f"--data {file} has neither train_images nor {', '.join(sorted(missing))}: name a file with pixels or JPEGs")
         read = {name: archive[name] for name in archive.files}
     body, offsets, header = read["body"].tobytes(), read["offsets"], read["header"].tobytes()
     starts, which = read.get("header_offsets", [0, len(header)]), read.get("header_id", np.zeros(len(offsets) - 1, int))
@@ -301,19 +308,21 @@ def collect(run: Run, workdir: pathlib.Path) -> list[dict]:
     return [{"backbone": run.backbone, "position": run.position, "seed": seed, "eval": of_one} for seed, of_one in of_seed.items()]
 
 
-def earlier(out: pathlib.Path | None, part: str, flags: list[str]) -> list[dict]:
+def earlier(out: pathlib.Path | None, part: str, flags: list[str], images: str) -> list[dict]:
     """What an earlier call has written.
 
     Raises:
-        SystemExit: it is of another part, or of other flags.
+        SystemExit: it is of another benchmark or part, of other flags, or of images of another name.
     """
     if out is None or not out.exists():
         return []
     result = json.loads(out.read_text())
-    if (result["settings"]["part"], result["settings"]["flags"]) != (part, flags):
-        raise SystemExit(
-            f"{out} holds runs of part {result['settings']['part']} with flags {result['settings']['flags']}: name another file"
-        )
+    if result["benchmark"] != "evidence":
+        raise SystemExit(f"{out} holds a result of {result['benchmark']}: name another file")
+    of = result["settings"]
+    on = of.get("data", images)  # the first results did not say
+    if (of["part"], of["flags"], on) != (part, flags, images):
+        raise SystemExit(f"{out} holds runs of part {of['part']} with flags {of['flags']} on {on}: name another file")
     return result["runs"]
 
 
@@ -384,7 +393,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="unless the part's own")
     parser.add_argument("--backbones", nargs="+", help="train these alone")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write, after every run")
-    parser.epilog = "What stands behind -- are flags of all runs: `... -- --config.epochs=0.1`."
+    parser.epilog = "What stands behind -- are flags of all runs, which then have workdirs of their own: `... -- --config.epochs=0.1`."
     own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = parser.parse_args(own)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory is for the runs
@@ -395,22 +404,24 @@ def main(argv: list[str]) -> None:
     runs = part.runs(seeds)
     if unknown := set(args.backbones or ()) - {run.backbone for run in runs}:
         raise SystemExit(f"--backbones {' '.join(sorted(unknown))}: part {args.part} has {', '.join({run.backbone: 0 for run in runs})}")
-    found = earlier(args.out, args.part, flags)
+    found = earlier(args.out, args.part, flags, args.data.name)
     key = lambda one: (one["backbone"], one["position"], one["seed"])
     finished = lambda run: {(run.backbone, run.position, seed) for seed in run.seeds} <= set(map(key, found))
 
     def keep() -> None:
         for run in runs:
             if not finished(run):
-                found.extend(one for one in collect(run, args.workdir / part.folder(run)) if one not in found)
+                found.extend(one for one in collect(run, args.workdir / part.folder(run, flags)) if one not in found)
         settings = {"part": args.part, "seeds": seeds, "flags": flags, "data": args.data.name}
         complete = all(map(finished, runs))
         write(record("evidence", settings, cores=len(os.sched_getaffinity(0)), complete=complete, runs=found), args.out)
 
     file = args.workdir / f"{part.name}.npz"
+    if not file.exists() and not args.data.exists():
+        raise SystemExit(f"--data {args.data} does not exist")
     images = file if file.exists() else part.images(args.data, file)
     todo = [run for run in runs if not finished(run) and run.backbone in (args.backbones or [run.backbone])]
-    commands = {part.folder(run): part.command(run, images, args.workdir) + flags for run in todo}
+    commands = {part.folder(run, flags): part.command(run, images, args.workdir, flags) for run in todo}
     failed = train(commands, [None] if part.together else sorted(os.sched_getaffinity(0)), args.minutes, keep)
     keep()
     for claim in claims(args.part):

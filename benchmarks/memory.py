@@ -104,7 +104,7 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[train.Run, Any]
     schedule = optim.learning_rate_schedule(settings.optim, epochs=300.0, steps_per_epoch=1251.0)
     optimizer = optim.make_optimizer(settings.optim, schedule, params)
     images = data.load("digits", None, "train", (8, 8))  # of which the step takes nothing
-    run = train.Run(settings, mesh, images, {}, graph, rest, optimizer, schedule, total_steps=300 * 1251)
+    run = train.Run(settings, mesh, images, {}, graph, rest, settings.seed, optimizer, schedule, total_steps=300 * 1251)
     return run, jax.eval_shape(lambda: train.initial_state(run, make()))
 
 

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 from benchmarks.evidence import accuracies, interval
@@ -19,6 +18,10 @@ FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # the name of the text in a PNG file
 
 
+CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", "axial_rope(k_rope=2)", "axial_rope", "rope_mixed+ape", "lape(ape)")
+POINTS = ("none", "rpb", "axial_rope")
+
+
 @dataclasses.dataclass(frozen=True)
 class Picture:
     """One picture.
@@ -27,87 +30,75 @@ class Picture:
         file: its name in docs/images.
         part: of the evidence.
         says: what it shows, for readers who do not see it, and its title.
-        draw: (axes, result) -> None.
+        backbone: whose accuracy is drawn over resolution, a line for each scheme of CURVES; None for points of all backbones, with POINTS.
     """
 
     file: str
     part: str
     says: str
-    draw: Callable[[Any, Result], None]
+    backbone: str | None = None
 
 
-def over_resolutions(axes: Any, result: Result, backbone: str, schemes: tuple[str, ...]) -> None:
-    """Accuracy over resolution, a line for each scheme."""
-    trained, means = None, []
-    for number, scheme in enumerate(scheme for scheme in schemes if accuracies(result["runs"], backbone, scheme, None)):
-        runs = [run for run in result["runs"] if (run["backbone"], run["position"]) == (backbone, scheme)]
-        trained, *_ = sides = [row["resolution"][0] for row in runs[0]["eval"]]
-        points = [(side, *interval(list(accuracies(runs, backbone, scheme, side).values()))) for side in sorted(sides)]
-        side, mean, half = zip(*points, strict=True)
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        axes.errorbar(side, mean, half, label=scheme, capsize=2, elinewidth=0.8, **style)
-        axes.set_xticks(side)
-        means += mean
-    if trained:
-        axes.axvline(trained, color="0.9", linewidth=8, zorder=0)
-        axes.set_ylim(max(min(means) - 8, 0), min(max(means) + 8, 100))  # of two seeds intervals may be wider than that
-    axes.set_xlabel("test resolution (pixels; grey: training resolution)")
-
-
-def by_backbone(axes: Any, result: Result, schemes: tuple[str, ...]) -> None:
-    """Accuracy where models were trained: a group of bars for each backbone, from the least to the most accurate of them upwards."""
-    backbones = [name for name in dict.fromkeys(run["backbone"] for run in result["runs"]) if _has(result, name, schemes)]
-    width, lowest = 0.8 / len(schemes), []
-    for number, scheme in enumerate(schemes):
-        found = [interval(list(accuracies(result["runs"], name, scheme, None).values())) for name in backbones]
-        places = [place + (number - (len(schemes) - 1) / 2) * width for place in range(len(backbones))]
-        means, halves = zip(*found, strict=True)
-        axes.bar(places, means, width, yerr=halves, label=scheme, color=COLOURS[number], capsize=2, error_kw={"elinewidth": 0.8})
-        lowest += [mean - half for mean, half in found]
-    axes.set_ylim(bottom=max(0, min(lowest) - 2))
-    axes.set_xticks(range(len(backbones)), backbones)
-
-
-def _has(result: Result, backbone: str, schemes: tuple[str, ...]) -> bool:
-    """Whether every scheme has as many seeds as another, and more than one."""
-    counts = {len(accuracies(result["runs"], backbone, scheme, None)) for scheme in schemes}
-    return len(counts) == 1 and min(counts) > 1
-
-
-_CURVES = ("none", "ape", "rpb", "rope2d", "rope_mixed", "axial_rope(k_rope=2)", "axial_rope", "rope_mixed+ape", "lape(ape)")
-_BARS = ("none", "rpb", "axial_rope")
+_SMALL = {"vit": "A small ViT", "swin": "A small Swin", "nat": "A small NAT"}
 PICTURES = {
     picture.file: picture
     for picture in (
-        Picture(
-            "resolutions.png",
-            "vit",
-            "A small ViT on 10,000 images of Fashion-MNIST: accuracy by scheme and resolution",
-            lambda axes, result: over_resolutions(axes, result, "vit", _CURVES),
-        ),
-        Picture(
-            "backbones.png",
-            "backbones",
-            "Small backbones on 10,000 images of Fashion-MNIST: accuracy by scheme",
-            lambda axes, result: by_backbone(axes, result, _BARS),
-        ),
+        Picture("resolutions.png", "vit", "A small ViT on 10,000 images of Fashion-MNIST: accuracy by scheme and resolution", "vit"),
+        Picture("backbones.png", "backbones", "Small backbones on 10,000 images of Fashion-MNIST: accuracy by scheme"),
         *(
             Picture(
                 f"tiny_imagenet_{backbone}.png",
                 "tiny_imagenet",
                 f"{name} on 50 classes of Tiny-ImageNet: accuracy by scheme and resolution",
-                lambda axes, result, backbone=backbone: over_resolutions(axes, result, backbone, _CURVES),
+                backbone,
             )
-            for backbone, name in (("vit", "A small ViT"), ("swin", "A small Swin"), ("nat", "A small NAT"))
+            for backbone, name in _SMALL.items()
         ),
     )
 }
 
 
+def shown(picture: Picture, result: Result) -> list[str]:
+    """The schemes that get a line, or the backbones that get points: those with several seeds, and points with as many as each other."""
+    seeds = lambda backbone, scheme: len(accuracies(result["runs"], backbone, scheme, None))
+    if picture.backbone:
+        return [scheme for scheme in CURVES if seeds(picture.backbone, scheme) > 1]
+    counts = {run["backbone"]: {seeds(run["backbone"], scheme) for scheme in POINTS} for run in result["runs"]}
+    return [backbone for backbone, found in counts.items() if len(found) == 1 and min(found) > 1]
+
+
 def result_of(picture: Picture, results: list[Result]) -> Result | None:
-    """What a picture is drawn from: the newest result of its part, where it has two seeds of anything."""
+    """What a picture is drawn from: the newest result of its part, where there is anything to show."""
     result = newest(results, "evidence", part=picture.part)
-    return result if result and len({run["seed"] for run in result["runs"]}) > 1 else None
+    return result if result and shown(picture, result) else None
+
+
+def over_resolutions(axes: Any, result: Result, backbone: str, schemes: list[str]) -> None:
+    """Accuracy over resolution, a line for each scheme."""
+    means = []
+    for number, scheme in enumerate(schemes):
+        runs = [run for run in result["runs"] if (run["backbone"], run["position"]) == (backbone, scheme)]
+        trained, *_ = sides = [row["resolution"][0] for row in runs[0]["eval"]]
+        points = [(side, *interval(list(accuracies(runs, backbone, scheme, side).values()))) for side in sorted(sides)]
+        side, mean, half = zip(*points, strict=True)
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
+        aside = (number - (len(schemes) - 1) / 2) * (side[-1] - side[0]) / 130  # or intervals would hide each other
+        axes.errorbar([x + aside for x in side], mean, half, label=scheme, capsize=2, elinewidth=0.8, **style)
+        means += mean
+    axes.set_xticks(side)
+    axes.axvline(trained, color="0.9", linewidth=8, zorder=0)
+    axes.set_ylim(max(min(means) - 8, 0), min(max(means) + 8, 100))  # of two seeds intervals may be wider than that
+    axes.set_xlabel("test resolution (pixels; grey: training resolution)")
+
+
+def by_backbone(axes: Any, result: Result, backbones: list[str]) -> None:
+    """Accuracy where models were trained: a group of points for each backbone."""
+    for number, scheme in enumerate(POINTS):
+        found = [interval(list(accuracies(result["runs"], name, scheme, None).values())) for name in backbones]
+        places = [place + 0.2 * (number - (len(POINTS) - 1) / 2) for place in range(len(backbones))]
+        style = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": "none"}
+        axes.errorbar(places, *zip(*found, strict=True), label=scheme, capsize=3, elinewidth=1, **style)
+    axes.set_xticks(range(len(backbones)), backbones)
 
 
 def checksum(result: Result) -> str:
@@ -123,7 +114,10 @@ def draw(picture: Picture, result: Result, folder: pathlib.Path) -> None:
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    picture.draw(axes, result)
+    if picture.backbone:
+        over_resolutions(axes, result, picture.backbone, shown(picture, result))
+    else:
+        by_backbone(axes, result, shown(picture, result))
     axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
     figure.suptitle(picture.says, fontsize=10)
     axes.grid(alpha=0.3, axis="y")

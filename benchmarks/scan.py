@@ -9,7 +9,6 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from flax import nnx
 
 import rope_jax
 from benchmarks._record import record, write
+from benchmarks._training import training_step
 from rope_jax import optim
 from rope_jax.config import OptimConfig
 
@@ -41,20 +41,10 @@ class Step:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         optimizer = optim.make_optimizer(OptimConfig(), optax.constant_schedule(1e-4), params)
         images = jax.random.normal(jax.random.key(0), (batch, image_size, image_size, 3))
-
-        def step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-            def loss_of(params: Any) -> jax.Array:
-                logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(1))
-                return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
-
-            loss, grads = jax.value_and_grad(loss_of)(state["params"])
-            updates, opt = optimizer.update(grads, state["opt"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
-
         params = nnx.to_pure_dict(params)
         self.state, self.images = {"params": params, "opt": optimizer.init(params)}, images
         start = time.perf_counter()
-        self.step = jax.jit(step, donate_argnums=0).lower(self.state, images).compile()
+        self.step = jax.jit(training_step(graph, rest, optimizer), donate_argnums=0).lower(self.state, images).compile()
         self.compile_s = time.perf_counter() - start
 
     def run(self) -> float:

@@ -57,7 +57,7 @@ def origin(result: Result) -> str:
 def digits(results: list[Result]) -> str:
     """Accuracy of the demo by scheme and resolution."""
     if (result := newest(results, "digits")) is None:
-        return f"{NOT_MEASURED}\n"
+        return f"{NOT_MEASURED} (`python -m benchmarks digits`).\n"
     percent = lambda evaluation: f"{100 * evaluation['top1']:.1f}"
     first = [run for run in result["runs"] if run["seed"] == 0]
     sizes = ["{}x{} px".format(*evaluation["resolution"]) for evaluation in first[0]["eval"]]
@@ -187,7 +187,7 @@ def pictures(results: list[Result]) -> str:
 def model_path(results: list[Result]) -> str:
     """Launches and bytes between the projection and cuDNN."""
     if (result := newest(results, "model_path")) is None:
-        return f"{NOT_MEASURED}\n"
+        return f"{NOT_MEASURED} (`python -m benchmarks model_path`).\n"
     columns = [(pairs, trained) for pairs in result["settings"]["pairs"] for trained in ("", "fixed", "learned")]
     names = {"": "forward", "fixed": "training", "learned": "training, learned frequencies"}
     figures = {(row["form"], row["pairs"], row["trained"]): row for row in result["rows"]}
@@ -274,17 +274,20 @@ def reached(goal: Goal, result: Result | None) -> str:
     """What was measured of a goal."""
     if result is None:
         return NOT_MEASURED
-    value = result["goals"][goal.name]
-    spread = f" ({value['least']:.2f} to {value['most']:.2f}, {value['count']} sizes)" if "count" in value else ""
+    value, spread = result["goals"][goal.name], ""
+    if "each" in value:  # of few models, which may have floors of their own
+        spread = f" ({'; '.join(f'{of}: {one:.2f}' for of, one in value['each'].items())})"
+    elif "count" in value:
+        spread = f" ({value['least']:.2f} to {value['most']:.2f}, {value['count']} sizes)"
     slower = f" (steps {value['slower_percent']:+.1f} %)" if "slower_percent" in value else ""
     return f"**{value['value']:.2f}**{spread}{slower}"
 
 
 def models(results: list[Result]) -> str:
-    """Images per second of whole models, of the newest result of every platform."""
+    """Images per second of whole models: of every platform the newest result of the same programs, or of a table of the thesis."""
     from benchmarks.models import table as of_models
 
-    return _each(results, "models", of_models)
+    return _each(results, "models", of_models, "programs", "table")
 
 
 def startup(results: list[Result]) -> str:
@@ -294,10 +297,14 @@ def startup(results: list[Result]) -> str:
     return _each(results, "startup", of_startup)
 
 
-def _each(results: list[Result], benchmark: str, text: Callable[[Result], str]) -> str:
-    """A benchmark's own text about its newest result on every platform."""
-    found = [newest(results, benchmark, platform) for platform in ("gpu", "cpu")]
-    texts = [f"{text(result).rstrip()}\n\n{origin(result)}.\n" for result in found if result]
+def _each(results: list[Result], benchmark: str, text: Callable[[Result], str], *names: str) -> str:
+    """A benchmark's own text about its newest results: one for each platform, GPUs first, and each value of the settings `names`."""
+    found: dict[str, Result] = {}
+    for result in results:
+        if result["benchmark"] == benchmark:
+            found.setdefault(str([result["machine"]["platform"], *(result["settings"][name] for name in names)]), result)
+    newest_ones = sorted(found.values(), key=lambda result: result["machine"]["platform"] != "gpu")
+    texts = [f"{text(result).rstrip()}\n\n{origin(result)}.\n" for result in newest_ones]
     return "\n".join(texts) or f"{NOT_MEASURED} (`python -m benchmarks {benchmark}`).\n"
 
 
@@ -320,7 +327,7 @@ def benchmarks(results: list[Result]) -> str:
 def data(results: list[Result]) -> str:
     """Images per second of the loader."""
     if (result := newest(results, "data")) is None:
-        return f"{NOT_MEASURED}\n"
+        return f"{NOT_MEASURED} (`python -m benchmarks data`).\n"
     rows = [[x["way"], f"{x['images_per_cpu_second']:,.0f}", f"{x['of_pillow']:.2f}"] for x in result["rows"]]
     about, size = result["photographs"], result["settings"]["size"][0]
     return (

@@ -56,8 +56,7 @@ def protocol(images: data.Images | data.Streamed, config: Config) -> str:
         frame = f"{config.eval.frame} of each image, with antialiasing"
         if "resized" in (about := images.source.about):
             frame += f"; images packed beforehand: {about['resized']} ({about['interpolation']})"
-    averaged = config.ema_decay is not None and config.eval.ema
-    return f"{frame}; {'averaged weights (EMA)' if averaged else 'weights of the last step'}"
+    return f"{frame}; {'averaged weights (EMA)' if config.averaged else 'weights of the last step'}"
 
 
 def resolutions(config: Config, native: tuple[int, int]) -> list[tuple[int, int]]:
@@ -272,15 +271,15 @@ def _evaluate_command(asked: argparse.Namespace) -> None:
             "position": about.position,
             "weights": about.weights,
             "step": about.step,
-            "options": asked.options,
-            "dtype": asked.dtype or "float32",
+            "options": about.config.model.options if about.config else asked.options,
+            "dtype": about.config.dtype if about.config else asked.dtype or "float32",
             "resolution": list(size),
             "dataset": asked.dataset or about.config.data.source,
             "windows": "scaled" if asked.scale_windows else "kept",
             "rpb_shrink": asked.rpb_shrink,
         }
-        identity |= {"sha256": about.sha256} if about.sha256 is not None else {}  # a file of weights may be replaced by another
-        identity |= {"seed": asked.seed} if asked.workdir is not None and asked.seed is not None else {}
+        identity |= {"sha256": about.sha256} if about.sha256 is not None else {}  # weights may be replaced by others of the same name
+        identity |= {"seed": about.config.seed} if about.config is not None else {}
         identity |= {} if found is None else {"images": asked.images} | json.loads(json.dumps(dataclasses.asdict(preprocessing)))
         rows = read_evaluations(out)
         row = next((row for row in rows if row["asked"] == identity), None)

@@ -70,7 +70,7 @@ def load_checkpoint(path: str, *, step: int | None = None, ema: bool | None = No
         config = resolve(checkpoints.about(step)["config"])
         if ema and config.ema_decay is None:
             raise ValueError("ema=True, but this run kept no averaged weights (--config.ema_decay): use ema=None or False")
-        averaged = config.ema_decay is not None and config.eval.ema if ema is None else ema
+        averaged = config.averaged if ema is None else ema
         own = members.config_of(config, seed)
         model = create(own)
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}

@@ -198,6 +198,11 @@ class Config:
     profile_at: int | None = None
     tensorboard: bool = False
 
+    @property
+    def averaged(self) -> bool:
+        """Whether the moving average of the weights is what is evaluated."""
+        return self.ema_decay is not None and self.eval.ema
+
 
 # Every field is in one of two lists. These may change when a run is resumed: they do not change what is computed as long as all goes well.
 COSMETIC = (

@@ -27,7 +27,7 @@ class Subject:
         config: of the run that trained it, or None.
         weights: where they come from, in words that a reader can follow.
         step: of the checkpoint, or None.
-        sha256: of the file of weights, or None where it is no file.
+        sha256: of the file of weights, or of the manifest of the checkpoint; None where there is neither.
     """
 
     model: nnx.Module
@@ -88,9 +88,9 @@ def load(asked: argparse.Namespace) -> Subject:
         size = image_pair(config.data.image_size)
         position = config.model.position or find_model(config.model.name).position
         preprocessing = Preprocessing(mean=config.data.mean, std=config.data.std, crop=1.0)
-        seed = "" if asked.seed is None else f", seed {asked.seed}"
-        weights = f"{asked.workdir}{seed}, step {step}" + (", averaged weights (EMA)" if config.ema_decay is not None else "")
-        return Subject(model, config.model.name, position, size, preprocessing, config, weights, step)
+        weights = f"{asked.workdir}, seed {config.seed}, step {step}" + (", averaged weights (EMA)" if config.averaged else "")
+        sha256 = _sha256(f"{asked.workdir}/checkpoints/{step}/manifest.json")
+        return Subject(model, config.model.name, position, size, preprocessing, config, weights, step, sha256)
     if asked.step is not None:
         raise ConfigError("--step goes with a WORKDIR: leave it out")
     if asked.source is not None and asked.weights is None:

@@ -323,6 +323,8 @@ def train(config: Config, workdir: pathlib.Path, *, strict_restore: bool = False
         state = load_newest(run, model, checkpoints, workdir, strict=strict_restore, override=resume_override, rename=True)
         signals.saved = state is not None
         if state is None:
+            if jax.process_index() == 0:
+                (workdir / "results.json").unlink(missing_ok=True)  # of a run whose checkpoints were moved away
             if config.init_from is not None:
                 model = _started(model, config)
             state = initial_state(run, model)
@@ -467,7 +469,7 @@ def loop(run: Run, state: State, checkpoints: Checkpoints, writer: MetricsWriter
         except ValueError as error:
             trees = [state] if config.seeds == 1 else [members.take(state, member) for member in range(config.seeds)]
             seed = next((seed for seed, tree in zip(members.seeds(config), trees, strict=True) if not_finite(tree)), config.seed)
-            raise lost(step, seed, str(error)) from None
+            raise lost(step, seed, f"{error}{f' (seed {seed})' if config.seeds > 1 else ''}") from None
 
     def on_saved(step: int, size: int, seconds: float) -> None:
         signals.saved = True
@@ -537,8 +539,7 @@ def finish(run: Run, state: State, workdir: pathlib.Path, poll: Callable[[], Non
     kept = ("resolution", "protocol", "seed")
     done = [] if results is None else [{key: row[key] for key in kept if key in row} for row in results["eval"]]
     if of_first(results is None or results["step"] != step or done != wanted):
-        averaged = "ema" in state and config.eval.ema
-        weights = (state["ema" if averaged else "params"], state.get("stats", {}))
+        weights = (state["ema" if config.averaged else "params"], state.get("stats", {}))
         if config.seeds == 1:
             apply = lambda weights, images: run.apply(*weights, images)[0]
         else:

@@ -6,9 +6,9 @@ their seed alone are one row, with the mean and its 95 % confidence interval; a 
 
 import argparse
 import base64
+import collections
 import dataclasses
 import html
-import json
 import math
 import pathlib
 import sys
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rope_jax.analysis import expected, plots
-from rope_jax.config import Config, from_json
+from rope_jax.config import Config, ConfigError, from_json
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.members import config_of, metrics_of, seeds
 from rope_jax.metrics import format_table, read_metrics
@@ -83,10 +83,17 @@ def read_runs(workdir: pathlib.Path) -> list[Run]:
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in their seed alone, under the name of what distinguishes them: model and position, or the workdir, too."""
+    """Runs that differ in their seed alone, under the name of what distinguishes them: model and position, or the workdir, too.
+
+    Raises:
+        ValueError: two runs differ in nothing.
+    """
     alike: dict[Config, list[Run]] = {}
     for run in runs:
-        alike.setdefault(dataclasses.replace(run.config, seed=0), []).append(run)
+        group = alike.setdefault(dataclasses.replace(run.config, seed=0), [])
+        if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
+            raise ValueError(f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: leave one of them out")
+        group.append(run)
     models = {config.model.name for config in alike}
     named: dict[str, list[Run]] = {}
     for config, members in alike.items():
@@ -220,11 +227,14 @@ def _papers(runs: dict[str, list[Run]]) -> Section:
 
 
 def _others(runs: Sequence[Run]) -> Section:
+    """What `python -m rope_jax.evaluate` has measured of the runs."""
+    several = collections.Counter(run.workdir for run in runs)
     cells = [("workdir", "data", "resolution", "top-1", "top-5", "protocol")]
     for run in runs:
         for row in run.others:
             top1, top5 = accuracy([row]), f"{100 * row['top5']:.1f}"
-            cells.append((run.workdir.name, row["dataset"], _by(row["resolution"]), top1, top5, row["protocol"]))
+            name = f"{run.workdir.name}, seed {run.config.seed}" if several[run.workdir] > 1 else run.workdir.name
+            cells.append((name, row["dataset"], _by(row["resolution"]), top1, top5, row["protocol"]))
     return "Further evaluations", [Table(cells)] if len(cells) > 1 else []
 
 
@@ -318,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     try:
         runs = group_runs([run for workdir in dict.fromkeys(asked.workdirs) for run in read_runs(workdir)])  # named twice is no second seed
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         sys.exit(f"report: {error}")
     if asked.analyse:
         for members in runs.values():

@@ -78,9 +78,9 @@ def operate(
         operation: its place in `OPERATIONS`; any other number changes nothing.
         level: 0 to 1, magnitude / 10.
         signed: the same or its negative, for operations that go either way.
-        fill: see `rand_augment`, like `inc`.
+        fill: see `rand_augment`.
         cubic: whether warps interpolate bicubically.
-        inc: see there.
+        inc: see `rand_augment`.
     """
     chosen = lambda *names: jnp.isin(operation, jnp.array([_NUMBER[name] for name in names]))
     height, width, _ = image.shape

@@ -169,7 +169,7 @@ class Places(Iterator[dict[str, np.ndarray]]):
         start_step: int = 0,
         augment: str = "none",
         repeats: int = 1,
-        shard: tuple = (0, 1),
+        shard: tuple[int, int] = (0, 1),
     ):
         """Arguments as in `rope_jax.data.batches`; ValueError for sets that are not in memory, and for augmentations not of `_OF_HOST`."""
         if not isinstance(images, Images):

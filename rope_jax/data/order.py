@@ -98,7 +98,7 @@ def _orders(seed: int, count: int) -> Callable[[int], Int64[np.ndarray, " count"
 def places(
     step: int, *, batch_size: int, seed: int, count: int, repeats: int = 1, shard: tuple[int, int] = (0, 1)
 ) -> tuple[Int64[np.ndarray, " b"], Int64[np.ndarray, " b"]]:
-    """Which examples are in a batch: all that a set on the device needs from the host.
+    """Which examples are in a batch, and which copies of them.
 
     With repeats the copies of an example stand in different parts of the batch, first copies first, so that three or more devices each see
     an example at most once in a step.

@@ -1,3 +1,4 @@
+import argparse
 import json
 
 import jax
@@ -8,7 +9,8 @@ from flax import nnx
 from PIL import Image
 
 import rope_jax
-from rope_jax import evaluate
+from rope_jax import evaluate, subject
+from rope_jax.config import resolve
 from rope_jax.data import variants
 from rope_jax.models.pretrained import Preprocessing, save_pretrained
 from rope_jax.sharding import make_mesh
@@ -114,6 +116,22 @@ def test_weights_that_were_replaced_are_measured_anew(command, tmp_path):
     rows, _ = command()
     assert rows[0] == row
     assert len({row["asked"]["sha256"] for row in rows}) == len(rows) == 2
+
+
+def test_a_workdir_says_which_of_its_weights_are_evaluated(tmp_path, monkeypatch):
+    parser = argparse.ArgumentParser()
+    subject.add_arguments(parser)
+    manifest = tmp_path / "checkpoints" / "8" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    found = []
+    for decay, ema, told in ((None, True, ""), (0.9, True, ", averaged weights (EMA)"), (0.9, False, "")):
+        config = resolve({"seed": 3, "data": {"image_size": 8}, "ema_decay": decay, "eval": {"ema": ema}})
+        monkeypatch.setattr(subject, "load_checkpoint", lambda *args, config=config, **options: (Reader(3), config))
+        manifest.write_text(str(config))
+        about = subject.load(parser.parse_args([str(tmp_path), "--step=8"]))
+        assert about.weights == f"{tmp_path}, seed 3, step 8{told}"
+        found.append(about.sha256)
+    assert len(set(found)) == 3  # checkpoints of one step, but of other runs
 
 
 def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):

@@ -106,6 +106,15 @@ def test_workdirs_of_one_name_stay_apart(tmp_path):
     assert "| ape | 2 | 90.0" in (tmp_path / "out" / "report.md").read_text()  # two seeds: naming a run twice adds none
 
 
+def test_a_run_counts_once_and_a_damaged_config_is_told(tmp_path):
+    a, b = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "ab")
+    with pytest.raises(SystemExit, match=f"report: {a} and {b} hold the same run, of seed 0: leave one of them out"):
+        report.main([str(a), str(b)])
+    (b / "config.json").write_text('{"sead": 1}')
+    with pytest.raises(SystemExit, match=r"report: --config\.sead is not a setting"):
+        report.main([str(b)])
+
+
 def test_a_run_without_a_position_has_that_of_its_model(tmp_path):
     a = workdir(tmp_path / "a", None, rows(((8, 8), 0.9)))
     report.main([str(a)])

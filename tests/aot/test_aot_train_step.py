@@ -61,7 +61,7 @@ def test_attention_writes_neither_scores_nor_angles_nor_copies_of_its_operands(n
 
 @pytest.mark.parametrize("name", CASES)
 def test_devices_exchange_sums_of_gradients_and_nothing_else(name, steps):
-    """Each parameter once, in the two or four bytes of the gradient: bias tables and frequencies, which come out of kernels, as well."""
+    """Each parameter once, nearly all in the four bytes of float32: bias tables and frequencies, which come out of kernels, as well."""
     step = steps(name)
     assert {kind for kind, _ in step.collectives} == {"all-reduce"}
     parameters = step.state / 16  # float32, with Adam's two moments and the average

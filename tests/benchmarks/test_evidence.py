@@ -108,7 +108,7 @@ def test_the_command_of_a_run():
         "-m",
         "rope_jax.main",
         "--config=configs/cct.py:path=x.npz,variant=vit_lite_7_4,position=ape,seed=121",
-        "--workdir=runs/vit_lite_7_4-ape-121-122",
+        "--workdir=runs/cifar10-vit_lite_7_4-ape-121-122",
         "--config.data.on_device=True",
         "--config.seeds=2",
     ]
@@ -118,6 +118,22 @@ def test_the_command_of_a_run():
         "--config=configs/evidence.py:path=x.npz,backbone=cat,seed=4,epochs=10",
         "--workdir=w/cat-default-4-epochs=10",
     ]
+
+
+def test_every_run_has_a_workdir_of_its_own():
+    """Also where parts, seeds or flags differ: what is in a workdir is taken up."""
+    folders = [
+        part.folder(run, flags)
+        for part in evidence.PARTS.values()
+        for flags in ((), ("--config.epochs=0.1",), ("--config.init_from=a/b",))
+        for run in part.runs([0])
+        if part.name != "fashion_mnist" or part is evidence.PARTS["vit"]  # the same runs, but for the epochs
+    ]
+    assert len(set(folders)) == len(folders)
+    assert not [folder for folder in folders if "/" in folder]
+    part = evidence.PARTS["vit"]
+    command = part.command(part.runs([0])[0], pathlib.Path("x.npz"), pathlib.Path("w"), ["--config.epochs=0.1"])
+    assert command[-2:] == ["--workdir=w/vit-none-0-epochs=0.1", "--config.epochs=0.1"]
 
 
 def sleeping(tmp_path):
@@ -214,8 +230,17 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
     assert trained[1] == ["vit-ape-1", "vit-none-1"]
     assert json.loads(out.read_text())["runs"] == result["runs"]
     assert "2 of 4 runs are finished: the same command goes on" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"x.json holds runs of part vit with flags \[\]: name another file"):
+    with pytest.raises(SystemExit, match=r"x.json holds runs of part vit with flags \[\] on .*: name another file"):
         evidence.main([*command, "--", "--config.epochs=1"])
+    with pytest.raises(SystemExit, match=r"x.json holds runs .* on .*: name another file"):
+        evidence.main([*command, "--data", str(tmp_path / "others")])
+    # Runs with other flags are not taken for these, though they lie in the same folder.
+    evidence.main([*command[:-1], str(tmp_path / "short.json"), "--", "--config.epochs=1"])
+    assert trained[2] == [f"vit-{position}-{seed}-epochs=1" for position in ("ape", "none") for seed in (0, 1)]
+    assert json.loads((tmp_path / "short.json").read_text())["runs"] == []
+    out.write_text(json.dumps({"benchmark": "digits"}))
+    with pytest.raises(SystemExit, match=r"x.json holds a result of digits: name another file"):
+        evidence.main(command)
 
 
 @pytest.mark.parametrize(
@@ -223,16 +248,20 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
     [
         (["cifar10", "--seeds", "1", "3"], "--seeds 1 3: part cifar10 trains them in one run: let them follow each other"),
         (["vit", "--backbones", "swin"], "--backbones swin: part vit has vit"),
+        (["vit"], "--data .*x.npz does not exist"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_what_cannot_be_is_refused(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
-        evidence.main([*arguments, "--data", "x.npz"])
+        evidence.main([*arguments, "--data", str(tmp_path / "x.npz"), "--workdir", str(tmp_path)])
 
 
 def test_images_lie_packed_or_as_pixels(tmp_path):
     file = images_file(tmp_path / "pixels.npz")
     assert evidence.packed(file, tmp_path / "new.npz") == file
+    np.savez(tmp_path / "other.npz", images=np.zeros(1), labels=np.zeros(1))
+    with pytest.raises(SystemExit, match=r"other.npz has neither train_images nor body, header, offsets: name a file"):
+        evidence.packed(tmp_path / "other.npz", tmp_path / "new.npz")
     rng = np.random.default_rng(0)
     encoded = []
     for quality in (75, 75, 90):

@@ -145,6 +145,12 @@ def test_goals_are_ratios_of_the_fastest_forms():
     assert models.goals([]) == {}
 
 
+def test_a_model_that_is_not_there_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit):
+        models.parse(["--models", "swin_t", "vit_x"])
+    assert "--models vit_x: unknown; rope_jax.list_models() has them all" in capsys.readouterr().err
+
+
 def test_the_tables_of_the_thesis_stand_beside_ours():
     args = models.parse(["--table", "4.4"])
     assert args.image_size == 224

@@ -31,6 +31,14 @@ def test_a_picture_belongs_to_its_result(tmp_path, monkeypatch):
     assert pictures.stale([]) == ["resolutions.png"]  # a picture of no result
 
 
+@pytest.mark.parametrize("part", ["vit", "backbones", "tiny_imagenet"])
+def test_a_part_that_has_hardly_begun_has_no_picture(part):
+    """One seed of each scheme, and two of a single one where points of a backbone need all."""
+    runs = [run | {"backbone": "swin"} for run in evidence_result()["runs"] if run["seed"] == 0 or run["position"] == "none"]
+    there = [picture for picture in pictures.PICTURES.values() if pictures.result_of(picture, [evidence_result(part, runs=runs)])]
+    assert [picture.file for picture in there] == (["tiny_imagenet_swin.png"] if part == "tiny_imagenet" else [])
+
+
 @pytest.mark.parametrize("name", ["backbones.png", "tiny_imagenet_swin.png"])
 def test_pictures_of_other_parts(name, tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "checksum", lambda _: "x")

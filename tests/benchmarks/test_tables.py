@@ -40,9 +40,7 @@ def test_an_unknown_table_is_refused():
         tables.fill("<!-- table: rotari -->\n<!-- end -->\n", [])
 
 
-@pytest.mark.parametrize(
-    "name", ["digits", "rotary", "model_path", "goals", "speed", "evidence", "claims", "pictures", "models", "startup", "memory", "scan"]
-)
+@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - {"schemes", "benchmarks", "files"}))
 def test_what_was_not_run_says_so(name):
     assert tables.NOT_MEASURED in tables.TABLES[name]([])
 
@@ -79,6 +77,28 @@ def test_the_readmes_goals_and_where_they_are_from():
     assert "| **9.00** (steps +2.5 %) |" in text
     assert text.count("Some GPU, jax 9.9, 2030-01-02, `benchmarks/results/x.json`.") == 1
     assert tables.NOT_MEASURED in text
+
+
+def test_goals_of_a_few_models_show_each():
+    each = {"deit3_b16, 256": 0.8, "swin_t, 256": 0.31}
+    text = tables.speed([rotary_result(goals={"M4": {"value": 0.5, "least": 0.31, "most": 0.8, "count": 2, "each": each}})])
+    assert "| **0.50** (deit3_b16, 256: 0.80; swin_t, 256: 0.31) |" in text
+
+
+def test_models_of_one_platform_measured_in_several_runs_are_all_there():
+    row = {"model": "vit", "position": "ape", "software": "rope_jax", "implementation": None, "dtype": "bfloat16", "batch": 8}
+    row |= {"milliseconds": 1.0, "low": 1.0, "high": 1.0, "images_per_second": 1.0, "roofline_share": 0.5, "tax_percent": None}
+    limits = {"gemm_tflop_per_s": {"bfloat16": 790.0}, "copy_gb_per_s": 4300.0}
+
+    def result(program, file, **others):
+        settings = {"programs": [program], "table": None}
+        rows = [row | {"program": program, "temp_bytes": 1}]
+        return ORIGIN | {"benchmark": "models", "settings": settings, "limits": limits, "rows": rows, "file": file, **others}
+
+    cpu = result("forward", "cpu.json", machine={"device": "cpu", "platform": "cpu"})
+    text = tables.models([cpu, result("train", "train.json"), result("forward", "forward.json"), result("forward", "older.json")])
+    assert [text.find(file) > 0 for file in ("train.json", "forward.json", "older.json", "cpu.json")] == [True, True, False, True]
+    assert text.index("forward.json") < text.index("cpu.json")
 
 
 def evidence_result(part="vit", **others):

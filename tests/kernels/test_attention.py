@@ -1,5 +1,6 @@
 """Attention of every pattern against loops over pairs of tokens in float64, written from the patterns' definitions."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import rope_jax_kernels
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention, attention_qkv, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.attention import api, neighborhood, reference
+from rope_jax_kernels.attention.checks import check_terms
 from rope_jax_kernels.attention.patterns import pair_of
 from rope_jax_kernels.backends import Backend
 from rope_jax_kernels.rotary.checks import check_floating, check_rotation
@@ -328,8 +330,16 @@ def turned(tokens, heads=N):
 
 def test_sizes_are_kept_as_plain_integers():
     """So that lists, and what NumPy computes, make patterns that can be compared and hashed."""
-    assert [type(x) for x in pair_of("size", [np.int64(7), 5], 1)] == [int, int]
-    assert pair_of("size", [np.int64(7), 5], 1) == (7, 5)
+    size = pair_of("size", [np.int64(7), 5], 1)
+    assert size == (7, 5)
+    assert [type(x) for x in size] == [int, int]
+    for pattern in (Window, Neighborhood):
+        wanted, made = pattern((7, 5), (3, 2)), pattern((1, 1))
+        for field, value in zip(dataclasses.fields(pattern), ([np.int64(7), 5], [3, np.int64(2)]), strict=True):
+            object.__setattr__(made, field.name, value)  # not by the constructor, whose types are checked here
+        made.__post_init__()
+        assert hash(made) == hash(wanted)
+        assert repr(made) == repr(wanted)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +366,7 @@ def test_sizes_are_kept_as_plain_integers():
         (lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), rotation=turned(6, 3)), ValueError, "is for 3 heads, but q has 2"),
         (lambda: attention(*[FLAT.astype("float8_e4m3fn")] * 3, pattern=Global()), TypeError, "q has dtype float8_e4m3fn; it must be"),
         (lambda: attention(FLAT, FLAT, FLAT, pattern=Global(), scale=jnp.ones((N, 1, 1))), ValueError, "scale has shape .*must be one"),
+        (lambda: check_terms((1, 6, N, D), "q", Global(), None, None, "1"), TypeError, "scale='1' is a str; it must be a number, an array"),
         (lambda: check_floating("q", [[1.0]]), TypeError, "q is a list; it must be a floating-point array"),
         (lambda: check_rotation((1, 2), 6, N, D, "q"), TypeError, "rotation is a tuple; it must be a Rotation"),
         (lambda: attention_qkv(FLAT, pattern=Global()), ValueError, r"qkv has shape .*\[B, L, 3, N, D\]"),

@@ -19,7 +19,7 @@ from rope_jax.config import ConfigError
 from rope_jax.data import on_device
 from rope_jax.metrics import progress_line, read_events, read_metrics
 from rope_jax.sharding import put_batch
-from tests.training.recipe import final_state, run, tiny
+from tests.training.recipe import TINY, final_state, run, tiny
 from tests.training.test_batch_statistics import CEIT
 
 RECIPE = {"seed": 4, "epochs": 0.7, "data__on_device": True, "ema_decay": 0.9, "eval__resolutions": (), "checkpoint_every": 100}
@@ -139,11 +139,11 @@ def test_one_of_the_models_is_loaded(together, alone):
 
 
 def test_the_command_of_evaluation_takes_a_seed(together, capsys):
-    found = []
-    for seed in ([], ["--seed=5"]):
+    for seed in ([], ["--seed=5"], ["--seed=4"]):  # the last is the first, and is not measured again
         evaluate.main([str(together), "--resolutions=8", f"--out={together / 'rows.json'}", *seed])
-        found.append(json.loads((together / "rows.json").read_text())["rows"][-1]["top1"])
-    assert found == [row["top1"] for row in rows_of(together)]
+        found = json.loads((together / "rows.json").read_text())["rows"]
+    assert [row["top1"] for row in found] == [row["top1"] for row in rows_of(together)]
+    assert [(row["asked"]["seed"], row["asked"]["options"]) for row in found] == [(4, TINY), (5, TINY)]
     assert "seed 5, step 8" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"seed=1, but the run has the seeds 4 to 5.*\[WORKDIR\]"):
         evaluate.main([str(together), "--seed=1"])

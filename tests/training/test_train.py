@@ -216,6 +216,16 @@ def test_a_missing_test_split_is_told_before_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_results_of_a_run_that_was_moved_away_are_not_taken_for_ours(finished, tmp_path):
+    old = json.loads((finished[0] / "results.json").read_text())
+    rows = [row | {"top1": 2.0} for row in old["eval"]]
+    (tmp_path / "results.json").write_text(json.dumps({"step": 1, "eval": rows}))
+    run(tmp_path, ema_decay=0.9, epochs=0.1)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["step"] == 1
+    assert all(row["top1"] <= 1 for row in results["eval"])
+
+
 def test_an_interrupted_evaluation_is_done_by_the_next_start(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -69,7 +69,7 @@ def attention(
     Raises:
         ValueError: shapes do not fit each other or the pattern, the named implementation is unknown or refuses, or the kernels are asked
             for a derivative that "xla" alone has: of rotation.coords, or a second one.
-        TypeError: an array is not floating-point, or `pattern` is not a pattern, or `rotation` not a rotation.
+        TypeError: an array is not floating-point, `pattern` is no pattern, `rotation` no rotation, or `scale` no number.
     """
     checks.check_pattern(pattern)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -100,7 +100,7 @@ def attention_qkv(
         pattern: see `attention`, also for the arguments that follow.
         rotation: turns q and k, or None.
         bias: matrix or table added to the scaled logits, or None.
-        scale: factor of the logits; None for D**-0.5.
+        scale: factor of the logits, one number; None for D**-0.5.
         implementation: None for the best that applies, or the name of one; see `explain`.
 
     Returns:
@@ -109,7 +109,7 @@ def attention_qkv(
     Raises:
         ValueError: shapes do not fit each other or the pattern, the named implementation is unknown or refuses, or the kernels are asked
             for a derivative that "xla" alone has: of rotation.coords, or a second one.
-        TypeError: an array is not floating-point, or `pattern` is not a pattern, or `rotation` not a rotation.
+        TypeError: an array is not floating-point, `pattern` is no pattern, `rotation` no rotation, or `scale` no number.
     """
     checks.check_pattern(pattern)
     check_floating("qkv", qkv)

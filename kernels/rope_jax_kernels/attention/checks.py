@@ -3,11 +3,8 @@
 import numbers
 from typing import Any
 
-from jaxtyping import Array
-
 from rope_jax_kernels.attention.patterns import Global, Pattern, Window
 from rope_jax_kernels.rotary.checks import check_floating, check_rotation
-from rope_jax_kernels.rotation import Rotation
 
 
 def check_pattern(pattern: Any) -> None:
@@ -30,12 +27,12 @@ def check_map(name: str, shape: tuple[int, ...], pattern: Pattern) -> None:
         raise ValueError(f"{name} has shape {shape}; no dimension may be empty")
 
 
-def check_terms(
-    shape: tuple[int, ...], name: str, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | Array | None
-) -> None:
-    """Refuses a rotation, a bias or a scale that does not fit queries of `shape`; `name` is the array they came in."""
+def check_terms(shape: tuple[int, ...], name: str, pattern: Pattern, rotation: Any, bias: Any, scale: Any) -> None:
+    """Refuses a rotation, a bias or a scale that is none, or does not fit queries of `shape`; `name` is the array they came in."""
     *_, heads, head_dim = shape
     if not isinstance(scale, numbers.Real | None):
+        if not hasattr(scale, "dtype"):
+            raise TypeError(f"scale={scale!r} is a {type(scale).__name__}; it must be a number, an array that holds one, or None")
         check_floating("scale", scale)
         if scale.shape != ():
             raise ValueError(f"scale has shape {scale.shape}; it must be one number: for one of each head, multiply q by it instead")

@@ -1,0 +1,24 @@
+"""A training step of a model without pipeline and logs: gradients of the cross-entropy of class 0, and the optimizer's update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+def training_step(graph: nnx.GraphDef, rest: Any, optimizer: optax.GradientTransformation) -> Callable:
+    """Gives step(state, images) -> (state, loss), to be compiled; state is {"params", "opt"}, rest what the model does not learn."""
+
+    def step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        def loss_of(params: Any) -> jax.Array:
+            logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(1))
+            return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    return step
