@@ -144,7 +144,7 @@ def test_a_result_tells_where_it_comes_from(tmp_path, capsys, monkeypatch):
 
 def test_unknown_benchmarks_are_listed(capsys):
     assert main(["rotari"]) == 2
-    assert "neighborhood, rotary" in capsys.readouterr().err
+    assert "neighborhood, pictures, rotary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("values", "mean"), [([1.0, 4.0], 2.0), ([2.0], 2.0)])
