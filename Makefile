@@ -13,7 +13,7 @@ help:
 	@echo "make compare                      train with six positional schemes, one table and one picture"
 	@echo "make test | lint | format         what a change must pass"
 	@echo "make test-all                     the tests, with every pair of scheme and backbone"
-	@echo "make test-faults                  what training survives: kills, damaged checkpoints, signals (twenty minutes)"
+	@echo "make test-faults                  what training survives: kills, damaged checkpoints, signals (five minutes)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       tables and pictures of the READMEs, from benchmarks/results"
 	@echo "make setup [EXTRAS=test,cuda13]   the environment alone (.venv); with cuda13 or cuda12 for an NVIDIA GPU"
@@ -42,7 +42,7 @@ test: setup
 test-all: setup
 	$(RUN) -m pytest -n 2 --dist loadscope -m "slow or not slow"
 
-# Fifty kills at random instants, two hundred damaged checkpoints, SIGTERM in every phase: nothing may be lost. Twenty minutes.
+# Fifty kills at random instants, two hundred damaged checkpoints, SIGTERM in every phase: nothing may be lost. Five minutes.
 .PHONY: test-faults
 test-faults: setup
 	$(RUN) -m benchmarks faults --out benchmarks/results/faults_cpu.json

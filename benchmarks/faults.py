@@ -1,7 +1,7 @@
 """What training survives: kills at random instants, damaged checkpoints, signals in every phase. Figures, and an error where work was lost.
 
 Runs of the digits recipe on a small model. Every run that was interrupted must end in the state, bit for bit, and with the losses, of one
-that was not. Twenty minutes on two busy CPU cores: `make test-faults`.
+that was not. Five minutes on two CPU cores that do little else: `make test-faults`.
 """
 
 import argparse
