@@ -2,7 +2,7 @@
 
     python -m benchmarks memory --out benchmarks/results/memory_h200.json
 
-Compiles the step of `rope_jax.train` (bfloat16, AdamW, averaged weights, 224 pixels) for H200s that need not be there: this needs
+Compiles the step of `rope_jax.run` (bfloat16, AdamW, averaged weights, 224 pixels) for H200s that need not be there: this needs
 jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. Bytes are those that XLA plans; a running process needs some more.
 With --models or --parts, all else that is in the file stays there.
 """
@@ -25,9 +25,10 @@ from jax.experimental import topologies
 
 from benchmarks._program import TARGET, absent_gpus, compile_ahead, sizes
 from benchmarks._record import record, write
-from rope_jax import config, data, optim, train
+from rope_jax import config, data, optim
 from rope_jax.models import attention as model_attention
 from rope_jax.models.registry import create_model
+from rope_jax.run import Run, initial_state, make_step
 from rope_jax.sharding import in_force, like, make_mesh, split_batch, state_shardings
 from rope_jax_kernels import attention_qkv
 from rope_jax_kernels.attention import api
@@ -84,7 +85,7 @@ def compile_step(name: str, devices: list, batch: int, *, fsdp: int = 1, impleme
     batch = like({"image": image, "label": number, "epoch": number, "index": number}, split_batch(run.mesh))
     default = api.default if implementation is None else lambda *arguments: implementation
     with in_force(run.mesh), mock.patch.object(api, "default", default):
-        lowered = train.make_step(run).trace(like(state, state_shardings(state, run.mesh)), batch).lower()
+        lowered = make_step(run).trace(like(state, state_shardings(state, run.mesh)), batch).lower()
     compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False})
     memory, text = compiled.memory_analysis(), re.sub(r"backend_config=.*", "", compiled.as_text())
     collectives = [(found[2], max(sizes(found[1]))) for found in map(COLLECTIVE.search, text.splitlines()) if found]
@@ -93,7 +94,7 @@ def compile_step(name: str, devices: list, batch: int, *, fsdp: int = 1, impleme
     return Step(memory.alias_size_in_bytes, total, collectives, text)
 
 
-def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[train.Run, Any]:
+def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Run, Any]:
     """A run of this model without its data, and the shapes of its state."""
     raw = config.default()
     raw.update({"dtype": "bfloat16", "ema_decay": 0.9999})
@@ -104,8 +105,8 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[train.Run, Any]
     schedule = optim.learning_rate_schedule(settings.optim, epochs=300.0, steps_per_epoch=1251.0)
     optimizer = optim.make_optimizer(settings.optim, schedule, params)
     images = data.load("digits", None, "train", (8, 8))  # of which the step takes nothing
-    run = train.Run(settings, mesh, images, {}, graph, rest, settings.seed, optimizer, schedule, total_steps=300 * 1251)
-    return run, jax.eval_shape(lambda: train.initial_state(run, make()))
+    run = Run(settings, mesh, images, {}, graph, rest, settings.seed, optimizer, schedule, total_steps=300 * 1251)
+    return run, jax.eval_shape(lambda: initial_state(run, make()))
 
 
 def largest_batch(first: tuple[int, int], second: tuple[int, int], state: int) -> int:

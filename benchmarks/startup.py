@@ -116,7 +116,7 @@ def table(result: dict) -> str:
     if result["rows"]:
         text = scan.table([scan.Row(**row) for row in result["rows"]])
         faster, slower = reached["S1"].values()
-        text += f"\n\nThe scan compiles {faster:.2f} times as fast; its steps take {slower:+.1f} % of the time more.\n"
+        text += f"\n\nThe scan compiles {faster:.2f} times as fast; its steps take {1 + slower / 100:.2f} times as long.\n"
     if result["first_step_s"]:
         text += "\n| caches | seconds to the first step: median (least, most) | starts |\n|---|---|---|\n"
         for name, values in result["first_step_s"].items():

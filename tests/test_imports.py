@@ -89,7 +89,8 @@ RULES = {
     "rope_jax.program": (MODELS, [*ARRAYS, "flax.nnx"]),
     "rope_jax.subject": (RESTORE, [*ARRAYS, "flax.nnx"]),
     "rope_jax.signals": (["rope_jax.sharding"], ["jax"]),
-    "rope_jax.train": (["rope_jax.signals", *EVALUATE], [*ARRAYS, "flax.nnx", "optax"]),
+    "rope_jax.run": (EVALUATE, [*ARRAYS, "flax.nnx", "optax"]),
+    "rope_jax.train": (["rope_jax.run", "rope_jax.signals", *EVALUATE], [*ARRAYS, "flax.nnx"]),
     "rope_jax.main": (
         ["rope_jax.compilation", "rope_jax.train", "rope_jax.signals", "rope_jax.sharding", "rope_jax.evaluate", *CONFIG, *WORKDIR],
         ["absl", "ml_collections"],

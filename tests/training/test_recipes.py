@@ -17,6 +17,7 @@ import rope_jax
 from rope_jax import config as cfg
 from rope_jax import data, restore, train
 from rope_jax.evaluate import resolutions
+from rope_jax.run import assemble
 from rope_jax.sharding import make_mesh, put_batch
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
@@ -73,7 +74,7 @@ def traced(config, images_in_set=1_281_167, classes=1000):
         model = restore.create(config)
         for resolution in resolutions(config, size):
             model.grids(resolution)  # refuses those that cannot be evaluated
-        run = train.assemble(config, make_mesh(), images, {}, model)
+        run = assemble(config, make_mesh(), images, {}, model)
         plan["run"] = run
         return train.make_step(run)(train.initial_state(run, model), batch)
 

@@ -11,6 +11,7 @@ from rope_jax import data, evaluate, train
 from rope_jax.checkpoint import tree_hash
 from rope_jax.config import ConfigError
 from rope_jax.data import on_device
+from rope_jax.run import _augmented
 from rope_jax.sharding import put_batch
 from tests.training.recipe import replaced, tiny
 
@@ -70,7 +71,7 @@ def test_labels_are_mixed_as_their_images(before_erasing):
     """The share of an image that its target tells is the one of its pixels; noise of erasing is mixed too where it is there before."""
     run, _ = train.prepare(tiny(mix__mixup=0.8, mix__before_erasing=before_erasing, data__augment="erase(p=1.0)"))
     batch = next(train.feed(run, 0)[0])
-    mixed = jax.jit(lambda batch: train._augmented(run, batch, jax.random.key(1)))(batch)
+    mixed = jax.jit(lambda batch: _augmented(run, batch, jax.random.key(1)))(batch)
     label, other, target = batch["label"], batch["label"][::-1], np.asarray(mixed["target"])
     rows = np.flatnonzero(label != other)
     share = target[rows[0], label[rows[0]]]

@@ -141,7 +141,7 @@ def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
 
 def test_parameters_that_overflow_are_not_saved_either(tmp_path, monkeypatch):
     # The loss of the last step before a checkpoint is finite, but the update is not.
-    monkeypatch.setattr(train.optax, "apply_updates", lambda params, updates: jax.tree.map(lambda p: p * jnp.inf, params))
+    monkeypatch.setattr(optax, "apply_updates", lambda params, updates: jax.tree.map(lambda p: p * jnp.inf, params))
     with pytest.raises(train.NonFinite, match=r"step 1 is not saved: .* not finite; nothing was saved\. .* its examples: \d+, "):
         run(tmp_path, checkpoint_every=1)
 
@@ -248,7 +248,7 @@ def test_the_same_seed_gives_every_scheme_the_same_other_weights():
 
 
 def test_a_batch_that_the_devices_cannot_share_is_refused(monkeypatch):
-    monkeypatch.setattr(train, "make_mesh", lambda fsdp: jax.sharding.AbstractMesh((8,), ("data",)))
+    monkeypatch.setattr("rope_jax.run.make_mesh", lambda fsdp: jax.sharding.AbstractMesh((8,), ("data",)))
     with pytest.raises(ConfigError, match=r"--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104"):
         train.prepare(tiny(batch_size=100))
 
