@@ -1,4 +1,4 @@
-# What a user needs: `make train`, `make test`, `make compare`. Each sets up .venv first; nothing else has to be prepared.
+# Start with `make train`, `make compare` or `make test`; each creates .venv first.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 WORKDIR ?= runs/digits
@@ -6,17 +6,18 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test test-all lint format clean
+.PHONY: help setup train compare test test-all test-process lint format clean
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
-	@echo "make compare                      train with six positional schemes, one table and one picture"
-	@echo "make test | lint | format         what a change must pass"
-	@echo "make test-all                     the tests, with every pair of scheme and backbone"
-	@echo "make test-faults                  what training survives: kills, damaged checkpoints, signals (five minutes)"
+	@echo "make compare                      train with six positional schemes: a table and a plot"
+	@echo "make test | lint | format         checks for every change (tests: six minutes on two cores)"
+	@echo "make test-process                 tests that start or kill processes, or need several devices"
+	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
+	@echo "make test-faults                  fault injection: kills, damaged checkpoints, signals (five minutes)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
-	@echo "make tables                       tables and pictures of the READMEs, from benchmarks/results"
-	@echo "make setup [EXTRAS=test,cuda13]   the environment alone (.venv); with cuda13 or cuda12 for an NVIDIA GPU"
+	@echo "make tables                       regenerate the documentation's tables and pictures from the results"
+	@echo "make setup [EXTRAS=test,cuda13]   create .venv only; with cuda13 or cuda12 for an NVIDIA GPU"
 
 setup: .venv/ready
 
@@ -32,22 +33,30 @@ train: setup
 SCHEMES = none ape rpb rope2d rope_mixed axial_rope
 compare: setup
 	@for position in $(SCHEMES); do \
-		$(RUN) -m rope_jax.main --config=configs/digits.py:position=$$position --workdir=runs/compare/$$position && test -f runs/compare/$$position/results.json || exit 1; \
+		workdir=runs/compare/$$position; \
+		$(RUN) -m rope_jax.main --config=configs/digits.py:position=$$position --workdir=$$workdir \
+			&& test -f $$workdir/results.json || exit 1; \
 	done
 	$(RUN) -m rope_jax.analysis.report $(SCHEMES:%=runs/compare/%)
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist loadscope
 
+# Tests that start, kill or signal processes, or need several devices.
+test-process: setup
+	$(RUN) -m pytest -n 2 --dist loadscope -m "process and not slow"
+
+# Everything, with the products of many cases (most schemes on most backbones): half an hour.
 test-all: setup
 	$(RUN) -m pytest -n 2 --dist loadscope -m "slow or not slow"
 
-# Fifty kills at random instants, two hundred damaged checkpoints, SIGTERM in every phase: nothing may be lost. Five minutes.
+# Fifty kills at random instants, two hundred damaged checkpoints and SIGTERM in every phase; no
+# progress may be lost. Takes five minutes.
 .PHONY: test-faults
 test-faults: setup
-	$(RUN) -m benchmarks faults --out benchmarks/results/faults_cpu.json
+	$(RUN) -m tests.faults.long --out experiments/results/faults_cpu.json
 
-# Compiles the GPU kernels on any machine, GPU or not (.venv-cuda: 5 GB of CUDA wheels).
+# Compiles the GPU kernels on any machine, with or without a GPU (.venv-cuda: 5 GB of CUDA wheels).
 .PHONY: test-aot
 test-aot: .venv-cuda/ready
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 2 --dist worksteal tests/aot
@@ -66,11 +75,12 @@ format: setup
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-# Makes tables and pictures of the READMEs from benchmarks/results; a test fails where they disagree.
+# Regenerates tables and pictures of README and docs from benchmarks/results and
+# experiments/results; a test fails if they differ.
 .PHONY: tables
 tables: setup
-	$(RUN) -m benchmarks pictures
-	$(RUN) -m benchmarks tables
+	$(RUN) -m docs.make_pictures
+	$(RUN) -m docs.make_tables
 
 clean:
 	rm -rf .venv .venv-cuda runs

@@ -1,1 +1,1 @@
-"""Measurements behind the project's claims: `python -m benchmarks NAME [...]` runs the `main` of benchmarks.NAME."""
+"""Measurements of speed and memory: `python -m benchmarks NAME [...]` runs benchmarks.NAME.run."""

@@ -1,11 +1,10 @@
-"""How benchmarks time what a GPU does: compiled loops, forms in turns, and the limits of the machine."""
+"""Timing on a GPU: compiled loops, forms in turns, and the limits of the machine."""
 
 import dataclasses
 import functools
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,29 +12,31 @@ import jax.numpy as jnp
 
 from rope_jax_kernels import explain, rotate_by_angles
 
-CACHE_BYTES = 256 * 2**20  # more than any device's last cache
-MOST_COPIES = 16  # in one loop; smaller problems than CACHE_BYTES / 16 are bound by their launch, and measured hot only
-# Steps on one array in the body of a loop. Even, or what writes a new array would have to copy it back to where the loop began; and
-# together with the copies enough for XLA to launch a body as one CUDA graph.
+CACHE_BYTES = 256 * 2**20  # more than the last-level cache of any device
+# Arrays in one loop. Problems below CACHE_BYTES / 16 are bound by launches and measured hot only.
+MOST_COPIES = 16
+# Steps on one array in the body of a loop. Even, or a form that writes a new array would have to
+# copy it back to where the loop began; and together with the copies enough for XLA to launch a body
+# as one CUDA graph.
 REPEATS = {"hot": 8, "cold": 2}
 
 Timer = Callable[[], float]  # microseconds of one step
 
 
 def copies_beyond_cache(size: int) -> int | None:
-    """How many arrays of `size` bytes do not fit into any cache together, or None where that would be too many to be worth it."""
+    """The number of arrays of `size` bytes that exceed every cache; None above MOST_COPIES."""
     copies = -(-CACHE_BYTES // size)
     return copies if copies <= MOST_COPIES else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A compiled loop, in place: `rounds` rounds of `repeats` steps on each of its arrays, each step waiting for the one before.
+    """A compiled loop: rounds of steps on each of its arrays, each waiting for the one before.
 
     Attributes:
-        make: gives its arguments: a tuple of arrays, and what the step takes beside one of them.
-        run: takes them, and returns the arrays.
-        steps: how many it takes.
+        make: makes its arguments: a tuple of arrays, and further arguments of the step.
+        run: takes them and returns the arrays, in place.
+        steps: number of steps in one run.
     """
 
     make: jax.stages.Compiled
@@ -43,22 +44,26 @@ class Loop:
     steps: int
 
     def timer(self) -> Timer:
-        """Warms up, and returns what times the next run."""
+        """Warms up; the timer times the next run."""
         arrays, *rest = self.make()
-        state = [jax.block_until_ready(self.run(arrays, *rest))]
+        state = jax.block_until_ready(self.run(arrays, *rest))
 
         def elapsed() -> float:
+            nonlocal state
             start = time.perf_counter()
-            state[0] = jax.block_until_ready(self.run(state[0], *rest))
+            state = jax.block_until_ready(self.run(state, *rest))
             return 1e6 * (time.perf_counter() - start) / self.steps
 
         return elapsed
 
 
 def loop_of(step: Callable, rounds: int, repeats: int) -> Callable:
-    """The loop over a tuple of arrays: `step(array, *rest)` gives the next array."""
-    # The barrier keeps XLA from fusing steps. Under a jit of its own the step is traced once, not in every place of the body.
-    one = jax.jit(lambda x, *rest: step(jax.lax.optimization_barrier(x), *rest))
+    """The loop over a tuple of arrays, where `step(array, *rest)` returns the next array."""
+
+    # The barrier keeps XLA from fusing steps; under its own jit the step is traced once.
+    @jax.jit
+    def one(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        return step(jax.lax.optimization_barrier(x), *rest)
 
     def loop(xs: tuple, *rest: jax.Array) -> tuple:
         def body(_: jax.Array, xs: tuple) -> tuple:
@@ -78,8 +83,8 @@ def compile_loop(step: Callable, arguments: Callable[[], tuple], rounds: int, re
     return Loop(jax.jit(arguments).lower().compile(), run, rounds * repeats * len(shapes[0]))
 
 
-def take_turns(timers: dict[str, Timer], turns: int) -> dict[str, float]:
-    """Median microseconds of each, measured in turns."""
+def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
+    """Median microseconds of each timer, called in turns."""
     times = {name: [] for name in timers}
     for _ in range(turns):
         for name, timer in timers.items():
@@ -88,42 +93,64 @@ def take_turns(timers: dict[str, Timer], turns: int) -> dict[str, float]:
 
 
 def serves(implementation: str, op: Callable, *args: Any, **kwargs: Any) -> bool:
-    """Whether an implementation takes this call of `op`; asked with shapes, without arrays."""
+    """Whether an implementation takes this call of `op`; the arguments may be shapes."""
     answers = {}
     jax.eval_shape(lambda *args: answers.update(explain(op, *args, **kwargs)), *args)
     return answers[implementation] == "ok"
 
 
-def machine_limits(turns: int, dtypes: Sequence[str] = ()) -> dict[str, Any]:
-    """What this machine gives in this process.
+def _scaled(x: jax.Array) -> jax.Array:
+    return x * 1.0000001  # keeps XLA from dropping or joining the steps
 
-    Returns:
-        launch_us and (where there are kernels) kernel_launch_us: microseconds of an operation of XLA and of a kernel that do nothing;
-        copy_gb_per_s: GB/s, read and written; gemm_tflop_per_s: TFLOP/s of a large matrix product, by dtype, of those asked for.
-    """
-    on_gpu = jax.default_backend() == "gpu"
-    size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
-    scaled = lambda x: x * 1.0000001  # keeps XLA from dropping or joining the steps
-    smallest = lambda x: rotate_by_angles(x, jnp.ones((1, 1, 1)), implementation="triton")
-    ones = lambda *shape: lambda: ((jnp.ones(shape),),)
-    forms = {"copy": (scaled, ones(size // 4), 5, 2), "launch": (scaled, ones(), 40, REPEATS["hot"])}
-    if serves("triton", rotate_by_angles, jax.ShapeDtypeStruct((1, 1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)):
-        forms["kernel"] = (smallest, ones(1, 1, 1, 2), 40, REPEATS["hot"])
-    for dtype in dtypes:
-        forms[dtype] = (jnp.matmul, functools.partial(_factors, side, dtype), 5, 2)
-    timers = {name: compile_loop(step, arguments, rounds, repeats).timer() for name, (step, arguments, rounds, repeats) in forms.items()}
-    figures = take_turns(timers, turns)
-    limits = {"copy_gb_per_s": 2 * size / figures["copy"] / 1e3, "launch_us": figures["launch"]}
-    limits |= {"kernel_launch_us": figures["kernel"]} if "kernel" in figures else {}
-    return limits | ({"gemm_tflop_per_s": {dtype: 2 * side**3 / figures[dtype] / 1e6 for dtype in dtypes}} if dtypes else {})
+
+def _ones(*shape: int) -> tuple:
+    return ((jnp.ones(shape),),)
+
+
+def _smallest_kernel(x: jax.Array) -> jax.Array:
+    return rotate_by_angles(x, jnp.ones((1, 1, 1)), implementation="triton")
 
 
 def _factors(side: int, dtype: str) -> tuple:
-    """Two square matrices, the second of which keeps the first one's norm. Random: on regular numbers a GPU saves power and runs faster."""
+    """Two square matrices; the product has the norm of the first.
+
+    Random, because on regular numbers a GPU saves power and runs faster.
+    """
     x, w = jax.random.normal(jax.random.key(0), (2, side, side))
     return (x.astype(dtype),), (w * side**-0.5).astype(dtype)
 
 
-def geometric_mean(values: list[float]) -> float:
-    """exp of the mean logarithm."""
-    return math.exp(statistics.fmean(map(math.log, values)))
+def machine_limits(turns: int, dtypes: Sequence[str] = ()) -> dict[str, Any]:
+    """The limits of this machine, measured in this process.
+
+    Args:
+        turns: measurements of each.
+        dtypes: of matrix products to measure.
+
+    Returns:
+        launch_us and (where Triton runs) kernel_launch_us: microseconds of an XLA operation and of
+        a kernel that do nothing; copy_gb_per_s: GB/s, read plus written; gemm_tflop_per_s: TFLOP/s
+        of a large matrix product by dtype.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
+    hot = REPEATS["hot"]
+    timers = {
+        "copy": compile_loop(_scaled, functools.partial(_ones, size // 4), 5, 2),
+        "launch": compile_loop(_scaled, _ones, 40, hot),
+    }
+    x = jax.ShapeDtypeStruct((1, 1, 1, 2), jnp.float32)
+    theta = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+    if serves("triton", rotate_by_angles, x, theta):
+        arguments = functools.partial(_ones, 1, 1, 1, 2)
+        timers["kernel"] = compile_loop(_smallest_kernel, arguments, 40, hot)
+    for dtype in dtypes:
+        arguments = functools.partial(_factors, side, dtype)
+        timers[dtype] = compile_loop(jnp.matmul, arguments, 5, 2)
+    figures = take_turns({name: loop.timer() for name, loop in timers.items()}, turns)
+    limits = {"copy_gb_per_s": 2 * size / figures["copy"] / 1e3, "launch_us": figures["launch"]}
+    if "kernel" in figures:
+        limits["kernel_launch_us"] = figures["kernel"]
+    if dtypes:
+        limits["gemm_tflop_per_s"] = {x: 2 * side**3 / figures[x] / 1e6 for x in dtypes}
+    return limits

@@ -1,4 +1,4 @@
-"""Rotations, attention and models by other software, on a GPU as CUDA graphs. Imported only where torch is installed."""
+"""Rotations, attention and models of other software, on a GPU as CUDA graphs; needs torch."""
 
 import functools
 import importlib
@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 
-def turn_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turns the first 2R channels of q and k [B, L, N, C] by angles with the given cosines and sines [L, R]; float32 inside."""
+def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates the first 2R channels of q and k [B, L, N, C] in float32, by tables [L, R]."""
     pairs = cos.shape[-1]
     for x in (q, k):
         a, b = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
@@ -19,14 +19,25 @@ def turn_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torc
         x[..., pairs : 2 * pairs] = b * cos[:, None] + a * sin[:, None]
 
 
-def rotations(shape: tuple[int, ...], theta: list[list[float]], copies: int, steps: int) -> dict[str, Callable[[], float]]:
-    """Form -> what times one step of `steps` rounds over `copies` pairs of arrays [B, L, N, C] by angles [L, R], in microseconds.
+def rotations(
+    shape: tuple[int, ...], theta: list[list[float]], copies: int, steps: int
+) -> dict[str, Callable[[], float]]:
+    """Form -> timer of one rotation, in microseconds.
 
-    Forms whose package is missing, or fails on this machine, are left out; the failure is printed.
+    Packages that are not installed, or fail on this machine, are left out.
+
+    Args:
+        shape: [B, L, N, C] of q and of k.
+        theta: angles [L, R].
+        copies: pairs of q and k to cycle through.
+        steps: rounds over them in one graph.
     """
     angles = torch.tensor(theta, device="cuda")
     cos, sin = angles.cos(), angles.sin()
-    arrays = [tuple(torch.ones(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)) for _ in range(copies)]
+    arrays = [
+        tuple(torch.ones(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        for _ in range(copies)
+    ]
     forms = {"torch": lambda: torch_compiled(cos, sin)}
     if importlib.util.find_spec("liger_kernel"):
         forms["liger"] = lambda: liger(cos, sin, shape[-1])
@@ -35,10 +46,16 @@ def rotations(shape: tuple[int, ...], theta: list[list[float]], copies: int, ste
     return graph_timers(forms, arrays, steps)
 
 
-def attentions(sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int) -> dict[str, Callable[[], float]]:
-    """Like `rotations`: torch's attention on `copies` packed projections of `shape`, [B, ..., 3, N, D].
+def attentions(
+    sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int
+) -> dict[str, Callable[[], float]]:
+    """Form -> timer of torch's attention, in microseconds.
 
-    `sees(query, key)` says by the numbers of tokens whether they attend; None for all.
+    Args:
+        sees: (query, key) -> whether they attend, by token numbers; None for all.
+        shape: [B, ..., 3, N, D] of the packed projection.
+        copies: projections to cycle through.
+        steps: rounds over them in one graph.
     """
     arrays = [(torch.randn(shape, device="cuda").bfloat16(),) for _ in range(copies)]
     return graph_timers({"torch": lambda: torch_attention(sees, shape)}, arrays, steps)
@@ -50,44 +67,59 @@ def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
     attend, tokens = torch.nn.functional.scaled_dot_product_attention, math.prod(shape[1:-3])
     if sees is not None:
         flex = importlib.import_module("torch.nn.attention.flex_attention")
-        mask = flex.create_block_mask(lambda batch, head, query, key: sees(query, key), None, None, tokens, tokens, device="cuda")
+        mask = flex.create_block_mask(
+            lambda batch, head, query, key: sees(query, key),
+            None,
+            None,
+            tokens,
+            tokens,
+            device="cuda",
+        )
         attend = functools.partial(flex.flex_attention, block_mask=mask)
-    return torch.compile(lambda qkv: attend(*qkv.view(shape[0], tokens, *shape[-3:]).permute(2, 0, 3, 1, 4)), dynamic=False)
+    return torch.compile(
+        lambda qkv: attend(*qkv.view(shape[0], tokens, *shape[-3:]).permute(2, 0, 3, 1, 4)),
+        dynamic=False,
+    )
 
 
-def graph_timers(forms: dict[str, Callable], arrays: list[tuple], steps: int) -> dict[str, Callable[[], float]]:
-    """Form -> `graph_timer` of what it makes; those that fail on this machine are left out, and the failure is printed."""
+def graph_timers(
+    forms: dict[str, Callable], arrays: list[tuple], steps: int
+) -> dict[str, Callable[[], float]]:
+    """Form -> `graph_timer`; forms that fail on this machine are left out, with a message."""
     timers = {}
     for name, make in forms.items():
         try:
             timers[name] = graph_timer(make(), arrays, steps)
-        except Exception as error:  # a peer that does not run here must not end a benchmark of ours
-            print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        except Exception as error:  # must not end the benchmark of the other forms
+            reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
+            print(f"{name} is left out: {reason}", flush=True)
     return timers
 
 
 def torch_compiled(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """`turn_in_place` as torch.compile makes it."""
+    """`rotate_in_place` under torch.compile."""
     torch.compiler.reset()
-    compiled = torch.compile(turn_in_place, dynamic=False)
+    compiled = torch.compile(rotate_in_place, dynamic=False)
     return lambda q, k: compiled(q, k, cos, sin)
 
 
 def liger(cos: torch.Tensor, sin: torch.Tensor, channels: int) -> Callable:
-    """Liger-Kernel's, in place; it turns all channels, with tables [1, L, C]."""
+    """Liger-Kernel's rotation, in place, of all channels, with tables [1, L, C]."""
     apply = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (x.repeat(1, channels // x.shape[-1])[None].contiguous() for x in (cos, sin))
     return lambda q, k: apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
 
 def flash_attn(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """flash-attn's Triton kernel, in place, a launch each for q and k."""
+    """flash-attn's Triton kernel, in place, one launch each for q and k."""
     apply = importlib.import_module("flash_attn.ops.triton.rotary").apply_rotary
     return lambda q, k: [apply(x, cos, sin, inplace=True) for x in (q, k)]
 
 
-def graph_timer(form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: int) -> Callable[[], float]:
-    """Captures `steps` rounds over the arrays, and returns what times one step of a replay."""
+def graph_timer(
+    form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: int
+) -> Callable[[], float]:
+    """Captures `steps` rounds over the arrays; times one step of a replay, in microseconds."""
 
     def rounds() -> None:
         with torch.no_grad():
@@ -100,7 +132,11 @@ def graph_timer(form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: i
 
 
 def captured(step: Callable[[], object]) -> Callable[[], None]:
-    """A step as a CUDA graph: what replays it. Runs it a few times before, because compilers and allocators have to settle."""
+    """Captures a step as a CUDA graph, after a few runs for compilers and allocators.
+
+    Returns:
+        The function that replays the graph.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -115,7 +151,7 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
 
 
 def timer(step: Callable[[], object]) -> Callable[[int], float]:
-    """What runs a step several times, and returns milliseconds of one."""
+    """A function that runs a step several times and returns milliseconds per run."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def elapsed(passes: int) -> float:
@@ -129,12 +165,15 @@ def timer(step: Callable[[], object]) -> Callable[[int], float]:
     return elapsed
 
 
-def model(name: str, *, program: str, batch: int, image_size: int, dtype: str, drop_path: float, mode: str) -> Callable[[int], float]:
-    """A model of timm's under torch.compile: what runs so many passes or training steps, and returns milliseconds of one.
+def model(
+    name: str, *, program: str, batch: int, image_size: int, dtype: str, drop_path: float, mode: str
+) -> Callable[[int], float]:
+    """The `timer` of a forward pass or training step of a timm model under torch.compile.
 
     Args:
         name: in timm.
-        program: "forward", with weights in `dtype`; or "train", with float32 weights, autocast to `dtype`, and fused AdamW.
+        program: "forward", with weights in `dtype`; or "train", with float32 weights, autocast to
+            `dtype`, and fused AdamW.
         batch: images.
         image_size: pixels.
         dtype: of the computation.
@@ -144,7 +183,7 @@ def model(name: str, *, program: str, batch: int, image_size: int, dtype: str, d
     timm, torch_dtype = importlib.import_module("timm"), getattr(torch, dtype)
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    torch.compiler.reset()  # or models of one class would use up the compilations that their code may have
+    torch.compiler.reset()  # models of one class share a limit of recompilations
     torch.set_float32_matmul_precision("high")  # as XLA does by itself
     net = timm.create_model(name, img_size=image_size, drop_path_rate=drop_path).to(device)
     images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=torch_dtype)
@@ -158,13 +197,17 @@ def model(name: str, *, program: str, batch: int, image_size: int, dtype: str, d
 
     else:
         run = torch.compile(net.train(), mode=mode, dynamic=False)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.05, fused=True, capturable=on_gpu)
+        optimizer = torch.optim.AdamW(
+            net.parameters(), lr=1e-4, weight_decay=0.05, fused=True, capturable=on_gpu
+        )
         labels = torch.zeros(batch, dtype=torch.long, device=device)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
             # Without autocast's cache, whose casts would not be part of a graph.
-            with torch.autocast(device, torch_dtype, enabled=torch_dtype is not torch.float32, cache_enabled=False):
+            with torch.autocast(
+                device, torch_dtype, enabled=torch_dtype is not torch.float32, cache_enabled=False
+            ):
                 loss = torch.nn.functional.cross_entropy(run(images).float(), labels)
             loss.backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""A training step of a model without pipeline and logs: gradients of the cross-entropy of class 0, and the optimizer's update."""
+"""A training step without input pipeline and logs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,16 @@ import optax
 from flax import nnx
 
 
-def training_step(graph: nnx.GraphDef, rest: Any, optimizer: optax.GradientTransformation) -> Callable:
-    """Gives step(state, images) -> (state, loss), to be compiled; state is {"params", "opt"}, rest what the model does not learn."""
+def training_step(
+    graph: nnx.GraphDef, rest: Any, optimizer: optax.GradientTransformation
+) -> Callable:
+    """A function step(state, images) -> (state, loss) to be compiled; the loss is that of class 0.
+
+    Args:
+        graph: of the model.
+        rest: the model's variables that are not trained.
+        optimizer: of the parameters; the state is {"params", "opt"}.
+    """
 
     def step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         def loss_of(params: Any) -> jax.Array:

@@ -1,84 +1,102 @@
-"""Images per second and core of the loader: JPEG folder, tensorflow-datasets and packed pixels, against plain decoding with Pillow.
+"""Images per second and core of the loader, compared with plain decoding by Pillow.
 
     ROPE_JAX_TEST_IMAGES=FOLDER python -m benchmarks data --out benchmarks/results/data_cpu.json
 
-Takes photographs (--images: a folder or tar archive of JPEG files; default imagenet_photos_334.tar in the folder named by
-ROPE_JAX_TEST_IMAGES), makes a class folder and packed sets of them, and loads each in one process, without a training step. Rates are per
-second of processor time, so that other programs on the machine matter little; the ways take turns, and the median counts. `by hand` is what
-any loader on Pillow has to do for the same images: decode, cut, resize. With --workers batches also come from worker processes, per second
-on the clock. --tfds names a set that tensorflow-datasets has prepared of the same files. What the training step does to images is timed
-alone, on whatever device jax has, per second on the clock.
+Makes a class folder and packed sets of the photographs of --images, and loads each in one process,
+without a training step. Rates are per second of processor time, so that other programs on the
+machine matter little; the ways take turns and the median counts. `by hand` is the least that a
+loader on Pillow must do: decode, crop, resize. With --workers, batches also come from worker
+processes, per second of wall time. The augmentations of the training step are timed alone, on
+jax's default device, per second of wall time.
 """
 
-import argparse
 import contextlib
+import functools
 import io
+import itertools
 import os
 import pathlib
 import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from benchmarks._record import record, write
-from rope_jax.data import batches, decode_image, load, on_device
-from rope_jax.data.folder import Folder
-from rope_jax.data.frames import resized_crop
+from benchmarks._runner import Keep
+from rope_jax.data import batches, decode_image, load, split_augment
+from rope_jax.data.images import device
+from rope_jax.data.images.crops import resized_crop
 from rope_jax.data.prepare import prepare
+from rope_jax.data.sources.folder import Folder
+from rope_jax.text import format_table
 
 SIZE = (224, 224)
 CROP = "resized_crop+flip"
-# The augmentations of Swin's and DeiT-III's recipes that are done in the step.
-IN_STEP = ("rand_augment(m=9,mstd=0.5)", "three_augment+color_jitter", "rand_augment(m=9,mstd=0.5)+erase(p=0.25)")
+# The augmentations in the training step of Swin's and DeiT-III's recipes.
+IN_STEP = (
+    "rand_augment(m=9,mstd=0.5)",
+    "three_augment+color_jitter",
+    "rand_augment(m=9,mstd=0.5)+erase(p=0.25)",
+)
 DRAWS = np.random.default_rng(0).integers(0, 2**64, 100_000, dtype=np.uint64).tolist()
 
 
 def photographs(images: pathlib.Path) -> dict[str, bytes]:
-    """JPEG files of a folder or a tar archive, by name."""
+    """The JPEG files of a folder or a tar archive, by name."""
+    endings = (".jpg", ".jpeg")
     if images.is_dir():
-        return {path.name: path.read_bytes() for path in sorted(images.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")}
+        paths = [x for x in sorted(images.rglob("*")) if x.suffix.lower() in endings]
+        return {path.name: path.read_bytes() for path in paths}
     with tarfile.open(images) as archive:
-        members = [member for member in archive if member.isfile() and member.name.lower().endswith((".jpg", ".jpeg"))]
-        return {pathlib.Path(member.name).name: archive.extractfile(member).read() for member in members}
+        members = [x for x in archive if x.isfile() and x.name.lower().endswith(endings)]
+        return {pathlib.Path(x.name).name: archive.extractfile(x).read() for x in members}
+
+
+def by_pillow(files: list[bytes]) -> None:
+    """Decodes with Pillow."""
+    for data in files:
+        np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def by_decode_image(files: list[bytes]) -> None:
+    """Decodes with rope_jax.decode_image."""
+    for data in files:
+        decode_image(data)
 
 
 def by_hand(files: list[bytes]) -> None:
-    """Decode, cut, resize: Pillow alone."""
+    """Decodes, crops and resizes with Pillow."""
     for data, draw in zip(files, DRAWS, strict=False):
         image = Image.open(io.BytesIO(data)).convert("RGB")
-        cut = resized_crop(*image.size, SIZE, draw)
-        np.asarray(image.resize(SIZE, cut.interpolation, box=cut.box))
+        box = resized_crop(*image.size, SIZE, draw)
+        np.asarray(image.resize(SIZE, box.interpolation, box=box.edges))
 
 
-def epoch_of(source: str, path: str, augment: str) -> Callable[[list[bytes]], None]:
+def epoch(source: str, path: str, augment: str, files: list[bytes]) -> None:
     """Loads one epoch in this process."""
     images = load(source, path, "train", SIZE)
-
-    def epoch(files: list[bytes]) -> None:
-        for _ in zip(range(len(images.labels) // 32), batches(images, batch_size=32, seed=0, augment=augment), strict=False):
-            pass
-
-    return epoch
+    stream = batches(images, batch_size=32, seed=0, augment=augment)
+    for _ in itertools.islice(stream, len(images.labels) // 32):
+        pass
 
 
-def cpu_seconds(function: Callable[[list[bytes]], None], files: list[bytes]) -> float:
+def cpu_seconds(way: Callable[[list[bytes]], None], files: list[bytes]) -> float:
     """Processor time of one call."""
     begun = time.process_time()
-    function(files)
+    way(files)
     return time.process_time() - begun
 
 
-def rate_of_workers(path: str, source: str, workers: int, seconds: float) -> float:
-    """Images per second on the clock, of batches of 128 made by worker processes, after they have started."""
+def rate_of_workers(source: str, path: str, workers: int, seconds: float = 10.0) -> float:
+    """Images per second of batches of 128 from worker processes, after they have started."""
     images = load(source, path, "train", SIZE)
     with batches(images, batch_size=128, seed=0, augment=CROP, workers=workers) as stream:
-        for _ in range(2 * workers + 2):  # what was prepared while nobody asked
+        for _ in range(2 * workers + 2):  # prepared before the clock starts
             next(stream)
         begun, steps = time.monotonic(), 0
         while time.monotonic() - begun < seconds:
@@ -88,89 +106,103 @@ def rate_of_workers(path: str, source: str, workers: int, seconds: float) -> flo
 
 
 def rate_in_step(augment: str, batch: int, rounds: int) -> float:
-    """Images per second on the clock that the device augments."""
-    plan = on_device.parse(augment)
+    """Images per second that the device augments."""
+    plan = split_augment(augment)
 
     @jax.jit
     def augmented(images: jax.Array, epoch: jax.Array) -> jax.Array:
-        keys = on_device.example_keys(0, jnp.full(batch, epoch), jnp.arange(batch))
-        pixels = on_device.apply(images, keys, plan.pixels, (124, 116, 104))
-        return on_device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
+        keys = device.example_keys(0, jnp.full(batch, epoch), jnp.arange(batch))
+        pixels = device.apply(images, keys, plan.pixels, (124, 116, 104))
+        return device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
 
     images = jax.random.randint(jax.random.key(0), (batch, *SIZE, 3), 0, 256, jnp.uint8)
     times = []
-    for epoch in range(rounds + 1):
+    for number in range(rounds + 1):
         begun = time.monotonic()
-        jax.block_until_ready(augmented(images, jnp.int32(epoch)))
+        jax.block_until_ready(augmented(images, jnp.int32(number)))
         times.append(time.monotonic() - begun)
-    return batch / statistics.median(times[1:])  # the first compiled
+    return batch / statistics.median(times[1:])  # the first one compiles
 
 
-def main(argv: list[str]) -> None:
-    """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    default = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "."), "imagenet_photos_334.tar")
-    parser.add_argument("--images", type=pathlib.Path, default=default, help="a folder or tar archive of JPEG files")
-    parser.add_argument("--tfds", help="folder of a set that tensorflow-datasets has prepared of them")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=32, help="images that the step augments at once; 256 and more for a GPU")
-    parser.add_argument("--out", type=pathlib.Path)
-    args = parser.parse_args(argv)
-    if not args.images.exists():
-        parser.error(f"{args.images} does not exist: name photographs with --images, or their folder with ROPE_JAX_TEST_IMAGES")
-    files = photographs(args.images)
+@contextlib.contextmanager
+def image_sets(files: dict[str, bytes]) -> Iterator[dict[str, tuple[str, str]]]:
+    """Name -> (source, path) of a class folder and packed sets of these files."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "photographs")
         for k, (name, data) in enumerate(files.items()):
             (folder / "train" / f"{k % 4}").mkdir(parents=True, exist_ok=True)
             (folder / "train" / f"{k % 4}" / name).write_bytes(data)
         with contextlib.redirect_stdout(io.StringIO()):
-            for name, options in (("packed", {}), ("squares", {"square": True})):
-                prepare(Folder(str(folder), "train"), pathlib.Path(place, name), **options)
-        sets = {
+            prepare(Folder(str(folder), "train"), pathlib.Path(place, "packed"))
+            prepare(Folder(str(folder), "train"), pathlib.Path(place, "squares"), square=True)
+        yield {
             "folder": ("folder", str(folder)),
             "packed": ("packed", f"{place}/packed"),
             "packed squares": ("packed", f"{place}/squares"),
         }
-        if args.tfds:
-            sets["tfds"] = ("tfds", args.tfds)
-        ways = {
-            "Pillow's decoding": lambda files: [np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in files],
-            "decode_image": lambda files: [decode_image(data) for data in files],
-            "by hand": by_hand,
-            **{f"{name}: {CROP}": epoch_of(*where, CROP) for name, where in sets.items()},
-            "folder: centre": epoch_of("folder", str(folder), "none"),
-        }
-        content, times = list(files.values()), {name: [] for name in ways}
-        for _ in range(args.rounds):
-            for name, way in ways.items():
-                times[name].append(cpu_seconds(way, content))
-        # Batches are whole.
-        images = {name: len(files) if ":" not in name else len(files) // 32 * 32 for name in ways}
-        rows = [
-            {
-                "way": name,
-                "images_per_cpu_second": images[name] / statistics.median(seconds),
-                "of_pillow": statistics.median(
-                    images[name] / ours / (len(files) / theirs) for ours, theirs in zip(seconds, times["Pillow's decoding"], strict=True)
-                ),
-            }
-            for name, seconds in times.items()
-        ]
-        workers = [
-            {"set": name, "workers": args.workers, "images_per_second": rate_of_workers(where[1], where[0], args.workers, 10.0)}
-            for name, where in sets.items()
-            if args.workers
-        ]
-    in_step = [{"augment": augment, "images_per_second": rate_in_step(augment, args.batch, args.rounds)} for augment in IN_STEP]
-    for row in rows:
-        print(f"{row['way']:38} {row['images_per_cpu_second']:8.0f} images/s and core   {row['of_pillow']:5.2f} of Pillow's decoding")
-    for row in workers:
-        print(f"{row['set']}, {row['workers']} workers: {row['images_per_second']:.0f} images/s")
-    for row in in_step:
-        print(f"in the step, {row['augment']}: {row['images_per_second']:.0f} images/s on {jax.devices()[0].device_kind}")
+
+
+_DEFAULT = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "."), "imagenet_photos_334.tar")
+
+
+def run(
+    keep: Keep,
+    *,
+    images: pathlib.Path = _DEFAULT,
+    tfds: str | None = None,
+    rounds: int = 5,
+    workers: int = 0,
+    batch: int = 32,
+) -> None:
+    """Measures and prints.
+
+    Args:
+        keep: writes the result.
+        images: a folder or tar archive of JPEG files; default: a file in $ROPE_JAX_TEST_IMAGES
+        tfds: folder of the same images as tensorflow-datasets has prepared them
+        rounds: measurements of each way
+        workers: worker processes
+        batch: images that the training step augments at once; 256 and more for a GPU
+    """
+    if not images.exists():
+        raise SystemExit(f"{images} does not exist: name photographs with --images")
+    files = photographs(images)
+    content, device = list(files.values()), jax.devices()[0].device_kind
+    with image_sets(files) as sets:
+        if tfds:
+            sets["tfds"] = ("tfds", tfds)
+        pillow = "Pillow's decoding"
+        ways = {pillow: by_pillow, "decode_image": by_decode_image, "by hand": by_hand}
+        for name, of in sets.items():
+            ways[f"{name}: {CROP}"] = functools.partial(epoch, *of, CROP)
+        ways["folder: centre"] = functools.partial(epoch, *sets["folder"], "none")
+        times = {name: [] for name in ways}
+        for _, (name, way) in itertools.product(range(rounds), ways.items()):
+            times[name].append(cpu_seconds(way, content))
+        rows = []
+        for name, seconds in times.items():
+            count = len(files) // 32 * 32 if ":" in name else len(files)  # batches are whole
+            speeds = [count / x for x in seconds]
+            pairs = zip(speeds, times[pillow], strict=True)
+            share = statistics.median(speed / (len(files) / theirs) for speed, theirs in pairs)
+            speed = count / statistics.median(seconds)
+            rows.append({"way": name, "images_per_cpu_second": speed, "of_pillow": share})
+        from_workers = []
+        for name, of in sets.items() if workers else ():
+            rate = rate_of_workers(*of, workers)
+            from_workers.append({"set": name, "workers": workers, "images_per_second": rate})
+            print(f"{name}, {workers} workers: {rate:.0f} images/s")
+    in_step = []
+    for augment in IN_STEP:
+        rate = rate_in_step(augment, batch, rounds)
+        in_step.append({"augment": augment, "images_per_second": rate})
+        print(f"in the step, {augment}: {rate:.0f} images/s on {device}")
+    cells = [(x["way"], f"{x['images_per_cpu_second']:.0f}", f"{x['of_pillow']:.2f}") for x in rows]
+    print(format_table(("way", "images/s and core", "of Pillow's decoding"), cells))
     pixels = [int(np.prod(Image.open(io.BytesIO(data)).size)) for data in content]
-    about = {"images": len(files), "mean_pixels": statistics.mean(pixels), "mean_bytes": statistics.mean(map(len, content))}
-    settings = vars(args) | {"images": args.images.name, "tfds": bool(args.tfds), "size": SIZE}
-    write(record("data", settings, cores=os.cpu_count(), photographs=about, rows=rows, workers=workers, in_step=in_step), args.out)
+    about = {"images": len(files), "mean_pixels": statistics.mean(pixels)}
+    about["mean_bytes"] = statistics.mean(map(len, content))
+    settings = {"images": images.name, "tfds": bool(tfds), "rounds": rounds, "workers": workers}
+    settings |= {"batch": batch, "size": SIZE}
+    figures = {"rows": rows, "workers": from_workers, "in_step": in_step}
+    keep(settings=settings, cores=os.cpu_count(), photographs=about, **figures)

@@ -1,28 +1,30 @@
-"""What position costs a whole model: images per second of the forward pass and of a training step, per scheme and implementation.
+"""The cost of position information in whole models: images per second by scheme and implementation.
 
-    python -m benchmarks models --torch --out benchmarks/results/models_h200.json     on a GPU: ViT, Swin and NAT, in 8 minutes
-    python -m benchmarks models --torch                                               on a CPU: a short form of the same
-    python -m benchmarks models --models swin_t --positions none rpb axial_rope --implementations None xla --batches 64 256
+    python -m benchmarks models --torch --out benchmarks/results/models_gpu.json
+    python -m benchmarks models --models swin_t --implementations None xla --batches 64 256
     python -m benchmarks models --table 4.4
 
-An implementation is that of attention in all layers: None is what models take by themselves, other names are those of rope_jax_kernels, and
-`jnp` is what one would write without it: the rotation in jax.numpy in front of `jax.nn.dot_product_attention` (cuDNN on a GPU), tokens
-of a ViT only. With --torch, timm's models stand beside ours where timm and torch are installed: under torch.compile, captured as a CUDA
-graph on a GPU, in training with autocast and fused AdamW. What a model, an implementation or this machine refuses is left out, and the
-reason is printed.
+The first command measures ViT, Swin and NAT on a GPU in eight minutes, forward and training steps;
+on a CPU a short form runs. An implementation is that of attention in all layers: None is the
+model's own choice, other names are those of rope_jax_kernels, and `jnp` is what one would write
+without this package: the rotation in jax.numpy before `jax.nn.dot_product_attention` (cuDNN on a
+GPU), for global attention only. With --torch, timm's models are measured as well where timm and
+torch are installed: under torch.compile, captured as a CUDA graph on a GPU, in training with
+autocast and fused AdamW. Whatever a model, an implementation or this machine refuses is left out,
+and the reason is printed.
 
-Both sides compute in the same dtype and keep nothing that the other throws away; in training parameters are float32, there is no clipping
-of gradients, and drop path is that of our model. Forms take turns, so that a busy moment of the machine hits all of them; the median and
-the quartiles are reported, the position tax against `none` (time, in per cent), the bytes that the compiled program allocates beside its
-arguments, and the share of the serial roofline: images per second over those of a model whose matrix products run at the rate of a large
-one and whose activations, 26 passes a layer, move at the bandwidth of a copy, one after the other. Both rates are measured in the same
-run. A training step counts as three forward passes.
+Both sides compute in the same dtype; in training parameters are float32, gradients are not clipped,
+and the drop path rate is our model's. Forms take turns, so that a busy moment of the machine
+affects all; a result has the median and the quartiles, the position tax (time beyond that of
+`none`, in per cent), the bytes that the compiled program allocates, and the share of the serial
+roofline: images per second relative to a model whose matrix products run at the rate of a large
+one, followed by 26 passes over the activations of each layer at the bandwidth of a copy. Both rates
+are measured in the same run. A training step counts as three forward passes.
 
-`--table 4.4` and `--table D.1` measure the models of those tables of the thesis with its three schemes, forward, at 224 pixels, and put its
-numbers (A100, fp16) beside ours.
+`--table 4.4` and `--table D.1` measure the models of those tables of the thesis with its three
+schemes, forward, at 224 pixels; its figures (A100, fp16) are printed next to ours.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -31,11 +33,11 @@ import importlib.util
 import itertools
 import math
 import os
-import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -44,26 +46,23 @@ import optax
 from flax import nnx
 
 import rope_jax
-from benchmarks._goals import GOALS
-from benchmarks._record import record, write
-from benchmarks._timing import geometric_mean, machine_limits
+from benchmarks._goals import GOALS, spread
+from benchmarks._runner import Keep, Result
+from benchmarks._timing import machine_limits
 from benchmarks._training import training_step
-from rope_jax import optim
 from rope_jax.analysis import expected
 from rope_jax.config import OptimConfig
 from rope_jax.models.cost import cost
-from rope_jax_kernels import Global, rotate
-from rope_jax_kernels.attention import api
-from rope_jax_kernels.attention.patterns import Pattern
-from rope_jax_kernels.rotation import Rotation
+from rope_jax.text import markdown_table
+from rope_jax.training import optim
+from rope_jax_kernels import Global, Pattern, Rotation, dispatch, rotate
 
-SCHEMES = ("none", "rpb", "axial_rope")
-TABLES = {
-    "4.4": [f"{family}_{size}" for family in ("nat", "dinat") for size in ("mini", "tiny", "small", "base")]
-    + ["swin_t", "swin_s", "swin_b", "vit_s16", "vit_b16"],
-    "D.1": [f"{family}_{size}" for family in ("nat_s", "dinat_s") for size in ("tiny", "small", "base")],
-}
-# What timm calls a model with a scheme.
+SCHEMES = ["none", "rpb", "axial_rope"]  # of the thesis
+_NATS = itertools.product(("nat", "dinat"), ("mini", "tiny", "small", "base"))
+_NAT_SS = itertools.product(("nat_s", "dinat_s"), ("tiny", "small", "base"))
+_OTHERS = ["swin_t", "swin_s", "swin_b", "vit_s16", "vit_b16"]
+TABLES = {"4.4": [*map("_".join, _NATS), *_OTHERS], "D.1": [*map("_".join, _NAT_SS)]}
+# The names of models with a scheme in timm.
 TIMM = {
     ("deit_s16", "ape"): "deit_small_patch16_224",
     ("deit3_s16", "ape"): "deit3_small_patch16_224",
@@ -76,17 +75,40 @@ TIMM = {
     ("swin_s", "rpb"): "swin_small_patch4_window7_224",
     ("swin_b", "rpb"): "swin_base_patch4_window7_224",
 }
-VIT = ("deit3_s16", "deit3_b16")
-# Goal -> program, models, and the two sides of a ratio of images per second: software and scheme, each with its fastest implementation.
+_OURS, _TIMM = "rope_jax", "timm"
+_VITS, _KINDS = ("deit3_s16", "deit3_b16"), ("deit3_s16", "swin_t", "nat_mini")
+# Goal -> program, models, and the two sides of a ratio of images per second: software and scheme,
+# each with its fastest implementation.
 RATIOS = {
-    "M1": ("forward", VIT, ("rope_jax", "none"), ("rope_jax", "axial_rope")),
-    "M2": ("forward", VIT, ("rope_jax", "rope_mixed"), ("timm", "rope_mixed")),
-    "M3": ("forward", ("deit3_s16", "swin_t", "nat_mini"), ("rope_jax", "axial_rope"), ("rope_jax", "rpb")),
-    "T1": ("train", ("deit3_s16",), ("rope_jax", "rope_mixed"), ("timm", "rope_mixed")),
+    "M1": ("forward", _VITS, (_OURS, "none"), (_OURS, "axial_rope")),
+    "M2": ("forward", _VITS, (_OURS, "rope_mixed"), (_TIMM, "rope_mixed")),
+    "M3": ("forward", _KINDS, (_OURS, "axial_rope"), (_OURS, "rpb")),
+    "T1": ("train", ("deit3_s16",), (_OURS, "rope_mixed"), (_TIMM, "rope_mixed")),
 }
-ROOFLINE = ("deit3_b16", "deit3_s16", "swin_t", "nat_mini")  # of M4, with axial_rope
+ROOFLINE = ("deit3_b16", *_KINDS)  # of M4, with axial_rope
 TRAINING_BATCH = 256  # of T1 and T2
 PASSES = 26  # over the activations of a layer, in the serial roofline
+POSITIONS = [*SCHEMES, "rope_mixed"]
+PROGRAMS = ["forward", "train"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One side of a comparison: a scheme in our model or in timm's.
+
+    Attributes:
+        software: "rope_jax" or "timm".
+        position: the scheme.
+        implementation: of attention; None for the model's own choice.
+    """
+
+    software: str
+    position: str
+    implementation: str | None = None
+
+    def __str__(self) -> str:
+        by = f" by {self.implementation}" if self.implementation else ""
+        return f"{self.position}{by}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +116,16 @@ class Row:
     """One model with one scheme.
 
     Attributes:
-        model, position, program: what was measured; program is "forward" or "train".
-        software: "rope_jax", or "timm".
-        implementation: of attention; None for what the model takes by itself.
-        dtype, batch: in which and how many images at once.
+        model, position: what was measured.
+        program: "forward" or "train".
+        software: "rope_jax" or "timm".
+        implementation: of attention; None for the model's own choice.
+        dtype, batch: of the images.
         milliseconds, low, high: median and quartiles of one batch.
-        images_per_second: of the median.
+        images_per_second: at the median.
         roofline_share: of the images per second of the serial roofline.
-        tax_percent: time beyond that of the same model and implementation with `none`, or None where that was not measured.
-        temp_bytes: that the program allocates beside its arguments and results, or None.
+        tax_percent: time beyond that of the same implementation with `none`; None if not measured.
+        temp_bytes: that the program allocates beside its arguments and results; None for timm.
     """
 
     model: str
@@ -122,55 +145,83 @@ class Row:
 
 
 def attention_of_jnp(
-    *operands: jax.Array, pattern: Pattern, rotation: Rotation | None, bias: jax.Array | None, scale: float | None
+    *operands: jax.Array,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: jax.Array | None,
+    scale: float | None,
 ) -> jax.Array:
-    """Attention without this package: jnp's rotation of q and k, then jax's own attention. Takes q, k, v apart, or packed."""
+    """jnp's rotation of q and k, then jax's own attention; takes q, k, v or a packed array."""
     if not isinstance(pattern, Global):
-        raise ValueError(f"implementation='jnp' knows attention of all tokens only, and the pattern is {type(pattern).__name__}")
+        kind = type(pattern).__name__
+        raise ValueError(f"implementation='jnp' needs global attention, and the pattern is {kind}")
     q, k, v = operands if len(operands) == 3 else jnp.moveaxis(operands[0], -3, 0)
     if rotation is not None:
         q, k = rotate(q, k, rotation, implementation="xla")
     bias = None if bias is None else bias[None].astype(q.dtype)
-    return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, implementation="cudnn" if jax.default_backend() == "gpu" else "xla")
+    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, implementation=kernel)
 
 
 @contextlib.contextmanager
 def attention_by(implementation: str | None) -> Iterator[None]:
-    """What is traced inside attends by this implementation, see the module's docstring; what it refuses is a ValueError."""
+    """Traces attention with this implementation; a refusal is a ValueError."""
+    original = dispatch.call
 
-    def choose(op: str, backends: Any, asked: str | None, *call: Any) -> Callable:
-        return attention_of_jnp if implementation == "jnp" else original(op, backends, implementation or asked, *call)
+    def call(op: str, arguments: dict[str, Any], **options: Any) -> Any:
+        if implementation is None or op not in ("attention", "attention_qkv"):
+            return original(op, arguments, **options)
+        if implementation == "jnp":
+            terms = ("pattern", "rotation", "bias", "scale")
+            operands = [x for name, x in arguments.items() if name not in terms]
+            return attention_of_jnp(*operands, **{name: arguments[name] for name in terms})
+        return original(op, arguments, **options | {"implementation": implementation})
 
-    original = api.choose
-    with mock.patch.object(api, "choose", choose):
+    with mock.patch.object(dispatch, "call", call):
         yield
 
 
-class Program:
-    """A forward pass or training step with what it works on; to be compiled before it is called."""
+def _cast_weights(params: Any, dtype: Any) -> Any:
+    """Weights for inference: in the compute dtype, those of position schemes in float32."""
 
-    def __init__(self, model: nnx.Module, implementation: str | None, program: str, images: jax.Array):
+    def cast(path: tuple, x: jax.Array) -> jax.Array:
+        is_position = any(getattr(key, "key", None) == "position" for key in path)
+        return x if is_position else x.astype(dtype)
+
+    return jax.tree.map_with_path(cast, params)
+
+
+class Program:
+    """A forward pass or training step with its state; `compile` it before calling it."""
+
+    def __init__(
+        self, model: nnx.Module, implementation: str | None, program: str, images: jax.Array
+    ):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
-        optimizer = optim.make_optimizer(OptimConfig(clip_norm=None), optax.constant_schedule(1e-4), params)
-        params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))  # they will be donated, and the model makes other programs
+        settings = OptimConfig(clip_norm=None)
+        optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
+        # A copy, because it is donated and the model is used by other programs.
+        params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
+
+        def forward(state: Any, images: jax.Array) -> tuple[Any, jax.Array]:
+            return state, nnx.merge(graph, state, rest)(images)
+
         if program == "forward":
-            # Inference keeps its weights in the dtype in which it computes; those of positions are float32 always.
-            is_position = lambda path: any(getattr(key, "key", None) == "position" for key in path)
-            self.state = jax.tree.map_with_path(lambda path, x: x if is_position(path) else x.astype(images.dtype), params)
-            step = lambda state, images: (state, nnx.merge(graph, state, rest)(images))
+            self.state, step = _cast_weights(params, images.dtype), forward
         else:
-            self.state, step = {"params": params, "opt": optimizer.init(params)}, training_step(graph, rest, optimizer)
+            self.state = {"params": params, "opt": optimizer.init(params)}
+            step = training_step(graph, rest, optimizer)
         self.images = images
         with attention_by(implementation):
             self._lowered = jax.jit(step, donate_argnums=0).lower(self.state, images)
 
     def compile(self) -> None:
-        """Compiles it; apart, because several can be compiled at once, and only one be traced."""
+        """Compiles it. Several programs can be compiled at once, but only one traced."""
         self.step = self._lowered.compile()
         self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
 
     def __call__(self, passes: int) -> float:
-        """Runs `passes` batches one after the other; returns milliseconds of one."""
+        """Runs `passes` batches one after the other; returns milliseconds per batch."""
         start = time.perf_counter()
         for _ in range(passes):
             self.state, out = self.step(self.state, self.images)
@@ -178,104 +229,141 @@ class Program:
         return 1e3 * (time.perf_counter() - start) / passes
 
 
-def depth_of(depth: int | None) -> dict[str, int]:
-    """The override of a model's depth, if there is one."""
-    return {} if depth is None else {"depth": depth}
+def left_out(name: str, program: str, form: Form, error: BaseException) -> None:
+    """Prints in one line why a form is left out."""
+    reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
+    print(f"{form.software}'s {name} with {form}, {program}, is left out: {reason}", flush=True)
 
 
-def left_out(name: str, program: str, form: tuple[str, str, str | None], error: BaseException) -> None:
-    """Prints that a form is left out, and why, in one line."""
-    software, position, implementation = form
-    what = f"{software}'s {name} with {position}" + (f" by {implementation}" if implementation else "")
-    print(f"{what}, {program}, is left out: {type(error).__name__}: {str(error).partition('\n')[0]}", flush=True)
+def programs(
+    name: str, program: str, images: jax.Array, args: types.SimpleNamespace
+) -> dict[Form, Any]:
+    """The compiled programs of all forms; those that fail are left out, with a line for each.
 
-
-def programs(name: str, program: str, images: jax.Array, args: argparse.Namespace) -> dict[tuple[str, str, str | None], Any]:
-    """(software, position, implementation) -> what runs it, compiled; what is refused or fails is left out, and the reason is printed."""
+    Args:
+        name: of the model.
+        program: "forward" or "train".
+        images: [B, H, W, 3].
+        args: positions, implementations, depth, torch and torch_mode of the command line.
+    """
     traced, ready, drop_path, size = {}, {}, {}, images.shape[1]
+    options = {} if args.depth is None else {"depth": args.depth}
     for position in args.positions:
         try:
-            model = rope_jax.create_model(name, position=position, image_size=size, dtype=images.dtype, **depth_of(args.depth))
+            model = rope_jax.create_model(
+                name, position=position, image_size=size, dtype=images.dtype, **options
+            )
         except ValueError as error:
-            left_out(name, program, ("rope_jax", position, None), error)
+            left_out(name, program, Form(_OURS, position), error)
             continue
         drop_path[position] = getattr(model.options, "drop_path", 0.0)
         for implementation in args.implementations:
+            form = Form(_OURS, position, implementation)
             try:
-                traced["rope_jax", position, implementation] = Program(model, implementation, program, images)
-            except Exception as error:  # a form that does not run here must not end the measurement of the others
-                left_out(name, program, ("rope_jax", position, implementation), error)
+                traced[form] = Program(model, implementation, program, images)
+            except Exception as error:  # must not end the measurement of the other forms
+                left_out(name, program, form, error)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiling = {key: pool.submit(form.compile) for key, form in traced.items()}
-    for key, future in compiling.items():
+        compiling = {form: pool.submit(one.compile) for form, one in traced.items()}
+    for form, future in compiling.items():
         if (error := future.exception()) is None:
-            ready[key] = traced[key]
+            ready[form] = traced[form]
         else:
-            left_out(name, program, key, error)
-    # After all compilation here: while torch captures a graph nobody else may ask the GPU for memory.
+            left_out(name, program, form, error)
+    # After all compilation: while torch captures a graph nothing else may allocate on the GPU.
     if args.torch and args.depth is None and all(map(importlib.util.find_spec, ("timm", "torch"))):
-        settings = {"program": program, "batch": len(images), "image_size": size, "dtype": images.dtype.name, "mode": args.torch}
-        for position in (position for position in drop_path if (name, position) in TIMM):
-            try:
-                from benchmarks import _torch
+        settings = {"program": program, "batch": len(images), "image_size": size}
+        settings |= {"dtype": images.dtype.name, "mode": args.torch_mode}
+        for position, rate in drop_path.items():
+            if (name, position) in TIMM:
+                form = Form(_TIMM, position)
+                try:
+                    from benchmarks import _torch
 
-                ready["timm", position, None] = _torch.model(TIMM[name, position], drop_path=drop_path[position], **settings)
-            except Exception as error:  # nor must a peer
-                left_out(name, program, ("timm", position, None), error)
-    for key in list(ready):
+                    ready[form] = _torch.model(TIMM[name, position], drop_path=rate, **settings)
+                except Exception as error:
+                    left_out(name, program, form, error)
+    for form in list(ready):
         try:
-            ready[key](1)
-        except Exception as error:  # the memory of the device may not be enough for it
-            left_out(name, program, key, error)
-            del ready[key]
+            ready[form](1)
+        except Exception as error:  # such as too little memory
+            left_out(name, program, form, error)
+            del ready[form]
     return ready
 
 
-def measure(name: str, program: str, dtype: str, batch: int, limits: dict[str, Any], args: argparse.Namespace) -> list[Row]:
+def measure(
+    name: str,
+    program: str,
+    dtype: str,
+    batch: int,
+    limits: dict[str, Any],
+    args: types.SimpleNamespace,
+) -> list[Row]:
     """Measures all schemes and implementations of a model, in turns."""
-    # The batch is in the model's dtype, as after a pipeline that normalises on the device.
-    images = jax.random.normal(jax.random.key(0), (batch, args.image_size, args.image_size, 3), jnp.dtype(dtype))
+    # In the model's dtype, as after a pipeline that normalises on the device.
+    shape = (batch, args.image_size, args.image_size, 3)
+    images = jax.random.normal(jax.random.key(0), shape, jnp.dtype(dtype))
     forms = programs(name, program, images, args)
-    times = {key: [] for key in forms}
-    for turn, (key, run) in itertools.product(range(args.warmup + args.turns), forms.items()):
+    times = {form: [] for form in forms}
+    for turn, (form, run) in itertools.product(range(args.warmup + args.turns), forms.items()):
         took = run(args.passes)
         if turn >= args.warmup:
-            times[key].append(took)
-    medians = {key: statistics.median(values) for key, values in times.items()}
-    fastest = 1e3 / serial_ms(*work(name, args.image_size, images.dtype.itemsize, **depth_of(args.depth)), dtype, limits)
-    fastest /= 3 if program == "train" else 1
+            times[form].append(took)
+    medians = {form: statistics.median(values) for form, values in times.items()}
+    options = {} if args.depth is None else {"depth": args.depth}
+    amount = work(name, args.image_size, images.dtype.itemsize, **options)
+    roofline = 1e3 / serial_ms(*amount, dtype, limits) / (3 if program == "train" else 1)
     rows = []
-    for (software, position, implementation), median in medians.items():
-        values, bare = times[software, position, implementation], medians.get((software, "none", implementation))
-        low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (median,) * 3
-        tax = None if bare is None else 100 * (median / bare - 1)
-        temp, speed = getattr(forms[software, position, implementation], "temp_bytes", None), 1e3 * batch / median
-        figures = (median, low, high, speed, speed / fastest, tax, temp)
-        rows.append(Row(name, position, program, software, implementation, dtype, batch, *figures))
+    for form, median in medians.items():
+        bare = medians.get(dataclasses.replace(form, position="none"))
+        low, high = median, median
+        if len(times[form]) > 1:
+            low, _, high = statistics.quantiles(times[form], n=4)
+        speed = 1e3 * batch / median
+        row = Row(
+            model=name,
+            position=form.position,
+            program=program,
+            software=form.software,
+            implementation=form.implementation,
+            dtype=dtype,
+            batch=batch,
+            milliseconds=median,
+            low=low,
+            high=high,
+            images_per_second=speed,
+            roofline_share=speed / roofline,
+            tax_percent=None if bare is None else 100 * (median / bare - 1),
+            temp_bytes=getattr(forms[form], "temp_bytes", None),
+        )
+        rows.append(row)
     return rows
 
 
 def work(name: str, image_size: int, itemsize: int, **overrides: Any) -> tuple[float, float]:
-    """Operations of an image's forward pass, and the bytes of its activations that PASSES passes over each layer move."""
+    """Operations of an image's forward pass, and bytes of PASSES passes over its activations."""
     model = nnx.eval_shape(lambda: rope_jax.create_model(name, image_size=image_size, **overrides))
     stages = [part.position.stage for part in getattr(model, "stages", (model,))]
-    activations = sum(stage.depth * (stage.prefix + math.prod(stage.grid)) * stage.channels for stage in stages)
-    return 2.0 * sum(row.multiply_adds for row in cost(model, image_size)), float(PASSES * itemsize * activations)
+    activations = sum(x.depth * (x.prefix + math.prod(x.grid)) * x.channels for x in stages)
+    operations = 2.0 * sum(row.multiply_adds for row in cost(model, image_size))
+    return operations, float(PASSES * itemsize * activations)
 
 
 def serial_ms(operations: float, moved: float, dtype: str, limits: dict[str, Any]) -> float:
     """Milliseconds of both, one after the other, at the machine's rates."""
-    return 1e3 * (operations / limits["gemm_tflop_per_s"][dtype] / 1e12 + moved / limits["copy_gb_per_s"] / 1e9)
+    computing = operations / limits["gemm_tflop_per_s"][dtype] / 1e12
+    return 1e3 * (computing + moved / limits["copy_gb_per_s"] / 1e9)
 
 
 def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Goal -> geometric mean, least and most of its ratios, how many, and each of them; of bfloat16, and only what was measured."""
+    """The goals that were measured, in bfloat16, each with the ratios that it is the mean of."""
     rows = [row for row in rows if row.dtype == "bfloat16"]
     ratios: dict[str, dict[str, float]] = {}
 
     def fastest(model: str, program: str, batch: int, software: str, position: str) -> Row | None:
         asked = (model, program, batch, software, position)
-        found = [row for row in rows if (row.model, row.program, row.batch, row.software, row.position) == asked]
+        found = [x for x in rows if (x.model, x.program, x.batch, x.software, x.position) == asked]
         return max(found, key=lambda row: row.images_per_second, default=None)
 
     for batch in sorted({row.batch for row in rows}):
@@ -283,139 +371,156 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
             for model in models if program == "forward" or batch == TRAINING_BATCH else ():
                 over, under = (fastest(model, program, batch, *side) for side in sides)
                 if over and under:
-                    ratios.setdefault(goal, {})[f"{model}, {batch}"] = over.images_per_second / under.images_per_second
+                    ratio = over.images_per_second / under.images_per_second
+                    ratios.setdefault(goal, {})[f"{model}, {batch}"] = ratio
         for model in ROOFLINE:
-            if row := fastest(model, "forward", batch, "rope_jax", "axial_rope"):
+            if row := fastest(model, "forward", batch, _OURS, "axial_rope"):
                 ratios.setdefault("M4", {})[f"{model}, {batch}"] = row.roofline_share
+    asked = ("deit3_s16", "train", "rope_mixed", _OURS, TRAINING_BATCH)
     held = {
-        (row.batch, row.implementation): row.temp_bytes
-        for row in rows
-        if (row.model, row.program, row.position, row.software) == ("deit3_s16", "train", "rope_mixed", "rope_jax")
+        x.implementation: x.temp_bytes
+        for x in rows
+        if (x.model, x.program, x.position, x.software, x.batch) == asked
     }
-    ours, plain = (held.get((TRAINING_BATCH, implementation)) for implementation in (None, "jnp"))
-    if ours and plain:
-        ratios["T2"] = {f"deit3_s16, {TRAINING_BATCH}": plain / ours}
-    return {
-        goal: {"value": geometric_mean(list(x.values())), "least": min(x.values()), "most": max(x.values()), "count": len(x), "each": x}
-        for goal, x in ratios.items()
-    }
+    if held.get(None) and held.get("jnp"):
+        ratios["T2"] = {f"deit3_s16, {TRAINING_BATCH}": held["jnp"] / held[None]}
+    return {goal: spread(list(each.values())) | {"each": each} for goal, each in ratios.items()}
 
 
 def papers(row: Row, table: str) -> str:
-    """What the thesis measured for a row: the fastest of its kernels, with its name."""
-    source = f"Kane, thesis, table {table}"
-    found = [e for e in expected.entries() if e["source"] == source and (e["model"], e["position"]) == (row.model, row.position)]
-    found = [entry for entry in found if "images_per_second" in entry]
+    """The thesis' figure for a row: that of the fastest of its kernels, with its name."""
+    asked = (f"Kane, thesis, table {table}", row.model, row.position)
+    found = [
+        entry
+        for entry in expected.entries()
+        if (entry["source"], entry.get("model"), entry.get("position")) == asked
+        and "images_per_second" in entry
+    ]
     best = max(found, key=lambda entry: entry["images_per_second"], default=None)
     return "-" if best is None else f"{best['images_per_second']:,} ({best['kernel']})"
 
 
-def table(result: dict) -> str:
-    """A result as a table in Markdown, beside the thesis' numbers where one of its tables was asked for; and the machine's limits."""
+HEADER = [
+    *("model", "position", "program", "software", "attention", "dtype", "batch", "images/s"),
+    *("ms (quartiles)", "position tax, %", "of the roofline", "temporary memory, MB"),
+]
+
+
+def table(result: Result) -> str:
+    """A result as a table in Markdown, with the thesis' figures where --table was given."""
     asked, limits = result["settings"]["table"], result["limits"]
-    head = ["model", "position", "program", "software", "attention", "dtype", "batch", "images/s", "ms (quartiles)", "position tax, %"]
-    lines = [head + ["of the roofline", "temporary memory, MB"] + (["thesis, images/s on an A100"] if asked else [])]
+    lines = []
     for row in (Row(**row) for row in result["rows"]):
-        attention = "-" if row.software != "rope_jax" else row.implementation or "default"
-        speed, spread = f"{row.images_per_second:,.1f}", f"{row.milliseconds:.2f} ({row.low:.2f}, {row.high:.2f})"
-        tax = "-" if row.tax_percent is None else f"{row.tax_percent:+.1f}"
-        memory = "-" if row.temp_bytes is None else f"{row.temp_bytes / 1e6:.0f}"
-        cells = [row.model, f"`{row.position}`", row.program, row.software, attention, row.dtype, str(row.batch), speed, spread, tax]
-        lines.append(cells + [f"{row.roofline_share:.2f}", memory] + ([papers(row, asked)] if asked else []))
-    lines.insert(1, ["---"] * len(lines[0]))
-    rates = ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in limits["gemm_tflop_per_s"].items())
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
-    return f"{text}\n\nA large matrix product runs at {rates}, a copy moves {limits['copy_gb_per_s']:,.0f} GB/s.\n"
+        attention = "-" if row.software != _OURS else row.implementation or "default"
+        cells = [row.model, f"`{row.position}`", row.program, row.software, attention, row.dtype]
+        cells += [str(row.batch), f"{row.images_per_second:,.1f}"]
+        cells.append(f"{row.milliseconds:.2f} ({row.low:.2f}, {row.high:.2f})")
+        cells.append("-" if row.tax_percent is None else f"{row.tax_percent:+.1f}")
+        cells.append(f"{row.roofline_share:.2f}")
+        cells.append("-" if row.temp_bytes is None else f"{row.temp_bytes / 1e6:.0f}")
+        lines.append([*cells, papers(row, asked)] if asked else cells)
+    header = [*HEADER, "thesis, images/s on an A100"] if asked else HEADER
+    gemm = limits["gemm_tflop_per_s"].items()
+    rates = ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in gemm)
+    copy = f"a copy moves {limits['copy_gb_per_s']:,.0f} GB/s"
+    return f"{markdown_table(header, lines)}\nA large matrix product runs at {rates}, {copy}.\n"
 
 
-def summary(result: dict) -> str:
-    """The table, and the goals that it reaches."""
+def summary(result: Result) -> str:
+    """The table and the goals for the terminal."""
     lines = [table(result)]
     for goal in GOALS:
         if found := result["goals"].get(goal.name):
             each = ", ".join(f"{of}: {value:.3f}" for of, value in found["each"].items())
-            lines.append(f"{goal.name} {found['value']:.3f} ({each}); floor {goal.floor}, goal {goal.goal}: {goal.what}")
+            levels = f"floor {goal.floor}, goal {goal.goal}: {goal.what}"
+            lines.append(f"{goal.name} {found['value']:.3f} ({each}); {levels}")
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Measures until the time is over, and returns what is worth keeping; writes it after every model."""
-    deadline, rows = time.monotonic() + args.limit_s, []
-    limits = machine_limits(args.limit_turns, args.dtypes)
+def run(
+    keep: Keep,
+    *,
+    models: list[str] | None = None,
+    positions: list[str] = POSITIONS,
+    implementations: list[Literal["None", "jnp", *dispatch.IMPLEMENTATIONS["attention"]]]
+    | None = None,
+    programs: list[Literal["forward", "train"]] = PROGRAMS,
+    table: Literal["4.4", "D.1"] | None = None,
+    batches: list[int] | None = None,
+    dtypes: list[Literal["float32", "bfloat16", "float16"]] | None = None,
+    image_size: int | None = None,
+    depth: int | None = None,
+    warmup: int | None = None,
+    turns: int | None = None,
+    passes: int | None = None,
+    limit_turns: int = 9,
+    limit_s: float = 400.0,
+    torch: bool = False,
+    torch_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default",
+) -> None:
+    """Measures until the time is over; keeps the figures after every model.
+
+    Args:
+        keep: writes the result.
+        models: of rope_jax.list_models()
+        positions: schemes
+        implementations: of attention; None is the model's own choice
+        programs: forward passes, training steps
+        table: the models and schemes of a table of the thesis, forward
+        batches: images at once
+        dtypes: of the computation
+        image_size: default: 224; without a GPU and a --table 64
+        depth: of isotropic models, for short runs
+        warmup: turns that are not counted
+        turns: measurements of each form
+        passes: batches in a turn
+        limit_turns: turns of the measurement of the machine's limits
+        limit_s: start no model after this many seconds
+        torch: measure timm's models as well, where timm and torch are installed
+        torch_mode: of torch.compile
+    """
     on_gpu = jax.default_backend() == "gpu"
+    if unknown := set(models or ()) - set(rope_jax.list_models()):
+        given = " ".join(sorted(unknown))
+        raise SystemExit(f"--models {given}: unknown; rope_jax.list_models() lists all models")
+    if table:
+        models, positions, programs = TABLES[table], SCHEMES, ["forward"]
+    if implementations is None:
+        implementations = ["None", "jnp", "cudnn", "xla"] if on_gpu else ["None"]
+    args = types.SimpleNamespace(
+        models=models or ([*_KINDS, "deit3_b16"] if on_gpu else ["deit3_ti16"]),
+        positions=positions,
+        implementations=[None if name == "None" else name for name in implementations],
+        programs=programs,
+        table=table,
+        batches=batches or [256 if on_gpu else 4],
+        dtypes=dtypes or ["bfloat16" if on_gpu else "float32"],
+        image_size=image_size or (224 if on_gpu or table else 64),
+        depth=depth,
+        warmup=warmup if warmup is not None else 3 if on_gpu else 1,
+        turns=turns or (21 if on_gpu else 5),
+        passes=passes or (5 if on_gpu else 2),
+        torch=torch,
+        torch_mode=torch_mode,
+    )
+    deadline, rows = time.monotonic() + limit_s, []
+    limits = machine_limits(limit_turns, args.dtypes)
+    peers = [name for name in ("torch", "timm") if importlib.util.find_spec(name)]
 
-    def result() -> dict:
-        figures = {"limits": limits, "rows": [dataclasses.asdict(row) for row in rows], "goals": goals(rows) if on_gpu else {}}
-        made = record("models", vars(args), **figures)
-        made["versions"] |= {name: importlib.metadata.version(name) for name in ("torch", "timm") if importlib.util.find_spec(name)}
-        return made
+    def keep_all() -> Result:
+        figures = {"limits": limits, "rows": [dataclasses.asdict(row) for row in rows]}
+        settings = vars(args) | {"limit_turns": limit_turns, "limit_s": limit_s}
+        versions = {name: importlib.metadata.version(name) for name in peers}
+        reached = goals(rows) if on_gpu else {}
+        return keep(settings=settings, versions=versions, **figures, goals=reached)
 
+    result = keep_all()
     todo = list(itertools.product(args.programs, args.models, args.dtypes, args.batches))
     for done, (program, name, dtype, batch) in enumerate(todo):
         if time.monotonic() > deadline:
-            print(f"stopped after {done} of {len(todo)} models, programs, dtypes and batches: --limit-s={args.limit_s:g}")
+            kinds = "models, programs, dtypes and batches"
+            print(f"stopped after {done} of {len(todo)} {kinds}: --limit-s={limit_s:g}")
             break
         rows += measure(name, program, dtype, batch, limits, args)
-        write(result(), args.out)  # what is measured is kept, also when a later model ends the run
-    return result()
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line; what is not given depends on whether there is a GPU."""
-    on_gpu = jax.default_backend() == "gpu"
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [None, "jnp", *api.ATTENTION]
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=["deit3_s16", "swin_t", "nat_mini", "deit3_b16"] if on_gpu else ["deit3_ti16"],
-        help="of rope_jax.list_models()",
-    )
-    parser.add_argument("--positions", nargs="+", default=["none", "rpb", "axial_rope", "rope_mixed"])
-    parser.add_argument(
-        "--implementations",
-        nargs="+",
-        type=lambda text: None if text == "None" else text,
-        choices=names,
-        default=[None, "jnp", "cudnn", "xla"] if on_gpu else [None],
-        help="of attention: None for what models take by themselves",
-    )
-    parser.add_argument("--programs", nargs="+", choices=["forward", "train"], default=["forward", "train"])
-    parser.add_argument("--table", choices=sorted(TABLES), help="the models and schemes of a table of the thesis, forward")
-    parser.add_argument("--batches", type=int, nargs="+", default=[256 if on_gpu else 4])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16" if on_gpu else "float32"], choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--image-size", type=int, help="default: 224; without a GPU and a --table 64")
-    parser.add_argument("--depth", type=int, help="of isotropic models, for short runs")
-    parser.add_argument("--warmup", type=int, default=3 if on_gpu else 1, help="turns before the clock counts")
-    parser.add_argument("--turns", type=int, default=21 if on_gpu else 5)
-    parser.add_argument("--passes", type=int, default=5 if on_gpu else 2, help="batches in a turn")
-    parser.add_argument("--limit-turns", type=int, default=9, help="turns of the measurement of the machine's limits")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="start no model after this time; what is measured by then is kept")
-    parser.add_argument(
-        "--torch",
-        nargs="?",
-        const="default",
-        choices=["default", "max-autotune-no-cudagraphs"],
-        help="timm's models beside ours, where both are installed, and the mode of torch.compile",
-    )
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
-    args = parser.parse_args(argv)
-    if unknown := set(args.models) - set(rope_jax.list_models()):
-        parser.error(f"--models {' '.join(sorted(unknown))}: unknown; rope_jax.list_models() has them all")
-    if args.image_size is None:
-        args.image_size = 224 if on_gpu or args.table else 64
-    if args.table:
-        args.models, args.positions, args.programs = TABLES[args.table], list(SCHEMES), ["forward"]
-    return args
-
-
-def main(argv: list[str]) -> None:
-    """Measures, prints the tables, and writes the figures where --out says."""
-    # Other software needs room on the GPU, too. Read when jax first looks for devices.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    args = parse(argv)
-    result = run(args)
+        result = keep_all()
     print(summary(result))
-    write(result, args.out)

@@ -1,25 +1,29 @@
-"""Rotary kernels against XLA and others: the 300 problem sizes of Kane's thesis (table A.1), three precisions, forward and backward.
+"""Rotary kernels against XLA and others, at the 300 problem sizes of Kane's thesis (table A.1).
 
-    python -m benchmarks rotary --out benchmarks/results/rotary_h200.json     on a GPU: all sizes, in 8 minutes
-    python -m benchmarks rotary                                               on a CPU: a short form of the same
+    python -m benchmarks rotary --out benchmarks/results/rotary_gpu.json
 
-Features are [B, N, H*W, C], theta is [N, H*W, C/4] (half of the channels turn), as in the thesis' protocol. The forms:
+On a GPU all sizes take eight minutes, in three precisions, forward and backward; on a CPU a short
+form runs. Features are [B, N, H*W, C], theta is [N, H*W, C/4] (half of the channels are rotated),
+as in the thesis. The forms:
 
     eager     jnp, operation by operation: what the thesis calls eager
-    xla       jnp under jit, in its best form: one pass that writes a new array, with cosines and sines from tables
-    triton    rope_jax_kernels' kernel in place (on a GPU only), and so every one that --kernels names
+    xla       jnp under jit, in its best form: one pass that writes a new array, with cosines and
+              sines from tables
+    triton    rope_jax_kernels' kernel in place (on a GPU only); others by --kernels
 
-Then the peers, on q and k [B, L, N, C] whose heads share their angles, and the gradients' way back into the packed projection. A peer that
-is not installed is left out: torch (a plain rotation in place under torch.compile), liger (Liger-Kernel; all channels turn) and
-flash_attn (its Triton kernel in place, a launch each for q and k).
+Then other software, on q and k [B, L, N, C] whose heads share their angles, where it is installed:
+torch (a plain rotation in place under torch.compile), liger (Liger-Kernel; all channels) and
+flash_attn (its Triton kernel in place, one launch each for q and k). And the gradients of q, k and
+v back into that of the packed projection.
 
-Beside all this, from the same process: what an operation of XLA and an empty kernel cost to launch, and what memory gives (1 GiB read and
-written; 64 MiB on a CPU). All but eager run in one compiled loop whose steps depend on each other, peers in a CUDA graph, so that a time is
-the device's and not Python's. The forms take turns; a figure is the median. "hot" repeats on one array, which stays in cache when it fits;
-"cold" goes round arrays that together do not fit. Ratios are plain time ratios: xla / triton = 2 means that the kernel takes half the time.
+From the same process: the launch times of an XLA operation and of an empty kernel, and the
+bandwidth of a copy (1 GiB; 64 MiB on a CPU). All forms but eager run in one compiled loop whose
+steps depend on each other, torch's in a CUDA graph, so that a time is the device's and not
+Python's. Forms take turns; a figure is the median. "hot" repeats on one array, which stays in cache
+when it fits; "cold" cycles through arrays that together do not fit. Ratios are plain time ratios:
+xla / triton = 2 means that the kernel takes half the time.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -27,36 +31,44 @@ import importlib.util
 import itertools
 import math
 import os
-import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._goals import GOALS
-from benchmarks._record import record, write
+from benchmarks._goals import geometric_mean, goal_table, spread
+from benchmarks._runner import Keep, Result
 from benchmarks._timing import (
     REPEATS,
     Loop,
     Timer,
     compile_loop,
     copies_beyond_cache,
-    geometric_mean,
     machine_limits,
     serves,
     take_turns,
 )
+from rope_jax.text import format_table
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles
-from rope_jax_kernels.rotary.api import ROTATE
-from rope_jax_kernels.rotary.unpack import rotate_back_and_pack
+from rope_jax_kernels.dispatch import IMPLEMENTATIONS
+from rope_jax_kernels.rotary import rotate_back_and_pack
 
-BATCHES, HEADS, SIDES, CHANNELS = (1, 16, 32, 64, 128), (1, 3, 4, 6, 8), (56, 28, 14, 7), (32, 64, 128)
+# Batches, heads, sides and channels.
+SIZES = ((1, 16, 32, 64, 128), (1, 3, 4, 6, 8), (56, 28, 14, 7), (32, 64, 128))
 SHORT = ((1, 16), (3,), (14, 7), (32, 64))
-DTYPES = {"16-32": ("bfloat16", "float32"), "16-16": ("bfloat16", "bfloat16"), "32-32": ("float32", "float32")}
-PEER_SHAPES = [(1, 196, 6, 64), (16, 196, 6, 64), (128, 196, 6, 64), (16, 3136, 6, 64), (128, 196, 12, 32)]  # [B, L, N, C]
+DTYPES = {
+    "16-32": ("bfloat16", "float32"),
+    "16-16": ("bfloat16", "bfloat16"),
+    "32-32": ("float32", "float32"),
+}
+KERNELS = ["triton"]
+# [B, L, N, C]
+_VITS = [(batch, 196, 6, 64) for batch in (1, 16, 128)]
+PEER_SHAPES = [*_VITS, (16, 3136, 6, 64), (128, 196, 12, 32)]
 PEER_ROUNDS = 8
 PACK_SHAPES = [(64, 196, 6, 64), (128, 196, 6, 64), (256, 196, 6, 64), (128, 196, 12, 64)]
 
@@ -74,47 +86,63 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the features, canonical: [B, 1, N*H*W, C], for each head and token is a row with its own angles: 4 of 7x7 are 1 of 14x14."""
+        """The canonical shape of the features, [B, 1, N*H*W, C].
+
+        Each head and token is a row with its own angles: four heads of 7x7 are one of 14x14.
+        """
         return self.batch, 1, self.heads * self.side**2, self.channels
 
     @property
+    def problem(self) -> tuple:
+        """Equal for cases that are the same problem."""
+        return self.shape, self.precision, self.direction
+
+    @property
     def moved_bytes(self) -> int:
-        """Bytes that a rotation in place has to move: half of the channels read and written, and theta read once."""
+        """Bytes that a rotation in place must move: half of the channels twice, theta once."""
         features, theta = (jnp.dtype(name).itemsize for name in DTYPES[self.precision])
         batch, _, rows, channels = self.shape
         return rows * (batch * channels * features + channels // 4 * theta)
 
 
 def cases(short: bool) -> Iterator[Case]:
-    """All problems, 1,800 or the short form's 48."""
-    sizes = SHORT if short else (BATCHES, HEADS, SIDES, CHANNELS)
+    """All 1,800 problems, or 48."""
+    sizes = SHORT if short else SIZES
     for precision, direction, *size in itertools.product(DTYPES, ("forward", "backward"), *sizes):
         yield Case(*size, precision, direction)
 
 
-def step_of(case: Case, form: str) -> Callable:
-    """(features, *angles) -> features: the rotation, or the gradient with respect to the features, which is the rotation back.
+def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The rotation that XLA compiles to the fastest pass: tables [N, L, R] from memory.
 
-    The kernel's is what autodiff gives. That of jnp is written out, because this is its best form: autodiff adds two padded halves.
+    With theta in place of the tables XLA would launch three passes.
     """
-    if form == "xla":
-        return turn_by_tables if case.direction == "forward" else lambda x, cos, sin: turn_by_tables(x, cos, -sin)
-    turn = functools.partial(rotate_by_angles, layout="BNLD", implementation="xla" if form == "eager" else form)
-    if case.direction == "forward":
-        return turn
-    return lambda x, theta: jax.vjp(lambda y: turn(y, theta), x)[1](x)[0]
-
-
-def turn_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """The rotation in the form that XLA makes the fastest pass of: tables [N, L, R] from memory. From theta it would launch three."""
     pairs = cos.shape[-1]
     a, b = x[..., :pairs].astype(cos.dtype), x[..., pairs : 2 * pairs].astype(cos.dtype)
-    turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-    return jnp.concatenate([*turned, x[..., 2 * pairs :]], axis=-1)
+    rotated = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
+
+
+def rotate_back_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The gradient of `rotate_by_tables` in the same form; autodiff adds two padded halves."""
+    return rotate_by_tables(x, cos, -sin)
+
+
+def step_of(case: Case, form: str) -> Callable:
+    """(features, *angles) -> features: the rotation, or its gradient, which rotates back."""
+    if form == "xla":
+        return rotate_by_tables if case.direction == "forward" else rotate_back_by_tables
+    kernel = "xla" if form == "eager" else form
+    forward = functools.partial(rotate_by_angles, layout="BNLD", implementation=kernel)
+
+    def backward(x: jax.Array, theta: jax.Array) -> jax.Array:
+        return jax.vjp(lambda y: forward(y, theta), x)[1](x)[0]
+
+    return forward if case.direction == "forward" else backward
 
 
 def operands(case: Case, form: str, copies: int) -> tuple:
-    """Features, as often as asked for, and the angles as `step_of(case, form)` takes them: theta, or tables of cosines and sines."""
+    """`copies` features, and the angles of `step_of(case, form)`: theta, or cosines and sines."""
     features, dtype = DTYPES[case.precision]
     _, heads, rows, channels = case.shape
     theta = jnp.linspace(0, 10, heads * rows * (channels // 4)).reshape(heads, rows, channels // 4)
@@ -125,14 +153,18 @@ def operands(case: Case, form: str, copies: int) -> tuple:
 def loops_of(case: Case, kernels: Iterable[str], steps: int) -> dict[str, dict[str, Loop]]:
     """Temperature -> form -> compiled loop of about `steps` steps."""
     (x,), theta = jax.eval_shape(lambda: operands(case, "triton", 1))
-    copies = {"hot": 1, "cold": copies_beyond_cache(x.size * x.dtype.itemsize)}
+    all_copies = {"hot": 1, "cold": copies_beyond_cache(x.size * x.dtype.itemsize)}
+    forms = ["xla"] + [k for k in kernels if serves(k, rotate_by_angles, x, theta, layout="BNLD")]
     loops: dict[str, dict[str, Loop]] = {}
-    for temperature, form in itertools.product(copies, ["xla", *kernels]):
-        if copies[temperature] and (form == "xla" or serves(form, rotate_by_angles, x, theta, layout="BNLD")):
+    for temperature, copies in all_copies.items():
+        if copies:
             repeats = REPEATS[temperature]
-            rounds = max(2, steps // repeats // copies[temperature])
-            arguments = functools.partial(operands, case, form, copies[temperature])
-            loops.setdefault(temperature, {})[form] = compile_loop(step_of(case, form), arguments, rounds, repeats)
+            rounds = max(2, steps // repeats // copies)
+            loops[temperature] = {}
+            for form in forms:
+                arguments = functools.partial(operands, case, form, copies)
+                loop = compile_loop(step_of(case, form), arguments, rounds, repeats)
+                loops[temperature][form] = loop
     return loops
 
 
@@ -150,51 +182,63 @@ def eager_timer(case: Case) -> Timer:
     return elapsed
 
 
-def turn_both(form: str, qk: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array) -> tuple[jax.Array, ...]:
-    """q and k [B, L, N, C], turned by tables (form "xla") or by coords and freqs."""
+def rotate_both(
+    form: str | None, qk: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Rotates q and k [B, L, N, C] by tables (form "xla") or by coords and freqs."""
     if form == "xla":
-        return tuple(turn_by_tables(x, first, second) for x in qk)
+        return tuple(rotate_by_tables(x, first, second) for x in qk)
     return rotate(*qk, Rotation(first, second), implementation=form)
 
 
-def pairs_of(shape: tuple[int, ...], copies: int, angles: tuple) -> tuple:
-    """Pairs of q and k, as often as asked for, and the angles."""
-    return tuple(tuple(jnp.full(shape, 1 + i, jnp.bfloat16) for i in range(2)) for _ in range(copies)), *map(jnp.asarray, angles)
+def qk_and_angles(shape: tuple[int, ...], copies: int, angles: tuple) -> tuple:
+    """`copies` pairs of q and k, and the angles."""
+    pairs = [tuple(jnp.full(shape, 1 + i, jnp.bfloat16) for i in range(2)) for _ in range(copies)]
+    return tuple(pairs), *map(jnp.asarray, angles)
 
 
-def peer_rows(kernels: Iterable[str], turns: int) -> list[dict]:
+def peer_rows(kernels: Sequence[str], turns: int) -> list[dict[str, Any]]:
     """Rotations of q and k together, ours and those of other software, at PEER_SHAPES."""
     rows = []
     for shape, temperature in itertools.product(PEER_SHAPES, ("hot", "cold")):
         size = 2 * 2 * math.prod(shape)
-        if (copies := 1 if temperature == "hot" else copies_beyond_cache(size)) is None:
+        copies = 1 if temperature == "hot" else copies_beyond_cache(size)
+        if copies is None:
             continue
         _, tokens, _, channels = shape
-        coords, freqs = np.linspace(0, 1, tokens, dtype=np.float32)[:, None], np.linspace(1, 10, channels // 4, dtype=np.float32)
+        coords = np.linspace(0, 1, tokens, dtype=np.float32)[:, None]
+        freqs = np.linspace(1, 10, channels // 4, dtype=np.float32)
+        theta = coords * freqs
         timers = {}
         for form in ("xla", *kernels):
             # Tables [L, 1, R], or coords [L, 1] and freqs [1, 1, R].
-            tables = (np.cos(coords * freqs)[:, None], np.sin(coords * freqs)[:, None])
+            tables = (np.cos(theta)[:, None], np.sin(theta)[:, None])
             angles = tables if form == "xla" else (coords, freqs[None, None])
-            step = functools.partial(turn_both, form)
-            arguments = functools.partial(pairs_of, shape, copies, angles)
+            step = functools.partial(rotate_both, form)
+            arguments = functools.partial(qk_and_angles, shape, copies, angles)
             (qk, *_), *where = jax.eval_shape(arguments)
-            if form != "xla" and not serves(form, rotate, *qk, Rotation(*where)):
-                continue
-            timers[form] = compile_loop(step, arguments, PEER_ROUNDS, REPEATS[temperature]).timer()
+            if form == "xla" or serves(form, rotate, *qk, Rotation(*where)):
+                loop = compile_loop(step, arguments, PEER_ROUNDS, REPEATS[temperature])
+                timers[form] = loop.timer()
         if importlib.util.find_spec("torch"):
             from benchmarks import _torch
 
-            timers |= _torch.rotations(shape, (coords * freqs).tolist(), copies, PEER_ROUNDS * REPEATS[temperature])
-        rows.append({"shape": shape, "temperature": temperature, "microseconds": take_turns(timers, turns)})
+            steps = PEER_ROUNDS * REPEATS[temperature]
+            timers |= _torch.rotations(shape, theta.tolist(), copies, steps)
+        times = take_turns(timers, turns)
+        rows.append({"shape": shape, "temperature": temperature, "microseconds": times})
     return rows
 
 
 def pack_separately(q: jax.Array, k: jax.Array, v: jax.Array, rotation: Rotation) -> jax.Array:
-    """Every step a pass of its own: what software does that has a rotation and a concatenation."""
-    theta, pairing = -rotation.angles(), rotation.pairing
-    q, k = (jax.lax.optimization_barrier(rotate_by_angles(x, theta, pairing=pairing, implementation="xla")) for x in (q, k))
-    return jnp.stack([q, k, v], axis=2)
+    """Each step a pass of its own, as with a library's rotation and a concatenation."""
+    rotated = []
+    for x in (q, k):
+        back = rotate_by_angles(
+            x, -rotation.angles(), pairing=rotation.pairing, implementation="xla"
+        )
+        rotated.append(jax.lax.optimization_barrier(back))
+    return jnp.stack([*rotated, v], axis=2)
 
 
 PACKS = {
@@ -204,7 +248,9 @@ PACKS = {
 }
 
 
-def pack_all(pack: Callable, gradients: list[tuple], coords: jax.Array, freqs: jax.Array) -> list[jax.Array]:
+def pack_all(
+    pack: Callable, gradients: list[tuple], coords: jax.Array, freqs: jax.Array
+) -> list[jax.Array]:
     """Packs several triples of q, k and v, one after the other."""
     packed = []
     for gs in gradients:
@@ -214,162 +260,198 @@ def pack_all(pack: Callable, gradients: list[tuple], coords: jax.Array, freqs: j
     return packed
 
 
-def pack_rows(turns: int, copies: int = 8) -> list[dict]:
-    """The gradients of q, k and v back into that of the packed projection, at PACK_SHAPES, round `copies` triples of arrays."""
+def pack_timer(pack: Callable, arguments: tuple, passes: int = 4) -> Timer:
+    """Times the packing of one triple."""
+    run = jax.jit(functools.partial(pack_all, pack))
+    jax.block_until_ready(run(*arguments))
+
+    def elapsed() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready([run(*arguments) for _ in range(passes)])
+        return 1e6 * (time.perf_counter() - start) / passes / len(arguments[0])
+
+    return elapsed
+
+
+def pack_rows(turns: int, copies: int = 8) -> list[dict[str, Any]]:
+    """Gradients of q, k and v back into that of the packed projection, at PACK_SHAPES."""
     rows = []
     for shape, share in itertools.product(PACK_SHAPES, (2, 1)):
         _, tokens, heads, channels = shape
-        coords, freqs = jnp.linspace(-1, 1, tokens)[:, None], jnp.linspace(1, 10, heads * channels // 2 // share).reshape(heads, 1, -1)
-        gradients = [tuple(jnp.full(shape, i + n, jnp.bfloat16) for n in range(3)) for i in range(copies)]
-        timers = {}
-        for name, pack in PACKS.items():
-            run = jax.jit(functools.partial(pack_all, pack))
-            jax.block_until_ready(run(gradients, coords, freqs))
-
-            def elapsed(run=run, arguments=(gradients, coords, freqs), passes: int = 4) -> float:
-                start = time.perf_counter()
-                jax.block_until_ready([run(*arguments) for _ in range(passes)])
-                return 1e6 * (time.perf_counter() - start) / passes / copies
-
-            timers[name] = elapsed
-        rows.append({"shape": shape, "pairs": channels // 2 // share, "microseconds": take_turns(timers, turns)})
+        pairs = channels // 2 // share
+        coords = jnp.linspace(-1, 1, tokens)[:, None]
+        freqs = jnp.linspace(1, 10, heads * pairs).reshape(heads, 1, -1)
+        triples = [
+            tuple(jnp.full(shape, i + n, jnp.bfloat16) for n in range(3)) for i in range(copies)
+        ]
+        timers = {name: pack_timer(pack, (triples, coords, freqs)) for name, pack in PACKS.items()}
+        rows.append({"shape": shape, "pairs": pairs, "microseconds": take_turns(timers, turns)})
     return rows
 
 
-def sweep(args: argparse.Namespace, limits: dict[str, float], short: bool, deadline: float) -> Iterator[dict]:
-    """Figures of all cases, group by group; stops at the deadline."""
-    todo = list(cases(short))
-    measured: dict[tuple, dict] = {}
-    key = lambda case: (case.shape, case.precision, case.direction)
-    steps = lambda case: max(4, min(400, round(args.loop_us / max(limits["launch_us"], case.moved_bytes / limits["copy_gb_per_s"] / 1e3))))
+def measured(
+    todo: Sequence[Case],
+    kernels: Sequence[str],
+    turns: int,
+    loop_us: float,
+    together: int,
+    limits: dict[str, float],
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of all cases, in groups of `together`."""
+    figures: dict[tuple, dict] = {}
 
     def prepare(case: Case) -> tuple[dict[str, dict[str, Loop]], Timer | None]:
-        eager = eager_timer(case) if (case.precision, case.direction) == ("16-32", "forward") else None
-        return loops_of(case, args.kernels, steps(case)), eager
+        step_us = max(limits["launch_us"], case.moved_bytes / limits["copy_gb_per_s"] / 1e3)
+        with_eager = (case.precision, case.direction) == ("16-32", "forward")
+        steps = max(4, min(400, round(loop_us / step_us)))
+        return loops_of(case, kernels, steps), eager_timer(case) if with_eager else None
 
-    # Compilation is most of the work and leaves Python's lock alone; measuring waits for nothing but the group at hand.
+    # Most of the time is compilation, which releases Python's lock. Nothing compiles while timing.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in range(0, len(todo), args.together):
-            group = todo[start : start + args.together]
-            new = {key(case): case for case in group if key(case) not in measured}
-            for name, (loops, eager) in zip(new, list(pool.map(prepare, new.values())), strict=True):
-                measured[name] = {
-                    temperature: take_turns({form: loop.timer() for form, loop in forms.items()}, args.turns)
+        for start in range(0, len(todo), together):
+            group = todo[start : start + together]
+            new = {case.problem: case for case in group if case.problem not in figures}
+            prepared = list(pool.map(prepare, new.values()))
+            for problem, (loops, eager) in zip(new, prepared, strict=True):
+                figures[problem] = {
+                    temperature: take_turns({x: loop.timer() for x, loop in forms.items()}, turns)
                     for temperature, forms in loops.items()
                 }
                 if eager:
-                    measured[name]["hot"] |= take_turns({"eager": eager}, args.turns)
-            for case in group:
-                yield dataclasses.asdict(case) | {"moved_bytes": case.moved_bytes, "microseconds": measured[key(case)]}
-            if time.monotonic() > deadline:
-                print(f"stopped after {start + len(group)} of {len(todo)} cases: --limit-s={args.limit_s}")
-                return
+                    figures[problem]["hot"] |= take_turns({"eager": eager}, turns)
+            yield [
+                dataclasses.asdict(case)
+                | {"moved_bytes": case.moved_bytes, "microseconds": figures[case.problem]}
+                for case in group
+            ]
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Measures everything and returns what is worth keeping."""
-    deadline = time.monotonic() + args.limit_s
-    on_gpu = jax.default_backend() == "gpu"
-    limits = machine_limits(args.turns)
-    peers, packs = (peer_rows(args.kernels, args.turns), pack_rows(args.turns)) if on_gpu else ([], [])
-    figures = {"limits": limits, "rows": [], "peers": peers, "packs": packs}
-    result = lambda: record("rotary", vars(args), **figures, goals=goals(figures, args.kernels[0]))
-    for row in sweep(args, limits, args.short or not on_gpu, deadline):
-        figures["rows"].append(row)
-        if len(figures["rows"]) % args.together == 0:
-            write(result(), args.out)
-    return result()
+def goals(figures: dict[str, Any], ours: str) -> dict[str, dict[str, Any]]:
+    """The goals that were measured.
+
+    Args:
+        figures: limits, rows, peers and packs of a result.
+        ours: the kernel.
+    """
+    limits = figures["limits"]
+    ratios: dict[str, list[float]] = {f"K{n}": [] for n in range(1, 8)}
+    for row in figures["rows"]:
+        hot = row["microseconds"]["hot"]
+        best = row["microseconds"].get("cold") or hot
+        if (row["precision"], row["direction"]) != ("16-32", "forward") or ours not in best:
+            continue
+        ideal = row["moved_bytes"] / limits["copy_gb_per_s"] / 1e3
+        ratios["K1"].append(best["xla"] / best[ours])
+        if ideal >= 10 and row["channels"] >= 64:
+            ratios["K2"].append(best["xla"] / best[ours])
+        if ideal >= 20 and row["channels"] >= 64:
+            ratios["K3"].append(ideal / best[ours])
+        if ideal < 1:
+            ratios["K4"].append(hot[ours] / limits["kernel_launch_us"])
+        ratios["K5"].append(hot["eager"] / hot[ours])
+    cold = {tuple(row["shape"]) for row in figures["peers"] if row["temperature"] == "cold"}
+    for row in figures["peers"]:
+        times = row["microseconds"]
+        counts = row["temperature"] == "cold" or tuple(row["shape"]) not in cold
+        if counts and "torch" in times:
+            ratios["K6"].append(times["torch"] / times[ours])
+    for row in figures["packs"]:
+        ratios["K7"].append(row["microseconds"]["separate"] / row["microseconds"]["triton"])
+    found = {name: spread(values) for name, values in ratios.items() if values}
+    if "K5" in found:  # an arithmetic mean, as in the thesis
+        found["K5"]["value"] = statistics.fmean(ratios["K5"])
+    return found
 
 
-def goals(figures: dict, ours: str) -> dict[str, dict[str, float]]:
-    """Goal -> its value, the least and the most of the ratios it is made of, and how many these are. Only what was measured."""
-    limits, ratios = figures["limits"], {}
-    ideal = lambda row: row["moved_bytes"] / limits["copy_gb_per_s"] / 1e3
-    best = lambda row: row["microseconds"].get("cold") or row["microseconds"]["hot"]
-    rows = [row for row in figures["rows"] if (row["precision"], row["direction"]) == ("16-32", "forward") and ours in best(row)]
-    large = lambda least: [row for row in rows if ideal(row) >= least and row["channels"] >= 64]
-    ratios["K1"] = [best(row)["xla"] / best(row)[ours] for row in rows]
-    ratios["K2"] = [best(row)["xla"] / best(row)[ours] for row in large(10)]
-    ratios["K3"] = [ideal(row) / best(row)[ours] for row in large(20)]
-    ratios["K4"] = [row["microseconds"]["hot"][ours] / limits["kernel_launch_us"] for row in rows if ideal(row) < 1]
-    ratios["K5"] = [row["microseconds"]["hot"]["eager"] / row["microseconds"]["hot"][ours] for row in rows]
-    peers = {(row["shape"], row["temperature"]): row["microseconds"] for row in figures["peers"]}
-    ratios["K6"] = [
-        x["torch"] / x[ours] for (shape, t), x in peers.items() if "torch" in x and (t == "cold" or (shape, "cold") not in peers)
-    ]
-    ratios["K7"] = [row["microseconds"]["separate"] / row["microseconds"]["triton"] for row in figures["packs"]]
-    mean = lambda name: statistics.fmean if name == "K5" else geometric_mean
-    return {
-        name: {"value": mean(name)(values), "least": min(values), "most": max(values), "count": len(values)}
-        for name, values in ratios.items()
-        if values
-    }
+RATIO_HEADER = (
+    "precision (features-theta)",
+    "direction",
+    "cache",
+    "time ratio",
+    "sizes",
+    "geometric mean",
+    "least",
+    "most",
+)
 
 
-def ratio_table(result: dict) -> list[tuple[str, ...]]:
-    """Precision, direction, cache, ratio, sizes, and geometric mean, least and most of a ratio: how many times faster the second is."""
+def ratio_rows(result: Result) -> list[tuple[str, ...]]:
+    """The cells of a table with RATIO_HEADER: how many times faster the second form is."""
     names = ["xla", *result["settings"]["kernels"]]
+    ratios = [("xla", name) for name in names[1:]] + [("eager", name) for name in names]
     lines = []
-    for precision, direction, temperature in itertools.product(DTYPES, ("forward", "backward"), ("hot", "cold")):
-        figures = [
-            row["microseconds"][temperature]
+    for kind in itertools.product(DTYPES, ("forward", "backward"), ("hot", "cold")):
+        times = [
+            row["microseconds"][kind[2]]
             for row in result["rows"]
-            if row["precision"] == precision and row["direction"] == direction and temperature in row["microseconds"]
+            if (row["precision"], row["direction"]) == kind[:2] and kind[2] in row["microseconds"]
         ]
-        for slow, fast in [("xla", name) for name in names[1:]] + [("eager", name) for name in names]:
-            if ratios := [f[slow] / f[fast] for f in figures if slow in f and fast in f]:
-                values = (f"{x:.2f}" for x in (geometric_mean(ratios), min(ratios), max(ratios)))
-                lines.append((precision, direction, temperature, f"{slow} / {fast}", str(len(ratios)), *values))
+        for slow, fast in ratios:
+            if values := [x[slow] / x[fast] for x in times if slow in x and fast in x]:
+                figures = (geometric_mean(values), min(values), max(values))
+                cells = (f"{slow} / {fast}", str(len(values)), *(f"{x:.2f}" for x in figures))
+                lines.append((*kind, *cells))
     return lines
 
 
-def summary(result: dict) -> str:
-    """What a reader wants first: limits, ratios, peers, the way back, and the goals."""
-    limits = result["limits"]
-    kernel = f", an empty kernel {limits['kernel_launch_us']:.2f} us" if "kernel_launch_us" in limits else ""
-    lines = [f"launch {limits['launch_us']:.2f} us{kernel}, copy {limits['copy_gb_per_s']:,.0f} GB/s, on {result['machine']['device']}", ""]
-    lines.append(f"{'precision':10}{'direction':10}{'cache':6}{'ratio':16}{'sizes':>6}{'geomean':>9}{'least':>8}{'most':>8}")
-    for precision, direction, temperature, ratio, count, *values in ratio_table(result):
-        lines.append(f"{precision:10}{direction:10}{temperature:6}{ratio:16}{count:>6}{values[0]:>9}{values[1]:>8}{values[2]:>8}")
-    for title, rows in (("q and k together, [B, L, N, C], us", result["peers"]), ("gradients packed, us", result["packs"])):
-        lines += ["", title] if rows else []
-        for row in rows:
+def summary(result: Result) -> str:
+    """Limits, ratios, other software, packing and goals for the terminal."""
+    limits, device = result["limits"], result["machine"]["device"]
+    launch = f"launch {limits['launch_us']:.2f} us"
+    if "kernel_launch_us" in limits:
+        launch += f", an empty kernel {limits['kernel_launch_us']:.2f} us"
+    lines = [f"{launch}, copy {limits['copy_gb_per_s']:,.0f} GB/s, on {device}", ""]
+    if rows := ratio_rows(result):
+        lines.append(format_table(RATIO_HEADER, rows))
+    titles = {"peers": "q and k together, [B, L, N, C], us", "packs": "gradients packed, us"}
+    for name, title in titles.items():
+        lines += ["", title] if result[name] else []
+        for row in result[name]:
             what = row.get("temperature") or f"{row['pairs']} pairs"
-            lines.append(f"{row['shape']!s:22}{what:10}" + "  ".join(f"{form} {us:.2f}" for form, us in row["microseconds"].items()))
-    lines += ["", f"{'goal':5}{'measured':>9}{'least':>8}{'most':>8}{'sizes':>6}  {'floor':18}{'goal':8}{'moonshot':9}what"]
-    for goal in (goal for goal in GOALS if goal.name.startswith("K")):
-        found = result["goals"].get(goal.name)
-        figures = f"{found['value']:9.2f}{found['least']:8.2f}{found['most']:8.2f}{found['count']:6}" if found else f"{'not measured':>31}"
-        lines.append(f"{goal.name:5}{figures}  {goal.floor:18}{goal.goal:8}{goal.moonshot:9}{goal.what}")
-    return "\n".join(lines)
+            times = "  ".join(f"{form} {us:.2f}" for form, us in row["microseconds"].items())
+            lines.append(f"{row['shape']!s:22}{what:10}{times}")
+    return "\n".join([*lines, "", goal_table(result["goals"], "K")])
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks rotary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--short", action="store_true", help="16 sizes instead of 300, as on a CPU")
-    parser.add_argument(
-        "--kernels",
-        nargs="+",
-        default=["triton"],
-        choices=sorted(set(ROTATE) - {"xla"}),
-        help="implementations to measure; the goals are the first one's",
-    )
-    parser.add_argument("--turns", type=int, default=9, help="how often the forms take turns")
-    parser.add_argument("--loop-us", type=float, default=1000.0, help="about how long one compiled loop shall take")
-    parser.add_argument("--together", type=int, default=64, help="cases that are compiled before they are measured")
-    parser.add_argument("--limit-s", type=float, default=450.0, help="stop after this time; what is measured by then is kept")
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
-    return parser.parse_args(argv)
+def run(
+    keep: Keep,
+    *,
+    short: bool = False,
+    kernels: list[Literal[*sorted(set(IMPLEMENTATIONS["rotate"]) - {"xla"})]] = KERNELS,
+    turns: int = 9,
+    loop_us: float = 1000.0,
+    together: int = 64,
+    limit_s: float = 450.0,
+) -> None:
+    """Measures group by group until the time is over; keeps the figures after every group.
 
+    Args:
+        keep: writes the result.
+        short: 16 sizes instead of 300, as on a CPU
+        kernels: implementations to measure; the goals are the first one's
+        turns: measurements of each form
+        loop_us: approximate time of one compiled loop, in microseconds
+        together: cases that are compiled before they are measured
+        limit_s: start no group after this many seconds
+    """
+    deadline, on_gpu = time.monotonic() + limit_s, jax.default_backend() == "gpu"
+    limits = machine_limits(turns)
+    figures = {"limits": limits, "rows": [], "peers": [], "packs": []}
 
-def main(argv: list[str]) -> None:
-    """Measures, prints tables, and writes the figures where --out says."""
-    # Other software needs room on the GPU, too. Read when jax first looks for devices.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    args = parse(argv)
-    result = run(args)
+    def keep_all() -> Result:
+        return keep(**figures, goals=goals(figures, kernels[0]))
+
+    if on_gpu:
+        figures["peers"] = peer_rows(kernels, turns)
+        keep_all()
+        figures["packs"] = pack_rows(turns)
+    result = keep_all()
+    todo = list(cases(short or not on_gpu))
+    for rows in measured(todo, kernels, turns, loop_us, together, limits):
+        figures["rows"] += rows
+        result = keep_all()
+        done = len(figures["rows"])
+        if time.monotonic() > deadline and done < len(todo):
+            print(f"stopped after {done} of {len(todo)} cases: --limit-s={limit_s}")
+            break
     print(summary(result))
-    write(result, args.out)

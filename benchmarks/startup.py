@@ -1,15 +1,14 @@
-"""How long a run takes to start: compilation with the layers unrolled and scanned, and the first step with empty and with warm caches.
+"""Start-up time: compilation of unrolled and scanned layers; first steps with and without caches.
 
-    python -m benchmarks startup --out benchmarks/results/startup_h200.json     on a GPU: a ViT-B, in a few minutes
-    python -m benchmarks startup                                                on a CPU: a small model
+    python -m benchmarks startup --out benchmarks/results/startup_gpu.json
 
-Compilation is that of `python -m benchmarks scan` at one depth: the scan is compiled first, so that what XLA tunes once in a process is
-tuned at its cost. First steps are those of `rope_jax.main`, in a process of its own each, from its start until it tells of step 1: imports,
-images, model, compilation and the step. Its cache of compiled programs is where users have it, in a cache folder that is new for every
-pair: the first run finds it empty, the second one finds what the first one left.
+On a GPU a ViT-B, in a few minutes; on a CPU a small model. A training step (forward, backward,
+AdamW) is compiled twice, with its blocks in a list and in a scan (`scan_layers=True`), and then
+timed in turns. First steps are those of `rope_jax.main`, each in a process of its own, from its
+start until it reports step 1: imports, images, model, compilation and the step. Each pair of
+processes shares a new cache folder, which the first one finds empty and the second one filled.
 """
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -21,43 +20,134 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
-from benchmarks import scan
-from benchmarks._record import record, write
+import rope_jax
+from benchmarks._runner import Keep, Result
+from benchmarks._training import training_step
+from rope_jax.config import OptimConfig
+from rope_jax.text import markdown_table
+from rope_jax.training import optim
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def first_step(folder: pathlib.Path, cache: pathlib.Path, args: argparse.Namespace) -> float:
-    """Seconds from the start of a training run, in a process of its own, to the line of its only step.
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model to start.
+
+    Attributes:
+        name: of rope_jax.list_models(), an isotropic one.
+        depth: number of blocks.
+        batch: images at once.
+        image_size: pixels.
+        dtype: of the computation.
+    """
+
+    name: str
+    depth: int
+    batch: int
+    image_size: int
+    dtype: str
+
+
+class Step:
+    """A compiled training step with its state."""
+
+    def __init__(self, of: Model, *, scan: bool):
+        model = rope_jax.create_model(
+            of.name,
+            depth=of.depth,
+            image_size=of.image_size,
+            dtype=jnp.dtype(of.dtype),
+            scan_layers=scan,
+        )
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        optimizer = optim.make_optimizer(OptimConfig(), optax.constant_schedule(1e-4), params)
+        params = nnx.to_pure_dict(params)
+        self.state = {"params": params, "opt": optimizer.init(params)}
+        shape = (of.batch, of.image_size, of.image_size, 3)
+        self.images = jax.random.normal(jax.random.key(0), shape)
+        step = jax.jit(training_step(graph, rest, optimizer), donate_argnums=0)
+        start = time.perf_counter()
+        self.step = step.lower(self.state, self.images).compile()
+        self.compile_s = time.perf_counter() - start
+
+    def run(self) -> float:
+        """Runs one step; returns milliseconds."""
+        start = time.perf_counter()
+        self.state, loss = self.step(self.state, self.images)
+        jax.block_until_ready(loss)
+        return 1e3 * (time.perf_counter() - start)
+
+
+def compare(of: Model, turns: int) -> list[dict[str, Any]]:
+    """Rows for the list and the scan, after checking that both have trained to the same weights."""
+    # The scan is compiled first: it pays for what XLA tunes or loads once in a process.
+    steps = {scan: Step(of, scan=scan) for scan in (True, False)}
+    times = {scan: [] for scan in steps}
+    for turn in range(turns + 1):
+        for scan, step in steps.items():
+            took = step.run()
+            if turn:  # the first one warms up
+                times[scan].append(took)
+    one, other = (step.state["params"]["head"]["kernel"] for step in steps.values())
+    # On average: where a gradient is almost 0, AdamW's step has the sign of a rounding error.
+    if jnp.abs(one - other).mean() > (5e-5 if of.dtype == "float32" else 5e-4):
+        raise AssertionError("list and scan have trained to different weights")
+    return [
+        {
+            "depth": of.depth,
+            "scan": scan,
+            "compile_s": steps[scan].compile_s,
+            "step_ms": statistics.median(times[scan]),
+            "temp_bytes": steps[scan].step.memory_analysis().temp_size_in_bytes,
+        }
+        for scan in (False, True)
+    ]
+
+
+def make_images(folder: pathlib.Path, batch: int, size: int) -> None:
+    """Writes one batch of random images as training and test set."""
+    rng, arrays = np.random.default_rng(0), {}
+    for name in ("train", "test"):
+        arrays[f"{name}_images"] = rng.integers(0, 256, (batch, size, size, 3), np.uint8)
+        arrays[f"{name}_labels"] = np.arange(batch, dtype=np.int32) % 10
+    np.savez(folder / "images.npz", **arrays)
+
+
+def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model) -> float:
+    """Seconds from the start of a training process to the report of its first step.
 
     Args:
-        folder: where the images are, see `make_images`; the run gets a new folder there.
-        cache: what stands for the user's cache folder.
-        args: of the command line.
+        folder: of `make_images`, for the workdir.
+        cache: the user's cache folder of the process.
+        of: the model.
 
     Raises:
-        RuntimeError: the run ended before its step.
+        RuntimeError: the process ended before the step.
     """
     settings = {
         "data.source": "npz",
         "data.path": folder / "images.npz",
         "data.augment": "none",
-        "model.name": args.model,
-        "model.options": f"depth={args.depth}",
-        "dtype": args.dtype,
-        "batch_size": args.batch,
+        "model.name": of.name,
+        "model.options": f"depth={of.depth}",
+        "dtype": of.dtype,
+        "batch_size": of.batch,
         "epochs": 1.0,
         "optim.warmup_epochs": 0.0,
         "eval.resolutions": (),
-        "eval.batch_size": args.batch,
+        "eval.batch_size": of.batch,
     }
-    workdir = tempfile.mkdtemp(dir=folder)
-    command = [sys.executable, "-m", "rope_jax.main", "--config=configs/digits.py", f"--workdir={workdir}"]
+    command = [sys.executable, "-m", "rope_jax.main", "--config=configs/digits.py"]
+    command.append(f"--workdir={tempfile.mkdtemp(dir=folder)}")
     command += [f"--config.{key}={value}" for key, value in settings.items()]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION_CACHE")}
-    environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
+    environment = kept | {"ROPE_JAX_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
     lines, start = [], time.monotonic()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
@@ -65,102 +155,115 @@ def first_step(folder: pathlib.Path, cache: pathlib.Path, args: argparse.Namespa
             lines.append(line)
             if line.startswith("step "):
                 seconds = time.monotonic() - start
-                process.terminate()  # what comes after is not asked for
+                process.terminate()  # the rest of the run is not needed
                 process.stdout.read()
                 return seconds
-    raise RuntimeError(f"the run ended before its first step, with status {process.returncode}:\n{''.join(lines)[-2000:]}")
+    output = "".join(lines)[-2000:]
+    raise RuntimeError(
+        f"the run ended before its first step, with status {process.returncode}:\n{output}"
+    )
 
 
-def make_images(folder: pathlib.Path, batch: int, size: int) -> None:
-    """One batch of random images, to train and to evaluate."""
-    rng = np.random.default_rng(0)
-    split = lambda name: {
-        f"{name}_images": rng.integers(0, 256, (batch, size, size, 3), np.uint8),
-        f"{name}_labels": np.arange(batch, dtype=np.int32) % 10,
-    }
-    np.savez(folder / "images.npz", **split("train"), **split("test"))
-
-
-def first_steps(args: argparse.Namespace, deadline: float) -> dict[str, list[float]]:
-    """Seconds to the first step with empty and warm caches, in turns; at least one of each."""
+def first_steps(of: Model, starts: int, deadline: float) -> dict[str, list[float]]:
+    """Seconds to the first step with empty and filled caches, in turns, at least one of each."""
     seconds = {"cold": [], "warm": []}
-    with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
-        make_images(folder, args.batch, args.image_size)
-        for _ in range(args.starts):
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        make_images(folder, of.batch, of.image_size)
+        for _ in range(starts):
             cache = pathlib.Path(tempfile.mkdtemp(dir=folder))
-            for name in seconds:
-                seconds[name].append(first_step(folder, cache, args))
+            for values in seconds.values():
+                values.append(first_step(folder, cache, of))
             if time.monotonic() > deadline:
                 break
     return seconds
 
 
-def goals(result: dict) -> dict[str, dict[str, Any]]:
-    """Goal -> its value; of compilation also by how much the scan's steps are slower."""
+def goals(rows: list[dict], first_step_s: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """S1, with the slowdown of the scan's steps, and S2, where they were measured."""
     found = {}
-    if result["rows"]:
-        unrolled, scanned = (scan.Row(**row) for row in result["rows"])
-        slower = 100 * (scanned.step_ms / unrolled.step_ms - 1)
-        found["S1"] = {"value": unrolled.compile_s / scanned.compile_s, "slower_percent": slower}
-    if seconds := result["first_step_s"]:
-        cold, warm = (statistics.median(seconds[name]) for name in ("cold", "warm"))
+    if rows:
+        unrolled, scanned = rows
+        slower = 100 * (scanned["step_ms"] / unrolled["step_ms"] - 1)
+        ratio = unrolled["compile_s"] / scanned["compile_s"]
+        found["S1"] = {"value": ratio, "slower_percent": slower}
+    if first_step_s:
+        cold, warm = (statistics.median(first_step_s[name]) for name in ("cold", "warm"))
         found["S2"] = {"value": cold / warm}
     return found
 
 
-def table(result: dict) -> str:
+def table(result: Result) -> str:
     """A result as tables in Markdown."""
     settings, text = result["settings"], ""
-    reached = goals(result)
+    reached = goals(result["rows"], result["first_step_s"])
     if result["rows"]:
-        text = scan.table([scan.Row(**row) for row in result["rows"]])
+        header = ("blocks", "blocks in", "compile, s", "step, ms", "temporary memory, MB")
+        cells = []
+        for row in result["rows"]:
+            figures = [f"{row['compile_s']:.1f}", f"{row['step_ms']:.0f}"]
+            form = "a scan" if row["scan"] else "a list"
+            cells.append([str(row["depth"]), form, *figures, f"{row['temp_bytes'] / 1e6:.0f}"])
         faster, slower = reached["S1"].values()
-        text += f"\n\nThe scan compiles {faster:.2f} times as fast; its steps take {1 + slower / 100:.2f} times as long.\n"
-    if result["first_step_s"]:
-        text += "\n| caches | seconds to the first step: median (least, most) | starts |\n|---|---|---|\n"
-        for name, values in result["first_step_s"].items():
-            caches = {"cold": "empty", "warm": "warm"}[name]
-            text += f"| {caches} | {statistics.median(values):.1f} ({min(values):.1f}, {max(values):.1f}) | {len(values)} |\n"
-        text += f"\nEmpty / warm: {reached['S2']['value']:.2f}.\n"
-    return text + f"\n`{settings['model']}`, batch {settings['batch']}, {settings['image_size']} px, {settings['dtype']}.\n"
+        text = (
+            f"{markdown_table(header, cells)}\nThe scan compiles {faster:.2f} times as fast; "
+            f"its steps take {1 + slower / 100:.2f} times as long.\n"
+        )
+    if seconds := result["first_step_s"]:
+        header = ("caches", "seconds to the first step: median (least, most)", "starts")
+        cells = []
+        for name, caches in (("cold", "empty"), ("warm", "filled")):
+            values = seconds[name]
+            median = f"{statistics.median(values):.1f} ({min(values):.1f}, {max(values):.1f})"
+            cells.append([caches, median, str(len(values))])
+        ratio = f"Empty / filled: {reached['S2']['value']:.2f}."
+        text += f"\n{markdown_table(header, cells)}\n{ratio}\n"
+    about = f"batch {settings['batch']}, {settings['image_size']} px, {settings['dtype']}"
+    return f"{text}\n`{settings['model']}`, {about}.\n"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line; what is not given depends on whether there is a GPU."""
-    on_gpu = jax.default_backend() == "gpu"
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def run(
+    keep: Keep,
+    *,
+    model: str | None = None,
+    depth: int = 12,
+    batch: int | None = None,
+    image_size: int | None = None,
+    dtype: str | None = None,
+    turns: int | None = None,
+    starts: int = 3,
+    limit_s: float = 180.0,
+) -> None:
+    """Measures compilation, then first steps; keeps the figures after each.
+
+    Args:
+        keep: writes the result.
+        model: an isotropic model; default: deit3_b16, without a GPU deit3_ti16
+        depth: blocks of the model
+        batch: images at once
+        image_size: pixels
+        dtype: of the computation, float32 or bfloat16
+        turns: timed steps of each form
+        starts: pairs of processes with empty and filled caches
+        limit_s: start no further pair after this many seconds
+    """
+    deadline, on_gpu = time.monotonic() + limit_s, jax.default_backend() == "gpu"
+    of = Model(
+        model or ("deit3_b16" if on_gpu else "deit3_ti16"),
+        depth,
+        batch or (64 if on_gpu else 4),
+        image_size or (224 if on_gpu else 64),
+        dtype or ("bfloat16" if on_gpu else "float32"),
     )
-    parser.add_argument("--model", default="deit3_b16" if on_gpu else "deit3_ti16", help="an isotropic model")
-    parser.add_argument("--depth", type=int, default=12, help="blocks of the model")
-    parser.add_argument("--batch", type=int, default=64 if on_gpu else 4)
-    parser.add_argument("--image-size", type=int, default=224 if on_gpu else 64)
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--turns", type=int, default=21 if on_gpu else 5, help="timed steps of each form")
-    parser.add_argument("--starts", type=int, default=3, help="pairs of processes with empty and warm caches")
-    parser.add_argument("--limit-s", type=float, default=180.0, help="start no further pair after this time")
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
-    return parser.parse_args(argv)
+    turns = turns or (21 if on_gpu else 5)
+    settings = dataclasses.asdict(of) | {"turns": turns, "starts": starts, "limit_s": limit_s}
+    settings["model"] = settings.pop("name")
 
+    def keep_all(rows: list[dict], seconds: dict[str, list[float]]) -> Result:
+        reached = goals(rows, seconds) if on_gpu else {}
+        return keep(settings=settings, rows=rows, first_step_s=seconds, goals=reached)
 
-def main(argv: list[str]) -> None:
-    """Measures, prints the tables, and writes the figures where --out says, after each of the two parts."""
-    # The processes need room on the GPU, too. Read when jax first looks for devices.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    args = parse(argv)
-    deadline = time.monotonic() + args.limit_s
-    figures: dict[str, Any] = {"rows": [], "first_step_s": {}}
-
-    def keep() -> dict:
-        result = record("startup", vars(args), **figures)
-        result["goals"] = goals(result) if jax.default_backend() == "gpu" else {}
-        write(result, args.out)
-        return result
-
-    jax.config.update("jax_enable_compilation_cache", False)  # what is measured is compilation
-    rows = scan.compare(args.model, args.depth, batch=args.batch, image_size=args.image_size, turns=args.turns, dtype=args.dtype)
-    figures["rows"] = [dataclasses.asdict(row) for row in rows]
-    keep()
-    figures["first_step_s"] = first_steps(args, deadline)
-    print(table(keep()))
+    jax.config.update("jax_enable_compilation_cache", False)  # compilation is what is measured
+    rows = compare(of, turns)
+    keep_all(rows, {})
+    print(table(keep_all(rows, first_steps(of, starts, deadline))))

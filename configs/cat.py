@@ -1,22 +1,33 @@
-"""The Cross-Axis Transformer and its baseline on ImageNet-1k for 10 epochs without augmentation, as its train.py does.
+"""The Cross-Axis Transformer and its ViT baseline on ImageNet-1k: 10 epochs, no augmentation.
 
-    python -m rope_jax.main --config=configs/cat.py:variant=cat_5,path=FOLDER --workdir=runs/cat/cat_5
+    python -m rope_jax.main --config=configs/cat.py:variant=cat_5,path=FOLDER --workdir=runs/cat_5
 
-Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six times the model's multiply-adds (24.9 billion for cat_5) for
-each image at 30 % of an A100's 312 TFLOP/s: cat_5 6, cat_vit_5 9.
+Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six times the model's
+multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6,
+cat_vit_5 9.
 
-Expected top-1 in percent on training and validation images (the paper): cat_5 64.1, 38.9 with the imprint, 63.8, 38.3 without
-(`--config.model.options=imprint=none`). Not trained here. The published code has batches of 64, the paper says 128, which is taken. Its
-weight decay is on biases and norms too, here it is not.
+Expected top-1 in percent on training and validation images (the paper; not trained here): cat_5
+64.1, 38.9; without the imprint (`--config.model.options=imprint=none`) 63.8, 38.3. The batch size
+is the paper's 128; its train.py has 64. Biases and norms are not decayed; in train.py they are.
 """
 
 from rope_jax import config as cfg
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant (cat_5, cat_vit_5), position (None for the model's own), resolution, epochs, source, path, seed."""
+    """Arguments: variant, position, resolution, epochs, source, path, seed.
+
+    variant is cat_5 or cat_vit_5; position None is the model's own scheme.
+    """
     args = cfg.recipe_arguments(
-        arguments, variant="cat_5", position=None, resolution=224, epochs=10.0, source="folder", path=None, seed=234
+        arguments,
+        variant="cat_5",
+        position=None,
+        resolution=224,
+        epochs=10.0,
+        source="folder",
+        path=None,
+        seed=234,
     )
     config = cfg.default()
     config.seed = args.seed

@@ -1,20 +1,32 @@
-"""ViT-Lite, CVT and CCT on CIFAR-10 and CIFAR-100 for 310 epochs (arXiv 2104.05704, configs/pretrained/cct_7-3x1_cifar10*_300epochs.yml).
+"""ViT-Lite, CVT and CCT on CIFAR-10 and CIFAR-100 for 310 epochs (arXiv 2104.05704).
 
-    python -m rope_jax.main --config=configs/cct.py:variant=cct_7_3x1,position=lape(ape),path=cifar10.npz --workdir=runs/cct/cifar10
+    python -m rope_jax.main --workdir=runs/cct/cifar10 \\
+        "--config=configs/cct.py:variant=cct_7_3x1,position=lape(ape),path=cifar10.npz"
 
-The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels. `--config.data.on_device=True` keeps them
-on the GPU, and `--config.seeds=5` then trains five seeds at once; `python -m benchmarks evidence cifar10` has both. Hardware: one GPU.
-Hours: estimated, not measured, from six times the multiply-adds for each image at 10 % of an A100's 312 TFLOP/s, small images filling it
-badly: cct_7_3x1 1, vit_lite_7_4 and cvt_7_4 0.25.
+The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels.
+`--config.data.on_device=True` keeps them on the GPU, and `--config.seeds=5` then trains five seeds
+at once; `python -m experiments evidence cifar10` uses both. The settings are those of the authors'
+configs/pretrained/cct_7-3x1_cifar10*_300epochs.yml.
 
-Expected top-1 in percent on CIFAR-10, CIFAR-100, mean of seeds 121 to 125 (LaPE, arXiv 2212.05262, main text), with ape and lape(ape):
-vit_lite_7_4 93.448, 94.290 and 74.984, 75.534; cvt_7_4 94.302, 94.690 and 77.452, 78.052; cct_7_3x1 96.034, 96.530 and 80.928, 81.986.
-None of these has been trained here. LaPE's supplement speaks of SGD; the settings that it follows, and these rates, are AdamW's.
+Hardware: one GPU. Hours: estimated, not measured, from six times the multiply-adds per image at
+10 % of an A100's 312 TFLOP/s, because small images use it badly: cct_7_3x1 1, vit_lite_7_4 and
+cvt_7_4 0.25.
+
+Expected top-1 in percent, mean of seeds 121 to 125 (LaPE, arXiv 2212.05262, main text; not trained
+here):
+
+                  CIFAR-10: ape  lape(ape)    CIFAR-100: ape  lape(ape)
+    vit_lite_7_4         93.448     94.290            74.984     75.534
+    cvt_7_4              94.302     94.690            77.452     78.052
+    cct_7_3x1            96.034     96.530            80.928     81.986
+
+LaPE's supplement names SGD, but these settings and learning rates are AdamW's.
 """
 
 from rope_jax import config as cfg
 
-# Learning rate, the one at which the warmup starts, probability of erasing, epochs with mixing, mean and standard deviation.
+# Learning rate, that at the start of the warmup, probability of erasing, epochs with mixing, mean
+# and standard deviation.
 SETS = {
     "cifar10": (5.5e-4, 1e-5, 0.0, 175.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": (6e-4, 1e-6, 0.25, None, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
@@ -22,12 +34,25 @@ SETS = {
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant (a model), dataset (cifar10, cifar100), position, resolution, epochs (of the cosine), source, path, seed."""
+    """Arguments: variant, dataset, position, resolution, epochs, source, path, seed.
+
+    variant is a model, dataset cifar10 or cifar100, epochs those of the cosine.
+    """
     args = cfg.recipe_arguments(
-        arguments, variant="cct_7_3x1", dataset="cifar10", position="ape", resolution=32, epochs=300.0, source="npz", path=None, seed=121
+        arguments,
+        variant="cct_7_3x1",
+        dataset="cifar10",
+        position="ape",
+        resolution=32,
+        epochs=300.0,
+        source="npz",
+        path=None,
+        seed=121,
     )
     if args.dataset not in SETS:
-        raise cfg.ConfigError(f"recipe argument dataset={args.dataset} is not one of {', '.join(SETS)}")
+        raise cfg.ConfigError(
+            f"recipe argument dataset={args.dataset} is not one of {', '.join(SETS)}"
+        )
     rate, start, erasing, mixed, mean, std = SETS[args.dataset]
     config = cfg.default()
     config.seed = args.seed
@@ -44,7 +69,10 @@ def get_config(arguments: str | None = None):
     config.data.image_size = args.resolution
     config.data.mean = mean
     config.data.std = std
-    config.data.augment = "resized_crop(scale_min=0.8,ratio_max=1.33,interpolation=random)+flip+rand_augment(m=9,mstd=0.5,inc=True)"
+    config.data.augment = (
+        "resized_crop(scale_min=0.8,ratio_max=1.33,interpolation=random)+flip"
+        "+rand_augment(m=9,mstd=0.5,inc=True)"
+    )
     if erasing:
         config.data.augment += f"+erase(p={erasing})"
 

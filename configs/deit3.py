@@ -1,31 +1,49 @@
-"""DeiT-III for 400 epochs, as Heo et al. train their ViTs with rotary embeddings (arXiv 2403.13298, code naver-ai/rope-vit).
+"""DeiT-III for 400 epochs, as Heo et al. train ViTs with rotary embeddings (arXiv 2403.13298).
 
-    python -m rope_jax.main --config=configs/deit3.py:variant=s,position=rope_mixed,path=FOLDER --workdir=runs/deit3/s
+    python -m rope_jax.main --workdir=runs/deit3/s \\
+        --config=configs/deit3.py:variant=s,position=rope_mixed,path=FOLDER
 
 B and L are trained at 192 pixels, and then for 20 epochs at 224:
 
-    python -m rope_jax.main --config=configs/deit3.py:variant=b,path=FOLDER --workdir=runs/deit3/b192
-    python -m rope_jax.main --config=configs/deit3.py:variant=b,stage=finetune,init_from=runs/deit3/b192,path=FOLDER --workdir=runs/deit3/b
+    python -m rope_jax.main --workdir=runs/deit3/b192 \\
+        --config=configs/deit3.py:variant=b,path=FOLDER
+    python -m rope_jax.main --workdir=runs/deit3/b \\
+        --config=configs/deit3.py:variant=b,stage=finetune,init_from=runs/deit3/b192,path=FOLDER
 
-Hardware: 8 GPUs of the A100 class with 256 images each (variant l: 64 GPUs with 32 images in the original; `--config.accumulate=8` on 8).
-Hours: estimated, not measured, from six times the model's multiply-adds for each image at 40 % of an A100's 312 TFLOP/s on each of 8
-GPUs: s 4, b 11 and 0.8 to finetune, l 39 and 2.6.
+Hardware: 8 GPUs of the A100 class with 256 images each (variant l: 64 GPUs with 32 images in the
+original; `--config.accumulate=8` on 8). Hours: estimated, not measured, from six times the model's
+multiply-adds per image at 40 % of an A100's 312 TFLOP/s on each of 8 GPUs: s 4, b 11 and 0.8 to
+finetune, l 39 and 2.6.
 
-Expected top-1 in percent at 224 and 384 pixels (README of naver-ai/rope-vit): s with ape 80.4, 79.4; rope2d 80.9, 80.0; rope_mixed 80.9,
-81.8; rope2d+ape 80.7, 81.2; rope_mixed+ape 80.9, 81.7; b 83.4, 82.8; 83.6, 83.9; 83.8, 84.4; 83.7, 83.8; 83.8, 84.3; l 84.6, 84.2; 84.7,
-85.1; 84.8, 85.6; 84.7, 85.1; 84.9, 85.5. None of these has been trained here.
+Expected top-1 in percent at 224 and 384 pixels (README of naver-ai/rope-vit; not trained here):
 
-Averaged weights are kept, but the raw ones evaluated, as there. The rate changes after each epoch, so the first two share it.
+                         s             b             l
+    ape             80.4, 79.4    83.4, 82.8    84.6, 84.2
+    rope2d          80.9, 80.0    83.6, 83.9    84.7, 85.1
+    rope_mixed      80.9, 81.8    83.8, 84.4    84.8, 85.6
+    rope2d+ape      80.7, 81.2    83.7, 83.8    84.7, 85.1
+    rope_mixed+ape  80.9, 81.7    83.8, 84.3    84.9, 85.5
+
+As in the original, the raw weights are evaluated, although averaged weights are kept, and the
+learning rate changes after each epoch, so that the first two share it.
 """
 
 from rope_jax import config as cfg
 
-PRETRAIN = {"ti": (224, 4e-3, 0.0), "s": (224, 4e-3, 0.0), "b": (192, 3e-3, 0.1), "l": (192, 3e-3, 0.4)}  # resolution, rate, drop path
+PRETRAIN = {
+    "ti": (224, 4e-3, 0.0),
+    "s": (224, 4e-3, 0.0),
+    "b": (192, 3e-3, 0.1),
+    "l": (192, 3e-3, 0.4),
+}  # resolution, rate, drop path
 FINETUNE = {"b": 0.2, "l": 0.45}  # drop path
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant (ti, s, b, l), position, stage (pretrain, finetune), init_from, resolution, epochs, source, path, seed."""
+    """Arguments: variant, position, stage, init_from, resolution, epochs, source, path, seed.
+
+    variant is ti, s, b or l; stage is pretrain or finetune.
+    """
     args = cfg.recipe_arguments(
         arguments,
         variant="s",
@@ -40,12 +58,22 @@ def get_config(arguments: str | None = None):
     )
     stages = {"pretrain": PRETRAIN, "finetune": FINETUNE}
     if args.stage not in stages or args.variant not in stages[args.stage]:
-        known = "; ".join(f"stage={stage} with variant {', '.join(variants)}" for stage, variants in stages.items())
-        raise cfg.ConfigError(f"recipe arguments stage={args.stage},variant={args.variant}: there are {known}")
+        known = "; ".join(
+            f"stage={stage} with variant {', '.join(variants)}"
+            for stage, variants in stages.items()
+        )
+        raise cfg.ConfigError(
+            f"recipe arguments stage={args.stage},variant={args.variant}: there are {known}"
+        )
     finetune = args.stage == "finetune"
     if finetune and args.init_from is None:
-        raise cfg.ConfigError("recipe argument stage=finetune starts from a trained model: add init_from=, the workdir of stage=pretrain")
-    resolution, rate, drop_path = (224, 1e-5, FINETUNE[args.variant]) if finetune else PRETRAIN[args.variant]
+        raise cfg.ConfigError(
+            "recipe argument stage=finetune starts from a trained model: "
+            "add init_from=, the workdir of stage=pretrain"
+        )
+    resolution, rate, drop_path = (
+        (224, 1e-5, FINETUNE[args.variant]) if finetune else PRETRAIN[args.variant]
+    )
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs or (20.0 if finetune else 400.0)
@@ -68,7 +96,10 @@ def get_config(arguments: str | None = None):
     config.data.workers = 16
     config.data.repeats = 1 if finetune else 3
     if finetune:
-        config.data.augment = "resized_crop(interpolation=bicubic)+flip+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)"
+        config.data.augment = (
+            "resized_crop(interpolation=bicubic)+flip"
+            "+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)"
+        )
     else:
         config.data.augment = "resized_crop(interpolation=bicubic)+flip+three_augment+color_jitter"
 

@@ -1,10 +1,12 @@
-"""Handwritten digits in a minute: scikit-learn's 1,797 images of 8x8 pixels, shipped with the package.
+"""Handwritten digits in a minute: scikit-learn's 1,797 images of 8x8 pixels.
 
     python -m rope_jax.main --config=configs/digits.py --workdir=runs/digits
     python -m rope_jax.main --config=configs/digits.py:position=none --workdir=runs/digits_none
 
-Measured on two CPU cores: 50 seconds of training, one minute in all. Held-out accuracy with seeds 0, 1, 2: 96.1, 96.9, 96.7 %; without
-position information (position=none) 53.9 % with seed 0.
+One minute on two CPU cores. The held-out accuracies of six positional schemes are in the README,
+from experiments/results/digits_cpu.json. RoPE-Mixed is the default: the most accurate at 8 pixels,
+and still 81 to 98 % at the other sizes, where Axial RoPE falls to 13 to 34 %. The fastest
+frequencies of Axial RoPE, up to 10 pi across the map, alias on a map of 4x4 patches.
 """
 
 from rope_jax import config as cfg
@@ -12,7 +14,7 @@ from rope_jax import config as cfg
 
 def get_config(arguments: str | None = None):
     """Arguments: position (a scheme), epochs, seed."""
-    args = cfg.recipe_arguments(arguments, position="axial_rope", epochs=60.0, seed=0)
+    args = cfg.recipe_arguments(arguments, position="rope_mixed", epochs=60.0, seed=0)
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs
@@ -25,11 +27,12 @@ def get_config(arguments: str | None = None):
     config.model.position = args.position
 
     config.data.source = "digits"
-    config.data.augment = "crop(pad=1)"
+    # Digits of slightly different sizes, at slightly different places.
+    config.data.augment = "resized_crop(scale_min=0.8)+crop(pad=1)"
 
     config.optim.learning_rate = 3e-3
     config.optim.warmup_epochs = 5.0
     config.optim.weight_decay = 0.3
 
-    config.eval.resolutions = (6, 10, 12, 16, (8, 12))
+    config.eval.resolutions = (6, 10, 12, (8, 12))
     return config

@@ -1,19 +1,23 @@
-"""LaPE's experiments on ImageNet-1k (arXiv 2212.05262, supplement, Table I): DeiT, T2T-ViT, Swin and CeiT. CIFAR's are in `cct.py`.
+"""LaPE's ImageNet-1k experiments (arXiv 2212.05262, supplement, Table I); CIFAR's are in cct.py.
 
-    python -m rope_jax.main --config=configs/lape.py:variant=deit_ti16,position=lape(ape),path=FOLDER --workdir=runs/lape/deit_ti
+    python -m rope_jax.main --workdir=runs/lape/deit_ti \\
+        "--config=configs/lape.py:variant=deit_ti16,position=lape(ape),path=FOLDER"
 
-Hardware: 8 GPUs of the A100 class, 128 images each (Swin 64). Hours: estimated, not measured, from six times the model's multiply-adds
-for each image at 40 % of an A100's 312 TFLOP/s for deit and half of that for the others: deit_ti16 1, deit_s16 3, deit_b16 11, t2t_vit_7
-2, ceit_t 2, ceit_s 6, swin_t 6, swin_s 11.
+Hardware: 8 GPUs of the A100 class, 128 images each (Swin 64). Hours: estimated, not measured, from
+six times the model's multiply-adds per image at 40 % of an A100's 312 TFLOP/s for DeiT and half of
+that for the others: deit_ti16 1, deit_s16 3, deit_b16 11, t2t_vit_7 2, ceit_t 2, ceit_s 6,
+swin_t 6, swin_s 11.
 
-Expected top-1 in percent without and with LaPE (main text): deit_ti16 71.54, 73.11; deit_s16 80.00, 80.54; deit_b16 81.64, 81.97;
-t2t_vit_7 71.69, 71.92; ceit_t 76.52, 76.87; ceit_s 81.88, 82.12; swin_t with rpb 81.12, ape 80.92, lape(ape) 81.25, lape(ape)+rpb 81.49;
-swin_s 83.17, 82.81, 83.26, 83.39. None of these has been trained here.
+Expected top-1 in percent without and with LaPE (main text; not trained here): deit_ti16 71.54,
+73.11; deit_s16 80.00, 80.54; deit_b16 81.64, 81.97; t2t_vit_7 71.69, 71.92; ceit_t 76.52, 76.87;
+ceit_s 81.88, 82.12. With rpb, ape, lape(ape), lape(ape)+rpb: swin_t 81.12, 80.92, 81.25, 81.49;
+swin_s 83.17, 82.81, 83.26, 83.39.
 """
 
 from rope_jax import config as cfg
 
-# Family -> batch size, learning rate, the least one, weight decay, epochs of warmup and of cooldown, share of an image that is evaluated.
+# Family -> batch size, learning rate and its minimum, weight decay, epochs of warmup and of
+# cooldown, evaluation crop.
 FAMILIES = {
     "deit": (1024, 1e-3, 1e-5, 0.05, 5.0, 0.0, 0.875),  # 5e-4 x 1024 / 512
     "ceit": (1024, 5e-4, 1e-5, 0.05, 5.0, 0.0, 0.875),
@@ -23,13 +27,26 @@ FAMILIES = {
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant (a model of the four families), position (a scheme), resolution, epochs (of the cosine), source, path, seed."""
+    """Arguments: variant, position, resolution, epochs, source, path, seed.
+
+    variant is a model of the four families; epochs are those of the cosine.
+    """
     args = cfg.recipe_arguments(
-        arguments, variant="deit_ti16", position="lape(ape)", resolution=224, epochs=300.0, source="folder", path=None, seed=0
+        arguments,
+        variant="deit_ti16",
+        position="lape(ape)",
+        resolution=224,
+        epochs=300.0,
+        source="folder",
+        path=None,
+        seed=0,
     )
     family = args.variant.split("_")[0]
     if family not in FAMILIES:
-        raise cfg.ConfigError(f"recipe argument variant={args.variant}: its family is not one of {', '.join(FAMILIES)}")
+        raise cfg.ConfigError(
+            f"recipe argument variant={args.variant}: "
+            f"its family is not one of {', '.join(FAMILIES)}"
+        )
     batch_size, rate, least, decay, warmup, cooldown, crop = FAMILIES[family]
     config = cfg.default()
     config.seed = args.seed
@@ -48,7 +65,10 @@ def get_config(arguments: str | None = None):
     config.data.std = cfg.IMAGENET_STD
     config.data.workers = 16
     config.data.repeats = 3 if family in ("deit", "ceit") else 1
-    config.data.augment = "resized_crop(interpolation=bicubic)+flip+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)+erase(p=0.25)"
+    config.data.augment = (
+        "resized_crop(interpolation=bicubic)+flip"
+        "+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)+erase(p=0.25)"
+    )
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0

@@ -1,22 +1,35 @@
-"""Swin on ImageNet-1k for 300 epochs (arXiv 2103.14030), also as Heo et al. train it with rotary embeddings (arXiv 2403.13298).
+"""Swin on ImageNet-1k for 300 epochs (arXiv 2103.14030), also with Heo et al.'s rotary embeddings.
 
-    python -m rope_jax.main --config=configs/swin.py:variant=swin_t,position=rope_mixed,path=FOLDER --workdir=runs/swin/t
+    python -m rope_jax.main --workdir=runs/swin/t \\
+        --config=configs/swin.py:variant=swin_t,position=rope_mixed,path=FOLDER
 
-Hardware: 8 GPUs of the A100 class, 128 images each. Hours: estimated, not measured, from six times the model's multiply-adds for each
-image at 20 % of an A100's 312 TFLOP/s: swin_t 6, swin_s 11, swin_b 20.
+Hardware: 8 GPUs of the A100 class, 128 images each. Hours: estimated, not measured, from six times
+the model's multiply-adds per image at 20 % of an A100's 312 TFLOP/s: swin_t 6, swin_s 11,
+swin_b 20.
 
-Expected top-1 in percent at 224 and 384 pixels (README of naver-ai/rope-vit) with rpb, rope2d(base=50), rope_mixed: swin_t 81.2, 78.9;
-81.3, 79.2; 81.4, 79.5; swin_s 82.9, 81.0; 83.1, 80.9; 83.0, 81.4; swin_b 83.3, 81.2; 83.6, 81.8; 83.7, 82.1. None of these has been
-trained here.
+Expected top-1 in percent at 224 and 384 pixels (README of naver-ai/rope-vit; not trained here):
+
+              rpb           rope2d(base=50)   rope_mixed
+    swin_t    81.2, 78.9    81.3, 79.2        81.4, 79.5
+    swin_s    82.9, 81.0    83.1, 80.9        83.0, 81.4
+    swin_b    83.3, 81.2    83.6, 81.8        83.7, 82.1
 """
 
 from rope_jax import config as cfg
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant (swin_t, swin_s, swin_b), position (a scheme), resolution, epochs, batch_size, source, path, seed."""
+    """Arguments: variant, position, resolution, epochs, batch_size, source, path, seed."""
     args = cfg.recipe_arguments(
-        arguments, variant="swin_t", position="rpb", resolution=224, epochs=300.0, batch_size=1024, source="folder", path=None, seed=0
+        arguments,
+        variant="swin_t",
+        position="rpb",
+        resolution=224,
+        epochs=300.0,
+        batch_size=1024,
+        source="folder",
+        path=None,
+        seed=0,
     )
     config = cfg.default()
     config.seed = args.seed
@@ -34,7 +47,10 @@ def get_config(arguments: str | None = None):
     config.data.mean = cfg.IMAGENET_MEAN
     config.data.std = cfg.IMAGENET_STD
     config.data.workers = 16
-    config.data.augment = "resized_crop(interpolation=bicubic)+flip+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)+erase(p=0.25)"
+    config.data.augment = (
+        "resized_crop(interpolation=bicubic)+flip"
+        "+rand_augment(m=9,mstd=0.5,inc=True,interpolation=bicubic)+erase(p=0.25)"
+    )
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0

@@ -1,26 +1,43 @@
-"""The thesis' recipe (its Tables E.1, E.2): ViT, Swin, NAT and DiNAT on ImageNet-1k, 310 epochs at 224 pixels.
+"""The thesis' ViT, Swin, NAT and DiNAT on ImageNet-1k, 310 epochs at 224 pixels (Tables E.1, E.2).
 
-    python -m rope_jax.main --config=configs/thesis.py:variant=vit_s16,path=FOLDER --workdir=runs/thesis/vit_s16
+    python -m rope_jax.main --workdir=runs/thesis/vit_s16 \\
+        --config=configs/thesis.py:variant=vit_s16,path=FOLDER
 
-Hardware: 8 GPUs of the A100 class, 128 images each (`--config.accumulate=2` halves the memory). Hours: estimated, not measured, from six
-times the model's multiply-adds for each image, at 40 % of an A100's 312 TFLOP/s for vit and half of that for the others: vit_s16 3,
-vit_b16 12, nat_mini 4, nat_tiny 6, nat_small 10, nat_base 18; swin_t 6, swin_s 12, swin_b 20. The loader must keep up: 4,000 to 15,000
-images per second, so use packed images where the cores cannot decode that many.
+Hardware: 8 GPUs of the A100 class, 128 images each (`--config.accumulate=2` halves the memory).
+Hours: estimated, not measured, from six times the model's multiply-adds per image, at 40 % of an
+A100's 312 TFLOP/s for ViT and half of that for the others: vit_s16 3, vit_b16 12, nat_mini 4,
+nat_tiny 6, nat_small 10, nat_base 18; swin_t 6, swin_s 12, swin_b 20. The loader must provide 4,000
+to 15,000 images per second: use packed images if the cores cannot decode that many.
 
-Expected top-1 in percent (thesis, Table 4.1) with rpb, none, axial_rope(k_rope=2): nat_mini 81.8, 81.3, 82.1; nat_tiny 83.1, 82.5, 83.2;
-nat_small 83.6, 83.3, 83.8; nat_base 84.3, 84.0, 84.5; dinat_mini 81.7, 81.5, 81.9; dinat_tiny 82.7, 82.6, 83.0; dinat_small 83.8, 83.6,
-83.9; dinat_base 84.4, 84.1, 84.5; swin_t 81.2, 80.2, 81.5; swin_s 83.0, 81.9, 83.1; swin_b 83.5, 82.7, 83.7; vit_s16 81.2, 79.0, 81.4;
-vit_b16 82.6, 81.2, 82.8. None of these has been trained here.
+Expected top-1 in percent (thesis, Table 4.1; not trained here):
 
-Base models follow Table E.2 (50 epochs of warmup, averaged weights). `base=nat` takes instead what the repository of NAT has for its nat
-and dinat bases: 20 epochs and no average.
+                   rpb   none  axial_rope(k_rope=2)
+    vit_s16       81.2   79.0   81.4
+    vit_b16       82.6   81.2   82.8
+    swin_t        81.2   80.2   81.5
+    swin_s        83.0   81.9   83.1
+    swin_b        83.5   82.7   83.7
+    nat_mini      81.8   81.3   82.1
+    nat_tiny      83.1   82.5   83.2
+    nat_small     83.6   83.3   83.8
+    nat_base      84.3   84.0   84.5
+    dinat_mini    81.7   81.5   81.9
+    dinat_tiny    82.7   82.6   83.0
+    dinat_small   83.8   83.6   83.9
+    dinat_base    84.4   84.1   84.5
+
+Base models follow Table E.2 (50 epochs of warmup, averaged weights). `base=nat` follows NAT's
+repository for its base models: 20 epochs of warmup and no average.
 """
 
 from rope_jax import config as cfg
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: variant (a model), position (a scheme), resolution, epochs (of the cosine), base (table or nat), source, path, seed."""
+    """Arguments: variant, position, resolution, epochs, base, source, path, seed.
+
+    variant is a model, epochs those of the cosine, base table or nat.
+    """
     args = cfg.recipe_arguments(
         arguments,
         variant="nat_mini",
@@ -52,7 +69,9 @@ def get_config(arguments: str | None = None):
     config.data.mean = cfg.IMAGENET_MEAN
     config.data.std = cfg.IMAGENET_STD
     config.data.workers = 16
-    config.data.augment = "resized_crop(interpolation=random)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"
+    config.data.augment = (
+        "resized_crop(interpolation=random)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"
+    )
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0

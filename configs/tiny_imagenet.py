@@ -1,17 +1,22 @@
-"""Tiny-ImageNet, or a part of its classes, at 64 pixels: every scheme on ViT, Swin and NAT, evaluated from 32 to 160 pixels, on one GPU.
+"""Tiny-ImageNet at 64 pixels: every scheme on small ViT, Swin and NAT, evaluated at 32 to 160.
 
-    python -m rope_jax.main --config=configs/tiny_imagenet.py:path=FILE.npz,backbone=swin,position=rope2d --workdir=runs/tiny/one
+    python -m rope_jax.main --workdir=runs/tiny/one \\
+        --config=configs/tiny_imagenet.py:path=FILE.npz,backbone=swin,position=rope2d
 
-FILE.npz holds train_images uint8 [n, 64, 64, 3], train_labels, test_images and test_labels; `python -m benchmarks evidence tiny_imagenet`
-makes it and runs them all. The set lies on the device, so that nothing but the GPU limits the speed. Not shipped; for research only.
+FILE.npz holds train_images uint8 [n, 64, 64, 3], train_labels, test_images and test_labels, of all
+classes or some; `python -m experiments evidence tiny_imagenet` creates it and runs every scheme.
+The images are kept on the device, so that only the GPU limits the speed. They are not shipped and
+are for research only.
 
-Hardware: one GPU. Time and accuracy: not measured. Of 25,000 images a run sees 2.5 million in 100 epochs; six times the 0.37 (vit),
-0.24 (swin) and 0.23 (nat) billion multiply-adds for each are 70 and 45 seconds of an H200 at 10 % of its 790 TFLOP/s, for each seed.
+Hardware: one GPU. Seconds: estimated, not measured: 100 epochs of 25,000 images are 2.5 million
+images, and six times the 0.37 (vit), 0.24 (swin) and 0.23 (nat) billion multiply-adds for each are
+70 and 45 seconds at 10 % of an H200's 790 TFLOP/s, per seed. Accuracy: no source.
 """
 
 from rope_jax import config as cfg
 
-# Maps of 8x8 tokens (vit), and of 16x16, 8x8 and 4x4 (swin, nat) in training; 4x4 and 8x8 at 32 pixels, 20x20 and 40x40 at 160.
+# Maps of 8x8 tokens (vit), and of 16x16, 8x8 and 4x4 (swin, nat) in training; from 4x4 and 8x8 at
+# 32 pixels to 20x20 and 40x40 at 160.
 _STAGES = "width=96,depths=(2,4,2),heads=(3,6,12),drop_path=0.1"
 # Backbone -> model and its options.
 BACKBONES = {
@@ -23,10 +28,18 @@ RESOLUTIONS = (32, 48, 80, 96, 112, 128, 144, 160)
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: path (the .npz file), backbone (one of BACKBONES), position (a scheme; None for the model's own), epochs, seed."""
-    args = cfg.recipe_arguments(arguments, path=None, backbone="vit", position=None, epochs=100.0, seed=0)
+    """Arguments: path, backbone, position, epochs, seed.
+
+    path is the .npz file, backbone one of BACKBONES; position None is the model's own scheme.
+    """
+    args = cfg.recipe_arguments(
+        arguments, path=None, backbone="vit", position=None, epochs=100.0, seed=0
+    )
     if args.backbone not in BACKBONES:
-        raise cfg.ConfigError(f"recipe argument backbone={args.backbone!r} is unknown; known are {', '.join(BACKBONES)}")
+        raise cfg.ConfigError(
+            f"recipe argument backbone={args.backbone!r} is unknown; "
+            f"known are {', '.join(BACKBONES)}"
+        )
     name, options = BACKBONES[args.backbone]
     config = cfg.default()
     config.seed = args.seed
@@ -44,7 +57,9 @@ def get_config(arguments: str | None = None):
     config.data.image_size = 64
     config.data.mean = cfg.IMAGENET_MEAN
     config.data.std = cfg.IMAGENET_STD
-    config.data.augment = "resized_crop(scale_min=0.35)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"
+    config.data.augment = (
+        "resized_crop(scale_min=0.35)+flip+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)"
+    )
     config.data.on_device = True
 
     config.mix.mixup = 0.8

@@ -1,6 +1,7 @@
-"""Initial weights: functions of key, shape and dtype, as flax takes them, whose numbers NumPy draws from the key.
+"""Initializers: functions of key, shape and dtype, like flax's, that draw numbers with NumPy.
 
-The same ones on every device, and nothing to compile: jax.random compiles a program for each shape, 15 seconds for a Swin.
+Initial weights are the same on every device, and nothing needs to be compiled: jax.random compiles
+a program for each shape, which takes 15 seconds for a Swin.
 """
 
 import math
@@ -12,16 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+Shape = tuple[int, ...]
 
-def _drawn(sample: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]) -> Callable:
-    """The initialiser whose numbers are those that `sample` draws for a shape."""
 
-    def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        draw = lambda words: sample(np.random.default_rng(words), shape).astype(dtype)
+def _drawn(sample: Callable[[np.random.Generator, Shape], np.ndarray]) -> Callable:
+    """Returns an initializer that draws with `sample(generator, shape)`."""
+
+    def init(key: Array, shape: Shape, dtype: Any) -> Array:
+        def draw(words: Any) -> np.ndarray:
+            return sample(np.random.default_rng(np.asarray(words)), shape).astype(dtype)
+
         words = jax.random.key_data(key)
-        if isinstance(words, jax.core.Tracer):  # within jit, or under eval_shape, which only asks for the shape
-            return jax.pure_callback(lambda words: draw(np.asarray(words)), jax.ShapeDtypeStruct(shape, dtype), words)
-        return jnp.asarray(draw(np.asarray(words)))
+        if isinstance(words, jax.core.Tracer):  # in jit, or in eval_shape, which needs no numbers
+            return jax.pure_callback(draw, jax.ShapeDtypeStruct(shape, dtype), words)
+        return jnp.asarray(draw(words))
 
     return init
 
@@ -31,28 +36,30 @@ def normal_init(std: float) -> Callable:
     return _drawn(lambda rng, shape: np.float32(std) * rng.standard_normal(shape, np.float32))
 
 
-# torch's trunc_normal_(std=0.02) cuts at +-2, a hundred standard deviations: a normal distribution.
+# torch's trunc_normal_(std=0.02) cuts at +-2, 100 standard deviations: a normal distribution.
 linear_init = normal_init(0.02)
 
 
-# torch's kaiming_normal_: the variance of what comes out stays through a rectifier.
-he_init = _drawn(lambda rng, shape: np.float32((2 / math.prod(shape[:-1])) ** 0.5) * rng.standard_normal(shape, np.float32))
+def he_init(key: Array, shape: Shape, dtype: Any) -> Array:
+    """torch's kaiming_normal_, which preserves the variance through a following ReLU."""
+    return normal_init((2 / math.prod(shape[:-1])) ** 0.5)(key, shape, dtype)
 
 
-def _orthogonal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def _orthogonal(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     q, r = np.linalg.qr(rng.standard_normal((shape[1], shape[0]), np.float32))
     return (q * np.sign(np.diag(r))).T
 
 
-# Orthonormal rows [M, C], M <= C, all directions being as likely.
+# Orthonormal rows [M, C], M <= C, uniform over all directions.
 orthogonal_init = _drawn(_orthogonal)
 
 
 def fan_in_bias_init(fan_in: int) -> Callable:
     """torch's default bias of a convolution: uniform in +-1/sqrt(fan_in)."""
-    return _drawn(lambda rng, shape: np.float32(fan_in**-0.5) * (2 * rng.random(shape, np.float32) - 1))
+    limit = np.float32(fan_in**-0.5)
+    return _drawn(lambda rng, shape: limit * (2 * rng.random(shape, np.float32) - 1))
 
 
-def conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """torch's default kernel of a convolution [kh, kw, I, O]: uniform in +-1/sqrt(fan_in), as its bias."""
+def conv_init(key: Array, shape: Shape, dtype: Any) -> Array:
+    """torch's default kernel of a convolution [kh, kw, I, O]: uniform in +-1/sqrt(fan_in)."""
     return fan_in_bias_init(math.prod(shape[:-1]))(key, shape, dtype)

@@ -1,50 +1,68 @@
 """Checks every annotation of the two packages while tests run, and offers what many tests need."""
 
+import os
 import sys
+import tempfile
 
+import jax
 import jaxtyping
 import pytest
 
 _PACKAGES = ("rope_jax", "rope_jax_kernels")
 if imported := sorted(name for name in sys.modules if name.split(".")[0] in _PACKAGES):
-    raise RuntimeError(f"{imported} were imported before their annotations could be checked: remove the plugin that does so")
-# Shapes, dtypes and types of all arguments and results: a jaxtyping annotation that is not true fails the test that finds out.
+    raise RuntimeError(
+        f"{imported} were imported before their annotations could be checked: remove the plugin "
+        "that does so"
+    )
+# Shapes, dtypes and types of all arguments and results: a wrong annotation fails the test.
 jaxtyping.install_import_hook(_PACKAGES, "beartype.beartype")
 
 
+def pytest_configure(config):
+    """Keeps compiled programs between runs of the tests, in this process and those it starts.
+
+    They are in $ROPE_JAX_TEST_CACHE, by default in pytest's own cache, which `--cache-clear`
+    empties. Entries have a checksum: jax warns of one that another process has not written to its
+    end, and compiles the program.
+    """
+    folder = os.environ.get("ROPE_JAX_TEST_CACHE")
+    if folder is None and hasattr(config, "cache"):
+        folder = config.cache.mkdir("xla")
+    elif folder is None:  # -p no:cacheprovider
+        temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config.add_cleanup(temporary.cleanup)
+        folder = temporary.name
+    settings = {
+        "jax_compilation_cache_dir": os.path.abspath(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)  # for processes that tests start
+        jax.config.update(name, value)
+    message = "Error (reading|writing) persistent compilation cache entry"
+    config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
+
+
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` where there is none."""
+    """Skips tests marked `gpu` without a GPU."""
     marked = [item for item in items if "gpu" in item.keywords]
-    if marked:
-        import jax
-
-        if jax.default_backend() != "gpu":
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason=f"needs a GPU, but jax runs on {jax.default_backend()}"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def cache_of_programs(tmp_path_factory):
-    """Programs that tests start keep what they compile in a folder of the tests, not in the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled_by_tests")))
-        yield
+    if marked and jax.default_backend() != "gpu":
+        reason = f"needs a GPU, but jax runs on {jax.default_backend()}"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
 def x64():
-    """float64 arrays for the length of one test."""
-    import jax
-
+    """float64 arrays during one test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def quick_compiles():
-    """Compiles without most optimisations: for tests of many small programs, each of which runs once."""
-    import jax
-
+    """Compiles without most optimisations: for many small programs that run once."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -1,36 +1,65 @@
+"""README and docs: Python blocks run, names exist, tables agree with the results."""
+
 import pathlib
 import re
 
 import pytest
 
 import rope_jax
-from benchmarks import tables
+from docs import make_tables
 
-README = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_the_python_of_the_readme_runs(code):
+def test_the_python_of_the_readme_runs(code, quick_compiles):
     exec(code, {})
 
 
-def test_the_tables_list_every_scheme_and_model():
-    named = {name.removesuffix("(ape)") for name in re.findall(r"^\| `([^`]+)`", README, re.MULTILINE)}
-    assert set(rope_jax.list_positions()) <= named
-    models = set()
-    for cell in re.findall(r"^\| (`[^|]+`) \|[^|]*\| `", README, re.MULTILINE):
-        for name in re.findall(r"`([^`]+)`", cell):
+def test_the_readme_is_short_and_about_what_is_there():
+    assert len(README.splitlines()) <= 150
+    for text in (README, *PAGES.values()):
+        assert not re.search(r"@[A-Z]+@|TODO|TBD|not measured", text)
+
+
+def names_in_column(text, column):
+    """The names in backquotes of a column of all tables, with {a,b} expanded."""
+    found = set()
+    for line in re.findall(r"^\| (.*) \|$", text, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", line.split(" | ")[column]):
             braces = re.search(r"\{(.*)\}", name)
-            models |= {name.replace(braces[0], size) for size in braces[1].split(",")} if braces else {name}
-    assert models == set(rope_jax.list_models())
+            sizes = braces[1].split(",") if braces else [""]
+            found |= {name.replace(braces[0], size) if braces else name for size in sizes}
+    return found
 
 
-def test_nothing_is_left_to_fill_in():
-    assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
+def test_the_pages_list_every_scheme_and_model():
+    schemes = {name.removesuffix("(ape)") for name in names_in_column(PAGES["schemes.md"], 0)}
+    assert schemes == set(rope_jax.list_positions())
+    assert names_in_column(PAGES["models.md"], 0) == set(rope_jax.list_models())
 
 
-@pytest.mark.parametrize("name", tables.FILES)
+def test_the_readme_names_models_and_schemes_that_exist():
+    table = README[README.index("## Backbones and schemes") : README.index("All sizes:")]
+    models, schemes = table.split("**schemes**")
+    assert names_in_column(models, 1) <= set(rope_jax.list_models())
+    listed = {x.removesuffix("(ape)") for x in names_in_column(f"| schemes{schemes}", 1)}
+    # `none` is no scheme to list, and two are special cases of others.
+    assert set(rope_jax.list_positions()) - listed == {"none", "axial_rope_v1", "rope3d"}
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{name}" for name in PAGES)])
+def test_links_lead_to_files(name):
+    path = ROOT / name
+    for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        assert link.startswith("https://") or (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", make_tables.FILES)
 def test_tables_agree_with_the_results(name):
-    text = pathlib.Path(__file__).parents[1].joinpath(name).read_text()
-    assert len(tables.BLOCK.findall(text)) == text.count("<!-- table: ") == text.count("<!-- end -->") > 0
-    assert tables.fill(text, tables.read_results()) == text, "run `make tables`"
+    text = (ROOT / name).read_text()
+    blocks = len(make_tables.BLOCK.findall(text))
+    assert blocks == text.count("<!-- table: ") == text.count("<!-- end -->") > 0
+    assert make_tables.fill(text, make_tables.read_results()) == text, "run `make tables`"

@@ -1,22 +1,35 @@
 """Rotary position embedding, and attention with the rotation inside, for JAX.
 
-Usage:
-    import jax.numpy as jnp
-    from rope_jax_kernels import Neighborhood, Rotation, attention
-
-    coords = jnp.stack(jnp.meshgrid(jnp.arange(56.0), jnp.arange(56.0), indexing="ij"), -1).reshape(-1, 2)  # [H*W, A]
-    freqs = jnp.ones((2, 2, 16))  # [N, A, R]: 2 heads, 2 axes, 16 pairs of channels, radians per patch
-    out = attention(q, k, v, pattern=Neighborhood(size=(7, 7)), rotation=Rotation(coords, freqs))  # all [B, 56, 56, 2, 32]
+Example:
+    >>> import jax.numpy as jnp
+    >>> from rope_jax_kernels import Neighborhood, Rotation, attention
+    >>> rows, columns = jnp.meshgrid(jnp.arange(8.0), jnp.arange(8.0), indexing="ij")
+    >>> coords = jnp.stack([rows, columns], axis=-1).reshape(-1, 2)  # [H*W, A], in patches
+    >>> freqs = jnp.ones((2, 2, 4))  # [N, A, R]: 2 heads, 2 axes, 4 pairs of channels
+    >>> q = k = v = jnp.ones((1, 8, 8, 2, 16))  # [B, H, W, N, D]
+    >>> pattern = Neighborhood(size=(3, 3))
+    >>> attention(q, k, v, pattern=pattern, rotation=Rotation(coords, freqs)).shape
+    (1, 8, 8, 2, 16)
 """
 
-from rope_jax_kernels.attention import Global, Neighborhood, Window, attention, attention_qkv
-from rope_jax_kernels.explain import explain
+from rope_jax_kernels.attention import (
+    Global,
+    Neighborhood,
+    Pattern,
+    Window,
+    attention,
+    attention_qkv,
+    window_bias,
+)
+from rope_jax_kernels.dispatch import explain
 from rope_jax_kernels.rotary import rotate, rotate_by_angles, rotate_qkv
-from rope_jax_kernels.rotation import Rotation
+from rope_jax_kernels.rotation import Pairing, Rotation
 
 __all__ = [
     "Global",
     "Neighborhood",
+    "Pairing",
+    "Pattern",
     "Rotation",
     "Window",
     "attention",
@@ -25,4 +38,5 @@ __all__ = [
     "rotate",
     "rotate_by_angles",
     "rotate_qkv",
+    "window_bias",
 ]

@@ -1,12 +1,11 @@
-"""For users of Flax' own attention modules, Linen and NNX."""
+"""Attention functions for the attention modules of Flax, Linen and NNX."""
 
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from rope_jax_kernels.attention import Global, attention
-from rope_jax_kernels.attention.patterns import Pattern
+from rope_jax_kernels.attention import Global, Pattern, attention
 from rope_jax_kernels.rotation import Rotation
 
 
@@ -15,42 +14,62 @@ def flax_attention_fn(
     *,
     pattern: Pattern = Global(),  # noqa: B008 (immutable)
     grid: tuple[int, int] | None = None,
-    bias: Array | None = None,
+    bias: Float[Array, "N ..."] | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
-    """Returns an `attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
+    """Returns an `attention_fn` with a rotation for Flax attention modules.
 
-        nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=flax_attention_fn(rotation), rngs=rngs)
+    For `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Rotation
+        >>> from rope_jax_kernels.adapters import flax_attention_fn
+        >>> attend = flax_attention_fn(Rotation(jnp.arange(4.0)[:, None], jnp.ones((1, 1, 4))))
+        >>> q = k = v = jnp.ones((1, 4, 2, 8))
+        >>> attend(q, k, v).shape  # nnx.MultiHeadAttention(..., attention_fn=attend)
+        (1, 4, 2, 8)
 
     Args:
-        rotation, pattern, bias, implementation: as `rope_jax_kernels.attention` takes them.
-        grid: (H, W), needed for windows and neighbourhoods: Flax' tokens are in one row, H * W of them.
+        rotation: as in `rope_jax_kernels.attention`, like `pattern`, `bias` and `implementation`.
+        pattern: which tokens attend to which.
+        grid: (H, W), required for windows and neighbourhoods, as Flax has one axis of H * W tokens.
+        bias: added to the logits.
+        implementation: None for the best that applies, or a name.
 
     Raises:
-        ValueError: a window or neighbourhood without `grid`; when called: Flax asks for a mask, attention dropout, causal attention or
-            the attention weights, which have no place here.
+        ValueError: a window or neighbourhood without `grid`. The returned function raises it if
+            Flax passes a mask, attention dropout, causal attention or `sow_weights`.
     """
     if grid is None and not isinstance(pattern, Global):
         raise ValueError(f"pattern={pattern} needs the map's size: pass grid=(H, W)")
 
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        mask: Array | None = None,
+        query: Float[Array, "*B L N D"],
+        key: Float[Array, "*B L N D"],
+        value: Float[Array, "*B L N D"],
+        mask: Bool[Array, "..."] | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         module: Any = None,
         is_causal: bool = False,
         **_: Any,
-    ) -> Array:
-        unsupported = {"a mask": mask is not None, "attention dropout": dropout_rate > 0 and not deterministic}
-        unsupported |= {"causal attention": is_causal, "attention weights (sow_weights)": module is not None}
-        asked = [name for name, is_asked in unsupported.items() if is_asked]
-        if asked:
-            raise ValueError(f"flax_attention_fn has no place for {' and '.join(asked)}: switch it off in the attention module")
+    ) -> Float[Array, "*B L N D"]:
+        unsupported = {
+            "a mask": mask is not None,
+            "attention dropout": dropout_rate > 0 and not deterministic,
+            "causal attention": is_causal,
+            "attention weights (sow_weights)": module is not None,
+        }
+        passed = [name for name, is_passed in unsupported.items() if is_passed]
+        if passed:
+            raise ValueError(
+                f"flax_attention_fn does not support {' and '.join(passed)}: switch it off in the "
+                "attention module"
+            )
         places = query.shape[-3:-2] if grid is None else grid
         q, k, v = (x.reshape(-1, *places, *x.shape[-2:]) for x in (query, key, value))
-        return attention(q, k, v, pattern=pattern, rotation=rotation, bias=bias, implementation=implementation).reshape(query.shape)
+        terms = {"rotation": rotation, "bias": bias, "implementation": implementation}
+        return attention(q, k, v, pattern=pattern, **terms).reshape(query.shape)
 
     return attend

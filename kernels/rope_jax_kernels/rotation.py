@@ -1,6 +1,7 @@
-"""The one abstraction of this package: a rotary embedding is a linear map of coordinates.
+"""The rotation type: a rotary position embedding is a linear map of coordinates.
 
-Letters used in shapes everywhere: B batch, L tokens, N heads, D head dim, A axes, R rotated pairs, H W rows and columns.
+Letters in shapes, in the whole package: B batch, L tokens, N heads, D head dimension, A axes,
+R rotated pairs of channels, H W rows and columns of a feature map.
 """
 
 import dataclasses
@@ -16,19 +17,33 @@ Pairing = Literal["half", "interleaved"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Which angle turns which pair of channels of which head at which token.
+    """The rotation angle of every pair of channels, for every head and token.
 
-    Pair r of head n at token l is turned by `theta[n, l, r] = sum_a coords[l, a] * freqs[n, a, r]` (radians). All published rotary
-    embeddings with commuting rotations differ only in these two arrays, the pairing, and how many channels are rotated.
+    Pair r of head n at token l turns by `theta[n, l, r] = sum_a coords[l, a] * freqs[n, a, r]`
+    radians. The published rotary embeddings with commuting rotations differ only in these two
+    arrays, in the pairing, and in how many channels turn (RoFormer, arXiv 2104.09864, eq. 34;
+    RoPE-ViT, arXiv 2403.13298, eq. 14).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Rotation
+        >>> coords = jnp.arange(4.0)[:, None]  # 4 tokens in a row, [L, A]
+        >>> rotation = Rotation(coords, freqs=jnp.array([[[1.0, 0.1]]]))  # 2 pairs, [N, A, R]
+        >>> rotation.angles().shape
+        (1, 4, 2)
 
     Attributes:
-        coords: [L, A] position of each token, in whatever unit `freqs` expects (patches, or a box of -1..1). A token at the origin
-            is not rotated: that is how class and register tokens are left alone.
-        freqs: [N, A, R] radians per unit of coordinate, or [1, A, R] shared by all heads. May be learnable.
-        pairing: "half" pairs channels (r, R + r), "interleaved" pairs (2r, 2r + 1). Channels from 2R on are never touched.
+        coords: Float[Array, "L A"], position of each token in the unit that `freqs` expects
+            (patches, or a box from -1 to 1). A token with coordinates 0 is not rotated: class and
+            register tokens have them.
+        freqs: Float[Array, "N A R"], radians per unit of coordinate, with N = 1 for frequencies
+            that all heads share. May be learnable.
+        pairing: "half" pairs channels (r, R + r), "interleaved" pairs (2r, 2r + 1). Channels from
+            2R on stay as they are.
 
-    Both arrays are float32 (float64 when the data is): an angle of 10 pi is off by 0.09 rad in bfloat16. Nothing is checked here, not
-    even types, because jax also builds instances around placeholders; the functions that take one check it.
+    Both arrays are float32 (float64 for float64 data): an angle of 10 pi is off by 0.09 rad in
+    bfloat16. The constructor checks nothing, because jax also creates instances with placeholders;
+    the functions that take a rotation check it.
     """
 
     coords: Any
@@ -36,8 +51,11 @@ class Rotation:
     pairing: Pairing = dataclasses.field(default="half", metadata={"static": True})
 
     def angles(self) -> Float[Array, "N L R"]:
-        """The angles theta in radians, [N or 1, L, R]."""
-        # A sum of products and not a matrix product, which a GPU would be free to round to TF32.
-        precise = jnp.promote_types(jnp.promote_types(self.coords.dtype, self.freqs.dtype), jnp.float32)
-        coords, freqs = self.coords.astype(precise)[None, :, :, None], self.freqs.astype(precise)[:, None, :, :]
+        """The angles theta in radians; N is 1 if the heads share their frequencies."""
+        precise = jnp.promote_types(
+            jnp.promote_types(self.coords.dtype, self.freqs.dtype), jnp.float32
+        )
+        coords = self.coords.astype(precise)[None, :, :, None]
+        freqs = self.freqs.astype(precise)[:, None, :, :]
+        # A sum of products, because a GPU may round a matrix product to TF32.
         return jnp.sum(coords * freqs, axis=2)

@@ -1,1 +1,1 @@
-"""Looking at what was trained: tables, pictures, reports."""
+"""Analysis of trained models: tables, pictures, reports."""

@@ -1,4 +1,4 @@
-"""What a model does with position, as pictures and numbers: one command for each.
+"""Pictures and numbers of what a model does with position, one command for each.
 
     python -m rope_jax.analysis attention runs/digits
     python -m rope_jax.analysis maps --model=deit_s16 --weights=deit_s.safetensors --images=cat.jpg
@@ -10,7 +10,6 @@ Each writes NAME.png and NAME.json into --out: a folder, by default the workdir.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import pathlib
 import sys
@@ -19,9 +18,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jaxtyping import Array, Float, UInt8
 
-from rope_jax import data, subject
+from rope_jax import data
 from rope_jax.analysis import plots
 from rope_jax.analysis.attention import attention_maps, attention_statistics
 from rope_jax.analysis.correlation import layer_positions, position_correlation
@@ -35,204 +34,269 @@ from rope_jax.analysis.rotation import (
     score_decay,
 )
 from rope_jax.config import ConfigError, model_overrides
-from rope_jax.data import variants
-from rope_jax.evaluate import load_images
-from rope_jax.metrics import format_table, write_file
+from rope_jax.data.images.device import normalise
+from rope_jax.data.sources.folder import Files, image_files
+from rope_jax.files import write_file
+from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.models.registry import create_model
-from rope_jax.subject import Subject
+from rope_jax.text import format_table, image_pair
+from rope_jax.training.setup import load_split
+
+Results = dict[str, Any]
 
 
-def _images(asked: argparse.Namespace, about: Subject) -> Iterator[np.ndarray]:
-    """Batches of uint8 images: --images, or the test split of the run."""
-    size = subject.parse_size(asked.resolution) if asked.resolution else about.image_size
+def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Attention distance (tokens) and entropy (nats) of each layer."""
+    batches = (_normalised(batch, loaded) for batch in _image_batches(loaded, arguments))
+    found = attention_statistics(loaded.model, batches, progress=_show_progress)
+    print(file=sys.stderr)
+    for name, values, label in (
+        ("distance", found.distance, "attention distance (tokens)"),
+        ("entropy", found.entropy, "entropy of attention (nats)"),
+    ):
+        path = out / f"attention_{name}.png"
+        plots.values_by_layer(values, path, label=label, title=loaded.title)
+    return dataclasses.asdict(found)
+
+
+def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Attention of one token on the first image, in each layer (mean of the heads)."""
+    query = None if arguments.query is None else _query(arguments.query)
+    images = next(_image_batches(loaded, arguments))[:1]
+    layers = attention_maps(loaded.model, _normalised(images, loaded), query=query)
+    shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
+    mark, token = query, "the marked place"
+    if query is None:
+        (position, _), *_ = loaded.model.positions(loaded.image_size)
+        mark, token = (None, "the class token") if position.stage.prefix else ((0.5, 0.5), token)
+    title = f"{loaded.title}: attention of {token}"
+    plots.overlays(images[0], shown, out / "maps.png", title=title, mark=mark)
+    return {"query": query, "maps": shown}
+
+
+def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """A point reconstructed from the frequencies of a rotary scheme (Heo et al., figure 1)."""
+    stages = loaded.model.positions(loaded.image_size)
+    shown = {}
+    for number, (position, grid) in enumerate(stages, 1):
+        stage = f"stage {number}, " if len(stages) > 1 else ""
+        freqs = frequencies(position, grid)
+        shown[f"{stage}all layers"] = fourier_reconstruction(freqs, grid)
+        if len(freqs) > 1:
+            for layer, own in enumerate(freqs, 1):
+                shown[f"{stage}layer {layer}"] = fourier_reconstruction(own, grid)
+        shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
+    plots.panels(shown, out / "fourier.png", title=f"{loaded.title}: reconstruction of one place")
+    return {"maps": shown}
+
+
+def correlation(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Cosine similarity of one token's position to all others, in each layer (LaPE, figure 3)."""
+    grid = loaded.model.grids(loaded.image_size)[0]
+    found = position_correlation(layer_positions(loaded.model, grid), grid, arguments.token)
+    shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
+    title = f"{loaded.title}: cosine similarity of positions"
+    plots.panels(shown, out / "correlation.png", title=title, signed=True)
+    return {"maps": shown}
+
+
+def decay(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Decay of scores with the distance of query and key."""
+    position, grid = loaded.model.positions(loaded.image_size)[0]
+    distances = np.arange(2 * max(grid) + 1, dtype=float)
+    score, bound = score_decay(frequencies(position, grid), distances)
+    curves = {"score of equal contents": (distances, score), "RoFormer's bound": (distances, bound)}
+    title = f"{loaded.title}, {grid[0]}x{grid[1]} tokens"
+    axes = {"x": "distance (tokens)", "y": "relative to distance 0"}
+    plots.lines(curves, out / "decay.png", title=title, **axes)
+    return {"distances": distances, "score": score, "bound": bound}
+
+
+def learned(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Learned frequencies before and after training, in radians per token."""
+    stages = loaded.model.positions(loaded.image_size)
+    if not 1 <= arguments.stage <= len(stages):
+        raise ConfigError(f"--stage={arguments.stage} is not one of 1 to {len(stages)}")
+    trained, grid = stages[arguments.stage - 1]
+    if not trained.learnable:
+        raise ConfigError(
+            f"{loaded.position} does not learn its frequencies: use rope_mixed or axial_rope_v1"
+        )
+    config = loaded.config
+    model = create_model(
+        loaded.name,
+        position=loaded.position,
+        num_classes=loaded.model.head.out_features,
+        image_size=loaded.image_size,
+        seed=config.seed if config else arguments.seed or 0,
+        **model_overrides(config.model.options if config else arguments.options),
+    )
+    fresh, _ = model.positions(loaded.image_size)[arguments.stage - 1]
+    before, after = frequencies(fresh, grid), frequencies(trained, grid)
+    title = f"{loaded.title}: frequencies before and after training"
+    plots.frequencies_before_and_after(before, after, out / "learned.png", title=title)
+    return {"before": before, "after": after}
+
+
+def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Rotation angle of each dimension, in all readings of the thesis (figure C.1)."""
+    heads, found = arguments.heads, {}
+    for width in map(int, arguments.widths.split(",")):
+        curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
+        found |= {f"{name}, d={width}": curve for name, curve in curves.items()}
+        plots.lines(
+            {name: (np.arange(width), curve) for name, curve in curves.items()},
+            out / f"angles_{width}.png",
+            x="dimension",
+            y="angle at coordinate 1 (radians)",
+            title=f"2-D RoPE, and Axial RoPE in its readings ({heads} heads), {width} dimensions",
+            yscale="log",
+        )
+    return found
+
+
+def costs(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
+    """Parameters and operations of each scheme in a model."""
+    size = image_pair(arguments.image_size)
+    rows = scheme_costs(arguments.model, arguments.positions, size)
+    header = ("position", "its parameters", "all parameters", "multiply-adds", "its operations")
+    cells = []
+    for row in rows:
+        position, *numbers = dataclasses.astuple(row)
+        cells.append((position, *("-" if n is None else f"{n:,}" for n in numbers)))
+    print(format_table(header, cells))
+    return {
+        "model": arguments.model,
+        "image_size": size,
+        "rows": list(map(dataclasses.asdict, rows)),
+    }
+
+
+def _image_batches(
+    loaded: LoadedModel, arguments: argparse.Namespace
+) -> Iterator[UInt8[np.ndarray, "_ _ _ 3"]]:
+    """Yields batches of --images, or of the test split of the run: --count images in total."""
+    size = image_pair(arguments.resolution) if arguments.resolution else loaded.image_size
     for name in ("count", "batch_size"):
-        if getattr(asked, name) < 1:
-            raise ConfigError(f"--{name}={getattr(asked, name)} must be at least 1")
-    if asked.images is None:
-        if about.config is None:
-            raise ConfigError("name --images, a file or a folder: only a WORKDIR has a test split of its own")
-        left = asked.count
-        for batch in data.evaluation_batches(load_images(about.config, "test", size), batch_size=asked.batch_size):
-            images = batch["image"][batch["mask"]][:left]
-            yield images
-            left -= len(images)
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
+    if arguments.images is not None:
+        images = _images_of_files(pathlib.Path(arguments.images), loaded, size)
+    elif loaded.config is not None:
+        images = load_split(loaded.config, "test", size)
+    else:
+        raise ConfigError("name --images, a file or a folder: only a WORKDIR has a test split")
+    left = arguments.count
+    with data.evaluation_batches(images, batch_size=arguments.batch_size) as batches:
+        for batch in batches:
+            pixels = batch["image"][batch["mask"]][:left]
+            yield pixels
+            left -= len(pixels)
             if left <= 0:
                 return
-    files = variants.image_files(asked.images) if asked.images else []
-    if asked.images and not files:
-        raise ConfigError(f"--images={asked.images} holds no images")
-    for chunk in itertools.batched(files[: asked.count], asked.batch_size):
-        how = {"crop": about.preprocessing.crop, "interpolation": about.preprocessing.interpolation}
-        yield np.stack([variants.read(file, size, **how) for file in chunk])
 
 
-def _normalise(images: np.ndarray, about: Subject) -> jnp.ndarray:
-    mean, std = (np.asarray(x, np.float32) for x in (about.preprocessing.mean, about.preprocessing.std))
-    return jnp.asarray((images.astype(np.float32) / 255 - mean) / std)
+def _images_of_files(
+    path: pathlib.Path, loaded: LoadedModel, size: tuple[int, int]
+) -> data.Streamed:
+    """An image file, or all of them in a folder, cropped as the weights expect."""
+    root, names = (path.parent, [path.name]) if path.is_file() else (path, image_files(path))
+    if not names:
+        raise ConfigError(f"--images={path} holds no images")
+    files = Files(root, names, [0] * len(names), ["any"], name=path.name, split="files")
+    how = loaded.preprocessing
+    crop = f"centre(crop={how.crop},interpolation={how.interpolation})"
+    return data.Streamed(files, size, crop)
 
 
-def _stages(model: nnx.Module, size: tuple[int, int]) -> list[tuple[Any, tuple[int, int]]]:
-    """Each stage's scheme with its map."""
-    positions = [stage.position for stage in model.stages] if hasattr(model, "stages") else [model.position]
-    return list(zip(positions, model.grids(size), strict=False))
+def _normalised(
+    images: UInt8[np.ndarray, "B H W 3"], loaded: LoadedModel
+) -> Float[Array, "B H W 3"]:
+    preprocessing = loaded.preprocessing
+    return normalise(jnp.asarray(images), preprocessing.mean, preprocessing.std)
 
 
-def attention(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """How far (in tokens) and how evenly (in nats) each layer attends."""
-    about = subject.load(asked)
-    progress = lambda images: print(f"\r{images:,} images", end="", file=sys.stderr, flush=True)
-    found = attention_statistics(about.model, (_normalise(batch, about) for batch in _images(asked, about)), progress=progress)
-    print(file=sys.stderr)
-    names = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
-    for name, label in names.items():
-        plots.values_by_layer({about.title: getattr(found, name)}, out / f"attention_{name}.png", label=label, title=about.title)
-    return dataclasses.asdict(found) | {"model": about.title, "weights": about.weights}
+def _show_progress(images: int) -> None:
+    print(f"\r{images:,} images", end="", file=sys.stderr, flush=True)
 
 
 def _query(text: str) -> tuple[float, float]:
     try:
         y, x = map(float, text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--query={text} must be two numbers y,x from 0 to 1, for example 0.5,0.25") from error
+        raise ConfigError(
+            f"--query={text} must be two numbers y,x from 0 to 1, for example 0.5,0.25"
+        ) from error
     return y, x
 
 
-def maps(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """Where a token looks in the first of the images, layer by layer (mean of the heads)."""
-    about = subject.load(asked)
-    query = None if asked.query is None else _query(asked.query)
-    images = next(_images(asked, about))[:1]
-    layers = attention_maps(about.model, _normalise(images, about), query=query)
-    shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
-    ((position, _), *_) = _stages(about.model, about.image_size)
-    mark = query if query is not None or position.stage.prefix else (0.5, 0.5)
-    who = "the class token" if mark is None else "the marked place"
-    plots.overlays(images[0], shown, out / "maps.png", title=f"{about.title}: attention of {who}", mark=mark)
-    return {"model": about.title, "weights": about.weights, "query": query, "maps": shown}
+OF_MODEL = {
+    command.__name__: command for command in (attention, maps, fourier, correlation, decay, learned)
+}
+OF_SCHEMES = {command.__name__: command for command in (angles, costs)}
+COMMANDS = OF_MODEL | OF_SCHEMES
 
 
-def fourier(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """What the frequencies of a rotary scheme tell of one place (Heo et al., figure 1)."""
-    about = subject.load(asked)
-    shown = {}
-    for number, (position, grid) in enumerate(_stages(about.model, about.image_size), 1):
-        freqs = frequencies(position, grid)
-        where = f"stage {number}, " if hasattr(about.model, "stages") else ""
-        chosen = {"all layers": freqs} | ({f"layer {i}": layer for i, layer in enumerate(freqs, 1)} if len(freqs) > 1 else {})
-        for name, values in chosen.items():
-            shown[f"{where}{name}"] = fourier_reconstruction(values, grid)
-        shown[f"{where}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-    plots.panels(shown, out / "fourier.png", title=f"{about.title}: reconstruction of one place")
-    return {"model": about.title, "weights": about.weights, "maps": shown}
-
-
-def correlation(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """How alike the position of one token is to that of the others in each layer (LaPE, figures 3 and 4)."""
-    about = subject.load(asked)
-    grid = about.model.grids(about.image_size)[0]
-    found = position_correlation(layer_positions(about.model, grid), grid, asked.token)
-    shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
-    plots.panels(shown, out / "correlation.png", title=f"{about.title}: cosine similarity of positions", signed=True)
-    return {"model": about.title, "weights": about.weights, "maps": shown}
-
-
-def angles(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """Rotation angle of each dimension, in all readings of the thesis (figure C.1)."""
-    widths = [int(width) for width in asked.widths.split(",")]
-    found = {f"{name}, d={width}": rotation_angles(name, width, heads=asked.heads) for width in widths for name in READINGS}
-    for width in widths:
-        curves = {name: (np.arange(width), found[f"{name}, d={width}"]) for name in READINGS}
-        title = f"2-D RoPE, and Axial RoPE in its readings ({asked.heads} heads), {width} dimensions"
-        plots.lines(curves, out / f"angles_{width}.png", x="dimension", y="angle at coordinate 1 (radians)", title=title, yscale="log")
-    return found
-
-
-def decay(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """How scores fall with the distance of query and key."""
-    about = subject.load(asked)
-    position, grid = _stages(about.model, about.image_size)[0]
-    distances = np.arange(2 * max(grid) + 1, dtype=float)
-    score, bound = score_decay(frequencies(position, grid), distances)
-    curves = {"score of equal contents": (distances, score), "RoFormer's bound": (distances, bound)}
-    title = f"{about.title}, {grid[0]}x{grid[1]} tokens"
-    plots.lines(curves, out / "decay.png", x="distance (tokens)", y="relative to distance 0", title=title)
-    return {"model": about.title, "weights": about.weights, "distances": distances, "score": score, "bound": bound}
-
-
-def learned(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """Frequencies of a learnable scheme before and after training, in radians per token."""
-    about = subject.load(asked)
-    config = about.config
-    options = model_overrides(config.model.options if config else asked.options)
-    seed = config.seed if config else asked.seed or 0
-    classes = about.model.head.out_features
-    stages = len(_stages(about.model, about.image_size))
-    if not 1 <= asked.stage <= stages:
-        raise ConfigError(f"--stage={asked.stage} is not one of 1 to {stages}")
-    fresh = create_model(about.name, position=about.position, num_classes=classes, image_size=about.image_size, seed=seed, **options)
-    (after, grid), (before, _) = (_stages(model, about.image_size)[asked.stage - 1] for model in (about.model, fresh))
-    if not after.learnable:
-        raise ConfigError(f"{about.position} does not learn its frequencies: use rope_mixed or axial_rope_v1")
-    before, after = (frequencies(position, grid) for position in (before, after))
-    title = f"{about.title}: frequencies before and after training"
-    plots.frequencies_before_and_after(before, after, out / "learned.png", title=title)
-    return {"model": about.title, "weights": about.weights, "before": before, "after": after}
-
-
-def costs(asked: argparse.Namespace, out: pathlib.Path) -> dict[str, Any]:
-    """Parameters and operations of each scheme in a model."""
-    size = subject.parse_size(asked.image_size)
-    rows = [dataclasses.asdict(row) for row in scheme_costs(asked.model, asked.positions, size)]
-    number = lambda value: "-" if value is None else f"{value:,}"
-    cells = [(row["position"], *(number(row[key]) for key in ("parameters", "total", "multiply_adds", "operations"))) for row in rows]
-    print(format_table(("position", "its parameters", "all parameters", "multiply-adds", "its operations"), cells))
-    return {"model": asked.model, "image_size": size, "rows": rows}
-
-
-COMMANDS = {command.__name__: command for command in (attention, maps, fourier, correlation, angles, decay, learned, costs)}
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rope_jax.analysis", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m rope_jax.analysis",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
-    parsers = {name: commands.add_parser(name, help=command.__doc__, description=command.__doc__) for name, command in COMMANDS.items()}
-    for name, own in parsers.items():
-        own.add_argument("--out", type=pathlib.Path, help="folder to write to; default: the WORKDIR, or here")
-        if name not in ("angles", "costs"):
-            subject.add_arguments(own)
+    add = {}
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        add[name] = own.add_argument
+        out_help = "folder to write to; default: the WORKDIR, or the current folder"
+        own.add_argument("--out", type=pathlib.Path, help=out_help)
+        if name in OF_MODEL:
+            add_model_arguments(own)
     for name in ("attention", "maps"):
-        own = parsers[name]
-        own.add_argument("--images", help="file or folder; default: the test split of the WORKDIR's data")
-        own.add_argument("--resolution", help="pixels, 224 or 224x320; the training resolution is the default")
-        own.add_argument("--count", type=int, default=256, help="images to look at")
-        own.add_argument("--batch_size", type=int, default=32)
-    parsers["maps"].add_argument("--query", help="y,x from 0 to 1: the place that looks; default: the class token, or the middle")
-    parsers["correlation"].add_argument("--token", type=int, help="number of the token; default: the one before the middle")
-    parsers["learned"].add_argument("--stage", type=int, default=1, help="of a backbone of stages")
-    parsers["angles"].add_argument("--widths", default="256,512", help="numbers of dimensions")
-    parsers["angles"].add_argument("--heads", type=int, default=8, help="of Axial RoPE")
-    parsers["costs"].add_argument("--model", required=True, help="one of rope_jax.list_models()")
-    parsers["costs"].add_argument("--positions", nargs="+", default=["none", "ape", "rope2d", "rope_mixed", "axial_rope"], help="schemes")
-    parsers["costs"].add_argument("--image_size", default="224", help="pixels: 224 or 224x320")
-    return parser.parse_args(arguments)
+        add[name]("--images", help="file or folder; default: the test split of the WORKDIR's data")
+        add[name]("--resolution", help="pixels, 224 or 224x320; default: that of training")
+        add[name]("--count", type=int, default=256, help="number of images")
+        add[name]("--batch_size", type=int, default=32)
+    query_help = "y,x of the query, from 0 to 1; default: the class token, or the middle"
+    add["maps"]("--query", help=query_help)
+    token_help = "number of the token; default: the one before the middle"
+    add["correlation"]("--token", type=int, help=token_help)
+    add["learned"]("--stage", type=int, default=1, help="of a backbone of several stages")
+    add["angles"]("--widths", default="256,512", help="numbers of dimensions")
+    add["angles"]("--heads", type=int, default=8, help="of Axial RoPE")
+    schemes = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
+    add["costs"]("--model", required=True, help="one of rope_jax.list_models()")
+    add["costs"]("--positions", nargs="+", default=schemes, help="schemes")
+    add["costs"]("--image_size", default="224", help="pixels: 224 or 224x320")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, out: pathlib.Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    name = arguments.command
+    if name in OF_MODEL:
+        loaded = load_model(arguments)
+        origin = {"model": loaded.title, "weights": loaded.weights}
+        results = origin | OF_MODEL[name](loaded, arguments, out)
+    else:
+        results = OF_SCHEMES[name](arguments, out)
+    write_file(out / f"{name}.json", json.dumps(results, default=np.ndarray.tolist) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command."""
-    asked = _parse(arguments)
-    out = asked.out or pathlib.Path(getattr(asked, "workdir", None) or ".")
+    parsed = _parser().parse_args(arguments)
+    out = parsed.out or pathlib.Path(getattr(parsed, "workdir", None) or ".")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        found = COMMANDS[asked.command](asked, out)
-        to_list = lambda value: value.tolist()
-        write_file(out / f"{asked.command}.json", json.dumps(found, default=to_list) + "\n")
+        _run(parsed, out)
     except ModuleNotFoundError as error:
-        sys.exit(f"rope_jax.analysis: {error.name} is missing; pictures need matplotlib: pip install 'rope_jax[plot]'")
+        sys.exit(
+            f"rope_jax.analysis: {error.name} is missing; "
+            "pictures need matplotlib: pip install 'rope_jax[plot]'"
+        )
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.analysis: {' '.join(str(error).split())}")
-    print(f"{asked.command}: {out / asked.command}.json and the pictures beside it")
+    print(f"{parsed.command}: {out / parsed.command}.json and the pictures beside it")
 
 
 if __name__ == "__main__":

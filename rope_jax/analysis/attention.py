@@ -1,9 +1,8 @@
-"""What attention looks at: how far, how evenly and where, in every layer of a backbone.
+"""Attention distance, entropy and maps of every layer of a backbone.
 
-Attention is linear in its values, so values that are unit vectors give its weights back, head_dim keys at a time. Weights are read that way
-through `Terms.transform`, where a scheme may stand between the projections and attention: the same for every pattern and scheme, with the
-bias, rotation and scale of the layer, and no model knows of it. Never more of the weights is in memory than one layer's queries by
-head_dim keys.
+No kernel and no model hands out its attention weights. They are read through `Terms.transform`, the
+place where a scheme may stand between the projections and attention: `attention_weights` calls the
+layer's own attention, with its pattern, bias, rotation and scale, on values of its choice.
 """
 
 import dataclasses
@@ -18,21 +17,21 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.cat import CAT
+from rope_jax.models.blocks import list_blocks
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid, absolute
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer's attention as it is running.
+class AttentionLayer:
+    """One layer's attention during a forward pass.
 
     Attributes:
-        attend: values like the layer's own [B, P + H*W, N, D] or [B, h, w, N, D] -> what attention makes of them.
-        shape: of its queries; a map may have been padded to h rows and w columns.
+        attend: values -> attention's output, both of `shape`; linear.
+        shape: (B, P + H*W, N, D), or (B, h, w, N, D) of a map that may be padded to h x w tokens.
         grid: (H, W) of the map, without padding.
-        prefix: P, tokens before the map.
-        dtype: of its queries.
+        prefix: P, the number of tokens before the map.
+        dtype: of queries, keys and values.
     """
 
     attend: Callable[[Array], Array]
@@ -41,33 +40,51 @@ class Layer:
     prefix: int
     dtype: Any
 
-    def weights(self, first: Array | int) -> Float[Array, "B L N D"]:
-        """Weights of all L = P + H*W queries for the D keys from number `first` of the map on; keys that do not exist have weight 0."""
-        batch, *places, heads, head_dim = self.shape
-        height, width = self.grid
-        padded_width = places[1] if len(places) == 2 else width
-        key = first + jnp.arange(head_dim)
-        unit = jnp.arange(int(np.prod(places)))[:, None] == self.prefix + key // width * padded_width + key % width
-        unit &= key < height * width
-        values = jnp.broadcast_to(unit.astype(self.dtype).reshape(1, *places, 1, head_dim), self.shape)
-        out = self.attend(values).reshape(self.shape)
-        out = out[:, :height, :width] if len(places) == 2 else out
-        return out.reshape(batch, -1, heads, head_dim).astype(jnp.promote_types(self.dtype, jnp.float32))
-
-    def firsts(self) -> np.ndarray:
-        """For `weights`: numbers that cover the whole map."""
+    @property
+    def chunks(self) -> np.ndarray:
+        """The first key of each chunk of D keys; the chunks cover the map."""
         return np.arange(0, self.grid[0] * self.grid[1], self.shape[-1])
+
+
+def attention_weights(layer: AttentionLayer, first: Array | int) -> Float[Array, "B L N D"]:
+    """Weights of all queries for D keys of the map, D being the head dimension.
+
+    Attention is linear in its values: output = weights @ values. If the values of D keys are the D
+    unit vectors and all others are zero, channel d of the output is the weight of the d-th of these
+    keys. So every kernel, pattern and scheme can be read, and only [L, D] weights of each head are
+    in memory at a time.
+
+    Args:
+        layer: from a forward pass.
+        first: number of the first key on the map, in reading order.
+
+    Returns:
+        float32 or wider, L = P + H*W; weights of keys beyond the map are 0.
+    """
+    batch, *places, heads, head_dim = layer.shape
+    height, width = layer.grid
+    is_map = len(places) == 2
+    keys = first + jnp.arange(head_dim)
+    row_width = places[1] if is_map else width
+    rows_of_keys = layer.prefix + keys // width * row_width + keys % width
+    unit = jnp.arange(int(np.prod(places)))[:, None] == rows_of_keys
+    unit = (unit & (keys < height * width)).astype(layer.dtype)
+    values = jnp.broadcast_to(unit.reshape(1, *places, 1, head_dim), layer.shape)
+    out = layer.attend(values).reshape(layer.shape)
+    out = out[:, :height, :width] if is_map else out
+    precise = jnp.promote_types(layer.dtype, jnp.float32)
+    return out.reshape(batch, -1, heads, head_dim).astype(precise)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStatistics:
-    """Means over queries and images; an array [N] for each layer, in the order in which they run.
+    """Means over queries and images: an array [N] for each layer, in forward order.
 
     Attributes:
-        distance: between a query and what it attends to, in tokens of the layer's map.
-        entropy: of its weights, in nats; at most the logarithm of the number of tokens.
-        grids: (H, W) of each layer's map.
-        images: how many there were.
+        distance: from a query to the keys that it attends to, in tokens of the layer's map.
+        entropy: of a query's weights, in nats; at most the logarithm of the number of tokens.
+        grids: (H, W) of each layer's map, in tokens.
+        images: number of images.
     """
 
     distance: list[np.ndarray]
@@ -76,47 +93,36 @@ class AttentionStatistics:
     images: int
 
 
-def row_statistics(layer: Layer) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """Sums over images of the mean distance and the mean entropy of the queries of the map, see `attention_statistics`."""
-    places = jnp.asarray(absolute(layer.grid).reshape(-1, 2), jnp.float32)
-    area, head_dim = len(places), layer.shape[-1]
-    padded = jnp.pad(places, ((0, -area % head_dim), (0, 0)))
-
-    def add(sums: Array, first: Array) -> tuple[Array, None]:
-        # Without the small number a query that looks at the prefix alone would have no distance and no entropy.
-        exists = first + jnp.arange(head_dim) < area
-        weights = layer.weights(first)[:, layer.prefix :] + 1e-32 * exists  # [B, H*W, N, D]
-        keys = jax.lax.dynamic_slice_in_dim(padded, first, head_dim)
-        distances = jnp.linalg.norm(places[:, None] - keys, axis=-1)[:, None]
-        parts = (weights, weights * distances, jax.scipy.special.xlogy(weights, weights))
-        return sums + jnp.stack([part.sum(-1) for part in parts]), None
-
-    start = jnp.zeros((3, layer.shape[0], area, layer.shape[-2]))
-    (total, distance, plogp), _ = jax.lax.scan(add, start, jnp.asarray(layer.firsts()))
-    # Rows sum to `total` where the prefix or padding takes its share; they are scaled to 1 as if it were not there.
-    return (distance / total).mean(1).sum(0), (jnp.log(total) - plogp / total).mean(1).sum(0)
-
-
 def attention_statistics(
-    model: nnx.Module, batches: Iterable[Array], *, progress: Callable[[int], None] | None = None
+    model: nnx.Module,
+    batches: Iterable[Float[Array, "_ _ _ 3"]],
+    *,
+    progress: Callable[[int], None] | None = None,
 ) -> AttentionStatistics:
-    """How far and how evenly each head of each layer attends (Heo et al., arXiv 2403.13298, figures 2 and 3).
+    """Mean distance and entropy of attention (Heo et al., arXiv 2403.13298, figures 2 and 3).
 
-    Of each query of the map, weights on prefix tokens and on padding are dropped and the others scaled to sum 1. Its distance is the mean
-    Euclidean distance to the keys, its entropy -sum a ln a; then the mean over queries and images.
+    For each query of the map, weights on prefix tokens and padding are dropped and the others
+    scaled to sum 1. The distance is the mean Euclidean distance to the keys under these weights,
+    the entropy is -sum a ln a. Both are averaged over queries and images.
+
+    >>> import jax.numpy as jnp, rope_jax
+    >>> model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
+    >>> found = attention_statistics(model, [jnp.zeros((1, 8, 8, 3))])
+    >>> found.grids, found.entropy[0].shape
+    ([(4, 4)], (2,))
 
     Args:
-        model: from `create_model`, of any family but CAT.
-        batches: normalised images [B, h, w, 3], one batch after the other: nothing is kept of them.
+        model: from `create_model`, with softmax attention (not CAT).
+        batches: normalised images [B, h, w, 3], all of one size; none is kept.
         progress: called with the number of images so far.
 
     Raises:
-        ValueError: there are no images, or the model's attention has no weights that sum to 1 (CAT).
+        ValueError: there are no images, or the model's attention has no softmax.
     """
-    watch = _Watch(model, row_statistics)
+    measure = _layer_function(model, row_statistics)
     sums, images = None, 0
     for batch in batches:
-        found = jax.tree.map(lambda x: np.asarray(x, np.float64), watch(batch))
+        found = jax.tree.map(lambda x: np.asarray(x, np.float64), measure(batch))
         sums = found if sums is None else jax.tree.map(operator.add, sums, found)
         images += len(batch)
         if progress is not None:
@@ -124,109 +130,139 @@ def attention_statistics(
     if sums is None:
         raise ValueError("there are no images to look at: give at least one batch")
     distance, entropy = ([layer[i] / images for layer in sums] for i in range(2))
-    return AttentionStatistics(distance, entropy, watch.grids, images)
+    stages = model.positions(batch.shape[1:3])
+    grids = [grid for position, grid in stages for _ in range(position.stage.depth)]
+    return AttentionStatistics(distance, entropy, grids, images)
+
+
+def row_statistics(layer: AttentionLayer) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+    """Mean distance and mean entropy of a layer's queries, summed over images."""
+    places = jnp.asarray(absolute(layer.grid).reshape(-1, 2), jnp.float32)
+    area, head_dim = len(places), layer.shape[-1]
+    padded = jnp.pad(places, ((0, -area % head_dim), (0, 0)))
+
+    def add(sums: Array, first: Array) -> tuple[Array, None]:
+        # A query that attends to the prefix alone would divide 0 by 0: it counts as even attention.
+        exists = first + jnp.arange(head_dim) < area
+        weights = attention_weights(layer, first)[:, layer.prefix :] + 1e-32 * exists
+        keys = jax.lax.dynamic_slice_in_dim(padded, first, head_dim)
+        distances = jnp.linalg.norm(places[:, None] - keys, axis=-1)[:, None]
+        parts = (weights, weights * distances, jax.scipy.special.xlogy(weights, weights))
+        return sums + jnp.stack([part.sum(-1) for part in parts]), None
+
+    start = jnp.zeros((3, layer.shape[0], area, layer.shape[-2]))
+    (total, distance, plogp), _ = jax.lax.scan(add, start, jnp.asarray(layer.chunks))
+    # With a = w / total: sum a d = sum w d / total, -sum a ln a = ln total - sum w ln w / total.
+    return (distance / total).mean(1).sum(0), (jnp.log(total) - plogp / total).mean(1).sum(0)
 
 
 def attention_maps(
     model: nnx.Module, images: Float[Array, "B h w 3"], *, query: tuple[float, float] | None = None
 ) -> list[Float[np.ndarray, "B N H W"]]:
-    """Where a token looks in each layer: weights on the tokens of the map.
+    """Weights of one query for the tokens of the map, in each layer.
+
+    >>> import jax.numpy as jnp, rope_jax
+    >>> model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
+    >>> [layer.shape for layer in attention_maps(model, jnp.zeros((1, 8, 12, 3)))]
+    [(1, 2, 4, 6)]
 
     Args:
         model: as for `attention_statistics`.
         images: normalised.
-        query: (y, x) of the place that looks, as fractions of height and width in [0, 1]; None for the class token, or for the middle
-            where there is none.
+        query: (y, x) of the query as fractions of height and width in [0, 1]; None for the class
+            token, or for the middle of the map where there is none.
+
+    Raises:
+        ValueError: the query is outside [0, 1], or the model's attention has no softmax.
     """
     if query is not None and not all(0 <= place <= 1 for place in query):
-        raise ValueError(f"query={query} must be two numbers (y, x) from 0 to 1: fractions of the image's height and width")
+        raise ValueError(
+            f"query={query} must be two numbers (y, x) from 0 to 1: "
+            "fractions of the image's height and width"
+        )
 
-    def look(layer: Layer) -> Array:
+    def read(layer: AttentionLayer) -> Array:
         height, width = layer.grid
-        y, x = (min(int(place * n), n - 1) for place, n in zip(query or (0.5, 0.5), layer.grid, strict=True))
+        fractions = query or (0.5, 0.5)
+        y, x = (min(int(f * n), n - 1) for f, n in zip(fractions, layer.grid, strict=True))
         row = 0 if query is None and layer.prefix else layer.prefix + y * width + x
-        weights = jax.lax.map(lambda first: layer.weights(first)[:, row], jnp.asarray(layer.firsts()))  # [chunks, B, N, D]
-        return jnp.moveaxis(weights, 0, 2).reshape(*weights.shape[1:3], -1)[..., : height * width].reshape(*weights.shape[1:3], *layer.grid)
+        weights = jax.lax.map(
+            lambda first: attention_weights(layer, first)[:, row], jnp.asarray(layer.chunks)
+        )  # [chunks, B, N, D]
+        batch, heads = weights.shape[1:3]
+        weights = jnp.moveaxis(weights, 0, 2).reshape(batch, heads, -1)[..., : height * width]
+        return weights.reshape(batch, heads, height, width)
 
-    return [np.asarray(layer) for layer in _Watch(model, look)(jnp.asarray(images))]
-
-
-class _Watch:
-    """A model that says of each batch of images what `read` finds in each of its layers of attention; compiled."""
-
-    def __init__(self, model: nnx.Module, read: Callable[[Layer], Any]):
-        if isinstance(model, CAT):
-            raise ValueError("CAT attends along rows without a softmax, so that its weights are no shares: use a model of another family")
-        self.grids: list[Grid] = []
-        graph, state = nnx.split(model)
-
-        def run(state: Any, images: Array) -> list[Any]:
-            seen, self.grids = [], []
-
-            def note(layer: Layer) -> None:
-                seen.append(read(layer))
-                self.grids.append(layer.grid)
-
-            watched = nnx.merge(graph, state)
-            for part in (watched, *getattr(watched, "stages", ())):
-                if hasattr(part, "blocks"):
-                    part.position, part.blocks = _Watched(part.position, note), _listed(part.blocks, part.position.stage.depth)
-            watched(images)
-            return seen
-
-        self._run = functools.partial(jax.jit(run), state)
-
-    def __call__(self, images: Array) -> list[Any]:
-        return self._run(jnp.asarray(images))
+    return [np.asarray(layer) for layer in _layer_function(model, read)(images)]
 
 
-def _listed(blocks: nnx.List | nnx.Module, depth: int) -> nnx.List:
-    """Blocks as a list, where they are stacked for a scan: what is read in a scan could not leave it."""
-    if isinstance(blocks, nnx.List):
-        return blocks
-    graph, state = nnx.split(blocks)
-    return nnx.List([nnx.merge(graph, jax.tree.map(operator.itemgetter(layer), state)) for layer in range(depth)])
+def _layer_function(
+    model: nnx.Module, read: Callable[[AttentionLayer], Any]
+) -> Callable[[Array], list[Any]]:
+    """Compiles a function of images [B, h, w, 3] that returns `read(layer)` of each layer."""
+    if not getattr(model, "softmax", True):
+        raise ValueError(
+            f"{type(model).__name__} attends without a softmax, so that its scores are no weights "
+            "of sum 1: use a model of another family"
+        )
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state: Any, images: Array) -> list[Any]:
+        probed, found = nnx.merge(graph, state), []
+
+        def note(layer: AttentionLayer) -> None:
+            found.append(read(layer))
+
+        for stage in probed.parts().values():
+            stage.blocks = list_blocks(stage.blocks, stage.position.stage.depth)
+            # nothing could be collected inside a scan
+            _probe(stage.position, note)
+        probed(images)
+        return found
+
+    return functools.partial(run, state)
 
 
-class _Watched(Position):
-    """A scheme that does what another one does, and notes each layer's attention on its way."""
+def _probe(position: Position, note: Callable[[AttentionLayer], None]) -> None:
+    """Puts a probe around the transform of the scheme's terms, in place."""
+    terms_of = position.terms
 
-    def __init__(self, inner: Position, note: Callable[[Layer], None]):
-        self.stage, self.inner, self.note, self.augments = inner.stage, inner, note, inner.augments
+    def terms(grid: Grid, key: Array | None = None) -> Terms:
+        terms = terms_of(grid, key)
+        probe = _Probe(terms.transform, note, position.stage.prefix, grid)
+        return dataclasses.replace(terms, transform=probe)
 
-    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
-        return self.inner.embed(tokens, grid, key)
-
-    def mix_after(self, depth: int) -> tuple[int, ...]:
-        return self.inner.mix_after(depth)
-
-    def mix(self, tokens: Array, grid: Grid, layer: int) -> Array:
-        return self.inner.mix(tokens, grid, layer)
-
-    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        terms = self.inner.terms(grid, key)
-        return dataclasses.replace(terms, transform=_Noting(terms.transform, self.note, self.stage.prefix, grid))
+    position.terms = terms
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["inner"], meta_fields=["note", "prefix", "grid"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["inner"], meta_fields=["note", "prefix", "grid"]
+)
 @dataclasses.dataclass(frozen=True)
-class _Noting:
-    """A `Terms.transform` around another one, whose arrays may differ from layer to layer, or around none."""
+class _Probe:
+    """A `Terms.transform` that notes the layer's attention; `inner` is the scheme's own or None."""
 
     inner: Callable | None
-    note: Callable[[Layer], None]
+    note: Callable[[AttentionLayer], None]
     prefix: int
     grid: Grid
 
     def __call__(self, q: Array, k: Array, v: Array, attend: Callable[..., Array]) -> Array:
-        inner = self.inner or (lambda q, k, v, attend: attend(q, k, v))
-        none = jnp.zeros_like(v)
+        inner = self.inner or _attend_only
+        zeros = jnp.zeros_like(v)
 
-        def of_values(values: Array) -> Array:
-            # A scheme's transform may do more with values than attend (a convolution of its own), and take the images one by one: it
-            # gets no values, attention gets ours, and what comes out without any is taken away.
-            out = inner(q, k, none, lambda q, k, v, *bias: attend(q, k, values[: len(v)], *bias))
-            return out if self.inner is None else out - inner(q, k, none, attend)
+        def attend_to(values: Array) -> Array:
+            # A scheme may do more with values than attend (convolve them), and attend to one image
+            # at a time. It gets zeros, attention gets `values`, and the output of zeros is
+            # subtracted.
+            replaced = lambda q, k, v, *bias: attend(q, k, values[: len(v)], *bias)
+            out = inner(q, k, zeros, replaced)
+            return out if self.inner is None else out - inner(q, k, zeros, attend)
 
-        self.note(Layer(of_values, q.shape, self.grid, self.prefix, q.dtype))
+        self.note(AttentionLayer(attend_to, q.shape, self.grid, self.prefix, q.dtype))
         return inner(q, k, v, attend)
+
+
+def _attend_only(q: Array, k: Array, v: Array, attend: Callable[..., Array]) -> Array:
+    return attend(q, k, v)

@@ -1,54 +1,81 @@
-"""How alike the positions of a layer are: what layer norms make of an embedding (LaPE, arXiv 2212.05262, figures 3 and 4)."""
+"""Cosine similarity of the positions that each layer receives (LaPE, arXiv 2212.05262)."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from rope_jax.models.pretrained.rows import has_stages
+from rope_jax.models.blocks import list_blocks
 from rope_jax.positions import PerLayer
 from rope_jax.positions.grids import Grid
 
 
-def position_correlation(rows: Float[np.ndarray, "layers L C"], grid: Grid, token: int | None = None) -> Float[np.ndarray, "layers H W"]:
-    """Cosine similarity of one token's position to those of all.
+def position_correlation(
+    rows: Float[np.ndarray, "layers L C"], grid: Grid, token: int | None = None
+) -> Float[np.ndarray, "layers H W"]:
+    """Cosine similarity of one token's position to those of all tokens (LaPE, figures 3 and 4).
+
+    >>> rows = np.array([[[1.0, 0.0], [0.0, 2.0], [-1.0, 0.0], [3.0, 0.0]]])
+    >>> position_correlation(rows, (2, 2), token=0).tolist()
+    [[[1.0, 0.0], [-1.0, 1.0]]]
 
     Args:
-        rows: of each layer, the positions of the tokens of a map in reading order, from `layer_positions`.
-        grid: (H, W), L = H*W.
-        token: its number; None for the row and the column that end the first half: 90 of 14 x 14, which the paper's code takes.
+        rows: positions of the tokens of a map in reading order, from `layer_positions`.
+        grid: (H, W), with L = H * W.
+        token: number of the token; None for the last row and column of the first half: 90 on a map
+            of 14 x 14, as in the paper's code.
+
+    Raises:
+        ValueError: the token is not on the map.
     """
     rows = np.asarray(rows, np.float64)
     token = (grid[0] - 1) // 2 * grid[1] + (grid[1] - 1) // 2 if token is None else token
     if not 0 <= token < rows.shape[1]:
-        raise ValueError(f"token={token} is not on a map of {grid[0]}x{grid[1]}; use 0 to {rows.shape[1] - 1}")
+        raise ValueError(
+            f"token={token} is not on a map of {grid[0]}x{grid[1]}; use 0 to {rows.shape[1] - 1}"
+        )
     unit = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-30)
     return np.einsum("ltc,lc->lt", unit, unit[:, token]).reshape(len(rows), *grid)
 
 
 def layer_positions(model: nnx.Module, grid: Grid) -> Float[np.ndarray, "layers L C"]:
-    """What each layer sees of the position of the tokens of a map, prefix tokens left out.
+    """The positions that each layer receives, for the tokens of a map without prefix tokens.
 
-    With LaPE, what it adds to the layer's normalised tokens. With an absolute embedding w that is added once, what the layer's own norm
-    makes of it alone, LN_l(w).
+    LaPE adds them to the layer's normalised tokens. An absolute embedding w is added once, and
+    layer l receives it through its norm: LN_l(w).
+
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="ape", depth=2, width=16, heads=2)
+    >>> layer_positions(model, (4, 4)).shape
+    (2, 16, 16)
+
+    Args:
+        model: isotropic, with an absolute embedding or `lape(...)`.
+        grid: (H, W) of the map.
 
     Raises:
-        ValueError: the model has stages, or its scheme has no embedding.
+        ValueError: the model has several stages, or its scheme has no embedding.
     """
-    if has_stages(model):
-        raise ValueError("a model of stages has a map for each: use an isotropic one, for example deit_s16")
-    position, area = model.position, grid[0] * grid[1]
+    stages = list(model.parts().values())
+    if len(stages) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(stages)} stages with a map for each: "
+            "use an isotropic model, for example deit_s16"
+        )
+    (stage,) = stages
+    position, area = stage.position, grid[0] * grid[1]
+    shape = position.stage
     add = position.terms(grid).add
+    if isinstance(add, PerLayer):
+        return np.asarray(add.value[:, -area:])
     if add is not None:
-        rows = add.value if isinstance(add, PerLayer) else jnp.broadcast_to(add, (position.stage.depth, *add.shape))
-        return np.asarray(rows[:, -area:])
-    tokens = jnp.zeros((1, position.stage.embed_prefix + area, position.stage.channels))
+        return np.asarray(jnp.broadcast_to(add, (shape.depth, *add.shape))[:, -area:])
+    tokens = jnp.zeros((1, shape.embed_prefix + area, shape.channels))
     embedding = position.embed(tokens, grid)[:, -area:]
     if not jnp.any(embedding):
-        raise ValueError(f"{type(position).__name__} adds nothing to the tokens: use an absolute embedding or lape(...)")
-    blocks = model.blocks
-    if not isinstance(blocks, nnx.List):
-        graph, state = nnx.split(blocks)
-        blocks = [nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(position.stage.depth)]
+        raise ValueError(
+            f"{type(position).__name__} adds nothing to the tokens: "
+            "use an absolute embedding or lape(...)"
+        )
+    blocks = list_blocks(stage.blocks, shape.depth)
     return np.stack([np.asarray(block.norm1(embedding)[0]) for block in blocks])

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, UInt8
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in print.
+# Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
+
+Row = dict[str, Any]
 
 
 def available() -> bool:
@@ -18,50 +21,210 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def accuracy_against_resolution(runs: Mapping[str, Sequence[dict[str, Any]]], path: pathlib.Path) -> pathlib.Path | None:
-    """Draws top-1 accuracy over test resolution, one line per run, the training resolution marked.
+def accuracy_against_resolution(
+    runs: Mapping[str, Sequence[Row]], path: pathlib.Path
+) -> pathlib.Path | None:
+    """Draws top-1 accuracy over test resolution, one line per run.
+
+    Square resolutions are joined by the line. Others are hollow markers, placed at the square root
+    of their area. A grey band marks the training resolution.
 
     Args:
-        runs: name -> rows as in `results.json`; the first row of a run is its training resolution. Square resolutions are joined by the
-            line; others are single markers at the square root of their area.
-        path: the PNG file to write.
+        runs: name -> rows as in `results.json`, the training resolution first.
+        path: of the PNG file.
 
     Returns:
-        The path, or None where matplotlib is not installed.
+        The path, or None if matplotlib is not installed.
     """
     if not available():
         return None
-    figure = _canvas(7.2, 4.2)
+    figure = _figure(7.2, 4.2)
     axes = figure.add_subplot()
-    side = lambda row: math.sqrt(row["resolution"][0] * row["resolution"][1])
-    is_square = lambda row: row["resolution"][0] == row["resolution"][1]
     for number, (name, rows) in enumerate(runs.items()):
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        square = sorted((side(row), 100 * row["top1"]) for row in rows if is_square(row))
-        if square:
-            axes.plot(*zip(*square, strict=True), label=name, **style)
+        points = [(_side(row), 100 * row["top1"]) for row in rows if _is_square(row)]
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), label=name, **_style(number))
+        hollow = _style(number) | {"linestyle": "none", "fillstyle": "none"}
         for row in rows:
-            if not is_square(row):
-                axes.plot(side(row), 100 * row["top1"], linestyle="none", fillstyle="none", **style)
+            if not _is_square(row):
+                axes.plot(_side(row), 100 * row["top1"], **hollow)
     every = [row for rows in runs.values() for row in rows]
-    for size in {tuple(row["resolution"]) for row in every if not is_square(row)}:
-        at = math.sqrt(size[0] * size[1])
-        axes.annotate(f"{size[0]}x{size[1]}", (at, 1.01), xycoords=("data", "axes fraction"), fontsize=7, ha="center")
-    for trained in {side(rows[0]) for rows in runs.values()}:
+    for height, width in {tuple(row["resolution"]) for row in every if not _is_square(row)}:
+        place = {"xy": (math.sqrt(height * width), 1.01), "xycoords": ("data", "axes fraction")}
+        axes.annotate(f"{height}x{width}", **place, fontsize=7, ha="center")
+    for trained in {_side(rows[0]) for rows in runs.values()}:
         axes.axvline(trained, color="0.85", linewidth=8, zorder=0)
-    axes.set_xticks(sorted({side(row) for row in every if is_square(row)}))
+    squares = sorted({_side(row) for row in every if _is_square(row)})
+    axes.set_xticks(squares)
     first = every[0]
-    axes.set_xlabel("test resolution (pixels; grey: training resolution; hollow: not square)")
-    axes.set_ylabel("top-1 accuracy (%)")
-    axes.set_title(f"{first['dataset']} {first['split']}, {first['count']:,} images", fontsize=10, pad=12)
-    axes.grid(alpha=0.3)
-    if any(map(is_square, every)):
+    title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
+    x = "test resolution (pixels; grey: training resolution; hollow: not square)"
+    _label(axes, title, x, "top-1 accuracy (%)", pad=12)
+    if squares:
         figure.legend(loc="outside right center", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return path
+    return _save(figure, path)
 
 
-def _canvas(width: float, height: float) -> Any:
+def _side(row: Row) -> float:
+    return math.sqrt(row["resolution"][0] * row["resolution"][1])
+
+
+def _is_square(row: Row) -> bool:
+    return row["resolution"][0] == row["resolution"][1]
+
+
+def values_by_layer(
+    values: Sequence[Float[np.ndarray, " _"]], path: pathlib.Path, *, label: str, title: str
+) -> pathlib.Path:
+    """Draws one value per head over the layers: the mean as a line, heads as dots.
+
+    Args:
+        values: an array [N] for each layer.
+        path: of the PNG file.
+        label: of the vertical axis, with the unit.
+        title: of the picture.
+    """
+    figure = _figure(7.2, 3.8)
+    axes = figure.add_subplot()
+    layers = range(1, len(values) + 1)
+    axes.plot(layers, [np.mean(heads) for heads in values], **_style(0))
+    dots = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.35}
+    for layer, heads in zip(layers, values, strict=True):
+        axes.plot([layer] * len(heads), heads, color=_colour(0), **dots)
+    axes.set_xticks(layers)
+    _label(axes, title, "layer (line: mean of the heads; dots: heads)", label)
+    return _save(figure, path)
+
+
+def lines(
+    curves: Mapping[str, tuple[Any, Any]],
+    path: pathlib.Path,
+    *,
+    x: str,
+    y: str,
+    title: str,
+    **scales: str,
+) -> pathlib.Path:
+    """Draws curves.
+
+    Args:
+        curves: name -> (horizontal, vertical), two sequences of numbers of equal length.
+        path: of the PNG file.
+        x, y: labels of the axes, with units.
+        title: of the picture.
+        **scales: xscale="log", yscale="log".
+    """
+    figure = _figure(7.2, 3.8)
+    axes = figure.add_subplot()
+    for number, (name, curve) in enumerate(curves.items()):
+        axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3)
+    axes.set(**scales)
+    _label(axes, title, x, y)
+    axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)
+
+
+def panels(
+    maps: Mapping[str, Float[np.ndarray, "_ _"]],
+    path: pathlib.Path,
+    *,
+    title: str,
+    signed: bool = False,
+) -> pathlib.Path:
+    """Draws maps side by side, each in its own range.
+
+    Args:
+        maps: name -> [H, W].
+        path: of the PNG file.
+        title: of the picture.
+        signed: use the range [-1, 1], with 0 in the middle of the colours.
+    """
+    across, down = _layout(len(maps), 6)
+    figure = _figure(max(1.55 * across, 4.0), 1.75 * down + 0.4)
+    colours = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1} if signed else {"cmap": "magma"}
+    for number, (name, values) in enumerate(maps.items(), 1):
+        axes = figure.add_subplot(down, across, number)
+        axes.imshow(values, **colours)
+        axes.set_title(name, fontsize=8)
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def overlays(
+    image: UInt8[np.ndarray, "H W 3"],
+    maps: Mapping[str, Float[np.ndarray, "_ _"]],
+    path: pathlib.Path,
+    *,
+    title: str,
+    mark: tuple[float, float] | None,
+) -> pathlib.Path:
+    """Draws an image, then each map over the image.
+
+    Args:
+        image: [H, W, 3].
+        maps: name -> [h, w], of any size.
+        path: of the PNG file.
+        title: of the picture.
+        mark: (y, x) of a cross, as fractions of height and width, or None.
+    """
+    across, down = _layout(len(maps) + 1, 5)
+    height, width = image.shape[:2]
+    figure = _figure(1.9 * across, (1.9 * height / width + 0.25) * down + 0.4)
+    extent = (0, width, height, 0)
+    overlay = {"cmap": "inferno", "alpha": 0.65, "extent": extent, "interpolation": "bilinear"}
+    cross = {"marker": "+", "color": "cyan", "markersize": 9, "markeredgewidth": 2}
+    for number, (name, values) in enumerate([("image", None), *maps.items()], 1):
+        axes = figure.add_subplot(down, across, number)
+        axes.imshow(image, extent=extent)
+        if values is not None:
+            axes.imshow(values, **overlay)
+        if mark is not None:
+            axes.plot(mark[1] * width, mark[0] * height, **cross)
+        axes.set_title(name, fontsize=8)
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def frequencies_before_and_after(
+    before: Float[np.ndarray, "layers N 2 R"],
+    after: Float[np.ndarray, "layers N 2 R"],
+    path: pathlib.Path,
+    *,
+    title: str,
+) -> pathlib.Path:
+    """Draws frequencies before and after training, one panel per layer.
+
+    Args:
+        before, after: [layers, N, (y, x), R], radians per token.
+        path: of the PNG file.
+        title: of the picture.
+    """
+    across, down = _layout(len(after), 4)
+    figure = _figure(2.1 * across + 1.2, 2.1 * down + 0.6)
+    reach = 1.05 * max(abs(before).max(), abs(after).max())
+    styles = (
+        (before, {"label": "before", "marker": ".", "color": "0.6"}),
+        (after, {"label": "after", "marker": "x", "color": COLOURS[1]}),
+    )
+    for layer in range(len(after)):
+        axes = figure.add_subplot(down, across, layer + 1)
+        for values, style in styles:
+            y, x = np.moveaxis(values[layer], 1, 0)
+            axes.plot(x.ravel(), y.ravel(), linestyle="none", markersize=3.5, **style)
+        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+        axes.set_title(f"layer {layer + 1}", fontsize=8)
+        axes.tick_params(labelsize=6)
+    named = axes.get_legend_handles_labels()
+    figure.legend(*named, loc="outside right center", frameon=False, fontsize=9)
+    figure.supxlabel("x, radians per token", fontsize=8)
+    figure.supylabel("y, radians per token", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,135 +233,27 @@ def _canvas(width: float, height: float) -> Any:
     return figure
 
 
+def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _label(axes: Any, title: str, x: str, y: str, **place: Any) -> None:
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, fontsize=10, **place)
+    axes.grid(alpha=0.3)
+
+
+def _layout(count: int, columns: int) -> tuple[int, int]:
+    """Columns and rows for a number of panels."""
+    across = min(columns, count)
+    return across, -(-count // across)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
 def _style(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-
-
-def values_by_layer(values: Mapping[str, Sequence[np.ndarray]], path: pathlib.Path, *, label: str, title: str) -> pathlib.Path:
-    """Draws a number of each head over the layers: the mean as a line, heads as dots.
-
-    Args:
-        values: name -> for each layer, an array [N].
-        path: the PNG file to write.
-        label: of the vertical axis, with the unit.
-        title: of the picture.
-    """
-    figure = _canvas(7.2, 3.8)
-    axes = figure.add_subplot()
-    for number, (name, layers) in enumerate(values.items()):
-        style = _style(number)
-        axes.plot(range(1, len(layers) + 1), [np.mean(heads) for heads in layers], label=name, **style)
-        for layer, heads in enumerate(layers, 1):
-            axes.plot([layer] * len(heads), heads, linestyle="none", marker=".", color=style["color"], alpha=0.35, markersize=4)
-    axes.set_xticks(range(1, max(map(len, values.values())) + 1))
-    axes.set_xlabel("layer (line: mean of the heads; dots: heads)")
-    axes.set_ylabel(label)
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def lines(curves: Mapping[str, tuple[Any, Any]], path: pathlib.Path, *, x: str, y: str, title: str, **scales: str) -> pathlib.Path:
-    """Draws curves.
-
-    Args:
-        curves: name -> (horizontal, vertical), two sequences of numbers of one length.
-        path: the PNG file to write.
-        x, y: labels of the axes, with units.
-        title: of the picture.
-        **scales: xscale="log", yscale="log".
-    """
-    figure = _canvas(7.2, 3.8)
-    axes = figure.add_subplot()
-    for number, (name, (horizontal, vertical)) in enumerate(curves.items()):
-        axes.plot(horizontal, vertical, color=COLOURS[number % len(COLOURS)], label=name, linewidth=1.3)
-    axes.set(xlabel=x, ylabel=y, **scales)
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def panels(maps: Mapping[str, np.ndarray], path: pathlib.Path, *, title: str, signed: bool = False, columns: int = 6) -> pathlib.Path:
-    """Draws maps side by side, each in its own range.
-
-    Args:
-        maps: name -> [H, W].
-        path: the PNG file to write.
-        title: of the picture.
-        signed: whether 0 is the middle of the colours, of the range [-1, 1].
-        columns: maps in a row.
-    """
-    across = min(columns, len(maps))
-    down = -(-len(maps) // across)
-    figure = _canvas(max(1.55 * across, 4.0), 1.75 * down + 0.4)
-    for number, (name, values) in enumerate(maps.items(), 1):
-        axes = figure.add_subplot(down, across, number)
-        axes.imshow(values, **({"cmap": "RdBu_r", "vmin": -1, "vmax": 1} if signed else {"cmap": "magma"}))
-        axes.set_title(name, fontsize=8)
-        axes.set_axis_off()
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def overlays(
-    image: np.ndarray, maps: Mapping[str, np.ndarray], path: pathlib.Path, *, title: str, mark: tuple[float, float] | None
-) -> pathlib.Path:
-    """Draws maps over the image that they belong to, the image itself first.
-
-    Args:
-        image: uint8 [H, W, 3].
-        maps: name -> [h, w], of any size.
-        path: the PNG file to write.
-        title: of the picture.
-        mark: (y, x) to mark, as fractions of height and width, or None.
-    """
-    across = min(5, len(maps) + 1)
-    down = -(-(len(maps) + 1) // across)
-    height, width = image.shape[:2]
-    figure = _canvas(1.9 * across, (1.9 * height / width + 0.25) * down + 0.4)
-    for number, (name, values) in enumerate([("image", None), *maps.items()], 1):
-        axes = figure.add_subplot(down, across, number)
-        axes.imshow(image, extent=(0, width, height, 0))
-        if values is not None:
-            axes.imshow(values, cmap="inferno", alpha=0.65, extent=(0, width, height, 0), interpolation="bilinear")
-        if mark is not None:
-            axes.plot(mark[1] * width, mark[0] * height, marker="+", color="cyan", markersize=9, markeredgewidth=2)
-        axes.set_title(name, fontsize=8)
-        axes.set_axis_off()
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def frequencies_before_and_after(before: np.ndarray, after: np.ndarray, path: pathlib.Path, *, title: str) -> pathlib.Path:
-    """Draws where frequencies were and where training took them, one panel a layer.
-
-    Args:
-        before, after: [layers, N, (y, x), R], radians per token.
-        path: the PNG file to write.
-        title: of the picture.
-    """
-    layers = len(after)
-    across = min(4, layers)
-    down = -(-layers // across)
-    figure = _canvas(2.1 * across + 1.2, 2.1 * down + 0.6)
-    reach = 1.05 * max(abs(before).max(), abs(after).max())
-    for layer in range(layers):
-        axes = figure.add_subplot(down, across, layer + 1)
-        for colour, marker, label, values in (("0.6", ".", "before", before), (COLOURS[1], "x", "after", after)):
-            y, x = np.moveaxis(values[layer], 1, 0)
-            axes.plot(x.ravel(), y.ravel(), linestyle="none", marker=marker, markersize=3.5, color=colour, label=label)
-        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-        axes.set_title(f"layer {layer + 1}", fontsize=8)
-        axes.tick_params(labelsize=6)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
-    figure.supxlabel("x, radians per token", fontsize=8)
-    figure.supylabel("y, radians per token", fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
+    marker = MARKERS[number % len(MARKERS)]
+    return {"color": _colour(number), "marker": marker, "markersize": 5}

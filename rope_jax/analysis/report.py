@@ -1,53 +1,57 @@
-"""Compares finished runs on one page: `python -m rope_jax.analysis.report WORKDIR [WORKDIR ...] [--out=FOLDER] [--analyse]`.
+"""Compares finished runs on one page.
 
-Writes report.html, which needs no other file and no network, report.md with its pictures beside it, and comparison.txt. Runs that differ in
-their seed alone are one row, with the mean and its 95 % confidence interval; a workdir of several seeds holds several of them.
+    python -m rope_jax.analysis.report WORKDIR [WORKDIR ...] [--out=FOLDER] [--analyse]
+
+Writes report.html, which needs no other file and no network, report.md with its pictures beside it,
+and comparison.txt. Runs that differ only in their seed share a row, with the mean and its 95 %
+confidence interval; so do the seeds of one workdir.
 """
 
 import argparse
-import base64
 import collections
 import dataclasses
-import html
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rope_jax import seeds
 from rope_jax.analysis import expected, plots
+from rope_jax.analysis.page import Block, Picture, Table, Text, to_html, to_markdown
 from rope_jax.config import Config, ConfigError, from_json
 from rope_jax.evaluate import read_evaluations, read_results
-from rope_jax.members import config_of, metrics_of, seeds
-from rope_jax.metrics import format_table, read_metrics
 from rope_jax.models.registry import find_model
+from rope_jax.text import format_table
+from rope_jax.workdir.metrics import read_metrics
 
 Row = dict[str, Any]
-# What `python -m rope_jax.analysis` leaves in a workdir -> what a reader who cannot see it should know of it.
+# Pictures of `python -m rope_jax.analysis`, by file name, with captions.
 _PICTURES = {
     "attention_distance": "mean distance of attention in tokens, by layer",
     "attention_entropy": "entropy of attention in nats, by layer",
-    "maps": "where attention of one token goes on an image, by layer",
-    "fourier": "what the frequencies of the rotation reconstruct of one place",
+    "maps": "attention of one token on an image, by layer",
+    "fourier": "a point reconstructed from the frequencies of the rotation",
     "decay": "how scores fall with distance",
     "learned": "learned frequencies before and after training",
     "correlation": "cosine similarity of one position with all others, by layer",
 }
+_ANALYSES = ("attention", "maps", "fourier", "decay", "learned", "correlation")
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run left in its workdir; of several seeds at once, what one of them left.
+class RunResults:
+    """The files of one run, or of one seed of a run that trained several.
 
     Attributes:
-        workdir: where it is.
-        config: its settings, with the position that a model has by itself where they name none.
-        step: that was evaluated.
-        rows: of `results.json`: the training resolution first.
-        others: of `evaluations.json`.
-        metrics: of `metrics.jsonl`.
+        workdir: of the run.
+        config: its settings, with the model's default position if none was given.
+        step: the evaluated step.
+        rows: of `results.json`, the training resolution first.
+        others: rows of `evaluations.json`.
+        metrics: lines of `metrics.jsonl`.
     """
 
     workdir: pathlib.Path
@@ -58,62 +62,99 @@ class Run:
     metrics: Sequence[dict[str, Any]]
 
 
-def read_runs(workdir: pathlib.Path) -> list[Run]:
-    """Reads a workdir: a run for each of its seeds. FileNotFoundError says what to do where it has no results."""
+Groups = Mapping[str, Sequence[RunResults]]  # label of a row -> its runs, one for each seed
+
+
+def read_runs(workdir: pathlib.Path) -> list[RunResults]:
+    """Reads a workdir.
+
+    Returns:
+        One entry for each seed of the run.
+
+    Raises:
+        FileNotFoundError: the workdir has no results.
+    """
     results = read_results(workdir)
     if results is None:
-        raise FileNotFoundError(f"{workdir} has no results.json; run rope_jax.main with --workdir={workdir} to its end first")
-    config = from_json((workdir / "config.json").read_text())
-    model = dataclasses.replace(config.model, position=config.model.position or find_model(config.model.name).position)
-    config = dataclasses.replace(config, model=model)
-    metrics, others = read_metrics(workdir / "metrics.jsonl"), read_evaluations(workdir / "evaluations.json")
-    if config.seeds == 1:
-        return [Run(workdir, config, results["step"], results["eval"], others, metrics)]
-    return [
-        Run(
-            workdir,
-            config_of(config, seed),
-            results["step"],
-            [row for row in results["eval"] if row["seed"] == seed],
-            [row for row in others if row["asked"].get("seed", config.seed) == seed],
-            [metrics_of(line, seed) for line in metrics],
+        raise FileNotFoundError(
+            f"{workdir} has no results.json; "
+            f"run rope_jax.main with --workdir={workdir} to its end first"
         )
-        for seed in seeds(config)
+    config = from_json((workdir / "config.json").read_text())
+    position = config.model.position or find_model(config.model.name).position
+    model = dataclasses.replace(config.model, position=position)
+    config = dataclasses.replace(config, model=model)
+    step, rows = results["step"], results["eval"]
+    metrics = read_metrics(workdir / "metrics.jsonl")
+    others = read_evaluations(workdir / "evaluations.json")
+    if config.seeds == 1:
+        return [RunResults(workdir, config, step, rows, others, metrics)]
+    return [
+        RunResults(
+            workdir,
+            seeds.single(config, seed),
+            step,
+            [row for row in rows if row["seed"] == seed],
+            [row for row in others if row["asked"].get("seed", config.seed) == seed],
+            [seeds.metrics_of(line, seed) for line in metrics],
+        )
+        for seed in seeds.seeds_of(config)
     ]
 
 
-def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in their seed alone, under the name of what distinguishes them: model and position, or the workdir, too.
+def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
+    """Groups runs that differ only in their seed.
+
+    Returns:
+        Label -> runs. The label is the position, with the model and the workdir where it would be
+        ambiguous without.
 
     Raises:
-        ValueError: two runs differ in nothing.
+        ValueError: two runs have the same config and seed.
     """
-    alike: dict[Config, list[Run]] = {}
+    alike: dict[Config, list[RunResults]] = {}
     for run in runs:
         group = alike.setdefault(dataclasses.replace(run.config, seed=0), [])
         if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
-            raise ValueError(f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: leave one of them out")
+            raise ValueError(
+                f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
+                "leave one of them out"
+            )
         group.append(run)
-    models = {config.model.name for config in alike}
-    named: dict[str, list[Run]] = {}
-    for config, members in alike.items():
-        position = config.model.position
-        name = position if len(models) == 1 else f"{config.model.name}, {position}"
-        longer = (name, f"{name} ({members[0].workdir.name})", f"{name} ({members[0].workdir})")
-        named[next(name for name in longer if name not in named)] = members
-    return named
+    several_models = len({config.model.name for config in alike}) > 1
+    groups: dict[str, list[RunResults]] = {}
+    for config, group in alike.items():
+        label = config.model.position
+        label = f"{config.model.name}, {label}" if several_models else label
+        workdir = group[0].workdir
+        labels = (label, f"{label} ({workdir.name})", f"{label} ({workdir})")
+        groups[next(label for label in labels if label not in groups)] = group
+    return groups
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share of `count` images (Wilson's score interval)."""
+    """Wilson's 95 % confidence interval of a share.
+
+    >>> [round(bound, 2) for bound in wilson(0.5, 100)]
+    [0.4, 0.6]
+
+    Args:
+        share: in [0, 1].
+        count: number of samples of which it is the share.
+    """
     z = 1.959964
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    middle = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return middle - half, middle + half
 
 
 def student(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of at least two shares (Student's t), cut to where shares can be."""
+    """Student's 95 % confidence interval of the mean of at least two shares, cut to [0, 1].
+
+    >>> [round(bound, 2) for bound in student([0.4, 0.5, 0.6])]
+    [0.25, 0.75]
+    """
     from scipy.special import stdtrit
 
     mean, count = float(np.mean(values)), len(values)
@@ -121,228 +162,221 @@ def student(values: Sequence[float]) -> tuple[float, float]:
     return max(mean - half, 0.0), min(mean + half, 1.0)
 
 
-def accuracy(rows: Sequence[Row]) -> str:
-    """Top-1 in percent with its interval: of one row over images, of several over runs."""
-    mean = float(np.mean([row["top1"] for row in rows]))
-    low, high = wilson(mean, rows[0]["count"]) if len(rows) == 1 else student([row["top1"] for row in rows])
-    return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+def _mean_top1(rows: Sequence[Row]) -> float:
+    return float(np.mean([row["top1"] for row in rows]))
 
 
-def sizes_of(runs: dict[str, list[Run]]) -> list[tuple[int, int]]:
-    """All resolutions, in the order in which they were asked for."""
-    return list(dict.fromkeys(tuple(row["resolution"]) for members in runs.values() for run in members for row in run.rows))
+def percent(rows: Sequence[Row]) -> str:
+    """Mean top-1 accuracy in percent."""
+    return f"{100 * _mean_top1(rows):.1f}"
 
 
-def rows_at(members: Sequence[Run], size: tuple[int, int]) -> list[Row]:
-    """The rows of runs at one resolution."""
-    return [row for run in members for row in run.rows if tuple(row["resolution"]) == size]
+def percent_with_interval(rows: Sequence[Row]) -> str:
+    """Top-1 accuracy in percent with its interval: over images for one row, else over seeds."""
+    if len(rows) == 1:
+        low, high = wilson(rows[0]["top1"], rows[0]["count"])
+    else:
+        low, high = student([row["top1"] for row in rows])
+    return f"{percent(rows)} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def comparison(runs: dict[str, list[Run]], cell: Callable[[Sequence[Row]], str]) -> list[tuple[str, ...]]:
-    """Header and one row per group, one column per resolution; the first is that of training."""
-    sizes = sizes_of(runs)
-    table = [("position", *(f"{height}x{width}" for height, width in sizes))]
-    for name, members in runs.items():
-        found = [rows_at(members, size) for size in sizes]
-        table.append((name, *(cell(rows) if rows else "-" for rows in found)))
-    return table
+def sizes_of(runs: Sequence[RunResults]) -> list[tuple[int, int]]:
+    """All resolutions, in the order of evaluation."""
+    return list(dict.fromkeys(tuple(row["resolution"]) for run in runs for row in run.rows))
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A header and rows."""
-
-    rows: Sequence[Sequence[str]]
+def rows_at(runs: Sequence[RunResults], size: tuple[int, int]) -> list[Row]:
+    """The rows of all runs at one resolution."""
+    return [row for run in runs for row in run.rows if tuple(row["resolution"]) == size]
 
 
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A file and what stands in its place for those who cannot see it."""
+def comparison(
+    groups: Groups, cell: Callable[[Sequence[Row]], str]
+) -> tuple[list[str], list[list[str]]]:
+    """The header and rows of a table of groups by resolutions, that of training first.
 
-    path: pathlib.Path
-    text: str
-
-
-Block = str | Table | Picture
-Section = tuple[str, list[Block]]
-
-
-def sections(runs: dict[str, list[Run]], out: pathlib.Path) -> list[Section]:
-    """What the page says, and the pictures that it shows, which are drawn into `out`."""
-    members = [run for group in runs.values() for run in group]
-    first = members[0]
-    counted = f"{first.rows[0]['dataset']} {first.rows[0]['split']}, {first.rows[0]['count']:,} images"
-    intervals = "Intervals are of 95 %: Student's t over runs with several seeds, Wilson's over images for a single run."
-    found: list[Section] = []
-    counts = ["seeds", *(str(len(group)) for group in runs.values())]
-    table = [(row[0], count, *row[1:]) for row, count in zip(comparison(runs, accuracy), counts, strict=True)]
-    blocks: list[Block] = [f"Top-1 accuracy in percent ({counted}). The first resolution is that of training. {intervals}", Table(table)]
-    means = {name: [_mean(group, size) for size in sizes_of(runs) if rows_at(group, size)] for name, group in runs.items()}
-    if picture := plots.accuracy_against_resolution(means, out / "comparison.png"):
-        blocks.append(Picture(picture, "top-1 accuracy over test resolution, a line per scheme, training resolution marked in grey"))
-    found.append(("Accuracy", blocks))
-    found += [section for section in (_training(runs, out), _papers(runs), _others(members), _analyses(members, out)) if section[1]]
-    settings: list[Block] = [Table([("workdir", "model", "position", "seed", "step"), *map(_settings, members)])]
-    protocols = dict.fromkeys(row["protocol"] for run in members for row in run.rows)
-    found.append(("Runs", [*settings, *(f"Protocol: {protocol}." for protocol in protocols)]))
-    return found
+    Args:
+        groups: from `group_runs`.
+        cell: rows of one group at one resolution -> text.
+    """
+    sizes = sizes_of(_all_runs(groups))
+    body = []
+    for name, group in groups.items():
+        found = [rows_at(group, size) for size in sizes]
+        body.append([name, *(cell(rows) if rows else "-" for rows in found)])
+    return ["position", *map(_size_text, sizes)], body
 
 
-def _mean(group: Sequence[Run], size: tuple[int, int]) -> Row:
-    rows = rows_at(group, size)
-    return rows[0] | {"top1": float(np.mean([row["top1"] for row in rows]))}
+def _all_runs(groups: Groups) -> list[RunResults]:
+    return [run for group in groups.values() for run in group]
 
 
-def _settings(run: Run) -> tuple[str, ...]:
-    model = run.config.model
-    return run.workdir.name, model.name, model.position, str(run.config.seed), f"{run.step:,}"
-
-
-def _training(runs: dict[str, list[Run]], out: pathlib.Path) -> Section:
-    """Loss over steps, and speed."""
-    blocks: list[Block] = []
-    curves = {name: group[0].metrics for name, group in runs.items() if group[0].metrics}
-    if curves and plots.available():
-        lines = {name: ([line["step"] for line in metrics], [line["loss"] for line in metrics]) for name, metrics in curves.items()}
-        path = plots.lines(lines, out / "loss.png", x="step", y="training loss", title="Training loss (first seed of each row)")
-        blocks.append(Picture(path, "training loss over steps, a line per scheme"))
-    cells = [("position", "last loss", "images per second (median)")]
-    for name, metrics in curves.items():
-        speeds = [line["images_per_second"] for line in metrics if "images_per_second" in line]
-        cells.append((name, f"{metrics[-1]['loss']:.4f}", f"{np.median(speeds):,.0f}" if speeds else "-"))
-    return "Training", [*blocks, Table(cells)] if curves else []
-
-
-def _papers(runs: dict[str, list[Run]]) -> Section:
-    """Ours beside what papers report of the same model, scheme, data and resolution."""
-    cells = [("model", "position", "resolution", "ours", "paper", "source")]
-    for group in runs.values():
-        for size in sizes_of({"": group}):
-            rows, model = rows_at(group, size), group[0].config.model
-            wanted = {"model": model.name, "position": model.position, "dataset": rows[0]["dataset"], "resolution": list(size)}
-            for entry in expected.find(**wanted):
-                cells.append((model.name, model.position, _by(size), accuracy(rows), f"{entry['top1']:.2f}", entry["source"]))
-    note = "Accuracy in percent beside what the papers report of the same model, scheme and resolution."
-    return "Beside the papers", [note, Table(cells)] if len(cells) > 1 else []
-
-
-def _others(runs: Sequence[Run]) -> Section:
-    """What `python -m rope_jax.evaluate` has measured of the runs."""
-    several = collections.Counter(run.workdir for run in runs)
-    cells = [("workdir", "data", "resolution", "top-1", "top-5", "protocol")]
-    for run in runs:
-        for row in run.others:
-            top1, top5 = accuracy([row]), f"{100 * row['top5']:.1f}"
-            name = f"{run.workdir.name}, seed {run.config.seed}" if several[run.workdir] > 1 else run.workdir.name
-            cells.append((name, row["dataset"], _by(row["resolution"]), top1, top5, row["protocol"]))
-    return "Further evaluations", [Table(cells)] if len(cells) > 1 else []
-
-
-def _analyses(runs: Sequence[Run], out: pathlib.Path) -> Section:
-    """The pictures of `python -m rope_jax.analysis` that lie in the workdirs."""
-    blocks: list[Block] = []
-    runs = list({run.workdir: run for run in runs}.values())  # seeds of one workdir share its pictures
-    labels = [run.workdir.name for run in runs]
-    for number, (run, label) in enumerate(zip(runs, labels, strict=True), 1):
-        for name, text in _PICTURES.items():
-            if (picture := run.workdir / f"{name}.png").exists():
-                copy = out / f"{label if labels.count(label) == 1 else f'{label}_{number}'}_{name}.png"
-                if copy != picture:
-                    copy.write_bytes(picture.read_bytes())
-                blocks.append(Picture(copy, f"{run.config.model.name} with {run.config.model.position}: {text}"))
-    return "What the models do with position", blocks
-
-
-def _by(size: Sequence[int]) -> str:
+def _size_text(size: Sequence[int]) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-img { max-width: 100%; height: auto; } figure { margin: 1rem 0; } figcaption { color: #555; font-size: 0.9rem; }
-.table { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
-td:last-child { white-space: normal; min-width: 16rem; }
-"""
+def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[Block]]:
+    """The sections of the page; draws its pictures into the folder `out`."""
+    runs = _all_runs(groups)
+    found = {
+        "Accuracy": _accuracy(groups, out),
+        "Training": _training(groups, out),
+        "Beside the papers": _papers(groups),
+        "Further evaluations": _evaluations(runs),
+        "Attention and position": _analyses(runs, out),
+        "Runs": _runs(runs),
+    }
+    return {heading: blocks for heading, blocks in found.items() if blocks}
 
 
-def to_html(title: str, found: Sequence[Section]) -> str:
-    """One page that needs nothing else."""
-    lines = [
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>",
-    ]
-    for heading, blocks in found:
-        lines.append(f"<h2>{html.escape(heading)}</h2>")
-        lines += map(_block_html, blocks)
-    return "\n".join([*lines, "</body>\n</html>\n"])
+def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
+    """Table and picture of accuracy at each resolution."""
+    first = _all_runs(groups)[0].rows[0]
+    text = Text(
+        f"Top-1 accuracy in percent ({first['dataset']} {first['split']}, {first['count']:,} "
+        "images). The first resolution is that of training. Intervals are of 95 %: Student's t "
+        "over runs with several seeds, Wilson's over images for a single run."
+    )
+    header, body = comparison(groups, percent_with_interval)
+    header = [header[0], "seeds", *header[1:]]
+    for row in body:
+        row.insert(1, str(len(groups[row[0]])))
+    means = {}
+    for name, group in groups.items():
+        found = [rows_at(group, size) for size in sizes_of(group)]
+        means[name] = [rows[0] | {"top1": _mean_top1(rows)} for rows in found]
+    path = plots.accuracy_against_resolution(means, out / "comparison.png")
+    caption = "top-1 accuracy over test resolution, a line per scheme, training resolution in grey"
+    return [text, Table(header, body), *([Picture(path, caption)] if path else [])]
 
 
-def _block_html(block: Block) -> str:
-    if isinstance(block, str):
-        return f"<p>{html.escape(block)}</p>"
-    if isinstance(block, Picture):
-        source = base64.b64encode(block.path.read_bytes()).decode()
-        text = html.escape(block.text, quote=True)
-        return f'<figure><img src="data:image/png;base64,{source}" alt="{text}"><figcaption>{text}</figcaption></figure>'
-    head, *rows = block.rows
-    cells = lambda row, tag: "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-    body = "\n".join(cells(row, "td") for row in rows)
-    return f'<div class="table"><table>\n<thead>{cells(head, "th")}</thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+def _training(groups: Groups, out: pathlib.Path) -> list[Block]:
+    """Loss over steps, and speed, of the first seed of each group."""
+    metrics = {name: group[0].metrics for name, group in groups.items() if group[0].metrics}
+    if not metrics:
+        return []
+    curves, body = {}, []
+    for name, lines in metrics.items():
+        losses = [line["loss"] for line in lines]
+        curves[name] = [line["step"] for line in lines], losses
+        speeds = [line["images_per_second"] for line in lines if "images_per_second" in line]
+        speed = f"{np.median(speeds):,.0f}" if speeds else "-"
+        body.append((name, f"{losses[-1]:.4f}", speed))
+    blocks = [Table(("position", "last loss", "images per second (median)"), body)]
+    if plots.available():
+        title = "Training loss (first seed of each row)"
+        path = plots.lines(curves, out / "loss.png", x="step", y="training loss", title=title)
+        blocks.insert(0, Picture(path, "training loss over steps, a line per scheme"))
+    return blocks
 
 
-def to_markdown(title: str, found: Sequence[Section]) -> str:
-    """The same in Markdown, with the pictures as files beside it."""
-    lines = [f"# {title}"]
-    for heading, blocks in found:
-        lines.append(f"## {heading}")
-        for block in blocks:
-            if isinstance(block, Table):
-                head, *rows = block.rows
-                cells = [head, ["---"] * len(head), *rows]
-                lines.append("\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells))
-            else:
-                lines.append(block if isinstance(block, str) else f"![{block.text}]({block.path.name})")
-    return "\n\n".join(lines) + "\n"
+def _papers(groups: Groups) -> list[Block]:
+    """Accuracy beside the papers' numbers for the same model, scheme, data and resolution."""
+    body = []
+    for group in groups.values():
+        model = group[0].config.model
+        for size in sizes_of(group):
+            rows = rows_at(group, size)
+            numbers = expected.find(
+                model=model.name,
+                position=model.position,
+                dataset=rows[0]["dataset"],
+                resolution=list(size),
+            )
+            own = (model.name, model.position, _size_text(size), percent_with_interval(rows))
+            body += [(*own, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
+    if not body:
+        return []
+    text = Text("Accuracy in percent, for the same model, scheme and resolution.")
+    return [text, Table(("model", "position", "resolution", "ours", "paper", "source"), body)]
 
 
-def analyse(run: Run) -> None:
-    """Makes the pictures of `python -m rope_jax.analysis` that the run's scheme has, in its workdir."""
+def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
+    """Results of `python -m rope_jax.evaluate`."""
+    seeds_of = collections.Counter(run.workdir for run in runs)
+    body = []
+    for run in runs:
+        seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
+        for row in run.others:
+            accuracies = percent_with_interval([row]), f"{100 * row['top5']:.1f}"
+            size = _size_text(row["resolution"])
+            name = f"{run.workdir.name}{seed}"
+            body.append((name, row["dataset"], size, *accuracies, row["protocol"]))
+    header = ("workdir", "data", "resolution", "top-1", "top-5", "protocol")
+    return [Table(header, body)] if body else []
+
+
+def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[Block]:
+    """The pictures of `python -m rope_jax.analysis` in the workdirs, copied into `out`."""
+    of_workdir = {run.workdir: run.config.model for run in runs}
+    names = collections.Counter(workdir.name for workdir in of_workdir)
+    blocks: list[Block] = []
+    for number, (workdir, model) in enumerate(of_workdir.items(), 1):
+        label = workdir.name if names[workdir.name] == 1 else f"{workdir.name}_{number}"
+        for name, caption in _PICTURES.items():
+            picture, copy = workdir / f"{name}.png", out / f"{label}_{name}.png"
+            if picture.exists():
+                copy.write_bytes(picture.read_bytes())
+                blocks.append(Picture(copy, f"{model.name} with {model.position}: {caption}"))
+    return blocks
+
+
+def _runs(runs: Sequence[RunResults]) -> list[Block]:
+    """The runs and the protocols of their evaluation."""
+    body = []
+    for run in runs:
+        model, seed = run.config.model, str(run.config.seed)
+        body.append((run.workdir.name, model.name, model.position, seed, f"{run.step:,}"))
+    protocols = dict.fromkeys(row["protocol"] for run in runs for row in run.rows)
+    table = Table(("workdir", "model", "position", "seed", "step"), body)
+    return [table, *(Text(f"Protocol: {protocol}.") for protocol in protocols)]
+
+
+def analyse(run: RunResults) -> None:
+    """Draws all pictures of `python -m rope_jax.analysis` that the run's scheme has."""
     from rope_jax.analysis.__main__ import main as command
 
-    for name in ("attention", "maps", "fourier", "decay", "learned", "correlation"):
+    for name in _ANALYSES:
         try:
             command([name, str(run.workdir)])
-        except SystemExit as refused:  # this scheme or model has no such picture: the reason is shown
-            print(refused, file=sys.stderr)
+        except SystemExit as error:  # no such picture of this scheme or model: show the reason
+            print(error, file=sys.stderr)
+
+
+def write_report(groups: Groups, out: pathlib.Path) -> str:
+    """Writes comparison.txt, report.html, report.md and their pictures; returns the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    table = format_table(*comparison(groups, percent))
+    (out / "comparison.txt").write_text(table + "\n")
+    models = dict.fromkeys(run.config.model.name for run in _all_runs(groups))
+    title = f"Positional schemes compared: {', '.join(models)}"
+    found = sections(groups, out)
+    (out / "report.html").write_text(to_html(title, found))
+    (out / "report.md").write_text(to_markdown(title, found))
+    return table
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Reads the workdirs and writes the report."""
-    parser = argparse.ArgumentParser(prog="python -m rope_jax.analysis.report", description=__doc__.split("\n")[0])
-    parser.add_argument("workdirs", nargs="+", type=pathlib.Path, help="of finished runs of rope_jax.main")
-    parser.add_argument("--out", type=pathlib.Path, help="folder to write to; default: the parent of the first workdir")
-    parser.add_argument("--analyse", action="store_true", help="first make the analysis pictures of the first run of each row")
-    asked = parser.parse_args(arguments)
+    name, summary = "python -m rope_jax.analysis.report", __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog=name, description=summary)
+    add, path = parser.add_argument, pathlib.Path
+    add("workdirs", nargs="+", type=path, help="of finished runs of rope_jax.main")
+    add("--out", type=path, help="folder to write to; default: the parent of the first workdir")
+    add("--analyse", action="store_true", help="first draw the pictures of each row's first run")
+    parsed = parser.parse_args(arguments)
+    workdirs = dict.fromkeys(parsed.workdirs)  # a workdir given twice is not a second seed
     try:
-        runs = group_runs([run for workdir in dict.fromkeys(asked.workdirs) for run in read_runs(workdir)])  # named twice is no second seed
+        groups = group_runs([run for workdir in workdirs for run in read_runs(workdir)])
     except (OSError, ValueError, ConfigError) as error:
         sys.exit(f"report: {error}")
-    if asked.analyse:
-        for members in runs.values():
-            analyse(members[0])
-    out = asked.out or asked.workdirs[0].parent
-    out.mkdir(parents=True, exist_ok=True)
-    head, *body = comparison(runs, lambda rows: f"{100 * float(np.mean([row['top1'] for row in rows])):.1f}")
-    table = format_table(head, body)
-    (out / "comparison.txt").write_text(table + "\n")
-    title = "Positional schemes compared: " + ", ".join(dict.fromkeys(run.config.model.name for group in runs.values() for run in group))
-    found = sections(runs, out)
-    (out / "report.html").write_text(to_html(title, found))
-    (out / "report.md").write_text(to_markdown(title, found))
-    print(f"top-1 accuracy (%) at test resolution; trained at the first one\n\n{table}\n\ntable: {out / 'comparison.txt'}")
+    if parsed.analyse:
+        for group in groups.values():
+            analyse(group[0])
+    out = parsed.out or parsed.workdirs[0].parent
+    table = write_report(groups, out)
+    print(f"top-1 accuracy (%) at test resolution; trained at the first one\n\n{table}\n")
+    print(f"table: {out / 'comparison.txt'}")
     if plots.available():
         print(f"picture: {out / 'comparison.png'}")
     else:

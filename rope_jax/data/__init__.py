@@ -1,22 +1,33 @@
-"""Images for training and evaluation: sources, a stream that is a pure function of (seed, step), decoding of untrusted files."""
+"""Images for training and evaluation.
 
-from rope_jax.data.decode import decode_image
-from rope_jax.data.order import epoch_length, places
-from rope_jax.data.pipeline import BadImages, Batches, batches, evaluation_batches
-from rope_jax.data.resize import resize
-from rope_jax.data.sources import Images, Streamed, fingerprint, load
+Sources of images, a training stream that is a pure function of (seed, step), and the decoding of
+untrusted image files.
+"""
+
+from rope_jax.data.images.augment import AugmentSplit, split_augment
+from rope_jax.data.images.crops import resize
+from rope_jax.data.images.decode import decode_image
+from rope_jax.data.order import batch_examples, epoch_length
+from rope_jax.data.pipeline import Batches, batches, evaluation_batches
+from rope_jax.data.sources import Images, Streamed, load, open_source
+from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
+from rope_jax.data.sources.index import BadImages
 
 __all__ = [
+    "EVALUATION_SETS",
+    "AugmentSplit",
     "BadImages",
     "Batches",
+    "EvaluationSet",
     "Images",
     "Streamed",
+    "batch_examples",
     "batches",
     "decode_image",
     "epoch_length",
     "evaluation_batches",
-    "fingerprint",
     "load",
-    "places",
+    "open_source",
     "resize",
+    "split_augment",
 ]

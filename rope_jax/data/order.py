@@ -1,7 +1,8 @@
-"""Which example stands where in the training stream: a pure function of (seed, step).
+"""The examples of each training batch, as a pure function of (seed, step).
 
-The stream is the concatenation of epochs, each a permutation of all examples; batches run across the borders. Nothing has to be saved to
-resume it: step s at batch size B starts at position s * B, whatever ran before.
+The stream is the concatenation of epochs, each a permutation of all images; batches cross the
+borders of epochs. Step s at batch size B starts at example s * B, so that a run resumes without any
+saved state.
 """
 
 import functools
@@ -10,63 +11,57 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Int64
 
-from rope_jax.data.augment import epoch_draws
+from rope_jax.data.draws import epoch_draws
 
-_REPEATED_EPOCH = 256  # epochs of repeated augmentation are whole multiples of it
+_REPEATED_EPOCH = 256  # epochs of repeated augmentation are multiples of it
 
 
 def epoch_length(count: int, repeats: int = 1) -> int:
     """Examples in an epoch.
 
+    >>> epoch_length(600), epoch_length(600, repeats=3)
+    (600, 512)
+
     Args:
         count: images of the set.
-        repeats: how often each comes in a row. From 2 on an epoch is as long as without, cut to a multiple of 256, and holds that many
-            fewer images (repeated augmentation as DeiT and DeiT-III have it, arXiv 1901.09335).
+        repeats: copies of each image in a row. From 2 on (repeated augmentation as in DeiT and
+            DeiT-III, arXiv 1901.09335) an epoch is cut to a multiple of 256 examples and holds
+            `repeats` times fewer images.
 
     Returns:
         `count`, or floor(count / 256) * 256.
 
     Raises:
-        ValueError: for less than one repeat, and where an epoch would be empty.
+        ValueError: for less than one repeat, and if an epoch would be empty.
     """
     if repeats < 1:
         raise ValueError(f"repeats {repeats} must be at least 1")
     if repeats > 1 and count < _REPEATED_EPOCH:
-        raise ValueError(f"repeats {repeats} of {count} images: repeated augmentation needs at least {_REPEATED_EPOCH}")
+        raise ValueError(
+            f"repeats {repeats} of {count} images: "
+            f"repeated augmentation needs at least {_REPEATED_EPOCH}"
+        )
     return count if repeats == 1 else count // _REPEATED_EPOCH * _REPEATED_EPOCH
 
 
-def position(
-    step: int, batch_size: int, count: int, shard: tuple[int, int] = (0, 1)
-) -> tuple[Int64[np.ndarray, " b"], Int64[np.ndarray, " b"]]:
-    """Where the examples of a batch lie: example i of step s is number s * batch_size + i of the stream.
-
-    Args:
-        step: from 0.
-        batch_size: examples in the batch of all shards together.
-        count: examples in an epoch.
-        shard: (k, of): the k-th of `of` equal parts of the batch.
-
-    Returns:
-        epochs int64 [b] and indices within them int64 [b], b = batch_size / of.
+def check_batch(batch_size: int, count: int, shard: tuple[int, int]) -> None:
+    """Checks the sizes of batches, epochs and shards.
 
     Raises:
-        ValueError: for a negative step, an empty batch or epoch, and a shard that does not exist or does not divide the batch.
+        ValueError: empty batches or epochs, or shards that do not exist or do not divide a batch.
     """
     part, parts = shard
-    if step < 0:
-        raise ValueError(f"step {step} is negative; steps start at 0")
     if batch_size < 1 or count < 1:
         raise ValueError(f"batch_size {batch_size} of {count} examples: both must be at least 1")
     if not 0 <= part < parts or batch_size % parts:
-        raise ValueError(f"shard {shard} of batch_size {batch_size}: (k, of) has 0 <= k < of, and of divides the batch")
-    size = batch_size // parts
-    epochs, indices = np.divmod(step * batch_size + part * size + np.arange(size, dtype=np.int64), count)
-    return epochs, indices
+        raise ValueError(
+            f"shard {shard} of batch_size {batch_size}: "
+            "(k, of) has 0 <= k < of, and of divides the batch"
+        )
 
 
 def permutation(seed: int, epoch: int, count: int) -> Int64[np.ndarray, " count"]:
-    """The order of an epoch: example ids, each once. A pure function of its arguments.
+    """The order of an epoch: example ids, each once.
 
     Args:
         seed: 0 to 2**64 - 1.
@@ -84,7 +79,7 @@ def permutation(seed: int, epoch: int, count: int) -> Int64[np.ndarray, " count"
 
 @functools.lru_cache(maxsize=64)
 def _orders(seed: int, count: int) -> Callable[[int], Int64[np.ndarray, " count"]]:
-    """`permutation` of a seed, which remembers the last two epochs: streams of several seeds may be read in turn."""
+    """`permutation` of a seed; two epochs are cached, for streams of several seeds in turn."""
 
     @functools.lru_cache(maxsize=2)
     def order_of(epoch: int) -> np.ndarray:
@@ -95,13 +90,23 @@ def _orders(seed: int, count: int) -> Callable[[int], Int64[np.ndarray, " count"
     return order_of
 
 
-def places(
-    step: int, *, batch_size: int, seed: int, count: int, repeats: int = 1, shard: tuple[int, int] = (0, 1)
+def batch_examples(
+    step: int,
+    *,
+    batch_size: int,
+    seed: int,
+    count: int,
+    repeats: int = 1,
+    shard: tuple[int, int] = (0, 1),
 ) -> tuple[Int64[np.ndarray, " b"], Int64[np.ndarray, " b"]]:
-    """Which examples are in a batch, and which copies of them.
+    """The examples of a training batch, as (epoch, index).
 
-    With repeats the copies of an example stand in different parts of the batch, first copies first, so that three or more devices each see
-    an example at most once in a step.
+    With repeats, the copies of an image are in different parts of the batch, first copies first, so
+    that with three or more devices each has an image at most once per step.
+
+    >>> epochs, indices = batch_examples(1, batch_size=4, seed=0, count=6)
+    >>> epochs.tolist(), indices.tolist()
+    ([0, 0, 1, 1], [2, 1, 4, 0])
 
     Args:
         step: from 0.
@@ -112,26 +117,32 @@ def places(
         shard: (k, of): the k-th of `of` equal parts of the batch.
 
     Returns:
-        epochs int64 [b], and indices int64 [b]: the id of the image, plus `count` for each copy of it that came before in the epoch.
+        epochs int64 [b] and indices int64 [b], b = batch_size / of. An index is the image's id,
+        plus `count` for each earlier copy of the image in the epoch.
 
     Raises:
-        ValueError: as `position` and `epoch_length`.
+        ValueError: for a negative step, and as `epoch_length` and `check_batch`.
     """
-    position(step, batch_size, count, shard)  # refuses what is out of range
-    epochs, indices = position(step, batch_size, epoch_length(count, repeats))
+    check_batch(batch_size, count, shard)
+    if step < 0:
+        raise ValueError(f"step {step} is negative; steps start at 0")
+    numbers = step * batch_size + np.arange(batch_size, dtype=np.int64)
+    epochs, indices = np.divmod(numbers, epoch_length(count, repeats))
     if repeats > 1:
         order = np.argsort(indices % repeats, kind="stable")
         epochs, indices = epochs[order], indices[order]
     size = batch_size // shard[1]
     part = slice(shard[0] * size, (shard[0] + 1) * size)
     epochs, indices = epochs[part], indices[part]
-    examples = np.empty_like(indices)
+    ids = np.empty_like(indices)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        examples[here] = permutation(seed, epoch, count)[indices[here] // repeats]
-    return epochs, examples + indices % repeats * count
+        ids[here] = permutation(seed, epoch, count)[indices[here] // repeats]
+    return epochs, ids + indices % repeats * count
 
 
-def examples(step: int, *, batch_size: int, seed: int, count: int, repeats: int = 1) -> list[int]:
-    """Ids of the images in the training batch of one step, in its order; arguments as in `places`."""
-    return (places(step, batch_size=batch_size, seed=seed, count=count, repeats=repeats)[1] % count).tolist()
+def batch_ids(step: int, *, batch_size: int, seed: int, count: int, repeats: int = 1) -> list[int]:
+    """Ids of the images in a training batch; arguments as in `batch_examples`."""
+    options = {"batch_size": batch_size, "seed": seed, "count": count, "repeats": repeats}
+    _, indices = batch_examples(step, **options)
+    return (indices % count).tolist()

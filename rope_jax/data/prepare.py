@@ -3,64 +3,81 @@
     python -m rope_jax.data.prepare --source=folder --path=PATH --out=PACKED
     python -m rope_jax.data.prepare --source=imagenet --path=ARCHIVES --out=PACKED --side=256
 
-Sources are those of `rope_jax.data.load` that are read one image at a time; `imagenet` takes the official archives as they are. A run that
-was interrupted goes on where it stopped; a split stands under its name when all of it is written. Images that cannot be used are listed
-when all have been tried: mend them or add --bad_images=skip, and run it again; the other files are kept. Train with
-`--config.data.source=packed --config.data.path=PACKED`.
+Sources are those of `rope_jax.data.load` that are read one image at a time. An interrupted run
+resumes; a split gets its final name once it is complete. Images that cannot be used are listed
+after all have been tried: repair them or add --bad_images=skip, and run the command again; the
+other files are kept. Train with `--config.data.source=packed --config.data.path=PACKED`.
 
-Whatever needs more pixels than are stored enlarges them: for evaluation at 256 pixels and above pack the test split by itself, with
-`--splits=test` and a larger --side, or 0 for the pictures as they are.
+Crops that need more pixels than are stored are upsampled: for evaluation at 256 pixels and above,
+pack the test split separately, with `--splits=test` and a larger --side, or 0 for the original
+size.
 """
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
 
-from rope_jax.data.decode import open_image
-from rope_jax.data.frames import INTERPOLATIONS, centre, cut_pixels
-from rope_jax.data.index import Source, write_index
-from rope_jax.data.packed import write_about
+from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stretch
+from rope_jax.data.images.decode import decode_image
+from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
 from rope_jax.data.pipeline import BAD_IMAGES
-from rope_jax.data.pool import Progress, arguments, in_pool
 from rope_jax.data.sources import open_source
+from rope_jax.data.sources.index import Source, write_index
+from rope_jax.data.sources.packed import write_about
 from rope_jax.data.workers import DeadWorker
+from rope_jax.files import write_file
 
 
-def resized(picture: UInt8[np.ndarray, "H W 3"], *, side: int, square: bool, interpolation: str) -> UInt8[np.ndarray, "h w 3"]:
-    """What is stored of a picture.
+@dataclasses.dataclass(frozen=True)
+class Resizing:
+    """The size at which pictures are stored.
 
-    Args:
-        picture: uint8 [H, W, 3].
-        side: of the result in pixels; 0 leaves the size.
-        square: whether the centre is cut out to `side` x `side`. Otherwise the short side becomes `side`, unless it is shorter.
-        interpolation: see `rope_jax.data.frames`.
-
-    Returns:
-        uint8 [h, w, 3].
+    Attributes:
+        side: in pixels; 0 keeps the original size.
+        square: whether the centre is cropped to `side` x `side`. Otherwise the short side becomes
+            `side`, unless it is shorter.
+        interpolation: a name of `rope_jax.data.images.crops.INTERPOLATIONS`.
     """
-    height, width = picture.shape[:2]
-    if square:
-        return cut_pixels(picture, functools.partial(centre, interpolation=interpolation), (side, side))
-    if side == 0 or min(height, width) <= side:
-        return picture
-    short = min(height, width)
-    size = (max(1, width * side // short), max(1, height * side // short))
-    return np.asarray(Image.fromarray(picture).resize(size, INTERPOLATIONS[interpolation]))
+
+    side: int = 256
+    square: bool = False
+    interpolation: str = "bicubic"
+
+    def __call__(self, picture: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "h w 3"]:
+        """Resizes a picture, uint8 [H, W, 3]."""
+        side, (height, width) = self.side, picture.shape[:2]
+        options = {"interpolation": self.interpolation}
+        if self.square:
+            return crop_pixels(picture, functools.partial(centre, **options), (side, side))
+        short = min(height, width)
+        if side == 0 or short <= side:
+            return picture
+        size = (max(1, height * side // short), max(1, width * side // short))
+        return crop_pixels(picture, functools.partial(stretch, **options), size)
+
+    def __str__(self) -> str:
+        if self.square:
+            return f"centre cut to {self.side} x {self.side}"
+        return f"short side at most {self.side}" if self.side else "as it was"
 
 
-def write_shard(source: Source, place: Path, start: int, stop: int, options: dict) -> tuple[int, list[list]]:
-    """Writes the images from number `start` to `stop` into place.bin and what is known of them into place.json.
+def write_shard(
+    source: Source, place: Path, start: int, stop: int, resizing: Resizing
+) -> dict[str, Any]:
+    """Writes images `start` to `stop` to place.bin, and their metadata to place.json.
 
     Returns:
-        how many were examined, and [number, name, reason] of those that cannot be used; the shard is written without them.
+        The metadata: `bytes` and `sha256` of the file, `examples` (numbers) and their `shapes`,
+        and `bad` ([number, name, reason]): images that cannot be used and are left out.
     """
     examples, shapes, bad, checksum = [], [], [], hashlib.sha256()
     temporary = place.with_suffix(".tmp")
@@ -68,7 +85,7 @@ def write_shard(source: Source, place: Path, start: int, stop: int, options: dic
         for example in range(start, stop):
             try:
                 data = source.read(example)
-                pixels = resized(open_image(data).pixels() if isinstance(data, bytes) else data, **options)
+                pixels = resizing(decode_image(data) if isinstance(data, bytes) else data)
             except (ValueError, OSError) as error:
                 bad.append([example, source.example_name(example), str(error)])
                 continue
@@ -81,10 +98,10 @@ def write_shard(source: Source, place: Path, start: int, stop: int, options: dic
         os.fsync(file.fileno())
         size = file.tell()
     temporary.replace(place.with_suffix(".bin"))
-    facts = {"bytes": size, "sha256": checksum.hexdigest(), "examples": examples, "shapes": shapes, "bad": bad}
-    temporary.write_text(json.dumps(facts))
-    temporary.replace(place.with_suffix(".json"))
-    return stop - start, bad
+    facts = {"bytes": size, "sha256": checksum.hexdigest()}
+    facts |= {"examples": examples, "shapes": shapes, "bad": bad}
+    write_file(place.with_suffix(".json"), json.dumps(facts))
+    return facts
 
 
 def prepare(
@@ -103,103 +120,172 @@ def prepare(
     Args:
         source: the images.
         out: the folder of the packed set.
-        side: see `resized`, like `square` and `interpolation`.
-        square: see there.
-        interpolation: see there.
-        bad_images: "error", or "skip": the packed set is without them.
-        shard_images: images in a file.
-        workers: processes; 0 for this one.
+        side: see `Resizing`.
+        square: see `Resizing`.
+        interpolation: see `Resizing`.
+        bad_images: "error", or "skip": they are left out of the packed set.
+        shard_images: images per file.
+        workers: number of processes; 0 to use this one.
 
     Returns:
-        the folder of the split.
+        The folder of the split.
 
     Raises:
-        ValueError: for images that cannot be used, for options out of range, and where another preparation was begun or finished there.
+        ValueError: images that cannot be used, options out of range, or a preparation with other
+            options in the same folder.
     """
-    if side < 0 or (square and side == 0) or shard_images < 1 or interpolation not in INTERPOLATIONS or bad_images not in BAD_IMAGES:
+    known = interpolation in INTERPOLATIONS and bad_images in BAD_IMAGES
+    if side < int(square) or shard_images < 1 or not known:
         raise ValueError(
-            f"side={side}, square={square}, shard_images={shard_images}, interpolation={interpolation!r}, bad_images={bad_images!r} is "
-            "impossible: side is at least 0 (1 with square), shard_images at least 1, interpolation one of "
+            f"side={side}, square={square}, shard_images={shard_images}, "
+            f"interpolation={interpolation!r}, bad_images={bad_images!r} is impossible: side is at "
+            "least 0 (1 with square), shard_images at least 1, interpolation one of "
             f"{', '.join(INTERPOLATIONS)}, bad_images one of {', '.join(BAD_IMAGES)}"
         )
-    options = {"side": side, "square": square, "interpolation": interpolation}
-    settings = options | {"shard_images": shard_images, "source": source.fingerprint()}
+    resizing = Resizing(side, square, interpolation)
+    settings = dataclasses.asdict(resizing)
+    settings |= {"shard_images": shard_images, "source": source.fingerprint()}
     finished, folder = out / source.split, out / f".{source.split}.partial"
-    place = finished if finished.is_dir() else folder
-    known = (place / "settings.json").is_file()
-    if finished.is_dir() and not known:
-        raise ValueError(f"{finished} is there and was not written by this program: choose another folder")
-    if known and (there := json.loads((place / "settings.json").read_text())) != settings:
-        changed = [f"{name}: {there.get(name)!r}, now {value!r}" for name, value in settings.items() if there.get(name) != value]
-        raise ValueError(f"{place} was prepared in another way ({'; '.join(changed)}): remove it, or choose another folder")
     if finished.is_dir():
-        if bad_images == "error" and (skipped := len(json.loads((finished / "about.json").read_text())["skipped"])):
-            raise ValueError(f"{finished} was prepared without {skipped:,} images: accept that with --bad_images=skip, or remove it")
+        _check_settings(finished, settings)
+        _check_skipped(finished, bad_images)
         print(f"{finished} is there already")
         return finished
-    if not known:
+    if (folder / "settings.json").is_file():
+        _check_settings(folder, settings)
+    else:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / "settings.tmp"
-        temporary.write_text(json.dumps(settings, indent=1) + "\n")
-        temporary.replace(folder / "settings.json")
-    count = len(source.labels)
-    shards = [(folder / f"images-{k:05}", first, min(first + shard_images, count)) for k, first in enumerate(range(0, count, shard_images))]
-    progress = Progress(f"{source.name} {source.split}", count)
-    todo = [shard for shard in shards if not shard[0].with_suffix(".json").is_file()]
-    if len(todo) < len(shards):
-        progress.add(sum(stop - start for _, start, stop in shards) - sum(stop - start for _, start, stop in todo))
-    for examined, _ in in_pool(write_shard, [(source, *shard, options) for shard in todo], workers=workers):
-        progress.add(examined)
-    facts = [json.loads(shard.with_suffix(".json").read_text()) for shard, *_ in shards]
-    bad = [one for fact in facts for one in fact["bad"]]
-    if bad and bad_images == "error":
-        for shard, fact in zip(shards, facts, strict=True):
-            if fact["bad"]:  # made anew when they are mended
-                shard[0].with_suffix(".json").unlink()
-        told = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
-        raise ValueError(f"{len(bad)} of {count:,} images cannot be used; mend them, or leave them out with --bad_images=skip:{told}")
-    examples = [example for fact in facts for example in fact["examples"]]
-    write_index(
-        folder,
-        labels=source.labels[examples].tolist(),
-        names=[source.example_name(example) for example in examples],
-        class_names=source.about["class_names"],
-        name=source.name,
-        split=source.split,
-    )
-    np.save(folder / "shapes.npy", np.array([shape for fact in facts for shape in fact["shapes"]], np.int32))
-    write_about(
-        folder,
-        resized=f"centre cut to {side} x {side}" if square else f"short side at most {side}" if side else "as it was",
-        interpolation=interpolation,
-        skipped=bad,
-        shards=[
-            {"file": shard.with_suffix(".bin").name, "examples": len(fact["examples"]), "bytes": fact["bytes"], "sha256": fact["sha256"]}
-            for (shard, *_), fact in zip(shards, facts, strict=True)
-            if fact["examples"]
-        ],
-    )
-    for shard, *_ in shards:
-        shard.with_suffix(".json").unlink()
+        write_file(folder / "settings.json", json.dumps(settings, indent=1) + "\n")
+    facts = _write_shards(source, folder, shard_images, resizing, workers)
+    if bad_images == "error":
+        _refuse_bad(facts, len(source.labels))
+    _write_packed_index(source, folder, facts, resizing)
+    for place in facts:
+        place.with_suffix(".json").unlink()
     folder.rename(finished)
     return finished
 
 
+def _check_settings(place: Path, settings: dict[str, Any]) -> None:
+    """Rejects a folder that was prepared with other settings, or by another program."""
+    file = place / "settings.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{place} is there and was not written by this program: choose another folder"
+        )
+    there = json.loads(file.read_text())
+    changed = [
+        f"{name}: {there.get(name)!r}, now {value!r}"
+        for name, value in settings.items()
+        if there.get(name) != value
+    ]
+    if changed or there.keys() != settings.keys():
+        raise ValueError(
+            f"{place} was prepared in another way ({'; '.join(changed)}): "
+            "remove it, or choose another folder"
+        )
+
+
+def _check_skipped(finished: Path, bad_images: str) -> None:
+    """Rejects a finished split with skipped images, unless skipping is allowed."""
+    skipped = len(json.loads((finished / "about.json").read_text())["skipped"])
+    if bad_images == "error" and skipped:
+        raise ValueError(
+            f"{finished} was prepared without {skipped:,} images: "
+            "accept that with --bad_images=skip, or remove it"
+        )
+
+
+def _write_shards(
+    source: Source, folder: Path, shard_images: int, resizing: Resizing, workers: int
+) -> dict[Path, dict[str, Any]]:
+    """Writes missing shards; returns the metadata of all shards by path."""
+    count = len(source.labels)
+    counter = ImageCounter(f"{source.name} {source.split}", count)
+    places, jobs, kept = [], [], 0
+    for number, start in enumerate(range(0, count, shard_images)):
+        place, stop = folder / f"images-{number:05}", min(start + shard_images, count)
+        places.append(place)
+        if place.with_suffix(".json").is_file():
+            kept += stop - start
+        else:
+            jobs.append((source, place, start, stop, resizing))
+    if kept:
+        counter.add(kept)
+    for facts in run_jobs(write_shard, jobs, workers=workers):
+        counter.add(len(facts["examples"]) + len(facts["bad"]))
+    return {place: json.loads(place.with_suffix(".json").read_text()) for place in places}
+
+
+def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
+    """Raises an error that lists unusable images; the next run rewrites their shards."""
+    bad = [one for fact in facts.values() for one in fact["bad"]]
+    if not bad:
+        return
+    for place, fact in facts.items():
+        if fact["bad"]:
+            place.with_suffix(".json").unlink()
+    lines = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
+    raise ValueError(
+        f"{len(bad)} of {count:,} images cannot be used; "
+        f"mend them, or leave them out with --bad_images=skip:{lines}"
+    )
+
+
+def _write_packed_index(
+    source: Source, folder: Path, facts: dict[Path, dict[str, Any]], resizing: Resizing
+) -> None:
+    """Writes the index of the packed split, see `rope_jax.data.sources.packed`."""
+    examples = [example for fact in facts.values() for example in fact["examples"]]
+    write_index(
+        folder,
+        labels=source.labels[examples],
+        names=[source.example_name(example) for example in examples],
+        class_names=source.class_names,
+        name=source.name,
+        split=source.split,
+    )
+    shapes = [shape for fact in facts.values() for shape in fact["shapes"]]
+    np.save(folder / "shapes.npy", np.array(shapes, np.int32))
+    shards = [
+        {
+            "file": f"{place.name}.bin",
+            "examples": len(fact["examples"]),
+            "bytes": fact["bytes"],
+            "sha256": fact["sha256"],
+        }
+        for place, fact in facts.items()
+        if fact["examples"]
+    ]
+    write_about(
+        folder,
+        resized=str(resizing),
+        interpolation=resizing.interpolation,
+        skipped=[one for fact in facts.values() for one in fact["bad"]],
+        shards=shards,
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The program; returns its exit status."""
-    parser = argparse.ArgumentParser("python -m rope_jax.data.prepare", description=__doc__.splitlines()[0])
-    arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the packed set")
-    parser.add_argument("--side", type=int, default=256, help="short side in pixels; 0: as it is (default: 256)")
-    parser.add_argument("--square", action="store_true", help="keep only the centre, side x side")
-    parser.add_argument("--interpolation", default="bicubic", choices=INTERPOLATIONS)
-    parser.add_argument("--bad_images", default="error", choices=BAD_IMAGES, help="what to do where an image cannot be used")
-    parser.add_argument("--shard_images", type=int, default=4096, help="images in a file (default: 4096, of about a gigabyte)")
-    asked = parser.parse_args(argv)
-    options = {name: value for name, value in vars(asked).items() if name not in ("source", "path", "splits", "out")}
+    """Runs the command; returns its exit status."""
+    summary = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser("python -m rope_jax.data.prepare", description=summary)
+    add_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the packed set")
+    pixels = "short side in pixels; 0: as it is (default: 256)"
+    add("--side", type=int, default=256, help=pixels)
+    add("--square", action="store_true", help="keep only the centre, side x side")
+    add("--interpolation", default="bicubic", choices=INTERPOLATIONS)
+    policy = "for images that cannot be used (default: error)"
+    add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
+    number = "images in a file (default: 4096, of about a gigabyte)"
+    add("--shard_images", type=int, default=4096, help=number)
+    options = vars(parser.parse_args(argv))
+    kind, path, splits, out = (options.pop(name) for name in ("source", "path", "splits", "out"))
     try:
-        for split in asked.splits.split(","):
-            print(f"written: {prepare(open_source(asked.source, asked.path, split), asked.out, **options)}")
+        for split in splits.split(","):
+            print(f"written: {prepare(open_source(kind, path, split), out, **options)}")
     except (ValueError, OSError, DeadWorker) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

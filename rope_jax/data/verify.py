@@ -1,25 +1,60 @@
-"""Decodes every image of a set and lists those that cannot be used: `python -m rope_jax.data.verify --source=folder --path=PATH`.
+"""Decodes every image of a set and lists those that cannot be used.
 
-The exit status is 0 where all can, 1 where some cannot, 2 where the set cannot be opened. `--report` writes what was found as JSON.
+    python -m rope_jax.data.verify --source=folder --path=PATH
+
+The exit status is 0 if all images can be used, 1 if some cannot, and 2 if the set cannot be opened.
+`--report` writes the result as JSON.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from rope_jax.data.decode import decode_image
-from rope_jax.data.index import Source
-from rope_jax.data.packed import Packed
-from rope_jax.data.pool import Progress, arguments, in_pool
+from rope_jax.data.images.decode import decode_image
+from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
 from rope_jax.data.sources import open_source
+from rope_jax.data.sources.index import Source
 from rope_jax.data.workers import DeadWorker
 
 _JOB = 256  # images
 
 
-def bad_images(source: Source, start: int, stop: int) -> list[dict[str, object]]:
-    """The images from number `start` to `stop` that cannot be read or decoded: `example`, `name` and `reason` of each."""
+def verify(source: Source, *, workers: int) -> dict[str, Any]:
+    """Checks one split.
+
+    Args:
+        source: the images.
+        workers: number of processes; 0 to use this one.
+
+    Returns:
+        `name`, `split`, `images`, `classes`, `empty_classes` (names), `bad` (`example`, `name` and
+        `reason` of each image that cannot be read or decoded), and for packed sets `damaged` (files
+        with a wrong checksum).
+    """
+    count = len(source.labels)
+    counter, bad = ImageCounter(f"{source.name} {source.split}", count), []
+    jobs = [(source, start, min(start + _JOB, count)) for start in range(0, count, _JOB)]
+    for found, examined in run_jobs(_examine, jobs, workers=workers):
+        bad += found
+        counter.add(examined)
+    present = set(source.labels.tolist())
+    names = enumerate(source.class_names)
+    found = {
+        "name": source.name,
+        "split": source.split,
+        "images": count,
+        "classes": len(source.class_names),
+        "empty_classes": [name for label, name in names if label not in present],
+        "bad": sorted(bad, key=lambda one: one["example"]),
+    }
+    damaged = source.damaged()
+    return found if damaged is None else found | {"damaged": damaged}
+
+
+def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]], int]:
+    """The bad images among `start` to `stop`, and how many were examined."""
     bad = []
     for example in range(start, stop):
         try:
@@ -27,61 +62,44 @@ def bad_images(source: Source, start: int, stop: int) -> list[dict[str, object]]
             if isinstance(data, bytes):
                 decode_image(data)
         except (ValueError, OSError) as error:
-            bad.append({"example": example, "name": source.example_name(example), "reason": str(error)})
-    return bad
-
-
-def verify(source: Source, *, workers: int) -> dict[str, object]:
-    """Checks one split.
-
-    Returns:
-        `name`, `split`, `images`, `classes`, `empty_classes` (names), `bad` (see `bad_images`), and of packed sets `damaged` (files whose
-        checksum is wrong).
-    """
-    count = len(source.labels)
-    progress, bad = Progress(f"{source.name} {source.split}", count), []
-    jobs = [(source, start, min(start + _JOB, count)) for start in range(0, count, _JOB)]
-    for found, examined in in_pool(_examine, jobs, workers=workers):
-        bad += found
-        progress.add(examined)
-    present = set(source.labels.tolist())
-    return {
-        "name": source.name,
-        "split": source.split,
-        "images": count,
-        "classes": source.classes,
-        "empty_classes": [name for label, name in enumerate(source.about["class_names"]) if label not in present],
-        "bad": sorted(bad, key=lambda one: one["example"]),
-    } | ({"damaged": source.damaged()} if isinstance(source, Packed) else {})
-
-
-def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, object]], int]:
-    return bad_images(source, start, stop), stop - start
+            name = source.example_name(example)
+            bad.append({"example": example, "name": name, "reason": str(error)})
+    return bad, stop - start
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program; returns its exit status."""
-    parser = argparse.ArgumentParser("python -m rope_jax.data.verify", description=__doc__.splitlines()[0])
-    arguments(parser)
+    """Runs the command; returns its exit status."""
+    summary = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser("python -m rope_jax.data.verify", description=summary)
+    add_arguments(parser)
     parser.add_argument("--report", type=Path, help="a JSON file to write")
     asked = parser.parse_args(argv)
     try:
-        found = [verify(open_source(asked.source, asked.path, split), workers=asked.workers) for split in asked.splits.split(",")]
+        sources = [
+            open_source(asked.source, asked.path, split) for split in asked.splits.split(",")
+        ]
+        results = [verify(source, workers=asked.workers) for source in sources]
     except (ValueError, OSError, DeadWorker) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     if asked.report is not None:
-        asked.report.write_text(json.dumps(found, indent=1) + "\n")
-    for split in found:
-        for one in split["bad"]:
-            print(f"bad: {split['split']} {one['example']} {one['name']}: {one['reason']}")
-        for file in split.get("damaged", []):
-            print(f"damaged: {split['split']} {file}: its checksum is not that of what was written")
-        if split["empty_classes"]:
-            print(f"{split['name']} {split['split']}: {len(split['empty_classes'])} of {split['classes']} classes have no images")
-    number = sum(len(split["bad"]) + len(split.get("damaged", [])) for split in found)
-    print(f"{sum(split['images'] for split in found):,} images, {number} found bad")
-    return int(number > 0)
+        asked.report.write_text(json.dumps(results, indent=1) + "\n")
+    bad = sum(map(_print_result, results))
+    print(f"{sum(result['images'] for result in results):,} images, {bad} found bad")
+    return int(bad > 0)
+
+
+def _print_result(result: dict[str, Any]) -> int:
+    """Lists the findings of `verify`; returns the number of bad images and files."""
+    split, damaged = result["split"], result.get("damaged", [])
+    for one in result["bad"]:
+        print(f"bad: {split} {one['example']} {one['name']}: {one['reason']}")
+    for file in damaged:
+        print(f"damaged: {split} {file}: its checksum is not that of what was written")
+    if empty := len(result["empty_classes"]):
+        name = f"{result['name']} {split}"
+        print(f"{name}: {empty} of {result['classes']} classes have no images")
+    return len(result["bad"]) + len(damaged)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Examples made by worker processes, through grain.
+"""Examples created by worker processes, through grain.
 
-The stream is cut into pieces, numbered from where it starts; worker k of w makes pieces k, k + w, ... A piece is a pure function of its
-number, so neither the number of workers nor where a run was interrupted changes what comes out.
+The stream is cut into numbered pieces; worker k of w creates pieces k, k + w, ... A piece is a pure
+function of its number, so that the stream depends neither on the number of workers nor on
+interruptions.
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -20,16 +22,16 @@ from absl import flags
 
 Batch = dict[str, np.ndarray]
 
-_PIECE = 32  # examples: small, so that the first batch comes soon and little waits in memory
+_PIECE = 32  # examples; few, so that the first batch is ready soon and few are held in memory
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class DeadWorker(RuntimeError):
-    """A worker process ended before its time."""
+    """A worker process ended prematurely."""
 
 
 class _Pieces:
-    """What grain reads: piece number -> examples."""
+    """A map from piece number to examples, as a source for grain."""
 
     def __init__(self, make: Callable[[int, int], Batch], start: int, stop: int | None):
         self._make, self._start, self._stop = make, start, stop
@@ -42,56 +44,61 @@ class _Pieces:
         return self._make(first, first + _PIECE)
 
 
-def in_processes(make: Callable[[int, int], Batch], size: int, step: int, *, workers: int, stop: int | None) -> Iterator[Batch]:
-    """Batches made by worker processes.
+def in_processes(
+    make: Callable[[int, int], Batch], size: int, step: int, *, workers: int, stop: int | None
+) -> Iterator[Batch]:
+    """Batches created by worker processes.
 
     Args:
-        make: (start, stop) -> the examples of the stream from one number to another; is pickled.
+        make: (start, stop) -> examples of the stream; picklable.
         size: examples in a batch.
         step: the first one.
-        workers: number of processes, at least 1. They ignore Ctrl-C, which is for the process that started them, and end with it.
-        stop: number at which the stream ends; None for never. The last batch is as long as the others.
+        workers: number of processes, at least 1. They ignore Ctrl-C, which the parent process
+            handles, and end with that process.
+        stop: step at which the stream ends; None for never.
 
     Yields:
         arrays by name, of `size` examples each (`bad`: of any length).
 
     Raises:
         DeadWorker: a worker was killed or crashed.
-        Exception: whatever `make` raises.
+        Exception: any that `make` raises.
     """
     try:
         import grain
         import grain.experimental
     except ImportError as error:
-        raise ValueError("data workers need grain: pip install 'rope_jax[data]', or set workers to 0") from error
-    if not flags.FLAGS.is_parsed():  # grain reads flags, also in programs that have none
+        raise ValueError(
+            "data workers need grain: pip install 'rope_jax[data]', or set workers to 0"
+        ) from error
+    if not flags.FLAGS.is_parsed():  # grain reads absl flags, even in programs without any
         flags.FLAGS.mark_as_parsed()
 
-    start = step * size
-    if stop is not None:
-        stop = -(-stop // size) * size  # whole batches
-    pieces = grain.MapDataset.source(_Pieces(make, start, stop)).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    # Images go through shared memory, labels with the message.
-    pieces = grain.experimental.WithOptionsIterDataset(pieces, grain.experimental.DatasetOptions(min_shm_size=1 << 14))
-    pieces = pieces.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2), worker_init_fn=_start_worker)
+    end = None if stop is None else stop * size
+    pieces = grain.MapDataset.source(_Pieces(make, step * size, end))
+    pieces = pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    # Images are sent through shared memory, labels with the message.
+    options = grain.experimental.DatasetOptions(min_shm_size=1 << 14)
+    pieces = grain.experimental.WithOptionsIterDataset(pieces, options)
+    processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+    pieces = pieces.mp_prefetch(processes, worker_init_fn=_start_worker)
     before = set(multiprocessing.active_children())
     iterator = iter(pieces)
     try:
         with _shielded():
             piece, used = next(iterator), 0
         crew = {child.pid: child for child in set(multiprocessing.active_children()) - before}
-        while True:
+        for _ in itertools.count() if stop is None else range(step, stop):
             parts, missing = [], size
             while missing:
                 if used == len(piece["label"]):
                     piece, used = _next(iterator, crew), 0
                 taken = min(missing, len(piece["label"]) - used)
-                parts.append({name: array if name == "bad" else array[used : used + taken] for name, array in piece.items()})
+                part = slice(used, used + taken)
+                rows = {name: array[part] for name, array in piece.items() if name != "bad"}
+                parts.append(rows | {"bad": piece["bad"]})
                 used, missing = used + taken, missing - taken
             yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            start += size
-            if stop is not None and start >= stop:
-                return
     finally:
         iterator.close()
 
@@ -100,11 +107,13 @@ def _next(iterator: Iterator[Batch], crew: dict[int, BaseProcess]) -> Batch:
     try:
         return next(iterator)
     except RuntimeError as error:
-        if not (ended := {pid: child.exitcode for pid, child in crew.items() if child.exitcode is not None}):
+        codes = {pid: child.exitcode for pid, child in crew.items()}
+        ended = [f"process {pid} ({_reason(c)})" for pid, c in codes.items() if c is not None]
+        if not ended:
             raise
-        names = ", ".join(f"process {pid} ({_reason(code)})" for pid, code in ended.items())
         raise DeadWorker(
-            f"a data worker ended before its time: {names}. Killed workers usually ran out of memory: use fewer, or smaller batches"
+            f"a data worker ended before its time: {', '.join(ended)}. "
+            "Killed workers usually ran out of memory: use fewer, or smaller batches"
         ) from error
 
 
@@ -118,8 +127,8 @@ def _reason(exitcode: int) -> str:
 
 @contextlib.contextmanager
 def _shielded() -> Iterator[None]:
-    """Processes started inside are born with the stop signals blocked: Ctrl-C must not end them while the parent saves."""
-    multiprocessing.resource_tracker.ensure_running()  # it would unblock them
+    """Starts processes with the stop signals blocked: Ctrl-C must not end them during a save."""
+    multiprocessing.resource_tracker.ensure_running()  # which would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -135,6 +144,6 @@ def _start_worker(number: int, workers: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, which would wait for ever."""
+    """Ends this worker together with its parent, even if the parent is killed."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

@@ -1,8 +1,7 @@
-"""Transformer blocks, and how a stack of them runs: one after the other, or as one compiled block in a scan over the layers."""
+"""Transformer blocks, and running a stage of them: one by one, or in a scan over layers."""
 
-import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,36 +11,50 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import SelfAttention
-from rope_jax.models.layers import FEED_FORWARD, LayerScale, layer_norm
+from rope_jax.models.layers import FEED_FORWARD, layer_norm, layer_scale
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid
-from rope_jax_kernels.attention.patterns import Pattern
+from rope_jax_kernels import Pattern
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); either branch with a LayerScale where `options.layer_scale` is given."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), each branch with an optional LayerScale."""
 
     def __init__(self, options: Any, *, rngs: nnx.Rngs, dtypes: dict):
-        width = options.width
-        norm = functools.partial(layer_norm, width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
-        scale = lambda: None if options.layer_scale is None else LayerScale(width, options.layer_scale, dtypes["param_dtype"])
-        self.norm1, self.norm2 = norm(), norm()
-        self.attn = SelfAttention(width, options.heads, qkv_bias=options.qkv_bias, k_bias=options.k_bias, rngs=rngs, dtypes=dtypes)
-        self.mlp = FEED_FORWARD[options.feed_forward](width, int(width * options.mlp_ratio), rngs=rngs, dtypes=dtypes)
-        self.scale1, self.scale2 = scale(), scale()
+        width, hidden = options.width, int(options.width * options.mlp_ratio)
+        self.norm1 = layer_norm(width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        self.norm2 = layer_norm(width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        self.attn = SelfAttention(
+            width,
+            options.heads,
+            qkv_bias=options.qkv_bias,
+            k_bias=options.k_bias,
+            rngs=rngs,
+            dtypes=dtypes,
+        )
+        feed_forward = FEED_FORWARD[options.feed_forward]
+        self.mlp = feed_forward(width, hidden, rngs=rngs, dtypes=dtypes)
+        self.scale1 = layer_scale(width, options.layer_scale, dtypes["param_dtype"])
+        self.scale2 = layer_scale(width, options.layer_scale, dtypes["param_dtype"])
 
     def __call__(
-        self, x: Float[Array, "B L C"], grid: Grid, pattern: Pattern, terms: Terms, drop: float | Array, key: Array | None
+        self,
+        x: Float[Array, "B L C"],
+        grid: Grid,
+        pattern: Pattern,
+        terms: Terms,
+        drop: float | Array,
+        key: Array | None,
     ) -> Float[Array, "B L C"]:
-        """Returns the tokens [B, P + H*W, C] after this block.
+        """Returns the tokens after this block.
 
         Args:
-            x: tokens in reading order, prefix tokens first.
+            x: tokens in reading order, prefix tokens first, L = P + H*W.
             grid: (H, W).
-            pattern: what attends to what.
-            terms: of this layer, see `Terms.layer`.
+            pattern: attention pattern.
+            terms: position terms of this layer, see `Terms.layer`.
             drop: probability of dropping either branch.
-            key: for that; None (evaluation) drops nothing.
+            key: for drop path; None (evaluation) drops nothing.
         """
         keys = (None, None) if key is None else jax.random.split(key)
         branch = self.attn(self.norm1(x), grid, pattern, terms)
@@ -50,57 +63,60 @@ class Block(nnx.Module):
         return x + drop_path(branch if self.scale2 is None else self.scale2(branch), drop, keys[1])
 
 
-def drop_path(branch: Float[Array, "B ..."], rate: float | Array, key: Array | None) -> Float[Array, "B ..."]:
-    """Drops a residual branch for whole examples with probability `rate` and scales the others up (arXiv 1603.09382); no key, no drop."""
+def drop_path(
+    branch: Float[Array, "B ..."], rate: float | Array, key: Array | None
+) -> Float[Array, "B ..."]:
+    """Drops a residual branch for whole examples and scales the others up (arXiv 1603.09382).
+
+    Args:
+        branch: output of the branch.
+        rate: probability of dropping it.
+        key: None drops nothing.
+    """
     if key is None or (not isinstance(rate, jax.Array) and rate == 0.0):
         return branch
     keep = 1 - jnp.asarray(rate, jnp.float32)
     kept = jax.random.bernoulli(key, keep, (branch.shape[0],) + (1,) * (branch.ndim - 1))
-    # A product with a number for each example: to choose between arrays, the backward pass would keep a mask as large as they are.
+    # A factor per example; a select would save a mask as large as the branch for the backward pass.
     return branch * jnp.where(kept, 1 / keep, 0).astype(branch.dtype)
 
 
 def drop_path_rates(rate: float, depth: int, schedule: str = "linear") -> tuple[float, ...]:
-    """The rate of each of `depth` blocks: "linear" from 0 in the first to `rate` in the last, or "constant"."""
-    return (rate,) * depth if schedule == "constant" else tuple(np.linspace(0, rate, depth).tolist())
-
-
-def check_drop_path(rate: float) -> None:
-    """Refuses an option `drop_path` that is no probability below 1."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"drop_path={rate} is not allowed; it must be at least 0 and below 1")
-
-
-def training_keys(train: bool, key: Array | None, rate: float, count: int, *, augments: bool = False) -> Sequence[Array | None]:
-    """`count` keys for a forward pass in training, or as many Nones.
-
-    Raises:
-        ValueError: there is no key, and drop path of `rate` needs one, or a position that augments its coordinates does.
-    """
-    if train and key is None and rate > 0:
-        raise ValueError("train=True needs a key for drop path: pass key=jax.random.key(...), or create the model with drop_path=0")
-    if train and key is None and augments:
-        raise ValueError("train=True needs a key for the position, which draws its coordinates in training: pass key=jax.random.key(...)")
-    return [None] * count if not train or key is None else list(jax.random.split(key, count))
+    """Drop-path rate of each block: "linear" from 0 to `rate`, or "constant"."""
+    if schedule == "constant":
+        return (rate,) * depth
+    return tuple(np.linspace(0, rate, depth).tolist())
 
 
 def make_blocks(make: Callable[[], nnx.Module], depth: int, *, scan: bool) -> nnx.List | nnx.Module:
-    """Makes `depth` equal blocks: a list or, to be scanned, one block whose parameters have the layer as their first axis.
+    """Creates `depth` blocks, with the same initial weights either way.
 
-    The numbers are the same ones either way.
+    Args:
+        make: creates one block.
+        depth: number of blocks.
+        scan: return one block whose parameters have the layer as their first axis, for a scan.
     """
     blocks = [make() for _ in range(depth)]
     return stack_blocks(blocks) if scan else nnx.List(blocks)
 
 
 def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
-    """One block with the parameters of all; each says by `layers=True` that its first axis is the layer."""
+    """One block with the stacked parameters of all blocks, marked with `layers=True`."""
     graph, _ = nnx.split(blocks[0])
     states = [nnx.state(block) for block in blocks]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     for _, variable in nnx.to_flat_state(stacked):
         variable.set_metadata(layers=True)
     return nnx.merge(graph, stacked)
+
+
+def list_blocks(blocks: nnx.List | nnx.Module, depth: int) -> nnx.List:
+    """The blocks of `make_blocks` as a list, stacked or not."""
+    if isinstance(blocks, nnx.List):
+        return blocks
+    graph, state = nnx.split(blocks)
+    layers = [jax.tree.map(operator.itemgetter(layer), state) for layer in range(depth)]
+    return nnx.List([nnx.merge(graph, layer) for layer in layers])
 
 
 def run_blocks(
@@ -113,70 +129,98 @@ def run_blocks(
     *,
     position_key: Array | None,
     key: Array | None,
-) -> Float[Array, "B L C"]:
-    """Sends tokens through all blocks of a stage, with what the stage's scheme has to say in each.
+    extras: Sequence[tuple] | None = None,
+) -> Iterator[Array]:
+    """Yields the tokens [B, L, C] after each block of a stage; only the last for stacked blocks.
 
     Args:
         blocks: from `make_blocks`; they are called as `Block` is.
-        x: [B, P + H*W, C], see `Block`.
+        x: tokens before the first block.
         grid: (H, W).
-        patterns: of each layer.
-        position: the stage's scheme.
-        rates: of drop path in each layer.
+        patterns: attention pattern of each layer.
+        position: positional scheme of the stage.
+        rates: drop-path rate of each layer.
         position_key: for schemes that augment coordinates in training, or None.
         key: for drop path, or None.
+        extras: additional arguments of each block; only for blocks in a list.
     """
     terms = position.terms(grid, position_key)
-    keys = None if key is None else jax.random.split(key, len(rates))
+    depth = len(rates)
     if not isinstance(blocks, nnx.List):
-        return _scanned(blocks, x, grid, patterns, position, terms, rates, keys)
-    for layer, (block, pattern, rate) in enumerate(zip(blocks, patterns, rates, strict=True)):
-        x = block(x, grid, pattern, terms.layer(layer), rate, None if keys is None else keys[layer])
+        keys = None if key is None else jax.random.split(key, depth)
+        yield _scanned(blocks, x, grid, patterns, position, terms, rates, keys)
+        return
+    keys = [None] * depth if key is None else jax.random.split(key, depth)
+    extras = [()] * depth if extras is None else extras
+    layers = zip(blocks, patterns, rates, keys, extras, strict=True)
+    for layer, (block, pattern, rate, own_key, extra) in enumerate(layers):
+        x = block(x, grid, pattern, terms.layer(layer), rate, own_key, *extra)
         x = position.mix(x, grid, layer)
-    return x
+        yield x
+
+
+def last(items: Iterator[Array]) -> Array:
+    """The last of an iterator's arrays."""
+    for item in items:
+        found = item
+    return found
 
 
 def _scanned(
     block: nnx.Module,
-    x: Array,
+    x: Float[Array, "B L C"],
     grid: Grid,
     patterns: Sequence[Pattern],
     position: Position,
     terms: Terms,
     rates: Sequence[float],
     keys: Array | None,
-) -> Array:
-    """`run_blocks` on one stacked block. The scan is interrupted after layers where the scheme mixes tokens."""
+) -> Float[Array, "B L C"]:
+    """Tokens after stacked blocks; the scan is split wherever the scheme mixes tokens."""
     graph, state = nnx.split(block)
     depth = len(rates)
     inputs = (state, terms.per_layer(), jnp.asarray(rates, jnp.float32), keys)
 
-    def one(x: Array, inputs: Any, pattern: Pattern) -> Array:
+    def run_layer(x: Array, inputs: Any, pattern: Pattern) -> Array:
         state, own, rate, key = inputs
         return nnx.merge(graph, state)(x, grid, pattern, terms.with_layer(own), rate, key)
 
     first = 0
-    for last in sorted({*position.mix_after(depth), depth - 1}):
-        layers = slice(first, last + 1)
-        x = _scan_run(one, x, jax.tree.map(operator.itemgetter(layers), inputs), patterns[layers])
-        x = position.mix(x, grid, last)
-        first = last + 1
+    for end in sorted({*position.mix_after(depth), depth - 1}):
+        layers = slice(first, end + 1)
+        own = jax.tree.map(operator.itemgetter(layers), inputs)
+        x = _scan_layers(run_layer, x, own, patterns[layers])
+        x = position.mix(x, grid, end)
+        first = end + 1
     return x
 
 
-def _scan_run(one: Callable, x: Array, inputs: Any, patterns: Sequence[Pattern]) -> Array:
-    """Scans over layers. A round is the shortest run of patterns that repeats: two layers where every second window is shifted."""
+def _scan_layers(
+    run_layer: Callable, x: Array, inputs: Any, patterns: Sequence[Pattern]
+) -> Float[Array, "B L C"]:
+    """Scans over layers, in rounds of the shortest sequence of patterns that repeats.
+
+    For example, rounds of two layers if every second window is shifted.
+    """
     count = len(patterns)
-    period = next(n for n in range(1, count + 1) if all(patterns[i] == patterns[i % n] for i in range(count)))
+    period = next(
+        n for n in range(1, count + 1) if all(patterns[i] == patterns[i % n] for i in range(count))
+    )
     rounds = count // period if count > period else 0
+    scanned = rounds * period
 
     def run(x: Array, inputs: Any, layers: range) -> Array:
         for layer in layers:
-            x = one(x, jax.tree.map(operator.itemgetter(layer), inputs), patterns[layer])
+            own = jax.tree.map(operator.itemgetter(layer), inputs)
+            x = run_layer(x, own, patterns[layer])
         return x
 
-    scanned = rounds * period
+    def run_round(x: Array, inputs: Any) -> tuple[Array, None]:
+        return run(x, inputs, range(period)), None
+
+    def group(leaf: Array) -> Array:
+        return leaf[:scanned].reshape(rounds, period, *leaf.shape[1:])
+
     if rounds:
-        grouped = jax.tree.map(lambda leaf: leaf[:scanned].reshape(rounds, period, *leaf.shape[1:]), inputs)
-        x, _ = jax.lax.scan(lambda x, inputs: (run(x, inputs, range(period)), None), x, grouped)
+        x, _ = jax.lax.scan(run_round, x, jax.tree.map(group, inputs))
     return run(x, inputs, range(scanned, count))

@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import conv_init, fan_in_bias_init, linear_init
+from rope_jax.positions.grids import Grid
 from rope_jax.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
-"""Variables that files of weights hold: what is trained, and the running statistics of batch norms. The rest is computed."""
+"""Variables stored in weight files: trained parameters and running statistics."""
 
 
 class Linear(nnx.Linear):
@@ -27,47 +28,103 @@ class Linear(nnx.Linear):
         if self.dtype == self.kernel.dtype:
             out = super().__call__(rows)
         else:
-            out = affine(rows.astype(self.dtype), self.kernel[...], None if self.bias is None else self.bias[...])
+            bias = None if self.bias is None else self.bias[...]
+            out = affine(rows.astype(self.dtype), self.kernel[...], bias)
         return by_example(out.reshape(*x.shape[:-1], -1))
 
 
 @jax.custom_vjp
-def affine(x: Float[Array, "B I"], kernel: Float[Array, "I O"], bias: Float[Array, " O"] | None) -> Float[Array, "B O"]:
-    """x @ kernel + bias in the dtype of x, where the parameters have a wider one, in which their gradients are summed over all rows.
+def affine(
+    x: Float[Array, "B I"], kernel: Float[Array, "I O"], bias: Float[Array, " O"] | None
+) -> Float[Array, "B O"]:
+    """x @ kernel + bias in the dtype of x, for parameters of a wider dtype.
 
-    By itself XLA would round each device's sum to the dtype of x, and then once more with every device that is added.
+    Gradients of the parameters are summed over all rows in the parameters' dtype. By default, XLA
+    rounds each device's sum to the dtype of x, and the total once more per device.
     """
     out = x @ kernel.astype(x.dtype)
     return out if bias is None else out + bias.astype(x.dtype)
 
 
-def _affine_forward(x: Array, kernel: Array, bias: Array | None) -> tuple[Array, tuple[Array, Array, Array | None]]:
+def _affine_forward(
+    x: Array, kernel: Array, bias: Array | None
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
     return affine(x, kernel, bias), (x, kernel, bias)
 
 
-def _affine_backward(kept: tuple[Array, Array, Array | None], d_out: Array) -> tuple[Array, Array, Array | None]:
+def _affine_backward(
+    kept: tuple[Array, Array, Array | None], d_out: Array
+) -> tuple[Array, Array, Array | None]:
     x, kernel, bias = kept
-    d_kernel = jax.lax.dot_general(x, d_out, (((0,), (0,)), ((), ())), preferred_element_type=kernel.dtype)
-    return d_out @ kernel.astype(x.dtype).T, d_kernel, None if bias is None else d_out.sum(0, dtype=bias.dtype)
+    d_kernel = jax.lax.dot_general(
+        x, d_out, (((0,), (0,)), ((), ())), preferred_element_type=kernel.dtype
+    )
+    d_bias = None if bias is None else d_out.sum(0, dtype=bias.dtype)
+    return d_out @ kernel.astype(x.dtype).T, d_kernel, d_bias
 
 
 affine.defvjp(_affine_forward, _affine_backward)
 
 
-def linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict, use_bias: bool = True) -> Linear:
-    """A dense layer with the initialisation of DeiT, Swin and NAT: normal of 0.02, zero bias."""
+def linear(
+    inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict, use_bias: bool = True
+) -> Linear:
+    """A dense layer initialised as in DeiT, Swin and NAT: normal with std 0.02, zero bias."""
     return Linear(inputs, outputs, use_bias=use_bias, kernel_init=linear_init, rngs=rngs, **dtypes)
 
 
+def torch_linear(
+    inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict, use_bias: bool = True
+) -> Linear:
+    """A dense layer with torch's default initialisation, uniform in +-1/sqrt(inputs)."""
+    init = {"kernel_init": conv_init, "bias_init": fan_in_bias_init(inputs)}
+    return Linear(inputs, outputs, use_bias=use_bias, rngs=rngs, **init, **dtypes)
+
+
+def conv(
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    *,
+    stride: int,
+    padding: int,
+    rngs: nnx.Rngs,
+    dtypes: dict,
+    use_bias: bool = False,
+    kernel_init: Callable = conv_init,
+) -> nnx.Conv:
+    """A convolution with a square kernel, padded with zeros; torch's initialisation by default."""
+    return nnx.Conv(
+        inputs,
+        outputs,
+        (kernel, kernel),
+        strides=stride,
+        padding=padding,
+        use_bias=use_bias,
+        kernel_init=kernel_init,
+        bias_init=fan_in_bias_init(kernel**2 * inputs),
+        rngs=rngs,
+        **dtypes,
+    )
+
+
+def output_size(size: Grid, kernel: int, stride: int, padding: int) -> Grid:
+    """Rows and columns of the output of a convolution or pooling of a map of `size`."""
+    return tuple((n + 2 * padding - kernel) // stride + 1 for n in size)
+
+
 class LayerNorm(nnx.LayerNorm):
-    """Layer normalisation that keeps its input for the backward pass, in the input's dtype, and not three float32 arrays."""
+    """Layer normalisation that is recomputed in the backward pass.
+
+    It saves its input, in the input's dtype, instead of three float32 arrays.
+    """
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         return jax.checkpoint(super().__call__)(x)
 
 
 def layer_norm(features: int, epsilon: float, *, rngs: nnx.Rngs, dtypes: dict) -> LayerNorm:
-    """Layer normalisation over the last axis; the variance in two passes, as torch computes it."""
+    """Layer normalisation of the last axis, with the variance in two passes, as in torch."""
     return LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
 
 
@@ -79,14 +136,16 @@ class Mlp(nnx.Module):
         self.fc2 = linear(hidden, features, rngs=rngs, dtypes=dtypes)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        # Computed again in the backward pass: its derivative needs three arrays, and its input is one.
-        return self.fc2(jax.checkpoint(functools.partial(jax.nn.gelu, approximate=False))(self.fc1(x)))
+        # Recomputed in the backward pass: its derivative needs three arrays, its input is one.
+        gelu = functools.partial(jax.nn.gelu, approximate=False)
+        return self.fc2(jax.checkpoint(gelu)(self.fc1(x)))
 
 
 class SwiGLU(nnx.Module):
-    """Linear, the first half of it through SiLU times the other half, linear (arXiv 2002.05202).
+    """Gated MLP: SiLU of the first half of a linear layer times the other half, then linear.
 
-    Of `hidden` channels it takes two thirds, which makes it as large as the MLP, rounded up to a multiple of 8 (DINOv2, DINOv3).
+    Source: arXiv 2002.05202. Two thirds of the `hidden` channels are used, rounded up to a multiple
+    of 8, which makes it as large as the MLP (DINOv2, DINOv3).
     """
 
     def __init__(self, features: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
@@ -112,61 +171,90 @@ class LayerScale(nnx.Module):
         return x * self.gamma[...].astype(x.dtype)
 
 
+def layer_scale(features: int, initial: float | None, dtype: np.dtype) -> LayerScale | None:
+    """A LayerScale, or None without an initial value."""
+    return None if initial is None else LayerScale(features, initial, dtype)
+
+
 def check_images(images: Array) -> None:
-    """Refuses anything but floating-point images [B, H, W, 3]."""
+    """Raises ValueError for anything but floating-point images [B, H, W, 3]."""
+    shape = f"images have shape {images.shape}"
     if images.ndim != 4 or images.shape[3] != 3:
         raise ValueError(
-            f"images have shape {images.shape}; they must be [B, H, W, 3]: repeat the channel of grey images three times, drop a fourth one"
+            f"{shape}; they must be [B, H, W, 3]: repeat the channel of grey images three times, "
+            "drop a fourth one"
         )
     if 0 in images.shape:
-        raise ValueError(f"images have shape {images.shape}, in which nothing is: pass at least one image of at least one pixel")
+        raise ValueError(f"{shape}, which is empty: pass at least one image of at least one pixel")
     if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise ValueError(f"images have dtype {images.dtype}; they must be floating-point numbers, normalised: (images / 255 - mean) / std")
+        raise ValueError(
+            f"images have dtype {images.dtype}; they must be floating-point numbers, normalised: "
+            "(images / 255 - mean) / std"
+        )
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride is its kernel, as the product of patches and a matrix: its gradient is a matrix product too.
+    """A convolution whose stride is its kernel, as a matrix product of flattened patches.
 
     (XLA computes the gradient of such a convolution 20 times slower on a CPU.)
     """
 
-    def __init__(self, patch_size: int, features: int, *, rngs: nnx.Rngs, dtypes: dict, inputs: int = 3, kernel_init: Callable = conv_init):
-        self.dtype = dtypes["dtype"]
+    def __init__(
+        self,
+        patch_size: int,
+        features: int,
+        *,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+        inputs: int = 3,
+        kernel_init: Callable = conv_init,
+    ):
+        self.dtype, param_dtype = dtypes["dtype"], dtypes["param_dtype"]
         shape = (patch_size, patch_size, inputs, features)
-        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, dtypes["param_dtype"]))
-        self.bias = nnx.Param(fan_in_bias_init(inputs * patch_size**2)(rngs.params(), (features,), dtypes["param_dtype"]))
+        bias_init = fan_in_bias_init(inputs * patch_size**2)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(bias_init(rngs.params(), (features,), param_dtype))
 
     def __call__(self, images: Float[Array, "B H W I"]) -> Float[Array, "B h w C"]:
         kernel, bias = self.kernel[...], self.bias[...]
-        patch, _, channels, features = kernel.shape
+        side, _, channels, features = kernel.shape
         batch, height, width, _ = images.shape
-        patches = images.astype(self.dtype).reshape(batch, height // patch, patch, width // patch, patch, channels)
+        shape = (batch, height // side, side, width // side, side, channels)
+        patches = images.astype(self.dtype).reshape(shape)
         if self.dtype == kernel.dtype:
             return jnp.einsum("bhpwqc,pqcd->bhwd", patches, kernel) + bias
         patches = by_example(patches.transpose(0, 1, 3, 2, 4, 5))
-        rows = affine(patches.reshape(-1, kernel.size // features), kernel.reshape(-1, features), bias)
-        return by_example(rows.reshape(*patches.shape[:3], features))
+        rows = patches.reshape(-1, kernel.size // features)
+        out = affine(rows, kernel.reshape(-1, features), bias)
+        return by_example(out.reshape(*patches.shape[:3], features))
 
 
 class PatchEmbed(nnx.Module):
-    """Non-overlapping patches of images [B, H, W, 3], projected: [B, H / patch, W / patch, C]; optionally normalised."""
+    """Projection of non-overlapping patches, optionally followed by a layer norm."""
 
-    def __init__(self, patch_size: int, features: int, *, norm_epsilon: float | None, rngs: nnx.Rngs, dtypes: dict):
+    def __init__(
+        self,
+        patch_size: int,
+        features: int,
+        *,
+        norm_epsilon: float | None,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
         self.proj = PatchProjection(patch_size, features, rngs=rngs, dtypes=dtypes)
-        self.norm = None if norm_epsilon is None else layer_norm(features, norm_epsilon, rngs=rngs, dtypes=dtypes)
+        make = functools.partial(layer_norm, features, rngs=rngs, dtypes=dtypes)
+        self.norm = None if norm_epsilon is None else make(norm_epsilon)
 
-    def __call__(self, images: Float[Array, "..."]) -> Float[Array, "B h w C"]:
-        check_images(images)
+    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
         x = self.proj(images)
         return x if self.norm is None else self.norm(x)
 
 
-def dtypes_of(dtype: np.dtype) -> dict:
-    """Compute and parameter dtype as flax layers take them: parameters are float32, or float64 when everything is."""
+def dtypes_of(dtype: np.dtype) -> dict[str, np.dtype]:
+    """Compute and parameter dtypes as keyword arguments of flax layers.
+
+    Parameters are float64 for float64 activations and float32 for all others.
+    """
     dtype = jnp.dtype(dtype)
-    return {"dtype": dtype, "param_dtype": param_dtype(dtype)}
-
-
-def param_dtype(dtype: np.dtype) -> np.dtype:
-    """float64 for float64, float32 for everything else."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    wide = dtype == jnp.float64
+    return {"dtype": dtype, "param_dtype": jnp.dtype(jnp.float64 if wide else jnp.float32)}

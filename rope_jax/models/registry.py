@@ -1,28 +1,108 @@
-"""Models by name."""
+"""Models by name, and the options of their families.
+
+Each field of a family's `Options` declares its type and the values that it may have.
+"""
 
 import dataclasses
 import fnmatch
 import os
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax.hints import closest
 from rope_jax.models.pretrained import load_pretrained
+from rope_jax.text import closest, image_pair
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """The allowed values of a field, and the end of the error message for any other."""
+
+    test: Callable[[Any], bool]
+    message: str
+
+
+def one_of(*words: str | None) -> Allowed:
+    """One of a few words, or None if it is among them."""
+    return Allowed(
+        lambda value: value in words, f"is not allowed; use one of {', '.join(map(str, words))}"
+    )
+
+
+_COUNT = Allowed(lambda n: n is None or n >= 1, "must be at least 1")
+Count = Annotated[int, _COUNT]
+OptionalCount = Annotated[int | None, _COUNT]
+CountOrZero = Annotated[int, Allowed(lambda n: n >= 0, "must be at least 0")]
+Positive = Annotated[
+    float, Allowed(lambda x: 0 < x < float("inf"), "is not allowed; it must be above 0")
+]
+Probability = Annotated[
+    float, Allowed(lambda p: 0 <= p < 1, "is not allowed; it must be at least 0 and below 1")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of the options of a family, frozen dataclasses whose fields `create_model` overrides.
+
+    Attributes:
+        fixed: fields that cannot be changed in this family.
+        draws: fields with dropout probabilities, which need a key in training.
+    """
+
+    fixed: ClassVar[tuple[str, ...]] = ()
+    draws: ClassVar[tuple[str, ...]] = ("drop_path",)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in self.fixed and value != field.default:
+                raise ValueError(
+                    f"{field.name}={value!r} is not an option of this family: "
+                    f"leave it at {field.default!r}"
+                )
+            for allowed in getattr(field.type, "__metadata__", ()):
+                if not allowed.test(value):
+                    raise ValueError(f"{field.name}={value!r} {allowed.message}")
+
+    def override(self, model: str, overrides: Mapping[str, Any]) -> "Options":
+        """A copy with some fields changed.
+
+        Args:
+            model: name of the model, for error messages.
+            overrides: values by field.
+
+        Raises:
+            ValueError: an unknown field, or a value that is not of the field's type or range.
+        """
+        known = {field.name: field.type for field in dataclasses.fields(self)}
+        changes = {}
+        for name, value in overrides.items():
+            if name not in known:
+                raise ValueError(f"{model} has no option {name!r}; {closest(name, known)}")
+            kind = getattr(known[name], "__origin__", known[name])  # of Annotated
+            kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+            if type(value) is int and int not in kinds and float in kinds:
+                value = float(value)
+            if type(value) not in kinds and not (value is None and type(None) in kinds):
+                what = getattr(kind, "__name__", kind)
+                raise ValueError(f"{model}: {name}={value!r} must be of type {what}")
+            changes[name] = value
+        return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One named model: its family's class and options, and the defaults of `create_model`."""
+    """A registered model: its family's class and options, and defaults of `create_model`."""
 
     family: Callable[..., nnx.Module]
-    options: Any
+    options: Options
     position: str
     num_classes: int
     image_size: int
@@ -33,18 +113,53 @@ MODELS: dict[str, Entry] = {}
 _DTYPES = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64")]
 
 
-def register(name: str, family: Callable, options: Any, *, position: str, num_classes: int = 1000, image_size: int = 224) -> None:
-    """Enters a model under `name`; options is a frozen dataclass whose fields are the documented overrides."""
+def register(
+    name: str,
+    family: Callable,
+    options: Options,
+    *,
+    position: str,
+    num_classes: int = 1000,
+    image_size: int = 224,
+    **changes: Any,
+) -> None:
+    """Registers a model.
+
+    Args:
+        name: for `create_model`.
+        family: class of the model.
+        options: of the family; its fields are the overrides of `create_model`.
+        position: default positional scheme.
+        num_classes: default number of classes.
+        image_size: default side of images in pixels.
+        **changes: fields of the model's options that differ from `options`.
+    """
+    options = dataclasses.replace(options, **changes)
     MODELS[name] = Entry(family, options, position, num_classes, image_size)
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Names of all models that match a shell-style pattern, sorted: `list_models("deit*")`."""
+    """Names of all models that match a shell-style pattern, sorted.
+
+    >>> import rope_jax
+    >>> rope_jax.list_models("deit_*")
+    ['deit_b16', 'deit_s16', 'deit_ti16']
+
+    Args:
+        pattern: with the wildcards of `fnmatch`.
+    """
     return sorted(fnmatch.filter(MODELS, pattern))
 
 
 def find_model(name: str) -> Entry:
-    """The entry called `name`; ValueError with the closest name where there is none."""
+    """The registered model called `name`.
+
+    >>> find_model("swin_t").position
+    'rpb'
+
+    Raises:
+        ValueError: there is no such model; the message suggests the closest name.
+    """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; {closest(name, list_models())}")
     return MODELS[name]
@@ -61,40 +176,64 @@ def create_model(
     pretrained: bool | str | os.PathLike = False,
     **overrides: Any,
 ) -> nnx.Module:
-    """Makes a backbone with a positional scheme.
+    """Creates a backbone with a positional scheme.
+
+    >>> import jax.numpy as jnp
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="rope2d+ape", depth=1)
+    >>> model(jnp.zeros((2, 8, 8, 3))).shape
+    (2, 10)
+    >>> [features.shape for features in model.features(jnp.zeros((2, 12, 16, 3)))]
+    [(2, 6, 8, 96)]
+
+    Works under `nnx.eval_shape`, which returns shapes without allocating. None selects the model's
+    default for an argument.
 
     Args:
         name: one of `list_models()`.
-        position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)", "rope_mixed+ape", ...
+        position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
+            "rope_mixed+ape", ...
         num_classes: outputs of the head.
-        image_size: pixels, int or (height, width), for parameters whose shape depends on it. Calls accept other sizes.
+        image_size: pixels, a side or (height, width), for parameters whose shape depends on it.
+            Calls accept other sizes.
         seed: of the initial weights.
-        dtype: in which activations are computed. Parameters are float32, or float64 with dtype=float64 (which needs jax_enable_x64).
-        pretrained: False, or a .safetensors or .npz file of official weights, or a hub id; see `pretrained.load_pretrained`. What they
-            expect of images is then in `model.preprocessing`.
-        **overrides: the family's options by name, for example depth=2 (see `ViTOptions`, `SwinOptions`, `NATOptions`, `CATOptions`,
-            `T2TOptions`, `CeiTOptions`, `CCTOptions` in the modules beside this one).
-
-    None stands for the model's own default. Works under `nnx.eval_shape`, which gives shapes without allocating.
+        dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
+            jax_enable_x64).
+        pretrained: False, or a .safetensors or .npz file of weights, or a hub id; see
+            `pretrained.load_pretrained`. `model.preprocessing` then holds the preprocessing that
+            they expect.
+        **overrides: the family's options by name, for example depth=2 (`ViTOptions`,
+            `SwinOptions`, `NATOptions`, `CATOptions`, `T2TOptions`, `CeiTOptions`, `CCTOptions`).
 
     Returns:
-        A module: `model(images[B, H, W, 3], train=False, key=None)` gives logits [B, num_classes], `model.features(images)` maps.
+        A module: `model(images[B, H, W, 3], train=False, key=None)` returns logits
+        [B, num_classes], `model.features(images)` a list of maps [B, h, w, C].
 
     Raises:
-        ValueError: an unknown name, option or scheme, or a combination that cannot be; the message says what to change. And weights that
-            do not fit, see `pretrained.load_pretrained` also for a file that is missing or a package that is not installed.
+        ValueError: an unknown name, option or scheme, an impossible combination, or weights that do
+            not fit; the message suggests what to change.
+        FileNotFoundError: the weights file does not exist.
+        ImportError: a package that reads the weights is not installed.
     """
     entry = find_model(name)
     if pretrained is True:
         raise ValueError(
-            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as 'timm/deit_tiny_patch16_224.fb_in1k'"
+            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
+            "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
-    if position is not None and not isinstance(position, str):
-        raise ValueError(f"position={position!r} must be the text of a scheme, such as 'axial_rope' or 'rope2d(base=50)'")
+    position = entry.position if position is None else position
+    if not isinstance(position, str):
+        raise ValueError(
+            f"position={position!r} must be the text of a scheme, such as 'axial_rope' or "
+            "'rope2d(base=50)'"
+        )
+    num_classes = entry.num_classes if num_classes is None else num_classes
+    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
+        raise ValueError(f"num_classes={num_classes!r} must be a whole number of at least 1")
     model = entry.family(
-        model_options(name, overrides),
-        position=entry.position if position is None else position,
-        num_classes=_positive("num_classes", entry.num_classes if num_classes is None else num_classes),
+        entry.options.override(name, overrides),
+        position=position,
+        num_classes=int(num_classes),
         image_size=image_pair(entry.image_size if image_size is None else image_size),
         dtype=_compute_dtype(dtype),
         rngs=nnx.Rngs(seed),
@@ -104,39 +243,6 @@ def create_model(
     return model
 
 
-def model_options(name: str, overrides: dict[str, Any]) -> Any:
-    """The options of a model with some overridden; ValueError names an unknown one, or a value of another type."""
-    options = find_model(name).options
-    known = {field.name: field.type for field in dataclasses.fields(options)}
-    for key in overrides:
-        if key not in known:
-            raise ValueError(f"{name} has no option {key!r}; {closest(key, known)}")
-    return dataclasses.replace(options, **{key: _of_kind(f"{name}: {key}", value, known[key]) for key, value in overrides.items()})
-
-
-def _of_kind(what: str, value: Any, kind: Any) -> Any:
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if type(value) is int and int not in kinds and float in kinds:
-        return float(value)
-    if type(value) not in kinds and not (value is None and type(None) in kinds):
-        raise ValueError(f"{what}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-    return value
-
-
-def image_pair(size: Any) -> tuple[int, int]:
-    """(height, width) in pixels from an int or a pair; ValueError for anything else."""
-    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n > 0 for n in pair):
-        raise ValueError(f"image size {size!r} must be a positive number of pixels or a pair (height, width) of them")
-    return int(pair[0]), int(pair[1])
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    return int(value)
-
-
 def _compute_dtype(dtype: Any) -> np.dtype:
     try:
         found = jnp.dtype(dtype)
@@ -144,5 +250,8 @@ def _compute_dtype(dtype: Any) -> np.dtype:
         found = None
     if found is None or found not in _DTYPES or found != jax.dtypes.canonicalize_dtype(found):
         name = dtype if found is None else found
-        raise ValueError(f"dtype={name} is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64")
+        raise ValueError(
+            f"dtype={name} is not available; use float32, bfloat16 or float16, or float64 with "
+            "jax_enable_x64"
+        )
     return found

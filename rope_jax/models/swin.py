@@ -1,6 +1,6 @@
-"""Backbones of stages, and Swin: maps of tokens that are halved from stage to stage, while their channels double.
+"""Hierarchical backbones, and Swin: from stage to stage maps halve and channels double.
 
-`Hierarchy` is all that Swin, NAT and DiNAT share, positions included: one scheme for each stage (`rope_jax.positions`).
+`Hierarchy` is the base of Swin, NAT and DiNAT; each stage has its own positional scheme.
 """
 
 import dataclasses
@@ -11,59 +11,69 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.blocks import Block, check_drop_path, drop_path_rates, make_blocks, run_blocks, training_keys
-from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear, param_dtype
-from rope_jax.models.registry import image_pair, register
+from rope_jax.models.backbone import Backbone, patch_grid
+from rope_jax.models.blocks import Block, drop_path_rates, last, make_blocks, run_blocks
+from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear
+from rope_jax.models.registry import Count, OptionalCount, Options, Positive, Probability, register
 from rope_jax.models.vit import ViTOptions
-from rope_jax.positions import Position, Stage, create_position
+from rope_jax.positions import Position, create_position
 from rope_jax.positions.grids import Grid
-from rope_jax.positions.scheme import Sum
-from rope_jax_kernels import Neighborhood, Window
-from rope_jax_kernels.attention.patterns import Pattern
+from rope_jax.positions.scheme import Combined
+from rope_jax.text import image_pair
+from rope_jax_kernels import Neighborhood, Pattern, Window
 
-PATCH = 4  # pixels; the side of a token of the first stage in all of these backbones
+PATCH = 4  # pixels; the side of a token of the first stage of all hierarchical backbones
 
 
 @dataclasses.dataclass(frozen=True)
-class HierarchyOptions:
-    """What backbones of stages have in common; each may be overridden by name in `create_model`.
+class HierarchyOptions(Options):
+    """Options of all hierarchical backbones; each can be overridden by name in `create_model`.
 
     Attributes:
-        width: channels of the first stage; each stage has twice as many as the one before.
+        width: channels of the first stage, doubled in each later one.
         depths, heads: of each stage.
         mlp_ratio: hidden channels of the MLP, relative to the stage's.
-        layer_scale: initial value of the factor on residual branches, or None for no such factor.
-        qkv_bias: whether the projection to q, k, v has a bias.
+        layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
+        qkv_bias: bias of the projection to q, k, v.
         norm_epsilon: of every layer norm.
-        drop_path: probability of dropping a residual branch in training, linear from 0 in the first block to this in the last.
-        scan_layers: whether a stage's blocks are kept as one, with stacked parameters, and run in a scan; see `vit.ViTOptions`.
+        drop_path: probability of dropping a residual branch in training, linear from 0 in the
+            first block to this in the last.
+        scan_layers: run each stage's blocks in a scan, see `ViTOptions`.
     """
 
-    width: int = 96
+    width: Count = 96
     depths: tuple = (2, 2, 6, 2)
     heads: tuple = (3, 6, 12, 24)
-    mlp_ratio: float = 4.0
+    mlp_ratio: Positive = 4.0
     layer_scale: float | None = None
     qkv_bias: bool = True
-    norm_epsilon: float = 1e-5
-    drop_path: float = 0.2
+    norm_epsilon: Positive = 1e-5
+    drop_path: Probability = 0.2
     scan_layers: bool = False
 
     def __post_init__(self):
-        for name in ("depths", "heads"):
-            value = getattr(self, name)
-            if not value or len(value) != len(self.depths) or not all(isinstance(n, int) and n >= 1 for n in value):
-                raise ValueError(f"{name}={value} must be one whole number of at least 1 for each of the {len(self.depths) or 4} stages")
-        if self.width < 1:
-            raise ValueError(f"width={self.width} must be at least 1")
+        super().__post_init__()
+        self.check_per_stage("depths", exact=True)
+        self.check_per_stage("heads", exact=True)
         for stage, heads in enumerate(self.heads):
             if (self.width << stage) % heads:
-                wide = self.width << stage
-                raise ValueError(f"stage {stage + 1} is {wide} wide, which is not divisible by its heads={heads}: change one of them")
-        check_drop_path(self.drop_path)
+                raise ValueError(
+                    f"stage {stage + 1} is {self.width << stage} wide, which is not divisible by "
+                    f"its heads={heads}: change one of them"
+                )
+
+    def check_per_stage(self, name: str, *, exact: bool) -> None:
+        """Raises ValueError unless an option is a tuple of counts, one (or more) per stage."""
+        value, stages = getattr(self, name), len(self.depths)
+        fits = len(value) == stages if exact else len(value) >= stages
+        if not (value and fits and all(isinstance(n, int) and n >= 1 for n in value)):
+            raise ValueError(
+                f"{name}={value} must be one whole number of at least 1 for each of the "
+                f"{stages or 4} stages"
+            )
 
     def of_stage(self, stage: int) -> ViTOptions:
-        """The options of a stage's blocks."""
+        """Options of a stage's blocks."""
         return ViTOptions(
             width=self.width << stage,
             depth=self.depths[stage],
@@ -77,23 +87,27 @@ class HierarchyOptions:
 
 
 class PatchMerging(nnx.Module):
-    """2 x 2 tokens become one: normalised side by side, then projected to twice the channels. Odd maps get a row or column of zeros."""
+    """Concatenates 2 x 2 tokens, normalises them and projects them to twice the channels.
+
+    Odd maps are padded with a row or column of zeros.
+    """
 
     def __init__(self, features: int, norm_epsilon: float, *, rngs: nnx.Rngs, dtypes: dict):
-        self.norm = layer_norm(4 * features, norm_epsilon, rngs=rngs, dtypes=dtypes)
-        self.reduction = linear(4 * features, 2 * features, use_bias=False, rngs=rngs, dtypes=dtypes)
+        wide = 4 * features
+        self.norm = layer_norm(wide, norm_epsilon, rngs=rngs, dtypes=dtypes)
+        self.reduction = linear(wide, 2 * features, use_bias=False, rngs=rngs, dtypes=dtypes)
 
     def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B h w C2"]:
         x = jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, x.shape[2] % 2), (0, 0)))
         batch, height, width, features = x.shape
         x = x.reshape(batch, height // 2, 2, width // 2, 2, features)
-        # Down before across: (even row, even column), (odd, even), (even, odd), (odd, odd).
+        # Rows before columns: (even row, even column), (odd, even), (even, odd), (odd, odd).
         x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, height // 2, width // 2, 4 * features)
         return self.reduction(self.norm(x))
 
 
 class HierarchyStage(nnx.Module):
-    """Blocks on maps of one size, and the scheme that gives them position."""
+    """Blocks on one map, their positional scheme, and the downsampling after them."""
 
     def __init__(
         self,
@@ -106,97 +120,131 @@ class HierarchyStage(nnx.Module):
         rngs: nnx.Rngs,
         dtypes: dict,
     ):
+        def make_block() -> Block:
+            return Block(options, rngs=rngs, dtypes=dtypes)
+
         self.position = position
         self.rates = rates
-        self.blocks = make_blocks(lambda: Block(options, rngs=rngs, dtypes=dtypes), options.depth, scan=scan)
+        self.blocks = make_blocks(make_block, options.depth, scan=scan)
         self.downsample = downsample
 
     def __call__(
-        self, x: Float[Array, "B H W C"], patterns: list[Pattern], position_key: Array | None, key: Array | None
+        self,
+        x: Float[Array, "B H W C"],
+        patterns: list[Pattern],
+        position_key: Array | None,
+        key: Array | None,
     ) -> Float[Array, "B H W C"]:
-        tokens = self.position.embed(x.reshape(x.shape[0], -1, x.shape[3]), x.shape[1:3], position_key)
-        keys = {"position_key": position_key, "key": key}
-        return run_blocks(self.blocks, tokens, x.shape[1:3], patterns, self.position, self.rates, **keys).reshape(x.shape)
+        """The map after the blocks, before downsampling."""
+        grid = x.shape[1:3]
+        tokens = x.reshape(x.shape[0], -1, x.shape[3])
+        tokens = self.position.embed(tokens, grid, position_key)
+        outputs = run_blocks(
+            self.blocks,
+            tokens,
+            grid,
+            patterns,
+            self.position,
+            self.rates,
+            position_key=position_key,
+            key=key,
+        )
+        return last(outputs).reshape(x.shape)
 
 
-class Hierarchy(nnx.Module):
-    """Base of the backbones of stages: a stem, stages with downsampling between them, a norm, and a head that reads the mean token.
+class Hierarchy(Backbone):
+    """Base of hierarchical backbones: stem, stages, norm, and a head on the mean token.
 
-    Absolute embeddings act once, on the first stage's tokens; rotations, biases and what joins every layer act in each stage, made for
-    its map. A family says what its stem, its downsampling and its attention are.
+    Absolute embeddings are added once, to the tokens of the first stage. Rotations, biases and
+    per-layer additions act in each stage, on its map. A family defines stem, downsampling and
+    attention patterns.
     """
 
-    def __init__(self, options: HierarchyOptions, *, position: str, num_classes: int, image_size: Grid, dtype: np.dtype, rngs: nnx.Rngs):
+    hierarchical = True
+
+    def __init__(
+        self,
+        options: HierarchyOptions,
+        *,
+        position: str,
+        num_classes: int,
+        image_size: Grid,
+        dtype: np.dtype,
+        rngs: nnx.Rngs,
+    ):
         dtypes = dtypes_of(dtype)
         self.options = options
         self.prepare(image_size)
         self.patch_embed = self.stem(rngs=rngs, dtypes=dtypes)
         rates = iter(drop_path_rates(options.drop_path, sum(options.depths)))
-        stages = []
+        stages, final = [], len(options.depths) - 1
         for index, grid in enumerate(self.grids(image_size)):
             block = options.of_stage(index)
-            stage = Stage(
-                depth=block.depth,
-                heads=block.heads,
-                head_dim=block.width // block.heads,
-                channels=block.width,
-                grid=grid,
-                pattern=self.pattern(),
-                dtype=param_dtype(dtype),
-            )
+            stage = block.stage(grid, self.pattern(), dtypes["param_dtype"])
             scheme = create_position(position, stage, rngs=rngs)
-            scheme = scheme if index == 0 else _without_embedding(scheme, rngs)
-            last = index + 1 == len(options.depths)
-            downsample = None if last else self.downsample(block.width, rngs=rngs, dtypes=dtypes)
-            own = tuple(itertools.islice(rates, block.depth))
-            stages.append(HierarchyStage(block, scheme, own, downsample, scan=options.scan_layers, rngs=rngs, dtypes=dtypes))
+            if index > 0:
+                scheme = _without_embedding(scheme, rngs)
+            downsample = None
+            if index < final:
+                downsample = self.downsample(block.width, rngs=rngs, dtypes=dtypes)
+            own_rates = tuple(itertools.islice(rates, block.depth))
+            scan = options.scan_layers
+            stages.append(
+                HierarchyStage(
+                    block, scheme, own_rates, downsample, scan=scan, rngs=rngs, dtypes=dtypes
+                )
+            )
         self.stages = nnx.List(stages)
         self.norm = layer_norm(block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         self.head = linear(block.width, num_classes, rngs=rngs, dtypes=dtypes)
 
     def prepare(self, image_size: Grid) -> None:
-        """Settles what depends on the size of images and holds no parameters."""
+        """Sets parameter-free attributes that depend on the image size."""
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
-        """Makes what turns images into the first stage's tokens."""
-        return PatchEmbed(PATCH, self.options.width, norm_epsilon=self.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        """Creates the patch embedding: images [B, H, W, 3] to tokens of the first stage."""
+        width, epsilon = self.options.width, self.options.norm_epsilon
+        return PatchEmbed(PATCH, width, norm_epsilon=epsilon, rngs=rngs, dtypes=dtypes)
 
     def downsample(self, features: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
-        """Makes what stands between two stages, the first of which has `features` channels."""
+        """Creates the downsampling after a stage of `features` channels."""
         return PatchMerging(features, self.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
 
     def pattern(self) -> Window | Neighborhood:
-        """What attends to what, but for shifts and dilations."""
+        """The attention pattern of all blocks, without shifts and dilations."""
         raise NotImplementedError
 
-    def patterns(self, stage: int, grid: Grid) -> list[Pattern]:
-        """What attends to what in each block of a stage on a map of `grid`."""
-        raise NotImplementedError
+    def parts(self) -> dict[str, nnx.Module]:
+        return {f"stages.{index}.": stage for index, stage in enumerate(self.stages)}
 
     def grids(self, image_size: Grid) -> list[Grid]:
-        """Rows and columns of each stage's map of an image of (height, width) pixels; an odd number is halved upwards."""
-        if image_size[0] % PATCH or image_size[1] % PATCH:
-            raise ValueError(
-                f"image size {image_size[0]}x{image_size[1]} is not divisible by the patch size {PATCH}: crop or resize the images"
-            )
-        return [(-(-image_size[0] // (PATCH << stage)), -(-image_size[1] // (PATCH << stage))) for stage in range(len(self.options.depths))]
+        height, width = patch_grid(image_size, PATCH)
+        stages = range(len(self.options.depths))
+        return [(-(-height >> stage), -(-width >> stage)) for stage in stages]
 
     def resize(self, image_size: int | Grid) -> None:
-        """Makes `image_size` (pixels, int or (height, width)) that of creation: position tables are resized by their scheme's rule."""
-        image_size = image_pair(image_size)
-        grids = self.grids(image_size)
-        self.prepare(image_size)
-        for stage, grid in zip(self.stages, grids, strict=True):
-            for _, module in nnx.iter_modules(stage.position):
+        schemes = self.positions(image_size)  # refuses a wrong size before anything is changed
+        self.prepare(image_pair(image_size))
+        for position, _ in schemes:
+            for _, module in nnx.iter_modules(position):
                 if isinstance(module, Position):
                     module.stage = dataclasses.replace(module.stage, pattern=self.pattern())
-            stage.position.resize(grid)
+        super().resize(image_size)
 
-    def _encode(self, images: Array, train: bool, key: Array | None) -> list[Array]:
+    def places(self, image_size: Grid) -> dict[str, int]:
+        areas = [height * width for height, width in self.grids(image_size)]
+        places = {"patch_embed": areas[0], "head": 1}
+        for index, (area, later) in enumerate(itertools.pairwise([*areas, areas[-1]])):
+            places[f"stages.{index}.blocks"] = area
+            places[f"stages.{index}.downsample"] = later
+        return places
+
+    def _encode(
+        self, images: Float[Array, "B h w 3"], train: bool, key: Array | None
+    ) -> list[Float[Array, "B H W C"]]:
         check_images(images)
         grids = self.grids(images.shape[1:3])
-        augments = any(stage.position.augments for stage in self.stages)
-        keys = training_keys(train, key, self.options.drop_path, 2 * len(grids), augments=augments)
+        keys = self.training_keys(train, key, 2 * len(grids))
         x, maps = self.patch_embed(images), []
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             x = stage(x, self.patterns(index, grid), *keys[2 * index : 2 * index + 2])
@@ -204,44 +252,43 @@ class Hierarchy(nnx.Module):
             x = x if stage.downsample is None else stage.downsample(x)
         return [*maps[:-1], self.norm(x)]
 
-    def __call__(self, images: Float[Array, "..."], *, train: bool = False, key: Array | None = None) -> Float[Array, "B classes"]:
-        """Returns logits [B, num_classes] of normalised images [B, H, W, 3]; any H, W that 4 divides."""
+    def __call__(
+        self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
+    ) -> Float[Array, "B classes"]:
         return self.head(self._encode(images, train, key)[-1].mean(axis=(1, 2)))
 
-    def features(self, images: Float[Array, "..."]) -> list[Float[Array, "B H W C"]]:
-        """Returns the maps [B, H, W, C] of all stages before downsampling, strides 4, 8, 16, 32; the last one is normalised."""
+    def features(self, images: Float[Array, "B h w 3"]) -> list[Float[Array, "B H W C"]]:
+        """Maps of all stages before downsampling, strides 4 to 32; the last one is normalised."""
         return self._encode(images, train=False, key=None)
 
 
 def _without_embedding(position: Position, rngs: nnx.Rngs) -> Position:
-    """A scheme for stages after the first, where nothing is added to the tokens: tables for that would be dead parameters."""
-    parts = list(position.parts) if isinstance(position, Sum) else [position]
+    """A scheme without the parts that embed tokens, whose parameters would be unused."""
+    parts = position.schemes()
     kept = [part for part in parts if part.acts != "tokens"]
     if len(kept) == len(parts):
         return position
-    return Position(position.stage, rngs=rngs) if not kept else kept[0] if len(kept) == 1 else Sum(position.stage, kept)
+    if not kept:
+        return Position(position.stage, rngs=rngs)
+    return kept[0] if len(kept) == 1 else Combined(position.stage, kept)
 
 
 @dataclasses.dataclass(frozen=True)
 class SwinOptions(HierarchyOptions):
-    """Swin's options.
+    """Options of Swin.
 
     Attributes:
-        window_size: side of a window in tokens; None for a thirty-second of the image's height and width at creation, and again when
-            `resize` is called, which gives every stage whole windows (Heo et al., section 3.3).
+        window_size: side of a window in tokens; None for a thirty-second of the image's height and
+            width, at creation and in `resize`, so that every stage has whole windows (Heo et al.,
+            section 3.3).
     """
 
-    window_size: int | None = 7
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.window_size is not None and self.window_size < 1:
-            raise ValueError(f"window_size={self.window_size} must be at least 1, or None for a thirty-second of the image")
+    window_size: OptionalCount = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class SwinWindow(Window):
-    """Swin's windows: what `fit` gives is what every part of the model uses, see `Swin`."""
+    """Swin's windows, fitted to a map as described in `Swin`."""
 
     def fit(self, grid: Grid) -> Window:
         """The window on a map of `grid` tokens."""
@@ -252,42 +299,47 @@ class SwinWindow(Window):
 
 
 class Swin(Hierarchy):
-    """Swin transformer: windows, shifted by half their size in every second block (arXiv 2103.14030).
+    """Swin transformer: windows, shifted by half their size in every second block.
 
-    On a map with a side no longer than the windows, for official numbers wherever the official code gives any:
+    Source: arXiv 2103.14030. On a map with a side no longer than the windows:
 
-    - A map that squares of its short side fill is cut into those, and none is shifted (microsoft/Swin-Transformer). A square map is one
-      window; the 7 x 14 tokens of the last stage of a 224 x 448 image are two, be window_size 7 or 14.
-    - Any other map, which that code refuses, and windows that are not square: along an axis where the map is no longer than the window,
-      the window is the map and not shifted, and the other axis is as ever (`rope_jax_kernels.Window.fit`).
+    - If squares of its short side tile the map, they are its windows, without shifts
+      (microsoft/Swin-Transformer). A square map is one window; the 7 x 14 tokens of the last stage
+      of a 224 x 448 image are two, for window_size 7 and 14.
+    - Otherwise, which the official code does not support, and for windows that are not square:
+      along an axis on which the map is no longer than the window, the window spans the map and is
+      not shifted (`rope_jax_kernels.Window.fit`).
 
-    Elsewhere windows that do not divide the map are padded, and padding is masked. Bias tables have the size of the windows that result;
-    official ones, which are square, are resized to it.
+    Maps that the windows do not divide are padded, and padding is masked. Bias tables have the size
+    of the resulting windows; official tables, which are square, are resized to it.
     """
 
     def prepare(self, image_size: Grid) -> None:
-        """See `Hierarchy.prepare`."""
+        height, width = image_size
         side = self.options.window_size
-        if side is None and (image_size[0] % 32 or image_size[1] % 32):
+        if side is None and (height % 32 or width % 32):
             raise ValueError(
-                f"window_size=None stands for a thirty-second of the image, which its size {image_size[0]}x{image_size[1]} does not allow: "
-                "use an image size divisible by 32, or a window_size"
+                "window_size=None stands for a thirty-second of the image, which its size "
+                f"{height}x{width} does not allow: use an image size divisible by 32, or a "
+                "window_size"
             )
-        self.window = (image_size[0] // 32, image_size[1] // 32) if side is None else (side, side)
+        self.window = (height // 32, width // 32) if side is None else (side, side)
+
+    def scale_windows(self) -> None:
+        self.options = dataclasses.replace(self.options, window_size=None)
 
     def pattern(self) -> SwinWindow:
-        """See `Hierarchy.pattern`."""
         return SwinWindow(self.window)
 
-    def patterns(self, stage: int, grid: Grid) -> list[Pattern]:
-        """See `Hierarchy.patterns`."""
-        plain, shifted = self.pattern(), SwinWindow(self.window, (self.window[0] // 2, self.window[1] // 2))
-        return [(shifted if block % 2 else plain).fit(grid) for block in range(self.options.depths[stage])]
+    def patterns(self, part: int, grid: Grid) -> list[Pattern]:
+        plain = self.pattern().fit(grid)
+        shifted = SwinWindow(self.window, (self.window[0] // 2, self.window[1] // 2)).fit(grid)
+        return [shifted if block % 2 else plain for block in range(self.options.depths[part])]
 
 
 _SMALL = {"depths": (2, 2, 18, 2), "drop_path": 0.3}
 _BASE = {"width": 128, "depths": (2, 2, 18, 2), "heads": (4, 8, 16, 32), "drop_path": 0.5}
 SIZES = {"t": {}, "s": _SMALL, "b": _BASE}
 
-for name, sizes in SIZES.items():
-    register(f"swin_{name}", Swin, SwinOptions(**sizes), position="rpb")
+for size, changes in SIZES.items():
+    register(f"swin_{size}", Swin, SwinOptions(), position="rpb", **changes)

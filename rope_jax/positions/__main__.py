@@ -1,4 +1,4 @@
-"""Prints every positional scheme: where it comes from, what it does, and what it costs a model.
+"""Prints every positional scheme: formula, properties, source, and its parameters in a model.
 
 python -m rope_jax.positions --model=deit3_s16
 """
@@ -10,11 +10,28 @@ from flax import nnx
 
 from rope_jax.models import create_model
 from rope_jax.models.registry import find_model
-from rope_jax.positions.table import HEADER, markdown, plain, rows
+from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
+from rope_jax.text import format_table, markdown_table
+
+HEADER = ("scheme", "formula", "acts", "on another map", "source")
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Returns a row of `HEADER` for each scheme, sorted by name."""
+    found = []
+    for name, cls in sorted(SCHEMES.items()):
+        text = f"{name}(ape)" if cls.wraps else name
+        found.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], cls.paper))
+    return found
+
+
+def markdown() -> str:
+    """Returns the table as Markdown."""
+    return markdown_table(HEADER, [(f"`{name}`", *rest) for name, *rest in rows()])
 
 
 def parameters(model: str, position: str) -> str:
-    """How many trainable numbers a scheme has in a model, or "refused" where the two do not go together."""
+    """Counts a scheme's trainable parameters in a model; "refused" if it is not defined there."""
     try:
         made = nnx.eval_shape(lambda: create_model(model, position=position))
     except ValueError:
@@ -25,21 +42,25 @@ def parameters(model: str, position: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m rope_jax.positions", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="count the scheme's parameters in this model, see rope_jax.list_models()")
+    parser = argparse.ArgumentParser(
+        prog="python -m rope_jax.positions", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--model", help="count the scheme's parameters in this model, see rope_jax.list_models()"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table of the README")
-    asked = parser.parse_args(arguments)
-    if asked.markdown:
+    flags = parser.parse_args(arguments)
+    if flags.markdown:
         print(markdown(), end="")
-    elif asked.model is None:
-        print(plain(HEADER, rows()), end="")
+    elif flags.model is None:
+        print(format_table(HEADER, rows()))
     else:
         try:
-            find_model(asked.model)
+            find_model(flags.model)
         except ValueError as error:
             parser.error(str(error))
-        header = (*HEADER, f"parameters in {asked.model}")
-        print(plain(header, rows(lambda position: parameters(asked.model, position))), end="")
+        header = (*HEADER, f"parameters in {flags.model}")
+        print(format_table(header, [(*row, parameters(flags.model, row[0])) for row in rows()]))
 
 
 if __name__ == "__main__":

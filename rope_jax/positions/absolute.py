@@ -1,4 +1,4 @@
-"""Absolute position embeddings: a table, one row per token, added to the tokens after the patch embedding."""
+"""Absolute position embeddings: a table, one row per token, added after the patch embedding."""
 
 import jax
 import jax.numpy as jnp
@@ -8,34 +8,43 @@ from jaxtyping import Array, Float
 
 from rope_jax.initializers import normal_init
 from rope_jax.positions import grids
-from rope_jax.positions.resample import RESAMPLERS
-from rope_jax.positions.scheme import Grid, Position, Stage, check_finite, check_option, scheme
+from rope_jax.positions.resample import resample
+from rope_jax.positions.scheme import (
+    Grid,
+    Position,
+    Stage,
+    Tokens,
+    check_factor,
+    check_finite,
+    check_option,
+    scheme,
+)
 
 
 class Absolute(Position):
-    """Base of the absolute embeddings: a scheme that has a `table`."""
+    """Base of the absolute embeddings: schemes with a `table`."""
 
     acts = "tokens"
     relative = keeps_norms = False
     resolution = "extrapolate"
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
-        """The embedding of each token on a map of `grid`: [embed_prefix + H*W, C]."""
+        """Returns the embedding of each token on a map of `grid`; T = embed_prefix + H*W."""
         raise NotImplementedError
 
-    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
-        """See `Position.embed`."""
+    def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
         return tokens + self.table(grid).astype(tokens.dtype)
 
 
 @scheme("ape")
 class Learned(Absolute):
-    """Learned table, one row per token (ViT, arXiv 2010.11929; DeiT).
+    """A learned table, one row per token (ViT, arXiv 2010.11929; DeiT).
 
     Options:
-        std: of its start, 0.02; 0.2 in the ViT-Lite family.
-        resize: how it comes to a new grid: "bicubic" without antialiasing (DeiT, Heo et al., Swin), "antialias" (timm), "dinov2" (bicubic
-            on a grid a little too large), "bilinear" (CCT), or "pad" (kept as it is around the centre, zeros where it knows nothing).
+        std: standard deviation of the initial table, 0.02; 0.2 in the ViT-Lite family.
+        resize: resampling to a new grid: "bicubic" without antialiasing (DeiT, Heo et al., Swin),
+            "antialias" (timm), "dinov2" (bicubic on a slightly stretched grid), "bilinear" (CCT),
+            or "pad" (the table is padded with zeros on all sides).
     """
 
     paper = "Dosovitskiy et al., arXiv 2010.11929"
@@ -45,35 +54,39 @@ class Learned(Absolute):
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, std: float = 0.02, resize: str = "bicubic"):
         super().__init__(stage, rngs=rngs)
-        check_option("resize", resize, ("bicubic", "antialias", "dinov2", "bilinear", "pad"))
-        self.std, self.resampler = check_finite("std", std, zero=True), resize
+        rules = ("bicubic", "antialias", "dinov2", "bilinear", "pad")
+        self.resampler = check_option("resize", resize, rules)
+        self.std = check_finite("std", std, zero=True)
         rows = stage.embed_prefix + stage.grid[0] * stage.grid[1]
-        start = normal_init(self.std)
-        self.embedding = nnx.Param(start(rngs.params(), (rows, stage.channels), stage.dtype), decay=False, layers=False)
+        start = normal_init(self.std)(rngs.params(), (rows, stage.channels), stage.dtype)
+        self.embedding = nnx.Param(start, decay=False, layers=False)
 
     def another(self, rngs: nnx.Rngs) -> "Learned":
-        """A second table with the same options."""
+        """Returns another table with the same options."""
         return type(self)(self.stage, rngs=rngs, std=self.std, resize=self.resampler)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
-        """See `Absolute.table`."""
         prefix, height, width = self.stage.embed_prefix, *self.stage.grid
         rows = self.embedding[...]
         if grid == self.stage.grid:
             return rows
-        maps = rows[prefix:].T.reshape(-1, height, width)
-        maps = RESAMPLERS[self.resampler](maps, grid)
+        maps = resample(rows[prefix:].T.reshape(-1, height, width), grid, self.resampler)
         return jnp.concatenate([rows[:prefix], maps.reshape(maps.shape[0], -1).T])
 
     def resize(self, grid: Grid) -> None:
-        """See `Position.resize`."""
         self.embedding.set_value(self.table(grid))
         super().resize(grid)
 
 
 @scheme("sincos1d")
 class SinCos1D(Absolute):
-    """Sine and cosine of the token's index, prefix tokens first (Vaswani et al., section 3.5; T2T-ViT, CCT). base: 10000."""
+    """Sines and cosines of the token's index, prefix tokens first (Vaswani et al., section 3.5).
+
+    Used by T2T-ViT and CCT.
+
+    Options:
+        base: of the frequencies base**(-2i / C), 10000.
+    """
 
     paper = "Vaswani et al., arXiv 1706.03762"
     equation = "tokens + sin, cos of l 10000^(-2i/C)"
@@ -84,19 +97,20 @@ class SinCos1D(Absolute):
         self.base = check_finite("base", base)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
-        """See `Absolute.table`."""
-        place = np.arange(self.stage.embed_prefix + grid[0] * grid[1])
-        return jnp.asarray(interleaved(place, self.stage.channels // 2, self.base), self.stage.dtype)
+        index = np.arange(self.stage.embed_prefix + grid[0] * grid[1], dtype=np.float64)
+        waves = interleaved_waves(index, self.stage.channels // 2, self.base)
+        return jnp.asarray(waves, self.stage.dtype)
 
 
 @scheme("sincos2d")
 class SinCos2D(Absolute):
-    """Sine and cosine of row and column, in patches from 0; prefix tokens get zeros.
+    """Sines and cosines of row and column, in patches from 0; prefix tokens get zeros.
 
     Options:
-        order: of the channels, each quarter or pair with frequencies base**(-i / (C/4)): "heo" (sin x, cos x, sin y, cos y, repeated;
-            Heo et al., equation 2), "lape" (first half x, second half y, sine and cosine in turn), "moco" (blocks sin x, cos x, sin y,
-            cos y, the last frequency being exactly 1 / base; MoCo v3, big_vision), "timm" (blocks sin y, sin x, cos y, cos x).
+        order: of the channels, with frequencies base**(-i / (C/4)): "heo" (sin x, cos x, sin y,
+            cos y, repeated; Heo et al., equation 2), "lape" (first half x, second half y, sines and
+            cosines in turn), "moco" (blocks sin x, cos x, sin y, cos y, with last frequency exactly
+            1 / base; MoCo v3, big_vision), "timm" (blocks sin y, sin x, cos y, cos x).
         base: 10000.
     """
 
@@ -105,62 +119,73 @@ class SinCos2D(Absolute):
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, order: str = "heo", base: float = 10000.0):
         super().__init__(stage, rngs=rngs)
-        check_option("order", order, ("heo", "lape", "moco", "timm"))
+        self.order = check_option("order", order, ("heo", "lape", "moco", "timm"))
         check_channels(stage, 4)
-        self.order, self.base = order, check_finite("base", base)
+        self.base = check_finite("base", base)
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
-        """See `Absolute.table`."""
         quarter = self.stage.channels // 4
         y, x = grids.absolute(grid).reshape(-1, 2).T
         if self.order == "lape":
-            rows = np.concatenate([interleaved(x, quarter, self.base), interleaved(y, quarter, self.base)], axis=1)
+            halves = [interleaved_waves(place, quarter, self.base) for place in (x, y)]
+            rows = np.concatenate(halves, axis=1)
         else:
             steps = max(quarter - 1, 1) if self.order == "moco" else quarter
             freqs = self.base ** -(np.arange(quarter) / steps)
-            sin_x, cos_x, sin_y, cos_y = (f(p[:, None] * freqs) for p in (x, y) for f in (np.sin, np.cos))
-            if self.order == "heo":
-                rows = np.stack([sin_x, cos_x, sin_y, cos_y], axis=2).reshape(len(x), -1)
-            else:
-                blocks = [sin_x, cos_x, sin_y, cos_y] if self.order == "moco" else [sin_y, sin_x, cos_y, cos_x]
-                rows = np.concatenate(blocks, axis=1)
+            x, y = x[:, None] * freqs, y[:, None] * freqs
+            waves = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
+            if self.order == "timm":
+                waves = [waves[i] for i in (2, 0, 3, 1)]
+            repeated = self.order == "heo"
+            rows = np.stack(waves, axis=2 if repeated else 1).reshape(len(x), -1)
         prefix = np.zeros((self.stage.embed_prefix, self.stage.channels))
         return jnp.asarray(np.concatenate([prefix, rows]), self.stage.dtype)
 
 
 @scheme("cape")
 class Cape(Absolute):
-    """CAPE: waves of many directions on a map of [-1, 1], which training shifts and stretches (arXiv 2106.03143).
+    """CAPE: waves in many directions on a map of [-1, 1], augmented in training (arXiv 2106.03143).
 
-    Channels i and C/2 + i are the cosine and the sine of pi (w_x x + w_y y), w = rho (cos i, sin i), with rho from 1 to 10 in equal ratios.
-    The first and the last token of an axis are at -1 and 1, tokens are multiplied by sqrt(C) before the embedding joins them, and prefix
-    tokens stay as they are. In training (where there is a key), each example has coordinates of its own.
+    Channels i and C/2 + i are the cosine and sine of pi (w_x x + w_y y), w = rho (cos i, sin i),
+    with rho from 1 to 10 in equal ratios. The first and last token of an axis are at -1 and 1.
+    Tokens are multiplied by sqrt(C) before the embedding is added; prefix tokens do not change.
+    In training (given a key), each example has its own coordinates.
 
     Options:
         global_shift: of an example along each axis, uniform in +-global_shift, 0.5.
-        local_shift: of each token along each axis, uniform in +-local_shift of the distance between tokens, 0.5.
+        local_shift: of each token along each axis, uniform in +-local_shift of the distance between
+            tokens, 0.5.
         global_scale: then a factor for both axes, 1/global_scale .. global_scale, log-uniform, 1.4.
     """
 
     paper = "Likhomanenko et al., arXiv 2106.03143"
-    equation = "sqrt(C) tokens + cos, sin of pi (w_x x + w_y y), (x, y) in [-1, 1], moved in training"
+    equation = (
+        "sqrt(C) tokens + cos, sin of pi (w_x x + w_y y), (x, y) in [-1, 1], moved in training"
+    )
     resolution = "interpolate"
     augments = True
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, global_shift: float = 0.5, local_shift: float = 0.5, global_scale: float = 1.4):
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        global_shift: float = 0.5,
+        local_shift: float = 0.5,
+        global_scale: float = 1.4,
+    ):
         super().__init__(stage, rngs=rngs)
         check_channels(stage, 2)
         self.global_shift = check_finite("global_shift", global_shift, zero=True)
         self.local_shift = check_finite("local_shift", local_shift, zero=True)
-        self.global_scale = check_finite("global_scale", global_scale)
-        if global_scale < 1:
-            raise ValueError(f"global_scale={global_scale} is not allowed; it is the largest factor: use 1 (off) or more")
+        self.global_scale = check_factor("global_scale", global_scale)
         self.augments = self.global_shift > 0 or self.local_shift > 0 or self.global_scale > 1
 
     def _waves(self, coords: Float[Array, "... 2"]) -> Float[Array, "... C"]:
         count = self.stage.channels // 2
         turn, rho = np.arange(count), 10 ** np.linspace(0, 1, count)
-        waves = jnp.asarray(np.pi * rho * np.stack([np.sin(turn), np.cos(turn)]), coords.dtype)  # y first, as coordinates are
+        # y first, like coordinates
+        waves = jnp.asarray(np.pi * rho * np.stack([np.sin(turn), np.cos(turn)]), coords.dtype)
         phase = jnp.einsum("...a,ac->...c", coords, waves, precision="highest")
         return jnp.concatenate([jnp.cos(phase), jnp.sin(phase)], axis=-1)
 
@@ -168,33 +193,43 @@ class Cape(Absolute):
         axes = np.meshgrid(*(np.linspace(-1, 1, n) for n in grid), indexing="ij")
         return jnp.asarray(np.stack(axes, axis=-1).reshape(-1, 2), self.stage.dtype)
 
+    def _augmented(
+        self, coords: Float[Array, "L 2"], grid: Grid, batch: int, key: Array
+    ) -> Float[Array, "B L 2"]:
+        def draw(key: Array, count: int, axes: int, limit: float) -> Array:
+            shape = (batch, count, axes)
+            return jax.random.uniform(key, shape, coords.dtype, -limit, limit)
+
+        global_key, local_key, scale_key = jax.random.split(key, 3)
+        spacing = np.array([2 / max(n - 1, 1) for n in grid])
+        local = draw(local_key, coords.shape[0], 2, self.local_shift) * spacing
+        coords = coords + draw(global_key, 1, 2, self.global_shift) + local
+        return coords * jnp.exp(draw(scale_key, 1, 1, np.log(self.global_scale)))
+
     def table(self, grid: Grid) -> Float[Array, "T C"]:
-        """See `Absolute.table`."""
         return jnp.pad(self._waves(self._coords(grid)), [(self.stage.embed_prefix, 0), (0, 0)])
 
-    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
-        """See `Position.embed`."""
-        coords = self._coords(grid)
+    def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
+        coords, prefix = self._coords(grid), self.stage.embed_prefix
         if key is not None:
-            draw = lambda key, count, axes, most: jax.random.uniform(key, (tokens.shape[0], count, axes), coords.dtype, -most, most)
-            shift, wobble, scale = jax.random.split(key, 3)
-            apart = np.array([2 / max(n - 1, 1) for n in grid])
-            coords = coords + draw(shift, 1, 2, self.global_shift) + draw(wobble, coords.shape[0], 2, self.local_shift) * apart
-            coords = coords * jnp.exp(draw(scale, 1, 1, np.log(self.global_scale)))
-        prefix = self.stage.embed_prefix
-        added = tokens[:, prefix:] * np.sqrt(self.stage.channels) + self._waves(coords).astype(tokens.dtype)
+            coords = self._augmented(coords, grid, tokens.shape[0], key)
+        waves = self._waves(coords).astype(tokens.dtype)
+        added = tokens[:, prefix:] * np.sqrt(self.stage.channels) + waves
         return jnp.concatenate([tokens[:, :prefix], added.astype(tokens.dtype)], axis=1)
 
 
-def interleaved(place: np.ndarray, count: int, base: float) -> np.ndarray:
-    """sin, cos, sin, cos, ... of place * base**(-i / count): [len(place), 2 * count]."""
+def interleaved_waves(
+    place: Float[np.ndarray, " L"], count: int, base: float
+) -> Float[np.ndarray, "L C"]:
+    """sin, cos, sin, cos, ... of place * base**(-i / count), C = 2 * count."""
     angles = place[:, None] * base ** -(np.arange(count) / count)
     return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(len(place), -1)
 
 
 def check_channels(stage: Stage, divisor: int) -> None:
-    """Refuses a width that `divisor` does not divide."""
+    """Raises ValueError unless `divisor` divides the width."""
     if stage.channels % divisor:
         raise ValueError(
-            f"sine and cosine tables need a width divisible by {divisor}, but the model is {stage.channels} wide: change its width"
+            f"sine and cosine tables need a width divisible by {divisor}, but the model is "
+            f"{stage.channels} wide: change its width"
         )

@@ -1,41 +1,72 @@
-"""Frequency ladders of rotary schemes, and how their values are laid out over heads, axes and pairs. All in NumPy, float64."""
+"""Frequency ladders of rotary schemes and their layout over heads, axes and pairs, in float64."""
 
 import numpy as np
+from jaxtyping import Float
 
 
-def deal(heads: int, pairs: int) -> np.ndarray:
-    """Rungs of one ladder of heads * pairs equal steps in [0, 1), dealt out to the heads in turn: [heads, pairs].
+def deal(heads: int, pairs: int) -> Float[np.ndarray, "N M"]:
+    """Distributes a ladder of heads * pairs equal steps in [0, 1) round-robin over the heads.
 
-    Each head spans the whole ladder at stride `heads`, with a small offset of its own (HDiT `AxialRoPE`; the saw-tooth of the
-    thesis' figure C.1). Heads that share their frequencies are dealt as one head.
+    Each head spans the whole ladder at stride `heads`, with its own small offset (HDiT
+    `AxialRoPE`; the saw-tooth of the thesis' figure C.1). Heads that share their frequencies count
+    as one head.
     """
     return np.arange(heads * pairs).reshape(pairs, heads).T / (heads * pairs)
 
 
-def decay(rungs: np.ndarray, base: float) -> np.ndarray:
-    """Exponential decay base**-rung: from 1 down towards 1 / base (RoFormer; base 100 in 2-D RoPE)."""
+def decay(rungs: Float[np.ndarray, "N M"], base: float) -> Float[np.ndarray, "N M"]:
+    """Exponential decay base**-rung: from 1 down towards 1 / base (RoFormer)."""
     return base**-rungs
 
 
+def ladder(pairs: int, base: float) -> Float[np.ndarray, "1 M"]:
+    """The ladder base**(-i / pairs) shared by all heads (RoFormer; base 100 in 2-D RoPE)."""
+    return decay(deal(1, pairs), base)
+
+
+# The "bounded logarithmic" ladder of the thesis in its three forms, and two others.
+
+
+def hdit(rungs: np.ndarray) -> np.ndarray:
+    """pi .. 10 pi: HDiT's code, which the thesis follows, and its section 3.3."""
+    return np.pi * 10**rungs
+
+
+def eq35(rungs: np.ndarray) -> np.ndarray:
+    """1 .. 10: equation 3.5 of the thesis."""
+    return 10**rungs
+
+
+def table31(rungs: np.ndarray) -> np.ndarray:
+    """1 .. 13.96: table 3.1 of the thesis."""
+    return np.pi ** (rungs * np.log(10))
+
+
+def exponential(rungs: np.ndarray) -> np.ndarray:
+    """1 .. 1/100: the ladder of 2-D RoPE."""
+    return decay(rungs, 100.0)
+
+
 def pixel(rungs: np.ndarray) -> np.ndarray:
-    """Equal steps from pi to 5 pi, both included (`freqs_for="pixel"` of lucidrains' rotary-embedding-torch, with its max_freq of 10)."""
+    """pi .. 5 pi in equal steps, both included.
+
+    `freqs_for="pixel"` of lucidrains' rotary-embedding-torch, with its max_freq of 10.
+    """
     return np.pi * (1 + 4 * rungs * rungs.size / max(rungs.size - 1, 1))
 
 
-# The "bounded logarithmic" ladder of the thesis, in the three forms in which its sources give it, and what it is compared with.
-AXIAL_GENERATORS = {
-    "hdit": lambda rungs: np.pi * 10**rungs,  # pi .. 10 pi: the code that the thesis follows, and its section 3.3
-    "eq35": lambda rungs: 10**rungs,  # 1 .. 10: its equation 3.5
-    "table31": lambda rungs: np.pi ** (rungs * np.log(10)),  # 1 .. 13.96: its table 3.1
-    "exponential": lambda rungs: decay(rungs, 100.0),
-    "pixel": pixel,
-}
+AXIAL_GENERATORS = {make.__name__: make for make in (hdit, eq35, table31, exponential, pixel)}
 
 
-def two_axes(ladder: np.ndarray, axis_order: str, *, alternate: bool = False) -> np.ndarray:
-    """Uses a ladder [N, M] once per axis: [N, 2, 2M].
+def two_axes(
+    ladder: Float[np.ndarray, "N M"], axis_order: str, *, alternate: bool = False
+) -> Float[np.ndarray, "N 2 R"]:
+    """Uses a ladder once per axis, R = 2M; axis 0 of the result's pairs is y, axis 1 is x.
 
-    The first M pairs turn with the first axis of "yx" or "xy", the others with the second; or, `alternate`, every other pair does.
+    Args:
+        ladder: radians per unit of coordinate.
+        axis_order: "yx" or "xy"; the first axis turns the first M pairs, the second the others.
+        alternate: the axes alternate between pairs instead.
     """
     heads, rungs = ladder.shape
     freqs = np.zeros((heads, 2, 2 * rungs))

@@ -1,6 +1,7 @@
-"""Coordinates of the tokens of a map. Each function takes grid = (H, W) and returns float64 [H, W, A]; axis 0 is y, axis 1 is x."""
+"""Coordinates of the tokens of a map in float64; grid = (H, W), axis 0 is y, axis 1 is x."""
 
 import numpy as np
+from jaxtyping import Float
 
 Grid = tuple[int, int]
 Video = tuple[int, int, int]
@@ -10,24 +11,28 @@ def _stack(*axes: np.ndarray) -> np.ndarray:
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
 
 
-def raster(grid: Grid) -> np.ndarray:
-    """The index of a token in reading order, y * W + x, in patches: [H, W, 1]."""
+def raster(grid: Grid) -> Float[np.ndarray, "H W 1"]:
+    """Token index in reading order, y * W + x, in patches."""
     return np.arange(grid[0] * grid[1], dtype=np.float64).reshape(*grid, 1)
 
 
-def absolute(grid: Grid | Video) -> np.ndarray:
-    """Row and column, in patches from 0; of a video of grid = (T, H, W), frame, row and column: [T, H, W, 3]."""
+def absolute(grid: Grid | Video) -> Float[np.ndarray, "... A"]:
+    """Row and column in patches from 0, [H, W, 2]; of a video, frame, row and column."""
     return _stack(*[np.arange(n, dtype=np.float64) for n in grid])
 
 
-def centres(grid: Grid) -> np.ndarray:
-    """Centres of the patches in a box whose long side is [-1, 1]; the short side keeps the spacing (HDiT `make_axial_pos`)."""
+def centres(grid: Grid) -> Float[np.ndarray, "H W 2"]:
+    """Centres of the patches in a box whose long side is [-1, 1] (HDiT `make_axial_pos`).
+
+    Both axes have the same spacing, so the short side is shorter.
+    """
     return _stack(*[(2 * np.arange(n) + 1 - n) / max(grid) for n in grid])
 
 
-def endpoints(grid: Grid) -> np.ndarray:
-    """Like `centres`, but the first and the last patch lie on the border of the box (thesis section 3.3, read literally).
+def endpoints(grid: Grid) -> Float[np.ndarray, "H W 2"]:
+    """Like `centres`, with the first and last patch on the border (thesis section 3.3, literally).
 
-    The spacing is then 2 n / (max(H, W) (n - 1)) along an axis of n patches: not quite the same along both where H and W differ.
+    The spacing is 2 n / (max(H, W) (n - 1)) along an axis of n patches, which differs slightly
+    between the axes if H and W differ.
     """
     return _stack(*[np.linspace(-1, 1, n) * n / max(grid) if n > 1 else np.zeros(1) for n in grid])

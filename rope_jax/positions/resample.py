@@ -7,34 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+Matrix = Float[np.ndarray, "after before"]
+
 
 @functools.cache
-def bicubic_matrix(before: int, after: int) -> np.ndarray:
-    """The matrix [after, before] of torch's `interpolate(mode="bicubic", align_corners=False)` along one axis.
+def bicubic_matrix(before: int, after: int) -> Matrix:
+    """Bicubic resampling along one axis, without antialiasing: DeiT, Swin and RoPE-ViT.
 
-    Cubic convolution with a = -0.75, four taps, indices clamped at the border, no antialiasing: what DeiT, Swin and RoPE-ViT do to
-    their tables. `jax.image.resize` has no equal (a = -0.5 there).
+    torch's `interpolate(mode="bicubic", align_corners=False)`: cubic convolution with a = -0.75,
+    four taps, indices clamped at the border. `jax.image.resize` has no equivalent (a = -0.5 there).
     """
-    return _clamped(before, after, (-1, 0, 1, 2), functools.partial(_cubic, a=-0.75))
+    return _clamped(before, after, (-1, 0, 1, 2), _cubic)
 
 
 @functools.cache
-def dinov2_matrix(before: int, after: int) -> np.ndarray:
-    """The same as DINOv2 asks for it, by `scale_factor=(after + 0.1) / before`, which stretches the grid a little."""
-    return _clamped(before, after, (-1, 0, 1, 2), functools.partial(_cubic, a=-0.75), extra=0.1)
+def dinov2_matrix(before: int, after: int) -> Matrix:
+    """Like `bicubic_matrix`, with DINOv2's `scale_factor=(after + 0.1) / before`."""
+    return _clamped(before, after, (-1, 0, 1, 2), _cubic, extra=0.1)
 
 
 @functools.cache
-def bilinear_matrix(before: int, after: int) -> np.ndarray:
-    """The same of `interpolate(mode="bilinear", align_corners=False)`, two taps: what the CCT family does."""
+def bilinear_matrix(before: int, after: int) -> Matrix:
+    """`interpolate(mode="bilinear", align_corners=False)`, two taps: the CCT family."""
     return _clamped(before, after, (0, 1), lambda t: 1 - np.abs(t))
 
 
 @functools.cache
-def antialias_matrix(before: int, after: int) -> np.ndarray:
-    """The same of `interpolate(mode="bicubic", antialias=True)`, a = -0.5: what timm does.
+def antialias_matrix(before: int, after: int) -> Matrix:
+    """`interpolate(mode="bicubic", antialias=True)`, a = -0.5: timm.
 
-    Towards fewer tokens the kernel is stretched by the ratio; taps beyond the border are left out, and the rest add up to 1.
+    For downsampling the kernel is stretched by the ratio; taps beyond the border are dropped and
+    the remaining weights scaled to sum to 1.
     """
     centre = (np.arange(after) + 0.5) * before / after - 0.5
     stretch = max(before / after, 1.0)
@@ -42,52 +45,31 @@ def antialias_matrix(before: int, after: int) -> np.ndarray:
     return matrix / matrix.sum(axis=1, keepdims=True)
 
 
-def _clamped(before: int, after: int, taps: tuple[int, ...], kernel: Callable[[np.ndarray], np.ndarray], extra: float = 0.0) -> np.ndarray:
+def _clamped(
+    before: int,
+    after: int,
+    taps: tuple[int, ...],
+    kernel: Callable[[np.ndarray], np.ndarray],
+    extra: float = 0.0,
+) -> np.ndarray:
     centre = (np.arange(after) + 0.5) * before / (after + extra) - 0.5
     left = np.floor(centre).astype(int)
     matrix = np.zeros((after, before))
     for tap in taps:
-        np.add.at(matrix, (np.arange(after), np.clip(left + tap, 0, before - 1)), kernel(centre - left - tap))
+        columns = np.clip(left + tap, 0, before - 1)
+        np.add.at(matrix, (np.arange(after), columns), kernel(centre - left - tap))
     return matrix
 
 
-def _cubic(t: np.ndarray, a: float) -> np.ndarray:
+def _cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
     t = np.abs(t)
     near = (a + 2) * t**3 - (a + 3) * t**2 + 1
     far = a * (t**3 - 5 * t**2 + 8 * t - 4)
     return np.where(t <= 1, near, np.where(t < 2, far, 0.0))
 
 
-def bicubic(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Float[Array, "... h2 w2"]:
-    """Resamples maps [..., h, w] to [..., *size] as torch does (see `bicubic_matrix`); equal sizes are returned as they are."""
-    return _resampled(maps, size, bicubic_matrix)
-
-
-def dinov2(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Float[Array, "... h2 w2"]:
-    """The same with `dinov2_matrix`."""
-    return _resampled(maps, size, dinov2_matrix)
-
-
-def bilinear(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Float[Array, "... h2 w2"]:
-    """The same with `bilinear_matrix`."""
-    return _resampled(maps, size, bilinear_matrix)
-
-
-def antialias(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Float[Array, "... h2 w2"]:
-    """The same with `antialias_matrix`."""
-    return _resampled(maps, size, antialias_matrix)
-
-
-def _resampled(maps: Array, size: tuple[int, int], matrix: Callable[[int, int], np.ndarray]) -> Array:
-    if maps.shape[-2:] == tuple(size):
-        return maps
-    rows, columns = (jnp.asarray(matrix(before, after), maps.dtype) for before, after in zip(maps.shape[-2:], size, strict=True))
-    # Full precision: a GPU's default for matrix products would move the table by 1e-3.
-    return jnp.einsum("yh,...hw,xw->...yx", rows, maps, columns, precision="highest")
-
-
-def crop_or_pad(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Float[Array, "... h2 w2"]:
-    """Keeps the centre of maps [..., h, w]: cut to `size` where that is smaller, zeros around it where it is larger."""
+def _crop_or_pad(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Array:
+    """Keeps the centre, cropped to `size` or padded with zeros along each axis."""
     for axis, target in zip((-2, -1), size, strict=True):
         missing = target - maps.shape[axis]
         if missing < 0:
@@ -100,12 +82,32 @@ def crop_or_pad(maps: Float[Array, "... h w"], size: tuple[int, int]) -> Float[A
     return maps
 
 
-RESAMPLERS: dict[str, Callable[[Array, tuple[int, int]], Array]] = {
-    "bicubic": bicubic,
-    "antialias": antialias,
-    "dinov2": dinov2,
-    "bilinear": bilinear,
-    "pad": crop_or_pad,
-    "crop": crop_or_pad,
+MATRICES = {
+    "bicubic": bicubic_matrix,
+    "antialias": antialias_matrix,
+    "dinov2": dinov2_matrix,
+    "bilinear": bilinear_matrix,
 }
-"""By the names that options give them. "pad" and "crop" are one rule, named for what it does to a smaller and to a larger table."""
+
+
+def resample(
+    maps: Float[Array, "... h w"], size: tuple[int, int], rule: str
+) -> Float[Array, "... h2 w2"]:
+    """Resamples maps to another size, as torch does; maps of that size are returned unchanged.
+
+    Args:
+        maps: tables, with any batch axes.
+        size: (h2, w2).
+        rule: a key of `MATRICES`, or "pad" or "crop" (one rule under two names): the centre is
+            cropped to `size` or padded with zeros along each axis.
+    """
+    if maps.shape[-2:] == tuple(size):
+        return maps
+    if rule in ("pad", "crop"):
+        return _crop_or_pad(maps, size)
+    rows, columns = (
+        jnp.asarray(MATRICES[rule](before, after), maps.dtype)
+        for before, after in zip(maps.shape[-2:], size, strict=True)
+    )
+    # Full precision: a GPU's default for matrix products would move the table by 1e-3.
+    return jnp.einsum("yh,...hw,xw->...yx", rows, maps, columns, precision="highest")

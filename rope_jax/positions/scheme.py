@@ -1,32 +1,42 @@
-"""What a positional scheme is: the stage it is made for, the three things it may do, and the registry of all schemes."""
+"""The base class of all positional schemes, the terms they return, and the registry of names."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
 
+Tokens = Float[Array, "B L C"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The part of a backbone that one scheme serves: layers of equal width on one map.
+    """The layers of a backbone that share one scheme: equally wide, on one map.
+
+    >>> from rope_jax.positions import Stage
+    >>> Stage(depth=12, heads=6, head_dim=64, channels=384, grid=(14, 14), prefix=1).grid
+    (14, 14)
 
     Attributes:
         depth: number of attention layers.
-        heads, head_dim, channels: of each layer; channels is the width of a token.
-        grid: (rows, columns) of the map at creation, in tokens. Calls may use any other; parameters whose shape depends on it are
-            resized by the scheme's own rule.
-        pattern: what attends to what. Of a window the shift, and of a neighbourhood the dilation, may change from layer to layer.
-        prefix: number of class and register tokens that stand before the map in attention.
-        embed_prefix: how many of them are there already when `embed` is called (DeiT gives its class token a position, DeiT-III none).
-        dtype: of parameters, coordinates and angles: float32, or float64.
+        heads: number of heads per layer.
+        head_dim: channels per head.
+        channels: width of a token.
+        grid: (rows, columns) of the map at creation, in tokens. A call may use any other grid;
+            parameters whose shape depends on it are resized by the scheme's own rule.
+        pattern: which keys a query attends to. A window's shift and a neighbourhood's dilation may
+            differ between layers.
+        prefix: number of class and register tokens before the map in attention.
+        embed_prefix: number of these that are present when `embed` is called (DeiT adds a position
+            to its class token, DeiT-III does not).
+        dtype: of parameters, coordinates and angles: float32 or float64.
     """
 
     depth: int
@@ -43,7 +53,13 @@ class Stage:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """Marks an array of `Terms` whose first axis is the layer; arrays without the mark are shared by all layers."""
+    """Marks an array in `Terms` as stacked over layers; all layers share unmarked arrays.
+
+    >>> import jax.numpy as jnp
+    >>> from rope_jax.positions import PerLayer, Terms
+    >>> Terms(bias=PerLayer(jnp.zeros((12, 6, 729)))).layer(0).bias.shape
+    (6, 729)
+    """
 
     value: Any
 
@@ -51,16 +67,27 @@ class PerLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What attention needs from a scheme, for all layers of a stage. Computed once per forward pass.
+    """A scheme's contribution to the attention of a stage, computed once per forward pass.
+
+    >>> from flax import nnx
+    >>> from rope_jax.positions import Stage, create_position
+    >>> stage = Stage(depth=2, heads=3, head_dim=16, channels=48, grid=(4, 5))
+    >>> terms = create_position("axial_rope", stage, rngs=nnx.Rngs(0)).terms((4, 5))
+    >>> terms.layer(1).rotation.coords.shape, terms.bias
+    ((20, 2), None)
 
     Attributes:
-        rotation: turns q and k; coordinates as `rope_jax_kernels.attention` takes them for the stage's pattern.
-        bias: what is added to the scaled logits: a table of offsets as `attention` takes it for windows and neighbourhoods. With global
-            attention the map is one window: a table [N, (2H-1)*(2W-1)] of query minus key, which three more entries may follow: those of
-            queries that are prefix tokens, of keys that are, and of pairs of them. Or a matrix [N, L, L].
-        add: [P + H*W, C], joins the normalised tokens before the projection to q, k, v.
-        transform: for what the others cannot say. A pytree that is called with q, k, v [B, P + H*W, N, D] ([B, H, W, N, D] in windows and
-            neighbourhoods) and `attend(q, k, v, bias=None)`, which attends with the other terms and one more bias; returns the output.
+        rotation: of q and k, with coordinates as `rope_jax_kernels.attention` takes them for the
+            stage's pattern.
+        bias: added to the scaled logits. In windows and neighbourhoods, a table of offsets as
+            `attention` takes it. In global attention, a table [N, (2H-1)*(2W-1)] of query minus key
+            (the map is one window), or a matrix [N, L, L]. The table may have three more entries:
+            for prefix queries, for prefix keys, and for pairs of prefix tokens.
+        add: [P + H*W, C], added to the normalised tokens before the projection to q, k and v.
+        transform: anything else. A pytree called with q, k, v [B, P + H*W, N, D] ([B, H, W, N, D]
+            in windows and neighbourhoods) and `attend(q, k, v, bias=None)`, which computes
+            attention with the other terms and an additional bias; it returns the output of
+            attention.
     """
 
     rotation: Rotation | None = None
@@ -69,17 +96,19 @@ class Terms:
     transform: Callable | None = None
 
     def layer(self, index: int) -> "Terms":
-        """The terms of one layer, without marks."""
+        """Returns the terms of one layer, without `PerLayer`."""
         return self.with_layer([value[index] for value in self.per_layer()])
 
     def per_layer(self) -> list[Array]:
-        """What differs from layer to layer, the layer being the first axis."""
-        return [leaf.value for leaf in jax.tree.leaves(self, is_leaf=_is_marked) if _is_marked(leaf)]
+        """Returns the arrays stacked over layers, first axis the layer."""
+        leaves = jax.tree.leaves(self, is_leaf=_is_marked)
+        return [leaf.value for leaf in leaves if _is_marked(leaf)]
 
     def with_layer(self, values: list[Array]) -> "Terms":
-        """The terms of the layer whose share of `per_layer` is given."""
-        values = iter(values)
-        return jax.tree.map(lambda leaf: next(values) if _is_marked(leaf) else leaf, self, is_leaf=_is_marked)
+        """Returns the terms of one layer, given its slices of the arrays of `per_layer`."""
+        rest = iter(values)
+        leaves, tree = jax.tree.flatten(self, is_leaf=_is_marked)
+        return tree.unflatten([next(rest) if _is_marked(leaf) else leaf for leaf in leaves])
 
 
 def _is_marked(leaf: Any) -> bool:
@@ -87,20 +116,36 @@ def _is_marked(leaf: Any) -> bool:
 
 
 class Position(nnx.Module):
-    """Base of all schemes; by itself, the scheme `none`. A scheme overrides what it needs.
+    """Base of all schemes, which override what they need; itself the scheme `none`.
 
-    Trainable arrays are `nnx.Param`s and say themselves whether the optimiser decays them: `nnx.Param(value, decay=False)`.
-    Their first axis is the layers'; those that have none say `layers=False`.
+    >>> from flax import nnx
+    >>> from rope_jax.positions import Stage, create_position
+    >>> stage = Stage(depth=2, heads=3, head_dim=16, channels=48, grid=(4, 5))
+    >>> position = create_position("rpb", stage, rngs=nnx.Rngs(0))
+    >>> position.acts, position.resolution, position.relative
+    ('logits', 'resample', True)
 
-    What a class says of its scheme with default options; a constructor sets on the instance what its options change:
-        paper, equation: where it comes from, and what it does in one formula.
-        acts: where, a key of `ACTS`.
-        resolution: what becomes of it on a map of another size, a key of `RESOLUTION`.
-        relative: what a key adds to a query depends on their offset only (and on what the two tokens contain).
-        keeps_norms: queries and keys are as long as without it.
-        per_head, per_layer: heads, layers differ in it.
-        learnable: it has parameters.
-        augments: it draws at random in training, which needs a key.
+    The keyword-only parameters of the constructor are the scheme's options, with their types.
+    Trainable arrays are `nnx.Param`s; `nnx.Param(value, decay=False)` is not decayed. The first
+    axis of a parameter is the layer's, or it is marked `layers=False`.
+
+    Class attributes describe the scheme with default options; constructors override them on the
+    instance if options change them. Tests measure all of these:
+
+    Attributes:
+        paper: the scheme's source.
+        equation: the scheme in one formula.
+        acts: where it acts, a key of `ACTS`.
+        resolution: what happens on a map of another size, a key of `RESOLUTION`.
+        relative: a key's contribution to a query depends on their offset only (and on the contents
+            of the two tokens).
+        keeps_norms: the lengths of queries and keys do not change.
+        per_head: heads differ.
+        per_layer: layers differ.
+        learnable: the scheme has parameters.
+        augments: the scheme draws random numbers in training, which needs a key.
+        wraps: the scheme wraps another one, as in `lape(ape)`.
+        shrink: how its bias table is resampled to a smaller map; None for schemes without one.
     """
 
     paper: ClassVar[str] = "thesis, table 4.1"
@@ -113,148 +158,189 @@ class Position(nnx.Module):
     per_layer: ClassVar[bool] = False
     learnable: ClassVar[bool] = False
     augments: ClassVar[bool] = False
+    wraps: ClassVar[bool] = False
+    shrink: str | None = None
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs):
         self.stage = stage
 
-    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
-        """Returns the tokens [B, embed_prefix + H*W, C] with what the scheme adds after the patch embedding."""
+    def schemes(self) -> list["Position"]:
+        """Returns the parts of a combination `a+b`; of any other scheme, the scheme itself."""
+        return [self]
+
+    def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
+        """Adds the scheme's embedding after the patch embedding.
+
+        Args:
+            tokens: T = embed_prefix + H*W.
+            grid: (H, W) in tokens.
+            key: in training, for schemes that augment coordinates.
+        """
         return tokens
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        """Returns what the layers' attention needs on a map of `grid`; `key` (training only) is for schemes that augment coordinates."""
+        """Returns the terms for attention on a map of `grid`; arguments as in `embed`."""
         return Terms()
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
-        """The layers, of `depth`, after which `mix` does something; convolutional schemes have such."""
+        """Returns the layers, of `depth`, after which `mix` changes the tokens."""
         return ()
 
-    def mix(self, tokens: Array, grid: Grid, layer: int) -> Array:
-        """Returns the tokens [B, P + H*W, C] that come out of a layer, with what the scheme does to them there."""
+    def mix(self, tokens: Tokens, grid: Grid, layer: int) -> Tokens:
+        """Changes the tokens after a layer; L = P + H*W."""
         return tokens
 
     def resize(self, grid: Grid) -> None:
-        """Makes `grid` the map of creation, by resizing every parameter whose shape depends on it, by the scheme's own rule."""
+        """Sets the map of creation to `grid`, and resamples parameters that depend on it."""
         self.stage = dataclasses.replace(self.stage, grid=grid)
 
 
 ACTS = {
     "nowhere": "nowhere",
-    "tokens": "joins the tokens after the patch embedding",
-    "rotation": "turns queries and keys",
-    "logits": "joins the logits of attention",
-    "layers": "joins the normalised tokens of every layer",
+    "tokens": "added to the tokens after the patch embedding",
+    "rotation": "rotates queries and keys",
+    "logits": "added to the attention logits",
+    "layers": "added to the normalised tokens of every layer",
     "transform": "wraps the attention of every layer",
-    "between": "joins the tokens between layers",
+    "between": "added to the tokens between layers",
 }
 
 RESOLUTION = {
-    "unchanged": "nothing in it knows the map",
-    "extrapolate": "the same steps, beyond the range of training",
-    "interpolate": "the same range, in smaller steps",
-    "resample": "its table is resampled",
+    "unchanged": "independent of the map",
+    "extrapolate": "extrapolated: the same step per patch",
+    "interpolate": "interpolated: the same range, smaller steps",
+    "resample": "interpolated: its table is resampled",
+}
+
+_ONCE = {
+    "rotation": "rotate q and k",
+    "layers": "add to every layer's tokens",
+    "transform": "wrap attention",
 }
 
 
-class Sum(Position):
-    """Several schemes at once, written `a+b`: each adds to the tokens, and the terms are joined (Heo et al., section 4.1)."""
+class Combined(Position):
+    """Several schemes at once, written `a+b`; embeddings and biases add up.
 
-    def __init__(self, stage: Stage, parts: list[Position]):
-        for acts, what in (
-            ("rotation", "rotate q and k"),
-            ("layers", "add to every layer's tokens"),
-            ("transform", "wrap attention"),
-        ):
-            if sum(acts in part.acts for part in parts) > 1:
-                raise ValueError(f"position combines several schemes that {what}; at most one of a sum may do so: remove the others")
+    At most one part may rotate, one may add to every layer, and one may wrap attention (Heo et al.,
+    section 4.1).
+    """
+
+    def __init__(self, stage: Stage, parts: Sequence[Position]):
+        for acts, action in _ONCE.items():
+            if sum(part.acts == acts for part in parts) > 1:
+                raise ValueError(
+                    f"position combines several schemes that {action}; at most one of a sum may do "
+                    "so: remove the others"
+                )
         self.stage = stage
         self.parts = nnx.List(parts)
-        for name, of in (
-            ("relative", all),
-            ("keeps_norms", all),
-            ("per_head", any),
-            ("per_layer", any),
-            ("learnable", any),
-            ("augments", any),
-        ):
-            setattr(self, name, of(getattr(part, name) for part in parts))
+        self.relative = all(part.relative for part in parts)
+        self.keeps_norms = all(part.keeps_norms for part in parts)
+        self.per_head = any(part.per_head for part in parts)
+        self.per_layer = any(part.per_layer for part in parts)
+        self.learnable = any(part.learnable for part in parts)
+        self.augments = any(part.augments for part in parts)
 
-    def embed(self, tokens: Array, grid: Grid, key: Array | None = None) -> Array:
-        """See `Position.embed`."""
-        for part, part_key in zip(self.parts, _split(key, len(self.parts)), strict=True):
+    def schemes(self) -> list[Position]:
+        return list(self.parts)
+
+    def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
+        for part, part_key in self._keyed(key):
             tokens = part.embed(tokens, grid, part_key)
         return tokens
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        """See `Position.terms`."""
         joined = Terms()
-        for part, part_key in zip(self.parts, _split(key, len(self.parts)), strict=True):
+        for part, part_key in self._keyed(key):
             terms = part.terms(grid, part_key)
             joined = Terms(
-                rotation=_join(joined.rotation, terms.rotation),
-                bias=_join(joined.bias, terms.bias),
-                add=_join(joined.add, terms.add),
-                transform=_join(joined.transform, terms.transform),
+                rotation=joined.rotation or terms.rotation,
+                bias=_add(joined.bias, terms.bias),
+                add=_add(joined.add, terms.add),
+                transform=joined.transform or terms.transform,
             )
         return joined
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
-        """See `Position.mix_after`."""
         return tuple(layer for part in self.parts for layer in part.mix_after(depth))
 
-    def mix(self, tokens: Array, grid: Grid, layer: int) -> Array:
-        """See `Position.mix`."""
+    def mix(self, tokens: Tokens, grid: Grid, layer: int) -> Tokens:
         for part in self.parts:
             tokens = part.mix(tokens, grid, layer)
         return tokens
 
     def resize(self, grid: Grid) -> None:
-        """See `Position.resize`."""
         for part in self.parts:
             part.resize(grid)
         super().resize(grid)
 
+    def _keyed(self, key: Array | None) -> Iterable[tuple[Position, Array | None]]:
+        count = len(self.parts)
+        keys = [None] * count if key is None else jax.random.split(key, count)
+        return zip(self.parts, keys, strict=True)
 
-def _split(key: Array | None, count: int) -> list[Array | None]:
-    return [None] * count if key is None else list(jax.random.split(key, count))
 
-
-def _join(first: Any, second: Any) -> Any:
+def _add(first: Array | PerLayer | None, second: Array | PerLayer | None) -> Any:
     if first is None or second is None:
         return second if first is None else first
     per_layer = _is_marked(first) or _is_marked(second)
     first, second = (x.value if _is_marked(x) else x[None] for x in (first, second))
-    # Of two tables, one may have no entries for prefix tokens: they are zero.
+    # A table without entries for prefix tokens has zeros there.
     entries = max(first.shape[-1], second.shape[-1])
-    first, second = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, entries - x.shape[-1])]) for x in (first, second))
+    first, second = (
+        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, entries - x.shape[-1])]) for x in (first, second)
+    )
     return PerLayer(first + second) if per_layer else (first + second)[0]
 
-
-_LARGEST = 1e30  # of a number in an option: its powers and products stay float32
 
 SCHEMES: dict[str, type[Position]] = {"none": Position}
 
 
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
-    """Class decorator that enters a scheme under `name`."""
+    """Class decorator that registers a scheme under `name`."""
 
-    def enter(cls: type[Position]) -> type[Position]:
+    def register(cls: type[Position]) -> type[Position]:
         if name in SCHEMES:
-            raise ValueError(f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}")
+            raise ValueError(
+                f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"
+            )
         SCHEMES[name] = cls
         return cls
 
-    return enter
+    return register
 
 
-def check_option(name: str, value: Any, allowed: tuple) -> None:
-    """Refuses a value of an option that is not among `allowed`."""
+def check_option(name: str, value: str, allowed: Sequence[str]) -> str:
+    """Returns `value`; raises ValueError unless it is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name}={value} is not allowed; use one of {', '.join(map(str, allowed))}")
+        raise ValueError(f"{name}={value} is not allowed; use one of {', '.join(allowed)}")
+    return value
+
+
+_LARGEST = 1e30  # powers and products of options stay within float32
 
 
 def check_finite(name: str, value: float, *, zero: bool = False) -> float:
-    """Returns `value` as a float; refuses negative and infinite ones, and 0 unless `zero`."""
+    """Returns `value`; raises ValueError if it is negative, not finite, or 0 (unless `zero`)."""
     if not 0 <= value <= _LARGEST or (value == 0 and not zero):
-        raise ValueError(f"{name}={value} is not allowed; use a number {'of at least' if zero else 'above'} 0 and at most {_LARGEST:g}")
+        least = "of at least" if zero else "above"
+        raise ValueError(
+            f"{name}={value} is not allowed; use a number {least} 0 and at most {_LARGEST:g}"
+        )
     return float(value)
+
+
+def check_factor(name: str, value: float) -> float:
+    """Returns `value`, the largest factor of a random scale; raises ValueError if it is below 1."""
+    if check_finite(name, value) < 1:
+        raise ValueError(
+            f"{name}={value} is not allowed; it is the largest factor: use 1 (off) or more"
+        )
+    return float(value)
+
+
+def advice_for_heads(option: str, values: Sequence[int]) -> str:
+    """Advice for a head dimension that does not fit: values of an option that would."""
+    fits = f"{option} of {' or '.join(map(str, values))}, or " if values else ""
+    return f"use {fits}a model with another width or number of heads"

@@ -6,45 +6,32 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.analysis.attention import Layer, attention_maps, attention_statistics, row_statistics
+from rope_jax.analysis.attention import (
+    AttentionLayer,
+    attention_maps,
+    attention_statistics,
+    attention_weights,
+    row_statistics,
+)
 from rope_jax.models.attention import _spread
+from rope_jax.models.blocks import list_blocks
 from rope_jax_kernels import rotate
-from tests.models.small import pictures, small_model
+from tests.models.small import filled, pictures, small_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def layer_of(weights, grid, prefix=0, head_dim=4):
-    """A layer whose weights [L, L] are given, the same in all heads."""
-    shape = (2, len(weights), 3, head_dim)
-    return Layer(lambda values: jnp.einsum("qk,bknd->bqnd", jnp.asarray(weights, jnp.float32), values), shape, grid, prefix, jnp.float32)
+    """A layer with given weights [L, L], the same in all heads."""
+    weights = jnp.asarray(weights, jnp.float32)
+    attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values)
+    return AttentionLayer(attend, (2, len(weights), 3, head_dim), grid, prefix, jnp.float32)
 
 
-def test_looking_at_the_neighbour_is_a_distance_of_one_and_no_entropy():
-    height, width = 3, 5
-    tokens = np.arange(height * width).reshape(height, width)
-    looked_at = np.concatenate([tokens[:, 1:2], tokens[:, :-1]], axis=1)  # one token left, and at the border one right
-    distance, entropy = row_statistics(layer_of(np.eye(height * width)[looked_at.ravel()], (height, width)))
-    np.testing.assert_allclose(distance, 2 * np.ones(3), rtol=1e-6)  # summed over two images
-    np.testing.assert_allclose(entropy, np.zeros(3), atol=1e-6)
-
-
-def test_weights_on_prefix_tokens_are_left_out():
-    rng = np.random.default_rng(0)
-    weights = rng.dirichlet(np.ones(14), size=14)  # two prefix tokens, 3 x 4
-    distance, entropy = row_statistics(layer_of(weights, (3, 4), prefix=2))
-    kept = weights[2:, 2:] / weights[2:, 2:].sum(1, keepdims=True)
-    places = np.stack(np.divmod(np.arange(12), 4), 1)
-    apart = np.linalg.norm(places[:, None] - places, axis=-1)
-    np.testing.assert_allclose(distance[0] / 2, (kept * apart).sum(1).mean(), rtol=1e-5)
-    np.testing.assert_allclose(entropy[0] / 2, -(kept * np.log(kept)).sum(1).mean(), rtol=1e-5)
-
-
-def test_a_query_that_looks_at_the_prefix_alone_looks_evenly_at_the_map():
-    weights = np.zeros((13, 13))
-    weights[:, 0] = 1
-    _, entropy = row_statistics(layer_of(weights, (3, 4), prefix=1, head_dim=5))
-    np.testing.assert_allclose(entropy / 2, math.log(12), rtol=1e-6)
+def apart(height, width):
+    """Distances [L, L] between the tokens of a map."""
+    places = np.stack(np.divmod(np.arange(height * width), width), 1)
+    return np.linalg.norm(places[:, None] - places, axis=-1)
 
 
 def even(model):
@@ -53,6 +40,45 @@ def even(model):
         if "qkv" in path:
             param.set_value(jnp.zeros_like(param[...]))
     return model
+
+
+def small_hierarchy(name, size, **options):
+    options |= {"heads": (2,), "width": 8}
+    make = lambda: rope_jax.create_model(
+        name, position="none", image_size=size, num_classes=2, **options
+    )
+    return even(filled(nnx.eval_shape(make)))
+
+
+def test_attention_to_the_neighbour_has_distance_one_and_no_entropy():
+    height, width = 3, 5
+    tokens = np.arange(height * width).reshape(height, width)
+    keys = np.concatenate([tokens[:, 1:2], tokens[:, :-1]], axis=1)  # left; at the border right
+    layer = layer_of(np.eye(height * width)[keys.ravel()], (height, width))
+    distance, entropy = row_statistics(layer)
+    np.testing.assert_allclose(distance, 2 * np.ones(3), rtol=1e-6)  # summed over two images
+    np.testing.assert_allclose(entropy, np.zeros(3), atol=1e-6)
+
+
+def test_weights_on_prefix_tokens_are_left_out():
+    rng = np.random.default_rng(0)
+    weights = rng.dirichlet(np.ones(14), size=14)  # two prefix tokens, 3 x 4
+    weights[5, 2:] = 0  # this query attends to the prefix alone: even attention on the map
+    distance, entropy = row_statistics(layer_of(weights, (3, 4), prefix=2, head_dim=5))
+    weights[5, 2:] = 1
+    kept = weights[2:, 2:] / weights[2:, 2:].sum(1, keepdims=True)
+    np.testing.assert_allclose(distance[0] / 2, (kept * apart(3, 4)).sum(1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(entropy[0] / 2, -(kept * np.log(kept)).sum(1).mean(), rtol=1e-5)
+
+
+def test_weights_of_a_padded_map_are_those_of_its_own_tokens():
+    weights = np.arange(81, dtype=np.float32).reshape(9, 9)  # 3 x 3 tokens, of which 3 x 2 exist
+    attend = lambda values: jnp.einsum("qk,bknd->bqnd", weights, values.reshape(2, 9, 1, 4))
+    layer = AttentionLayer(attend, (2, 3, 3, 1, 4), (3, 2), 0, jnp.float32)
+    chunks = [attention_weights(layer, int(first))[0, :, 0] for first in layer.chunks]
+    own = [0, 1, 3, 4, 6, 7]
+    np.testing.assert_array_equal(np.concatenate(chunks, 1)[:, :6], weights[own][:, own])
+    assert not chunks[1][:, 2:].any()  # keys beyond the map
 
 
 @pytest.mark.parametrize(
@@ -64,66 +90,83 @@ def even(model):
     ],
 )
 def test_even_attention_has_the_entropy_of_its_tokens(name, changes, tokens):
-    found = attention_statistics(even(small_model(name, "none", **changes)), [pictures(6, 10), pictures(6, 10, batch=1)])
-    assert found.images == 3
+    model = even(small_model(name, "none", **changes))
+    found = attention_statistics(model, [pictures(6, 10), pictures(6, 10)])
+    assert found.images == 4
     assert found.grids == [(3, 5), (3, 5)]
     np.testing.assert_allclose(found.entropy, np.full((2, 3), math.log(tokens)), rtol=1e-5)
 
 
+def test_stacked_blocks_become_a_list():
+    model = small_model("vit_s16", "none", scan_layers=True)
+    blocks = list_blocks(model.blocks, model.position.stage.depth)
+    assert len(blocks) == 2
+    for layer, block in enumerate(blocks):
+        np.testing.assert_array_equal(block.norm1.scale, model.blocks.norm1.scale[layer])
+
+
 def test_even_attention_in_windows():
-    options = {"depths": (2,), "heads": (2,), "width": 8, "window_size": 2}
-    model = even(rope_jax.create_model("swin_t", position="none", image_size=16, num_classes=2, **options))
+    model = small_hierarchy("swin_t", 16, depths=(2,), window_size=2)
     found = attention_statistics(model, [pictures(16, 16)])
-    apart = (0 + 1 + 1 + math.sqrt(2)) / 4
-    np.testing.assert_allclose(found.distance[0], apart, rtol=1e-5)
+    np.testing.assert_allclose(found.distance[0], (0 + 1 + 1 + math.sqrt(2)) / 4, rtol=1e-5)
     np.testing.assert_allclose(found.entropy[0], math.log(4), rtol=1e-5)
-    assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border of the map
+    assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border
 
 
 def test_padding_of_a_map_is_not_part_of_it():
-    """2 x 3 tokens, padded to 3 x 3 of which each token sees all: what is left for the real ones is even."""
-    options = {"depths": (1,), "heads": (2,), "width": 8, "kernel_size": 3, "pad_compat": True}
-    model = even(rope_jax.create_model("nat_mini", position="none", image_size=(8, 12), num_classes=2, **options))
-    found = attention_statistics(model, [pictures(8, 12)])
-    assert found.grids == [(2, 3)]
+    """3 x 2 tokens are padded to 3 x 3, and each attends to all of these."""
+    model = small_hierarchy("nat_mini", (12, 8), depths=(1,), kernel_size=3, pad_compat=True)
+    found = attention_statistics(model, [pictures(12, 8)])
+    assert found.grids == [(3, 2)]
     np.testing.assert_allclose(found.entropy[0], math.log(6), rtol=1e-5)
-    places = np.stack(np.divmod(np.arange(6), 3), 1)
-    np.testing.assert_allclose(found.distance[0], np.linalg.norm(places[:, None] - places, axis=-1).mean(), rtol=1e-5)
-    (maps,) = attention_maps(model, pictures(8, 12), query=(0.9, 0.9))
-    np.testing.assert_allclose(maps, np.full((2, 2, 2, 3), 1 / 9), rtol=1e-5)
+    np.testing.assert_allclose(found.distance[0], apart(3, 2).mean(), rtol=1e-5)
+    (maps,) = attention_maps(model, pictures(12, 8), query=(0.9, 0.9))
+    np.testing.assert_allclose(maps, np.full((2, 2, 3, 2), 1 / 9), rtol=1e-5)
 
 
-@pytest.mark.parametrize("position", ["axial_rope", "lpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rpb", "irpe"))])
-def test_maps_are_the_weights_of_attention(position):
-    """Against softmax of the projections of the first block, written out."""
-    model = small_model("deit3_s16", position)
-    images = pictures(6, 10)
-    tokens, terms = model.embed(model.patch_embed(images), (3, 5), None), model.position.terms((3, 5)).layer(0)
-    block = model.blocks[0]
+def softmax_weights(model, images, position):
+    """Weights [B, N, L, L] of the first block: the softmax of its projections, written out."""
+    tokens = model.embed(model.patch_embed(images), (3, 5), None)
+    terms, block = model.position.terms((3, 5)).layer(0), model.blocks[0]
     qkv = block.attn.qkv(block.norm1(tokens)).reshape(2, 16, 3, 3, 16)
-    q, k, _ = jnp.moveaxis(qkv, 2, 0)
+    q, k = qkv[:, :, 0], qkv[:, :, 1]
     if position == "axial_rope":
         q, k = rotate(q, k, terms.rotation, implementation="xla")
-    logits = jnp.einsum("bqnd,bknd->bnqk", q, k) / 4
+    logits = np.einsum("bqnd,bknd->bnqk", q, k) / 4
     if position == "rpb":
         logits += _spread(terms.bias, (3, 5), 1)
-    weights = np.asarray(jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True))
-    middle = 1 + 1 * 5 + 2
-    maps = attention_maps(model, images, query=(0.5, 0.5))
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("position", "query"),
+    [
+        ("axial_rope", None),
+        ("lpe", (0.5, 0.5)),  # its transform convolves the values
+        pytest.param("rpb", (0.5, 0.5), marks=pytest.mark.slow),
+        pytest.param("rpb", None, marks=pytest.mark.slow),
+    ],
+)
+def test_maps_are_the_weights_of_attention(position, query):
+    model, images = small_model("deit3_s16", position), pictures(6, 10)
+    row = 0 if query is None else 1 + 1 * 5 + 2  # the class token, or the middle
+    wanted = softmax_weights(model, images, position)[:, :, row, 1:]
+    maps = attention_maps(model, images, query=query)
     assert [layer.shape for layer in maps] == [(2, 3, 3, 5)] * 2
-    if position == "irpe":  # its logits depend on the query: here only that they are weights
-        assert (maps[0] >= 0).all()
-        assert (maps[0].sum((2, 3)) < 1).all()
-    else:
-        np.testing.assert_allclose(maps[0].reshape(2, 3, 15), weights[:, :, middle, 1:], atol=2e-6)
-        of_class = attention_maps(model, images)[0]
-        np.testing.assert_allclose(of_class.reshape(2, 3, 15), weights[:, :, 0, 1:], atol=2e-6)
+    np.testing.assert_allclose(maps[0].reshape(2, 3, 15), wanted, atol=2e-6)
 
 
-def test_what_cannot_be_looked_at_is_refused():
-    model = rope_jax.create_model("cat_5", image_size=32, depth=1, width=64, heads=4)
-    with pytest.raises(ValueError, match="CAT attends along rows without a softmax"):
-        attention_statistics(model, [pictures(32, 32)])
+@pytest.mark.slow
+def test_maps_of_a_bias_that_depends_on_the_query_are_weights():
+    maps = attention_maps(small_model("deit3_s16", "irpe"), pictures(6, 10), query=(0.5, 0.5))
+    assert (maps[0] >= 0).all()
+    assert (maps[0].sum((2, 3)) < 1).all()
+
+
+def test_attention_without_a_softmax_and_queries_outside_the_image_are_refused():
+    make = lambda: rope_jax.create_model("cat_5", image_size=32, depth=1, width=64, heads=4)
+    with pytest.raises(ValueError, match="CAT attends without a softmax"):
+        attention_statistics(nnx.eval_shape(make), [pictures(32, 32)])
     with pytest.raises(ValueError, match="there are no images"):
         attention_statistics(small_model("vit_s16"), [])
     with pytest.raises(ValueError, match=r"query=\(2.0, 0.0\) must be two numbers"):

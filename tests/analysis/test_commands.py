@@ -1,10 +1,15 @@
+import argparse
 import json
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax.analysis.__main__ import main
+from rope_jax import data
+from rope_jax.analysis.__main__ import _image_batches, main
+from rope_jax.loading import add_model_arguments, load_model
+from rope_jax.training.setup import load_split
+from tests.small_run import save_run
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
@@ -24,34 +29,60 @@ def command(tmp_path):
 
 
 def test_attention_of_files(command, tmp_path):
-    (tmp_path / "images").mkdir()
+    folder = tmp_path / "images"
+    folder.mkdir()
     for number in range(3):
-        Image.fromarray(np.full((10, 12, 3), 80 * number, np.uint8)).save(tmp_path / "images" / f"{number}.png")
-    files = [f"--images={tmp_path / 'images'}"]
-    found, pictures = command("attention", *DIGITS, *files, "--count=2", "--batch_size=1")
+        image = Image.fromarray(np.full((10, 12, 3), 80 * number, np.uint8))
+        image.save(folder / f"{number}.png")
+    files = [f"--images={folder}", "--count=2", "--batch_size=1"]
+    found, pictures = command("attention", *DIGITS, *files)
     assert (found["images"], found["grids"]) == (2, [[4, 4], [4, 4]])
+    assert found["model"] == "vit_digits with axial_rope"
     assert np.shape(found["distance"]) == np.shape(found["entropy"]) == (2, 3)
     assert pictures == ["attention_distance.png", "attention_entropy.png"]
-    found, _ = command("maps", *DIGITS, *files, "--resolution=8x12", "--query=0.1,0.9")
-    assert np.shape(found["maps"]["layer 2"]) == (4, 6)
+
+
+def test_a_workdir(command, tmp_path):
+    save_run(tmp_path, 2, position="rope_mixed", seed=5)
+    found, _ = command("maps", str(tmp_path), "--resolution=8x12", "--query=0.1,0.9")
+    assert np.shape(found["maps"]["layer 1"]) == (4, 6)
+    assert found["weights"] == f"{tmp_path}, seed 5, step 2"
+    found, pictures = command("learned", str(tmp_path))
+    assert np.shape(found["before"]) == (1, 2, 2, 4)
+    np.testing.assert_allclose(found["before"], found["after"])  # nothing was trained
+    assert pictures == ["learned.png", "maps.png"]
+
+
+def test_images_of_the_test_split(tmp_path):
+    save_run(tmp_path, 2)
+    parsed = {"resolution": None, "count": 5, "batch_size": 3, "images": None}
+    arguments = argparse.Namespace(**parsed)
+    model = argparse.ArgumentParser()
+    add_model_arguments(model)
+    loaded = load_model(model.parse_args([str(tmp_path)]))
+    batches = list(_image_batches(loaded, arguments))
+    assert [len(batch) for batch in batches] == [3, 2]
+    wanted = load_split(loaded.config, "test", (8, 8))
+    first = next(data.evaluation_batches(wanted, batch_size=5))["image"]
+    np.testing.assert_array_equal(np.concatenate(batches), first)
 
 
 def test_rotations(command):
     found, _ = command("fourier", *DIGITS, "--position=rope_mixed")
     assert list(found["maps"]) == ["all layers", "layer 1", "layer 2", "nearest bins"]
     assert found["maps"]["all layers"][2][2] == pytest.approx(1)
-    found, _ = command("decay", *DIGITS)
+    found, pictures = command("decay", *DIGITS)
     assert found["score"][0] == pytest.approx(1)
-    found, pictures = command("learned", *DIGITS, "--position=rope_mixed")
-    assert found["before"] == found["after"]  # of a fresh model
-    assert pictures == ["decay.png", "fourier.png", "learned.png"]
+    assert pictures == ["decay.png", "fourier.png"]
 
 
 def test_positions_and_costs(command, capsys):
-    found, pictures = command("correlation", *DIGITS, "--position=lape(ape)", "--token=3")
+    found, _ = command("correlation", *DIGITS, "--position=lape(ape)", "--token=3")
     assert found["maps"]["layer 1"][0][3] == pytest.approx(1)
-    found, pictures = command("costs", "--model=vit_digits", "--positions", "none", "rope2d", "--image_size=8")
+    schemes = ["--positions", "none", "rope2d", "--image_size=8"]
+    found, _ = command("costs", "--model=vit_digits", *schemes)
     assert [row["position"] for row in found["rows"]] == ["none", "rope2d"]
+    assert "its operations" in capsys.readouterr().out
     found, pictures = command("angles", "--widths=16", "--heads=2")
     assert len(found["table31, d=16"]) == 16
     assert pictures == ["angles_16.png", "correlation.png"]
@@ -60,19 +91,26 @@ def test_positions_and_costs(command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fourier", *DIGITS, "--position=ape"], "turns nothing by coordinates: use a rotary scheme"),
+        (
+            ["fourier", *DIGITS, "--position=ape"],
+            "rotates nothing by coordinates: use a rotary scheme",
+        ),
         (["learned", *DIGITS], "axial_rope does not learn its frequencies"),
-        (["learned", *DIGITS, "--position=rope_mixed", "--stage=2"], "--stage=2 is not one of 1 to 1"),
+        (
+            ["learned", *DIGITS, "--position=rope_mixed", "--stage=2"],
+            "--stage=2 is not one of 1 to 1",
+        ),
         (["attention", *DIGITS, "--images=x", "--count=0"], "--count=0 must be at least 1"),
         (["maps", *DIGITS, "--images=x.png", "--query=0.5"], "--query=0.5 must be two numbers"),
-        (["correlation", "--model=swin_t", "--options=depths=(1,),heads=(2,),width=8"], "a model of stages has a map for each"),
-        (["decay", *DIGITS, "--source=timm"], "--source=timm says whose names --weights has"),
+        (
+            ["correlation", "--model=swin_t", "--options=depths=(1,1),heads=(2,2),width=8"],
+            "Swin has 2 stages with a map for each",
+        ),
         (["attention", *DIGITS], "name --images, a file or a folder"),
         (["decay"], "name either the WORKDIR of a run or a --model"),
-        (["decay", "somewhere", "--position=ape"], "--position goes with --model"),
         (["costs", "--model=vit"], "unknown model 'vit'"),
     ],
 )
-def test_mistakes_are_told_in_one_line(arguments, message, tmp_path):
+def test_errors_are_one_line(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=f"^rope_jax.analysis: .*{message}"):
         main([*arguments, f"--out={tmp_path}"])

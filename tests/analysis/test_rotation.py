@@ -1,38 +1,53 @@
 import json
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-import rope_jax
 from rope_jax.analysis.correlation import layer_positions, position_correlation
 from rope_jax.analysis.costs import scheme_costs
-from rope_jax.analysis.rotation import fourier_mask_reconstruction, fourier_reconstruction, frequencies, rotation_angles, score_decay
+from rope_jax.analysis.rotation import (
+    fourier_mask_reconstruction,
+    fourier_reconstruction,
+    frequencies,
+    rotation_angles,
+    score_decay,
+)
 from rope_jax.positions import Stage, create_position
 from rope_jax_kernels import Window
+from tests.models.small import small_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "golden_positions.json").read_text())
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parents[1] / "data" / "golden_positions.json").read_text()
+)
 
 
 def position(text, **changes):
-    stage = Stage(**{"depth": 2, "heads": 3, "head_dim": 16, "channels": 48, "grid": (6, 6)} | changes)
+    stage = Stage(
+        **{"depth": 2, "heads": 3, "head_dim": 16, "channels": 48, "grid": (6, 6)} | changes
+    )
     return create_position(text, stage, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("hdit_freqs_dhead")])
 def test_angles_are_the_official_tables_head_by_head(name):
     table = np.reshape(GOLDEN[name]["v"], GOLDEN[name]["shape"])
-    np.testing.assert_allclose(rotation_angles("hdit", table.size, heads=len(table)), table.ravel(), rtol=1e-6)
+    np.testing.assert_allclose(
+        rotation_angles("hdit", table.size, heads=len(table)), table.ravel(), rtol=1e-6
+    )
 
 
 def test_angles_of_the_other_readings():
     np.testing.assert_allclose(rotation_angles("eq35", 4), 10 ** np.array([0, 0.25, 0.5, 0.75]))
-    np.testing.assert_allclose(rotation_angles("table31", 4), np.pi ** (np.array([0, 1, 2, 3]) * np.log(10) / 4))
-    np.testing.assert_allclose(rotation_angles("rope2d", 4, heads=2), 100.0 ** -np.array([0, 0.25, 0.5, 0.75]))
+    np.testing.assert_allclose(
+        rotation_angles("table31", 4), np.pi ** (np.array([0, 1, 2, 3]) * np.log(10) / 4)
+    )
+    np.testing.assert_allclose(
+        rotation_angles("rope2d", 4, heads=2), 100.0 ** -np.array([0, 0.25, 0.5, 0.75])
+    )
 
 
 def test_one_frequency_reconstructs_a_plane_wave():
@@ -41,7 +56,9 @@ def test_one_frequency_reconstructs_a_plane_wave():
     wanted = np.cos((y - 3) * wave[0] + (x - 5) * wave[1])
     freqs = wave[None, None, :, None]  # [layers, N, A, R]
     np.testing.assert_allclose(fourier_reconstruction(freqs, (8, 8), (3, 5)), wanted, atol=1e-12)
-    np.testing.assert_allclose(fourier_mask_reconstruction(freqs, (8, 8), (3, 5)), wanted, atol=1e-12)
+    np.testing.assert_allclose(
+        fourier_mask_reconstruction(freqs, (8, 8), (3, 5)), wanted, atol=1e-12
+    )
 
 
 def test_all_frequencies_of_a_grid_reconstruct_the_point():
@@ -57,7 +74,9 @@ def test_frequencies_are_angles_from_token_to_token(text):
     scheme = position(text)
     freqs = frequencies(scheme, (6, 9))
     layer = scheme.terms((6, 9)).layer(1).rotation
-    theta = np.einsum("la,nar->nlr", layer.coords, layer.freqs).reshape(layer.freqs.shape[0], 6, 9, -1)
+    theta = np.einsum("la,nar->nlr", layer.coords, layer.freqs).reshape(
+        layer.freqs.shape[0], 6, 9, -1
+    )
     np.testing.assert_allclose(theta[:, 3, 4] - theta[:, 2, 4], freqs[-1, :, 0], atol=1e-5)
     np.testing.assert_allclose(theta[:, 3, 4] - theta[:, 3, 3], freqs[-1, :, 1], atol=1e-5)
 
@@ -65,7 +84,7 @@ def test_frequencies_are_angles_from_token_to_token(text):
 def test_windows_have_the_spacing_of_their_map():
     windowed = frequencies(position("axial_rope", pattern=Window((3, 3))), (6, 6))
     np.testing.assert_allclose(windowed, frequencies(position("axial_rope"), (6, 6)), rtol=1e-5)
-    with pytest.raises(ValueError, match="turns nothing by coordinates"):
+    with pytest.raises(ValueError, match="rotates nothing by coordinates"):
         frequencies(position("ape"), (6, 6))
 
 
@@ -74,16 +93,24 @@ def test_scores_are_those_of_rotated_ones():
     freqs = frequencies(scheme, (6, 6))
     score, bound = score_decay(freqs, np.array([0.0, 1, 7]))
     theta = freqs[0, 0, 0]
-    np.testing.assert_allclose(score, [1, np.cos(theta).mean(), np.cos(7 * theta).mean()], rtol=1e-6)
+    np.testing.assert_allclose(
+        score, [1, np.cos(theta).mean(), np.cos(7 * theta).mean()], rtol=1e-6
+    )
     sums = [abs(np.exp(7j * theta[:n]).sum()) for n in range(1, len(theta) + 1)]
-    np.testing.assert_allclose(bound[2], np.mean(sums) / np.mean(range(1, len(theta) + 1)), rtol=1e-6)
+    np.testing.assert_allclose(
+        bound[2], np.mean(sums) / np.mean(range(1, len(theta) + 1)), rtol=1e-6
+    )
     assert bound[0] == pytest.approx(1)
 
 
 def test_correlation_of_known_positions():
     rows = np.array([[[1.0, 0], [1, 1], [0, 1], [-1, 0]]])
-    np.testing.assert_allclose(position_correlation(rows, (2, 2)), [[[1, np.sqrt(0.5)], [0, -1]]], atol=1e-12)
-    assert position_correlation(np.ones((1, 196, 2)) * np.arange(1, 197)[:, None], (14, 14)).shape == (1, 14, 14)
+    np.testing.assert_allclose(
+        position_correlation(rows, (2, 2)), [[[1, np.sqrt(0.5)], [0, -1]]], atol=1e-12
+    )
+    assert position_correlation(
+        np.ones((1, 196, 2)) * np.arange(1, 197)[:, None], (14, 14)
+    ).shape == (1, 14, 14)
     marked = np.eye(196)[None]
     assert position_correlation(marked, (14, 14))[0].ravel().argmax() == 90  # the paper's code
     with pytest.raises(ValueError, match="token=4 is not on a map of 2x2"):
@@ -91,24 +118,30 @@ def test_correlation_of_known_positions():
 
 
 def test_positions_of_layers():
-    small = {"image_size": 32, "depth": 2, "width": 24, "heads": 3, "patch_size": 8}
-    model = rope_jax.create_model("deit_ti16", position="lape(ape)", **small)
-    rows = layer_positions(model, (4, 4))
-    np.testing.assert_allclose(rows, model.position.terms((4, 4)).add.value[:, 1:], rtol=1e-6)
-    model = rope_jax.create_model("deit_ti16", position="ape", **small)
-    embedding = model.position.embed(jnp.zeros((1, 17, 24)), (4, 4))[0, 1:]
-    np.testing.assert_allclose(layer_positions(model, (4, 4))[1], jax.nn.standardize(embedding, epsilon=1e-6), atol=1e-5)
+    model = small_model("deit_ti16", "lape(ape)")
+    wanted = model.position.terms((3, 5)).add.value[:, 1:]
+    np.testing.assert_allclose(layer_positions(model, (3, 5)), wanted, rtol=1e-6)
+    model = small_model("deit_ti16", "ape")
+    norm = model.blocks[1].norm1
+    embedding = np.asarray(model.position.embed(jnp.zeros((1, 16, 48)), (3, 5))[0, 1:])
+    centred = embedding - embedding.mean(-1, keepdims=True)
+    wanted = centred / np.sqrt(embedding.var(-1, keepdims=True) + 1e-6) * norm.scale + norm.bias
+    np.testing.assert_allclose(layer_positions(model, (3, 5))[1], wanted, atol=1e-5)
     with pytest.raises(ValueError, match="adds nothing to the tokens"):
-        layer_positions(rope_jax.create_model("deit_ti16", position="rope2d", **small), (4, 4))
+        layer_positions(small_model("deit_ti16", "rope2d"), (3, 5))
 
 
 def test_costs_are_those_of_the_papers():
-    """Heo et al.: 9,216 parameters and, counted in full, 10.8 million operations in ViT-B (their 1.8 counts one product a channel)."""
-    none, mixed, lape = scheme_costs("deit3_b16", ["none", "rope_mixed", "lape(ape)"], 224)
+    """Heo et al.: 9,216 parameters, and 10.8 million operations in ViT-B if all are counted.
+
+    Their 1.8 million are one product per channel.
+    """
+    mixed, lape = scheme_costs("deit3_b16", ["rope_mixed", "lape(ape)"], 224)
+    (none,) = scheme_costs("vit_digits", ["none"], 8)
     assert (none.parameters, none.operations) == (0, 0)
     assert (mixed.parameters, mixed.total) == (9_216, 86_444_008)
     assert mixed.operations == 6 * 32 * 2 * 12 * 196 * 12
     assert lape.operations == 197 * 768 * 12
     (rpb,) = scheme_costs("swin_t", ["rpb"], 224)
     assert rpb.parameters == 28_288_354 - 28_265_032
-    assert scheme_costs("deit3_s16", ["irpe"], 224)[0].operations is None
+    assert scheme_costs("deit3_s16", ["irpe"], 224, depth=1)[0].operations is None

@@ -1,4 +1,4 @@
-"""Compiles for a GPU that is not there: needs jax's CUDA plugin, which `make test-aot` installs in an environment of its own."""
+"""Compiles ahead of time for a GPU, with jax's CUDA plugin, which `make test-aot` installs."""
 
 import importlib.util
 import os
@@ -13,10 +13,15 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 def pytest_collection_modifyitems(items):
     """Skips this directory's tests where they cannot run, with the reason."""
-    if not (importlib.util.find_spec("jax_plugins") and any(map(importlib.util.find_spec, PLUGINS))):
+    if not (
+        importlib.util.find_spec("jax_plugins") and any(map(importlib.util.find_spec, PLUGINS))
+    ):
         reason = "jax's CUDA plugin is not installed; run `make test-aot`"
     elif os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1":
-        reason = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is not set, so the CUDA plugin would ask for a driver; run `make test-aot`"
+        reason = (
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is not set, so the CUDA plugin would need a driver; "
+            "run `make test-aot`"
+        )
     elif ptxas() is None:
         reason = "there is no ptxas, neither in the nvidia wheels nor on PATH; run `make test-aot`"
     else:
@@ -29,7 +34,11 @@ def pytest_collection_modifyitems(items):
 def ptxas() -> str | None:
     """The assembler of the nvidia wheels (nvidia-cuda-nvcc), or the one on PATH."""
     found = importlib.util.find_spec("nvidia")
-    wheels = [path for root in (found.submodule_search_locations if found else []) for path in pathlib.Path(root).glob("*/bin/ptxas")]
+    wheels = [
+        path
+        for root in (found.submodule_search_locations if found else [])
+        for path in pathlib.Path(root).glob("*/bin/ptxas")
+    ]
     return str(wheels[0]) if wheels else shutil.which("ptxas")
 
 
@@ -39,12 +48,20 @@ def gpus():
     from jax.experimental import topologies
 
     target = (HERE.parent / "data" / "h200.txtpb").read_text()
-    return topologies.get_topology_desc(platform="cuda", topology_name="h200", topology="1x1x8", target_config=target).devices
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", topology="1x1x8", target_config=target
+    ).devices
 
 
 @pytest.fixture
 def compile_for(gpus, tmp_path):
-    """compile_for(mesh_shape, f, *shapes, specs=None, donate=()): a `program.Program` for a mesh of axes "data" and "heads"."""
+    """compile_for(mesh_shape, f, *shapes, specs=None, donate=()) -> `program.Program`.
+
+    The mesh has the axes "data" and "heads".
+    """
     from tests.aot.program import compile_program
 
-    return lambda mesh_shape, f, *shapes, **kwargs: compile_program(gpus, mesh_shape, tmp_path, ptxas(), f, shapes, **kwargs)
+    def compile_one(mesh_shape, f, *shapes, **kwargs):
+        return compile_program(gpus, mesh_shape, tmp_path, ptxas(), f, shapes, **kwargs)
+
+    return compile_one

@@ -1,4 +1,4 @@
-"""What a program compiled for a GPU consists of: operations, buffers, and the machine code of its Pallas kernels."""
+"""The operations, buffers and Pallas kernels of a program compiled for a GPU."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# What calls a Pallas kernel, by backend.
+# Custom-call targets of Pallas kernels, by backend.
 TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 # Operations that take no time on a GPU.
 FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}
@@ -29,14 +29,17 @@ class Kernel:
     load_widths: frozenset[int]  # from global memory
     store_widths: frozenset[int]
     shared_widths: frozenset[int]  # to and from shared memory
-    tensors_out: int  # instructions that have the copy engine write a tile, which it clips to the array
-    runs_out: int  # those that have it write a run of bytes, which it does not
+    tensors_out: int  # writes of tiles by the copy engine, which clips them to the array
+    runs_out: int  # writes of runs of bytes by the copy engine, which it does not clip
     ptx: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: operations of the entry computation (a custom call by its target), and its kernels."""
+    """A compiled program.
+
+    `operations` are those of the entry computation, a custom call by its target.
+    """
 
     operations: list[str]
     text: str
@@ -48,16 +51,35 @@ class Program:
         return sum(self.operations.count(target) for target in TARGETS.values())
 
 
-def compile_program(gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, donate=()) -> Program:
-    """Compiles f for arguments of `shapes`, laid over the first GPUs by `specs` (whole on each without them)."""
-    folder = pathlib.Path(tempfile.mkdtemp(dir=folder))  # programs of one test apart
+def compile_program(
+    gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, donate=()
+) -> Program:
+    """Compiles f for arguments of `shapes`, sharded over GPUs by `specs` or replicated."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=folder))  # one for each program of a test
     mesh = Mesh(np.array(gpus[: math.prod(mesh_shape)]).reshape(mesh_shape), ("data", "heads"))
     specs = specs or [PartitionSpec()] * len(shapes)
-    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in zip(shapes, specs, strict=True)]
-    # Autotuning would need the GPU. Only PTX is dumped: the stages of Triton's compiler take ten times as long to print as to run.
-    options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=str(folder)):
-        compiled = jax.jit(f, donate_argnums=donate).trace(*arguments).lower().compile(compiler_options=options)
+    arguments = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(shapes, specs, strict=True)
+    ]
+    # Autotuning would need the GPU. Only PTX is dumped: printing the stages of Triton's compiler
+    # takes ten times as long as running them.
+    options = {
+        "xla_dump_to": str(folder),
+        "xla_dump_emitter_re": "ptx",
+        "xla_gpu_autotune_level": "0",
+        "xla_gpu_enable_triton_gemm": False,
+    }
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=str(folder)),
+    ):
+        compiled = (
+            jax.jit(f, donate_argnums=donate)
+            .trace(*arguments)
+            .lower()
+            .compile(compiler_options=options)
+        )
     text = re.sub(r"backend_config=.*", "", compiled.as_text())
     entry = text[text.index("ENTRY") :]
     operations = []
@@ -66,8 +88,17 @@ def compile_program(gpus, mesh_shape, folder, ptxas, f, shapes, *, specs=None, d
         if found := re.match(r"\s+(?:ROOT )?%\S+ = (?:\(.*?\) |\S+ )([a-z][a-z0-9-]*)\(", line):
             target = re.search(r'custom_call_target="([^"]*)"', line)
             operations.append(target[1] if target else found[1])
-    kernels = [read_kernel(path, ptxas) for path in sorted(folder.glob("*.ptx")) if re.search("rotary|attention", path.read_text())]
-    return Program([x for x in operations if x not in FREE], text, compiled.memory_analysis().alias_size_in_bytes, kernels)
+    kernels = [
+        read_kernel(path, ptxas)
+        for path in sorted(folder.glob("*.ptx"))
+        if re.search("rotary|attention", path.read_text())
+    ]
+    return Program(
+        [x for x in operations if x not in FREE],
+        text,
+        compiled.memory_analysis().alias_size_in_bytes,
+        kernels,
+    )
 
 
 def read_kernel(path, ptxas) -> Kernel:
@@ -76,8 +107,12 @@ def read_kernel(path, ptxas) -> Kernel:
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     number = lambda pattern: sum(int(x) for x in re.findall(pattern, report))
     ptx = path.read_text()
-    accesses = re.findall(r"\b((?:ld|st)\.(?:global|shared))(?:\.[a-z:0-9_]+?)*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx)
-    width = lambda *kinds: frozenset(int(vector or 1) * int(bits) // 8 for op, vector, bits in accesses if op in kinds)
+    accesses = re.findall(
+        r"\b((?:ld|st)\.(?:global|shared))(?:\.[a-z:0-9_]+?)*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx
+    )
+    width = lambda *kinds: frozenset(
+        int(vector or 1) * int(bits) // 8 for op, vector, bits in accesses if op in kinds
+    )
     return Kernel(
         registers=number(r"Used (\d+) registers"),
         local_bytes=number(r"(\d+) bytes (?:stack frame|spill stores|spill loads)"),

@@ -7,18 +7,23 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from rope_jax.data import on_device
+from rope_jax.data import split_augment
+from rope_jax.data.images import device
 
 TALK = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
-@pytest.mark.parametrize(("augment", "loops"), [("rand_augment", 1), ("three_augment+color_jitter", 2)])
+@pytest.mark.parametrize(
+    ("augment", "loops"), [("rand_augment", 1), ("three_augment+color_jitter", 2)]
+)
 def test_images_are_augmented_where_they_are(compile_for, augment, loops):
-    """Devices do not talk; loops are over the layers of RandAugment and the filters of a blur, for all images of a device at once."""
-    plan = on_device.parse(augment)
+    """No communication; the loops are over RandAugment's layers and the filters of a blur."""
+    plan = split_augment(augment)
 
     def apply(images, epoch, index):
-        return on_device.apply(images, on_device.example_keys(0, epoch, index), plan.pixels, (124, 116, 104))
+        return device.apply(
+            images, device.example_keys(0, epoch, index), plan.pixels, (124, 116, 104)
+        )
 
     number = jax.ShapeDtypeStruct((64,), jnp.int32)
     shapes = (jax.ShapeDtypeStruct((64, 224, 224, 3), jnp.uint8), number, number)

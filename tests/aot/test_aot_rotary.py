@@ -1,4 +1,4 @@
-"""The rotary kernels as machine code for Hopper: registers, width of accesses, what aliases, and what XLA puts around them."""
+"""The rotary kernels as machine code for Hopper: registers, accesses, aliases, operations."""
 
 import functools
 import re
@@ -9,11 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
-from rope_jax_kernels.rotary import tiling
+from rope_jax_kernels.rotary import tile_sizes
 from tests.aot.program import TARGETS
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, served_by
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 SHAPES = jax.ShapeDtypeStruct
 KERNELS = pytest.mark.parametrize("implementation", TARGETS)
@@ -27,28 +29,41 @@ SERVED = pytest.mark.parametrize(
 def arguments(case):
     """Shapes of q (or k), coords and freqs."""
     coords, freqs = case.coords_and_freqs()
-    return SHAPES(case.shape(), case.dtype), SHAPES(coords.shape, coords.dtype), SHAPES(freqs.shape, freqs.dtype)
+    return (
+        SHAPES(case.shape(), case.dtype),
+        SHAPES(coords.shape, coords.dtype),
+        SHAPES(freqs.shape, freqs.dtype),
+    )
 
 
 def turn(case, implementation, q, k, coords, freqs):
-    return rotate(q, k, Rotation(coords, freqs, case.pairing), layout=case.layout, implementation=implementation)
+    return rotate(
+        q,
+        k,
+        Rotation(coords, freqs, case.pairing),
+        layout=case.layout,
+        implementation=implementation,
+    )
 
 
 def turn_back(case, implementation, gq, gk, coords, freqs):
     """The backward pass alone, without a gradient of the angles."""
     zeros = jnp.zeros(case.shape(), case.dtype)
-    return jax.vjp(lambda q, k: turn(case, implementation, q, k, coords, freqs), zeros, zeros)[1]((gq, gk))
+    return jax.vjp(lambda q, k: turn(case, implementation, q, k, coords, freqs), zeros, zeros)[1](
+        (gq, gk)
+    )
 
 
 def check_machine_code(program, implementation, case, copies, sums=0, registers=128):
-    """One kernel that spills nothing, and moves `copies` tiles in and out and `sums` tiles of sums out, as wide as rows allow.
+    """One kernel that spills nothing and accesses memory as wide as the rows allow.
 
-    With 128 registers four programs of 128 threads fit on a multiprocessor.
+    It moves `copies` tiles in and out, and `sums` tiles of sums out. With 128 registers four
+    programs of 128 threads fit on a multiprocessor.
     """
     (kernel,) = program.kernels
     assert kernel.spilled_bytes == 0
     itemsize = jnp.dtype(case.dtype).itemsize
-    pairs = tiling.vector_pairs(case.pairs, case.head_dim, itemsize, case.pairing)
+    pairs = tile_sizes.vector_pairs(case.pairs, case.head_dim, itemsize, case.pairing)
     widest = pairs * itemsize * (1 if case.pairing == "half" else 2)
     if implementation == "triton":
         assert kernel.local_bytes == 0
@@ -56,11 +71,15 @@ def check_machine_code(program, implementation, case, copies, sums=0, registers=
         assert sums or kernel.store_widths == {widest}
         assert sums or kernel.registers <= registers
     else:
-        # The stack is where sine and cosine reduce angles of more than 1e5; Mosaic GPU's mathematics library does that in memory.
+        # Mosaic GPU's sine and cosine reduce angles of more than 1e5 on the stack.
         assert kernel.local_bytes <= 32
         assert kernel.registers <= registers
         assert kernel.store_widths == set()
-        assert widest in kernel.shared_widths or case.tokens < tiling.THREADS or case.pairs * itemsize % 32
+        assert (
+            widest in kernel.shared_widths
+            or case.tokens < tile_sizes.THREADS
+            or case.pairs * itemsize % 32
+        )
         # Runs of bytes would not end where the tokens do; only the sums have room for that.
         assert kernel.runs_out <= sums
         assert kernel.tensors_out + kernel.runs_out in (copies + sums, 2 * copies + sums)
@@ -69,25 +88,39 @@ def check_machine_code(program, implementation, case, copies, sums=0, registers=
 @SERVED
 def test_one_launch_in_place(implementation, case, compile_for):
     x, coords, freqs = arguments(case)
-    program = compile_for((1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1))
+    program = compile_for(
+        (1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1)
+    )
     assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
     check_machine_code(program, implementation, case, copies=2)
 
 
 def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
-    """120 pairs are 15 accesses of 16 bytes: "mosaic" takes narrower ones and shares them among more threads."""
+    """120 pairs are 15 accesses of 16 bytes; "mosaic" takes narrower ones on more threads."""
     case = Case(batch=64, tokens=197, heads=4, head_dim=248, pairs=120, dtype="bfloat16")
     x, coords, freqs = arguments(case)
-    program = compile_for((1, 1), functools.partial(turn, case, "mosaic"), x, x, coords, freqs, donate=(0, 1))
+    program = compile_for(
+        (1, 1), functools.partial(turn, case, "mosaic"), x, x, coords, freqs, donate=(0, 1)
+    )
     check_machine_code(program, "mosaic", case, copies=2, registers=255)
 
 
-@pytest.mark.parametrize(("implementation", "case"), [("triton", MODEL_CASES[0]), ("mosaic", MODEL_CASES[0])], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "case"), [("triton", MODEL_CASES[0]), ("mosaic", MODEL_CASES[0])], ids=str
+)
 def test_backward_pass_is_one_launch_in_place(implementation, case, compile_for):
-    """The kernel of the forward pass, but for a sign: `test_one_launch_in_place` shows at all shapes what it is made of."""
+    """The kernel of the forward pass but for a sign, which another test compiles at all shapes."""
     x, coords, freqs = arguments(case)
-    program = compile_for((1, 1), functools.partial(turn_back, case, implementation), x, x, coords, freqs, donate=(0, 1))
+    program = compile_for(
+        (1, 1),
+        functools.partial(turn_back, case, implementation),
+        x,
+        x,
+        coords,
+        freqs,
+        donate=(0, 1),
+    )
     assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
     check_machine_code(program, implementation, case, copies=2)
@@ -96,7 +129,9 @@ def test_backward_pass_is_one_launch_in_place(implementation, case, compile_for)
 @SERVED
 def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, compile_for):
     def backward(gq, gk, q, k, coords, freqs):
-        return jax.vjp(lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs), q, k, freqs)[1]((gq, gk))
+        return jax.vjp(
+            lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs), q, k, freqs
+        )[1]((gq, gk))
 
     x, coords, freqs = arguments(case)
     program = compile_for((1, 1), backward, x, x, x, x, coords, freqs, donate=(0, 1))
@@ -108,14 +143,23 @@ def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, 
 
 @pytest.mark.parametrize(
     ("implementation", "case"),
-    [("triton", MODEL_CASES[0]), ("triton", MODEL_CASES[1]), ("mosaic", MODEL_CASES[0]), ("mosaic", MODEL_CASES[-1])],
+    [
+        ("triton", MODEL_CASES[0]),
+        ("triton", MODEL_CASES[1]),
+        ("mosaic", MODEL_CASES[0]),
+        ("mosaic", MODEL_CASES[-1]),
+    ],
     ids=str,
 )
 def test_packed_is_read_where_it_lies(implementation, case, compile_for):
     _, coords, freqs = arguments(case)
     qkv = SHAPES((case.batch, case.tokens, 3, case.heads, case.head_dim), case.dtype)
-    f = lambda qkv, coords, freqs: rotate_qkv(qkv, Rotation(coords, freqs, case.pairing), implementation=implementation)
-    backward = lambda g, coords, freqs: jax.vjp(lambda x: f(x, coords, freqs), jnp.zeros(g.shape, g.dtype))[1](g)
+    f = lambda qkv, coords, freqs: rotate_qkv(
+        qkv, Rotation(coords, freqs, case.pairing), implementation=implementation
+    )
+    backward = lambda g, coords, freqs: jax.vjp(
+        lambda x: f(x, coords, freqs), jnp.zeros(g.shape, g.dtype)
+    )[1](g)
     for direction in (f, backward):
         program = compile_for((1, 1), direction, qkv, coords, freqs, donate=(0,))
         assert program.operations == [TARGETS[implementation]]
@@ -131,21 +175,33 @@ def test_explicit_angles(theta_dtype, implementation, compile_for):
     theta = SHAPES((case.heads, case.tokens, case.pairs), theta_dtype)
     f = lambda x, theta: rotate_by_angles(x, theta, implementation=implementation)
     program = compile_for((1, 1), f, x, theta, donate=(0,))
-    assert (program.operations, program.aliased_bytes) == ([TARGETS[implementation]], x.size * x.dtype.itemsize)
+    assert (program.operations, program.aliased_bytes) == (
+        [TARGETS[implementation]],
+        x.size * x.dtype.itemsize,
+    )
     check_machine_code(program, implementation, case, copies=1)
-    program = compile_for((1, 1), lambda x, theta, g: jax.vjp(f, x, theta)[1](g), x, theta, x, donate=(2,))
+    program = compile_for(
+        (1, 1), lambda x, theta, g: jax.vjp(f, x, theta)[1](g), x, theta, x, donate=(2,)
+    )
     assert program.launches() == 1
     check_machine_code(program, implementation, case, copies=1, sums=1)
 
 
 @KERNELS
-@pytest.mark.parametrize(("remat", "learned"), [(False, False), (True, False), (False, True)], ids=["kept", "remat", "learned"])
+@pytest.mark.parametrize(
+    ("remat", "learned"),
+    [(False, False), (True, False), (False, True)],
+    ids=["kept", "remat", "learned"],
+)
 def test_no_copies_between_projections_and_kernel(remat, learned, implementation, compile_for):
-    """A layer whose q and k come from two projections, trained: forward, again forward under remat, backward.
+    """Training a layer with two projections: forward, again forward under remat, backward.
 
-    Learned frequencies keep the inputs; with all channels turning (RoPE-Mixed) the forward pass then writes to new arrays.
+    Learned frequencies keep the inputs; where all channels turn (RoPE-Mixed) the forward pass then
+    writes to new arrays.
     """
-    case = Case(batch=8, tokens=196, heads=6, head_dim=64, pairs=32 if learned else 16, dtype="bfloat16")
+    case = Case(
+        batch=8, tokens=196, heads=6, head_dim=64, pairs=32 if learned else 16, dtype="bfloat16"
+    )
     channels = case.heads * case.head_dim
 
     def layer(x, wq, wk, freqs, coords):
@@ -154,9 +210,20 @@ def test_no_copies_between_projections_and_kernel(remat, learned, implementation
         return jnp.sum(jnp.sin(q.astype(jnp.float32) * k.astype(jnp.float32)))
 
     loss = jax.checkpoint(layer) if remat else layer
-    x, w = SHAPES((case.batch, case.tokens, channels), case.dtype), SHAPES((channels, channels), case.dtype)
+    x, w = (
+        SHAPES((case.batch, case.tokens, channels), case.dtype),
+        SHAPES((channels, channels), case.dtype),
+    )
     _, coords, freqs = arguments(case)
-    program = compile_for((1, 1), jax.value_and_grad(loss, argnums=(0, 1, 2, 3) if learned else (0, 1, 2)), x, w, w, freqs, coords)
+    program = compile_for(
+        (1, 1),
+        jax.value_and_grad(loss, argnums=(0, 1, 2, 3) if learned else (0, 1, 2)),
+        x,
+        w,
+        w,
+        freqs,
+        coords,
+    )
     assert program.launches() in ((2, 3) if remat else (2,))
     assert not {"copy", "transpose"} & set(program.operations)
 
@@ -164,9 +231,17 @@ def test_no_copies_between_projections_and_kernel(remat, learned, implementation
 @KERNELS
 def test_vmap_is_still_one_launch_in_place(implementation, compile_for):
     case = Case(batch=8, tokens=49, heads=3, head_dim=32, pairs=8, dtype="bfloat16")
-    x, coords, freqs = (x if x.ndim == 2 else SHAPES((5, *x.shape), x.dtype) for x in arguments(case))
+    x, coords, freqs = (
+        x if x.ndim == 2 else SHAPES((5, *x.shape), x.dtype) for x in arguments(case)
+    )
     program = compile_for(
-        (1, 1), jax.vmap(functools.partial(turn, case, implementation), (0, 0, None, 0)), x, x, coords, freqs, donate=(0, 1)
+        (1, 1),
+        jax.vmap(functools.partial(turn, case, implementation), (0, 0, None, 0)),
+        x,
+        x,
+        coords,
+        freqs,
+        donate=(0, 1),
     )
     assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
@@ -181,18 +256,26 @@ def test_no_collective_when_sharded_over_batch_and_heads(implementation, compile
     def both(q, k, coords, freqs, gq, gk):
         mesh = jax.sharding.get_abstract_mesh()
         tracked = implementation == "triton"
-        f = jax.shard_map(functools.partial(turn, case, implementation), mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=tracked)
+        f = jax.shard_map(
+            functools.partial(turn, case, implementation),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=specs[:2],
+            check_vma=tracked,
+        )
         out, vjp = jax.vjp(lambda q, k: f(q, k, coords, freqs), q, k)
         return out, vjp((gq, gk))
 
-    program = compile_for((4, 2), both, x, x, coords, freqs, x, x, specs=(*specs, *specs[:2]), donate=(0, 1, 4, 5))
+    program = compile_for(
+        (4, 2), both, x, x, coords, freqs, x, x, specs=(*specs, *specs[:2]), donate=(0, 1, 4, 5)
+    )
     assert program.operations == [TARGETS[implementation]] * 2
     assert program.aliased_bytes == 4 * x.size * x.dtype.itemsize // 8
 
 
 @KERNELS
 def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
-    """Inside shard_map, where types say what varies over devices: zeros that stand for the gradient of an unused output vary, too."""
+    """Inside shard_map the zeros for the gradient of an unused output vary over devices, too."""
     case = MODEL_CASES[0]
     x, coords, freqs = arguments(case)
     specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
@@ -200,7 +283,9 @@ def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
     def loss(q, k, coords, freqs):
         mesh, tracked = jax.sharding.get_abstract_mesh(), implementation == "triton"
         first = lambda *args: turn(case, implementation, *args)[0]
-        q = jax.shard_map(first, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=tracked)(q, k, coords, freqs)
+        q = jax.shard_map(first, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=tracked)(
+            q, k, coords, freqs
+        )
         return jnp.sum(jnp.sin(q.astype(jnp.float32)))
 
     program = compile_for((4, 2), jax.grad(loss, argnums=(0, 3)), x, x, coords, freqs, specs=specs)
@@ -214,9 +299,13 @@ def test_mosaic_refuses_where_types_say_what_varies(compile_for):
 
     def sharded(*args):
         mesh = jax.sharding.get_abstract_mesh()
-        return jax.shard_map(functools.partial(turn, case, "mosaic"), mesh=mesh, in_specs=specs, out_specs=specs[:2])(*args)
+        return jax.shard_map(
+            functools.partial(turn, case, "mosaic"), mesh=mesh, in_specs=specs, out_specs=specs[:2]
+        )(*args)
 
-    with pytest.raises(ValueError, match=r"implementation='mosaic' cannot serve .* pass it check_vma=False"):
+    with pytest.raises(
+        ValueError, match=r"implementation='mosaic' cannot serve .* pass it check_vma=False"
+    ):
         compile_for((4, 2), sharded, x, x, coords, freqs, specs=specs)
 
 
@@ -225,8 +314,10 @@ def test_more_elements_than_32_bits_count(implementation, compile_for):
     case = Case(batch=4096, tokens=3136, heads=12, head_dim=64, pairs=16, dtype="bfloat16")
     x, coords, freqs = arguments(case)
     assert x.size > 2**32
-    program = compile_for((1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1))
+    program = compile_for(
+        (1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1)
+    )
     assert program.operations == [TARGETS[implementation]]
     check_machine_code(program, implementation, case, copies=2, registers=168)
-    # No address comes of a 32-bit number of 2-byte elements. The copy engine is given indices along each dimension.
+    # No address comes from a 32-bit count of 2-byte elements. The copy engine takes indices.
     assert not re.search(r"mul\.wide\.[su]32\s+%rd\d+, %r\d+, 2;", program.kernels[0].ptx)

@@ -1,4 +1,4 @@
-"""Training steps compiled for many H200s: what attention no longer writes, and what devices tell each other."""
+"""Training steps compiled for many H200s: attention's intermediates and the communication."""
 
 import collections
 import re
@@ -7,10 +7,12 @@ import pytest
 
 from benchmarks import memory
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 BATCH = 104  # on each device; no other dimension of these models
-# Model -> its attention heads and their channels, tokens in a row of scores, and options that leave one stage of it.
+# Model -> heads, their channels, tokens in a row of scores, and options that leave one stage.
 CASES = {
     "vit_s16": (12, 32, 196, {"depth": 1, "position": "rope_mixed"}),
     "swin_t": (3, 32, 49, {"depths": (2,), "heads": (3,), "position": "rpb+rope_mixed"}),
@@ -19,10 +21,15 @@ CASES = {
 
 
 def rewritten(text, heads, head_dim):
-    """Operations that write q, k, v, or their windows or halos, anew instead of reading them where they are."""
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* (slice|dynamic-slice|pad|concatenate|gather|transpose|copy|reverse)\(", text)
+    """Operations that copy q, k, v, or their windows or halos."""
+    kinds = "slice|dynamic-slice|pad|concatenate|gather|transpose|copy|reverse"
+    found = re.findall(rf"= \w+\[([\d,]+)\]\S* ({kinds})\(", text)
     dimensions = [(list(map(int, shape.split(","))), kind) for shape, kind in found]
-    return [(shape, kind) for shape, kind in dimensions if shape[0] == BATCH and shape[-1] == head_dim and heads in shape]
+    return [
+        (shape, kind)
+        for shape, kind in dimensions
+        if shape[0] == BATCH and shape[-1] == head_dim and heads in shape
+    ]
 
 
 def scores(text, tokens):
@@ -31,7 +38,7 @@ def scores(text, tokens):
 
 
 def angles(text):
-    """Arrays of cosines and sines outside of the kernels (the schedule of the learning rate has a single number)."""
+    """Arrays of cosines and sines outside of the kernels (the learning rate's is one number)."""
     return re.findall(r"= (\w+\[[\d,]+\])\S* (?:cosine|sine)\(", text)
 
 
@@ -43,7 +50,14 @@ def steps():
     def step(name, fsdp=1, implementation=None):
         key = name, fsdp, implementation
         if key not in compiled:
-            compiled[key] = memory.compile_step(name, memory.gpus(1), BATCH, fsdp=fsdp, implementation=implementation, **CASES[name][3])
+            compiled[key] = memory.compile_step(
+                name,
+                memory.gpus(1),
+                BATCH,
+                fsdp=fsdp,
+                implementation=implementation,
+                **CASES[name][3],
+            )
         return compiled[key]
 
     return step
@@ -61,7 +75,7 @@ def test_attention_writes_neither_scores_nor_angles_nor_copies_of_its_operands(n
 
 @pytest.mark.parametrize("name", CASES)
 def test_devices_exchange_sums_of_gradients_and_nothing_else(name, steps):
-    """Each parameter once, nearly all in the four bytes of float32: bias tables and frequencies, which come out of kernels, as well."""
+    """Each parameter once, nearly all in float32, bias tables and frequencies included."""
     step = steps(name)
     assert {kind for kind, _ in step.collectives} == {"all-reduce"}
     parameters = step.state / 16  # float32, with Adam's two moments and the average
@@ -101,7 +115,10 @@ def test_divided_parameters_are_gathered_and_their_gradients_scattered(steps):
     ],
 )
 def test_large_models_fit(name, hosts, fsdp, state, rest):
-    """GiB on each of 8 GPUs, and of 256 with divided parameters, at 64 images a GPU; only parameters and their gradients travel."""
+    """GiB on each of 8 GPUs, and of 256 with divided parameters, at 64 images a GPU.
+
+    Only parameters and their gradients are communicated.
+    """
     step = memory.compile_step(name, memory.gpus(hosts), 64, fsdp=fsdp, scan_layers=True)
     assert step.state < state * 2**30
     assert step.rest < rest * 2**30

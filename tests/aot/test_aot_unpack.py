@@ -1,4 +1,4 @@
-"""Taking the projection apart and packing it again, as machine code for Hopper, and what a layer in front of cuDNN comes to."""
+"""Splitting and packing the projection as machine code for Hopper, and a layer before cuDNN."""
 
 import functools
 import math
@@ -9,15 +9,22 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import _program, _timing, model_path, rotary
+from benchmarks import _timing, rotary
+from benchmarks._program import compile_ahead
 from rope_jax_kernels import Rotation
-from rope_jax_kernels.rotary.unpack import rotate_back_and_pack, unpack_and_rotate
-from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case
+from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
+from tests.aot import hlo
+from tests.kernels.rotary_cases import CASES, MODEL_CASES, of_layer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 SHAPES = jax.ShapeDtypeStruct
-MODEL_CASES = [*MODEL_CASES, Case(batch=128, tokens=196, heads=6, head_dim=64, pairs=16, dtype="bfloat16")]
+MODEL_CASES = [
+    *MODEL_CASES,
+    of_layer("vit_s", 128),
+]
 
 
 def arguments(case):
@@ -33,7 +40,9 @@ def arguments(case):
 
 
 def unpacked(case, qkv, coords, freqs):
-    return unpack_and_rotate(qkv, Rotation(coords, freqs, case.pairing), implementation="triton", backward="triton")
+    return unpack_and_rotate(
+        qkv, Rotation(coords, freqs, case.pairing), implementation="triton", backward="triton"
+    )
 
 
 def check(program, case):
@@ -42,8 +51,11 @@ def check(program, case):
     assert not {"copy", "transpose", "concatenate", "slice"} & set(program.operations)
     (kernel,) = program.kernels
     assert kernel.local_bytes == 0
-    assert kernel.registers <= 168  # three programs of 128 threads on a multiprocessor, each with 128 to 256 bytes a thread in flight
-    row, turning = (n * jnp.dtype(case.dtype).itemsize for n in (case.head_dim, case.pairs * (1 if case.pairing == "half" else 2)))
+    assert kernel.registers <= 168  # three programs of 128 threads on a multiprocessor
+    row, turning = (
+        n * jnp.dtype(case.dtype).itemsize
+        for n in (case.head_dim, case.pairs * (1 if case.pairing == "half" else 2))
+    )
     if row % 16 == turning % 16 == 0:
         assert kernel.store_widths == {16}
         assert 16 in kernel.load_widths
@@ -63,7 +75,9 @@ def test_backward_is_one_launch(case, compile_for):
     qkv, x, coords, freqs = arguments(case)
 
     def backward(gq, gk, gv, coords, freqs):
-        return jax.vjp(lambda y: unpacked(case, y, coords, freqs), jnp.zeros(qkv.shape, qkv.dtype))[1]((gq, gk, gv))
+        return jax.vjp(lambda y: unpacked(case, y, coords, freqs), jnp.zeros(qkv.shape, qkv.dtype))[
+            1
+        ]((gq, gk, gv))
 
     program = compile_for((1, 1), backward, x, x, x, coords, freqs)
     assert program.operations == ["__gpu$xla.gpu.triton"]
@@ -73,7 +87,9 @@ def test_backward_is_one_launch(case, compile_for):
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
 def test_gradient_of_frequencies_comes_with_the_same_pass(case, compile_for):
     def backward(gq, gk, gv, qkv, coords, freqs):
-        return jax.vjp(lambda qkv, freqs: unpacked(case, qkv, coords, freqs), qkv, freqs)[1]((gq, gk, gv))
+        return jax.vjp(lambda qkv, freqs: unpacked(case, qkv, coords, freqs), qkv, freqs)[1](
+            (gq, gk, gv)
+        )
 
     qkv, x, coords, freqs = arguments(case)
     check(compile_for((1, 1), backward, x, x, x, qkv, coords, freqs), case)
@@ -87,8 +103,12 @@ def test_no_collective_when_sharded_over_batch_and_heads(kind, compile_for):
     specs = (P("data", None, None, "heads"), P(), P("heads"))
 
     def both(qkv, coords, freqs, *gs):
-        f = lambda qkv, *angles: unpack_and_rotate(qkv, Rotation(*angles, case.pairing), implementation="triton", backward=kind)
-        f = jax.shard_map(f, mesh=jax.sharding.get_abstract_mesh(), in_specs=specs, out_specs=(apart,) * 3)
+        f = lambda qkv, *angles: unpack_and_rotate(
+            qkv, Rotation(*angles, case.pairing), implementation="triton", backward=kind
+        )
+        f = jax.shard_map(
+            f, mesh=jax.sharding.get_abstract_mesh(), in_specs=specs, out_specs=(apart,) * 3
+        )
         out, pull_back = jax.vjp(lambda qkv: f(qkv, coords, freqs), qkv)
         return out, pull_back(gs)
 
@@ -100,14 +120,16 @@ def test_no_collective_when_sharded_over_batch_and_heads(kind, compile_for):
 def test_packing_alone(compile_for):
     case = MODEL_CASES[-1]
     _, x, coords, freqs = arguments(case)
-    pack = lambda q, k, v, *angles: rotate_back_and_pack(q, k, v, Rotation(*angles, case.pairing), implementation="triton")
+    pack = lambda q, k, v, *angles: rotate_back_and_pack(
+        q, k, v, Rotation(*angles, case.pairing), implementation="triton"
+    )
     program = compile_for((1, 1), pack, x, x, x, coords, freqs)
     assert program.operations == ["__gpu$xla.gpu.triton"]
     check(program, case)
 
 
-# (form, what is trained) -> launches and units between projection and cuDNN. None of the forms may get worse, and the order of
-# the forms decides which one a model takes: kernels/README.md.
+# (form, what is trained) -> launches and units between projection and cuDNN. None of the forms may
+# get worse, and their order decides which one a model takes: kernels/README.md.
 LIMITS = {
     ("xla", ""): (4, 6.1),
     ("in_place", ""): (2, 10.1),
@@ -122,7 +144,7 @@ LIMITS = {
 
 @pytest.mark.parametrize(("form", "trained"), LIMITS)
 def test_what_stands_between_projection_and_cudnn(form, trained, gpus):
-    figures = model_path.count(form, 32, trained, gpus[0])
+    figures = hlo.count(form, 32, trained, gpus[0])
     launches, units = LIMITS[form, trained]
     assert figures["launches"] <= launches
     assert 0.98 * units <= figures["units"] <= units
@@ -135,43 +157,31 @@ def test_the_benchmark_launches_once_a_step(temperature, form, gpus):
     case = rotary.Case(16, 3, 14, 64, "16-32", "backward")
     copies = 1 if temperature == "hot" else 4
     loop = _timing.loop_of(rotary.step_of(case, form), 5, rotary.REPEATS[temperature])
-    text = _program.compile_ahead(loop, jax.eval_shape(lambda: rotary.operands(case, form, copies)), gpus[0], donate=(0,)).as_text()
+    text = compile_ahead(
+        loop, jax.eval_shape(lambda: rotary.operands(case, form, copies)), gpus[0], donate=(0,)
+    ).as_text()
     (body,) = re.findall(r"body=%([\w.-]+)", text)
-    kinds = [x.kind for x in _program.operations(text, body) if max(x.written) >= 2 * math.prod(case.shape)]
-    assert kinds == ["fusion" if form == "xla" else "__gpu$xla.gpu.triton"] * rotary.REPEATS[temperature] * copies
+    kinds = [
+        x.kind for x in hlo.operations(text, body) if max(x.written) >= 2 * math.prod(case.shape)
+    ]
+    assert (
+        kinds
+        == ["fusion" if form == "xla" else "__gpu$xla.gpu.triton"]
+        * rotary.REPEATS[temperature]
+        * copies
+    )
 
 
-@pytest.mark.parametrize(("name", "launches", "units"), [("separate", 3, 10), ("xla", 1, 6), ("triton", 1, 6)])
+@pytest.mark.parametrize(
+    ("name", "launches", "units"), [("separate", 3, 10), ("xla", 1, 6), ("triton", 1, 6)]
+)
 def test_the_benchmark_of_packing_launches_what_it_says(name, launches, units, gpus):
     coords, freqs = SHAPES((196, 1), jnp.float32), SHAPES((6, 1, 16), jnp.float32)
     x = SHAPES((128, 196, 6, 64), jnp.bfloat16)
     f = functools.partial(rotary.pack_all, rotary.PACKS[name])
-    text = _program.compile_ahead(f, ([(x, x, x)] * 2, coords, freqs), gpus[0]).as_text()
-    large = [op for op in _program.operations(text) if max(op.written) >= 2 * x.size]
+    text = compile_ahead(f, ([(x, x, x)] * 2, coords, freqs), gpus[0]).as_text()
+    large = [op for op in hlo.operations(text) if max(op.written) >= 2 * x.size]
     assert len(large) == 2 * launches
-    assert sum(sum(op.read) + sum(op.written) for op in large) == pytest.approx(2 * units * 2 * x.size, rel=0.02)
-
-
-def test_the_reader_of_programs_counts_what_is_read():
-    text = """
-%fused (p.0: bf16[4,6], p.1: f32[4]) -> bf16[4,2] {
-  %p.0 = bf16[4,6]{1,0} parameter(0)
-  %p.1 = f32[4]{0} parameter(1)
-  %a = bf16[4,2]{1,0} slice(%p.0), slice={[0:4], [0:2]}
-  %b = bf16[4,6]{1,0} bitcast(%p.0)
-  %c = bf16[4,2]{1,0} slice(%b), slice={[0:4], [2:4]}
-  %d = f32[4,2]{1,0} broadcast(%p.1), dimensions={0}
-  ROOT %e = bf16[4,2]{1,0} add(%a, %c)
-}
-
-ENTRY %main (x: bf16[4,6], y: f32[4]) -> (bf16[4,2], pred[4]) {
-  %x = bf16[4,6]{1,0} parameter(0)
-  %y = f32[4]{0} parameter(1)
-  %f = bf16[4,2]{1,0} fusion(%x, %y), kind=kLoop, calls=%fused
-  %k = (bf16[4,2]{1,0}, pred[4]{0}) custom-call(%f, /*index=1*/%y), custom_call_target="k", output_to_operand_aliasing={{0}: (0, {})}
-  ROOT %g = bf16[4,2]{1,0} get-tuple-element(%k), index=0
-}
-"""
-    fusion, kernel = _program.operations(text)
-    assert fusion == _program.Operation("fusion", (32, 16), (16,), in_place=False)
-    assert kernel == _program.Operation("k", (16, 16), (16, 4), in_place=True)
+    assert sum(sum(op.read) + sum(op.written) for op in large) == pytest.approx(
+        2 * units * 2 * x.size, rel=0.02
+    )

@@ -1,4 +1,4 @@
-"""Runs the notebooks from top to bottom, each in a process and a folder of its own, as a fresh Colab would without the network."""
+"""Runs each notebook from top to bottom in its own process and folder, without a network."""
 
 import json
 import os
@@ -11,27 +11,33 @@ import pytest
 
 COLABS = sorted(pathlib.Path(__file__).parents[2].joinpath("colabs").glob("*.ipynb"))
 FAST = ("quickstart",)
-# What IPython makes of a line "!command {variable}".
-SHELL = "import shlex, subprocess, sys\nrun = lambda line: subprocess.run([sys.executable, *shlex.split(line)[1:]], check=True)\n"
+# Runs a line "!command {variable}" as IPython does.
+SHELL = """
+import shlex, subprocess, sys
+
+def run(line):
+    subprocess.run([sys.executable, *shlex.split(line)[1:]], check=True)
+"""
+INSTALL = "raise RuntimeError('rope_jax is not installed')"
 
 
 def program(notebook):
-    """The code of a notebook as plain Python. The line that installs the library is left out: it is installed."""
+    """The code of a notebook as plain Python, without the installation of the library."""
     lines = [SHELL]
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             for line in "".join(cell["source"]).splitlines():
-                line = re.sub(r"^( *)%pip install .*", r"\1raise RuntimeError('rope_jax is not installed')", line)
-                lines.append(re.sub(r"^( *)!(python .*)", lambda found: f"{found[1]}run(f{found[2]!r})", line))
+                line = re.sub(r"^( *)%pip install .*", rf"\1{INSTALL}", line)
+                if shell := re.match(r"( *)!(python .*)", line):
+                    line = f"{shell[1]}run(f{shell[2]!r})"
+                lines.append(line)
     return "\n".join(lines)
 
 
 def test_lines_for_the_shell_become_calls():
-    cells = [
-        {"cell_type": "code", "source": ["if x:\n", '    !python -m a "b(c)" --d={e}\n', "    %pip install z"]},
-        {"cell_type": "markdown"},
-    ]
-    wanted = "if x:\n    run(f'python -m a \"b(c)\" --d={e}')\n    raise RuntimeError('rope_jax is not installed')"
+    source = ["if x:\n", '    !python -m a "b(c)" --d={e}\n', "    %pip install z"]
+    cells = [{"cell_type": "code", "source": source}, {"cell_type": "markdown"}]
+    wanted = f"if x:\n    run(f'python -m a \"b(c)\" --d={{e}}')\n    {INSTALL}"
     assert program({"cells": cells}) == f"{SHELL}\n{wanted}"
 
 
@@ -44,19 +50,24 @@ def test_notebooks_are_clean(path):
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
     used = set(re.findall(r"(?:from|import) (rope_jax\S*)", program(notebook)))
-    assert used <= {"rope_jax", "rope_jax_kernels", "rope_jax.config"}  # public names, and what a recipe starts from
+    assert used <= {"rope_jax", "rope_jax_kernels", "rope_jax.config"}  # config: for recipes
 
 
+def marks(path):
+    return [] if path.stem in FAST else [pytest.mark.slow]
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else [pytest.mark.slow]) for path in COLABS]
+    "path", [pytest.param(path, id=path.stem, marks=marks(path)) for path in COLABS]
 )
 def test_notebooks_run(path, tmp_path):
     (tmp_path / "notebook.py").write_text(program(json.loads(path.read_text())))
-    environment = {"MPLBACKEND": "Agg", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(
         [sys.executable, "notebook.py"],
         cwd=tmp_path,
-        env=os.environ | environment,
+        env=os.environ | {"MPLBACKEND": "Agg"} | quick,
         capture_output=True,
         text=True,
         timeout=540,

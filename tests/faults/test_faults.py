@@ -5,8 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import faults
-from rope_jax.metrics import read_events
+from rope_jax.workdir.metrics import read_events
+from tests.faults import long as faults
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize("count", [3, pytest.param(9, marks=pytest.mark.slow)])
 def test_killed_runs_end_where_others_do(reference, count):
-    """Once in each phase, and never more is lost than one interval and what was computed while its checkpoint was written."""
+    """Once in each phase; what is lost is bounded by one interval and a save under way."""
     folder, outcome, seconds = reference
     figures = faults.kills(count, outcome, seconds, np.random.default_rng(0), folder)
     assert figures["kills"] == count

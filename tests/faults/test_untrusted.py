@@ -10,8 +10,10 @@ import pytest
 
 import rope_jax
 from rope_jax import config as cfg
-from rope_jax import data, evaluate, metrics, restore, train
-from rope_jax.checkpoint import Checkpoints
+from rope_jax import data, evaluate, restore
+from rope_jax.training.setup import prepare
+from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.metrics import read_metrics
 
 from ..training.recipe import tiny
 
@@ -68,22 +70,38 @@ def written(path, content):
 
 
 LOADERS = {
-    "init_from .npz": lambda d, m: restore.start_from(None, tiny(init_from=written(d / "w.npz", archive(m, "head.kernel")))),
-    "init_from .npz that is a pickle": lambda d, m: restore.start_from(None, tiny(init_from=written(d / "w.npz", pickled(m)))),
-    "init_from .pkl": lambda d, m: restore.start_from(None, tiny(init_from=written(d / "w.pkl", pickled(m)))),
+    "init_from .npz": lambda d, m: restore.start_from(
+        None, tiny(init_from=written(d / "w.npz", archive(m, "head.kernel")))
+    ),
+    "init_from .npz that is a pickle": lambda d, m: restore.start_from(
+        None, tiny(init_from=written(d / "w.npz", pickled(m)))
+    ),
+    "init_from .pkl": lambda d, m: restore.start_from(
+        None, tiny(init_from=written(d / "w.pkl", pickled(m)))
+    ),
     "pretrained .npz": lambda d, m: small(written(d / "w.npz", archive(m, "head.kernel"))),
     "pretrained .safetensors": lambda d, m: small(written(d / "w.safetensors", pickled(m))),
     "pretrained .pth": lambda d, m: small(written(d / "w.pth", archive(m, "head.kernel"))),
     "converted arrays": lambda d, m: rope_jax.convert_state_dict(
-        rope_jax.create_model("vit_digits"), {"head.weight": np.array([Trap(m)], dtype=object)}, source="timm"
+        rope_jax.create_model("vit_digits"),
+        {"head.weight": np.array([Trap(m)], dtype=object)},
+        source="timm",
     ),
-    "images .npz": lambda d, m: data.load("npz", written(d / "i.npz", archive(m, *SPLITS)), "train", None),
-    "images in a run": lambda d, m: train.prepare(tiny(data__source="npz", data__path=written(d / "i.npz", archive(m, *SPLITS)))),
+    "images .npz": lambda d, m: data.load(
+        "npz", written(d / "i.npz", archive(m, *SPLITS)), "train", None
+    ),
+    "images in a run": lambda d, m: prepare(
+        tiny(data__source="npz", data__path=written(d / "i.npz", archive(m, *SPLITS)))
+    ),
     "image": lambda d, m: rope_jax.decode_image(pickled(m)),
     "checkpoint": lambda d, m: rope_jax.load_checkpoint(str(checkpoint_of(d, pickled(m)))),
-    "checkpoint of a run": lambda d, m: Checkpoints(checkpoint_of(d, archive(m)) / "checkpoints").newest_verified(rename=True),
+    "checkpoint of a run": lambda d, m: Checkpoints(
+        checkpoint_of(d, archive(m)) / "checkpoints"
+    ).newest_verified(rename=True),
     "config": lambda d, m: cfg.from_json(pickled(m).decode("latin-1")),
-    "results": lambda d, m: evaluate.read_results(pathlib.Path(written(d / "results.json", pickled(m))).parent),
+    "results": lambda d, m: evaluate.read_results(
+        pathlib.Path(written(d / "results.json", pickled(m))).parent
+    ),
 }
 
 
@@ -98,7 +116,7 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path, loader):
 def test_a_pickle_among_metrics_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(pickled(tmp_path / "marker") + b'\n{"step": 1, "loss": 1.0}\n')
-    assert metrics.read_metrics(path) == [{"step": 1, "loss": 1.0}]
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
     assert not (tmp_path / "marker").exists()
 
 

@@ -1,36 +1,51 @@
-"""The attention kernels on a GPU: the cases that the CPU interprets, and those that models have."""
+"""The attention kernels on a GPU: the cases that the CPU interprets, and layers of models."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
+from rope_jax_kernels import Global, attention, explain
+from rope_jax_kernels.model_shapes import LAYERS
 from tests.kernels import test_attention_triton as interpreted
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
-# What "mosaic" serves: without a bias, in half pairs of whole registers.
+# Cases of "mosaic": without a bias, R a multiple of 8.
 MOSAIC = {
     "ViT-S": ((197,), {"heads": 6, "head_dim": 64, "pairs": 32, "batch": 64}),
     "separate arrays": ((196,), {"heads": 6, "head_dim": 64, "pairs": 16, "packed": False}),
     "no rotation": ((197,), {"heads": 6, "head_dim": 64, "pairs": 0}),
     "no rotation, many tokens": ((785,), {"heads": 2, "head_dim": 64, "pairs": 0}),
     "ViT at 512 px": ((1025,), {"heads": 2, "head_dim": 64, "pairs": 16}),
-    "one head, shared frequencies": ((70,), {"heads": 1, "head_dim": 64, "pairs": 24, "shared": True, "batch": 300}),
+    "one head, shared frequencies": (
+        (70,),
+        {"heads": 1, "head_dim": 64, "pairs": 24, "shared": True, "batch": 300},
+    ),
     "head dimension 32": ((197,), {"heads": 12, "head_dim": 32, "pairs": 8, "batch": 64}),
     "head dimension 128": ((196,), {"head_dim": 128, "pairs": 64}),
     "head dimension 128, many tokens": ((577,), {"head_dim": 128, "pairs": 40}),
 }
 
+
+def of_layer(name, **options):
+    """A model's layer with a bias, unless the options have none."""
+    layer = LAYERS[name]
+    sizes = {"heads": layer.heads, "head_dim": layer.head_dim, "pairs": layer.pairs}
+    return layer.pattern, layer.places, sizes | options
+
+
 MODELS = {
-    "ViT-S": (Global(), (197,), {"heads": 6, "head_dim": 64, "pairs": 32}),
-    "ViT at 512 px": (Global(), (1025,), {"heads": 2, "head_dim": 64, "pairs": 16, "bias": False}),
-    "Swin": (Window((7, 7), (3, 3)), (28, 28), {"heads": 3}),
-    "Swin at 384 px": (Window((12, 12), (6, 6)), (48, 48), {"heads": 3, "batch": 1}),
-    "NAT": (Neighborhood((7, 7)), (56, 56), {"heads": 2}),
-    "DiNAT": (Neighborhood((7, 7), (8, 8)), (56, 56), {"heads": 2}),
-    "head dimension 128": (Global(), (196,), {"head_dim": 128, "pairs": 64, "bias": False}),
+    "ViT-S": of_layer("vit_s_class_token", pairs=32),
+    "ViT at 512 px": of_layer("vit_s_512px", heads=2, bias=False),
+    "Swin": of_layer("swin_t_2", heads=3),
+    "Swin at 384 px": of_layer("swin_384px", pairs=8, batch=1),
+    "NAT": of_layer("nat_mini_1"),
+    "DiNAT": of_layer("dinat_mini_1", pairs=8),
+    "head dimension 128": of_layer("vit_heads_of_128", heads=2, bias=False),
 }
 
 
@@ -47,29 +62,41 @@ def test_outputs_and_gradients(name, dtype):
 def test_mosaic(name, dtype):
     places, options = MOSAIC[name]
     with jax.default_matmul_precision("highest"):
-        interpreted.check(Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options)
+        interpreted.check(
+            Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options
+        )
 
 
 def test_two_runs_of_mosaic_are_bit_equal():
     places, options = MOSAIC["ViT-S"]
     arrays = interpreted.operands(Global(), places, dtype=jnp.bfloat16, bias=False, **options)
-    run = lambda: interpreted.outputs(*arrays, pattern=Global(), pairing="half", implementation="mosaic")["out"]
+    run = lambda: interpreted.outputs(
+        *arrays, pattern=Global(), pairing="half", implementation="mosaic"
+    )["out"]
     np.testing.assert_array_equal(run(), run())
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "ViT at 512 px"])
 def test_cudnn_agrees(name):
     pattern, places, options = MODELS[name]
-    qkv, *_ = interpreted.operands(pattern, places, dtype=jnp.bfloat16, **options | {"bias": False, "pairs": 0})
+    qkv, *_ = interpreted.operands(
+        pattern, places, dtype=jnp.bfloat16, **options | {"bias": False, "pairs": 0}
+    )
     q, k, v = (jnp.asarray(qkv[..., i, :, :]) for i in range(3))
     assert explain(attention, q, k, v, pattern=pattern)["cudnn"] == "ok"
-    one, other = (np.asarray(attention(q, k, v, pattern=pattern, implementation=name), np.float32) for name in ("cudnn", "triton"))
+    one, other = (
+        np.asarray(attention(q, k, v, pattern=pattern, implementation=name), np.float32)
+        for name in ("cudnn", "triton")
+    )
     np.testing.assert_allclose(one, other, rtol=0, atol=2 * 2**-8 * np.abs(other).max())
 
 
 def test_two_runs_are_bit_equal():
     pattern, places, options = MODELS["NAT"]
     arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, **options)
-    one, again = (interpreted.outputs(*arrays, pattern=pattern, pairing="half", implementation="triton") for _ in range(2))
+    one, again = (
+        interpreted.outputs(*arrays, pattern=pattern, pairing="half", implementation="triton")
+        for _ in range(2)
+    )
     for name in one:
         np.testing.assert_array_equal(one[name], again[name])

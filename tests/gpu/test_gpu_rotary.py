@@ -1,4 +1,4 @@
-"""The rotary kernels on a GPU: the cases that the CPU interprets, and those that models have."""
+"""The rotary kernels on a GPU: the cases that the CPU interprets, and layers of models."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,10 @@ import pytest
 from rope_jax_kernels import Rotation, explain, rotate
 from tests.kernels import rotary_cases as cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 
 ALL = cases.CASES + cases.MODEL_CASES
@@ -15,7 +18,12 @@ ALL = cases.CASES + cases.MODEL_CASES
 
 def both(some):
     """The cases with each implementation that is meant for them."""
-    pairs = [(name, case) for name in ("triton", "mosaic") for case in some if cases.served_by(name, case)]
+    pairs = [
+        (name, case)
+        for name in ("triton", "mosaic")
+        for case in some
+        if cases.served_by(name, case)
+    ]
     return pytest.mark.parametrize(("implementation", "case"), pairs, ids=str)
 
 

@@ -1,4 +1,4 @@
-"""Taking the projection apart and packing it again, on a GPU: what interpret mode cannot show of the machine code."""
+"""Splitting and packing the projection on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from rope_jax_kernels import Rotation, rotate
-from rope_jax_kernels.rotary.unpack import rotate_back_and_pack, unpack_and_rotate
+from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, bits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize("case", CASES + MODEL_CASES, ids=str)
@@ -22,7 +25,11 @@ def test_equal_to_rotating_the_parts(case):
     for x, expected in zip(unpack(jnp.stack([q, k, v], axis=2)), (*turned, v), strict=True):
         assert np.array_equal(bits(x), bits(expected))
     pack = jax.jit(lambda *parts: rotate_back_and_pack(*parts, rotation, implementation="triton"))
-    back = jax.jit(lambda q, k: jax.vjp(lambda *x: rotate(*x, rotation, implementation="triton"), q, k)[1]((q, k)))(q, k)
+    back = jax.jit(
+        lambda q, k: jax.vjp(lambda *x: rotate(*x, rotation, implementation="triton"), q, k)[1](
+            (q, k)
+        )
+    )(q, k)
     for x, expected in zip(np.moveaxis(np.asarray(pack(q, k, v)), 2, 0), (*back, v), strict=True):
         assert np.array_equal(bits(x), bits(expected))
 
@@ -30,14 +37,21 @@ def test_equal_to_rotating_the_parts(case):
 @pytest.mark.parametrize("case", MODEL_CASES[:2], ids=str)
 def test_gradients_agree_with_xla(case):
     """Of data, coords and freqs; two runs are equal bit for bit."""
-    qkv, coords, freqs = jnp.stack(list(map(jnp.asarray, case.data(1, 3))), axis=2), *map(jnp.asarray, case.coords_and_freqs())
+    qkv, coords, freqs = (
+        jnp.stack(list(map(jnp.asarray, case.data(1, 3))), axis=2),
+        *map(jnp.asarray, case.coords_and_freqs()),
+    )
     cotangents = tuple(map(jnp.asarray, case.data(2, 3)))
 
     def gradients(kind):
-        f = lambda *args: unpack_and_rotate(args[0], Rotation(*args[1:], case.pairing), implementation=kind)
+        f = lambda *args: unpack_and_rotate(
+            args[0], Rotation(*args[1:], case.pairing), implementation=kind
+        )
         return jax.jit(lambda *args: jax.vjp(f, *args)[1](cotangents))(qkv, coords, freqs)
 
-    for x, again, expected in zip(gradients("triton"), gradients("triton"), gradients("xla"), strict=True):
+    for x, again, expected in zip(
+        gradients("triton"), gradients("triton"), gradients("xla"), strict=True
+    ):
         assert np.array_equal(bits(x), bits(again))
         x, expected = np.float64(x), np.float64(expected)
         assert np.abs(x - expected).max() <= 2e-2 * np.abs(expected).max()

@@ -1,58 +1,124 @@
 import numpy as np
 import pytest
 
-from rope_jax.data.augment import AUGMENTATIONS, Augmentation, ExampleDraws, augment, epoch_draws, parse, parse_frame
+from rope_jax.data import Images, batches, draws, split_augment
+from rope_jax.data.draws import epoch_draws, example_draws
+from rope_jax.data.images.augment import Augmentation, AugmentSplit, parse_crop, parse_loader
+from rope_jax.data.images.crops import pad_and_crop
+from rope_jax.data.pipeline import named_streams
 
 N, H, W = 40, 6, 9
-IMAGES = np.random.default_rng(0).integers(1, 256, (N, H, W, 3), dtype=np.uint8)  # no black, so that padding shows
+IMAGES = np.random.default_rng(0).integers(
+    1, 256, (N, H, W, 3), dtype=np.uint8
+)  # no black, so that padding shows
 IDS = np.arange(N)
 
 
+def augment(images, ids, text, *, seed, epoch):
+    """The loader's augmentations of some examples of an epoch."""
+    for stream, one in named_streams(parse_loader(text)):
+        images = one(images, epoch_draws(seed, epoch, N, stream)[ids])
+    return images
+
+
 def test_parse():
-    assert parse("none") == ()
-    assert parse("crop(pad=2) + flip") == (Augmentation("crop", (("pad", 2),)), Augmentation("flip"))
-    assert parse("flip(p=1)") == (Augmentation("flip", (("p", 1.0),)),)
+    assert parse_loader("none") == ()
+    crop, flip = parse_loader("crop(pad=2) + flip(p=1)")
+    assert crop == Augmentation("crop", (("pad", 2),))
+    assert flip == Augmentation("flip", (("p", 1.0),))
+    split = split_augment("crop(pad=2)+flip+three_augment+color_jitter+erase(p=0.5)")
+    assert split.loader == "crop(pad=2)+flip"
+    assert [one.name for one in split.pixels] == ["three_augment", "color_jitter"]
+    assert [one.name for one in split.erasing] == ["erase"]
+    assert split_augment("none") == AugmentSplit("none", (), ())
+    assert split_augment("three_augment").loader == "none"
 
 
-@pytest.mark.parametrize("text", ["", "blur", "crop(", "crop(side=2)", "crop(pad=x)", "crop(pad=)", "crop+", "crop(pad=[1])"])
-def test_parse_refuses(text):
-    with pytest.raises(ValueError, match="augmentation"):
-        parse(text)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "augmentation='' cannot be read"),
+        ("crop(", "augmentation='crop.' cannot be read"),
+        ("crop+", "cannot be read"),
+        ("crop(pad=)", "cannot be read"),
+        ("crop(pad=[1])", "cannot be read"),
+        ("crop(pad='2')", "cannot be read"),
+        ("blurr", "augmentation 'blurr' is unknown; known: none, .*crop, flip, rand_augment"),
+        ("flipp", "augmentation 'flipp' is unknown; did you mean 'flip'"),
+        ("crop(flip)", "crop takes options"),
+        ("crop(side=2)", "augmentation .*: crop has no option 'side'; known: pad"),
+        ("crop(pad=x)", "pad must be a whole number"),
+        ("crop(pad=1.5)", "pad must be a whole number"),
+        ("crop(pad=1e999)", "pad must be a whole number"),
+        ("crop(pad=1,pad=2)", "gives pad twice"),
+        ("none+erase", "none stands alone"),
+        (
+            "flip+resized_crop",
+            "resized_crop brings pictures of any size to one, so it stands first",
+        ),
+        ("rand_augment+flip", "flip is done by the loader, so it stands before rand_augment"),
+        ("erase+rand_augment", "erase is done to normalised images, so it stands last"),
+        ("rand_augment(k=3)", "no option 'k'; known: n, m, mstd, p, inc, interpolation"),
+        ("rand_augment(m=11)", "m 0 to 10"),
+        ("rand_augment(interpolation=nearest)", "not one of bilinear, bicubic, random"),
+        ("erase(p=2)", "p is between 0 and 1"),
+        ("color_jitter(contrast=3)", "each is between 0 and 1"),
+    ],
+)
+def test_mistakes_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        split_augment(text)
 
 
-@pytest.mark.parametrize("options", ["pad=1.5", "pad=1e999", "pad='2'", "pad=1,pad=2"])
-def test_options_are_not_bent_to_fit(options):
-    with pytest.raises(ValueError, match=r"not a whole number|names option pad twice"):
-        parse(f"crop({options})")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("crop(pad=0)", "pad is at least 1"),
+        ("crop(pad=6)", "pad is at least 1"),
+        ("flip(p=1.5)", "p is between 0 and 1"),
+        ("resized_crop(scale_min=0)", "is impossible"),
+        ("resized_crop(ratio_min=2)", "is impossible"),
+        ("centre(crop=1.5)", "is impossible"),
+        (
+            "stretch(interpolation=cubic)",
+            "interpolation 'cubic' is unknown; did you mean 'bicubic'",
+        ),
+        ("flip+erase", "erase runs in the training step, not in the loader"),
+    ],
+)
+def test_batches_refuse_options_out_of_range(text, message):
+    images = Images(IMAGES, np.zeros(N, np.int32), "noise", "train", 1)
+    with pytest.raises(ValueError, match=message):
+        batches(images, batch_size=4, seed=0, augment=text)
 
 
-@pytest.mark.parametrize("text", ["crop(pad=0)", "crop(pad=6)", "flip(p=1.5)"])
-def test_impossible_options_are_refused(text):
-    with pytest.raises(ValueError, match=r"pad is at least 1|p is between 0 and 1"):
-        augment(IMAGES, IDS, parse(text), seed=0, epoch=0, count=N)
+def test_crops_are_read_alone():
+    assert parse_crop("centre(crop=1)").options == (("crop", 1.0),)
+    for text in ("flip", "none", "centre+flip"):
+        with pytest.raises(ValueError, match="is not a crop; crops are resized_crop, centre, str"):
+            parse_crop(text)
 
 
 @pytest.mark.parametrize("text", ["crop(pad=2)", "flip", "crop(pad=1)+flip+crop"])
 def test_a_pure_function_of_seed_epoch_and_example(text):
-    steps = parse(text)
-    whole = augment(IMAGES, IDS, steps, seed=3, epoch=5, count=N)
+    whole = augment(IMAGES, IDS, text, seed=3, epoch=5)
     shuffled = np.random.default_rng(1).permutation(N)
     for part in np.array_split(shuffled, 7):
-        np.testing.assert_array_equal(augment(IMAGES[part], part, steps, seed=3, epoch=5, count=N), whole[part])
+        np.testing.assert_array_equal(
+            augment(IMAGES[part], part, text, seed=3, epoch=5), whole[part]
+        )
     for other in ({"seed": 4, "epoch": 5}, {"seed": 3, "epoch": 6}):
-        assert (augment(IMAGES, IDS, steps, **other, count=N) != whole).any()
-
-
-def test_no_augmentation_costs_nothing():
-    assert augment(IMAGES, IDS, (), seed=0, epoch=0, count=N) is IMAGES
+        assert (augment(IMAGES, IDS, text, **other) != whole).any()
 
 
 def test_crop_is_a_window_of_the_padded_image():
     pad = 2
-    cropped = augment(IMAGES, IDS, parse(f"crop(pad={pad})"), seed=0, epoch=0, count=N)
+    cropped = augment(IMAGES, IDS, f"crop(pad={pad})", seed=0, epoch=0)
     padded = np.pad(IMAGES, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     for image, frame in zip(cropped, padded, strict=True):
-        windows = [frame[y : y + H, x : x + W] for y in range(2 * pad + 1) for x in range(2 * pad + 1)]
+        windows = [
+            frame[y : y + H, x : x + W] for y in range(2 * pad + 1) for x in range(2 * pad + 1)
+        ]
         assert sum(np.array_equal(image, window) for window in windows) == 1
 
 
@@ -60,50 +126,46 @@ def test_all_places_of_a_crop_are_equally_likely():
     marked = np.zeros((1, 7, 7, 3), np.uint8)
     marked[0, 3, 3] = 255
     n, pad = 9_000, 1
-    draws = epoch_draws(0, 0, n, "test")
-    places = AUGMENTATIONS["crop"](np.repeat(marked, n, axis=0), draws, pad=pad)[..., 0].astype(bool).sum(axis=0)
+    drawn = epoch_draws(0, 0, n, "test")
+    places = (
+        pad_and_crop(np.repeat(marked, n, axis=0), drawn, pad=pad)[..., 0].astype(bool).sum(axis=0)
+    )
     counts = places[2:5, 2:5]
     assert counts.sum() == n
     assert abs(counts / (n / 9) - 1).max() < 0.12  # 3.6 standard deviations
 
 
 def test_flip():
-    np.testing.assert_array_equal(augment(IMAGES, IDS, parse("flip(p=1)"), seed=0, epoch=0, count=N), IMAGES[:, :, ::-1])
-    np.testing.assert_array_equal(augment(IMAGES, IDS, parse("flip(p=0)"), seed=0, epoch=0, count=N), IMAGES)
-    flipped = (augment(IMAGES, IDS, parse("flip"), seed=0, epoch=0, count=N) != IMAGES).any(axis=(1, 2, 3))
+    np.testing.assert_array_equal(
+        augment(IMAGES, IDS, "flip(p=1)", seed=0, epoch=0), IMAGES[:, :, ::-1]
+    )
+    np.testing.assert_array_equal(augment(IMAGES, IDS, "flip(p=0)", seed=0, epoch=0), IMAGES)
+    flipped = (augment(IMAGES, IDS, "flip", seed=0, epoch=0) != IMAGES).any(axis=(1, 2, 3))
     assert 8 < flipped.sum() < 32
 
 
 def test_streams_are_independent_and_fixed():
-    draws = [epoch_draws(seed, epoch, 100, stream) for seed in (0, 1) for epoch in (0, 1) for stream in ("order", "0 crop")]
-    assert len(np.unique(draws)) == 800
+    drawn = [
+        epoch_draws(seed, epoch, 100, stream)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for stream in ("order", "0 crop")
+    ]
+    assert len(np.unique(drawn)) == 800
     # Numbers written down: a resumed run must find them again under another version of numpy.
     assert epoch_draws(1, 2, 2, "order").tolist() == [6152314207982085954, 14131925135209654431]
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         epoch_draws(-1, 0, 1, "order")
 
 
-def test_frames_stand_first():
-    chain = parse("resized_crop(scale_min=0.2,interpolation=random)+flip")
-    assert chain[0] == Augmentation("resized_crop", (("interpolation", "random"), ("scale_min", 0.2)))
-    with pytest.raises(ValueError, match="resized_crop brings pictures of any size to one, so it stands first"):
-        parse("flip+resized_crop")
-    with pytest.raises(ValueError, match="'flip' is not a frame"):
-        parse_frame("flip")
-    for text, message in [
-        ("resized_crop(scale_min=0)", "is impossible"),
-        ("resized_crop(ratio_min=2)", "is impossible"),
-        ("centre(crop=1.5)", "is impossible"),
-        ("stretch(interpolation=cubic)", "interpolation 'cubic' is unknown"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            augment(IMAGES, IDS, parse(text), seed=0, epoch=0, count=N)
-
-
-def test_the_draw_of_one_example_is_that_of_its_epoch():
-    draws = ExampleDraws(5)
-    for epoch, stream in [(3, "0 crop"), (2, "1 flip"), (3, "1 flip"), (3, "0 crop")]:
-        whole = epoch_draws(5, epoch, 37, stream)
-        assert [draws(epoch, k, stream) for k in range(36, -1, -1)] == whole.tolist()[::-1]
-    with pytest.raises(ValueError, match="seed -1 is out of range"):
-        ExampleDraws(-1)
+def test_the_draw_of_one_example_is_that_of_its_epoch(monkeypatch):
+    epochs, examples = np.array([3, 2, 3, 2, 3]), np.array([36, 0, 5, 5, 8])
+    for stream in ("0 crop", "1 flip"):
+        whole = {epoch: epoch_draws(5, epoch, 37, stream) for epoch in (2, 3)}
+        expected = [whole[e][k] for e, k in zip(epochs.tolist(), examples, strict=True)]
+        for largest in (37, 36):  # from whole epochs, and one by one
+            monkeypatch.setattr(draws, "_LARGEST_EPOCH", largest)
+            found = example_draws(5, epochs, examples, 37, stream)
+            assert found.tolist() == expected
+            with pytest.raises(ValueError, match="seed -1 is out of range"):
+                example_draws(-1, epochs, examples, 37, stream)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from rope_jax.data import decode_image
-from rope_jax.data.decode import MAX_SCANS, open_image
+from rope_jax.data.images.decode import MAX_SCANS, EncodedImage
 
 GIGABYTE = 10**9
 ORIENTATION = 0x0112
@@ -39,12 +39,25 @@ def picture(mode="RGB", height=5, width=7):
 
 
 def chunk(kind, content):
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def png(width, height, depth, colour, rows, *extra):
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    return b"".join([b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), *extra, chunk(b"IDAT", zlib.compress(rows, 9)), chunk(b"IEND", b"")])
+    return b"".join(
+        [
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", header),
+            *extra,
+            chunk(b"IDAT", zlib.compress(rows, 9)),
+            chunk(b"IEND", b""),
+        ]
+    )
 
 
 def over_white(colour, alpha):
@@ -76,7 +89,9 @@ def test_jpeg_modes_equal_pillow(mode, progressive):
 def test_alpha_over_white(mode):
     image = picture(mode)
     rgba = np.asarray(image.convert("RGBA"))
-    np.testing.assert_array_equal(decode_image(encode(image)), over_white(rgba[..., :3], rgba[..., 3:]))
+    np.testing.assert_array_equal(
+        decode_image(encode(image)), over_white(rgba[..., :3], rgba[..., 3:])
+    )
 
 
 def test_webp_alpha_over_white():
@@ -93,7 +108,9 @@ def test_palette_and_its_transparency():
     colours = np.array([[[10, 20, 30], [40, 50, 60], [70, 80, 90]]], np.uint8)
     np.testing.assert_array_equal(decode_image(encode(image)), colours)
     one = decode_image(encode(image, transparency=1))
-    np.testing.assert_array_equal(one, np.where([[[False], [True], [False]]], np.uint8(255), colours))
+    np.testing.assert_array_equal(
+        one, np.where([[[False], [True], [False]]], np.uint8(255), colours)
+    )
     some = decode_image(encode(image, transparency=bytes([255, 100, 0])))
     np.testing.assert_array_equal(some, over_white(colours, np.array([[[255], [100], [0]]])))
 
@@ -101,17 +118,26 @@ def test_palette_and_its_transparency():
 def test_16_bit_grey_is_divided_by_257():
     values = np.array([[0, 257, 128, 129, 32768, 65535]], np.uint16)
     pixels = decode_image(encode(Image.fromarray(values)))
-    np.testing.assert_array_equal(pixels, np.repeat(np.uint8([[[0], [1], [0], [1], [128], [255]]]), 3, axis=2))
+    np.testing.assert_array_equal(
+        pixels, np.repeat(np.uint8([[[0], [1], [0], [1], [128], [255]]]), 3, axis=2)
+    )
 
 
 def test_colour_keys_are_transparent_at_every_depth():
     grey = [b"\0" + row for row in (b"\x1b", b"\x1b")]  # two rows of the 2-bit values 0, 1, 2, 3
     pixels = decode_image(png(4, 2, 2, 0, b"".join(grey), chunk(b"tRNS", b"\0\1")))
     np.testing.assert_array_equal(pixels[0, :, 0], [0, 255, 170, 255])
-    sixteen = png(2, 1, 16, 0, b"\0" + struct.pack(">HH", 257, 258), chunk(b"tRNS", struct.pack(">H", 258)))
+    sixteen = png(
+        2, 1, 16, 0, b"\0" + struct.pack(">HH", 257, 258), chunk(b"tRNS", struct.pack(">H", 258))
+    )
     np.testing.assert_array_equal(decode_image(sixteen)[0, :, 0], [1, 255])
     colour = png(
-        2, 1, 16, 2, b"\0" + struct.pack(">6H", *(512, 768, 1024), *(512, 768, 2048)), chunk(b"tRNS", struct.pack(">3H", 512, 768, 1024))
+        2,
+        1,
+        16,
+        2,
+        b"\0" + struct.pack(">6H", *(512, 768, 1024), *(512, 768, 2048)),
+        chunk(b"tRNS", struct.pack(">3H", 512, 768, 1024)),
     )
     np.testing.assert_array_equal(decode_image(colour)[0], [[255, 255, 255], [2, 3, 8]])
 
@@ -121,7 +147,9 @@ def test_colour_keys_are_transparent_at_every_depth():
 def test_exif_orientation(kind, orientation):
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
-    data = encode(picture("RGB", 16, 24), kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    data = encode(
+        picture("RGB", 16, 24), kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {})
+    )
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(ImageOps.exif_transpose(image))
     np.testing.assert_array_equal(decode_image(data), expected)
@@ -130,14 +158,18 @@ def test_exif_orientation(kind, orientation):
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize(("kind", "code"), [(3, "H"), (4, "I")])
 def test_exif_byte_orders_and_types(order, kind, code):
-    entry = struct.pack(order + "HHI", ORIENTATION, kind, 1) + struct.pack(order + code, 6).ljust(4, b"\0")
+    entry = struct.pack(order + "HHI", ORIENTATION, kind, 1) + struct.pack(order + code, 6).ljust(
+        4, b"\0"
+    )
     exif = {"<": b"II", ">": b"MM"}[order] + struct.pack(order + "HIH", 42, 8, 1) + entry
     image = picture()
     data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
     np.testing.assert_array_equal(decode_image(data), np.rot90(np.asarray(image), -1))
 
 
-@pytest.mark.parametrize("exif", [b"", b"II", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff", b"garbage"])
+@pytest.mark.parametrize(
+    "exif", [b"", b"II", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff", b"garbage"]
+)
 def test_damaged_exif_is_no_orientation(exif):
     image = picture()
     data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
@@ -151,7 +183,17 @@ def test_animations_show_their_first_frame():
         np.testing.assert_array_equal(decode_image(data), np.asarray(frames[0]))
 
 
-@pytest.mark.parametrize("data", [b"", b"no image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP", b"\xff\xd8\xff" * 1000])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no image",
+        b"\xff\xd8\xff",
+        b"\x89PNG\r\n\x1a\n",
+        b"RIFF\0\0\0\0WEBP",
+        b"\xff\xd8\xff" * 1000,
+    ],
+)
 def test_what_is_no_image_is_refused(data):
     with pytest.raises(ValueError, match=r"empty|not a JPEG, PNG or WebP|cannot be decoded"):
         decode_image(data)
@@ -193,7 +235,11 @@ def test_bit_flips_never_crash():
 
 def test_metadata_bombs_do_not_matter():
     text = zlib.compress(bytes(50_000_000), 9)
-    bombs = [chunk(b"zTXt", b"a\0\0" + text), chunk(b"iTXt", b"a\0\1\0\0\0" + text), chunk(b"iCCP", b"a\0\0" + text)]
+    bombs = [
+        chunk(b"zTXt", b"a\0\0" + text),
+        chunk(b"iTXt", b"a\0\1\0\0\0" + text),
+        chunk(b"iCCP", b"a\0\0" + text),
+    ]
     image = picture()
     data = encode(image)
     header_end = 8 + 25
@@ -222,11 +268,15 @@ def one_bit_png(width, height):
     rows = bytes(1 + (width + 7) // 8) * 1000
     body = b"".join(packed.compress(rows) for _ in range(height // 1000)) + packed.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"".join([b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), chunk(b"IDAT", body), chunk(b"IEND", b"")])
+    return b"".join(
+        [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), chunk(b"IDAT", body), chunk(b"IEND", b"")]
+    )
 
 
 def test_sizes_are_refused_from_the_header():
-    with pytest.raises(ValueError, match="12000 x 12000 pixels are too many; allowed are 64,000,000"):
+    with pytest.raises(
+        ValueError, match="12000 x 12000 pixels are too many; allowed are 64,000,000"
+    ):
         decode_image(one_bit_png(12_000, 12_000))
     with pytest.raises(ValueError, match="65,535 a side"):
         decode_image(png(70_000, 1, 1, 0, bytes(1 + 8750)))
@@ -263,17 +313,23 @@ def peak_memory(paths):
     # VmHWM rather than ru_maxrss, which a child process inherits from the one that started it.
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc/self/status to measure memory")
-    run = subprocess.run([sys.executable, "-c", PEAK, *map(str, paths)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, paths)], capture_output=True, text=True, check=True
+    )
     *results, peak = run.stdout.splitlines()
     return results, int(peak)
 
 
+@pytest.mark.process
 def test_peak_memory_of_bombs_and_of_the_largest_images(tmp_path):
     (tmp_path / "bomb.png").write_bytes(one_bit_png(30_000, 30_000))
-    # The costliest of each kind: libjpeg holds all coefficients of an image in scans, libwebp several copies of its canvas.
+    # The costliest of each kind: libjpeg holds all coefficients of an image in scans, libwebp
+    # several copies of its canvas.
     flat = Image.new("RGB", (8_000, 8_000), (10, 200, 30))
     (tmp_path / "large.jpg").write_bytes(encode(flat, "JPEG", progressive=True, subsampling=0))
-    (tmp_path / "large.webp").write_bytes(encode(Image.new("RGBA", (5_600, 5_600), (10, 200, 30, 5)), "WEBP", method=0))
+    (tmp_path / "large.webp").write_bytes(
+        encode(Image.new("RGBA", (5_600, 5_600), (10, 200, 30, 5)), "WEBP", method=0)
+    )
     names = ["bomb.png", "large.jpg", "large.webp"]
     results, peak = peak_memory(tmp_path / name for name in names)
     assert re.match(r"refused .*30000 x 30000 pixels are too many", results[0])
@@ -310,7 +366,9 @@ def test_odd_images_decode_as_pillow_does(odd_images):
             expected = np.rint(np.asarray(image) / 257)[:, :, None]
         elif image.has_transparency_data:
             image = image.convert("RGBA")
-            expected = np.asarray(Image.alpha_composite(Image.new("RGBA", image.size, "white"), image))[:, :, :3]
+            expected = np.asarray(
+                Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            )[:, :, :3]
         else:
             expected = np.asarray(image.convert("RGB"))
         difference = np.abs(decode_image(data).astype(int) - expected)
@@ -331,9 +389,9 @@ def test_pictures_are_what_decode_image_returns(odd_images):
             pixels = decode_image(data)
         except ValueError as error:
             with pytest.raises(ValueError, match=re.escape(str(error))):
-                open_image(data).picture()
+                EncodedImage(data).picture()
             continue
-        opened = open_image(data)
+        opened = EncodedImage(data)
         assert opened.size == pixels.shape[1::-1]
         picture = opened.picture()
         assert picture.mode == "RGB"
@@ -345,12 +403,16 @@ def test_pictures_are_what_decode_image_returns(odd_images):
 def test_orientation_images_are_two_pictures(odd_images):
     place, _ = odd_images
     for name in ("Landscape", "Portrait"):
-        first, *others = [decode_image(path.read_bytes()).astype(int) for path in sorted(place.glob(f"exif_orientation/{name}_*.jpg"))]
+        first, *others = [
+            decode_image(path.read_bytes()).astype(int)
+            for path in sorted(place.glob(f"exif_orientation/{name}_*.jpg"))
+        ]
         assert len(others) == 6
         for other in others:
             assert np.abs(first - other).mean() < 4
 
 
+@pytest.mark.process
 def test_peak_memory_of_odd_images(odd_images):
     place, rows = odd_images
     results, peak = peak_memory(place / name for name, _ in rows)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rope_jax.data import Images, batches, epoch_length, evaluation_batches
-from rope_jax.data.order import examples, permutation, places, position
-from rope_jax.data.pipeline import batch
+from rope_jax.data.order import batch_examples, batch_ids, permutation
 
 
 def numbered(n, size=4):
@@ -22,16 +21,14 @@ def take(count, iterator):
     return list(itertools.islice(iterator, count))
 
 
+def batch(images, step, **options):
+    return next(batches(images, start_step=step, **options))
+
+
 def same(left, right):
     assert left.keys() == right.keys()
     for key in left:
         np.testing.assert_array_equal(left[key], right[key])
-
-
-def test_position():
-    epochs, indices = position(3, 4, 5)
-    assert epochs.tolist() == [2, 2, 2, 3]
-    assert indices.tolist() == [2, 3, 4, 0]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 50, 101, 230])
@@ -41,7 +38,14 @@ def test_every_example_once_per_epoch(batch_size, start):
     images = numbered(n)
     first = start * batch_size
     stop = -(-(first + (epochs + 1) * n) // batch_size)
-    labels = np.concatenate([b["label"] for b in take(stop - start, batches(images, batch_size=batch_size, seed=0, start_step=start))])
+    labels = np.concatenate(
+        [
+            b["label"]
+            for b in take(
+                stop - start, batches(images, batch_size=batch_size, seed=0, start_step=start)
+            )
+        ]
+    )
     skip = -first % n  # to the first epoch that starts within the stream
     for epoch in range(epochs - 1):
         assert sorted(labels[skip + epoch * n : skip + (epoch + 1) * n]) == list(range(n))
@@ -49,7 +53,12 @@ def test_every_example_once_per_epoch(batch_size, start):
 
 def test_the_order_does_not_depend_on_the_batch_size():
     images = numbered(30)
-    streams = [np.concatenate([b["label"] for b in take(120 // size, batches(images, batch_size=size, seed=5))]) for size in (1, 4, 40)]
+    streams = [
+        np.concatenate(
+            [b["label"] for b in take(120 // size, batches(images, batch_size=size, seed=5))]
+        )
+        for size in (1, 4, 40)
+    ]
     np.testing.assert_array_equal(streams[0], streams[1])
     np.testing.assert_array_equal(streams[0], streams[2])
 
@@ -60,7 +69,11 @@ def test_resumed_stream_is_the_uninterrupted_one_from_every_position(ahead):
     options = {"batch_size": 64, "seed": 1, "augment": "crop(pad=1)+flip"}
     whole = take(steps, batches(images, **options))
     for start in range(steps):
-        for got, expected in zip(take(3, batches(images, start_step=start, ahead=ahead, **options)), whole[start:], strict=False):
+        for got, expected in zip(
+            take(3, batches(images, start_step=start, ahead=ahead, **options)),
+            whole[start:],
+            strict=False,
+        ):
             same(got, expected)
 
 
@@ -79,7 +92,10 @@ def test_shards_are_the_parts_of_a_batch(of):
     for step in range(6):
         options = {"batch_size": 8, "seed": 0, "augment": "flip"}
         parts = [batch(images, step, shard=(k, of), **options) for k in range(of)]
-        same({key: np.concatenate([part[key] for part in parts]) for key in parts[0]}, batch(images, step, **options))
+        same(
+            {key: np.concatenate([part[key] for part in parts]) for key in parts[0]},
+            batch(images, step, **options),
+        )
 
 
 def test_augmentation_does_not_depend_on_the_batch_size():
@@ -90,7 +106,10 @@ def test_augmentation_does_not_depend_on_the_batch_size():
         seen.append(np.concatenate([b["image"] for b in stream])[:120])
     np.testing.assert_array_equal(seen[0], seen[1])
     np.testing.assert_array_equal(seen[0], seen[2])
-    assert (seen[0][np.argsort(permutation(9, 0, 60))] != seen[0][60:][np.argsort(permutation(9, 1, 60))]).any()  # other epochs differ
+    assert (
+        seen[0][np.argsort(permutation(9, 0, 60))]
+        != seen[0][60:][np.argsort(permutation(9, 1, 60))]
+    ).any()  # other epochs differ
 
 
 def test_orders_differ_and_are_fixed():
@@ -124,7 +143,9 @@ def test_arguments_are_refused_at_once():
 
 
 def data_threads(*, wait=0):
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("rope_jax.data")]
+    threads = [
+        thread for thread in threading.enumerate() if thread.name.startswith("rope_jax.data")
+    ]
     for thread in threads:
         thread.join(wait)
     return [thread for thread in threads if thread.is_alive()]
@@ -151,14 +172,18 @@ def test_errors_of_the_thread_reach_the_consumer():
     assert not data_threads(wait=10)
 
 
+@pytest.mark.process
 def test_a_forgotten_iterator_does_not_keep_the_program_alive():
     program = """
 import numpy as np
 from rope_jax.data import Images, batches
-stream = batches(Images(np.zeros((9, 4, 4, 3), np.uint8), np.zeros(9, np.int32), "zeros", "train", 1), batch_size=4, seed=0, ahead=True)
+images = Images(np.zeros((9, 4, 4, 3), np.uint8), np.zeros(9, np.int32), "zeros", "train", 1)
+stream = batches(images, batch_size=4, seed=0, ahead=True)
 print(next(stream)["label"].sum())
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert run.stdout == "0\n"
     assert run.stderr == ""
 
@@ -174,8 +199,12 @@ def test_evaluation_batches(batch_size):
         assert one["mask"].dtype == np.bool_
         assert not one["image"][~one["mask"]].any()
     mask = np.concatenate([one["mask"] for one in got])
-    np.testing.assert_array_equal(np.concatenate([one["image"] for one in got])[mask], images.images)
-    np.testing.assert_array_equal(np.concatenate([one["label"] for one in got])[mask], images.labels)
+    np.testing.assert_array_equal(
+        np.concatenate([one["image"] for one in got])[mask], images.images
+    )
+    np.testing.assert_array_equal(
+        np.concatenate([one["label"] for one in got])[mask], images.labels
+    )
 
 
 @pytest.mark.parametrize("of", [2, 3, 6])
@@ -210,7 +239,10 @@ def test_repeated_augmentation():
     length = epoch_length(count, repeats)
     assert (length, epoch_length(count)) == (512, 600)
     options = {"batch_size": size, "seed": 1, "count": count, "repeats": repeats}
-    epochs, indices = (np.concatenate(x) for x in zip(*[places(step, **options) for step in range(32)], strict=True))
+    epochs, indices = (
+        np.concatenate(x)
+        for x in zip(*[batch_examples(step, **options) for step in range(32)], strict=True)
+    )
     for epoch in range(2):  # 32 batches of 48 are three epochs of 512
         ids = indices[epochs == epoch]
         assert len(ids) == length
@@ -220,7 +252,7 @@ def test_repeated_augmentation():
         assert set(np.flatnonzero(often)) == set(permutation(1, epoch, count)[:171].tolist())
     for step in range(8):  # no part of a batch has an example twice
         for parts in (3, 4, 8, 16):
-            for part in np.split(np.array(examples(step, **options)), parts):
+            for part in np.split(np.array(batch_ids(step, **options)), parts):
                 assert len(set(part)) == len(part)
     images = numbered(count)
     got = batch(images, 0, batch_size=size, seed=1, augment="flip+crop(pad=1)", repeats=repeats)
@@ -228,13 +260,19 @@ def test_repeated_augmentation():
     copies = got["image"][got["label"] == got["label"][0]]
     assert len(copies) == 3
     assert len({copy.tobytes() for copy in copies}) > 1
-    whole = places(5, **options)
-    for left, right in zip(whole, zip(*[places(5, shard=(k, 4), **options) for k in range(4)], strict=True), strict=True):
+    whole = batch_examples(5, **options)
+    for left, right in zip(
+        whole,
+        zip(*[batch_examples(5, shard=(k, 4), **options) for k in range(4)], strict=True),
+        strict=True,
+    ):
         np.testing.assert_array_equal(left, np.concatenate(right))
 
 
 def test_repeats_are_refused():
     with pytest.raises(ValueError, match="repeats 0 must be at least 1"):
         batches(numbered(10), batch_size=4, seed=0, repeats=0)
-    with pytest.raises(ValueError, match="repeats 3 of 10 images: repeated augmentation needs at least 256"):
+    with pytest.raises(
+        ValueError, match="repeats 3 of 10 images: repeated augmentation needs at least 256"
+    ):
         batches(numbered(10), batch_size=4, seed=0, repeats=3)

@@ -21,9 +21,15 @@ def random_images(*shape):
     return RNG.integers(0, 256, shape, dtype=np.uint8)
 
 
+@pytest.mark.process
 def test_importing_the_data_package_does_not_import_scikit_learn():
     program = "import sys, rope_jax.data; print('sklearn' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_digits():
@@ -44,9 +50,17 @@ def test_digits():
 @pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 1), (4, 5, 6, 3)])
 def test_npz(tmp_path, shape):
     images, path = random_images(*shape), str(tmp_path / "set.npz")
-    np.savez(path, train_images=images, train_labels=LABELS, test_images=images[:2], test_labels=LABELS[:1].repeat(2))
+    np.savez(
+        path,
+        train_images=images,
+        train_labels=LABELS,
+        test_images=images[:2],
+        test_labels=LABELS[:1].repeat(2),
+    )
     train, test = load("npz", path, "train", None), load("npz", path, "test", None)
-    np.testing.assert_array_equal(train.images, np.broadcast_to(images.reshape(4, 5, 6, -1), (4, 5, 6, 3)))
+    np.testing.assert_array_equal(
+        train.images, np.broadcast_to(images.reshape(4, 5, 6, -1), (4, 5, 6, 3))
+    )
     np.testing.assert_array_equal(train.labels, LABELS)
     assert (train.name, train.classes, test.classes, test.split) == ("set", 3, 3, "test")
     assert load("npz", path, "train", (10, 8)).images.shape == (4, 10, 8, 3)
@@ -64,11 +78,20 @@ def test_npz_with_one_pair(tmp_path):
     ("change", "message"),
     [
         ({"train_images": random_images(3, 5, 6)}, "3 images and 4 labels"),
-        ({"train_images": random_images(0, 5, 6), "train_labels": LABELS[:0]}, "0 images and 0 labels"),
-        ({"train_images": random_images(4, 5, 6) / 255}, r"images are float64 \[4, 5, 6\]; they must be uint8"),
+        (
+            {"train_images": random_images(0, 5, 6), "train_labels": LABELS[:0]},
+            "0 images and 0 labels",
+        ),
+        (
+            {"train_images": random_images(4, 5, 6) / 255},
+            r"images are float64 \[4, 5, 6\]; they must be uint8",
+        ),
         ({"train_images": random_images(4, 5, 6, 2)}, r"images are uint8 \[4, 5, 6, 2\]"),
         ({"train_images": random_images(4, 5)}, r"images are uint8 \[4, 5\]"),
-        ({"train_labels": LABELS.astype(float)}, r"labels are float64 \[4\]; they must be integers"),
+        (
+            {"train_labels": LABELS.astype(float)},
+            r"labels are float64 \[4\]; they must be integers",
+        ),
         ({"train_labels": LABELS[:, None]}, r"labels are uint8 \[4, 1\]"),
         ({"train_labels": np.array([0, 1, -1, 2])}, "labels are -1 to 2; allowed are 0"),
         ({"train_labels": np.array([0, 1, 2, 2**40])}, f"labels are 0 to {2**40}"),
@@ -83,7 +106,9 @@ def test_npz_refuses(tmp_path, change, message):
 
 def test_npz_refuses_test_labels_that_training_lacks(tmp_path):
     path, images = str(tmp_path / "set.npz"), random_images(4, 5, 6)
-    np.savez(path, train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS + 1)
+    np.savez(
+        path, train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS + 1
+    )
     with pytest.raises(ValueError, match="labels are 1 to 3; allowed are 0 to 2"):
         load("npz", path, "test", None)
 
@@ -102,7 +127,10 @@ def test_npz_never_runs_code(tmp_path):
     np.save(images, random_images(4, 5, 6))
     for objects in ("train_labels", "train_images"):
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("train_images.npy", images.getvalue() if objects == "train_labels" else npy_of_objects(attack))
+            archive.writestr(
+                "train_images.npy",
+                images.getvalue() if objects == "train_labels" else npy_of_objects(attack),
+            )
             archive.writestr("train_labels.npy", npy_of_objects(attack))
         with pytest.raises(ValueError, match=f"array {objects} of .* cannot be read"):
             load("npz", path, "train", None)
@@ -136,13 +164,22 @@ def test_npz_refuses_other_files(tmp_path):
 
 
 def idx(array):
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def write_idx(folder, images, labels, *, half="train", compressed=False):
-    for name, array in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
+    for name, array in (
+        (f"{half}-images-idx3-ubyte", images),
+        (f"{half}-labels-idx1-ubyte", labels),
+    ):
         content = array if isinstance(array, bytes) else idx(array)
-        (folder / (name + ".gz" * compressed)).write_bytes(gzip.compress(content) if compressed else content)
+        (folder / (name + ".gz" * compressed)).write_bytes(
+            gzip.compress(content) if compressed else content
+        )
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -150,7 +187,10 @@ def test_idx(tmp_path, compressed):
     images = random_images(4, 5, 6)
     write_idx(tmp_path, images, LABELS, compressed=compressed)
     write_idx(tmp_path, images[:1], LABELS[:1], half="t10k", compressed=compressed)
-    train, test = load("idx", str(tmp_path), "train", None), load("idx", str(tmp_path), "test", None)
+    train, test = (
+        load("idx", str(tmp_path), "train", None),
+        load("idx", str(tmp_path), "test", None),
+    )
     np.testing.assert_array_equal(train.images, np.repeat(images[..., None], 3, axis=3))
     np.testing.assert_array_equal(train.labels, LABELS)
     assert (len(test.labels), test.classes, test.split) == (1, 3, "test")
@@ -184,7 +224,9 @@ def test_idx_refuses_damaged_compression(tmp_path):
     whole = file.read_bytes()
     for content in (whole[:2000], b"text", whole[:3000] + b"xxxx" + whole[3004:]):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz is not a valid idx file"):
+        with pytest.raises(
+            ValueError, match=r"train-images-idx3-ubyte\.gz is not a valid idx file"
+        ):
             load("idx", str(tmp_path), "train", None)
 
 
@@ -206,11 +248,19 @@ def test_load_refuses(tmp_path):
             ValueError,
             "source 'cifar' is unknown; known are digits, npz, idx, folder, tfds, packed, imagenet",
         ),
-        (("digits", None, "val", None), ValueError, "split 'val' is unknown; it is one of train, test"),
+        (
+            ("digits", None, "val", None),
+            ValueError,
+            "split 'val' is unknown; it is one of train, test",
+        ),
         (("digits", "here", "train", None), ValueError, "leave it out"),
         (("digits", None, "train", (0, 8)), ValueError, r"image size \(0, 8\)"),
         (("npz", None, "train", None), ValueError, "needs a path"),
-        (("idx", str(tmp_path / "no"), "train", None), FileNotFoundError, "no' of data source 'idx' does not exist"),
+        (
+            ("idx", str(tmp_path / "no"), "train", None),
+            FileNotFoundError,
+            "no' of data source 'idx' does not exist",
+        ),
     ]:
         with pytest.raises(error, match=message):
             load(*arguments)
@@ -219,7 +269,12 @@ def test_load_refuses(tmp_path):
 def test_images_check_themselves():
     images, labels = random_images(4, 5, 6, 3), LABELS.astype(np.int32)
     assert Images(images, labels, "mine", "train", 3).classes == 3
-    for wrong in [(images[:3], labels, 3), (images, labels, 2), (images[..., 0], labels, 3), (images, LABELS, 3)]:
+    for wrong in [
+        (images[:3], labels, 3),
+        (images, labels, 2),
+        (images[..., 0], labels, 3),
+        (images, LABELS, 3),
+    ]:
         with pytest.raises(ValueError, match="mine: "):
             Images(*wrong[:2], "mine", "train", wrong[2])
 

@@ -1,4 +1,4 @@
-"""Sets whose images are read one at a time: folders, packed pixels, ImageNet's archives, tensorflow-datasets."""
+"""Sets that are read one image at a time: folders, packed pixels, archives, tfds."""
 
 import gzip
 import io
@@ -11,14 +11,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax.data import BadImages, Streamed, batches, decode_image, evaluation_batches, fingerprint, load
-from rope_jax.data.decode import EncodedImage
-from rope_jax.data.folder import Folder
-from rope_jax.data.frames import centre, cut_pixels
-from rope_jax.data.imagenet import ImageNet
-from rope_jax.data.packed import Packed
+from rope_jax.data import (
+    BadImages,
+    Streamed,
+    batches,
+    decode_image,
+    evaluation_batches,
+    load,
+)
+from rope_jax.data.images.crops import centre, crop_pixels
+from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.prepare import main as prepare_main
 from rope_jax.data.prepare import prepare
+from rope_jax.data.sources.folder import Folder
+from rope_jax.data.sources.imagenet import ImageNet
+from rope_jax.data.sources.packed import Packed
 from rope_jax.data.verify import main as verify_main
 from rope_jax.data.verify import verify
 
@@ -75,7 +82,7 @@ def test_folder(tmp_path, held_out):
         assert [one.source.read(k) for k in range(6)] == [written[place, name] for name in names]
         assert len(pickle.dumps(one)) < 10_000
         assert pickle.loads(pickle.dumps(one)).source.read(5) == one.source.read(5)
-    assert fingerprint(one).startswith("8x10 of 6 files 2 classes")
+    assert one.fingerprint().startswith("8x10 of 6 files 2 classes")
 
 
 def test_a_folder_leaves_no_listing_behind(tmp_path):
@@ -91,8 +98,11 @@ def test_fingerprints_tell_sets_apart(tmp_path):
     write_folder(tmp_path / "a")
     write_folder(tmp_path / "b")
     write_folder(tmp_path / "c", classes=("n00000001", "n00000003"))
-    (tmp_path / "b" / "train" / "n00000001" / "n00000001_0.JPEG").rename(tmp_path / "b" / "train" / "n00000001" / "other.JPEG")
-    prints = [fingerprint(load("folder", str(tmp_path / name), "train", (8, 8))) for name in "aabc"]
+    (tmp_path / "b" / "train" / "n00000001" / "n00000001_0.JPEG").rename(
+        tmp_path / "b" / "train" / "n00000001" / "other.JPEG"
+    )
+    sets = [load("folder", str(tmp_path / name), "train", (8, 8)) for name in "aabc"]
+    prints = [one.fingerprint() for one in sets]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
 
@@ -110,8 +120,8 @@ def test_folder_refuses(tmp_path):
     write_folder(tmp_path, splits=("train",))
     with pytest.raises(ValueError, match="needs an image_size"):
         load("folder", str(tmp_path), "train", None)
-    with pytest.raises(ValueError, match="is not a frame"):
-        load("folder", str(tmp_path), "train", (8, 8), frame="flip")
+    with pytest.raises(ValueError, match="is not a crop"):
+        load("folder", str(tmp_path), "train", (8, 8), crop="flip")
     with pytest.raises(FileNotFoundError, match="test or val is missing"):
         load("folder", str(tmp_path), "test", (8, 8))
     (tmp_path / "val").mkdir()
@@ -127,35 +137,52 @@ def test_the_stream_of_files_is_that_of_their_pixels(tmp_path):
         (tmp_path / "train" / f"{k // 3}").mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(tmp_path / "train" / f"{k // 3}" / f"{k}.png")
     np.savez(tmp_path / "set.npz", train_images=pictures, train_labels=np.arange(6) // 3)
-    memory, files = load("npz", str(tmp_path / "set.npz"), "train"), load("folder", str(tmp_path), "train", (12, 12))
+    memory, files = (
+        load("npz", str(tmp_path / "set.npz"), "train"),
+        load("folder", str(tmp_path), "train", (12, 12)),
+    )
     for augment in ("none", "crop(pad=2)+flip", AUGMENT):
         options = {"batch_size": 4, "seed": 3, "augment": augment}
-        for left, right in zip(take(5, batches(memory, **options)), take(5, batches(files, ahead=True, **options)), strict=True):
+        for left, right in zip(
+            take(5, batches(memory, **options)),
+            take(5, batches(files, ahead=True, **options)),
+            strict=True,
+        ):
             same(left, right)
-    for left, right in zip(evaluation_batches(memory, batch_size=4), evaluation_batches(files, batch_size=4), strict=True):
+    for left, right in zip(
+        evaluation_batches(memory, batch_size=4),
+        evaluation_batches(files, batch_size=4),
+        strict=True,
+    ):
         same(left, right)
 
 
 @pytest.mark.parametrize("of", [2, 3])
 def test_a_stream_of_files_does_not_depend_on_start_or_shards(tmp_path, of):
     write_folder(tmp_path)
-    images, options = load("folder", str(tmp_path), "train", (16, 16)), {"batch_size": 6, "seed": 0, "augment": AUGMENT}
+    images, options = (
+        load("folder", str(tmp_path), "train", (16, 16)),
+        {"batch_size": 6, "seed": 0, "augment": AUGMENT},
+    )
     whole = take(4, batches(images, **options))
     parts = [take(2, batches(images, start_step=2, shard=(k, of), **options)) for k in range(of)]
     for step in range(2):
-        same({key: np.concatenate([part[step][key] for part in parts]) for key in whole[0]}, whole[2 + step])
+        same(
+            {key: np.concatenate([part[step][key] for part in parts]) for key in whole[0]},
+            whole[2 + step],
+        )
     assert sorted(np.concatenate([one["index"] for one in whole[:1]])) == list(range(6))
 
 
-def test_evaluation_frames(tmp_path):
+def test_evaluation_crops(tmp_path):
     written = write_folder(tmp_path)
-    images = load("folder", str(tmp_path), "test", (16, 16), frame="centre(crop=0.8)")
+    images = load("folder", str(tmp_path), "test", (16, 16), crop="centre(crop=0.8)")
     got = list(evaluation_batches(images, batch_size=4))
     pixels = np.concatenate([one["image"][one["mask"]] for one in got])
     assert np.concatenate([one["mask"] for one in got]).tolist() == [True] * 6 + [False] * 2
     for k, image in enumerate(pixels):
         picture = decode_image(written["test", images.source.example_name(k)])
-        expected = cut_pixels(picture, lambda *args: centre(*args, crop=0.8), (16, 16))
+        expected = crop_pixels(picture, lambda *args: centre(*args, crop=0.8), (16, 16))
         np.testing.assert_array_equal(image, expected)
 
 
@@ -178,7 +205,10 @@ def test_a_bad_image_is_an_error_that_names_it(tmp_path):
     damage(tmp_path, "train/n00000001/n00000001_1.JPEG")
     images = load("folder", str(tmp_path), "train", (8, 8))
     for ahead in (False, True):
-        with pytest.raises(BadImages, match=r"image 1 of .* \(n00000001/n00000001_1.JPEG\) cannot be used: the JPEG image"):
+        with pytest.raises(
+            BadImages,
+            match=r"image 1 of .* \(n00000001/n00000001_1.JPEG\) cannot be used: the JPEG image",
+        ):
             take(2, batches(images, batch_size=6, seed=0, ahead=ahead))
     (tmp_path / "train/n00000001/n00000001_1.JPEG").unlink()
     with pytest.raises(BadImages, match=r"No such file"):
@@ -195,13 +225,18 @@ def test_a_skipped_image_is_replaced_by_the_next_and_counted(tmp_path):
     damage(tmp_path, "train/n00000001/n00000001_2.JPEG")  # number 2, the last of its class
     stream = batches(images, bad_images="skip", **options)
     for got, expected in zip(take(3, stream), clean, strict=True):
-        same({key: got[key][got["index"] != 2] for key in got}, {key: expected[key][expected["index"] != 2] for key in expected})
+        same(
+            {key: got[key][got["index"] != 2] for key in got},
+            {key: expected[key][expected["index"] != 2] for key in expected},
+        )
         replaced, substitute = got["index"] == 2, expected["index"] == 3
         assert got["label"][replaced].tolist() == [1]
         np.testing.assert_array_equal(got["image"][replaced], expected["image"][substitute])
     assert stream.skipped == {2}
     damage(tmp_path, "train/n00000002/n00000002_2.JPEG")
-    with pytest.raises(BadImages, match=r"2 of 6 images cannot be used, more than 1 \(one in 1000\): 2, 5"):
+    with pytest.raises(
+        BadImages, match=r"2 of 6 images cannot be used, more than 1 \(one in 1000\): 2, 5"
+    ):
         take(1, batches(images, bad_images="skip", **options))
 
 
@@ -212,7 +247,16 @@ def test_a_skipped_image_is_not_evaluated(tmp_path):
     with pytest.raises(BadImages, match="image 2 of"):
         list(evaluation_batches(images, batch_size=4))
     got = list(evaluation_batches(images, batch_size=4, bad_images="skip"))
-    assert np.concatenate([one["mask"] for one in got]).tolist() == [True, True, False, True, True, True, False, False]
+    assert np.concatenate([one["mask"] for one in got]).tolist() == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert not got[0]["image"][2].any()
 
 
@@ -252,12 +296,25 @@ def tar(files):
 
 
 def write_archives(place, written):
-    """The official archives of the same pictures: a tar of one tar a synset, and one of all validation images."""
+    """The official archives of the same pictures: one of archives by synset, one of files."""
     place.mkdir()
     synsets = sorted({name.split("/")[0] for _, name in written}, reverse=True)
-    inner = {s: tar([(n.split("/")[1], d) for (split, n), d in written.items() if split == "train" and n.startswith(s)]) for s in synsets}
-    (place / "ILSVRC2012_img_train.tar").write_bytes(tar([(f"{synset}.tar", inner[synset]) for synset in synsets]))
-    held_out = [(name.split("/")[0], data) for (split, name), data in written.items() if split == "test"]
+    inner = {
+        s: tar(
+            [
+                (n.split("/")[1], d)
+                for (split, n), d in written.items()
+                if split == "train" and n.startswith(s)
+            ]
+        )
+        for s in synsets
+    }
+    (place / "ILSVRC2012_img_train.tar").write_bytes(
+        tar([(f"{synset}.tar", inner[synset]) for synset in synsets])
+    )
+    held_out = [
+        (name.split("/")[0], data) for (split, name), data in written.items() if split == "test"
+    ]
     names = [f"ILSVRC2012_val_{k + 1:08}.JPEG" for k in range(len(held_out))]
     files = [(name, data) for name, (_, data) in zip(names, held_out, strict=True)]
     (place / "ILSVRC2012_img_val.tar").write_bytes(tar(files[::-1]))
@@ -277,7 +334,8 @@ def test_imagenet_archives_are_read_without_unpacking(tmp_path):
     assert pickle.loads(pickle.dumps(train)).read(2) == folder.read(2)
     options = {"batch_size": 4, "seed": 0, "augment": AUGMENT}
     streams = [
-        batches(load(*where, "train", (12, 12)), **options) for where in (("imagenet", archives), ("folder", str(tmp_path / "folder")))
+        batches(load(*where, "train", (12, 12)), **options)
+        for where in (("imagenet", archives), ("folder", str(tmp_path / "folder")))
     ]
     for left, right in zip(*(take(4, stream) for stream in streams), strict=True):
         same(left, right)
@@ -286,14 +344,21 @@ def test_imagenet_archives_are_read_without_unpacking(tmp_path):
         ImageNet(archives, "test")
     # The development kit numbers the synsets in an order of its own.
     numbers = {"n00000001": 7, "n00000002": 3}
-    table = np.array([(7, "n00000001"), (3, "n00000002")], dtype=[("ILSVRC2012_ID", "i4"), ("WNID", "O")])
+    table = np.array(
+        [(7, "n00000001"), (3, "n00000002")], dtype=[("ILSVRC2012_ID", "i4"), ("WNID", "O")]
+    )
     mat = io.BytesIO()
     savemat(mat, {"synsets": table})
     truth = "".join(f"{numbers[synset]}\n" for synset, _ in held_out).encode()
-    kit = [("kit/data/meta.mat", mat.getvalue()), ("kit/data/ILSVRC2012_validation_ground_truth.txt", truth)]
+    kit = [
+        ("kit/data/meta.mat", mat.getvalue()),
+        ("kit/data/ILSVRC2012_validation_ground_truth.txt", truth),
+    ]
     (tmp_path / "archives" / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(tar(kit)))
     by_kit = ImageNet(archives, "test")
-    (tmp_path / "archives" / "validation_synsets.txt").write_text("".join(f"{synset}\n" for synset, _ in held_out))
+    (tmp_path / "archives" / "validation_synsets.txt").write_text(
+        "".join(f"{synset}\n" for synset, _ in held_out)
+    )
     by_list = ImageNet(archives, "test")
     for source in (by_kit, by_list):
         assert source.labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -307,18 +372,26 @@ def test_imagenet_archives_are_read_without_unpacking(tmp_path):
         ImageNet(archives, "test")
 
 
-@pytest.mark.parametrize("name", ["ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"])
+@pytest.mark.parametrize(
+    "name", ["ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"]
+)
 def test_damaged_archives_are_refused(tmp_path, name):
     write_archives(tmp_path / "archives", write_folder(tmp_path / "folder"))
     archive, split = tmp_path / "archives" / name, "train" if "train" in name else "test"
-    whole = archive.read_bytes() if archive.exists() else gzip.compress(tar([("kit/data/meta.mat", b"")]))
+    whole = (
+        archive.read_bytes()
+        if archive.exists()
+        else gzip.compress(tar([("kit/data/meta.mat", b"")]))
+    )
     for content in (whole[: len(whole) // 3], b"", b"no archive" * 100):
         archive.write_bytes(content)
         with pytest.raises((ValueError, OSError), match=r"cannot be read|Not a gzipped file"):
             ImageNet(str(tmp_path / "archives"), split)
     if name.endswith(".gz"):
         archive.write_bytes(whole)
-        with pytest.raises(ValueError, match=r"holds no file ILSVRC2012_validation_ground_truth.txt of at most"):
+        with pytest.raises(
+            ValueError, match=r"holds no file ILSVRC2012_validation_ground_truth.txt of at most"
+        ):
             ImageNet(str(tmp_path / "archives"), split)
 
 
@@ -336,13 +409,19 @@ def test_packed_images_are_the_pictures_resized_once(tmp_path):
     source = Folder(str(tmp_path / "set"), "train")
     for name, options, expected in [
         ("whole", {"side": 0}, lambda picture: picture.size),
-        ("short", {"side": 24}, lambda picture: tuple(max(1, s * 24 // min(picture.size)) for s in picture.size)),
+        (
+            "short",
+            {"side": 24},
+            lambda picture: tuple(max(1, s * 24 // min(picture.size)) for s in picture.size),
+        ),
         ("square", {"side": 20, "square": True}, lambda picture: (20, 20)),
     ]:
         prepare(source, tmp_path / name, shard_images=4, **options)
         packed = Packed(str(tmp_path / name), "train")
         assert packed.labels.tolist() == source.labels.tolist()
-        assert [packed.example_name(k) for k in range(6)] == [source.example_name(k) for k in range(6)]
+        assert [packed.example_name(k) for k in range(6)] == [
+            source.example_name(k) for k in range(6)
+        ]
         assert [shard["examples"] for shard in packed.about["shards"]] == [4, 2]
         for k in range(6):
             picture = Image.fromarray(decode_image(source.read(k)))
@@ -350,17 +429,24 @@ def test_packed_images_are_the_pictures_resized_once(tmp_path):
             stored = packed.read(k)
             assert stored.shape == (*size[::-1], 3)
             if name != "square":
-                resized = picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
+                resized = (
+                    picture
+                    if size == picture.size
+                    else picture.resize(size, Image.Resampling.BICUBIC)
+                )
                 np.testing.assert_array_equal(stored, np.asarray(resized))
             else:
-                np.testing.assert_array_equal(stored, cut_pixels(np.asarray(picture), centre, (20, 20)))
+                np.testing.assert_array_equal(
+                    stored, crop_pixels(np.asarray(picture), centre, (20, 20))
+                )
         assert len(pickle.dumps(packed)) < 10_000
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(packed)).read(5), packed.read(5))
         assert packed.damaged() == []
     # Packed as they are, the pictures make the stream that their files make.
     options = {"batch_size": 5, "seed": 0, "augment": AUGMENT}
     streams = [
-        batches(load(kind, str(tmp_path / name), "train", (12, 12)), **options) for kind, name in (("folder", "set"), ("packed", "whole"))
+        batches(load(kind, str(tmp_path / name), "train", (12, 12)), **options)
+        for kind, name in (("folder", "set"), ("packed", "whole"))
     ]
     for left, right in zip(*(take(4, stream) for stream in streams), strict=True):
         same(left, right)
@@ -388,7 +474,9 @@ def test_a_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     prepare(source, tmp_path / "packed", shard_images=2)
     assert seen == [0, 1, 2, 3, 2, 3, 4, 5]  # the first shard was there
     left, right = (tmp_path / name / "train" for name in ("whole", "packed"))
-    assert {file.name: file.read_bytes() for file in left.iterdir()} == {file.name: file.read_bytes() for file in right.iterdir()}
+    assert {file.name: file.read_bytes() for file in left.iterdir()} == {
+        file.name: file.read_bytes() for file in right.iterdir()
+    }
     prepare(source, tmp_path / "packed", shard_images=2)
     assert "is there already" in capsys.readouterr().out
     assert len(seen) == 8
@@ -409,7 +497,9 @@ def test_packed_refuses_what_is_not_whole(tmp_path):
         Packed(str(tmp_path / "packed"), "train")
     shard.write_bytes(content)
     about = json.loads((folder / "about.json").read_text())
-    (folder / "about.json").write_text(json.dumps(about | {"shards": [about["shards"][0] | {"file": str(shard)}]}))
+    (folder / "about.json").write_text(
+        json.dumps(about | {"shards": [about["shards"][0] | {"file": str(shard)}]})
+    )
     with pytest.raises(ValueError, match="is not one of its own"):
         Packed(str(tmp_path / "packed"), "train")
     (folder / "about.json").write_text(json.dumps(about))
@@ -430,7 +520,12 @@ def test_packed_refuses_what_is_not_whole(tmp_path):
 def test_verify_lists_every_bad_image(tmp_path, capsys):
     write_folder(tmp_path / "set")
     (tmp_path / "set" / "train" / "empty").mkdir()
-    arguments = ["--source=folder", f"--path={tmp_path / 'set'}", "--workers=0", f"--report={tmp_path / 'report.json'}"]
+    arguments = [
+        "--source=folder",
+        f"--path={tmp_path / 'set'}",
+        "--workers=0",
+        f"--report={tmp_path / 'report.json'}",
+    ]
     assert verify_main(arguments) == 0
     damage(tmp_path / "set", "train/n00000001/n00000001_1.JPEG")
     (tmp_path / "set" / "test" / "n00000002" / "n00000002_0.JPEG").write_bytes(b"")
@@ -442,16 +537,27 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     assert "the image file is empty" in told
     assert "1 of 3 classes have no images" in told
     train, test = json.loads((tmp_path / "report.json").read_text())
-    assert ([one["name"] for one in train["bad"]], train["images"]) == (["n00000001/n00000001_1.JPEG"], 6)
+    assert ([one["name"] for one in train["bad"]], train["images"]) == (
+        ["n00000001/n00000001_1.JPEG"],
+        6,
+    )
     assert [one["name"] for one in test["bad"]] == ["n00000002/n00000002_0.JPEG"]
     assert verify_main(["--source=folder", f"--path={tmp_path / 'nothing'}"]) == 2
     # What verify lists is what prepare refuses, and leaves out where it is told to.
-    packing = ["--source=folder", f"--path={tmp_path / 'set'}", "--workers=0", f"--out={tmp_path / 'packed'}"]
+    packing = [
+        "--source=folder",
+        f"--path={tmp_path / 'set'}",
+        "--workers=0",
+        f"--out={tmp_path / 'packed'}",
+    ]
     assert prepare_main(packing) == 1
     assert "1 of 6 images cannot be used" in capsys.readouterr().err
     assert prepare_main([*packing, "--bad_images=skip"]) == 0  # goes on from there
     assert prepare_main(packing) == 1
-    assert "was prepared without 1 images: accept that with --bad_images=skip" in capsys.readouterr().err
+    assert (
+        "was prepared without 1 images: accept that with --bad_images=skip"
+        in capsys.readouterr().err
+    )
     packed = Packed(str(tmp_path / "packed"), "train")
     assert len(packed.labels) == 5
     assert packed.about["skipped"][0][1] == "n00000001/n00000001_1.JPEG"
@@ -459,7 +565,9 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
 
 
 def test_tfds_and_a_folder_of_the_same_images_are_one_stream(tmp_path):
-    tfds = pytest.importorskip("tensorflow_datasets", reason="needs tensorflow-datasets (the extra `data`)")
+    tfds = pytest.importorskip(
+        "tensorflow_datasets", reason="needs tensorflow-datasets (the extra `data`)"
+    )
     written = write_folder(tmp_path / "folder")
     classes = sorted({name.split("/")[0] for _, name in written})
 
@@ -468,27 +576,47 @@ def test_tfds_and_a_folder_of_the_same_images_are_one_stream(tmp_path):
 
         def _info(self):
             label = tfds.features.ClassLabel(names=classes)
-            features = {"image": tfds.features.Image(encoding_format="jpeg"), "label": label, "file_name": tfds.features.Text()}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+            features = {
+                "image": tfds.features.Image(encoding_format="jpeg"),
+                "label": label,
+                "file_name": tfds.features.Text(),
+            }
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
 
         def _split_generators(self, manager):
-            return {"train": self._generate_examples("train"), "validation": self._generate_examples("test")}
+            return {
+                "train": self._generate_examples("train"),
+                "validation": self._generate_examples("test"),
+            }
 
         def _generate_examples(self, wanted):
             for (split, name), data in written.items():
                 if split == wanted:
-                    yield name, {"image": io.BytesIO(data), "label": name.split("/")[0], "file_name": name.split("/")[1]}
+                    yield (
+                        name,
+                        {
+                            "image": io.BytesIO(data),
+                            "label": name.split("/")[0],
+                            "file_name": name.split("/")[1],
+                        },
+                    )
 
     builder = Pictures(data_dir=tmp_path / "tfds", file_format="array_record")
     builder.download_and_prepare()
     places = (("folder", str(tmp_path / "folder")), ("tfds", str(builder.data_dir)))
     for split in ("train", "test"):
         folder, other = (load(*place, split, (12, 12)) for place in places)
-        assert fingerprint(folder) == fingerprint(other)
+        assert folder.fingerprint() == other.fingerprint()
         assert len(pickle.dumps(other)) < 10_000
-        assert [folder.source.read(k) for k in range(6)] == [pickle.loads(pickle.dumps(other)).source.read(k) for k in range(6)]
+        assert [folder.source.read(k) for k in range(6)] == [
+            pickle.loads(pickle.dumps(other)).source.read(k) for k in range(6)
+        ]
         options = {"batch_size": 4, "seed": 0, "augment": AUGMENT}
-        for left, right in zip(take(6, batches(folder, **options)), take(6, batches(other, **options)), strict=True):
+        for left, right in zip(
+            take(6, batches(folder, **options)), take(6, batches(other, **options)), strict=True
+        ):
             same(left, right)
     import sys
 

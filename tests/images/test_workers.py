@@ -1,4 +1,4 @@
-"""Worker processes: the same stream at any number of them, and what happens when they, or who started them, end."""
+"""Worker processes: the same stream at any number of them, and their end."""
 
 import itertools
 import multiprocessing
@@ -14,12 +14,18 @@ import pytest
 from PIL import Image
 
 from rope_jax.data import BadImages, batches, evaluation_batches, load
-from rope_jax.data.pool import in_pool
+from rope_jax.data.jobs import run_jobs
 from rope_jax.data.workers import DeadWorker
 
 pytest.importorskip("grain", reason="needs grain (the extra `data`)")
+pytestmark = pytest.mark.process
 COUNT = 70
-OPTIONS = {"batch_size": 48, "seed": 3, "augment": "resized_crop(scale_min=0.3)+flip", "start_step": 1}
+OPTIONS = {
+    "batch_size": 48,
+    "seed": 3,
+    "augment": "resized_crop(scale_min=0.3)+flip",
+    "start_step": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,9 @@ def pictures(tmp_path_factory):
     rng = np.random.default_rng(0)
     for split, k in itertools.product(("train", "test"), range(COUNT)):
         (place / split / f"{k % 3}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (14, 18, 3), dtype=np.uint8)).save(place / split / f"{k % 3}" / f"{k:03}.png")
+        Image.fromarray(rng.integers(0, 256, (14, 18, 3), dtype=np.uint8)).save(
+            place / split / f"{k % 3}" / f"{k:03}.png"
+        )
     return place
 
 
@@ -39,13 +47,19 @@ def no_children():
 def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
     images = load("folder", str(pictures), "train", (12, 12))
     with batches(images, workers=2, **OPTIONS) as stream:
-        for got, expected in zip(itertools.islice(stream, 6), batches(images, **OPTIONS), strict=False):
+        for got, expected in zip(
+            itertools.islice(stream, 6), batches(images, **OPTIONS), strict=False
+        ):
             assert got.keys() == expected.keys()
             for key in got:
                 np.testing.assert_array_equal(got[key], expected[key])
     assert no_children()
     held_out = load("folder", str(pictures), "test", (12, 12))
-    both = zip(evaluation_batches(held_out, batch_size=20, workers=1), evaluation_batches(held_out, batch_size=20), strict=True)
+    both = zip(
+        evaluation_batches(held_out, batch_size=20, workers=1),
+        evaluation_batches(held_out, batch_size=20),
+        strict=True,
+    )
     for got, expected in both:
         for key in expected:
             np.testing.assert_array_equal(got[key], expected[key])
@@ -55,7 +69,9 @@ def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
 def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
     (pictures / "train" / "0" / "bad.png").write_bytes(b"no image")
     images = load("folder", str(pictures), "train", (12, 12))
-    with pytest.raises(BadImages, match=r"\(0/bad.png\) cannot be used: not a JPEG, PNG or WebP image"):
+    with pytest.raises(
+        BadImages, match=r"\(0/bad.png\) cannot be used: not a JPEG, PNG or WebP image"
+    ):
         list(itertools.islice(batches(images, workers=1, **OPTIONS), 3))
     assert no_children()
     stream = batches(images, workers=1, bad_images="skip", **OPTIONS)
@@ -72,7 +88,7 @@ def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
 
 def test_a_job_whose_worker_is_killed_says_what_to_change():
     with pytest.raises(DeadWorker, match="use fewer with --workers"):
-        list(in_pool(os._exit, [(9,)], workers=1))
+        list(run_jobs(os._exit, [(9,)], workers=1))
     assert no_children()
 
 
@@ -83,7 +99,8 @@ from rope_jax.data import batches, load
 def main():
     stopped = []
     signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
-    stream = batches(load("folder", sys.argv[1], "test", (12, 12)), batch_size=32, seed=0, workers=1)
+    images = load("folder", sys.argv[1], "test", (12, 12))
+    stream = batches(images, batch_size=32, seed=0, workers=1)
     next(stream)
     print("ready", flush=True)
     while not stopped:

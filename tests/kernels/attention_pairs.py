@@ -1,4 +1,4 @@
-"""Which tokens attend to which, by loops over pairs of tokens, written from the patterns' definitions."""
+"""The pairs of tokens that attend, by loops written from the patterns' definitions."""
 
 import functools
 
@@ -19,7 +19,7 @@ def neighbors(length, kernel, dilation, i):
 
 @functools.cache
 def pairs(pattern, grid):
-    """(query, key, index into the flattened bias) of all pairs that attend, token numbers row-major."""
+    """(query, key, index into the flattened bias) of all pairs that attend, row-major."""
     return list(find_pairs(pattern, grid))
 
 
@@ -35,7 +35,9 @@ def find_pairs(pattern, grid):
                 if ky in neighbors(height, kh, dy, qy) and kx in neighbors(width, kw, dx, qx):
                     yield q, k, ((ky - qy) // dy + kh - 1) * (2 * kw - 1) + (kx - qx) // dx + kw - 1
             else:
-                (wy, ly), (wx, lx) = (places(n, *axis) for n, axis in zip(grid, axes(pattern, grid), strict=True))
+                (wy, ly), (wx, lx) = (
+                    places(n, *axis) for n, axis in zip(grid, axes(pattern, grid), strict=True)
+                )
                 if wy[qy] == wy[ky] and wx[qx] == wx[kx]:
                     h, w = (size for size, _ in axes(pattern, grid))
                     yield q, k, (ly[qy] - ly[ky] + h - 1) * (2 * w - 1) + lx[qx] - lx[kx] + w - 1
@@ -43,11 +45,17 @@ def find_pairs(pattern, grid):
 
 def axes(pattern, grid):
     """(size, shift) of a window along both axes of a map."""
-    return [(n, 0) if n <= size else (size, shift) for n, size, shift in zip(grid, pattern.size, pattern.shift, strict=True)]
+    return [
+        (n, 0) if n <= size else (size, shift)
+        for n, size, shift in zip(grid, pattern.size, pattern.shift, strict=True)
+    ]
 
 
 def places(length, size, shift):
-    """Of each token of an axis: which window it is in, apart from the tokens that the roll carried round, and where in the window."""
+    """The window of each token of an axis, and its place there.
+
+    Tokens that the roll brought from the other side of the map are apart.
+    """
     padded = -(-length // size) * size
     rolled = [(i - shift) % padded for i in range(length)]
     return [(r // size, i < shift) for i, r in enumerate(rolled)], [r % size for r in rolled]

@@ -1,7 +1,7 @@
-"""What every implementation of the rotary operations must do: an oracle in float64, shared cases, and the checks that run on them.
+"""Cases and checks for every implementation of the rotary operations, against float64 in NumPy.
 
-Run on the CPU (kernels in interpret mode) by tests/kernels/test_rotary.py, on a GPU by tests/gpu/test_gpu_rotary.py, and compiled for a
-GPU that is not there by tests/aot/test_aot_rotary.py.
+Run on the CPU (kernels in interpret mode) by tests/kernels/test_rotary.py, on a GPU by
+tests/gpu/test_gpu_rotary.py, and compiled ahead of time by tests/aot/test_aot_rotary.py.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
+from rope_jax_kernels.model_shapes import LAYERS
 
 
 def draw(seed, *shapes, dtype=np.float32):
@@ -26,10 +27,12 @@ def pair_channels(pairs, pairing):
 
 
 def turn(x, theta, pairing):
-    """Multiplies pairs, as complex numbers, by exp(i theta); x [B, L, N, D], theta [N or 1, L, R], in float64."""
+    """Turns x [B, L, N, D] by theta [N or 1, L, R] in float64, as complex numbers."""
     first, second = pair_channels(theta.shape[-1], pairing)
     out = np.array(x, np.float64)
-    z = (out[..., first] + 1j * out[..., second]) * np.exp(1j * np.asarray(theta, np.float64)).swapaxes(0, 1)
+    z = (out[..., first] + 1j * out[..., second]) * np.exp(
+        1j * np.asarray(theta, np.float64)
+    ).swapaxes(0, 1)
     out[..., first], out[..., second] = z.real, z.imag
     return out
 
@@ -48,7 +51,10 @@ def bits(x):
 
 
 def assert_rounded_once(result, exact, pairs, pairing):
-    """16-bit results are `exact` [..., D] in float64, cast once: to 1 ulp at the pair's norm for 99.9 % of elements, 2 for all."""
+    """16-bit results are `exact` [..., D], cast once.
+
+    To 1 ulp at the pair's norm for 99.9 % of the elements, and 2 for all.
+    """
     result = np.asarray(result)
     first, second = pair_channels(pairs, pairing)
     norm = np.ones(exact.shape)
@@ -76,7 +82,11 @@ class Case:
     prefix: int = 0
 
     def __str__(self):
-        changed = [f.name + "=" + str(getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        changed = [
+            f.name + "=" + str(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
         return ",".join(changed) or "default"
 
     def shape(self):
@@ -86,11 +96,17 @@ class Case:
 
     def data(self, seed, count):
         """Arrays in [B, L, N, D], whatever the layout, in the case's dtype."""
-        return draw(seed, *[(self.batch, self.tokens, self.heads, self.head_dim)] * count, dtype=jnp.dtype(self.dtype))
+        return draw(
+            seed,
+            *[(self.batch, self.tokens, self.heads, self.head_dim)] * count,
+            dtype=jnp.dtype(self.dtype),
+        )
 
     def coords_and_freqs(self):
         """Angles up to a few turns."""
-        coords, freqs = draw(1, (self.tokens, self.axes), (1 if self.shared else self.heads, self.axes, self.pairs))
+        coords, freqs = draw(
+            1, (self.tokens, self.axes), (1 if self.shared else self.heads, self.axes, self.pairs)
+        )
         coords *= 4
         coords[: self.prefix] = 0
         return coords, freqs
@@ -99,52 +115,121 @@ class Case:
 # Small enough to interpret.
 CASES = [
     Case(),
-    Case(heads=2, head_dim=32, pairs=8, shared=True, pairing="interleaved", layout="BNLD", dtype="bfloat16"),
+    Case(
+        heads=2,
+        head_dim=32,
+        pairs=8,
+        shared=True,
+        pairing="interleaved",
+        layout="BNLD",
+        dtype="bfloat16",
+    ),
     Case(tokens=49, heads=2, head_dim=32, pairs=8, dtype="float16"),
-    Case(batch=1, tokens=197, heads=1, head_dim=64, pairs=32, pairing="interleaved", dtype="bfloat16", prefix=1),
+    Case(
+        batch=1,
+        tokens=197,
+        heads=1,
+        head_dim=64,
+        pairs=32,
+        pairing="interleaved",
+        dtype="bfloat16",
+        prefix=1,
+    ),
     Case(batch=3, tokens=1, head_dim=8, pairs=1, axes=1, layout="BNLD"),
     Case(batch=1, tokens=3, heads=1, head_dim=256, pairs=128, axes=3, shared=True),
-    Case(batch=5, tokens=13, heads=5, head_dim=24, pairs=12, layout="BNLD", dtype="bfloat16", prefix=2),
+    Case(
+        batch=5,
+        tokens=13,
+        heads=5,
+        head_dim=24,
+        pairs=12,
+        layout="BNLD",
+        dtype="bfloat16",
+        prefix=2,
+    ),
     Case(head_dim=10, pairs=3, pairing="interleaved", dtype="float16"),
     Case(batch=1, tokens=197, heads=2, head_dim=64, pairs=16, axes=3, dtype="bfloat16", prefix=1),
     Case(batch=3, tokens=5, heads=2, head_dim=32, pairs=16, shared=True, layout="BNLD"),
 ]
-# What models have: the thesis' ViT and Swin shapes, RoPE-Mixed, shapes that divide nothing. For a GPU, real or compiled for.
+
+
+def of_layer(name, batch, **options):
+    """The case of a model's layer."""
+    layer = LAYERS[name]
+    sizes = {"heads": layer.heads, "head_dim": layer.head_dim, "pairs": layer.pairs}
+    return Case(**{"batch": batch, "tokens": layer.tokens, "dtype": "bfloat16"} | sizes | options)
+
+
+# Layers of models, and shapes that divide nothing. For a GPU, real or compiled for.
 MODEL_CASES = [
-    Case(batch=128, tokens=196, heads=12, head_dim=32, pairs=8, dtype="bfloat16"),
-    Case(batch=64, tokens=197, heads=6, head_dim=64, pairs=32, pairing="interleaved", dtype="bfloat16", prefix=1),
+    of_layer("vit_s_12_heads", 128),
+    of_layer("vit_s_class_token", 64, pairs=32, pairing="interleaved", prefix=1),
     Case(batch=512, tokens=49, heads=3, head_dim=32, pairs=8, layout="BNLD", dtype="float16"),
     Case(batch=8, tokens=3136, heads=3, head_dim=64, pairs=16, dtype="float32"),
-    Case(batch=16, tokens=197, heads=6, head_dim=96, pairs=24, axes=3, shared=True, dtype="bfloat16", prefix=1),
-    Case(batch=4, tokens=64, heads=8, head_dim=128, pairs=4, shared=True, layout="BNLD", dtype="bfloat16"),
-    Case(batch=16, tokens=196, heads=6, head_dim=64, pairs=32, layout="BNLD", dtype="float32"),
+    Case(
+        batch=16,
+        tokens=197,
+        heads=6,
+        head_dim=96,
+        pairs=24,
+        axes=3,
+        shared=True,
+        dtype="bfloat16",
+        prefix=1,
+    ),
+    Case(
+        batch=4,
+        tokens=64,
+        heads=8,
+        head_dim=128,
+        pairs=4,
+        shared=True,
+        layout="BNLD",
+        dtype="bfloat16",
+    ),
+    of_layer("vit_s_rope_mixed", 16, layout="BNLD", dtype="float32"),
     Case(batch=32, tokens=784, heads=4, head_dim=128, pairs=32, dtype="float16"),
 ]
 
 
 def served_by(implementation, case):
-    """Whether an implementation is meant for a case. "mosaic" turns what the copy engine can address, and refuses the rest."""
+    """Whether an implementation serves a case; "mosaic" needs what the copy engine can address."""
     itemsize = jnp.dtype(case.dtype).itemsize
     halves = case.head_dim > 2 * case.pairs or case.pairs * itemsize % 16 == 0
-    fits = case.pairing == "half" and case.pairs % 4 == 0 and case.pairs <= 128 and case.head_dim * itemsize % 16 == 0 and halves
+    fits = (
+        case.pairing == "half"
+        and case.pairs % 4 == 0
+        and case.pairs <= 128
+        and case.head_dim * itemsize % 16 == 0
+        and halves
+    )
     return implementation != "mosaic" or fits
 
 
 def run(case, implementation, q, k, coords, freqs):
     """rotate() of arrays in [B, L, N, D], back in [B, L, N, D]."""
     rotation = Rotation(coords, freqs, case.pairing)
-    out = rotate(*(laid_out(x, case.layout) for x in (q, k)), rotation, layout=case.layout, implementation=implementation)
+    out = rotate(
+        *(laid_out(x, case.layout) for x in (q, k)),
+        rotation,
+        layout=case.layout,
+        implementation=implementation,
+    )
     return tuple(laid_out(x, case.layout) for x in out)
 
 
 def check_forward(case, implementation):
-    """Values, rounding, what may not change, repeatability, and that NaN stays where it is."""
+    """Values, rounding, untouched channels and tokens, bit-equal runs, NaN stays in place."""
     q, k = case.data(0, 2)
     coords, freqs = case.coords_and_freqs()
     f = jax.jit(lambda *args: run(case, implementation, *args))
     out = f(q, k, coords, freqs)
     theta = angles(coords, freqs)
-    plain = (None, None) if case.dtype != "float32" else jax.jit(lambda *args: run(case, "xla", *args))(q, k, coords, freqs)
+    plain = (
+        (None, None)
+        if case.dtype != "float32"
+        else jax.jit(lambda *args: run(case, "xla", *args))(q, k, coords, freqs)
+    )
     for x, y, reference in zip((q, k), out, plain, strict=True):
         assert y.dtype == case.dtype
         assert np.array_equal(bits(y)[..., 2 * case.pairs :], bits(x)[..., 2 * case.pairs :])
@@ -157,10 +242,15 @@ def check_forward(case, implementation):
     for x, again in zip(out, f(q, k, coords, freqs), strict=True):
         assert np.array_equal(bits(x), bits(again))
 
-    # Poison: the last of several batch items, and in all others the last head's last token and every channel that does not turn.
+    # NaN in the last of several batch items, and in all others in the last head's last token and in
+    # every channel that does not turn.
     clean = np.ones(q.shape, bool)
     clean[1:][-1:], clean[:, -1, -1], clean[..., 2 * case.pairs :] = False, False, False
-    for x, poisoned in zip(out, f(*(np.where(clean, x, np.nan).astype(x.dtype) for x in (q, k)), coords, freqs), strict=True):
+    for x, poisoned in zip(
+        out,
+        f(*(np.where(clean, x, np.nan).astype(x.dtype) for x in (q, k)), coords, freqs),
+        strict=True,
+    ):
         assert np.array_equal(bits(poisoned)[clean], bits(x)[clean])
         assert np.isnan(np.asarray(poisoned, np.float32)[~clean]).all()
 
@@ -170,7 +260,11 @@ def check_packed(case, implementation):
     q, k, v = case.data(2, 3)
     coords, freqs = case.coords_and_freqs()
     out = jax.jit(lambda *args: run(case, implementation, *args))(q, k, coords, freqs)
-    f = jax.jit(lambda x, coords, freqs: rotate_qkv(x, Rotation(coords, freqs, case.pairing), implementation=implementation))
+    f = jax.jit(
+        lambda x, coords, freqs: rotate_qkv(
+            x, Rotation(coords, freqs, case.pairing), implementation=implementation
+        )
+    )
     packed = f(np.stack([q, k, v], axis=2), coords, freqs)
     for i, x in enumerate((*out, v)):
         assert np.array_equal(bits(packed)[:, :, i], bits(x))
@@ -181,7 +275,11 @@ def check_by_angles(case, implementation, theta_dtype):
     x, g = case.data(3, 2)
     theta = angles(*case.coords_and_freqs()).astype(jnp.dtype(theta_dtype))
     kwargs = {"pairing": case.pairing, "layout": case.layout, "implementation": implementation}
-    f = jax.jit(lambda x, theta: laid_out(rotate_by_angles(laid_out(x, case.layout), theta, **kwargs), case.layout))
+    f = jax.jit(
+        lambda x, theta: laid_out(
+            rotate_by_angles(laid_out(x, case.layout), theta, **kwargs), case.layout
+        )
+    )
     gradients = jax.jit(lambda x, theta, g: jax.vjp(f, x, theta)[1](g))
     dx, dtheta = gradients(x, theta, g)
     again = gradients(x, theta, g)
@@ -196,22 +294,26 @@ def check_by_angles(case, implementation, theta_dtype):
     exact = theta_gradient(case, x, g, wide)
     exact = exact.sum(0, keepdims=True) if case.shared else exact
     tolerance = max(3e-6, float(ml_dtypes.finfo(theta.dtype).eps))
-    np.testing.assert_allclose(np.asarray(dtheta, np.float64), exact, rtol=tolerance, atol=tolerance * np.abs(exact).max())
+    np.testing.assert_allclose(
+        np.asarray(dtheta, np.float64), exact, rtol=tolerance, atol=tolerance * np.abs(exact).max()
+    )
 
 
 def theta_gradient(case, x, g, theta):
-    """[N, L, R]: y = (a', b') turns by theta, so dL/dtheta = g_b' a' - g_a' b', summed over the batch."""
+    """[N, L, R]: with y = (a', b'), dL/dtheta = g_b' a' - g_a' b', summed over the batch."""
     first, second = pair_channels(case.pairs, case.pairing)
     y, g = turn(x, theta, case.pairing), g.astype(np.float64)
     return (g[..., second] * y[..., first] - g[..., first] * y[..., second]).sum(0).swapaxes(0, 1)
 
 
 def check_gradients(case, implementation):
-    """Gradients of q, k, coords and freqs, against float64 and against plain jnp in the same precision."""
+    """Gradients of q, k, coords and freqs, against float64 and "xla" in the same precision."""
     q, k, gq, gk = case.data(4, 4)
     coords, freqs = case.coords_and_freqs()
 
-    gradients = lambda implementation: jax.jit(lambda gs, *args: jax.vjp(lambda *args: run(case, implementation, *args), *args)[1](gs))
+    gradients = lambda implementation: jax.jit(
+        lambda gs, *args: jax.vjp(lambda *args: run(case, implementation, *args), *args)[1](gs)
+    )
     ours, args = gradients(implementation), ((gq, gk), q, k, coords, freqs)
     result, plain = ours(*args), gradients("xla")(*args)
     for x, again in zip(result, ours(*args), strict=True):
@@ -229,4 +331,6 @@ def check_gradients(case, implementation):
         assert (x.shape, x.dtype) == (reference.shape, reference.dtype)
         x, reference = (np.asarray(a, np.float64) for a in (x, reference))
         # The floor keeps a case from failing where plain jnp happens to be exact.
-        assert np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + 1e-6 * np.abs(true).max()
+        assert (
+            np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + 1e-6 * np.abs(true).max()
+        )

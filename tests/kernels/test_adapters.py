@@ -1,3 +1,5 @@
+"""Flax' attention modules with `flax_attention_fn`."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,33 +9,54 @@ from flax import linen, nnx
 from rope_jax_kernels import Global, Rotation, Window, attention
 from rope_jax_kernels.adapters import flax_attention_fn
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-@pytest.fixture(scope="module")
+COORDS = np.indices((2, 3)).reshape(2, 6).T.astype(np.float32)
+FREQS = np.random.default_rng(0).standard_normal((2, 2, 4)).astype(np.float32)
+X = np.random.default_rng(1).standard_normal((2, 6, 16)).astype(np.float32)
+
+
+@pytest.fixture
 def rotation():
-    coords = jnp.stack(jnp.meshgrid(jnp.arange(2.0), jnp.arange(3.0), indexing="ij"), -1).reshape(-1, 2)
-    return Rotation(coords, jax.random.normal(jax.random.key(0), (2, 2, 4)))
+    return Rotation(jnp.asarray(COORDS), jnp.asarray(FREQS))
 
 
 def test_nnx_and_linen_modules_rotate(rotation):
-    x = jax.random.normal(jax.random.key(1), (2, 6, 16))
     attend = flax_attention_fn(rotation)
     module = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
-    ours = module(x)
-    q, k, v = (layer(x) for layer in (module.query, module.key, module.value))
-    np.testing.assert_allclose(ours, module.out(attention(q, k, v, pattern=Global(), rotation=rotation)), atol=1e-6)
-    assert float(jnp.abs(ours - nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))(x)).max()) > 1e-3
+    graph, state = nnx.split(module)
+
+    @jax.jit
+    def outputs(x):
+        module = nnx.merge(graph, state)
+        q, k, v = (layer(x) for layer in (module.query, module.key, module.value))
+        expected = [
+            module.out(attention(q, k, v, pattern=Global(), rotation=r)) for r in (rotation, None)
+        ]
+        return module(x), *expected
+
+    ours, rotated, plain = outputs(X)
+    np.testing.assert_allclose(ours, rotated, atol=1e-6)
+    assert np.abs(ours - plain).max() > 1e-3
     theirs = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
-    variables = theirs.init(jax.random.key(0), x, x)
-    assert theirs.apply(variables, x, x).shape == x.shape
+    out, _ = jax.eval_shape(lambda x: theirs.init_with_output(jax.random.key(0), x, x), X)
+    assert out.shape == X.shape
 
 
 def test_windows_need_the_grid(rotation):
+    window = Window(size=(2, 3))
     with pytest.raises(ValueError, match=r"pass grid=\(H, W\)"):
-        flax_attention_fn(rotation, pattern=Window(size=(2, 3)))
-    attend = flax_attention_fn(rotation, pattern=Window(size=(2, 3)), grid=(4, 3))
-    q = jax.random.normal(jax.random.key(2), (1, 12, 2, 8))
-    expected = attention(*[q.reshape(1, 4, 3, 2, 8)] * 3, pattern=Window(size=(2, 3)), rotation=rotation)
-    np.testing.assert_allclose(attend(q, q, q), expected.reshape(q.shape), atol=1e-6)
+        flax_attention_fn(rotation, pattern=window)
+    attend = flax_attention_fn(rotation, pattern=window, grid=(4, 3))
+    q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 12, 2, 8)), jnp.float32)
+
+    @jax.jit
+    def both(q):
+        as_map = [q.reshape(1, 4, 3, 2, 8)] * 3
+        return attend(q, q, q), attention(*as_map, pattern=window, rotation=rotation)
+
+    ours, expected = both(q)
+    np.testing.assert_allclose(ours, expected.reshape(q.shape), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +68,7 @@ def test_windows_need_the_grid(rotation):
         ({"module": object()}, "attention weights"),
     ],
 )
-def test_what_has_no_place_is_refused(rotation, settings, message):
+def test_what_is_not_supported_is_refused(rotation, settings, message):
     q = jnp.ones((1, 6, 2, 8))
     with pytest.raises(ValueError, match=message):
         flax_attention_fn(rotation)(q, q, q, **settings)

@@ -1,8 +1,9 @@
-"""The Hopper kernel of global attention in interpret mode, against the reference in float64 and against the reference's own error.
+"""The Hopper kernel of global attention in interpret mode, against "xla" in float64.
 
-Interpret mode simulates copies, barriers and shared memory, with what its engine does past the end of an array. It has no matrix
-instruction with an operand in registers: products are jax.numpy's there. Where bytes lie in shared memory, and the instructions
-themselves, only a GPU shows (tests/gpu); that they compile, tests/aot.
+Interpret mode simulates copies, barriers and shared memory, and what the copy engine does past the
+end of an array. It has no matrix instruction with an operand in registers: products are
+jax.numpy's there. The layout of shared memory and the instructions themselves are tested on a GPU
+(tests/gpu), and that they compile in tests/aot.
 """
 
 import functools
@@ -21,25 +22,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
 from rope_jax_kernels.attention import mosaic_kernel, triton
 from rope_jax_kernels.attention.triton_kernels import Task
+from tests.kernels.covering import covering
 from tests.kernels.test_attention_triton import check, operands
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
 
 CASES = {
-    "several examples for a program": ((70,), {"batch": 3, "head_dim": 64, "pairs": 16, "heads": 1}),
+    "several examples for a program": (
+        (70,),
+        {"batch": 3, "head_dim": 64, "pairs": 16, "heads": 1},
+    ),
     "two heads, all channels": ((128,), {"head_dim": 64, "pairs": 32, "batch": 1}),
     "no rotation": ((70,), {"pairs": 0, "head_dim": 64, "heads": 1}),
-    "several stages, shared frequencies": ((260,), {"shared": True, "heads": 1, "head_dim": 64, "pairs": 24, "batch": 1}),
+    "several stages, shared frequencies": (
+        (260,),
+        {"shared": True, "heads": 1, "head_dim": 64, "pairs": 24, "batch": 1},
+    ),
     "several stages without rotation": ((260,), {"pairs": 0, "heads": 1, "batch": 2}),
     "heads of 128": ((150,), {"head_dim": 128, "pairs": 40, "heads": 1, "batch": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROPE_JAX_INTERPRET", "1")
-        yield
 
 
 @pytest.fixture
@@ -52,14 +53,16 @@ def forward(qkv, coords, freqs, dtype):
     """The output and lse of [B, L, 3, N, D]."""
     _, tokens, _, heads, head_dim = qkv.shape
     pairs = 0 if freqs is None else freqs.shape[2]
-    task = Task(Global(), (tokens,), heads, head_dim, True, pairs, "half", head_dim**-0.5, True, "mosaic")
+    task = Task(
+        Global(), (tokens,), heads, head_dim, True, pairs, "half", head_dim**-0.5, True, "mosaic"
+    )
     rotation = () if freqs is None else (jnp.asarray(coords), jnp.asarray(freqs))
     out, lse = mosaic_kernel.forward(task, triton.views(task, (jnp.asarray(qkv, dtype),)), rotation)
     return np.asarray(out, np.float64), np.asarray(lse)[:, :, :tokens]
 
 
 def definition(qkv, coords, freqs):
-    """The output, lse in units of log 2, and how far lse is off if every product of q and k is off by its own size; in float64."""
+    """In float64: the output, lse in units of log 2, and the largest sum of |q| |k|."""
     q, k, v = (np.asarray(qkv[:, :, i], np.float64).swapaxes(1, 2) for i in range(3))
     if freqs is not None:
         theta = np.einsum("la,nar->nlr", coords.astype(np.float64), freqs.astype(np.float64))
@@ -67,7 +70,14 @@ def definition(qkv, coords, freqs):
 
         def turned(x):
             a, b = x[..., :r], x[..., r : 2 * r]
-            return np.concatenate([a * np.cos(theta) - b * np.sin(theta), b * np.cos(theta) + a * np.sin(theta), x[..., 2 * r :]], -1)
+            return np.concatenate(
+                [
+                    a * np.cos(theta) - b * np.sin(theta),
+                    b * np.cos(theta) + a * np.sin(theta),
+                    x[..., 2 * r :],
+                ],
+                -1,
+            )
 
         q, k = turned(q), turned(k)
     logits = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
@@ -83,25 +93,34 @@ def check_forward(places, *, dtype=jnp.bfloat16, **options):
     out, lse = forward(qkv, coords, freqs, dtype)
     want, want_lse, size = definition(qkv, coords, freqs)
     rotation = None if freqs is None else Rotation(jnp.asarray(coords), jnp.asarray(freqs))
-    plain = np.asarray(attention_qkv(jnp.asarray(qkv), pattern=Global(), rotation=rotation, implementation="xla"), np.float64)
+    plain = np.asarray(
+        attention_qkv(jnp.asarray(qkv), pattern=Global(), rotation=rotation, implementation="xla"),
+        np.float64,
+    )
     assert np.abs(out - want).max() <= np.abs(plain - want).max() + 2 * rounding
     assert np.abs(lse - want_lse).max() <= 1.01 * rounding * size  # half of it for q, half for k
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ["several examples for a program", "two heads, all channels", "no rotation"]
+
+
+@pytest.mark.parametrize("name", covering(CASES, FAST))
 def test_forward(name, busy):
     places, options = CASES[name]
     check_forward(places, **options)
 
 
+@pytest.mark.slow
 def test_float16(busy):
     check_forward((70,), dtype=jnp.float16, heads=1, batch=1)
 
 
 @pytest.mark.parametrize("name", ["several examples for a program", "no rotation"])
 def test_no_races(name, busy, monkeypatch):
-    """Each read of shared memory is ordered after the write that it is of, and each write after the reads before it."""
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True))
+    """Reads and writes of shared memory are ordered."""
+    monkeypatch.setattr(
+        plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    )
     places, options = CASES[name]
     check_forward(places, **options)
     assert not gpu_callbacks.get_races().races_found
@@ -118,11 +137,22 @@ def check_several_warpgroups():
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_several_warpgroups():
-    """In a process of its own, which can be stopped and has more threads than the machine: see `mosaic_kernel.MOST_INTERPRETED`."""
+    """In a process that can be stopped and has many threads: `mosaic_kernel.MOST_INTERPRETED`."""
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
-    names = ["several examples for a program", "several stages, shared frequencies", "several stages without rotation", "heads of 128"]
-    subprocess.run([sys.executable, "-m", "tests.kernels.test_attention_mosaic", *names], env=environment, check=True, timeout=500)
+    names = [
+        "several examples for a program",
+        "several stages, shared frequencies",
+        "several stages without rotation",
+        "heads of 128",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_attention_mosaic", *names],
+        env=environment,
+        check=True,
+        timeout=500,
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,12 +168,19 @@ def test_outputs_and_gradients(places, options):
 
 
 def test_vmap_over_data_and_over_rotations():
-    qkv, coords, freqs, *_ = operands(Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=1)
-    data, freqs = jnp.stack([jnp.asarray(qkv), 2 * jnp.asarray(qkv)]), jnp.stack([freqs, freqs / 2, -freqs])
+    qkv, coords, freqs, *_ = operands(
+        Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=1
+    )
+    data, freqs = (
+        jnp.stack([jnp.asarray(qkv), 2 * jnp.asarray(qkv)]),
+        jnp.stack([freqs, freqs / 2, -freqs]),
+    )
     coords = jnp.asarray(coords)
 
     def attend(qkv, freqs):
-        return attention_qkv(qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic")
+        return attention_qkv(
+            qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic"
+        )
 
     one = jax.jit(attend)
     mapped = jax.jit(jax.vmap(jax.vmap(attend, (0, None)), (None, 0)))(data, freqs)
@@ -154,40 +191,62 @@ def test_vmap_over_data_and_over_rotations():
 
 @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
 def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
-    """What the engine writes by one view is read by the other: both begin where their memory begins, and hold rows in the same order."""
+    """Both views begin where their memory begins and hold rows in the same order."""
     task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False, "mosaic")
-    views = flatten_ref_union(mosaic_kernel.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval())
-    offsets, swizzles = zip(*((view.transforms[0].offset, view.transforms[1].swizzle) for view in views), strict=True)
+    views = flatten_ref_union(
+        mosaic_kernel.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
+    )
+    offsets, swizzles = zip(
+        *((view.transforms[0].offset, view.transforms[1].swizzle) for view in views), strict=True
+    )
     assert offsets == (0, 0)
     assert swizzles == (2 * width, 2 * width)
     (_, *tiles) = views[1].transforms[0].shape
-    assert tiles == [8, 1, 8, width]  # tiles of 8 rows after each other, whose rows are after each other
+    assert tiles == [8, 1, 8, width]  # tiles of 8 rows, one after the other
 
 
 def test_second_derivatives_are_refused():
     qkv, *_ = operands(Global(), (5,), dtype=jnp.bfloat16, bias=False)
     loss = lambda qkv: (attention_qkv(qkv, pattern=Global(), implementation="mosaic") ** 2).sum()
-    with pytest.raises(ValueError, match="'mosaic' of attention has first derivatives only; use implementation='xla' for second ones"):
+    with pytest.raises(
+        ValueError,
+        match="'mosaic' of attention has first derivatives only; use implementation='xla'",
+    ):
         jax.grad(lambda qkv: jax.grad(loss)(qkv).sum())(jnp.asarray(qkv))
 
 
 def test_gradient_of_coords_is_refused():
     x = jnp.ones((1, 8, 2, 32), jnp.bfloat16)
-    attend = lambda coords: attention(x, x, x, pattern=Global(), rotation=Rotation(coords, jnp.ones((1, 2, 8))), implementation="mosaic")
-    with pytest.raises(ValueError, match=r"'mosaic' of attention has no gradient of rotation\.coords"):
+    attend = lambda coords: attention(
+        x,
+        x,
+        x,
+        pattern=Global(),
+        rotation=Rotation(coords, jnp.ones((1, 2, 8))),
+        implementation="mosaic",
+    )
+    with pytest.raises(
+        ValueError, match=r"'mosaic' of attention has no gradient of rotation\.coords"
+    ):
         jax.grad(lambda coords: attend(coords).sum())(jnp.ones((8, 2)))
 
 
 def test_what_is_refused():
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    rotation = lambda pairs=16, axes=2, pairing="half": Rotation(jnp.ones((8, axes)), jnp.ones((1, axes, pairs)), pairing)
+    rotation = lambda pairs=16, axes=2, pairing="half": Rotation(
+        jnp.ones((8, axes)), jnp.ones((1, axes, pairs)), pairing
+    )
 
     def says(*arrays, **options):
-        return explain(attention, *(arrays or (x, x, x)), **{"pattern": Global()} | options)["mosaic"]
+        return explain(attention, *(arrays or (x, x, x)), **{"pattern": Global()} | options)[
+            "mosaic"
+        ]
 
     assert says() == "ok"
     assert says(rotation=rotation(), scale=0.1) == "ok"
-    assert "Neighborhood; it knows Global only" in says(*[x[:, None]] * 3, pattern=Neighborhood((3, 3)))
+    assert "Neighborhood; only Global is served" in says(
+        *[x[:, None]] * 3, pattern=Neighborhood((3, 3))
+    )
     assert "a bias, which it does not read" in says(bias=jnp.ones((2, 8, 8)))
     assert "float32; float16 and bfloat16" in says(*[x.astype(jnp.float32)] * 3)
     assert "head dimension is 48; 32, 64, 128" in says(*[x[..., :48]] * 3)
@@ -199,17 +258,21 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("NVIDIA H200", "ok"), ("NVIDIA A100-SXM4-80GB", "Hopper generation"), ("NVIDIA B200", "9.0")]
+    ("kind", "reason"),
+    [("NVIDIA H200", "ok"), ("NVIDIA A100-SXM4-80GB", "Hopper generation"), ("NVIDIA B200", "9.0")],
 )
 def test_which_gpus_it_is_for(kind, reason):
-    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu"))
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu")
+    )
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
         assert reason in explain(attention, x, x, x, pattern=Global())["mosaic"]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "groups"), [(50, 64, 1), (197, 64, 4), (577, 64, 2), (785, 64, 2), (1025, 64, 3), (197, 128, 2)]
+    ("tokens", "head_dim", "groups"),
+    [(50, 64, 1), (197, 64, 4), (577, 64, 2), (785, 64, 2), (1025, 64, 3), (197, 128, 2)],
 )
 def test_plan(tokens, head_dim, groups):
     """All tokens have a tile, few tiles have none, and every example is somebody's."""

@@ -1,4 +1,4 @@
-"""The rotary operations against complex numbers in float64, and against what a rotation must do."""
+"""The rotary operations against complex numbers in float64, and properties of rotations."""
 
 import dataclasses
 import functools
@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rope_jax_kernels import Rotation, explain, rotate, rotate_by_angles, rotate_qkv
-from rope_jax_kernels.rotary import api, device, tiling
+from rope_jax_kernels import Rotation, device, explain, rotate, rotate_by_angles, rotate_qkv
+from rope_jax_kernels.rotary import tile_sizes
 from tests.kernels import rotary_cases as cases
+from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import Case, angles, bits, draw, laid_out, pair_channels, turn
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 B, L, N, D, A, R = 2, 6, 3, 16, 2, 5
 PAIRINGS = ["half", "interleaved"]
@@ -24,28 +27,14 @@ ONES = jnp.ones((B, L, N, D))
 FITTING = Rotation(jnp.ones((L, A)), jnp.ones((N, A, R)))
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
-
-
-@pytest.fixture(params=["xla", "triton", "mosaic"])
-def implementation(request, interpreted):
-    """Every implementation; those for a GPU are interpreted."""
-    return request.param
-
-
-@pytest.fixture(params=["triton", "mosaic"])
-def kernel(request, interpreted):
-    """Every kernel, interpreted."""
-    return request.param
-
-
 def check_or_refusal(check, case, implementation, *args):
-    """Runs a check where the implementation serves the case; elsewhere it must say in one sentence why it does not."""
+    """Runs a check where the implementation serves the case; elsewhere it must refuse."""
     if cases.served_by(implementation, case):
         return check(case, implementation, *args)
-    with pytest.raises(ValueError, match=f"implementation='{implementation}' cannot serve this call .*(needs|multiple of)"):
+    with pytest.raises(
+        ValueError,
+        match=f"implementation='{implementation}' cannot serve this call .*(needs|multiple of)",
+    ):
         check(case, implementation, *args)
 
 
@@ -54,26 +43,39 @@ def test_values(case, implementation):
     check_or_refusal(cases.check_forward, case, implementation)
 
 
-@pytest.mark.parametrize("case", [case for case in (*cases.CASES[:4], cases.CASES[8]) if case.layout == "BLND"], ids=str)
+PACKED = [case for case in (*cases.CASES[:4], cases.CASES[8]) if case.layout == "BLND"]
+
+
+@pytest.mark.parametrize("case", covering(PACKED, [PACKED[0], PACKED[-1]]), ids=str)
 def test_packed_is_separate(case, kernel):
     check_or_refusal(cases.check_packed, case, kernel)
 
 
 @pytest.mark.parametrize(
-    ("case", "theta_dtype"), [(cases.CASES[0], "float32"), (cases.CASES[1], "bfloat16"), (cases.CASES[9], "float16")], ids=str
+    ("case", "theta_dtype"),
+    [(cases.CASES[0], "float32"), (cases.CASES[1], "bfloat16"), (cases.CASES[9], "float16")],
+    ids=str,
 )
 def test_explicit_angles(case, theta_dtype, implementation):
     check_or_refusal(cases.check_by_angles, case, implementation, theta_dtype)
 
 
-@pytest.mark.parametrize("case", [cases.CASES[i] for i in (0, 1, 2, 5, 6, 8, 9)], ids=str)
+GRADIENTS = [cases.CASES[i] for i in (0, 1, 2, 5, 6, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    "case", covering(GRADIENTS, [cases.CASES[i] for i in (0, 1, 5, 9)]), ids=str
+)
 def test_gradients(case, kernel):
     check_or_refusal(cases.check_gradients, case, kernel)
 
 
 def test_q_and_k_of_different_dtypes(kernel):
     case = Case(tokens=7, pairs=4)
-    q, k = (jnp.asarray(x, dtype) for x, dtype in zip(case.data(16, 2), ("bfloat16", "float32"), strict=True))
+    q, k = (
+        jnp.asarray(x, dtype)
+        for x, dtype in zip(case.data(16, 2), ("bfloat16", "float32"), strict=True)
+    )
     coords, freqs = map(jnp.asarray, case.coords_and_freqs())
     for x, source in zip(cases.run(case, kernel, q, k, coords, freqs), (q, k), strict=True):
         alone, _ = cases.run(case, kernel, source, source, coords, freqs)
@@ -83,35 +85,44 @@ def test_q_and_k_of_different_dtypes(kernel):
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_programs_of_many_batch_items(pairing, interpreted, monkeypatch):
-    monkeypatch.setattr(tiling, "PROGRAMS", 2)  # as if this were a large problem: two programs, of which the second is short of items
+    # As if this were a large problem: two programs, of which the second is short of items.
+    monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1, pairing=pairing)
-    assert tiling.tile(11, 6, 5, 16, 4, pairing).batch == 8
+    assert tile_sizes.tile_of(11, 6, 5, 16, 4, pairing).batch == 8
     (cases.check_forward if pairing == "half" else cases.check_gradients)(case, "triton")
 
 
-@pytest.mark.parametrize("bytes_in_flight", [tiling.BYTES_IN_FLIGHT, 0], ids=["many slots", "two slots"])
-@pytest.mark.parametrize("check", [cases.check_forward, cases.check_gradients], ids=["forward", "gradients"])
+@pytest.mark.parametrize(
+    "bytes_in_flight", [tile_sizes.BYTES_IN_FLIGHT, 0], ids=["many slots", "two slots"]
+)
+@pytest.mark.parametrize(
+    "check", [cases.check_forward, cases.check_gradients], ids=["forward", "gradients"]
+)
 def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted, monkeypatch):
-    monkeypatch.setattr(tiling, "PROGRAMS", 1)
-    monkeypatch.setattr(tiling, "BYTES_IN_FLIGHT", bytes_in_flight)
+    monkeypatch.setattr(tile_sizes, "PROGRAMS", 1)
+    monkeypatch.setattr(tile_sizes, "BYTES_IN_FLIGHT", bytes_in_flight)
     case = Case(batch=19, tokens=49, heads=1, head_dim=32, pairs=8, dtype="bfloat16")
-    tile = tiling.streamed_tile(1, 19, 49, 1, 8, 2, copies=2)
+    tile = tile_sizes.streamed_tile(1, 19, 49, 1, 8, 2, copies=2)
     assert (tile.tokens, tile.batch, tile.slots) == (64, 32, 2 if bytes_in_flight == 0 else 8)
     check(case, "mosaic")
 
 
 @hypothesis.settings(
-    max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(data=st.data())
 def test_any_shape(data, kernel):
-    # What "mosaic" serves of float32, see `served_by`; it has its own test of what it refuses.
+    # "mosaic" serves multiples of 4 pairs of float32 (`served_by`); another test has its refusals.
     step = 4 if kernel == "mosaic" else 1
     pairs = step * data.draw(st.integers(1, 20 // step))
     case = Case(
         batch=data.draw(st.integers(1, 6)),
         tokens=data.draw(st.integers(1, 70)),
-        heads=data.draw(st.integers(1, 3 if kernel == "mosaic" else 7)),  # each head is a program, interpreted one after the other
+        heads=data.draw(st.integers(1, 3 if kernel == "mosaic" else 7)),
         head_dim=2 * pairs + step * data.draw(st.integers(0, 12 // step)),
         pairs=pairs,
         axes=data.draw(st.integers(1, 3)),
@@ -121,15 +132,22 @@ def test_any_shape(data, kernel):
     )
     q, k = case.data(0, 2)
     coords, freqs = case.coords_and_freqs()
-    for x, y in zip((q, k), jax.jit(functools.partial(cases.run, case, kernel))(q, k, coords, freqs), strict=True):
-        np.testing.assert_allclose(y, turn(x, angles(coords, freqs), case.pairing), rtol=1e-5, atol=2e-5)
+    for x, y in zip(
+        (q, k),
+        jax.jit(functools.partial(cases.run, case, kernel))(q, k, coords, freqs),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            y, turn(x, angles(coords, freqs), case.pairing), rtol=1e-5, atol=2e-5
+        )
         assert np.array_equal(bits(y)[..., 2 * pairs :], bits(x)[..., 2 * pairs :])
 
 
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        # sets, batch, tokens, heads, pairs, item size, copies -> tokens, pairs of an access, threads along a row, items, slots
+        # sets, batch, tokens, heads, pairs, item size, copies ->
+        # tokens, pairs of an access, threads along a row, items, slots
         ((1, 128, 196, 12, 8, 2, 2), (128, 8, 1, 2, 2)),
         ((1, 512, 49, 3, 8, 2, 2), (64, 4, 2, 1, 1)),
         ((1, 2048, 3136, 12, 16, 2, 2), (64, 8, 2, 32, 4)),
@@ -140,10 +158,10 @@ def test_any_shape(data, kernel):
     ],
 )
 def test_streamed_tiles(args, expected):
-    tile = tiling.streamed_tile(*args)
+    tile = tile_sizes.streamed_tile(*args)
     assert dataclasses.astuple(tile) == expected
     *_, pairs, itemsize, copies = args
-    assert tile.slots * copies * tile.tokens * 2 * pairs * itemsize <= tiling.SHARED_BYTES
+    assert tile.slots * copies * tile.tokens * 2 * pairs * itemsize <= tile_sizes.SHARED_BYTES
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -155,9 +173,16 @@ def test_rotation_is_a_complex_product(pairing, layout, shared):
     rotation = Rotation(jnp.asarray(coords), jnp.asarray(freqs), pairing)
     np.testing.assert_allclose(rotation.angles(), theta, rtol=1e-6, atol=1e-6)
     rotated = rotate(*(jnp.asarray(laid_out(x, layout)) for x in (q, k)), rotation, layout=layout)
-    direct = rotate_by_angles(jnp.asarray(laid_out(q, layout)), jnp.asarray(theta, jnp.float32), pairing=pairing, layout=layout)
+    direct = rotate_by_angles(
+        jnp.asarray(laid_out(q, layout)),
+        jnp.asarray(theta, jnp.float32),
+        pairing=pairing,
+        layout=layout,
+    )
     for x, source in ((rotated[0], q), (rotated[1], k), (direct, q)):
-        np.testing.assert_allclose(laid_out(x, layout), turn(source, theta, pairing), rtol=1e-5, atol=3e-6)
+        np.testing.assert_allclose(
+            laid_out(x, layout), turn(source, theta, pairing), rtol=1e-5, atol=3e-6
+        )
         assert np.array_equal(laid_out(x, layout)[..., 2 * R :], source[..., 2 * R :])
 
 
@@ -173,7 +198,10 @@ def test_the_two_pairings_are_one_permutation_apart():
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_packed_is_separate_bit_for_bit(pairing, dtype):
     qkv, coords, freqs = draw(2, (B, L, 3, N, D), (L, A), (N, A, R))
-    qkv, rotation = jnp.asarray(qkv, dtype), Rotation(jnp.asarray(coords), jnp.asarray(freqs), pairing)
+    qkv, rotation = (
+        jnp.asarray(qkv, dtype),
+        Rotation(jnp.asarray(coords), jnp.asarray(freqs), pairing),
+    )
     for transform in (lambda f: f, jax.jit):
         packed = transform(rotate_qkv)(qkv, rotation)
         q, k = transform(rotate)(qkv[:, :, 0], qkv[:, :, 1], rotation)
@@ -185,7 +213,9 @@ def test_packed_is_separate_bit_for_bit(pairing, dtype):
 def test_tokens_at_the_origin_are_left_alone_bit_for_bit(pairing):
     q, k, coords, freqs = draw(3, (B, L, N, D), (B, L, N, D), (L, A), (N, A, D // 2))
     coords[:2] = 0
-    rotated = jax.jit(rotate)(jnp.asarray(q), jnp.asarray(k), Rotation(jnp.asarray(coords), jnp.asarray(freqs), pairing))
+    rotated = jax.jit(rotate)(
+        jnp.asarray(q), jnp.asarray(k), Rotation(jnp.asarray(coords), jnp.asarray(freqs), pairing)
+    )
     for x, source in zip(rotated, (q, k), strict=True):
         assert np.array_equal(x[:, :2], source[:, :2])
         assert not np.array_equal(x[:, 2:], source[:, 2:])
@@ -194,7 +224,11 @@ def test_tokens_at_the_origin_are_left_alone_bit_for_bit(pairing):
 def test_heads_of_k_may_differ_when_they_share_frequencies():
     q, k, coords, freqs = draw(4, (B, L, N, D), (B, L, 1, D), (L, A), (1, A, R))
     rotation = Rotation(jnp.asarray(coords), jnp.asarray(freqs))
-    np.testing.assert_allclose(rotate(jnp.asarray(q), jnp.asarray(k), rotation)[1], turn(k, angles(coords, freqs), "half"), atol=3e-6)
+    np.testing.assert_allclose(
+        rotate(jnp.asarray(q), jnp.asarray(k), rotation)[1],
+        turn(k, angles(coords, freqs), "half"),
+        atol=3e-6,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="pairing")
@@ -204,15 +238,23 @@ def scores(q, k, coords, freqs, pairing):
 
 
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@hypothesis.given(seed=st.integers(0, 999), shift=st.tuples(*[st.floats(-8, 8, width=32)] * A), pairing=st.sampled_from(PAIRINGS))
+@hypothesis.given(
+    seed=st.integers(0, 999),
+    shift=st.tuples(*[st.floats(-8, 8, width=32)] * A),
+    pairing=st.sampled_from(PAIRINGS),
+)
 def test_scores_depend_on_differences_of_coordinates_only(seed, shift, pairing):
     q, k, coords, freqs = draw(seed, (B, L, N, D), (B, L, N, D), (L, A), (N, A, R))
     moved = coords + np.asarray(shift, np.float32)
-    np.testing.assert_allclose(scores(q, k, moved, freqs, pairing), scores(q, k, coords, freqs, pairing), atol=2e-4)
+    np.testing.assert_allclose(
+        scores(q, k, moved, freqs, pairing), scores(q, k, coords, freqs, pairing), atol=2e-4
+    )
 
 
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@hypothesis.given(seed=st.integers(0, 999), scale=st.floats(0, 100, width=32), pairing=st.sampled_from(PAIRINGS))
+@hypothesis.given(
+    seed=st.integers(0, 999), scale=st.floats(0, 100, width=32), pairing=st.sampled_from(PAIRINGS)
+)
 def test_rotation_keeps_norms_and_is_undone_by_the_opposite_angle(seed, scale, pairing):
     x, theta = draw(seed, (B, L, N, D), (N, L, R))
     theta *= np.float32(scale)
@@ -220,7 +262,9 @@ def test_rotation_keeps_norms_and_is_undone_by_the_opposite_angle(seed, scale, p
     first, second = pair_channels(R, pairing)
     norms = lambda x: np.hypot(np.asarray(x)[..., first], np.asarray(x)[..., second])
     np.testing.assert_allclose(norms(turned), norms(x), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(rotate_by_angles(turned, jnp.asarray(-theta), pairing=pairing), x, atol=1e-5)
+    np.testing.assert_allclose(
+        rotate_by_angles(turned, jnp.asarray(-theta), pairing=pairing), x, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -236,39 +280,64 @@ def test_16_bit_results_are_float64_results_rounded(pairing, dtype):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_gradients_are_the_closed_form(pairing, shared):
-    q, k, gq, gk, coords, freqs = draw(6, *[(B, L, N, D)] * 4, (L, A), (1 if shared else N, A, R), dtype=np.float64)
+    q, k, gq, gk, coords, freqs = draw(
+        6, *[(B, L, N, D)] * 4, (L, A), (1 if shared else N, A, R), dtype=np.float64
+    )
     with jax.enable_x64(True):
-        out, vjp = jax.vjp(lambda q, k, c, f: rotate(q, k, Rotation(c, f, pairing)), *map(jnp.asarray, (q, k, coords, freqs)))
+        out, vjp = jax.vjp(
+            lambda q, k, c, f: rotate(q, k, Rotation(c, f, pairing)),
+            *map(jnp.asarray, (q, k, coords, freqs)),
+        )
         dq, dk, dcoords, dfreqs = vjp((jnp.asarray(gq), jnp.asarray(gk)))
     theta = angles(coords, freqs)
     first, second = pair_channels(R, pairing)
     # y = (a', b'): dL/dtheta = g_b' a' - g_a' b', and dL/dx is the opposite rotation of dL/dy.
     dtheta = sum(
-        g[..., second] * np.asarray(y)[..., first] - g[..., first] * np.asarray(y)[..., second] for g, y in ((gq, out[0]), (gk, out[1]))
+        g[..., second] * np.asarray(y)[..., first] - g[..., first] * np.asarray(y)[..., second]
+        for g, y in ((gq, out[0]), (gk, out[1]))
     )
     dtheta = dtheta.sum(0).swapaxes(0, 1)
     by_head = np.einsum("la,nlr->nar", coords, dtheta)
-    np.testing.assert_allclose(dfreqs, by_head.sum(0, keepdims=True) if shared else by_head, rtol=1e-10, atol=1e-10)
-    np.testing.assert_allclose(dcoords, np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, (N, A, R))), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        dfreqs, by_head.sum(0, keepdims=True) if shared else by_head, rtol=1e-10, atol=1e-10
+    )
+    np.testing.assert_allclose(
+        dcoords,
+        np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, (N, A, R))),
+        rtol=1e-10,
+        atol=1e-10,
+    )
     np.testing.assert_allclose(dq, turn(gq, -theta, pairing), rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(dk, turn(gk, -theta, pairing), rtol=1e-10, atol=1e-10)
 
 
 def test_gradient_of_frequencies_agrees_with_finite_differences():
-    x, g, coords, freqs, step = draw(7, (B, L, N, D), (B, L, N, D), (L, A), (N, A, R), (N, A, R), dtype=np.float64)
+    x, g, coords, freqs, step = draw(
+        7, (B, L, N, D), (B, L, N, D), (L, A), (N, A, R), (N, A, R), dtype=np.float64
+    )
     with jax.enable_x64(True):
-        loss = jax.jit(lambda f: jnp.sum(rotate(jnp.asarray(x), jnp.asarray(x), Rotation(jnp.asarray(coords), f))[0] * g))
+        loss = jax.jit(
+            lambda f: jnp.sum(
+                rotate(jnp.asarray(x), jnp.asarray(x), Rotation(jnp.asarray(coords), f))[0] * g
+            )
+        )
         slope = jnp.sum(jax.grad(loss)(jnp.asarray(freqs)) * step)
-        difference = (loss(jnp.asarray(freqs + 1e-5 * step)) - loss(jnp.asarray(freqs - 1e-5 * step))) / 2e-5
+        difference = (
+            loss(jnp.asarray(freqs + 1e-5 * step)) - loss(jnp.asarray(freqs - 1e-5 * step))
+        ) / 2e-5
     np.testing.assert_allclose(slope, difference, rtol=1e-7)
 
 
 def test_float64_is_float64_throughout():
     q, coords, freqs = draw(8, (B, L, N, D), (L, A), (N, A, R), dtype=np.float64)
     with jax.enable_x64(True):
-        rotated, _ = rotate(jnp.asarray(q), jnp.asarray(q), Rotation(jnp.asarray(coords), jnp.asarray(freqs)))
+        rotated, _ = rotate(
+            jnp.asarray(q), jnp.asarray(q), Rotation(jnp.asarray(coords), jnp.asarray(freqs))
+        )
     assert rotated.dtype == np.float64
-    np.testing.assert_allclose(rotated, turn(q, angles(coords, freqs), "half"), rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(
+        rotated, turn(q, angles(coords, freqs), "half"), rtol=1e-13, atol=1e-13
+    )
 
 
 def test_rotate_composes_with_jit_vmap_and_grad():
@@ -277,7 +346,9 @@ def test_rotate_composes_with_jit_vmap_and_grad():
     mapped = jax.jit(jax.vmap(one))(q, k, freqs)
     for i in range(4):
         for x, source in zip(mapped, (q, k), strict=True):
-            np.testing.assert_allclose(x[i], turn(source[i], angles(coords, freqs[i]), "half"), atol=5e-6)
+            np.testing.assert_allclose(
+                x[i], turn(source[i], angles(coords, freqs[i]), "half"), atol=5e-6
+            )
     loss = lambda f: sum(jnp.sum(x**3) for x in one(jnp.asarray(q[0]), jnp.asarray(k[0]), f))
     assert jax.jit(jax.grad(loss))(jnp.asarray(freqs[0])).shape == (N, A, R)
 
@@ -289,24 +360,51 @@ def test_rotation_is_a_pytree_of_two_arrays():
     assert np.array_equal(doubled.angles(), 4 * rotation.angles())
 
 
-VMAPS = [((0, 0, None, None), 0), ((2, 4, None, None), 3), ((None, 1, 0, None), 1), ((3, None, None, 3), 4), ((None, None, 1, 2), 0)]
+VMAPS = [
+    ((0, 0, None, None), 0),
+    ((2, 4, None, None), 3),
+    ((None, 1, 0, None), 1),
+    ((3, None, None, 3), 4),
+    ((None, None, 1, 2), 0),
+]
 
 
-@pytest.mark.parametrize(("kernel", "axes"), [*(("triton", axes) for axes in VMAPS), ("mosaic", VMAPS[2]), ("mosaic", VMAPS[3])], ids=str)
-def test_vmap_over_any_axis(kernel, axes, interpreted):
-    in_axes, out_axis = axes
+VMAP_CASES = [("triton", axes) for axes in VMAPS] + [("mosaic", axes) for axes in VMAPS[2:4]]
+
+
+@pytest.mark.parametrize(
+    "case", covering(VMAP_CASES, [VMAP_CASES[1], VMAP_CASES[2], VMAP_CASES[-1]]), ids=str
+)
+def test_vmap_over_any_axis(case, interpreted):
+    kernel, (in_axes, out_axis) = case
     plain = list(map(jnp.asarray, draw(10, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4))))
-    args = [x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in zip(plain, in_axes, strict=True)]
+    args = [
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+        for x, axis in zip(plain, in_axes, strict=True)
+    ]
     one = lambda q, k, coords, freqs: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
     loss = lambda *args: sum(jnp.sum(x**3) for x in one(*args))
-    mapped = jax.jit(jax.vmap(lambda *args: (one(*args), jax.grad(loss, argnums=(0, 3))(*args)), in_axes, ((out_axis,) * 2, (0, 0))))(*args)
+    mapped = jax.jit(
+        jax.vmap(
+            lambda *args: (one(*args), jax.grad(loss, argnums=(0, 3))(*args)),
+            in_axes,
+            ((out_axis,) * 2, (0, 0)),
+        )
+    )(*args)
     for i, scale in enumerate((1, 2, -1)):
         part = [x if axis is None else scale * x for x, axis in zip(plain, in_axes, strict=True)]
         theta = angles(*map(np.asarray, part[2:]))
         for x, source in zip(mapped[0], part[:2], strict=True):
-            np.testing.assert_allclose(np.take(np.asarray(x), i, out_axis), turn(source, theta, "half"), rtol=1e-5, atol=2e-5)
+            np.testing.assert_allclose(
+                np.take(np.asarray(x), i, out_axis),
+                turn(source, theta, "half"),
+                rtol=1e-5,
+                atol=2e-5,
+            )
         for x, expected in zip(mapped[1], reference_gradients(*part), strict=True):
-            np.testing.assert_allclose(np.asarray(x)[i], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+            np.testing.assert_allclose(
+                np.asarray(x)[i], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()
+            )
 
 
 @jax.jit
@@ -317,17 +415,26 @@ def reference_gradients(q, k, coords, freqs):
 
 def test_scan_and_remat(implementation):
     """Two layers with their own frequencies, as backbones stack them."""
-    q, k, coords, freqs = map(jnp.asarray, draw(11, (B, L, N, D), (B, L, N, D), (L, A), (2, N, A, 4)))
-    # jax.checkpoint takes nothing with side effects, which the callbacks of Mosaic GPU's interpret mode are. tests/aot compiles it.
+    q, k, coords, freqs = map(
+        jnp.asarray, draw(11, (B, L, N, D), (B, L, N, D), (L, A), (2, N, A, 4))
+    )
+    # jax.checkpoint refuses side effects, and so the callbacks of Mosaic GPU's interpret mode;
+    # tests/aot compiles it.
     remat = (lambda f: f) if implementation == "mosaic" else jax.checkpoint
 
     def stack(q, k, freqs, implementation):
-        layer = remat(lambda qk, f: (rotate(*qk, Rotation(coords, f), implementation=implementation), None))
+        layer = remat(
+            lambda qk, f: (rotate(*qk, Rotation(coords, f), implementation=implementation), None)
+        )
         return jax.lax.scan(layer, (q, k), freqs)[0]
 
-    loss = lambda q, k, freqs, implementation: sum(jnp.sum(x**3) for x in stack(q, k, freqs, implementation))
+    loss = lambda q, k, freqs, implementation: sum(
+        jnp.sum(x**3) for x in stack(q, k, freqs, implementation)
+    )
     gradients = jax.jit(jax.grad(loss, argnums=(0, 2)), static_argnums=3)
-    for x, expected in zip(gradients(q, k, freqs, implementation), gradients(q, k, freqs, "xla"), strict=True):
+    for x, expected in zip(
+        gradients(q, k, freqs, implementation), gradients(q, k, freqs, "xla"), strict=True
+    ):
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
@@ -343,7 +450,9 @@ def test_inputs_are_saved_only_for_the_gradient_of_angles(kernel):
 
 def test_second_derivative_of_the_data(implementation):
     q, coords, freqs = map(jnp.asarray, draw(13, (B, L, N, D), (L, A), (N, A, 4)))
-    loss = lambda q: jnp.sum(rotate(q, q, Rotation(coords, freqs), implementation=implementation)[0] ** 3)
+    loss = lambda q: jnp.sum(
+        rotate(q, q, Rotation(coords, freqs), implementation=implementation)[0] ** 3
+    )
     curvature = jax.jit(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2)))(q)
     rotated = turn(q, angles(np.asarray(coords), np.asarray(freqs)), "half")
     # loss' = R^T 3 y^2, so |loss'|^2 = 9 sum y^4, whose gradient is R^T 36 y^3.
@@ -351,19 +460,20 @@ def test_second_derivative_of_the_data(implementation):
     np.testing.assert_allclose(curvature, expected, rtol=1e-4, atol=1e-3)
 
 
-# Not with "mosaic": the state of its interpret mode is one for all devices. tests/aot compiles it.
+# Not with "mosaic": all devices share the state of its interpret mode. tests/aot compiles it.
 SHARDED = """
 import jax, numpy as np
 from functools import partial
 from jax.sharding import AxisType, PartitionSpec as P
 from rope_jax_kernels import Rotation, rotate
 rng = np.random.default_rng(0)
-q, k, coords, freqs = (rng.standard_normal(s).astype(np.float32) for s in ((4, 6, 4, 16), (4, 6, 4, 16), (6, 2), (4, 2, 5)))
+shapes = (4, 6, 4, 16), (4, 6, 4, 16), (6, 2), (4, 2, 5)
+args = q, k, coords, freqs = [rng.standard_normal(s).astype(np.float32) for s in shapes]
 mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
 one = lambda implementation, q, k, c, f: rotate(q, k, Rotation(c, f), implementation=implementation)
 specs = P("data", None, "heads"), P("data", None, "heads"), P(), P("heads")
 loss = lambda f: lambda *args: (sum((x**3).sum() for x in f(*args)), f(*args))
-gradients = lambda f: jax.jit(jax.grad(loss(f), argnums=(0, 1, 2, 3), has_aux=True))(q, k, coords, freqs)
+gradients = lambda f: jax.jit(jax.grad(loss(f), argnums=(0, 1, 2, 3), has_aux=True))(*args)
 shard = partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=specs[:2])
 expected = gradients(partial(one, "xla"))
 # Pallas' interpret mode has no rule for types that say over which devices they vary.
@@ -373,8 +483,13 @@ for f in (shard(partial(one, "xla")), shard(partial(one, "triton"), check_vma=Fa
 """
 
 
+@pytest.mark.process
 def test_sharded_over_batch_and_heads():
-    env = os.environ | {"ROPE_JAX_INTERPRET": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "ROPE_JAX_INTERPRET": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
     subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True, timeout=120)
 
 
@@ -383,21 +498,27 @@ def test_float32_data_where_float64_is_enabled(x64, kernel):
     q, k, coords, freqs = map(jnp.asarray, (*case.data(15, 2), *case.coords_and_freqs()))
     for x, source in zip(cases.run(case, kernel, q, k, coords, freqs), (q, k), strict=True):
         assert x.dtype == jnp.float32
-        np.testing.assert_allclose(x, turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"), rtol=1e-5, atol=1e-5)
-
-
-def test_the_reference_exports(interpreted):
-    q, rotation = jnp.ones((B, L, N, D)), Rotation(jnp.ones((L, A)), jnp.ones((N, A, R)))
-    f = jax.jit(lambda q: rotate(q, q, rotation, implementation="xla"))
-    assert np.array_equal(jax.export.export(f, platforms=["cpu", "cuda"])(q).call(q)[0], f(q)[0])
+        np.testing.assert_allclose(
+            x,
+            turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"),
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 def test_heads_that_differ_take_two_launches(kernel):
     q, k, coords, freqs = map(jnp.asarray, draw(14, (B, L, N, D), (B, L, 1, D), (L, A), (1, A, 4)))
     f = lambda q, k: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
     for x, source in zip(f(q, k), (q, k), strict=True):
-        np.testing.assert_allclose(x, turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"), rtol=1e-5, atol=1e-5)
-    launches = lambda *args: sum(str(jax.make_jaxpr(f)(*args)).count(name) for name in ("pallas_call[", "mpmd_map["))
+        np.testing.assert_allclose(
+            x,
+            turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+    launches = lambda *args: sum(
+        str(jax.make_jaxpr(f)(*args)).count(name) for name in ("pallas_call[", "mpmd_map[")
+    )
     assert (launches(q, k), launches(q, q)) == (2, 1)
 
 
@@ -414,8 +535,14 @@ def test_kernels_say_why_they_refuse(kernel, monkeypatch):
     monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
     for op, args in calls.items():
         assert explain(op, *args)["xla"] == "ok"
-        assert explain(op, *args)[kernel] == "it needs a GPU; set ROPE_JAX_INTERPRET=1 to interpret it on the CPU"
-        with pytest.raises(ValueError, match=rf"implementation='{kernel}' cannot serve this call.*set ROPE_JAX_INTERPRET=1"):
+        assert (
+            explain(op, *args)[kernel]
+            == "it needs a GPU; set ROPE_JAX_INTERPRET=1 to interpret it on the CPU"
+        )
+        with pytest.raises(
+            ValueError,
+            match=rf"implementation='{kernel}' cannot serve this call.*set ROPE_JAX_INTERPRET=1",
+        ):
             op(*args, implementation=kernel)
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
     for op, args in calls.items():
@@ -424,8 +551,10 @@ def test_kernels_say_why_they_refuse(kernel, monkeypatch):
             wide = jax.tree.map(lambda x: x.astype("float64"), args)
             assert "has dtype float64, and it computes in float32" in explain(op, *wide)[kernel]
     for empty in (ONES[:0], ONES[:, :, :0], ONES[..., :0]):
-        rotation = Rotation(FITTING4.coords, FITTING4.freqs[: empty.shape[2], :, : empty.shape[3] // 2])
-        assert "nothing to rotate" in explain(rotate, empty, empty, rotation)[kernel]
+        rotation = Rotation(
+            FITTING4.coords, FITTING4.freqs[: empty.shape[2], :, : empty.shape[3] // 2]
+        )
+        assert "nothing to compute" in explain(rotate, empty, empty, rotation)[kernel]
         assert rotate(empty, empty, rotation)[0].shape == empty.shape
 
 
@@ -438,15 +567,30 @@ def test_kernels_say_why_they_refuse(kernel, monkeypatch):
             {},
             "pairing='interleaved' needs neighbouring channels",
         ),
-        (rotate, (ONES, ONES, FITTING), {}, "rotation.freqs describes 5 pairs, and its tiles need a multiple of 4, at most 128"),
-        (rotate, (jnp.ones((B, L, N, 18)),) * 2 + (FITTING4,), {}, "q has heads of 18 float32, and the copy engine needs a multiple of 16"),
+        (
+            rotate,
+            (ONES, ONES, FITTING),
+            {},
+            "rotation.freqs describes 5 pairs, and its tiles need a multiple of 4, at most 128",
+        ),
+        (
+            rotate,
+            (jnp.ones((B, L, N, 18)),) * 2 + (FITTING4,),
+            {},
+            "q has heads of 18 float32, and the copy engine needs a multiple of 16",
+        ),
         (
             rotate_by_angles,
             (jnp.ones((B, L, N, 24), jnp.bfloat16), jnp.ones((N, L, 12))),
             {"layout": "BLND"},
-            "x has halves of heads of 12 bfloat16, and the copy engine needs a multiple of 16 bytes",
+            "x has halves of heads of 12 bfloat16, and the copy engine needs a multiple of 16",
         ),
-        (rotate_by_angles, (ONES, jnp.ones((N, L, 4), jnp.bfloat16)), {}, "theta has rows of 4 bfloat16, and the copy engine needs"),
+        (
+            rotate_by_angles,
+            (ONES, jnp.ones((N, L, 4), jnp.bfloat16)),
+            {},
+            "theta has rows of 4 bfloat16, and the copy engine needs",
+        ),
     ],
 )
 def test_mosaic_refuses_what_the_copy_engine_cannot_address(op, args, kwargs, reason, interpreted):
@@ -454,10 +598,13 @@ def test_mosaic_refuses_what_the_copy_engine_cannot_address(op, args, kwargs, re
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("NVIDIA H200", None), ("NVIDIA A100", None), ("Tesla T4", "Ampere"), ("Abacus", "jax knows")]
+    ("kind", "reason"),
+    [("NVIDIA H200", None), ("NVIDIA A100", None), ("Tesla T4", "Ampere"), ("Abacus", "jax knows")],
 )
 def test_the_target_is_the_abstract_device(kind, reason):
-    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu"))
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu")
+    )
     with jax.sharding.use_abstract_mesh(mesh):
         refusal = device.refusal()
         hopper = device.refusal("Hopper")
@@ -465,52 +612,100 @@ def test_the_target_is_the_abstract_device(kind, reason):
     assert (hopper is None) == (kind == "NVIDIA H200")
 
 
-def test_none_is_xla_on_a_cpu_and_goes_by_bytes_on_a_gpu(interpreted):
-    partial, whole = jnp.ones((B, L, N, 64), jnp.bfloat16), jnp.ones((B, L, N, 32), jnp.bfloat16)
-    assert api.default((partial,), 16) == "xla"
-    gpu = lambda *sizes: jax.sharding.AbstractMesh(
-        sizes, ("d",) * len(sizes), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-    )
-    with jax.sharding.use_abstract_mesh(gpu(1)):
-        assert (api.default((partial,), 16), api.default((whole,), 16)) == ("triton", "xla")
-    with jax.sharding.use_abstract_mesh(gpu(8)):
-        assert api.default((partial,), 16) == "xla"
+def test_a_kernel_pays_where_it_halves_the_bytes():
+    x = jnp.ones((B, L, N, 64), jnp.bfloat16)
+    assert tile_sizes.halves_traffic(16, x)
+    assert not tile_sizes.halves_traffic(17, x)
+    assert not tile_sizes.halves_traffic(32, x)
 
 
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ((128, 196 * 12, 8, 32, 2, "half"), tiling.Tile(128, 8, 2, 1)),
-        ((1, 49, 8, 32, 2, "half"), tiling.Tile(128, 8, 1, 1)),
-        ((512, 3136 * 3, 16, 64, 4, "interleaved"), tiling.Tile(16, 16, 4, 8)),
-        ((2, 64, 1, 8, 2, "half"), tiling.Tile(128, 1, 1, 1)),
-        ((2, 64, 128, 256, 2, "half"), tiling.Tile(8, 128, 1, 1)),
+        ((128, 196 * 12, 8, 32, 2, "half"), tile_sizes.Tile(128, 8, 2, 1)),
+        ((1, 49, 8, 32, 2, "half"), tile_sizes.Tile(128, 8, 1, 1)),
+        ((512, 3136 * 3, 16, 64, 4, "interleaved"), tile_sizes.Tile(16, 16, 4, 8)),
+        ((2, 64, 1, 8, 2, "half"), tile_sizes.Tile(128, 1, 1, 1)),
+        ((2, 64, 128, 256, 2, "half"), tile_sizes.Tile(8, 128, 1, 1)),
     ],
 )
 def test_tiles(args, expected):
-    assert tiling.tile(*args) == expected
+    assert tile_sizes.tile_of(*args) == expected
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: rotate(ONES, ONES, FITTING, implementation="cuda"), ValueError, "implementation='cuda' is not one that rotate has.*'xla'"),
-        (lambda: rotate(ONES.astype(int), ONES, FITTING), TypeError, "q has dtype int32; it must be a floating-point array"),
+        (
+            lambda: rotate(ONES, ONES, FITTING, implementation="cuda"),
+            ValueError,
+            "implementation='cuda' is not one that rotate has.*'xla'",
+        ),
+        (
+            lambda: rotate(ONES.astype(int), ONES, FITTING),
+            TypeError,
+            "q has dtype int32; it must be a floating-point array",
+        ),
         (lambda: rotate(ONES, ONES[:, 1:], FITTING), ValueError, "places 6 tokens, but k has 5"),
         (lambda: rotate(ONES, ONES[:, :, :1], FITTING), ValueError, "is for 3 heads, but k has 1"),
-        (lambda: rotate(ONES[..., :8], ONES, FITTING), ValueError, "5 pairs = 10 channels, but a head has only 8; at most 4 pairs fit"),
-        (lambda: rotate(ONES, ONES, FITTING, layout="NLBD"), ValueError, "layout='NLBD' is unknown; use one of"),
-        (lambda: rotate(ONES[0], ONES, FITTING), ValueError, r"q has shape \(6, 3, 16\).*4 dimensions"),
-        (lambda: rotate(ONES, ONES, Rotation(FITTING.coords[:, :1], FITTING.freqs)), ValueError, "with the same A"),
-        (lambda: rotate(ONES, ONES, Rotation(FITTING.coords.astype(int), FITTING.freqs)), TypeError, "rotation.coords has dtype int32"),
-        (lambda: rotate(ONES, ONES, Rotation(FITTING.coords, FITTING.freqs.astype(int))), TypeError, "rotation.freqs has dtype int32"),
-        (lambda: rotate_qkv(ONES[:, :, None], FITTING), ValueError, r"qkv has shape .* must be \[B, L, 3, N, D\]"),
-        (lambda: rotate_qkv(jnp.ones((B, L + 1, 3, N, D)), FITTING), ValueError, "places 6 tokens, but qkv has 7"),
-        (lambda: rotate_by_angles(ONES, jnp.ones((2, L, R))), ValueError, r"theta has shape .* must be \[3 or 1, 6, R\]"),
-        (lambda: rotate_by_angles(ONES, jnp.ones((N, L, 9))), ValueError, "theta describes 9 pairs = 18 channels"),
-        (lambda: rotate_by_angles(ONES.astype(bool), jnp.ones((N, L, R))), TypeError, "x has dtype bool"),
+        (
+            lambda: rotate(ONES[..., :8], ONES, FITTING),
+            ValueError,
+            "5 pairs = 10 channels, but a head has only 8; at most 4 pairs fit",
+        ),
+        (
+            lambda: rotate(ONES, ONES, FITTING, layout="NLBD"),
+            ValueError,
+            "layout='NLBD' is unknown; use one of",
+        ),
+        (
+            lambda: rotate(ONES[0], ONES, FITTING),
+            ValueError,
+            r"q has shape \(6, 3, 16\).*4 dimensions",
+        ),
+        (
+            lambda: rotate(ONES, ONES, Rotation(FITTING.coords[:, :1], FITTING.freqs)),
+            ValueError,
+            "with the same A",
+        ),
+        (
+            lambda: rotate(ONES, ONES, Rotation(FITTING.coords.astype(int), FITTING.freqs)),
+            TypeError,
+            "rotation.coords has dtype int32",
+        ),
+        (
+            lambda: rotate(ONES, ONES, Rotation(FITTING.coords, FITTING.freqs.astype(int))),
+            TypeError,
+            "rotation.freqs has dtype int32",
+        ),
+        (
+            lambda: rotate_qkv(ONES[:, :, None], FITTING),
+            ValueError,
+            r"qkv has shape .* must be \[B, L, 3, N, D\]",
+        ),
+        (
+            lambda: rotate_qkv(jnp.ones((B, L + 1, 3, N, D)), FITTING),
+            ValueError,
+            "places 6 tokens, but qkv has 7",
+        ),
+        (
+            lambda: rotate_by_angles(ONES, jnp.ones((2, L, R))),
+            ValueError,
+            r"theta has shape .* must be \[3 or 1, 6, R\]",
+        ),
+        (
+            lambda: rotate_by_angles(ONES, jnp.ones((N, L, 9))),
+            ValueError,
+            "theta describes 9 pairs = 18 channels",
+        ),
+        (
+            lambda: rotate_by_angles(ONES.astype(bool), jnp.ones((N, L, R))),
+            TypeError,
+            "x has dtype bool",
+        ),
     ],
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_errors_say_what_to_change(call, error, message):
     with pytest.raises(error, match=message):
         call()

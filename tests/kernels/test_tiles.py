@@ -1,4 +1,4 @@
-"""How kernels cut patterns: every token in one tile, every pair that attends met exactly once, from either side."""
+"""The tiles of all patterns: every token is in one tile, every pair is met exactly once."""
 
 import functools
 
@@ -28,7 +28,7 @@ CASES = [
     (Neighborhood((7, 7)), (4, 9), 64, 32),
     (Neighborhood((3, 5), (2, 3)), (11, 20), 64, 32),
     (Neighborhood((4, 2), (3, 1)), (29, 5), 32, 32),
-    (Neighborhood((8, 8)), (12, 12), 32, 32),  # a tile of half the kernel, which reaches one less down and right
+    (Neighborhood((8, 8)), (12, 12), 32, 32),  # a tile of half the kernel
     (Neighborhood((16, 5), (1, 2)), (21, 9), 64, 32),
     (Neighborhood((13, 3), (1, 2)), (20, 9), 32, 64),
     (Neighborhood((13, 11), (2, 2)), (21, 25), 64, 64),
@@ -38,7 +38,7 @@ CASES = [
 
 @functools.cache
 def slots_of_all(tiles, transposed):
-    """(tile, block, which pairs are seen, entry of each pair in the bias), arrays over all tiles and, but for the first, their blocks."""
+    """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
     view = tiles.transposed() if transposed else tiles
 
     def look(index, step):
@@ -49,22 +49,32 @@ def slots_of_all(tiles, transposed):
         return tile, block, seen if sees is None else seen & sees, tiles.entry(q, k)
 
     over_tiles = jax.jit(jax.vmap(look, (0, None), (0, 0, 0, 0)))
-    blocks = [jax.tree.map(np.asarray, over_tiles(np.arange(view.tiles), step)) for step in range(view.blocks)]
-    return blocks[0][0], *jax.tree.map(lambda *x: np.stack(x, axis=1), *(rest for _, *rest in blocks))
+    blocks = [
+        jax.tree.map(np.asarray, over_tiles(np.arange(view.tiles), step))
+        for step in range(view.blocks)
+    ]
+    return blocks[0][0], *jax.tree.map(
+        lambda *x: np.stack(x, axis=1), *(rest for _, *rest in blocks)
+    )
 
 
 def met(tiles, transposed):
-    """(query, key, entry) of all pairs that the kernels see."""
+    """(query, key, entry) of all pairs that the kernels compute."""
     tile, block, seen, entry = slots_of_all(tiles, transposed)
     tile, block = tile.token[:, None], block.token
     q, k = (block, tile) if transposed else (tile, block)
-    q, k = np.broadcast_to(q[..., :, None], seen.shape), np.broadcast_to(k[..., None, :], seen.shape)
+    q, k = (
+        np.broadcast_to(q[..., :, None], seen.shape),
+        np.broadcast_to(k[..., None, :], seen.shape),
+    )
     return zip(q[seen].tolist(), k[seen].tolist(), entry[seen].tolist(), strict=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("pattern", "grid", "rows", "columns"), CASES)
-def test_every_pair_is_met_once_with_its_entry_of_the_bias(pattern, grid, rows, columns, transposed):
+def test_every_pair_is_met_once_with_its_entry_of_the_bias(
+    pattern, grid, rows, columns, transposed
+):
     places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
     tiles = cut(pattern, places, rows=rows, columns=columns)
     assert sorted(met(tiles, transposed)) == sorted(pairs(pattern, grid))
@@ -77,7 +87,12 @@ def test_of_any_pattern(data):
     size, grid = data.draw(pair(1, 13)), data.draw(pair(3, 14))
     window = Window(size, tuple(data.draw(st.integers(0, n - 1)) for n in size))
     pattern = data.draw(st.sampled_from([Neighborhood(size, data.draw(pair(1, 4))), window]))
-    tiles = cut(pattern, grid, rows=data.draw(st.sampled_from([64, 32])), columns=data.draw(st.sampled_from([16, 32, 64])))
+    tiles = cut(
+        pattern,
+        grid,
+        rows=data.draw(st.sampled_from([64, 32])),
+        columns=data.draw(st.sampled_from([16, 32, 64])),
+    )
     wanted = sorted(pairs(pattern, grid))
     for transposed in (False, True):
         assert sorted(met(tiles, transposed)) == wanted
@@ -100,7 +115,10 @@ def test_gradients_by_slot_fold_to_those_of_the_entries(pattern, grid, rows, col
     places = (grid[0] * grid[1],) if isinstance(pattern, Global) else grid
     tiles = cut(pattern, places, rows=rows, columns=columns)
     shares = tiles.tiles // tiles.repeats
-    by_slot, wanted = np.zeros((1, shares * tiles.rows, tiles.blocks * tiles.columns)), np.zeros((1, tiles.entries))
+    by_slot, wanted = (
+        np.zeros((1, shares * tiles.rows, tiles.blocks * tiles.columns)),
+        np.zeros((1, tiles.entries)),
+    )
     rng = np.random.default_rng(0)
     _, _, seen, entry = slots_of_all(tiles, False)
     for index, step in np.ndindex(seen.shape[:2]):

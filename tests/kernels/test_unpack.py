@@ -1,4 +1,4 @@
-"""Taking the packed projection apart and packing it again, against `rotate` on the parts and against complex numbers in float64."""
+"""Splitting and packing the projection, against `rotate` on the parts and complex numbers."""
 
 import dataclasses
 import functools
@@ -11,17 +11,21 @@ import pytest
 from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, rotate
-from rope_jax_kernels.rotary import tiling, unpack
-from rope_jax_kernels.rotary.unpack import rotate_back_and_pack, unpack_and_rotate
-from tests.kernels.rotary_cases import CASES, Case, angles, assert_rounded_once, bits, theta_gradient, turn
+from rope_jax_kernels.rotary import rotate_back_and_pack, tile_sizes, unpack, unpack_and_rotate
+from tests.kernels.covering import covering
+from tests.kernels.rotary_cases import (
+    CASES,
+    Case,
+    angles,
+    assert_rounded_once,
+    bits,
+    theta_gradient,
+    turn,
+)
 
 # L is 6, 6, 49, 197, 1, 3, 13 and 6 here.
 CASES = [dataclasses.replace(case, layout="BLND") for case in CASES]
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
+FAST = [CASES[i] for i in (0, 1, 2, 6)]
 
 
 def drawn(case, seed=0):
@@ -30,31 +34,51 @@ def drawn(case, seed=0):
 
 
 def unpacked(case, qkv, coords, freqs, **kwargs):
-    return unpack_and_rotate(jnp.asarray(qkv), Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing), **kwargs)
+    return unpack_and_rotate(
+        jnp.asarray(qkv), Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing), **kwargs
+    )
 
 
 def packed(case, q, k, v, coords, freqs, **kwargs):
-    return rotate_back_and_pack(*map(jnp.asarray, (q, k, v)), Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing), **kwargs)
+    return rotate_back_and_pack(
+        *map(jnp.asarray, (q, k, v)),
+        Rotation(jnp.asarray(coords), jnp.asarray(freqs), case.pairing),
+        **kwargs,
+    )
 
 
-# Bits are compared without optimisations, which would choose in each program anew where to contract a product and a sum.
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Without optimisations, which contract products and sums differently in each program.
+@pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
 def test_unpacking_is_rotating_the_parts_bit_for_bit(case, interpreted, quick_compiles):
     qkv, coords, freqs = drawn(case)
-    q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(qkv, coords, freqs)
-    parts = jax.jit(lambda q, k, *args: rotate(q, k, Rotation(*args, case.pairing), implementation="triton"))
-    for x, expected, source in zip((q, k), parts(qkv[:, :, 0], qkv[:, :, 1], coords, freqs), (qkv[:, :, 0], qkv[:, :, 1]), strict=True):
+    q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(
+        qkv, coords, freqs
+    )
+    parts = jax.jit(
+        lambda q, k, *args: rotate(q, k, Rotation(*args, case.pairing), implementation="triton")
+    )
+    for x, expected, source in zip(
+        (q, k),
+        parts(qkv[:, :, 0], qkv[:, :, 1], coords, freqs),
+        (qkv[:, :, 0], qkv[:, :, 1]),
+        strict=True,
+    ):
         assert np.array_equal(bits(x), bits(expected))
         assert np.array_equal(bits(x)[..., 2 * case.pairs :], bits(source)[..., 2 * case.pairs :])
         assert np.array_equal(bits(x)[:, : case.prefix], bits(source)[:, : case.prefix])
     assert np.array_equal(bits(v), bits(qkv[:, :, 2]))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
 def test_packing_turns_back(case, interpreted):
     (q, k, v), (coords, freqs) = case.data(1, 3), case.coords_and_freqs()
-    out = jax.jit(lambda *args: packed(case, *args, implementation="triton"))(q, k, v, coords, freqs)
-    assert (out.shape, out.dtype) == ((case.batch, case.tokens, 3, case.heads, case.head_dim), case.dtype)
+    out = jax.jit(lambda *args: packed(case, *args, implementation="triton"))(
+        q, k, v, coords, freqs
+    )
+    assert (out.shape, out.dtype) == (
+        (case.batch, case.tokens, 3, case.heads, case.head_dim),
+        case.dtype,
+    )
     theta = angles(coords, freqs)
     for i, x in enumerate((q, k)):
         exact = turn(x, -theta, case.pairing)
@@ -62,7 +86,9 @@ def test_packing_turns_back(case, interpreted):
             np.testing.assert_allclose(out[:, :, i], exact, rtol=1e-5, atol=5e-6)
         else:
             assert_rounded_once(out[:, :, i], exact, case.pairs, case.pairing)
-        assert np.array_equal(bits(out)[:, :, i, :, 2 * case.pairs :], bits(x)[..., 2 * case.pairs :])
+        assert np.array_equal(
+            bits(out)[:, :, i, :, 2 * case.pairs :], bits(x)[..., 2 * case.pairs :]
+        )
     assert np.array_equal(bits(out)[:, :, 2], bits(v))
 
 
@@ -79,47 +105,77 @@ def test_gradients(case, interpreted):
     result = ours(cotangents, qkv, coords, freqs)
     for x, again in zip(result, ours(cotangents, qkv, coords, freqs), strict=True):
         assert np.array_equal(bits(x), bits(again))
-    plain = jax.jit(lambda *args: gradients(*args, implementation="xla"))(cotangents, qkv, coords, freqs)
+    plain = jax.jit(lambda *args: gradients(*args, implementation="xla"))(
+        cotangents, qkv, coords, freqs
+    )
     theta = angles(coords, freqs)
     dtheta = sum(theta_gradient(case, qkv[:, :, i], cotangents[i], theta) for i in (0, 1))
     dfreqs = np.einsum("la,nlr->nar", coords, dtheta)
     exact = (
-        np.stack([*(turn(g, -theta, case.pairing) for g in cotangents[:2]), cotangents[2].astype(np.float64)], axis=2),
+        np.stack(
+            [
+                *(turn(g, -theta, case.pairing) for g in cotangents[:2]),
+                cotangents[2].astype(np.float64),
+            ],
+            axis=2,
+        ),
         np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, dfreqs.shape)),
         dfreqs.sum(0, keepdims=True) if case.shared else dfreqs,
     )
     for x, reference, true in zip(result, plain, exact, strict=True):
         assert (x.shape, x.dtype) == (reference.shape, reference.dtype)
         x, reference = (np.asarray(a, np.float64) for a in (x, reference))
-        assert np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + 1e-6 * np.abs(true).max()
+        assert (
+            np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + 1e-6 * np.abs(true).max()
+        )
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_the_gradient_of_each_is_the_other(case, interpreted, quick_compiles):
-    """Without learnable frequencies: either as the kernel or as XLA's pass, with the same result to a rounding."""
+    """Without learnable frequencies, by the kernel or by XLA's pass."""
     qkv, coords, freqs = drawn(case)
     gs = case.data(6, 3)
     back = lambda kind: jax.jit(
-        lambda x, gs: jax.vjp(lambda x: unpacked(case, x, coords, freqs, implementation="triton", backward=kind), x)[1](gs)[0]
+        lambda x, gs: jax.vjp(
+            lambda x: unpacked(case, x, coords, freqs, implementation="triton", backward=kind), x
+        )[1](gs)[0]
     )
-    expected = jax.jit(lambda gs: packed(case, *gs, coords, freqs, implementation="triton"))(tuple(gs))
+    expected = jax.jit(lambda gs: packed(case, *gs, coords, freqs, implementation="triton"))(
+        tuple(gs)
+    )
     assert np.array_equal(bits(back("triton")(qkv, tuple(gs))), bits(expected))
     tolerance = 1e-6 if case.dtype == "float32" else 2.0**-7
-    close = lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance)
+    close = lambda x, y: np.testing.assert_allclose(
+        np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance
+    )
     close(back("xla")(qkv, tuple(gs)), expected)
     close(packed(case, *gs, coords, freqs, implementation="xla"), expected)
-    forward = jax.jit(lambda gs, g: jax.vjp(lambda *gs: packed(case, *gs, coords, freqs, implementation="triton"), *gs)[1](g))
-    for x, y in zip(forward(tuple(gs), qkv), unpacked(case, qkv, coords, freqs, implementation="xla"), strict=True):
+    forward = jax.jit(
+        lambda gs, g: jax.vjp(
+            lambda *gs: packed(case, *gs, coords, freqs, implementation="triton"), *gs
+        )[1](g)
+    )
+    for x, y in zip(
+        forward(tuple(gs), qkv),
+        unpacked(case, qkv, coords, freqs, implementation="xla"),
+        strict=True,
+    ):
         close(x, y)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_packing_has_gradients_of_angles_too(shared, interpreted, quick_compiles):
     case = Case(tokens=4, heads=2, head_dim=8, pairs=3, shared=shared)
-    parts, (coords, freqs), (weights, *_) = tuple(case.data(7, 3)), case.coords_and_freqs(), drawn(case, 8)
+    parts, (coords, freqs), (weights, *_) = (
+        tuple(case.data(7, 3)),
+        case.coords_and_freqs(),
+        drawn(case, 8),
+    )
 
     def gradients(kind):
-        loss = lambda parts, *angles: jnp.sum(weights * packed(case, *parts, *angles, implementation=kind))
+        loss = lambda parts, *angles: jnp.sum(
+            weights * packed(case, *parts, *angles, implementation=kind)
+        )
         return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2)))(parts, coords, freqs))
 
     for x, expected in zip(gradients("triton"), gradients("xla"), strict=True):
@@ -133,7 +189,9 @@ def test_second_derivatives(backward, interpreted, quick_compiles):
 
     def penalty(implementation):
         def loss(x):
-            q, k, v = unpacked(case, x, coords, freqs, implementation=implementation, backward=backward)
+            q, k, v = unpacked(
+                case, x, coords, freqs, implementation=implementation, backward=backward
+            )
             return jnp.sum(jnp.sin(q) * k * v)
 
         return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)))
@@ -143,17 +201,26 @@ def test_second_derivatives(backward, interpreted, quick_compiles):
 
 def test_vmap(interpreted, quick_compiles):
     case = Case(batch=1, tokens=5, heads=2, head_dim=8, pairs=3)
-    qkv, coords, freqs = (np.stack(x) for x in zip(*(drawn(case, seed) for seed in range(3)), strict=True))
+    qkv, coords, freqs = (
+        np.stack(x) for x in zip(*(drawn(case, seed) for seed in range(3)), strict=True)
+    )
     freqs *= np.arange(1, 4, dtype=np.float32)[:, None, None, None]
     for axes in ((0, None, 0), (1, None, None), (0, 0, 0)):
-        args = (np.moveaxis(qkv, 0, axes[0]), *(x if a == 0 else x[0] for x, a in zip((coords, freqs), axes[1:], strict=True)))
-        ours, plain = (jax.jit(jax.vmap(functools.partial(unpacked, case, implementation=kind), axes))(*args) for kind in ("triton", "xla"))
+        args = (
+            np.moveaxis(qkv, 0, axes[0]),
+            *(x if a == 0 else x[0] for x, a in zip((coords, freqs), axes[1:], strict=True)),
+        )
+        ours, plain = (
+            jax.jit(jax.vmap(functools.partial(unpacked, case, implementation=kind), axes))(*args)
+            for kind in ("triton", "xla")
+        )
         for x, expected in zip(ours, plain, strict=True):
             np.testing.assert_allclose(x, expected, rtol=1e-6, atol=2e-6)
 
 
 def test_programs_of_many_batch_items(interpreted, monkeypatch):
-    monkeypatch.setattr(tiling, "PROGRAMS", 2)  # as if this were a large problem: the second program is short of items
+    # As if this were a large problem: the second program is short of items.
+    monkeypatch.setattr(tile_sizes, "PROGRAMS", 2)
     case = Case(batch=11, heads=1)
     assert unpack.tile_of(11, 6, 5, 16, 4, "half").batch == 8
     test_gradients(case, None)
@@ -179,7 +246,11 @@ def test_nan_stays_where_it_is(interpreted, quick_compiles):
 
 
 @hypothesis.settings(
-    max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(data=st.data())
 def test_any_shape(data, interpreted, quick_compiles):
@@ -195,7 +266,9 @@ def test_any_shape(data, interpreted, quick_compiles):
         pairing=data.draw(st.sampled_from(["half", "interleaved"])),
     )
     qkv, coords, freqs = drawn(case)
-    q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(qkv, coords, freqs)
+    q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(
+        qkv, coords, freqs
+    )
     theta = angles(coords, freqs)
     np.testing.assert_allclose(q, turn(qkv[:, :, 0], theta, case.pairing), rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(k, turn(qkv[:, :, 1], theta, case.pairing), rtol=1e-5, atol=2e-5)
@@ -214,22 +287,33 @@ def test_float64_goes_through_xla(x64):
     qkv, coords, freqs = (jnp.asarray(x, jnp.float64) for x in drawn(case))
     q, k, _ = unpacked(case, qkv, coords, freqs)
     for x, source in ((q, qkv[:, :, 0]), (k, qkv[:, :, 1])):
-        np.testing.assert_allclose(x, turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            x,
+            turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"),
+            rtol=1e-12,
+            atol=1e-12,
+        )
 
 
-def test_refusals(interpreted, x64):
+def test_refusals(interpreted, x64, unchecked_annotations):
     case = Case()
     qkv, coords, freqs = (jnp.asarray(x) for x in drawn(case))
     rotation, (q, k, v) = Rotation(coords, freqs), unpack_and_rotate(qkv, None)
     with pytest.raises(ValueError, match=r"backward='mosaic' is unknown; use 'xla' or 'triton'"):
         unpack_and_rotate(qkv, rotation, backward="mosaic")
-    with pytest.raises(ValueError, match=r"implementation='cudnn' is not one that unpack_and_rotate has"):
+    with pytest.raises(
+        ValueError, match=r"implementation='cudnn' is not one that unpack_and_rotate has"
+    ):
         unpack_and_rotate(qkv, rotation, implementation="cudnn")
     with pytest.raises(ValueError, match="float64, and it computes in float32"):
         unpack_and_rotate(qkv.astype(jnp.float64), rotation, implementation="triton")
     with pytest.raises(ValueError, match="float64, and it computes in float32"):
-        rotate_back_and_pack(*(x.astype(jnp.float64) for x in (q, k, v)), rotation, implementation="triton")
-    with pytest.raises(ValueError, match=r"v is float32\(2, 5, 3, 16\); it must be like q, float32\(2, 6, 3, 16\)"):
+        rotate_back_and_pack(
+            *(x.astype(jnp.float64) for x in (q, k, v)), rotation, implementation="triton"
+        )
+    with pytest.raises(
+        ValueError, match=r"v is float32\(2, 5, 3, 16\); it must be like q, float32\(2, 6, 3, 16\)"
+    ):
         rotate_back_and_pack(q, k, v[:, :5], rotation)
     with pytest.raises(ValueError, match="describes 9 pairs"):
         unpack_and_rotate(qkv, Rotation(coords, jnp.ones((3, 2, 9))))

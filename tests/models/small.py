@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import rope_jax
@@ -13,8 +14,13 @@ SMALL = {"width": 48, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0,
 
 
 def small_model(name, position=None, *, dtype=jnp.float32, **changes):
-    """A small model for 3 x 5 patches and 5 classes, with weights of the size that trained ones have, the same ones in any dtype."""
-    make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=(6, 10), dtype=dtype, **SMALL | changes)
+    """A small model for 3 x 5 patches and 5 classes.
+
+    Its weights have the size of trained ones, and are the same in any dtype.
+    """
+    make = lambda: rope_jax.create_model(
+        name, position=position, num_classes=5, image_size=(6, 10), dtype=dtype, **SMALL | changes
+    )
     return filled(nnx.eval_shape(make))  # the initial weights are replaced: no need to draw them
 
 
@@ -23,7 +29,12 @@ def filled(model):
     rng = np.random.default_rng(0)
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         spread = np.prod(param.shape[:-1]) ** -0.5 if path[-1] == "kernel" else 0.3
-        param.set_value(jnp.asarray(rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma")), param.dtype))
+        param.set_value(
+            jnp.asarray(
+                rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma")),
+                param.dtype,
+            )
+        )
     for path, stat in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
         noise = 0.3 * rng.standard_normal(stat.shape)
         stat.set_value(jnp.asarray(1 + abs(noise) if path[-1] == "variance" else noise, stat.dtype))
@@ -37,10 +48,21 @@ def _run(graph, state, images, train, key):
 
 
 def run(model, images, train=False, key=None):
-    """Logits of a model, and its batch statistics after that; compiled once for all models of one kind."""
+    """Logits of a model and its batch statistics after that, compiled once for equal models."""
     return _run(*nnx.split(model), images, train, key)
 
 
 def pictures(height, width, batch=2):
     """Random images, always the same ones."""
-    return jnp.asarray(np.random.default_rng(1).standard_normal((batch, height, width, 3)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(1).standard_normal((batch, height, width, 3)), jnp.float32
+    )
+
+
+def some_slow(cases, quick):
+    """Cases as parameters, of which all that are not in `quick` are slow."""
+
+    def slow(case):
+        return pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+
+    return [case if case in quick else slow(case) for case in cases]

@@ -1,4 +1,4 @@
-"""BEiT: how it starts, what its head reads, and its files. Its logits are compared with timm's in `tests/parity`."""
+"""BEiT: initialisation, head and files; `tests/parity` compares its logits with timm's."""
 
 import math
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.convert import table_of
+from rope_jax.models.pretrained.convert import name_table
 from tests.models.small import pictures
 from tests.parity.official import tensor
 
@@ -19,21 +19,46 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def small(*, size=(6, 10), **options):
     """A model of 3 x 5 patches."""
-    sizes = {"width": 24, "heads": 3, "depth": 2, "mlp_ratio": 2.0, "num_classes": 5, "patch_size": 2}
+    sizes = {
+        "width": 24,
+        "heads": 3,
+        "depth": 2,
+        "mlp_ratio": 2.0,
+        "num_classes": 5,
+        "patch_size": 2,
+    }
     return rope_jax.create_model("beit_b16", image_size=size, **sizes | options)
 
 
-@pytest.mark.parametrize(("name", "want"), [("beit_b16", 86_530_984), ("beit_l16", 304_430_568)])  # timm 1.0.31
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("beit_b16", 86_530_984), pytest.param("beit_l16", 304_430_568, marks=pytest.mark.slow)],
+)  # timm 1.0.31
 def test_parameters_are_as_many_as_in_the_official_code(name, want):
     model = nnx.eval_shape(lambda: rope_jax.create_model(name))
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == want
+    assert (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == want
+    )
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_deeper_layers_start_smaller_and_so_does_the_head(scan):
     model, plain = (
-        rope_jax.create_model(name, position="none", depth=3, width=48, heads=3, layer_scale=0.1, k_bias=False, scan_layers=scan, **options)
-        for name, options in (("beit_b16", {}), ("deit_b16", {"pooling": "mean", "pool_norm": True}))
+        rope_jax.create_model(
+            name,
+            position="none",
+            depth=3,
+            width=48,
+            heads=3,
+            layer_scale=0.1,
+            k_bias=False,
+            scan_layers=scan,
+            **options,
+        )
+        for name, options in (
+            ("beit_b16", {}),
+            ("deit_b16", {"pooling": "mean", "pool_norm": True}),
+        )
     )
     for layer in range(3):
         for path in (("attn", "proj"), ("attn", "qkv"), ("mlp", "fc1"), ("mlp", "fc2")):
@@ -52,11 +77,15 @@ def kernel(model, layer, path, scan):
 def test_the_head_reads_the_normalised_mean_of_tokens_that_are_not_normalised():
     model, images = small(layer_scale=1.0), pictures(6, 10)
     model.norm.scale.set_value(jnp.linspace(0.5, 2, 24))
-    tokens, logits, (features,) = jax.jit(lambda images: (model.encode(images), model(images), model.features(images)))(images)
+    tokens, logits, (features,) = jax.jit(
+        lambda images: (model.encode(images), model(images), model.features(images))
+    )(images)
     assert tokens.shape == (2, 1 + 15, 24)
     assert float(jnp.abs(tokens[:, 1:].var(axis=2) - 1).max()) > 0.1
     np.testing.assert_array_equal(features.reshape(2, 15, 24), tokens[:, 1:])
-    np.testing.assert_allclose(logits, model.head(model.norm(tokens[:, 1:].mean(axis=1))), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(
+        logits, model.head(model.norm(tokens[:, 1:].mean(axis=1))), rtol=0, atol=1e-7
+    )
 
 
 TABLE = "blocks.1.attn.relative_position_bias_table"
@@ -64,12 +93,15 @@ TABLE = "blocks.1.attn.relative_position_bias_table"
 
 def test_one_tensor_holds_the_offsets_of_the_map_and_those_of_the_class_token():
     model = small()
-    weights = {key: tensor(key, value.shape, "table") for key, value in export_state_dict(model, source="timm").items()}
+    weights = {
+        key: tensor(key, value.shape, "table")
+        for key, value in export_state_dict(model, source="timm").items()
+    }
     assert weights[TABLE].shape == (5 * 9 + 3, 3)
     rope_jax.convert_state_dict(model, weights, source="timm")
     np.testing.assert_array_equal(model.position.prefix_offsets[...][1], weights[TABLE][-3:].T)
-    # Query minus key in the file: its first row is of the last key in reading order as seen from... the first offset is that of the query
-    # in the top left corner, which is (-2, -4) from the key in the bottom right one. The model counts key minus query.
+    # Query minus key in the file: its first row is of the query in the top left corner, (-2, -4)
+    # from the key in the bottom right one. The model counts key minus query.
     np.testing.assert_array_equal(model.position.offsets[...][1, :, -1, -1], weights[TABLE][0])
     exported = export_state_dict(model, source="timm")
     assert exported.keys() == weights.keys()
@@ -86,21 +118,32 @@ def test_tables_of_another_size_are_resized_and_the_class_tokens_entries_are_not
     resized = small(size=(12, 12))
     rope_jax.convert_state_dict(resized, weights, source="timm")
     resized.resize((6, 10))
-    np.testing.assert_allclose(model.position.offsets[...], resized.position.offsets[...], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        model.position.offsets[...], resized.position.offsets[...], rtol=0, atol=1e-6
+    )
     weights[TABLE] = np.zeros((122, 3), np.float32)
-    with pytest.raises(ValueError, match=r"table has shape \[122, 3\], but position.rpb.offsets.1 of the model takes \[45, 3\] of it"):
+    with pytest.raises(
+        ValueError,
+        match=r"table has shape \[122, 3\], but position.rpb.offsets.1 of the model takes "
+        r"\[45, 3\] of it",
+    ):
         rope_jax.convert_state_dict(model, weights, source="timm")
 
 
 def test_official_files_are_known_but_for_a_model_whose_class_token_has_no_bias():
     weights = export_state_dict(small(), source="timm")
-    weights |= {f"blocks.{i}.attn.relative_position_index": np.zeros((16, 16), np.int64) for i in range(2)}
+    weights |= {
+        f"blocks.{i}.attn.relative_position_index": np.zeros((16, 16), np.int64) for i in range(2)
+    }
     rope_jax.convert_state_dict(small(), weights, source="timm")
-    assert table_of(small(), "timm").preprocessing.mean == (0.5, 0.5, 0.5)
-    with pytest.raises(ValueError, match=r"position\.rpb\.offsets of the model has no name in source 'timm'"):
+    assert name_table(small(), "timm").preprocessing.mean == (0.5, 0.5, 0.5)
+    with pytest.raises(
+        ValueError, match=r"position\.rpb\.offsets of the model has no name in source 'timm'"
+    ):
         rope_jax.convert_state_dict(small(position="rpb"), weights, source="timm")
 
 
+@pytest.mark.slow
 def test_it_learns_at_another_size_that_is_not_square():
     model, images = small(layer_scale=0.1, drop_path=0.2), pictures(8, 4)
     graph, params, rest = nnx.split(model, nnx.Param, ...)

@@ -8,14 +8,14 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.blocks import stack_blocks
-from rope_jax.optim import decay_mask
-from tests.models.small import pictures
+from rope_jax.training.optim import decay_mask
+from tests.models.small import pictures, run, some_slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-VIT = {"width": 24, "heads": 3, "depth": 3, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.4}
+VIT = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.4}
 # Two layers a round, and one left over: shifted windows, dilations, and a stage of one layer.
-STAGES = {"width": 24, "heads": (3, 3), "depths": (5, 1), "drop_path": 0.4}
+STAGES = {"width": 24, "heads": (3, 3), "depths": (3, 1), "drop_path": 0.4}
 CASES = {
     "deit3_s16": (VIT, "rope_mixed+ape"),
     "deit_ti16": (VIT, "lape(ape)"),
@@ -27,7 +27,9 @@ CASES = {
 def pair(name):
     """A model with its blocks in a list, and the same one with its blocks stacked."""
     options, position = CASES[name]
-    make = lambda scan: rope_jax.create_model(name, position=position, num_classes=5, image_size=(24, 32), scan_layers=scan, **options)
+    make = lambda scan: rope_jax.create_model(
+        name, position=position, num_classes=5, image_size=(24, 32), scan_layers=scan, **options
+    )
     return make(False), make(True)
 
 
@@ -54,42 +56,62 @@ def gradients(model, images):
     return value, nnx.to_pure_dict(found)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(CASES, ["deit3_s16", "swin_t"]))
 def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
     listed, scanned = pair(name)
     want, got = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (listed, scanned))
     jax.tree.map(np.testing.assert_array_equal, got, stacked(want))
-    images = pictures(20, 28, batch=4)
-    np.testing.assert_allclose(scanned(images), listed(images), rtol=0, atol=2e-6)
-    (want, want_gradients), (got, got_gradients) = gradients(listed, images), gradients(scanned, images)
+    images = pictures(20, 28)
+    np.testing.assert_allclose(run(scanned, images)[0], run(listed, images)[0], rtol=0, atol=2e-6)
+    (want, want_gradients), (got, got_gradients) = (
+        gradients(listed, images),
+        gradients(scanned, images),
+    )
     np.testing.assert_allclose(got, want, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), got_gradients, stacked(want_gradients))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5),
+        got_gradients,
+        stacked(want_gradients),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_stacked_parameters_are_decayed_as_the_same_ones_in_a_list(name):
     def decays(model):
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param)), decay_mask(nnx.state(model, nnx.Param))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param)), decay_mask(
+            nnx.state(model, nnx.Param)
+        )
 
     (_, listed), (_, scanned) = map(decays, pair(name))
     for path, decay in jax.tree.leaves_with_path(scanned):
         names = [step.key for step in path]
         node = listed
         for step in names:
-            node = node[0] if "blocks" in names and step == names[names.index("blocks") + 1] and 0 in node else node
+            node = (
+                node[0]
+                if "blocks" in names and step == names[names.index("blocks") + 1] and 0 in node
+                else node
+            )
             node = node[step]
         assert decay == node, names
 
 
 def test_the_program_of_a_scan_does_not_grow_with_depth():
     def lines(scan, depth):
-        make = lambda: rope_jax.create_model("deit3_ti16", scan_layers=scan, **VIT | {"depth": depth})
+        make = lambda: rope_jax.create_model(
+            "deit3_ti16", scan_layers=scan, **VIT | {"depth": depth}
+        )
         graph, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
         loss = lambda params, images: nnx.merge(graph, params, rest)(images).sum()
-        return jax.jit(jax.grad(loss)).lower(params, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)).as_text().count("\n")
+        return (
+            jax.jit(jax.grad(loss))
+            .lower(params, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32))
+            .as_text()
+            .count("\n")
+        )
 
-    assert lines(True, 6) == lines(True, 24)
-    assert lines(False, 24) > 3 * lines(False, 6)
+    assert lines(True, 3) == lines(True, 6)
+    assert lines(False, 6) > 1.5 * lines(False, 3)
 
 
 def test_blocks_that_are_not_equal_are_not_stacked():

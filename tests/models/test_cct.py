@@ -1,4 +1,4 @@
-"""ViT-Lite, CVT and CCT: their definition in NumPy, their tokenizers, pooling and dropout, and what is refused."""
+"""ViT-Lite, CVT and CCT: definition, tokenizers, pooling, dropout, and what is refused."""
 
 import dataclasses
 import math
@@ -15,16 +15,36 @@ from rope_jax.models import attention
 from rope_jax.models.cct import CCTOptions
 from rope_jax.models.cost import cost
 from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.convert import table_of
+from rope_jax.models.pretrained.convert import name_table
 from rope_jax.models.vit import ViTOptions
-from rope_jax.optim import decay_mask
+from rope_jax.training.optim import decay_mask
 from rope_jax_kernels import Global
-from tests.models.small import filled, pictures, run
+from tests.models.definition import (
+    attend,
+    convolve,
+    dense,
+    mlp,
+    norm,
+    patches_of,
+    sinusoids,
+    softmax,
+    value,
+)
+from tests.models.small import filled, pictures, run, some_slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 SMALL = {"width": 32, "heads": 2, "depth": 2}
-CONVS = {"7x2": {"conv_layers": 2, "conv_kernel": 7, "conv_stride": 2, "conv_width": 6, "patch_size": 16}, "3x1": {}}
+CONVS = {
+    "7x2": {
+        "conv_layers": 2,
+        "conv_kernel": 7,
+        "conv_stride": 2,
+        "conv_width": 6,
+        "patch_size": 16,
+    },
+    "3x1": {},
+}
 # Trainable parameters of the official code.
 COUNTS = {
     ("vit_lite_6_4", 10): 3_190_538,
@@ -38,7 +58,14 @@ COUNTS = {
 
 
 def small(name, position=None, *, image_size=(12, 20), dtype=jnp.float32, **changes):
-    make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=image_size, dtype=dtype, **SMALL | changes)
+    make = lambda: rope_jax.create_model(
+        name,
+        position=position,
+        num_classes=5,
+        image_size=image_size,
+        dtype=dtype,
+        **SMALL | changes,
+    )
     return filled(nnx.eval_shape(make))
 
 
@@ -49,55 +76,14 @@ def shapes(name, **options):
 # The definition
 
 
-def value(variable):
-    return np.asarray(variable[...], np.float64)
-
-
-def norm(x, layer):
-    deviation = x - x.mean(axis=-1, keepdims=True)
-    return deviation / np.sqrt((deviation**2).mean(axis=-1, keepdims=True) + 1e-5) * value(layer.scale) + value(layer.bias)
-
-
-def dense(x, layer):
-    return x @ value(layer.kernel) + (0 if layer.bias is None else value(layer.bias))
-
-
-def softmax(x, axis):
-    x = np.exp(x - x.max(axis=axis, keepdims=True))
-    return x / x.sum(axis=axis, keepdims=True)
-
-
-def gelu(x):
-    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
-def places(image, side, stride, padding, border):
-    """The parts of an image [H, W, C] that a kernel of `side` sees, [h, w, side, side, C]."""
-    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), constant_values=border)
-    rows, columns = ((n - side) // stride + 1 for n in padded.shape[:2])
-    part = lambda y, x: padded[y * stride : y * stride + side, x * stride : x * stride + side]
-    return np.array([[part(y, x) for x in range(columns)] for y in range(rows)])
-
-
-def convolve(image, kernel, stride, padding):
-    side = kernel.shape[0]
-    return np.tensordot(places(image, side, stride, padding, 0), kernel, axes=3)
-
-
 def tokens_of(model, image):
     options = model.options
-    if options.conv_layers:
-        for conv in model.patch_embed.convs:
-            image = convolve(image, value(conv.kernel), options.conv_stride, options.conv_kernel // 2)
-            image = places(np.maximum(image, 0), 3, 2, 1, -np.inf).max(axis=(2, 3))
-        return image
-    return convolve(image, value(model.patch_embed.proj.kernel), options.patch_size, 0) + value(model.patch_embed.proj.bias)
-
-
-def attend(x, block, heads):
-    parts = [np.split(part, heads, axis=1) for part in np.split(dense(x, block.attn.qkv), 3, axis=1)]
-    out = [softmax(q @ k.T / math.sqrt(q.shape[1]), axis=1) @ v for q, k, v in zip(*parts, strict=True)]
-    return dense(np.concatenate(out, axis=1), block.attn.proj)
+    if not options.conv_layers:
+        return convolve(image, model.patch_embed.proj, options.patch_size)
+    for conv in model.patch_embed.convs:
+        image = convolve(image, conv, options.conv_stride, options.conv_kernel // 2)
+        image = patches_of(np.maximum(image, 0), 3, 2, 1, -np.inf).max(axis=(2, 3))
+    return image
 
 
 def logits_of(model, image, table):
@@ -107,13 +93,13 @@ def logits_of(model, image, table):
         x = np.concatenate([value(model.class_token)[0], x])
     x = x + table
     for block in model.blocks:
-        x = norm(x + attend(norm(x, block.norm1), block, model.options.heads), block.norm2)
-        x = x + dense(gelu(dense(x, block.mlp.fc1)), block.mlp.fc2)
-    x = norm(x, model.norm)
+        x = x + attend(norm(x, block.norm1, 1e-5), block.attn, model.options.heads)
+        x = norm(x, block.norm2, 1e-5)
+        x = x + mlp(x, block.mlp)
+    x = norm(x, model.norm, 1e-5)
     if model.options.class_token:
         return dense(x[0], model.head)
-    weights = softmax(dense(x, model.attention_pool)[:, 0], axis=0)
-    return dense(weights @ x, model.head)
+    return dense(softmax(dense(x, model.attention_pool)[:, 0]) @ x, model.head)
 
 
 @pytest.mark.usefixtures("x64")
@@ -139,37 +125,61 @@ def test_logits_are_those_of_the_definition(name, size, options):
 def test_positions_come_to_another_map_by_linear_interpolation():
     model = small("vit_lite_7_4", image_size=(8, 12), dtype=jnp.float64)  # 2 x 3 patches
     table = value(model.position.embedding)
-    # Twice as many, between them: a quarter from either neighbour's side, and what lies at the border stays there.
-    between = lambda n: np.array([[max(0.0, 1 - abs(min(max((i - 0.5) / 2, 0), n - 1) - j)) for j in range(n)] for i in range(2 * n)])
+    # Twice as many, between them: a quarter from either neighbour's side, and what lies at the
+    # border stays there.
+    between = lambda n: np.array(
+        [
+            [max(0.0, 1 - abs(min(max((i - 0.5) / 2, 0), n - 1) - j)) for j in range(n)]
+            for i in range(2 * n)
+        ]
+    )
     maps = table[1:].reshape(2, 3, -1)
-    wanted = np.concatenate([table[:1], np.einsum("yh,xw,hwc->yxc", between(2), between(3), maps).reshape(24, -1)])
+    wanted = np.concatenate(
+        [table[:1], np.einsum("yh,xw,hwc->yxc", between(2), between(3), maps).reshape(24, -1)]
+    )
     image = np.random.default_rng(3).standard_normal((16, 24, 3))
-    np.testing.assert_allclose(run(model, jnp.asarray(image[None]))[0][0], logits_of(model, image, wanted), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(
+        run(model, jnp.asarray(image[None]))[0][0],
+        logits_of(model, image, wanted),
+        rtol=0,
+        atol=1e-11,
+    )
 
 
 # Sizes
 
 
-@pytest.mark.parametrize(("name", "classes"), COUNTS)
+@pytest.mark.parametrize(
+    ("name", "classes"), some_slow(COUNTS, [("vit_lite_6_4", 10), ("cct_7_3x1", 100)])
+)
 def test_parameters_are_as_many_as_in_the_official_code(name, classes):
     size = 224 if name == "cct_14_7x2" else 32
     model = shapes(name, num_classes=classes, image_size=size)
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == COUNTS[name, classes]
+    assert (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        == COUNTS[name, classes]
+    )
     default = shapes(name)
     assert default.head.out_features == (1000 if name == "cct_14_7x2" else 10)
     assert default.position.stage.grid == model.position.stage.grid
 
 
-@pytest.mark.parametrize(("name", "giga"), [("vit_lite_7_4", 0.239), ("cvt_7_4", 0.236), ("cct_7_3x1", 0.947)])
+@pytest.mark.parametrize(
+    ("name", "giga"), [("vit_lite_7_4", 0.239), ("cvt_7_4", 0.236), ("cct_7_3x1", 0.947)]
+)
 def test_multiply_adds_are_those_of_the_literature(name, giga):
     rows = cost(shapes(name), 32)
     grid = shapes(name).position.stage.grid
-    products = 7 * 2 * (math.prod(grid) + (name == "vit_lite_7_4")) ** 2 * 256  # of attention, which the literature leaves out here
+    products = (
+        7 * 2 * (math.prod(grid) + (name == "vit_lite_7_4")) ** 2 * 256
+    )  # of attention, which the literature leaves out here
     assert sum(row.multiply_adds for row in rows) - products == pytest.approx(giga * 1e9, abs=0.5e6)
 
 
 def test_multiply_adds_of_convolutions_are_counted_where_they_are_applied():
-    rows = {row.module: row.multiply_adds for row in cost(shapes("cct_14_7x2", image_size=64), (64, 96))}
+    rows = {
+        row.module: row.multiply_adds for row in cost(shapes("cct_14_7x2", image_size=64), (64, 96))
+    }
     assert rows["patch_embed.convs.0"] == 32 * 48 * 49 * 3 * 64  # before the pooling
     assert rows["patch_embed.convs.1"] == 8 * 12 * 49 * 64 * 384
     assert rows["attention_pool"] == 4 * 6 * 384
@@ -189,12 +199,19 @@ def test_grids_are_the_maps_that_come_out_of_the_stem(name, size, grid):
     model = shapes(name)
     assert model.grids(size) == [grid]
     stem, state = nnx.split(model.patch_embed)
-    out = jax.eval_shape(lambda state, x: nnx.merge(stem, state)(x), state, jax.ShapeDtypeStruct((2, *size, 3), jnp.float32))
+    out = jax.eval_shape(
+        lambda state, x: nnx.merge(stem, state)(x),
+        state,
+        jax.ShapeDtypeStruct((2, *size, 3), jnp.float32),
+    )
     assert out.shape == (2, *grid, model.options.width)
 
 
 def test_patches_must_cover_the_image_and_convolutions_need_not():
-    with pytest.raises(ValueError, match="image size 12x18 is not divisible by the patch size 4: change one of them"):
+    with pytest.raises(
+        ValueError,
+        match="image size 12x18 is not divisible by the patch size 4: crop or resize the images",
+    ):
         small("cvt_7_4")(pictures(12, 18))
     assert run(small("cct_7_3x1"), pictures(13, 19))[0].shape == (2, 5)
 
@@ -209,20 +226,14 @@ def test_features_are_the_map_that_is_pooled(name, grid):
         (features,) = model.features(images)
         assert features.shape == (2, *grid, 32)
         flat = features.reshape(2, -1, 32)
-        pooled = model.encode(images)[:, 0] if model.options.class_token else (jax.nn.softmax(model.attention_pool(flat), 1) * flat).sum(1)
+        pooled = (
+            model.encode(images)[:, 0]
+            if model.options.class_token
+            else (jax.nn.softmax(model.attention_pool(flat), 1) * flat).sum(1)
+        )
         return model.head(pooled), model(images)
 
     np.testing.assert_allclose(*both(state, pictures(16, 24)), rtol=0, atol=1e-5)
-
-
-# Positions
-
-
-@pytest.mark.parametrize("position", [*(p for p in rope_jax.list_positions() if p != "lape"), "lape(ape)", "rope_mixed+ape"])
-def test_every_scheme_goes_with_a_class_token_and_with_dropout(position):
-    graph, state = nnx.split(shapes("vit_lite_7_4", position=position, image_size=16, **SMALL))
-    run = lambda state, x: nnx.merge(graph, state)(x, train=True, key=jax.random.key(0))
-    assert jax.eval_shape(run, state, jax.ShapeDtypeStruct((2, 20, 24, 3), jnp.float32)).shape == (2, 10)
 
 
 # Dropout of attention
@@ -239,26 +250,36 @@ def attended(drop, *, position="none", key=None):
 @pytest.mark.parametrize("position", ["none", "rope_mixed+rpb", "lape(ape)", "lpe"])
 def test_dropout_sees_what_the_kernels_see(position):
     # So rarely that nothing is dropped: the explicit computation and the kernel's.
-    np.testing.assert_allclose(attended(1e-12, position=position, key=jax.random.key(0)), attended(0.0, position=position), atol=2e-6)
+    np.testing.assert_allclose(
+        attended(1e-12, position=position, key=jax.random.key(0)),
+        attended(0.0, position=position),
+        atol=2e-6,
+    )
 
 
 def test_dropout_drops_weights_after_the_softmax():
     q, k = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 40, 2, 40)), jnp.float32)
     show = jnp.broadcast_to(jnp.eye(40)[:, None], (3, 40, 2, 40))  # values that show the weights
-    got = attention._attend_dropping(q, k, show, drop=0.25, key=jax.random.key(1), rotation=None, own=None, scale=None)
-    weights = softmax(np.einsum("bqnd,bknd->bqnk", q, k) / math.sqrt(40), axis=-1)
+    got = attention._dropping_attention(
+        q, k, show, drop=0.25, key=jax.random.key(1), rotation=None, bias=None, scale=None
+    )
+    weights = softmax(np.einsum("bqnd,bknd->bqnk", q, k) / math.sqrt(40))
     kept = np.asarray(got) > 0
     np.testing.assert_allclose(got, np.where(kept, weights / 0.75, 0), rtol=1e-4, atol=1e-7)
     # A binomial share of 9,600: five standard deviations of sqrt(.75 * .25 / 9600) = 0.0044.
     assert abs(kept.mean() - 0.75) < 0.022
-    assert len({kept[b, :, n].tobytes() for b in range(3) for n in range(2)}) == 6  # each head and image by itself
+    assert (
+        len({kept[b, :, n].tobytes() for b in range(3) for n in range(2)}) == 6
+    )  # each head and image by itself
 
 
 def test_training_drops_with_a_key_and_evaluation_never():
     model, images = small("cct_7_3x1", drop_path=0.0, attention_dropout=0.5), pictures(12, 20)
     plain, _ = run(model, images)
     np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
-    one, again, other = (run(model, images, train=True, key=jax.random.key(seed))[0] for seed in (0, 0, 1))
+    one, again, other = (
+        run(model, images, train=True, key=jax.random.key(seed))[0] for seed in (0, 0, 1)
+    )
     np.testing.assert_array_equal(one, again)
     assert bool((one != other).any(axis=1).all())
     assert bool((one != plain).any(axis=1).all())
@@ -270,24 +291,33 @@ def test_training_drops_with_a_key_and_evaluation_never():
     np.testing.assert_allclose(run(steady, images, train=True)[0], plain, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_finite_and_reach_everything():
-    graph, params, rest = nnx.split(small("cct_7_3x1", "ape+rpb", drop_path=0.3, dtype=jnp.bfloat16), nnx.Param, ...)
+    graph, params, rest = nnx.split(
+        small("cct_7_3x1", "ape+rpb", drop_path=0.3, dtype=jnp.bfloat16), nnx.Param, ...
+    )
 
     @jax.jit
     @jax.grad
     def gradient(params):
-        logits = nnx.merge(graph, params, rest)(pictures(12, 20, batch=8), train=True, key=jax.random.key(0))
+        logits = nnx.merge(graph, params, rest)(
+            pictures(12, 20, batch=8), train=True, key=jax.random.key(0)
+        )
         assert logits.dtype == jnp.bfloat16
         return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].mean()
 
     for path, leaf in nnx.to_flat_state(gradient(params)):
         assert bool(jnp.isfinite(leaf[...]).all()), path
-        assert bool((leaf[...] != 0).any()) or path == ("attention_pool", "bias"), path  # a softmax does not see its bias
+        assert bool((leaf[...] != 0).any()) or path == ("attention_pool", "bias"), (
+            path
+        )  # a softmax does not see its bias
 
 
 def test_blocks_in_a_scan_are_the_same_ones():
     images, key = pictures(12, 20), jax.random.key(2)
-    make = lambda scan: rope_jax.create_model("cct_7_3x1", num_classes=5, image_size=(12, 20), scan_layers=scan, **SMALL | {"depth": 3})
+    make = lambda scan: rope_jax.create_model(
+        "cct_7_3x1", num_classes=5, image_size=(12, 20), scan_layers=scan, **SMALL | {"depth": 3}
+    )
     want, got = (run(make(scan), images, train=True, key=key)[0] for scan in (False, True))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
@@ -298,10 +328,14 @@ def test_blocks_in_a_scan_are_the_same_ones():
 def test_weights_start_as_in_the_official_code():
     model = rope_jax.create_model("cct_14_7x2", image_size=32, depth=1)
     for conv, inputs in zip(model.patch_embed.convs, (3, 64), strict=True):
-        assert float(jnp.std(conv.kernel[...])) == pytest.approx((2 / (49 * inputs)) ** 0.5, rel=0.03)
+        assert float(jnp.std(conv.kernel[...])) == pytest.approx(
+            (2 / (49 * inputs)) ** 0.5, rel=0.03
+        )
     assert float(jnp.std(model.attention_pool.kernel[...])) == pytest.approx(0.02, rel=0.2)
     lite = rope_jax.create_model("vit_lite_7_4", depth=1)
-    assert float(jnp.std(lite.patch_embed.proj.kernel[...])) == pytest.approx((2 / 48) ** 0.5, rel=0.03)
+    assert float(jnp.std(lite.patch_embed.proj.kernel[...])) == pytest.approx(
+        (2 / 48) ** 0.5, rel=0.03
+    )
     assert float(jnp.std(lite.position.embedding[...])) == pytest.approx(0.2, rel=0.03)
     np.testing.assert_array_equal(lite.class_token[...], 0)
     assert not decay_mask(nnx.state(lite, nnx.Param))["class_token"]
@@ -313,23 +347,33 @@ def test_weights_start_as_in_the_official_code():
 def test_files_with_sinusoids_are_for_models_that_compute_them():
     model = small("vit_lite_7_4", "sincos1d", image_size=16)
     state_dict = export_state_dict(model, source="cct")
-    place, channel = np.arange(17)[:, None], np.arange(32)
-    angle = place / 10000 ** (2 * (channel // 2) / 32)
-    state_dict["classifier.positional_emb"] = np.where(channel % 2, np.cos(angle), np.sin(angle)).astype(np.float32)[None]
+    state_dict["classifier.positional_emb"] = sinusoids(17, 32).astype(np.float32)[None]
     rope_jax.convert_state_dict(model, state_dict, source="cct")
-    with pytest.raises(ValueError, match=r"classifier\.positional_emb is computed here, and is not what the file holds"):
-        rope_jax.convert_state_dict(model, state_dict | {"classifier.positional_emb": np.zeros((1, 17, 32), np.float32)}, source="cct")
+    with pytest.raises(
+        ValueError,
+        match=r"classifier\.positional_emb is computed here, and is not what the file holds",
+    ):
+        rope_jax.convert_state_dict(
+            model,
+            state_dict | {"classifier.positional_emb": np.zeros((1, 17, 32), np.float32)},
+            source="cct",
+        )
 
 
 def test_tables_of_another_size_are_resized():
     trained, model = small("cct_7_3x1", image_size=16), small("cct_7_3x1", image_size=24)
     rope_jax.convert_state_dict(model, export_state_dict(trained, source="cct"), source="cct")
-    np.testing.assert_allclose(run(model, pictures(24, 24))[0], run(trained, pictures(24, 24))[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        run(model, pictures(24, 24))[0], run(trained, pictures(24, 24))[0], rtol=0, atol=1e-5
+    )
     assert model.position.embedding.shape == (144, 32)
 
 
 def test_images_are_prepared_for_the_data_that_the_head_is_for():
-    crops = {n: table_of(shapes("cct_7_3x1", num_classes=n), "cct").preprocessing for n in (10, 100, 1000)}
+    crops = {
+        n: name_table(shapes("cct_7_3x1", num_classes=n), "cct").preprocessing
+        for n in (10, 100, 1000)
+    }
     assert [p.crop for p in crops.values()] == [1.0, 1.0, 0.9]
     assert len({p.mean for p in crops.values()}) == 3
 
@@ -340,16 +384,32 @@ def test_images_are_prepared_for_the_data_that_the_head_is_for():
 @pytest.mark.parametrize(
     ("name", "options", "advice"),
     [
-        ("cct_7_3x1", {"attention_dropout": 1.0}, "attention_dropout=1.0 is not allowed; it must be at least 0 and below 1"),
-        ("cct_7_3x1", {"conv_layers": -1}, "conv_layers=-1 is not allowed; use 0 for patches, or a number of layers"),
+        (
+            "cct_7_3x1",
+            {"attention_dropout": 1.0},
+            "attention_dropout=1.0 is not allowed; it must be at least 0 and below 1",
+        ),
+        (
+            "cct_7_3x1",
+            {"conv_layers": -1},
+            "conv_layers=-1 must be at least 0",
+        ),
         ("cct_7_3x1", {"conv_stride": 0}, "conv_stride=0 must be at least 1"),
         (
             "cct_7_3x1",
             {"patch_size": 4},
             "patch_size=4 does not go with conv_layers=1 of conv_stride=1, which make",
         ),
-        ("cct_7_3x1", {"attention": "neighborhood"}, "attention='neighborhood' is not an option of this family: leave it at 'global'"),
-        ("vit_lite_7_4", {"layer_scale": 0.1}, "layer_scale=0.1 is not an option of this family: leave it at None"),
+        (
+            "cct_7_3x1",
+            {"attention": "neighborhood"},
+            "attention='neighborhood' is not an option of this family: leave it at 'global'",
+        ),
+        (
+            "vit_lite_7_4",
+            {"layer_scale": 0.1},
+            "layer_scale=0.1 is not an option of this family: leave it at None",
+        ),
         ("vit_lite_7_4", {"heads": 5}, "width=256 is not divisible by heads=5"),
     ],
 )
@@ -359,7 +419,17 @@ def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
 
 
 def test_every_option_of_a_vit_is_either_taken_or_refused():
-    taken = {"patch_size", "width", "depth", "heads", "mlp_ratio", "class_token", "embed_class_token", "qkv_bias", "norm_epsilon"}
+    taken = {
+        "patch_size",
+        "width",
+        "depth",
+        "heads",
+        "mlp_ratio",
+        "class_token",
+        "embed_class_token",
+        "qkv_bias",
+        "norm_epsilon",
+    }
     taken |= {"drop_path", "drop_path_schedule", "scan_layers"}
     assert taken | set(CCTOptions.fixed) == {field.name for field in dataclasses.fields(ViTOptions)}
     assert not taken & set(CCTOptions.fixed)

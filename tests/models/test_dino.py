@@ -1,9 +1,11 @@
-"""DINOv2 and DINOv3 against their definition in NumPy, float64, by the official names of weights; then registers, heads and files.
+"""DINOv2 and DINOv3 against their definition, by the official names; registers, heads and files.
 
-Tolerance: float64 and logits of size 1 leave 1e-13 of rounding; another epsilon of LayerNorm moves them by 1e-6 and more.
+Tolerance: float64 and logits of size 1 leave 1e-13 of rounding; another epsilon of LayerNorm
+moves them by 1e-6 and more.
 """
 
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +18,23 @@ from rope_jax.models.cost import cost
 from rope_jax.models.layers import SwiGLU, dtypes_of
 from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.vit import ViTOptions
-from rope_jax.optim import decay_mask
 from rope_jax.positions import PerLayer, Stage, create_position
 from rope_jax.positions.resample import dinov2_matrix
-from tests.models.small import pictures
+from rope_jax.training.optim import decay_mask
+from tests.models.definition import layers_of, places, vit
+from tests.models.small import pictures, some_slow
 from tests.parity.official import tensor
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 WIDTH, HEADS, DEPTH, CLASSES, PATCH = 24, 3, 2, 5, 4
-SMALL = {"width": WIDTH, "heads": HEADS, "depth": DEPTH, "num_classes": CLASSES, "patch_size": PATCH}
+SMALL = {
+    "width": WIDTH,
+    "heads": HEADS,
+    "depth": DEPTH,
+    "num_classes": CLASSES,
+    "patch_size": PATCH,
+}
 LAYERS = [f"blocks.{i}" for i in range(DEPTH)]
 # mlp_ratio 2: 48 hidden channels, of which SwiGLU takes 32.
 SWIGLU = 32
@@ -33,7 +42,9 @@ SWIGLU = 32
 
 def small(name, *, dtype=jnp.float32, size=(12, 12), **options):
     """A model of 3 x 3 patches."""
-    return rope_jax.create_model(name, image_size=size, dtype=dtype, **{"mlp_ratio": 2.0} | SMALL | options)
+    return rope_jax.create_model(
+        name, image_size=size, dtype=dtype, **{"mlp_ratio": 2.0} | SMALL | options
+    )
 
 
 # Weights by the official names
@@ -42,19 +53,33 @@ def small(name, *, dtype=jnp.float32, size=(12, 12), **options):
 def weights_of(shapes, *, gated, version):
     """A state dict of noise for `shapes` and the names that both versions share."""
     hidden = SWIGLU if gated else 2 * WIDTH
-    shapes = shapes | {"patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH), "patch_embed.proj.bias": (WIDTH,), "cls_token": (1, 1, WIDTH)}
-    shapes |= {"norm.weight": (WIDTH,), "norm.bias": (WIDTH,), "head.weight": (CLASSES, 2 * WIDTH), "head.bias": (CLASSES,)}
+    shapes = shapes | {
+        "patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH),
+        "patch_embed.proj.bias": (WIDTH,),
+        "cls_token": (1, 1, WIDTH),
+    }
+    shapes |= {
+        "norm.weight": (WIDTH,),
+        "norm.bias": (WIDTH,),
+        "head.weight": (CLASSES, 2 * WIDTH),
+        "head.bias": (CLASSES,),
+    }
     if not gated:
         layers = {"fc1": (hidden, WIDTH), "fc2": (WIDTH, hidden)}
     elif version == 2:
         layers = {"w12": (2 * hidden, WIDTH), "w3": (WIDTH, hidden)}
     else:
         layers = {"w1": (hidden, WIDTH), "w2": (hidden, WIDTH), "w3": (WIDTH, hidden)}
-    layers = {f"mlp.{key}": shape for key, shape in layers.items()} | {"attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH)}
+    layers = {f"mlp.{key}": shape for key, shape in layers.items()} | {
+        "attn.qkv": (3 * WIDTH, WIDTH),
+        "attn.proj": (WIDTH, WIDTH),
+    }
     for block in LAYERS:
         shapes |= {f"{block}.{key}.weight": shape for key, shape in layers.items()}
         shapes |= {f"{block}.{key}.bias": shape[:1] for key, shape in layers.items()}
-        shapes |= {f"{block}.norm{i}.{part}": (WIDTH,) for i in (1, 2) for part in ("weight", "bias")}
+        shapes |= {
+            f"{block}.norm{i}.{part}": (WIDTH,) for i in (1, 2) for part in ("weight", "bias")
+        }
         shapes |= {f"{block}.ls{i}.gamma": (WIDTH,) for i in (1, 2)}
     return {key: tensor(key, shape, kind_of(key)) for key, shape in shapes.items()}
 
@@ -63,11 +88,17 @@ def kind_of(key):
     if "token" in key or key == "pos_embed":
         return "table"
     kinds = {"norm": "norm_weight", "gamma": "layerscale", "weight": "linear"}
-    return "bias" if key.endswith("bias") else next(kind for word, kind in kinds.items() if word in key)
+    return (
+        "bias"
+        if key.endswith("bias")
+        else next(kind for word, kind in kinds.items() if word in key)
+    )
 
 
 def dinov2_weights(*, registers, gated):
-    tables = {"pos_embed": (1, 1 + 9, WIDTH)} | ({"register_tokens": (1, registers, WIDTH)} if registers else {})
+    tables = {"pos_embed": (1, 1 + 9, WIDTH)} | (
+        {"register_tokens": (1, registers, WIDTH)} if registers else {}
+    )
     return weights_of(tables, gated=gated, version=2)
 
 
@@ -75,76 +106,48 @@ def dinov3_weights(*, gated):
     return weights_of({"storage_tokens": (1, 4, WIDTH)}, gated=gated, version=3)
 
 
-# The definition: images [H, W, 3], one by one and head by head
+# The definition
 
 
-def definition(image, weights, *, epsilon, table=None, angles=None):
-    """Logits of one image. table: the positions of class token and patches; angles(H, W): the rotation of patches [H * W, D / 2]."""
-    w = {key: value.astype(np.float64) for key, value in weights.items()}
+def definition(image, weights, options, *, table=None, angles=None):
+    """Logits of one image.
+
+    table(rows, height, width) gives the positions of class token and patches, angles(height, width)
+    the rotation of patches [H * W, D / 2].
+    """
+    names = {"cls_token": "class_token", "register_tokens": "registers"}
+    names["storage_tokens"] = "registers"
+    layers = layers_of({names.get(key, key): array.copy() for key, array in weights.items()})
     height, width = (side // PATCH for side in image.shape[:2])
-    patches = image.reshape(height, PATCH, width, PATCH, 3).transpose(0, 2, 4, 1, 3).reshape(height * width, -1)
-    x = patches @ w["patch_embed.proj.weight"].reshape(WIDTH, -1).T + w["patch_embed.proj.bias"]
-    x = np.concatenate([w["cls_token"][0], x])
-    if table is not None:
-        x = x + table(w["pos_embed"][0], height, width)
-    registers = next((w[key][0] for key in ("register_tokens", "storage_tokens") if key in w), np.zeros((0, WIDTH)))
-    x = np.concatenate([x[:1], registers, x[1:]])
-    prefix = 1 + len(registers)
-    theta = np.zeros((len(x), WIDTH // HEADS // 2))
-    if angles is not None:
-        theta[prefix:] = angles(height, width)
-    for block in LAYERS:
-        y = norm(x, w, f"{block}.norm1", epsilon) @ w[f"{block}.attn.qkv.weight"].T
-        bias = w[f"{block}.attn.qkv.bias"].copy()
+    for block in layers.blocks:
+        block.scale1, block.scale2 = block.ls1, block.ls2
         if angles is not None:
-            bias[WIDTH : 2 * WIDTH] = 0  # DINOv3 masks the bias of k
-        y = attention(y + bias, theta)
-        x = x + w[f"{block}.ls1.gamma"] * linear(y, w, f"{block}.attn.proj")
-        x = x + w[f"{block}.ls2.gamma"] * feed_forward(norm(x, w, f"{block}.norm2", epsilon), w, f"{block}.mlp")
-    x = norm(x, w, "norm", epsilon)
-    return linear(np.concatenate([x[0], x[prefix:].mean(axis=0)]), w, "head")
-
-
-def linear(x, w, name):
-    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-
-def norm(x, w, name, epsilon):
-    centred = x - x.mean(axis=1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + epsilon) * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def attention(qkv, theta):
-    out, side = [], WIDTH // HEADS
-    for head in range(HEADS):
-        q, k, v = (qkv[:, i * WIDTH + head * side :][:, :side] for i in range(3))
-        logits = turn(q, theta) @ turn(k, theta).T / math.sqrt(side)
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        out.append(weights / weights.sum(axis=1, keepdims=True) @ v)
-    return np.concatenate(out, axis=1)
-
-
-def turn(x, theta):
-    one, other = np.split(x, 2, axis=1)
-    return np.concatenate([one * np.cos(theta) - other * np.sin(theta), other * np.cos(theta) + one * np.sin(theta)], axis=1)
-
-
-def feed_forward(x, w, name):
-    if f"{name}.fc1.weight" in w:
-        y = linear(x, w, f"{name}.fc1")
-        return linear(y * 0.5 * (1 + np.vectorize(math.erf)(y / math.sqrt(2))), w, f"{name}.fc2")
-    if f"{name}.w12.weight" in w:
-        gate, value = np.split(linear(x, w, f"{name}.w12"), 2, axis=1)
-    else:
-        gate, value = linear(x, w, f"{name}.w1"), linear(x, w, f"{name}.w2")
-    return linear(gate / (1 + np.exp(-gate)) * value, w, f"{name}.w3")
+            block.attn.qkv.bias[WIDTH : 2 * WIDTH] = 0  # DINOv3 masks the bias of k
+        if hasattr(block.mlp, "w12"):
+            block.mlp.fc1, block.mlp.fc2 = block.mlp.w12, block.mlp.w3
+        elif hasattr(block.mlp, "w1"):
+            one, other = block.mlp.w1, block.mlp.w2
+            kernel = np.concatenate([one.kernel, other.kernel], axis=1)
+            bias = np.concatenate([one.bias, other.bias])
+            block.mlp.fc1, block.mlp.fc2 = (
+                types.SimpleNamespace(kernel=kernel, bias=bias),
+                block.mlp.w3,
+            )
+    if angles is None:
+        tokens = table(weights["pos_embed"][0].astype(np.float64), height, width)
+        return vit(layers, options, image, tokens=tokens)
+    theta = np.pad(angles(height, width), [(1 + options.registers, 0), (0, 0)])
+    return vit(layers, options, image, theta=lambda layer: lambda head: theta)
 
 
 def dinov3_angles(height, width):
-    """2 pi times coordinate over period, rows first; centres of patches in [-1, 1] along each axis; periods 100 ** (i / 2), i = 0, 1."""
-    periods = [100 ** (2 * i / (WIDTH // HEADS / 2)) for i in range(WIDTH // HEADS // 4)]
-    places = [((y + 0.5) / height * 2 - 1, (x + 0.5) / width * 2 - 1) for y in range(height) for x in range(width)]
-    return np.array([[2 * np.pi * coordinate / period for coordinate in place for period in periods] for place in places])
+    """2 pi times coordinate over period, rows first, with periods 100 ** (i / 2), i = 0, 1.
+
+    Coordinates are the centres of patches in [-1, 1] along each axis.
+    """
+    periods = 100 ** (2 * np.arange(WIDTH // HEADS // 4) / (WIDTH // HEADS / 2))
+    centres = (places((height, width)) + 0.5) / (height, width) * 2 - 1
+    return (2 * np.pi * centres[:, :, None] / periods).reshape(len(centres), -1)
 
 
 def as_trained(table, height, width):
@@ -153,7 +156,10 @@ def as_trained(table, height, width):
 
 
 def resampled(matrix):
-    """The rule of DINOv2 for another map: `matrix(before, after)` along each axis, the class token's row as it is."""
+    """The rule of DINOv2 for another map: `matrix(before, after)` along each axis.
+
+    The row of the class token stays as it is.
+    """
 
     def rule(table, height, width):
         maps = table[1:].reshape(3, 3, WIDTH)
@@ -161,12 +167,6 @@ def resampled(matrix):
         return np.concatenate([table[:1], maps.reshape(-1, WIDTH)])
 
     return rule
-
-
-def logits_in_float64(name, source, weights, images, **options):
-    model = nnx.eval_shape(lambda: small(name, dtype=jnp.float64, **options))
-    rope_jax.convert_state_dict(model, weights, source=source)
-    return run(model, jnp.asarray(images, jnp.float64))
 
 
 def run(model, images, **options):
@@ -190,35 +190,40 @@ def weights_for(name):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", CASES)
-def test_models_are_what_their_definition_says(name):
+@pytest.mark.parametrize(
+    ("name", "size"),
+    some_slow(
+        [(name, size) for name in CASES for size in ((12, 12), (8, 20))],
+        [("dinov2_s14", (12, 12)), *((name, (8, 20)) for name in CASES)],
+    ),
+)
+def test_models_are_their_definition(name, size):
     source, weights = weights_for(name)
-    images = np.asarray(pictures(12, 12), np.float64)
-    options = {"table": as_trained, "epsilon": 1e-6} if source == "dinov2" else {"angles": dinov3_angles, "epsilon": 1e-5}
-    want = [definition(image, weights, **options) for image in images]
-    got = logits_in_float64(name, source, weights, images, mlp_ratio=2.0)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", CASES)
-def test_and_at_another_size_that_is_not_square(name):
-    source, weights = weights_for(name)
-    images = np.asarray(pictures(8, 20), np.float64)
-    rule = resampled(antialiased if "reg" in name else stretched)
-    options = {"table": rule, "epsilon": 1e-6} if source == "dinov2" else {"angles": dinov3_angles, "epsilon": 1e-5}
-    want = [definition(image, weights, **options) for image in images]
-    got = logits_in_float64(name, source, weights, images, mlp_ratio=2.0)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    model = nnx.eval_shape(lambda: small(name, dtype=jnp.float64, mlp_ratio=2.0))
+    assert model.options.norm_epsilon == (1e-6 if source == "dinov2" else 1e-5)
+    rope_jax.convert_state_dict(model, weights, source=source)
+    rule = (
+        as_trained if size == (12, 12) else resampled(antialiased if "reg" in name else stretched)
+    )
+    positions = {"table": rule} if source == "dinov2" else {"angles": dinov3_angles}
+    images = np.asarray(pictures(*size), np.float64)
+    want = [definition(image, weights, model.options, **positions) for image in images]
+    np.testing.assert_allclose(run(model, jnp.asarray(images)), want, rtol=0, atol=1e-12)
 
 
 def cubic(t, a):
     t = abs(t)
-    return (a + 2) * t**3 - (a + 3) * t**2 + 1 if t <= 1 else a * (t**3 - 5 * t**2 + 8 * t - 4) if t < 2 else 0.0
+    return (
+        (a + 2) * t**3 - (a + 3) * t**2 + 1
+        if t <= 1
+        else a * (t**3 - 5 * t**2 + 8 * t - 4)
+        if t < 2
+        else 0.0
+    )
 
 
 def stretched(before, after):
-    """Bicubic with a = -0.75 at places (i + 0.5) * before / (after + 0.1) - 0.5; what is beyond the border is the border's."""
+    """Bicubic with a = -0.75 at (i + 0.5) * before / (after + 0.1) - 0.5, edges repeated."""
     matrix = np.zeros((after, before))
     for i in range(after):
         place = (i + 0.5) * before / (after + 0.1) - 0.5
@@ -228,14 +233,18 @@ def stretched(before, after):
 
 
 def antialiased(before, after):
-    """Bicubic with a = -0.5, as wide as the ratio where that is above 1; what is beyond the border is left out."""
+    """Bicubic with a = -0.5, as wide as the ratio where that is above 1, without edges."""
     scale = max(before / after, 1.0)
-    rows = [[cubic((j - (i + 0.5) * before / after + 0.5) / scale, -0.5) for j in range(before)] for i in range(after)]
+    rows = [
+        [cubic((j - (i + 0.5) * before / after + 0.5) / scale, -0.5) for j in range(before)]
+        for i in range(after)
+    ]
     return np.array([np.array(row) / sum(row) for row in rows])
 
 
 def test_the_table_of_dinov2_is_resized_as_torch_does():
-    # torch 2.13: interpolate(eye(4)[None, None], scale_factor=(6.1 / 4, 1), mode="bicubic"), float64.
+    # torch 2.13: interpolate(eye(4)[None, None], scale_factor=(6.1 / 4, 1), mode="bicubic"),
+    # float64.
     want = [
         [1.0884797350879585, -0.08847973508795892, 0, 0],
         [0.5184404201232705, 0.5721383342658638, -0.09057875438913365, 0],
@@ -249,8 +258,9 @@ def test_the_table_of_dinov2_is_resized_as_torch_does():
 
 # Parameters
 
-# Of timm 1.0.31's models, which have neither heads nor mask tokens: vit_*_patch14_dinov2, vit_*_patch16_dinov3_qkvb. Facebook's models with
-# registers also know the position of the class token, one row.
+# Of timm 1.0.31's models, which have neither heads nor mask tokens: vit_*_patch14_dinov2,
+# vit_*_patch16_dinov3_qkvb. Facebook's models with registers also know the position of the class
+# token, one row.
 BACKBONES = {
     "dinov2_s14": 22_056_192,
     "dinov2_b14": 86_579_712,
@@ -269,7 +279,13 @@ def count(tree):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(tree, nnx.Param)))
 
 
-@pytest.mark.parametrize(("name", "want"), BACKBONES.items())
+@pytest.mark.parametrize(
+    ("name", "want"),
+    some_slow(
+        BACKBONES.items(),
+        [(name, BACKBONES[name]) for name in ("dinov2_s14", "dinov3_s16_plus")],
+    ),
+)
 def test_backbones_have_as_many_parameters_as_the_official_ones(name, want):
     model = nnx.eval_shape(lambda: rope_jax.create_model(name))
     assert count(model) - count(model.head) == want
@@ -278,7 +294,9 @@ def test_backbones_have_as_many_parameters_as_the_official_ones(name, want):
 
 def test_the_hidden_width_of_swiglu_is_rounded_up_to_a_multiple_of_8():
     def hidden(features, ratio):
-        make = lambda: SwiGLU(features, features * ratio, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float32)))
+        make = lambda: SwiGLU(
+            features, features * ratio, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float32))
+        )
         return nnx.eval_shape(make)
 
     assert hidden(1536, 4).fc1.kernel.shape == (1536, 2 * 4096)  # DINOv2-g
@@ -291,7 +309,9 @@ def test_tokens_start_and_are_decayed_as_in_the_official_code():
         model = small(name, width=240)
         for token, length in ((model.class_token[...], 1), (model.registers[...], 4)):
             assert token.shape == (1, length, 240)
-            assert 0.8 * spread < float(token.std()) < 1.2 * spread  # 240 draws: within 5 standard deviations
+            assert (
+                0.8 * spread < float(token.std()) < 1.2 * spread
+            )  # 240 draws: within 5 standard deviations
         mask = decay_mask(nnx.state(model, nnx.Param))
         assert not mask["class_token"]
         assert not mask["registers"]
@@ -301,14 +321,24 @@ def test_tokens_start_and_are_decayed_as_in_the_official_code():
 
 # Registers and what the head reads
 
-SCHEMES = [name for name in rope_jax.list_positions() if name != "lape"] + ["lape(ape)", "lape(sincos1d)"]
+SCHEMES = [name for name in rope_jax.list_positions() if name != "lape"] + [
+    "lape(ape)",
+    "lape(sincos1d)",
+]
 
 
-@pytest.mark.parametrize("position", SCHEMES)
+@pytest.mark.parametrize(
+    "position", some_slow(SCHEMES, ["ape", "rpb", "rope2d", "as2drope", "lape(ape)"])
+)
 def test_registers_change_nothing_about_the_positions_of_other_tokens(position):
-    """What a scheme says of class token and patches is the same with and without registers between them, which have no row of a table."""
-    stages = [Stage(depth=2, heads=2, head_dim=16, channels=32, grid=(3, 5), prefix=1 + n, embed_prefix=1) for n in (0, 2)]
-    plain, with_registers = (create_position(position, stage, rngs=nnx.Rngs(0)).terms((3, 5)) for stage in stages)
+    """A scheme treats class token and patches alike with and without registers between them."""
+    stages = [
+        Stage(depth=2, heads=2, head_dim=16, channels=32, grid=(3, 5), prefix=1 + n, embed_prefix=1)
+        for n in (0, 2)
+    ]
+    plain, with_registers = (
+        create_position(position, stage, rngs=nnx.Rngs(0)).terms((3, 5)) for stage in stages
+    )
     without = lambda rows, axis: np.delete(rows, (1, 2), axis=axis)
     value = lambda leaf: leaf.value if isinstance(leaf, PerLayer) else leaf
     if plain.add is not None:
@@ -317,11 +347,15 @@ def test_registers_change_nothing_about_the_positions_of_other_tokens(position):
     if plain.rotation is not None:
         ours, theirs = value(with_registers.rotation.coords), value(plain.rotation.coords)
         ours = without(ours, -2)
-        if position == "as2drope":  # which numbers the tokens before the map, from its first patch backwards
+        if (
+            position == "as2drope"
+        ):  # which numbers the tokens before the map, from its first patch backwards
             ours, theirs = ours[1:], theirs[1:]
         np.testing.assert_array_equal(ours, theirs)
     if plain.bias is not None and value(plain.bias).ndim == 4:
-        np.testing.assert_array_equal(without(without(value(with_registers.bias), -1), -2), value(plain.bias))
+        np.testing.assert_array_equal(
+            without(without(value(with_registers.bias), -1), -2), value(plain.bias)
+        )
     if plain.bias is not None and value(plain.bias).ndim == 3:
         np.testing.assert_array_equal(value(with_registers.bias), value(plain.bias))
 
@@ -333,15 +367,19 @@ def test_registers_take_no_part_in_the_embedding_and_stand_behind_the_class_toke
     maps = jnp.full((1, 3, 3, WIDTH), 5.0)
     model.class_token.set_value(jnp.full((1, 1, WIDTH), 7.0))
     model.registers.set_value(jnp.full((1, 4, WIDTH), 9.0))
-    np.testing.assert_array_equal(model.embed(maps, (3, 3), None)[0, :, 0], [8.0] + 4 * [9.0] + 9 * [6.0])
+    np.testing.assert_array_equal(
+        model.embed(maps, (3, 3), None)[0, :, 0], [8.0] + 4 * [9.0] + 9 * [6.0]
+    )
     folded = small("dinov2_s14_reg", position="ape", embed_class_token=False)
     assert folded.position.embedding.shape == (9, WIDTH)
 
 
-@pytest.mark.parametrize("pooling", ["class", "mean", "class_mean"])
+@pytest.mark.parametrize("pooling", some_slow(["class", "mean", "class_mean"], ["class_mean"]))
 def test_the_head_reads_what_is_asked_for(pooling):
     model, images = small("dinov3_s16", pooling=pooling), pictures(8, 20)
-    tokens, logits, (features,) = jax.jit(lambda images: (model.encode(images), model(images), model.features(images)))(images)
+    tokens, logits, (features,) = jax.jit(
+        lambda images: (model.encode(images), model(images), model.features(images))
+    )(images)
     assert tokens.shape == (2, 1 + 4 + 10, WIDTH)
     read = {"class": tokens[:, 0], "mean": tokens[:, 5:].mean(axis=1)}
     read["class_mean"] = jnp.concatenate([read["class"], read["mean"]], axis=1)
@@ -375,7 +413,10 @@ def test_what_the_official_file_holds_besides_is_known():
     for block in LAYERS:
         weights[f"{block}.attn.qkv.bias_mask"] = np.repeat(np.float32([1, np.nan, 1]), WIDTH)
         weights[f"{block}.attn.qkv.bias"][WIDTH : 2 * WIDTH] = np.nan  # nobody reads it
-    weights |= {"mask_token": np.zeros((1, WIDTH), np.float32), "rope_embed.periods": np.float32([1, 10])}
+    weights |= {
+        "mask_token": np.zeros((1, WIDTH), np.float32),
+        "rope_embed.periods": np.float32([1, 10]),
+    }
     rope_jax.convert_state_dict(model, weights, source="dinov3")
     logits = run(model, pictures(12, 12))
     rope_jax.convert_state_dict(model, plain, source="dinov3")
@@ -386,8 +427,13 @@ def test_what_the_official_file_holds_besides_is_known():
     rope_jax.convert_state_dict(small("dinov2_g14_reg"), weights, source="dinov2")
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    some_slow(
+        [(name, scan) for name in CASES for scan in (False, True)],
+        [("dinov2_g14_reg", False), ("dinov3_s16_plus", True)],
+    ),
+)
 def test_official_weights_go_out_as_they_came_in(name, scan):
     source, weights = weights_for(name)
     model = small(name, scan_layers=scan)
@@ -401,7 +447,7 @@ def test_official_weights_go_out_as_they_came_in(name, scan):
 
 
 def to_timm(weights):
-    """timm's own renaming: registers and LayerScale, halves of SwiGLU in DINOv3, and the bias of q and v apart."""
+    """timm's renaming: registers, LayerScale, halves of SwiGLU in DINOv3, biases of q and v."""
     renamed = {}
     for key, value in weights.items():
         key = key.replace("register_tokens", "reg_token").replace("storage_tokens", "reg_token")
@@ -409,13 +455,17 @@ def to_timm(weights):
             key = key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")
             key = key.replace("mlp.w1.", "mlp.fc1_g.").replace("mlp.w2.", "mlp.fc1_x.")
             if key.endswith("qkv.bias"):
-                renamed[key.replace("qkv.bias", "q_bias")], _, renamed[key.replace("qkv.bias", "v_bias")] = np.split(value, 3)
+                (
+                    renamed[key.replace("qkv.bias", "q_bias")],
+                    _,
+                    renamed[key.replace("qkv.bias", "v_bias")],
+                ) = np.split(value, 3)
                 continue
         renamed[key.replace("mlp.w12.", "mlp.fc1.").replace("mlp.w3.", "mlp.fc2.")] = value
     return renamed
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(CASES, ["dinov2_g14_reg", "dinov3_s16_plus"]))
 def test_timm_and_the_official_names_give_the_same_model(name):
     source, weights = weights_for(name)
     one, other = small(name), small(name, seed=1)
@@ -433,7 +483,9 @@ def test_channels_and_the_bias_of_q_are_permuted_to_another_pairing():
         rope_jax.convert_state_dict(model, weights, source="dinov3")
         logits[pairing] = run(model, pictures(8, 20))
         exported = export_state_dict(model, source="timm")
-        np.testing.assert_array_equal(exported["blocks.1.attn.q_bias"], weights["blocks.1.attn.qkv.bias"][:WIDTH])
+        np.testing.assert_array_equal(
+            exported["blocks.1.attn.q_bias"], weights["blocks.1.attn.qkv.bias"][:WIDTH]
+        )
     np.testing.assert_allclose(logits["half"], logits["interleaved"], rtol=0, atol=1e-5)
 
 
@@ -442,20 +494,32 @@ def test_timm_files_without_bias_of_q_and_v_fit_a_model_without():
     weights = export_state_dict(model, source="timm")
     assert not [key for key in weights if "q_bias" in key or "qkv.bias" in key]
     rope_jax.convert_state_dict(model, weights, source="timm")
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_bias is missing: it fills blocks\.0\.attn\.qv_bias of the model"):
+    with pytest.raises(
+        ValueError,
+        match=r"blocks\.0\.attn\.q_bias is missing: it fills blocks\.0\.attn\.qv_bias of the model",
+    ):
         rope_jax.convert_state_dict(small("dinov3_s16"), weights, source="timm")
 
 
 # Training
 
 
-@pytest.mark.parametrize("name", ["dinov2_g14_reg", "dinov3_s16_plus"])
+@pytest.mark.parametrize(
+    "name", some_slow(["dinov2_g14_reg", "dinov3_s16_plus"], ["dinov3_s16_plus"])
+)
 def test_training_in_bfloat16_has_finite_gradients_for_everything(name):
-    model, images = small(name, dtype=jnp.bfloat16, drop_path=0.2, layer_scale=0.1, depth=1), pictures(8, 20)
+    model, images = (
+        small(name, dtype=jnp.bfloat16, drop_path=0.2, layer_scale=0.1, depth=1),
+        pictures(8, 20),
+    )
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, key):
-        return jax.nn.log_softmax(nnx.merge(graph, params, rest)(images, train=True, key=key))[:, 0].sum().astype(jnp.float32)
+        return (
+            jax.nn.log_softmax(nnx.merge(graph, params, rest)(images, train=True, key=key))[:, 0]
+            .sum()
+            .astype(jnp.float32)
+        )
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params, jax.random.key(0))
     assert bool(jnp.isfinite(value))
@@ -479,10 +543,19 @@ def test_training_rescales_the_coordinates_of_dinov3_and_evaluation_does_not():
 def test_options_that_cannot_be_are_refused():
     for options, message in (
         ({"registers": -1}, "registers=-1 must be at least 0"),
-        ({"pooling": "max"}, "pooling='max' is not allowed; use one of class, mean, class_mean, None"),
+        (
+            {"pooling": "max"},
+            "pooling='max' is not allowed; use one of class, mean, class_mean, None",
+        ),
         ({"feed_forward": "glu"}, "feed_forward='glu' is not allowed; use one of mlp, swiglu"),
-        ({"pooling": "class", "class_token": False}, "pooling='class' reads a class token, and there is none"),
-        ({"attention": "neighborhood", "class_token": False, "registers": 2}, "has no place for registers: set registers=0"),
+        (
+            {"pooling": "class", "class_token": False},
+            "pooling='class' reads a class token, and there is none",
+        ),
+        (
+            {"attention": "neighborhood", "class_token": False, "registers": 2},
+            "has no place for registers: set registers=0",
+        ),
         ({"token_std": -1.0}, "token_std=-1.0 is not allowed; it must be above 0"),
     ):
         with pytest.raises(ValueError, match=message):

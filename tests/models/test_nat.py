@@ -1,4 +1,4 @@
-"""NAT and DiNAT: their definition in NumPy, their settings; what they share with Swin is tested there."""
+"""NAT and DiNAT: definition and settings; `test_swin` tests what they share with Swin."""
 
 import re
 
@@ -8,20 +8,21 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from tests.models.small import pictures
-from tests.models.test_definition import norm
-from tests.models.test_swin import assert_is_its_definition, attend_on, axial, offsets, places, run, tiny
+from tests.models.definition import convolve, norm, places
+from tests.models.small import pictures, run
+from tests.models.test_swin import (
+    assert_is_its_definition,
+    attend_on,
+    axial,
+    offsets,
+    tiny,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def halved(x, layer):
-    """A convolution of 3 x 3 with stride 2 and a border of zeros."""
-    kernel = np.asarray(layer.kernel[...])
-    height, width = (-(-n // 2) for n in x.shape[:2])
-    x = np.pad(x, ((1, 2), (1, 2), (0, 0)))
-    out = sum(x[i : i + 2 * height : 2, j : j + 2 * width : 2] @ kernel[i, j] for i in range(3) for j in range(3))
-    return out + (0 if layer.bias is None else np.asarray(layer.bias[...]))
+    return convolve(x, layer, 2, padding=1)
 
 
 def stem(embed, image):
@@ -33,7 +34,7 @@ def downsample(x, layer):
 
 
 def neighbourhoods(kernel, dilations):
-    """Along each axis, the nearest tokens of the same residue; all of them where there are no more than the kernel takes."""
+    """Along each axis, the nearest tokens of the same residue, or all of them if there are few."""
 
     def near(i, j, n, step):
         members = len(range(i % step, n, step))
@@ -42,7 +43,9 @@ def neighbourhoods(kernel, dilations):
 
     def allowed(stage, block, grid):
         step = dilations[stage] if block % 2 else 1
-        pair = lambda query, key: all(near(i, j, n, step) for i, j, n in zip(query, key, grid, strict=True))
+        pair = lambda query, key: all(
+            near(i, j, n, step) for i, j, n in zip(query, key, grid, strict=True)
+        )
         return np.array([[pair(query, key) for key in places(grid)] for query in places(grid)])
 
     return allowed
@@ -67,7 +70,9 @@ def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
 
     def terms(stage, block, grid):
         if position == "rpb":
-            return offsets(model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1), None
+            return offsets(
+                model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1
+            ), None
         return None, lambda head: axial(2 << stage)(grid, head)
 
     assert_is_its_definition(model, neighbourhoods(3, dilations), terms, **parts)
@@ -76,12 +81,23 @@ def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("position", ["rpb", "lape(ape)"])
 def test_padding_of_natten_0_14_takes_part(position):
-    """Maps of 9 x 13 and 5 x 7 tokens, in every second block padded to 12 x 13 and 6 x 7 of zeros, which q, k and v turn into biases."""
+    """Maps of 9 x 13 and 5 x 7 tokens, padded in every second block to 12 x 13 and 6 x 7."""
     dilations = (4, 2)
-    model = tiny("dinat_base", position, dtype=jnp.float64, kernel_size=3, dilations=dilations, pad_compat=True)
+    model = tiny(
+        "dinat_base",
+        position,
+        dtype=jnp.float64,
+        kernel_size=3,
+        dilations=dilations,
+        pad_compat=True,
+    )
 
     def terms(stage, block, grid):
-        return (offsets(model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1) if position == "rpb" else None), None
+        return (
+            offsets(model, stage, block, grid, sign=-1, step=dilations[stage] if block % 2 else 1)
+            if position == "rpb"
+            else None
+        ), None
 
     def attend(grid, x, block, heads, where, allowed, terms):
         if position != "rpb":
@@ -93,23 +109,46 @@ def test_padding_of_natten_0_14_takes_part(position):
         out = attend_on(padded, zeros.reshape(-1, x.shape[1]), block, heads, where, allowed, terms)
         return out.reshape(zeros.shape)[: grid[0], : grid[1]].reshape(x.shape)
 
-    assert_is_its_definition(model, neighbourhoods(3, dilations), terms, attend=attend, **CONVOLUTIONS)
+    assert_is_its_definition(
+        model, neighbourhoods(3, dilations), terms, attend=attend, **CONVOLUTIONS
+    )
 
 
 def test_padding_of_natten_0_14_acts_on_small_maps_only():
-    plain, padded = (tiny("dinat_mini", "rpb", kernel_size=3, dilations=(2, 1), pad_compat=pad) for pad in (False, True))
+    plain, padded = (
+        tiny("dinat_mini", "rpb", kernel_size=3, dilations=(2, 1), pad_compat=pad)
+        for pad in (False, True)
+    )
     for size, equal in (((24, 28), True), ((20, 28), False)):
-        np.testing.assert_equal(np.allclose(run(plain, pictures(*size)), run(padded, pictures(*size)), rtol=0, atol=1e-6), equal)
+        np.testing.assert_equal(
+            np.allclose(
+                run(plain, pictures(*size))[0], run(padded, pictures(*size))[0], rtol=0, atol=1e-6
+            ),
+            equal,
+        )
 
 
 def test_dilations_are_those_of_the_papers():
-    for name, depths in {"dinat_mini": (3, 4, 6, 5), "dinat_base": (3, 4, 18, 5), "dinat_s_small": (2, 2, 18, 2)}.items():
+    for name, depths in {
+        "dinat_mini": (3, 4, 6, 5),
+        "dinat_base": (3, 4, 18, 5),
+        "dinat_s_small": (2, 2, 18, 2),
+    }.items():
         model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
-        dilations = [[pattern.dilation[0] for pattern in model.patterns(stage, (56, 56))] for stage in range(4)]
-        assert dilations == [([1, most] * depth)[:depth] for depth, most in zip(depths, (8, 4, 2, 1), strict=True)]
-        assert {pattern.size for stage in range(4) for pattern in model.patterns(stage, (56, 56))} == {(7, 7)}
+        dilations = [
+            [pattern.dilation[0] for pattern in model.patterns(stage, (56, 56))]
+            for stage in range(4)
+        ]
+        assert dilations == [
+            ([1, most] * depth)[:depth] for depth, most in zip(depths, (8, 4, 2, 1), strict=True)
+        ]
+        assert {
+            pattern.size for stage in range(4) for pattern in model.patterns(stage, (56, 56))
+        } == {(7, 7)}
     plain = nnx.eval_shape(lambda: rope_jax.create_model("nat_s_tiny"))
-    assert {pattern.dilation for stage in range(4) for pattern in plain.patterns(stage, (56, 56))} == {(1, 1)}
+    assert {
+        pattern.dilation for stage in range(4) for pattern in plain.patterns(stage, (56, 56))
+    } == {(1, 1)}
 
 
 def test_layer_scale_is_where_the_official_code_has_it():
@@ -117,14 +156,22 @@ def test_layer_scale_is_where_the_official_code_has_it():
     for name in rope_jax.list_models("*nat_[tsmb]*"):
         make = lambda name=name: rope_jax.create_model(name, depths=(1,), heads=(2,))
         scales[name] = nnx.eval_shape(make).stages[0].blocks[0].scale1 is not None
-    assert {name for name, scaled in scales.items() if scaled} == {"nat_small", "nat_base", "dinat_base"}
+    assert {name for name, scaled in scales.items() if scaled} == {
+        "nat_small",
+        "nat_base",
+        "dinat_base",
+    }
     assert len(scales) == 14
-    model = rope_jax.create_model("nat_small", width=8, depths=(1,), heads=(1,), dilations=(1,), image_size=16, num_classes=2)
+    model = rope_jax.create_model(
+        "nat_small", width=8, depths=(1,), heads=(1,), dilations=(1,), image_size=16, num_classes=2
+    )
     np.testing.assert_array_equal(model.stages[0].blocks[0].scale2.gamma[...], np.float32(1e-5))
 
 
 def test_convolutions_start_as_in_torch():
-    model = rope_jax.create_model("nat_mini", depths=(1, 1), heads=(2, 4), dilations=(1, 1), num_classes=2, image_size=16)
+    model = rope_jax.create_model(
+        "nat_mini", depths=(1, 1), heads=(2, 4), dilations=(1, 1), num_classes=2, image_size=16
+    )
     first, second = model.patch_embed.proj
     for layer, inputs in ((first, 3), (second, 32), (model.stages[0].downsample.reduction, 64)):
         bound = (9 * inputs) ** -0.5
@@ -136,20 +183,32 @@ def test_convolutions_start_as_in_torch():
 
 def test_a_neighbourhood_keeps_its_tables_on_every_map():
     model, images = tiny("nat_mini", "rpb", kernel_size=3), pictures(20, 76)
-    before = run(model, images)
+    before = run(model, images)[0]
     model.resize((20, 76))
     assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(5, 5)] * 2
-    np.testing.assert_array_equal(run(model, images), before)
+    np.testing.assert_array_equal(run(model, images)[0], before)
 
 
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        ({"dilations": (2,)}, "dilations=(2,) must be one whole number of at least 1 for each of the 2 stages"),
-        ({"position": "rpb+rope2d", "pad_compat": True}, "position='rpb+rope2d' does not go with pad_compat=True, which reproduces NATTEN"),
+        (
+            {"dilations": (2,)},
+            "dilations=(2,) must be one whole number of at least 1 for each of the 2 stages",
+        ),
+        (
+            {"position": "rpb+rope2d", "pad_compat": True},
+            "position='rpb+rope2d' does not go with pad_compat=True, which reproduces NATTEN",
+        ),
         ({"kernel_size": 0}, "kernel_size=0 must be at least 1"),
-        ({"convolutions": "none"}, "convolutions='none' is not allowed; use one of overlapping, patches"),
-        ({"width": 15, "heads": (1, 1)}, "width=15 must be even: the first convolution of the stem has half as many channels"),
+        (
+            {"convolutions": "none"},
+            "convolutions='none' is not allowed; use one of overlapping, patches",
+        ),
+        (
+            {"width": 15, "heads": (1, 1)},
+            "width=15 must be even: the first convolution of the stem has half as many channels",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(options, advice):

@@ -18,12 +18,26 @@ def shape_of(name, **options):
 def test_list_models_takes_patterns():
     assert rope_jax.list_models("deit_*") == ["deit_b16", "deit_s16", "deit_ti16"]
     assert rope_jax.list_models("deit3_?16") == ["deit3_b16", "deit3_l16", "deit3_s16"]
-    assert {"vit_s16", "vit_b16", "vit_s16_h6", "vit_digits", "nat_isotropic_s16", "nat_isotropic_b16"} <= set(rope_jax.list_models())
+    assert {
+        "vit_s16",
+        "vit_b16",
+        "vit_s16_h6",
+        "vit_digits",
+        "nat_isotropic_s16",
+        "nat_isotropic_b16",
+    } <= set(rope_jax.list_models())
     assert rope_jax.list_models("resnet*") == []
     assert rope_jax.list_models() == sorted(rope_jax.list_models())
 
 
-@pytest.mark.parametrize("name", [name for pattern in ("deit*", "vit_[!l]*", "nat_isotropic*") for name in rope_jax.list_models(pattern)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for pattern in ("deit*", "vit_[!l]*", "nat_isotropic*")
+        for name in rope_jax.list_models(pattern)
+    ],
+)
 def test_defaults_of_every_isotropic_model(name):
     model = shape_of(name)
     digits = name == "vit_digits"
@@ -35,10 +49,16 @@ def test_defaults_of_every_isotropic_model(name):
 
 
 def test_head_dims_of_the_two_thesis_sizes_and_of_the_variant_for_k_rope_16():
-    head_dims = {name: shape_of(name).position.stage.head_dim for name in ("vit_s16", "vit_b16", "vit_s16_h6")}
+    head_dims = {
+        name: shape_of(name).position.stage.head_dim
+        for name in ("vit_s16", "vit_b16", "vit_s16_h6")
+    }
     assert head_dims == {"vit_s16": 32, "vit_b16": 32, "vit_s16_h6": 64}
     shape_of("vit_s16_h6", position="axial_rope(k_rope=16)")
-    with pytest.raises(ValueError, match=r"k_rope=16 does not go with head dimension 32: .* use k_rope of 1 or 2 or 4 or 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"k_rope=16 does not go with head dimension 32: .* use k_rope of 1 or 2 or 4 or 8",
+    ):
         shape_of("vit_s16", position="axial_rope(k_rope=16)")
 
 
@@ -51,8 +71,12 @@ def test_sizes_and_classes_are_as_asked():
 
 @pytest.mark.usefixtures("quick_compiles")
 def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_papers():
-    make = lambda seed: rope_jax.create_model("vit_digits", position="ape", depth=1, width=48, heads=3, seed=seed)
-    first, again, other = (nnx.to_flat_state(nnx.state(make(seed), nnx.Param)) for seed in (3, 3, 4))
+    make = lambda seed: rope_jax.create_model(
+        "vit_digits", position="ape", depth=1, width=48, heads=3, seed=seed
+    )
+    first, again, other = (
+        nnx.to_flat_state(nnx.state(make(seed), nnx.Param)) for seed in (3, 3, 4)
+    )
     for (path, one), (_, two), (_, three) in zip(first, again, other, strict=True):
         np.testing.assert_array_equal(one[...], two[...])
         random = path[-1] in ("kernel", "embedding") or path[:2] == ("patch_embed", "proj")
@@ -65,7 +89,8 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         else:
             np.testing.assert_array_equal(one[...], float(path[-1] == "scale"))
     np.testing.assert_array_equal(
-        rope_jax.create_model("deit3_ti16", depth=1, width=12, heads=3).blocks[0].scale1.gamma[...], np.float32(1e-4)
+        rope_jax.create_model("deit3_ti16", depth=1, width=12, heads=3).blocks[0].scale1.gamma[...],
+        np.float32(1e-4),
     )
 
 
@@ -74,35 +99,93 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
     [
         ("deit_s", {}, "unknown model 'deit_s'; did you mean 'deit_s16'?"),
         ("resnet50", {}, "unknown model 'resnet50'; "),
-        ("vit_s16", {"dept": 2}, "vit_s16 has no option 'dept'; did you mean 'depth'? known: patch_size, width, depth,"),
-        ("vit_s16", {"colour": 2}, "vit_s16 has no option 'colour'; known: patch_size, width, depth,"),
+        (
+            "vit_s16",
+            {"dept": 2},
+            "vit_s16 has no option 'dept'; did you mean 'depth'? known: patch_size, width, depth,",
+        ),
+        (
+            "vit_s16",
+            {"colour": 2},
+            "vit_s16 has no option 'colour'; known: patch_size, width, depth,",
+        ),
         ("vit_s16", {"depth": "2"}, "depth='2' must be of type int"),
         ("vit_s16", {"depth": 0}, "depth=0 must be at least 1"),
         ("vit_s16", {"heads": 5}, "width=384 is not divisible by heads=5: change one of them"),
-        ("vit_s16", {"drop_path": 1.0}, "drop_path=1.0 is not allowed; it must be at least 0 and below 1"),
+        (
+            "vit_s16",
+            {"drop_path": 1.0},
+            "drop_path=1.0 is not allowed; it must be at least 0 and below 1",
+        ),
         ("vit_s16", {"drop_path": -0.1}, "drop_path=-0.1 is not allowed"),
-        ("vit_s16", {"drop_path_schedule": "cosine"}, "drop_path_schedule='cosine' is not allowed; use one of linear, constant"),
-        ("vit_s16", {"attention": "local"}, "attention='local' is not allowed; use one of global, neighborhood"),
-        ("deit_s16", {"attention": "neighborhood"}, "has no place for a class token: set class_token=False"),
-        ("vit_s16", {"image_size": 225}, "image size 225x225 is not divisible by the patch size 16: change one of them"),
-        ("vit_s16", {"image_size": (224, 100)}, "image size 224x100 is not divisible by the patch size 16"),
-        ("vit_s16", {"image_size": 0}, "image size 0 must be a positive number of pixels or a pair (height, width)"),
+        (
+            "vit_s16",
+            {"drop_path_schedule": "cosine"},
+            "drop_path_schedule='cosine' is not allowed; use one of linear, constant",
+        ),
+        (
+            "vit_s16",
+            {"attention": "local"},
+            "attention='local' is not allowed; use one of global, neighborhood",
+        ),
+        (
+            "deit_s16",
+            {"attention": "neighborhood"},
+            "has no place for a class token: set class_token=False",
+        ),
+        (
+            "vit_s16",
+            {"image_size": 225},
+            "image size 225x225 is not divisible by the patch size 16: crop or resize the images",
+        ),
+        (
+            "vit_s16",
+            {"image_size": (224, 100)},
+            "image size 224x100 is not divisible by the patch size 16",
+        ),
+        (
+            "vit_s16",
+            {"image_size": 0},
+            "image size 0 must be a positive number of pixels, 224, or a height and a width",
+        ),
         ("vit_s16", {"image_size": (16, -16)}, "image size (16, -16) must be"),
-        ("vit_s16", {"image_size": 224.0}, "image size 224.0 must be a positive number of pixels or a pair (height, width)"),
-        ("vit_s16", {"image_size": "224"}, "image size '224' must be"),
+        (
+            "vit_s16",
+            {"image_size": 224.0},
+            "image size 224.0 must be a positive number of pixels, 224, or a height and a width",
+        ),
         ("vit_s16", {"num_classes": 0}, "num_classes=0 must be a whole number of at least 1"),
         ("vit_s16", {"num_classes": 10.0}, "num_classes=10.0 must be a whole number of at least 1"),
         ("vit_s16", {"num_classes": "10"}, "num_classes='10' must be a whole number"),
-        ("vit_s16", {"dtype": jnp.int32}, "dtype=int32 is not available; use float32, bfloat16 or float16"),
-        ("vit_s16", {"dtype": "float"}, "dtype=float64 is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64"),
+        (
+            "vit_s16",
+            {"dtype": jnp.int32},
+            "dtype=int32 is not available; use float32, bfloat16 or float16",
+        ),
+        (
+            "vit_s16",
+            {"dtype": "float"},
+            "dtype=float64 is not available; use float32, bfloat16 or float16, or float64 "
+            "with jax_enable_x64",
+        ),
         ("vit_s16", {"dtype": "half precision"}, "dtype=half precision is not available"),
         ("vit_s16", {"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn is not available"),
-        ("vit_s16", {"pretrained": True}, "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id"),
-        ("vit_s16", {"position": 3}, "position=3 must be the text of a scheme, such as 'axial_rope'"),
+        (
+            "vit_s16",
+            {"pretrained": True},
+            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id",
+        ),
+        (
+            "vit_s16",
+            {"position": 3},
+            "position=3 must be the text of a scheme, such as 'axial_rope'",
+        ),
         ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; did you mean"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
-    create_model = inspect.unwrap(rope_jax.create_model)  # as users have it: without the annotation checks of tests
+    create_model = inspect.unwrap(
+        rope_jax.create_model
+    )  # as users have it: without the annotation checks of tests
     with pytest.raises(ValueError, match=re.escape(advice)):
         create_model(name, **options)

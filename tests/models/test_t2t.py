@@ -1,4 +1,4 @@
-"""T2T-ViT: its definition in NumPy, the random features of its stem, the old scale of logits, sizes of images, and what is refused."""
+"""T2T-ViT: definition, random features, scale of logits, sizes, and what is refused."""
 
 import math
 
@@ -14,7 +14,8 @@ from rope_jax.models.cost import cost
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.t2t import RandomFeatures, dropout, soft_split
-from rope_jax.optim import decay_mask
+from rope_jax.training.optim import decay_mask
+from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
 from tests.models.small import filled, pictures
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -24,13 +25,18 @@ SMALL = {"width": 16, "heads": 4, "depth": 2, "token_width": 8, "random_features
 
 def small(position=None, *, image_size=(40, 70), dtype=jnp.float32, **changes):
     options = SMALL | changes | {"num_classes": 5, "image_size": image_size, "dtype": dtype}
-    return filled(nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", position=position, **options)))
+    return filled(
+        nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", position=position, **options))
+    )
 
 
 def jitted(model):
     """The model's calls, compiled as one program."""
     graph, state = nnx.split(model)
-    run = jax.jit(lambda state, *args, train, key: nnx.merge(graph, state)(*args, train=train, key=key), static_argnames="train")
+    run = jax.jit(
+        lambda state, *args, train, key: nnx.merge(graph, state)(*args, train=train, key=key),
+        static_argnames="train",
+    )
     return lambda *args, train=False, key=None: run(state, *args, train=train, key=key)
 
 
@@ -48,74 +54,49 @@ def gradients(model, *args, **options):
 # The definition
 
 
-def value(variable):
-    return np.asarray(variable[...], np.float64)
-
-
-def norm(x, layer):
-    deviation = x - x.mean(axis=-1, keepdims=True)
-    return deviation / np.sqrt((deviation**2).mean(axis=-1, keepdims=True) + 1e-5) * value(layer.scale) + value(layer.bias)
-
-
-def dense(x, layer):
-    return x @ value(layer.kernel) + (0 if layer.bias is None else value(layer.bias))
-
-
-def mlp(x, layer):
-    hidden = dense(x, layer.fc1)
-    return dense(hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2, layer.fc2)
-
-
-def unfolded(x, kernel, stride, padding):
+def unfolded(image, *split):
     """Patches as torch's Unfold orders their numbers: channel, row, column."""
-    batch, height, width, channels = x.shape
-    framed = np.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
-    framed[:, padding : padding + height, padding : padding + width] = x
-    starts = [range(0, n + 2 * padding - kernel + 1, stride) for n in (height, width)]
-    rows = [[framed[:, y : y + kernel, x : x + kernel].transpose(0, 3, 1, 2).reshape(batch, -1) for x in starts[1]] for y in starts[0]]
-    return np.array(rows).transpose(2, 0, 1, 3)
+    patches = patches_of(image, *split)
+    return patches.transpose(0, 1, 4, 2, 3).reshape(*patches.shape[:2], -1)
 
 
 def performer(x, layer):
     """Every query's weights written out; phi(q) . phi(k) are their numerators."""
-    k, q, v = np.split(dense(norm(x, layer.norm1), layer.kqv), 3, axis=-1)
+    k, q, v = np.split(dense(norm(x, layer.norm1, 1e-5), layer.kqv), 3, axis=-1)
     w = value(layer.w)
-    phi = lambda x: np.exp(x @ w.T - (x**2).sum(axis=-1, keepdims=True) / 2) / math.sqrt(len(w))
-    kernel = phi(q) @ phi(k).swapaxes(1, 2)
+
+    def phi(x):
+        return np.exp(x @ w.T - (x**2).sum(axis=-1, keepdims=True) / 2) / math.sqrt(len(w))
+
+    kernel = phi(q) @ phi(k).T
     x = v + dense(kernel / (kernel.sum(axis=-1, keepdims=True) + 1e-8) @ v, layer.proj)
-    return x + mlp(norm(x, layer.norm2), layer.mlp)
+    return x + mlp(norm(x, layer.norm2, 1e-5), layer.mlp)
 
 
-def block(x, layer, heads, scale):
-    batch, tokens, width = x.shape
-    qkv = dense(norm(x, layer.norm1), layer.attn.qkv).reshape(batch, tokens, 3, heads, width // heads)
-    q, k, v = np.moveaxis(qkv, 2, 0)
-    weights = np.exp(np.einsum("bqnd,bknd->bnqk", q, k) * scale)
-    out = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(axis=-1, keepdims=True), v).reshape(x.shape)
-    x = x + dense(out, layer.attn.proj)
-    return x + mlp(norm(x, layer.norm2), layer.mlp)
-
-
-def sinusoid(tokens, width):
-    angles = np.arange(tokens)[:, None] / 10000 ** (2 * (np.arange(width) // 2) / width)
-    return np.where(np.arange(width) % 2, np.cos(angles), np.sin(angles))
+def definition(model, image, scale):
+    """Logits of one image, logits of attention being multiplied by `scale`."""
+    stem, x = model.patch_embed, image
+    for layer, split in ((stem.attention1, (7, 4, 2)), (stem.attention2, (3, 2, 1))):
+        x = unfolded(x, *split)
+        x = performer(x.reshape(-1, x.shape[-1]), layer).reshape(*x.shape[:2], -1)
+    x = dense(unfolded(x, 3, 2, 1), stem.project)
+    x = np.concatenate([value(model.class_token)[0], x.reshape(-1, x.shape[-1])])
+    x = x + sinusoids(*x.shape)
+    for block in model.blocks:
+        normed = norm(x, block.norm1, 1e-5)
+        x = x + attend(normed, block.attn, model.options.heads, scale=scale)
+        x = x + mlp(norm(x, block.norm2, 1e-5), block.mlp)
+    return dense(norm(x, model.norm, 1e-5)[0], model.head)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("logit_scale", ["head", "width"])
 def test_the_model_is_its_definition_on_an_image_that_is_not_square(logit_scale):
     model = small(dtype=jnp.float64, logit_scale=logit_scale)
-    images = pictures(41, 70).astype(jnp.float64)
-    stem, x = model.patch_embed, np.asarray(images)
-    for layer, split in ((stem.attention1, (7, 4, 2)), (stem.attention2, (3, 2, 1))):
-        x = unfolded(x, *split)
-        x = performer(x.reshape(2, -1, x.shape[-1]), layer).reshape(*x.shape[:3], -1)
-    x = dense(unfolded(x, 3, 2, 1), stem.project)
-    assert x.shape == (2, 3, 5, 16)  # 41 x 70 pixels, 10 x 17 tokens, 5 x 9, 3 x 5
-    x = np.concatenate([np.broadcast_to(value(model.class_token), (2, 1, 16)), x.reshape(2, 15, 16)], axis=1) + sinusoid(16, 16)
-    for layer in model.blocks:
-        x = block(x, layer, heads=4, scale=(4 if logit_scale == "head" else 16) ** -0.5)
-    np.testing.assert_allclose(jitted(model)(images), dense(norm(x, model.norm)[:, 0], model.head), rtol=0, atol=1e-12)
+    images = pictures(41, 70).astype(jnp.float64)  # 10 x 17 tokens, 5 x 9, 3 x 5
+    scale = (4 if logit_scale == "head" else 16) ** -0.5
+    want = [definition(model, image, scale) for image in np.asarray(images)]
+    np.testing.assert_allclose(jitted(model)(images), want, rtol=0, atol=1e-12)
 
 
 def test_half_of_the_queries_with_one_scale_are_the_queries_with_the_other():
@@ -127,13 +108,18 @@ def test_half_of_the_queries_with_one_scale_are_the_queries_with_the_other():
     for layer in new.blocks:
         kernel = layer.attn.qkv.kernel
         kernel.set_value(kernel[...].at[:, :16].multiply(0.5))
-    np.testing.assert_allclose(jitted(new)(images), want, rtol=0, atol=1e-5)  # logits of size 1, some fifty roundings
+    np.testing.assert_allclose(
+        jitted(new)(images), want, rtol=0, atol=1e-5
+    )  # logits of size 1, some fifty roundings
 
 
 def test_a_soft_split_is_torchs_unfold():
     x = np.random.default_rng(0).standard_normal((2, 7, 10, 3))
     for split in ((7, 4, 2), (3, 2, 1), (3, 1, 0)):
-        np.testing.assert_array_equal(soft_split(jnp.asarray(x, jnp.float32), *split), unfolded(x, *split).astype(np.float32))
+        np.testing.assert_array_equal(
+            soft_split(jnp.asarray(x, jnp.float32), *split),
+            [unfolded(image, *split).astype(np.float32) for image in x],
+        )
 
 
 # Random features
@@ -141,10 +127,14 @@ def test_a_soft_split_is_torchs_unfold():
 
 def test_random_features_are_orthogonal_stored_and_not_trained():
     model = rope_jax.create_model("t2t_vit_7", depth=1)
-    count = lambda kind: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, kind)))
+    count = lambda kind: sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, kind))
+    )
     assert count(RandomFeatures) == 2 * 32 * 64
     assert count(STORED) == count(nnx.Param) + 2 * 32 * 64
-    one, other = (layer.w[...] for layer in (model.patch_embed.attention1, model.patch_embed.attention2))
+    one, other = (
+        layer.w[...] for layer in (model.patch_embed.attention1, model.patch_embed.attention2)
+    )
     for w in (one, other):
         np.testing.assert_allclose(w @ w.T, 32 * np.eye(32), rtol=0, atol=1e-4)
     assert float(jnp.abs(one - other).max()) > 1
@@ -155,7 +145,9 @@ def test_random_features_are_orthogonal_stored_and_not_trained():
 def test_random_features_are_in_files_of_weights(tmp_path):
     model, path = small(), str(tmp_path / "weights.npz")
     restore.save_weights(model, path)
-    np.testing.assert_array_equal(np.load(path)["patch_embed.attention2.w"], model.patch_embed.attention2.w[...])
+    np.testing.assert_array_equal(
+        np.load(path)["patch_embed.attention2.w"], model.patch_embed.attention2.w[...]
+    )
 
 
 def test_weights_go_out_and_come_back_with_the_table_that_official_files_hold():
@@ -164,11 +156,15 @@ def test_weights_go_out_and_come_back_with_the_table_that_official_files_hold():
     assert state_dict["tokens_to_token.attention2.mlp.2.weight"].shape == (8, 8)
     assert "pos_embed" not in state_dict
     other = rope_jax.create_model("t2t_vit_7", num_classes=5, image_size=64, seed=1, **SMALL)
-    table = sinusoid(17, 16)[None].astype(np.float32)
+    table = sinusoids(17, 16)[None].astype(np.float32)
     rope_jax.convert_state_dict(other, state_dict | {"pos_embed": table}, source="t2t")
-    for one, two in zip(*(jax.tree.leaves(nnx.state(m, STORED)) for m in (model, other)), strict=True):
+    for one, two in zip(
+        *(jax.tree.leaves(nnx.state(m, STORED)) for m in (model, other)), strict=True
+    ):
         np.testing.assert_array_equal(one, two)
-    with pytest.raises(ValueError, match="pos_embed is computed here, and is not what the file holds"):
+    with pytest.raises(
+        ValueError, match="pos_embed is computed here, and is not what the file holds"
+    ):
         rope_jax.convert_state_dict(other, state_dict | {"pos_embed": table[:, ::-1]}, source="t2t")
 
 
@@ -181,8 +177,13 @@ def test_parameters_and_multiply_adds_are_those_of_the_official_model():
     assert sum(row.parameters for row in rows) == 4_255_694
     total = sum(row.multiply_adds for row in rows)
     assert 1.05e9 < total < 1.15e9  # the paper says 1.1 G
-    stem = {row.module: row.multiply_adds for row in cost(model, 224, depth=2) if row.module.startswith("patch_embed")}
-    # 56 x 56 and 28 x 28 tokens of 64 channels from 147 and 576, with 32 features; then 14 x 14 of 256.
+    stem = {
+        row.module: row.multiply_adds
+        for row in cost(model, 224, depth=2)
+        if row.module.startswith("patch_embed")
+    }
+    # 56 x 56 and 28 x 28 tokens of 64 channels from 147 and 576, with 32 features; then 14 x 14
+    # of 256.
     performer = lambda inputs: 64 * 3 * inputs + 3 * 64**2 + 4 * 32 * 64 + 32
     assert stem == {
         "patch_embed.attention1": 56**2 * performer(147),
@@ -191,7 +192,10 @@ def test_parameters_and_multiply_adds_are_those_of_the_official_model():
     }
 
 
-@pytest.mark.parametrize(("size", "grid"), [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3)), ((225, 227), (14, 15))])
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3)), ((225, 227), (14, 15))],
+)
 def test_images_of_any_size_become_tokens(size, grid):
     model = small(image_size=size)
     assert model.grids(size) == [grid]
@@ -199,6 +203,7 @@ def test_images_of_any_size_become_tokens(size, grid):
     assert features.shape == (1, *grid, 16)
 
 
+@pytest.mark.slow
 def test_schemes_of_position_learn_here_too():
     for path, gradient in gradients(small("lape(ape)+rope_mixed+rpb"), pictures(52, 40)):
         assert bool(jnp.isfinite(gradient[...]).all()), path
@@ -208,7 +213,9 @@ def test_schemes_of_position_learn_here_too():
 def test_blocks_may_be_kept_as_one():
     images = pictures(40, 70)
     stacked = small(scan_layers=True)
-    np.testing.assert_allclose(jitted(stacked)(images), jitted(_as_list(stacked))(images), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        jitted(stacked)(images), jitted(_as_list(stacked))(images), rtol=0, atol=1e-5
+    )
 
 
 def _as_list(stacked):
@@ -223,7 +230,9 @@ def _as_list(stacked):
 
 
 def test_weight_decay_spares_the_class_token():
-    mask = decay_mask(nnx.state(nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", depth=1)), nnx.Param))
+    mask = decay_mask(
+        nnx.state(nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", depth=1)), nnx.Param)
+    )
     assert not mask["class_token"]
     assert mask["patch_embed"]["attention1"]["kqv"] == {"kernel": True, "bias": False}
 
@@ -235,7 +244,9 @@ def test_numbers_are_dropped_one_by_one_and_the_mean_stays():
     x = jnp.ones((400, 50))
     dropped = dropout(x, 0.1, jax.random.key(0))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1) / np.float32(0.9)}
-    assert abs(float((dropped == 0).mean()) - 0.1) < 5 * math.sqrt(0.09 / x.size)  # five standard deviations
+    assert abs(float((dropped == 0).mean()) - 0.1) < 5 * math.sqrt(
+        0.09 / x.size
+    )  # five standard deviations
     assert dropout(x, 0.1, None) is x
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
@@ -245,7 +256,7 @@ def test_only_training_drops_and_only_with_a_key():
     run = jitted(model)
     plain = run(images)
     np.testing.assert_array_equal(run(images, key=jax.random.key(0)), plain)
-    with pytest.raises(ValueError, match="train=True needs a key for dropout in the stem: pass key="):
+    with pytest.raises(ValueError, match="train=True needs a key for performer dropout: pass key="):
         model(images, train=True)
     trained = [run(images, train=True, key=jax.random.key(seed)) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(trained[0], trained[1])
@@ -256,8 +267,11 @@ def test_only_training_drops_and_only_with_a_key():
         small(performer_dropout=0.0)(images, train=True)
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_has_finite_gradients():
-    for path, gradient in gradients(small(dtype=jnp.bfloat16, depth=1), pictures(40, 70), train=True, key=jax.random.key(0)):
+    for path, gradient in gradients(
+        small(dtype=jnp.bfloat16, depth=1), pictures(40, 70), train=True, key=jax.random.key(0)
+    ):
         assert gradient.dtype == jnp.float32
         assert bool(jnp.isfinite(gradient[...]).all()), path
 
@@ -270,10 +284,19 @@ def test_training_in_bfloat16_has_finite_gradients():
     [
         ({"patch_size": 8}, "patch_size=8 is not an option of this family: leave it at 16"),
         ({"token_width": 0}, "token_width=0 must be at least 1"),
-        ({"random_features": 9}, "random_features=9 are orthogonal, so there are at most token_width=8"),
-        ({"performer_dropout": 1.0}, "performer_dropout=1.0 is not allowed; it must be at least 0 and below 1"),
+        (
+            {"random_features": 9},
+            "random_features=9 are orthogonal, so there are at most token_width=8",
+        ),
+        (
+            {"performer_dropout": 1.0},
+            "performer_dropout=1.0 is not allowed; it must be at least 0 and below 1",
+        ),
         ({"logit_scale": "D"}, "logit_scale='D' is not allowed; use one of head, width"),
-        ({"image_size": (2, 9)}, "image size 2x9 is too small for a split of 7x7 pixels: use at least 3x3"),
+        (
+            {"image_size": (2, 9)},
+            "image size 2x9 is too small for a split of 7x7 pixels: use at least 3x3",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

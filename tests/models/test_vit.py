@@ -1,4 +1,4 @@
-"""The isotropic vision transformers: every scheme in every family, symmetry, precision, drop path, features."""
+"""The isotropic vision transformers: schemes, symmetry, precision, drop path, features."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.layers import check_images
-from tests.models.small import pictures, small_model
+from tests.models.small import pictures, run, small_model, some_slow
 from tests.positions.schemes import DEFAULTS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -17,11 +17,21 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 FAMILIES = ["deit_ti16", "deit3_ti16", "vit_s16", "nat_isotropic_s16"]
 # Every scheme in one of the families; `test_pairs` traces all of them in all.
 PAIRS = [(FAMILIES[index % len(FAMILIES)], text) for index, text in enumerate(DEFAULTS)]
-PAIRS += [("deit_ti16", "lape(ape,join=share)"), ("deit_ti16", "rpb(prefix=True)"), ("vit_s16", "irpe+ape"), ("deit3_ti16", "gpe+lpe")]
+PAIRS += [
+    ("deit_ti16", "lape(ape,join=share)"),
+    ("deit_ti16", "rpb(prefix=True)"),
+    ("vit_s16", "irpe+ape"),
+    ("deit3_ti16", "gpe+lpe"),
+]
 PAIRS = [(name if text != "irpe" else "deit_ti16", text) for name, text in PAIRS]
 
 
-@pytest.mark.parametrize(("name", "position"), PAIRS)
+# One scheme of each kind; `tests/positions` takes every scheme through its gradients.
+LEARNING = ("ape", "lape(ape)", "rpb", "rope_mixed", "comrope", "irpe", "peg")
+QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
+
+
+@pytest.mark.parametrize(("name", "position"), some_slow(PAIRS, QUICK))
 def test_every_scheme_works_on_another_map_and_learns(name, position):
     model = small_model(name, position)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -46,7 +56,11 @@ def shuffled(images, patch):
     grid = images.reshape(batch, height // patch, patch, width // patch, patch, 3).swapaxes(2, 3)
     patches = np.asarray(grid.reshape(batch, -1, patch, patch, 3))
     order = np.random.default_rng(2).permutation(patches.shape[1])
-    grid = patches[:, order].reshape(batch, height // patch, width // patch, patch, patch, 3).swapaxes(2, 3)
+    grid = (
+        patches[:, order]
+        .reshape(batch, height // patch, width // patch, patch, patch, 3)
+        .swapaxes(2, 3)
+    )
     return jnp.asarray(grid.reshape(images.shape))
 
 
@@ -54,29 +68,36 @@ def shuffled(images, patch):
 def test_without_position_information_the_order_of_patches_makes_no_difference(name):
     images = pictures(6, 10)
     model = small_model(name, "none")
-    logits, other = model(images), model(shuffled(images, 2))
-    # Sums in another order, on logits of size 1: a few units in the last place for each of some ten steps.
+    (logits, _), (other, _) = run(model, images), run(model, shuffled(images, 2))
+    # Sums in another order, on logits of size 1: a few units in the last place for each of some
+    # ten steps.
     np.testing.assert_allclose(other, logits, rtol=0, atol=1e-5)
     assert float(jnp.abs(logits[0] - logits[1]).max()) > 0.1  # the images differ
 
 
-@pytest.mark.parametrize("position", [text for text in DEFAULTS if text != "none"])
+@pytest.mark.parametrize(
+    "position", some_slow([t for t in DEFAULTS if t != "none"], ["ape", "axial_rope", "rpb"])
+)
 def test_with_it_the_order_makes_one(position):
     images = pictures(6, 10)
     model = small_model("vit_s16", position)
-    assert float(jnp.abs(model(images) - model(shuffled(images, 2))).max()) > 1e-3
+    (logits, _), (other, _) = run(model, images), run(model, shuffled(images, 2))
+    assert float(jnp.abs(logits - other).max()) > 1e-3
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_for_activations_only_and_close(name):
     images = pictures(6, 10)
     precise, rough = small_model(name), small_model(name, dtype=jnp.bfloat16)
-    for one, other in zip(*(jax.tree.leaves(nnx.state(model, nnx.Param)) for model in (precise, rough)), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves(nnx.state(model, nnx.Param)) for model in (precise, rough)), strict=True
+    ):
         assert other.dtype == jnp.float32
         np.testing.assert_array_equal(one, other)
-    want, got = precise(images), rough(images)
+    (want, _), (got, _) = run(precise, images), run(rough, images)
     assert got.dtype == jnp.bfloat16
-    # A unit in the last place of bfloat16 is 2**-8; some twenty roundings in a row reach sqrt(20) of them, and no more than twice that.
+    # A unit in the last place of bfloat16 is 2**-8; some twenty roundings in a row reach sqrt(20)
+    # of them, and no more than twice that.
     error = jnp.abs(got.astype(jnp.float32) - want)
     assert 0 < float(error.max()) < 2 * 20**0.5 * 2**-8 * float(jnp.abs(want).max())
 
@@ -85,7 +106,9 @@ def test_bfloat16_is_for_activations_only_and_close(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_float64_is_for_everything(name):
     model = small_model(name, "rope_mixed+ape+rpb", dtype=jnp.float64)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float64)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype(jnp.float64)
+    }
     terms = model.position.terms((3, 5))
     assert {leaf.dtype for leaf in jax.tree.leaves(terms)} == {jnp.dtype(jnp.float64)}
     assert jax.eval_shape(model, pictures(6, 10).astype(jnp.float64)).dtype == jnp.float64
@@ -93,7 +116,9 @@ def test_float64_is_for_everything(name):
 
 def test_float64_without_x64_is_refused():
     with pytest.raises(
-        ValueError, match="dtype=float64 is not available; use float32, bfloat16 or float16, or float64 with jax_enable_x64"
+        ValueError,
+        match="dtype=float64 is not available; use float32, bfloat16 or float16, or float64 with "
+        "jax_enable_x64",
     ):
         small_model("vit_s16", dtype=jnp.float64)
 
@@ -101,13 +126,22 @@ def test_float64_without_x64_is_refused():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_features_are_the_map_that_the_head_reads(name):
     model, images = small_model(name), pictures(10, 18)
-    features = model.features(images)
-    assert [x.shape for x in features] == [(2, 5, 9, 48)]
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def both(images):
+        model = nnx.merge(graph, state)
+        (features,) = model.features(images)
+        return features, model(images)
+
+    features, logits = both(images)
+    assert features.shape == (2, 5, 9, 48)
     if not model.options.class_token:
-        np.testing.assert_allclose(model.head(features[0].mean(axis=(1, 2))), model(images), rtol=0, atol=1e-5)
-    # Row and column are where they were in the image: a change in one corner reaches that corner most.
-    corner = images.at[:, :2, -2:].add(1.0)
-    change = jnp.abs(model.features(corner)[0] - features[0]).sum(axis=(0, 3))
+        pooled = features.mean(axis=(1, 2))
+        np.testing.assert_allclose(model.head(pooled), logits, rtol=0, atol=1e-5)
+    # Row and column are where they were in the image: a change in one corner reaches it most.
+    changed, _ = both(images.at[:, :2, -2:].add(1.0))
+    change = jnp.abs(changed - features).sum(axis=(0, 3))
     assert np.unravel_index(int(change.argmax()), change.shape) == (0, 8)
 
 
@@ -116,17 +150,20 @@ def test_embeddings_cover_the_class_token_of_deit_and_not_of_deit3():
         model = small_model(name, "ape")
         assert model.position.embedding.shape == (rows, 48)
         images, first = pictures(6, 10), model.position.embedding[...].at[0].add(1.0)
-        before = model(images)
+        before, _ = run(model, images)
         model.position.embedding.set_value(first)
-        assert bool((model(images) != before).any())
+        assert bool((run(model, images)[0] != before).any())
 
 
 def test_resize_is_the_map_of_creation_from_then_on():
     model, images = small_model("deit_ti16", "ape+rpb"), pictures(10, 18)
-    before = model(images)
+    before, _ = run(model, images)
     model.resize((10, 18))
-    assert [x.shape for x in jax.tree.leaves(nnx.state(model.position, nnx.Param))] == [(1 + 45, 48), (2, 3, 9, 17)]
-    np.testing.assert_array_equal(model(images), before)
+    assert [x.shape for x in jax.tree.leaves(nnx.state(model.position, nnx.Param))] == [
+        (1 + 45, 48),
+        (2, 3, 9, 17),
+    ]
+    np.testing.assert_array_equal(run(model, images)[0], before)
     model.resize(8)  # pixels of both sides
     assert model.position.stage.grid == (4, 4)
 
@@ -134,7 +171,10 @@ def test_resize_is_the_map_of_creation_from_then_on():
 @pytest.mark.parametrize("position", ["none", "ape"])
 def test_images_that_patches_do_not_divide_are_refused(position):
     model = small_model("vit_s16", position)
-    with pytest.raises(ValueError, match="image size 7x10 is not divisible by the patch size 2: change one of them"):
+    with pytest.raises(
+        ValueError,
+        match="image size 7x10 is not divisible by the patch size 2: crop or resize the images",
+    ):
         model(pictures(7, 10))
     with pytest.raises(ValueError, match="image size 6x9 is not divisible by the patch size 2"):
         model.resize((6, 9))
@@ -142,9 +182,8 @@ def test_images_that_patches_do_not_divide_are_refused(position):
 
 def test_what_is_traced_is_what_is_run():
     model, images = small_model("deit3_ti16", "rope_mixed+ape"), pictures(10, 18)
-    graph, state = nnx.split(model)
-    compiled = jax.jit(lambda state, images: nnx.merge(graph, state)(images))(state, images)
-    np.testing.assert_allclose(compiled, model(images), rtol=0, atol=1e-5)  # fusion rounds otherwise; logits of size 1
+    # Fusion rounds otherwise; logits of size 1.
+    np.testing.assert_allclose(run(model, images)[0], model(images), rtol=0, atol=1e-5)
 
 
 # Drop path
@@ -156,7 +195,8 @@ def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     kept = np.asarray((out != 0).all(axis=(1, 2)))
     np.testing.assert_array_equal(out[~kept], 0)
     np.testing.assert_array_equal(out[kept], branch[kept] / 0.75)
-    # The share of kept examples is binomial: five standard deviations of sqrt(.75 * .25 / 4000) = 0.0068.
+    # The share of kept examples is binomial: five standard deviations of sqrt(.75 * .25 / 4000) =
+    # 0.0068.
     assert abs(kept.mean() - 0.75) < 0.035
     ones = drop_path(jnp.ones((4000, 1)), 0.25, jax.random.key(1))
     assert abs(float(ones.mean()) - 1) < 0.035 / 0.75
@@ -173,8 +213,16 @@ def test_schedules_of_drop_path():
     rates = lambda **options: small_model("vit_s16", depth=4, drop_path=0.3, **options).rates
     np.testing.assert_allclose(rates(), [0, 0.1, 0.2, 0.3], rtol=1e-12)
     assert rates(drop_path_schedule="constant") == (0.3,) * 4
-    defaults = {name: nnx.eval_shape(lambda name=name: rope_jax.create_model(name)).rates for name in FAMILIES}
-    assert defaults["deit_ti16"] == defaults["vit_s16"] == defaults["nat_isotropic_s16"] == tuple(np.linspace(0, 0.1, 12))
+    defaults = {
+        name: nnx.eval_shape(lambda name=name: rope_jax.create_model(name)).rates
+        for name in FAMILIES
+    }
+    assert (
+        defaults["deit_ti16"]
+        == defaults["vit_s16"]
+        == defaults["nat_isotropic_s16"]
+        == tuple(np.linspace(0, 0.1, 12))
+    )
     assert defaults["deit3_ti16"] == (0.0,) * 12
     deit3 = nnx.eval_shape(lambda: rope_jax.create_model("deit3_b16", depth=3))
     assert deit3.rates == (0.1,) * 3  # constant over depth
@@ -184,35 +232,51 @@ def test_schedules_of_drop_path():
 
 def test_only_training_drops_and_only_with_a_key():
     model, images = small_model("vit_s16", drop_path=0.5), pictures(6, 10, batch=8)
-    plain = model(images)
-    np.testing.assert_array_equal(model(images, key=jax.random.key(0)), plain)  # evaluation is deterministic
+    plain, _ = run(model, images)
+    # evaluation is deterministic
+    np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
     with pytest.raises(ValueError, match="train=True needs a key for drop path: pass key="):
         model(images, train=True)
-    trained = [model(images, train=True, key=jax.random.key(seed)) for seed in (0, 0, 1)]
+    trained = [run(model, images, True, jax.random.key(seed))[0] for seed in (0, 0, 1)]
     np.testing.assert_array_equal(trained[0], trained[1])
     assert bool((trained[0] != trained[2]).any())
-    # The first of two blocks never drops (linear schedule), the second drops either branch of half the images.
+    # The first of two blocks never drops (linear schedule), the second drops either branch of
+    # half the images.
     same = np.isclose(trained[0], plain, atol=1e-5).all(axis=1)
     assert not same.all()
     steady = small_model("vit_s16", drop_path=0.0)
-    np.testing.assert_array_equal(steady(images, train=True), steady(images))
-    np.testing.assert_array_equal(steady(images, train=True, key=jax.random.key(0)), steady(images))
+    plain, _ = run(steady, images)
+    np.testing.assert_array_equal(run(steady, images, True)[0], plain)
+    np.testing.assert_array_equal(run(steady, images, True, jax.random.key(0))[0], plain)
 
 
 def test_both_branches_of_a_block_are_dropped_independently():
-    model, images = small_model("vit_s16", depth=1, drop_path=0.5, drop_path_schedule="constant"), pictures(6, 10, batch=1)
+    model, images = (
+        small_model("vit_s16", depth=1, drop_path=0.5, drop_path_schedule="constant"),
+        pictures(6, 10, batch=1),
+    )
     images = jnp.broadcast_to(images, (64, *images.shape[1:]))
-    logits = np.asarray(model(images, train=True, key=jax.random.key(0)))
-    # 64 equal images see four cases: neither branch dropped, the first, the second, both. All four are missed with 4 * .75**64 < 1e-7.
+    logits = np.asarray(run(model, images, True, jax.random.key(0))[0])
+    # 64 equal images see four cases: neither branch dropped, the first, the second, both. All
+    # four are missed with 4 * .75**64 < 1e-7.
     assert len(np.unique(logits.round(3), axis=0)) == 4
 
 
 def test_a_position_that_augments_needs_a_key_too():
-    for name, position in (("vit_s16", "axial_rope+cape"), ("nat_isotropic_s16", "cape"), ("deit3_ti16", "dinov3")):
+    for name, position in (
+        ("vit_s16", "axial_rope+cape"),
+        ("nat_isotropic_s16", "cape"),
+        ("deit3_ti16", "dinov3"),
+    ):
         model, images = small_model(name, position, drop_path=0.0), pictures(6, 10)
-        with pytest.raises(ValueError, match="train=True needs a key for the position, which draws its coordinates in training: pass key="):
+        with pytest.raises(
+            ValueError,
+            match="train=True needs a key for the position, which draws its coordinates in "
+            "training: pass key=",
+        ):
             model(images, train=True)
-        assert bool((model(images, train=True, key=jax.random.key(0)) != model(images)).any())
+        trained, _ = run(model, images, True, jax.random.key(0))
+        assert bool((trained != run(model, images)[0]).any())
 
 
 # Images
@@ -221,11 +285,18 @@ def test_a_position_that_augments_needs_a_key_too():
 @pytest.mark.parametrize(
     ("images", "advice"),
     [
-        (np.zeros((1, 4, 6, 4), np.float32), r"shape \(1, 4, 6, 4\); they must be \[B, H, W, 3\]: .* drop a fourth one"),
+        (
+            np.zeros((1, 4, 6, 4), np.float32),
+            r"shape \(1, 4, 6, 4\); they must be \[B, H, W, 3\]: .* drop a fourth one",
+        ),
         (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be \[B, H, W, 3\]"),
-        (np.zeros((0, 4, 6, 3), np.float32), r"shape \(0, 4, 6, 3\), in which nothing is"),
-        (np.zeros((1, 4, 0, 3), np.float32), r"shape \(1, 4, 0, 3\), in which nothing is"),
-        (np.zeros((1, 4, 6, 3), np.uint8), r"dtype uint8; they must be floating-point numbers, normalised: \(images / 255 - mean\) / std"),
+        (np.zeros((0, 4, 6, 3), np.float32), r"shape \(0, 4, 6, 3\), which is empty"),
+        (np.zeros((1, 4, 0, 3), np.float32), r"shape \(1, 4, 0, 3\), which is empty"),
+        (
+            np.zeros((1, 4, 6, 3), np.uint8),
+            r"dtype uint8; they must be floating-point numbers, normalised: \(images / 255 - "
+            r"mean\) / std",
+        ),
     ],
 )
 def test_images_that_are_none_are_refused(images, advice):

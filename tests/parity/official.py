@@ -1,7 +1,7 @@
-"""Official models at 224 pixels: what they are called here, their weights by a rule in NumPy, and the logits of their own code.
+"""Official models: their names here, their weights by a rule, and the logits of their own code.
 
-`tests/data/parity/cases.json` names repository and revision of each, and the shapes of its tensors. Their values are noise that anybody
-can draw again: seeded by the tensor's name, scaled by its kind.
+`tests/data/parity/cases.json` has repository and revision of each, and the shapes of its tensors.
+Their values are noise that can be drawn again: seeded by the tensor's name, scaled by its kind.
 """
 
 import json
@@ -29,17 +29,27 @@ _RULES = {
 
 def tensor(key, shape, kind):
     """The float32 values of one tensor, in torch's layout."""
-    return _RULES[kind](np.random.default_rng(zlib.crc32(key.encode())).standard_normal(shape, dtype=np.float32))
+    return _RULES[kind](
+        np.random.default_rng(zlib.crc32(key.encode())).standard_normal(shape, dtype=np.float32)
+    )
 
 
 def state_dict(name):
-    """The weights of a case; derived and frozen tensors ("fixed") are not among them, nor are counts of batches ("counter")."""
-    return {key: tensor(key, shape, kind) for key, (shape, kind) in CASES[name]["keys"].items() if kind not in ("fixed", "counter")}
+    """The weights of a case, without derived and frozen tensors ("fixed") and counters."""
+    return {
+        key: tensor(key, shape, kind)
+        for key, (shape, kind) in CASES[name]["keys"].items()
+        if kind not in ("fixed", "counter")
+    }
 
 
 def images(height, width):
     """The two images of a case, [2, H, W, 3]."""
-    return np.random.default_rng(1234).standard_normal((2, 3, height, width), dtype=np.float32).transpose(0, 2, 3, 1)
+    return (
+        np.random.default_rng(1234)
+        .standard_normal((2, 3, height, width), dtype=np.float32)
+        .transpose(0, 2, 3, 1)
+    )
 
 
 def golden(name):

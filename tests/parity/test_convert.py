@@ -1,5 +1,6 @@
 """The converter: names, layouts, pairings, signs and sizes, on small models."""
 
+import itertools
 import re
 
 import jax
@@ -11,7 +12,8 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.pretrained.convert import SOURCES
-from rope_jax.positions.resample import bicubic
+from rope_jax.positions.resample import resample
+from tests.models.small import run, some_slow
 
 VIT = {"width": 48, "heads": 3, "depth": 2}
 STAGES = {"width": 16, "depths": (1, 2), "heads": (1, 2)}
@@ -41,8 +43,14 @@ CASES = [
 
 def small(name, position, *, seed=0, image_size=64, **options):
     """A model whose every parameter is noise."""
-    sizes = VIT if name.startswith(("deit", "vit", "nat_iso")) else STAGES | ({"dilations": (2, 1)} if "nat" in name else {})
-    make = lambda: rope_jax.create_model(name, position=position, num_classes=5, image_size=image_size, **sizes | options)
+    sizes = (
+        VIT
+        if name.startswith(("deit", "vit", "nat_iso"))
+        else STAGES | ({"dilations": (2, 1)} if "nat" in name else {})
+    )
+    make = lambda: rope_jax.create_model(
+        name, position=position, num_classes=5, image_size=image_size, **sizes | options
+    )
     model, rng = nnx.eval_shape(make), np.random.default_rng(seed)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         variable.set_value(jnp.asarray(0.3 * rng.standard_normal(variable.shape), variable.dtype))
@@ -58,10 +66,23 @@ def assert_same(one, other):
 
 
 def logits(model, height=64, width=64):
-    return np.asarray(model(jnp.asarray(np.random.default_rng(0).standard_normal((1, height, width, 3)), jnp.float32)))
+    images = np.random.default_rng(0).standard_normal((1, height, width, 3))
+    return np.asarray(run(model, jnp.asarray(images, jnp.float32))[0])
 
 
-@pytest.mark.parametrize(("name", "position", "source"), CASES)
+# One case for each source and each kind of table; the others are slow.
+QUICK = [
+    ("deit_ti16", "ape", "deit"),
+    ("deit_ti16", "lape(ape)", "lape"),
+    ("deit3_s16", "rope_mixed+ape", "naver"),
+    ("deit3_s16", "ape+rope_mixed(pairing=interleaved)", "timm"),
+    ("nat_isotropic_s16", "rpb+rope2d(pairing=interleaved)", "nat"),
+    ("swin_t", "rpb+ape", "swin"),
+    ("nat_small", "rpb", "nat"),
+]
+
+
+@pytest.mark.parametrize(("name", "position", "source"), some_slow(CASES, QUICK))
 def test_weights_come_back_as_they_were(name, position, source):
     model, other = small(name, position), small(name, position, seed=1)
     state_dict = export_state_dict(model, source=source)
@@ -71,8 +92,13 @@ def test_weights_come_back_as_they_were(name, position, source):
     assert_same(model, other)
 
 
-@pytest.mark.parametrize(("position", "k_rope"), [("rope2d", 1), ("rope_mixed", 1), ("rope_mixed", 2)])
-@pytest.mark.parametrize("source", ["naver", "timm"])
+PAIRED = itertools.product(["rope2d", "rope_mixed"], [1, 2], ["naver", "timm"])
+
+
+@pytest.mark.parametrize(
+    ("position", "k_rope", "source"),
+    some_slow(list(PAIRED), [("rope2d", 1, "naver"), ("rope_mixed", 2, "timm")]),
+)
 def test_channels_are_permuted_to_the_pairing_of_the_model(position, k_rope, source):
     model = small("deit3_s16", f"{position}(k_rope={k_rope},pairing=interleaved)")
     other = small("deit3_s16", f"{position}(k_rope={k_rope})", seed=1)
@@ -90,7 +116,9 @@ def test_frequencies_have_the_layouts_of_their_sources():
     assert timm.shape == (2, 2, 3, 8)
     np.testing.assert_array_equal(timm[0], ours[:, :, 1])
     np.testing.assert_array_equal(timm[1], ours[:, :, 0])
-    np.testing.assert_array_equal(export_state_dict(mixed, source="naver")["freqs"], timm.reshape(2, 2, 24))
+    np.testing.assert_array_equal(
+        export_state_dict(mixed, source="naver")["freqs"], timm.reshape(2, 2, 24)
+    )
     swin = export_state_dict(small("swin_t", "rope_mixed"), source="naver")
     assert swin["layers.1.blocks.1.attn.rope_freqs"].shape == (2, 2, 8)
 
@@ -99,7 +127,9 @@ def test_offsets_change_their_sign_between_windows_and_neighbourhoods():
     swin, nat = small("swin_t", "rpb"), small("nat_s_tiny", "rpb", seed=1)
     rope_jax.convert_state_dict(nat, export_state_dict(swin, source="swin"), source="swin")
     for one, other in zip(swin.stages, nat.stages, strict=True):
-        np.testing.assert_array_equal(other.position.offsets[...], one.position.offsets[...][:, :, ::-1, ::-1])
+        np.testing.assert_array_equal(
+            other.position.offsets[...], one.position.offsets[...][:, :, ::-1, ::-1]
+        )
     table = export_state_dict(nat, source="nat")["layers.1.blocks.0.attn.rpb"]
     np.testing.assert_array_equal(table, nat.stages[1].position.offsets[0])
 
@@ -120,7 +150,9 @@ def test_tables_of_another_map_are_resized_by_the_rule_of_their_scheme(name, pos
     state_dict = export_state_dict(trained, source=source)
     rope_jax.convert_state_dict(model, state_dict, source=source)
     trained.resize((96, 80))
-    close = lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)  # layer by layer, and all at once
+    close = lambda one, other: np.testing.assert_allclose(
+        one, other, rtol=0, atol=1e-6
+    )  # layer by layer, and all at once
     jax.tree.map(close, weights_of(model), weights_of(trained))
     assert export_state_dict(model, source=source)[key].shape != state_dict[key].shape
 
@@ -130,15 +162,21 @@ def test_tables_of_another_window_are_resized():
     model = small("swin_t", "rpb", image_size=128, window_size=None)
     rope_jax.convert_state_dict(model, export_state_dict(trained, source="swin"), source="swin")
     assert model.stages[1].position.offsets.shape == (2, 2, 7, 7)
-    want = bicubic(trained.stages[1].position.offsets[...], (7, 7))
-    np.testing.assert_allclose(model.stages[1].position.offsets[...], want, rtol=0, atol=1e-6)  # layer by layer, and all at once
+    want = resample(trained.stages[1].position.offsets[...], (7, 7), "bicubic")
+    np.testing.assert_allclose(
+        model.stages[1].position.offsets[...], want, rtol=0, atol=1e-6
+    )  # layer by layer, and all at once
 
 
-@pytest.mark.parametrize(("image_size", "sides"), [((32, 64), [(8, 8), (4, 4)]), ((20, 28), [(5, 7), (3, 4)])])
+@pytest.mark.parametrize(
+    ("image_size", "sides"), [((32, 64), [(8, 8), (4, 4)]), ((20, 28), [(5, 7), (3, 4)])]
+)
 def test_official_tables_are_square_and_become_those_of_the_windows(image_size, sides):
-    """Those of a window of 8, for maps of 8 x 16 and 4 x 8 tokens, which squares fill, and of 5 x 7 and 3 x 4, which they do not."""
+    """Tables of a window of 8 for maps that squares fill, and for maps that they do not."""
     model = small("swin_t", "rpb", image_size=image_size, window_size=8)
-    assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(2 * h - 1, 2 * w - 1) for h, w in sides]
+    assert [stage.position.offsets.shape[2:] for stage in model.stages] == [
+        (2 * h - 1, 2 * w - 1) for h, w in sides
+    ]
     state_dict, rng = export_state_dict(model, source="swin"), np.random.default_rng(0)
     for key in state_dict:
         if key.endswith("relative_position_bias_table"):
@@ -146,8 +184,15 @@ def test_official_tables_are_square_and_become_those_of_the_windows(image_size, 
     rope_jax.convert_state_dict(model, state_dict, source="swin")
     for index, stage in enumerate(model.stages):
         for layer, table in enumerate(stage.position.offsets[...]):
-            official = state_dict[f"layers.{index}.blocks.{layer}.attn.relative_position_bias_table"].T.reshape(-1, 15, 15)
-            np.testing.assert_allclose(table, bicubic(jnp.asarray(official), table.shape[1:]), rtol=0, atol=1e-6)
+            official = state_dict[
+                f"layers.{index}.blocks.{layer}.attn.relative_position_bias_table"
+            ].T.reshape(-1, 15, 15)
+            np.testing.assert_allclose(
+                table,
+                resample(jnp.asarray(official), table.shape[1:], "bicubic"),
+                rtol=0,
+                atol=1e-6,
+            )
 
 
 @pytest.mark.parametrize(
@@ -165,30 +210,54 @@ def test_official_tables_are_square_and_become_those_of_the_windows(image_size, 
         ("deit3_s16", "ape", "pos_embed", {"image_size": (32, 128)}, 4, (2, 8)),  # 16 tokens
     ],
 )
-def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(name, position, key, make, square, own):
-    model, other, source = small(name, position, **make), small(name, position, **make, seed=1), "swin" if name == "swin_t" else "deit"
+def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(
+    name, position, key, make, square, own
+):
+    model, other, source = (
+        small(name, position, **make),
+        small(name, position, **make, seed=1),
+        "swin" if name == "swin_t" else "deit",
+    )
     state_dict = export_state_dict(model, source=source)
-    message = rf"{re.escape(key)} may be of {square}x{square} or, as in this model, of {own[0]}x{own[1]} tokens: say which by convert_state"
+    message = (
+        rf"{re.escape(key)} may be of {square}x{square} or, as in this model, of {own[0]}x{own[1]} "
+        rf"tokens: say which by convert_state"
+    )
     with pytest.raises(ValueError, match=message):
         rope_jax.convert_state_dict(other, state_dict, source=source)
-    grids = dict.fromkeys([name for name in state_dict if "position_bias" in name or name == "pos_embed"], own)
+    grids = dict.fromkeys(
+        [name for name in state_dict if "position_bias" in name or name == "pos_embed"], own
+    )
     rope_jax.convert_state_dict(other, state_dict, source=source, grids=grids)
     assert_same(other, model)
-    rope_jax.convert_state_dict(other, state_dict, source=source, grids=dict.fromkeys(grids, (square, square)))
+    rope_jax.convert_state_dict(
+        other, state_dict, source=source, grids=dict.fromkeys(grids, (square, square))
+    )
     if name == "swin_t":
-        want = bicubic(jnp.asarray(state_dict[key].T.reshape(-1, 15, 15)), (9, 25))
+        want = resample(jnp.asarray(state_dict[key].T.reshape(-1, 15, 15)), (9, 25), "bicubic")
         np.testing.assert_allclose(other.stages[0].position.offsets[0], want, rtol=0, atol=1e-6)
     else:
-        want = bicubic(jnp.asarray(state_dict[key][0].T.reshape(-1, 4, 4)), (2, 8)).reshape(48, 16).T
+        want = (
+            resample(jnp.asarray(state_dict[key][0].T.reshape(-1, 4, 4)), (2, 8), "bicubic")
+            .reshape(48, 16)
+            .T
+        )
         np.testing.assert_allclose(other.position.embedding[...], want, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=r"grids has norm\.weight, which is no table of this model: leave it out"):
-        rope_jax.convert_state_dict(other, state_dict, source=source, grids=grids | {"norm.weight": (1, 1)})
+    with pytest.raises(
+        ValueError, match=r"grids has norm\.weight, which is no table of this model: leave it out"
+    ):
+        rope_jax.convert_state_dict(
+            other, state_dict, source=source, grids=grids | {"norm.weight": (1, 1)}
+        )
     with pytest.raises(ValueError, match=r"which no table of 3x3 tokens has: correct grids"):
-        rope_jax.convert_state_dict(other, state_dict, source=source, grids=dict.fromkeys(grids, (3, 3)))
+        rope_jax.convert_state_dict(
+            other, state_dict, source=source, grids=dict.fromkeys(grids, (3, 3))
+        )
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "source"), [("deit3_s16", "rope_mixed(pairing=interleaved)+ape", "naver"), ("swin_t", "rpb", "swin")]
+    ("name", "position", "source"),
+    [("deit3_s16", "rope_mixed(pairing=interleaved)+ape", "naver"), ("swin_t", "rpb", "swin")],
 )
 def test_blocks_that_are_kept_as_one_have_the_names_of_a_list(name, position, source):
     plain, scanned = small(name, position), small(name, position, seed=1, scan_layers=True)
@@ -203,8 +272,13 @@ def test_blocks_that_are_kept_as_one_have_the_names_of_a_list(name, position, so
 
 def test_a_table_of_a_neighbourhood_is_of_one_size():
     model = small("nat_s_tiny", "rpb", kernel_size=5)
-    with pytest.raises(ValueError, match=r"layers.0.blocks.0.attn.rpb has shape \[1, 13, 13\], but .* takes \[1, 9, 9\]"):
-        rope_jax.convert_state_dict(model, export_state_dict(small("nat_s_tiny", "rpb"), source="nat"), source="nat")
+    with pytest.raises(
+        ValueError,
+        match=r"layers.0.blocks.0.attn.rpb has shape \[1, 13, 13\], but .* takes \[1, 9, 9\]",
+    ):
+        rope_jax.convert_state_dict(
+            model, export_state_dict(small("nat_s_tiny", "rpb"), source="nat"), source="nat"
+        )
 
 
 def test_all_problems_are_told_at_once_and_nothing_is_changed():
@@ -215,13 +289,18 @@ def test_all_problems_are_told_at_once_and_nothing_is_changed():
     state_dict["head.weight"] = np.zeros((7, 48), np.float32)
     state_dict["pos_embed"] = np.zeros((1, 1 + 17, 48), np.float32)
     state_dict["norm.bias"] = np.zeros(48, np.int64)
-    with pytest.raises(ValueError, match="the weights do not fit the model by the names of source='deit'; 5 problems:") as caught:
+    with pytest.raises(
+        ValueError,
+        match="the weights do not fit the model by the names of source='deit'; 5 problems:",
+    ) as caught:
         rope_jax.convert_state_dict(model, state_dict, source="deit")
     assert set(str(caught.value).split("\n  ")[1:]) == {
         "blocks.1.norm1.weight is missing: it fills blocks.1.norm1.scale of the model",
         "dist_token of shape [1, 1, 48] is not expected: no parameter of this model takes it",
-        "head.weight has shape [7, 48], but head.kernel of the model takes [5, 48]: create the model with num_classes=7",
-        "pos_embed has shape [1, 18, 48], but position.ape.embedding of the model takes [1, 17, 48]",
+        "head.weight has shape [7, 48], but head.kernel of the model takes [5, 48]: create "
+        "the model with num_classes=7",
+        "pos_embed has shape [1, 18, 48], but position.ape.embedding of the model takes [1, "
+        "17, 48]",
         "norm.bias has dtype int64; weights are floating-point",
     }
     assert_same(model, before)
@@ -230,9 +309,26 @@ def test_all_problems_are_told_at_once_and_nothing_is_changed():
 @pytest.mark.parametrize(
     ("name", "position", "source", "advice"),
     [
-        ("deit3_s16", "rope2d", "deit", "source 'deit' has no models whose position rotates: choose another position, or the source"),
-        ("deit_ti16", "rpb", "deit", "position.rpb.offsets of the model has no name in source 'deit': choose another source or position"),
-        ("deit_ti16", "ape", "dait", "source='dait' is unknown; did you mean 'deit'\\? known: .*deit, .*lape, "),
+        (
+            "deit3_s16",
+            "rope2d",
+            "deit",
+            "source 'deit' has no models whose position rotates: choose another position, or "
+            "the source",
+        ),
+        (
+            "deit_ti16",
+            "rpb",
+            "deit",
+            "position.rpb.offsets of the model has no name in source 'deit': choose another "
+            "source or position",
+        ),
+        (
+            "deit_ti16",
+            "ape",
+            "dait",
+            "source='dait' is unknown; did you mean 'deit'\\? known: .*deit, .*lape, ",
+        ),
     ],
 )
 def test_what_a_source_cannot_hold_is_refused(name, position, source, advice):
@@ -247,7 +343,9 @@ def test_a_checkpoint_that_holds_the_weights_among_other_things_is_refused():
     model = small("deit_ti16", "ape")
     checkpoint = {"model": export_state_dict(model, source="deit"), "epoch": 3, "optimizer": {}}
     with pytest.raises(
-        ValueError, match="state_dict holds dictionaries under model, optimizer: pass the one that holds the weights by itself"
+        ValueError,
+        match="state_dict holds dictionaries under model, optimizer: pass the one that holds the "
+        "weights by itself",
     ):
         rope_jax.convert_state_dict(model, checkpoint, source="deit")
 
@@ -257,11 +355,20 @@ def test_what_follows_from_other_tensors_is_dropped():
     state_dict = export_state_dict(model, source="naver")
     attention = "layers.1.blocks.1.attn"
     state_dict |= {f"{attention}.rope_t_{axis}": np.zeros(49) for axis in "xy"}
-    state_dict |= {f"{attention}.relative_position_index": np.zeros((49, 49), int), "layers.1.blocks.1.attn_mask": np.zeros((4, 49, 49))}
+    state_dict |= {
+        f"{attention}.relative_position_index": np.zeros((49, 49), int),
+        "layers.1.blocks.1.attn_mask": np.zeros((4, 49, 49)),
+    }
     rope_jax.convert_state_dict(model, state_dict, source="naver")
-    with pytest.raises(ValueError, match=r"4 problems(.|\n)*attn_mask of shape \[4, 49, 49\] is not expected"):
+    with pytest.raises(
+        ValueError, match=r"4 problems(.|\n)*attn_mask of shape \[4, 49, 49\] is not expected"
+    ):
         rope_jax.convert_state_dict(
-            model, state_dict | {"attn_mask": np.zeros((4, 49, 49))} | {f"{i}": np.zeros(1) for i in range(3)}, source="naver"
+            model,
+            state_dict
+            | {"attn_mask": np.zeros((4, 49, 49))}
+            | {f"{i}": np.zeros(1) for i in range(3)},
+            source="naver",
         )
 
 
@@ -269,29 +376,53 @@ def test_what_the_model_computes_must_be_what_the_file_holds():
     model = small("swin_t", "rope2d(base=50)")
     state_dict = export_state_dict(model, source="naver")
     ladder = 50.0 ** -(np.arange(4) / 4)
-    stored = np.stack([np.r_[ladder, 0 * ladder], np.r_[0 * ladder, ladder]])[:, None].astype(np.float32)
-    state_dict |= {"layers.0.blocks.0.attn.rope_freqs": stored, "layers.1.blocks.0.attn.rope_freqs": np.tile(stored, (1, 2, 1))}
+    stored = np.stack([np.r_[ladder, 0 * ladder], np.r_[0 * ladder, ladder]])[:, None].astype(
+        np.float32
+    )
+    state_dict |= {
+        "layers.0.blocks.0.attn.rope_freqs": stored,
+        "layers.1.blocks.0.attn.rope_freqs": np.tile(stored, (1, 2, 1)),
+    }
     rope_jax.convert_state_dict(model, state_dict, source="naver")
+    wrong = [small("swin_t", position) for position in ("rope2d", "rope1d", "rope2d(base=47)")]
     for dtype in (np.float32, np.float16, jnp.bfloat16):  # rounding is no other table
         rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
         rope_jax.convert_state_dict(model, rounded, source="naver")
-        for wrong in ("rope2d", "rope1d", "rope2d(base=47)"):
+        for other in wrong:
             with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs"):
-                rope_jax.convert_state_dict(small("swin_t", wrong), rounded, source="naver")
-    whole = {key: array.astype(int) if "rope_freqs" in key else array for key, array in state_dict.items()}
-    with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs has dtype int64; weights are floating-point"):
+                rope_jax.convert_state_dict(other, rounded, source="naver")
+    whole = {
+        key: array.astype(int) if "rope_freqs" in key else array
+        for key, array in state_dict.items()
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0\.blocks\.0\.attn\.rope_freqs has dtype int64; weights are floating-point",
+    ):
         rope_jax.convert_state_dict(model, whole, source="naver")
 
 
 def test_a_frozen_sinusoid_is_checked_on_the_map_of_the_file():
     model = small("deit_ti16", "lape(sincos1d)", image_size=96)
     state_dict = export_state_dict(model, source="lape")
-    state_dict["pos_embed"] = np.asarray(small("deit_ti16", "lape(sincos1d)").position.inner.table((4, 4)))
+    state_dict["pos_embed"] = np.asarray(
+        small("deit_ti16", "lape(sincos1d)").position.inner.table((4, 4))
+    )
     rope_jax.convert_state_dict(model, state_dict, source="lape")
-    with pytest.raises(ValueError, match="pos_embed is computed here, and is not what the file holds: create the model with the position"):
-        rope_jax.convert_state_dict(model, state_dict | {"pos_embed": state_dict["pos_embed"][::-1]}, source="lape")
+    with pytest.raises(
+        ValueError,
+        match="pos_embed is computed here, and is not what the file holds: create the model with "
+        "the position",
+    ):
+        rope_jax.convert_state_dict(
+            model, state_dict | {"pos_embed": state_dict["pos_embed"][::-1]}, source="lape"
+        )
     learned = small("deit_ti16", "lape(ape)")
-    with pytest.raises(ValueError, match=r"pos_embed has shape \[17, 48\], but position.ape.embedding of the model takes \[1, 17, 48\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"pos_embed has shape \[17, 48\], but position.ape.embedding of the model takes \[1, "
+        r"17, 48\]",
+    ):
         rope_jax.convert_state_dict(learned, state_dict, source="lape")
 
 

@@ -1,4 +1,4 @@
-"""Files of weights: what is read, what is refused before anything is read, and what comes with them."""
+"""Files of weights: reading, refusing before anything is read, and metadata."""
 
 import functools
 import io
@@ -15,8 +15,13 @@ import safetensors.numpy
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import Preprocessing, export_state_dict, load_pretrained, save_pretrained
-from rope_jax.models.pretrained.convert import table_of
+from rope_jax.models.pretrained import (
+    Preprocessing,
+    export_state_dict,
+    load_pretrained,
+    save_pretrained,
+)
+from rope_jax.models.pretrained.convert import name_table
 
 SIZES = {"width": 48, "heads": 3, "depth": 2, "num_classes": 5, "image_size": 64}
 
@@ -30,7 +35,10 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize(("position", "source"), [("ape", "timm"), ("ape", "deit"), ("rope_mixed+ape", "timm"), ("rope2d", "naver")])
+@pytest.mark.parametrize(
+    ("position", "source"),
+    [("ape", "timm"), ("ape", "deit"), ("rope_mixed+ape", "timm"), ("rope2d", "naver")],
+)
 def test_weights_go_out_and_come_back_exactly(position, source, tmp_path):
     model = small(position)
     save_pretrained(model, tmp_path / "model.safetensors", source=source)
@@ -43,8 +51,12 @@ def test_preprocessing_comes_with_the_weights(tmp_path):
     wants = {}
     for source in ("timm", "naver"):
         save_pretrained(small("rope_mixed"), tmp_path / f"{source}.safetensors", source=source)
-        wants[source] = small("rope_mixed", pretrained=tmp_path / f"{source}.safetensors").preprocessing
-    assert wants["naver"] == Preprocessing(crop=1.0, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+        wants[source] = small(
+            "rope_mixed", pretrained=tmp_path / f"{source}.safetensors"
+        ).preprocessing
+    assert wants["naver"] == Preprocessing(
+        crop=1.0, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    )
     assert wants["timm"].crop == 0.9
 
 
@@ -68,18 +80,27 @@ def test_preprocessing_comes_with_the_weights(tmp_path):
 )
 def test_preprocessing_is_that_of_the_source(name, position, image_size, source, crop, resized):
     sizes = {"depth": 1} if "deit" in name else {"depths": (1,), "heads": (1,), "width": 32}
-    model = nnx.eval_shape(lambda: rope_jax.create_model(name, position=position, image_size=image_size, **sizes))
-    preprocessing = table_of(model, source).preprocessing
+    model = nnx.eval_shape(
+        lambda: rope_jax.create_model(name, position=position, image_size=image_size, **sizes)
+    )
+    preprocessing = name_table(model, source).preprocessing
     assert (preprocessing.crop, preprocessing.resized(image_size)) == (crop, resized)
 
 
 def test_a_file_without_a_source_is_read_with_the_names_that_fit(tmp_path):
-    for position, source in (("ape", "deit"), ("ape", "timm"), ("rope2d", "naver"), ("rope_mixed", "timm")):
+    for position, source in (
+        ("ape", "deit"),
+        ("ape", "timm"),
+        ("rope2d", "naver"),
+        ("rope_mixed", "timm"),
+    ):
         model = small(position)
-        safetensors.numpy.save_file(export_state_dict(model, source=source), tmp_path / "model.safetensors")
+        safetensors.numpy.save_file(
+            export_state_dict(model, source=source), tmp_path / "model.safetensors"
+        )
         loaded = small(position, seed=1, pretrained=tmp_path / "model.safetensors")
         assert_same(loaded, model)
-        assert loaded.preprocessing == table_of(model, source).preprocessing
+        assert loaded.preprocessing == name_table(model, source).preprocessing
 
 
 def test_no_source_fails_on_a_model_of_another(tmp_path):
@@ -89,10 +110,23 @@ def test_no_source_fails_on_a_model_of_another(tmp_path):
         ("deit3_s16", "rope2d(pairing=interleaved)", {"depth": 1}),
         ("swin_t", "rope2d(pairing=interleaved)", {"depths": (1,), "heads": (1,)}),
         ("nat_mini", "rpb", {"depths": (1,), "heads": (1,)}),
-        *((name, None, {"depth": 1}) for name in ("cat_5", "cct_7_3x1", "ceit_t", "t2t_vit_7", "beit_b16", "dinov3_s16", "resformer_ti16")),
+        *(
+            (name, None, {"depth": 1})
+            for name in (
+                "cat_5",
+                "cct_7_3x1",
+                "ceit_t",
+                "t2t_vit_7",
+                "beit_b16",
+                "dinov3_s16",
+                "resformer_ti16",
+            )
+        ),
     ]
     for name, position, options in models:
-        model = nnx.eval_shape(functools.partial(rope_jax.create_model, name, position=position, **options))
+        model = nnx.eval_shape(
+            functools.partial(rope_jax.create_model, name, position=position, **options)
+        )
         with pytest.raises(ValueError, match=r"nothing of shape \[1\] is not expected"):
             load_pretrained(model, tmp_path / "model.npz")
 
@@ -103,7 +137,9 @@ def test_lower_precision_is_read(tmp_path):
         rounded = {key: array.astype(dtype) for key, array in state_dict.items()}
         safetensors.numpy.save_file(rounded, tmp_path / "model.safetensors")
         model = small(pretrained=tmp_path / "model.safetensors")
-        np.testing.assert_array_equal(model.head.kernel[...], rounded["head.weight"].astype(np.float32).T)
+        np.testing.assert_array_equal(
+            model.head.kernel[...], rounded["head.weight"].astype(np.float32).T
+        )
 
 
 class Marker:
@@ -116,7 +152,18 @@ class Marker:
         return pathlib.Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("name", ["model.npz", "model.pt", "model.pth", "model.bin", "model.pkl", "model.npy", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.npz",
+        "model.pt",
+        "model.pth",
+        "model.bin",
+        "model.pkl",
+        "model.npy",
+        "model.safetensors",
+    ],
+)
 def test_no_pickle_is_ever_opened(name, tmp_path):
     marker = tmp_path / "marker"
     buffer = io.BytesIO()
@@ -125,7 +172,9 @@ def test_no_pickle_is_ever_opened(name, tmp_path):
         for key in export_state_dict(small(), source="deit"):
             archive.writestr(f"{key}.npy", buffer.getvalue())
     with pytest.raises(
-        ValueError, match=r"has dtype object; weights are floating-point|is not a safetensors file|pickles .* can run programs"
+        ValueError,
+        match=r"has dtype object; weights are floating-point|is not a safetensors file|pickles .* "
+        r"can run programs",
     ):
         small(pretrained=tmp_path / name)
     assert not marker.exists()
@@ -137,8 +186,16 @@ def test_what_does_not_fit_is_refused_by_its_header(tmp_path):
     with zipfile.ZipFile(tmp_path / "model.npz", "w") as archive:
         for key, array in state_dict.items():
             header = io.BytesIO()
-            shape = (1, 2**32, 48) if key == "pos_embed" else (2**36, 4) if key == "head.weight" else array.shape
-            np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+            shape = (
+                (1, 2**32, 48)
+                if key == "pos_embed"
+                else (2**36, 4)
+                if key == "head.weight"
+                else array.shape
+            )
+            np.lib.format.write_array_header_1_0(
+                header, {"descr": "<f4", "fortran_order": False, "shape": shape}
+            )
             archive.writestr(f"{key}.npy", header.getvalue())
     with pytest.raises(ValueError, match="2 problems") as caught:
         small(pretrained=tmp_path / "model.npz")
@@ -157,9 +214,13 @@ def test_damaged_files_are_refused(name, content, tmp_path):
 def test_compressed_files_with_a_wrong_bit_are_refused(tmp_path):
     np.savez_compressed(tmp_path / "model.npz", **export_state_dict(small(), source="deit"))
     content, model = (tmp_path / "model.npz").read_bytes(), small()
-    start = content.index(b"blocks.0.mlp.fc1.weight.npy") + 27  # of a compressed stream, or of the bytes that come before one
+    start = (
+        content.index(b"blocks.0.mlp.fc1.weight.npy") + 27
+    )  # of a compressed stream, or of the bytes that come before one
     for place in range(start + 40, start + 400, 40):
-        (tmp_path / "model.npz").write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        (tmp_path / "model.npz").write_bytes(
+            content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]
+        )
         with pytest.raises(ValueError, match="is not an npz file, or damaged"):
             load_pretrained(model, tmp_path / "model.npz")
 
@@ -205,18 +266,25 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
     assert_same(small("rope_mixed", seed=1, pretrained="timm/vit_small.naver_in1k"), model)
     assert asked == [("timm/vit_small.naver_in1k", "model.safetensors")]
     message = (
-        r"the hub has no such repository, or no model\.safetensors in it\. Where weights are published as a pickle only.*weights_only=True"
+        r"the hub has no such repository, or no model\.safetensors in it\. For weights that are "
+        r"published as a pickle only.*weights_only=True"
     )
     with pytest.raises(FileNotFoundError, match=message):
         small("rope_mixed", pretrained="naver-ai/rope_mixed_deit_small_patch16_LS")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"is a hub id, which needs huggingface_hub: install the extra: pip install rope_jax\[hub\]"):
+    with pytest.raises(
+        ImportError,
+        match=r"is a hub id, which needs huggingface_hub: install the extra: pip install "
+        r"rope_jax\[hub\]",
+    ):
         small(pretrained="timm/vit_small.naver_in1k")
 
 
 def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"need safetensors: install the extra: pip install rope_jax\[hub\]"):
+    with pytest.raises(
+        ImportError, match=r"need safetensors: install the extra: pip install rope_jax\[hub\]"
+    ):
         save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
 
 
@@ -238,7 +306,9 @@ def test_weights_whose_pairing_cannot_be_told_are_not_guessed(tmp_path):
         if position == "none":
             make(position, pretrained=path)
         else:
-            with pytest.raises(ValueError, match=r"fit the sources .*naver.*pair channels differently"):
+            with pytest.raises(
+                ValueError, match=r"fit the sources .*naver.*pair channels differently"
+            ):
                 make(position, pretrained=path)
 
 
@@ -248,19 +318,37 @@ NAT = {"width": 16, "depths": (2, 1), "heads": (1, 2), "num_classes": 5, "image_
 @pytest.mark.parametrize(
     ("saved", "loaded", "advice"),
     [
-        (("nat_mini", "rpb", {}), ("dinat_mini", "rpb", {}), "dilations is [1, 1, 1, 1] there and [8, 4, 2, 1] here"),
-        (("nat_mini", "none", {}), ("nat_mini", "none", {"kernel_size": 5}), "kernel_size is 7 there and 5 here"),
+        (
+            ("nat_mini", "rpb", {}),
+            ("dinat_mini", "rpb", {}),
+            "dilations is [1, 1, 1, 1] there and [8, 4, 2, 1] here",
+        ),
+        (
+            ("nat_mini", "none", {}),
+            ("nat_mini", "none", {"kernel_size": 5}),
+            "kernel_size is 7 there and 5 here",
+        ),
         (("nat_s_tiny", "none", {}), ("swin_t", "none", {}), "family is NAT there and Swin here"),
-        (("nat_mini", "none", {}), ("nat_mini", "axial_rope", {}), "position is [['none', {}]] there and [['axial_rope', {"),
+        (
+            ("nat_mini", "none", {}),
+            ("nat_mini", "axial_rope", {}),
+            "position is [['none', {}]] there and [['axial_rope', {",
+        ),
         (("swin_t", "rope2d", {}), ("swin_t", "rope2d(base=50)", {}), "'base': 100.0"),
     ],
 )
 def test_a_file_says_of_which_model_it_is(saved, loaded, advice, tmp_path):
     path = tmp_path / "model.safetensors"
-    make = lambda name, position, options, **weights: rope_jax.create_model(name, position=position, **NAT | options, **weights)
+    make = lambda name, position, options, **weights: rope_jax.create_model(
+        name, position=position, **NAT | options, **weights
+    )
     model = make(*saved)
     save_pretrained(model, path, source="nat" if "nat" in saved[0] else "naver")
-    with pytest.raises(ValueError, match=rf"holds the weights of another model: .*{re.escape(advice)}.*Create the model that was saved"):
+    with pytest.raises(
+        ValueError,
+        match=rf"holds the weights of another model: .*{re.escape(advice)}.*Create the model that "
+        rf"was saved",
+    ):
         make(*loaded, pretrained=path)
     assert_same(make(*saved, seed=1, pretrained=path), model)
 
@@ -270,14 +358,23 @@ def test_what_weights_do_not_depend_on_may_differ(tmp_path):
     model = small("rope2d+ape")
     save_pretrained(model, path, source="naver")
     other = rope_jax.create_model(
-        "deit3_s16", position="ape+rope2d(pairing=interleaved)", drop_path=0.3, layer_scale=1e-5, pretrained=path, **SIZES
+        "deit3_s16",
+        position="ape+rope2d(pairing=interleaved)",
+        drop_path=0.3,
+        layer_scale=1e-5,
+        pretrained=path,
+        **SIZES,
     )
-    np.testing.assert_array_equal(other.position.parts[0].embedding[...], model.position.parts[1].embedding[...])
+    np.testing.assert_array_equal(
+        other.position.parts[0].embedding[...], model.position.parts[1].embedding[...]
+    )
 
 
 def test_a_file_says_for_which_maps_its_tables_are(tmp_path):
     """16 tokens, those of 2 x 8 as well as those of 4 x 4."""
-    make = lambda size, **options: rope_jax.create_model("deit3_s16", **SIZES | {"image_size": size}, **options)
+    make = lambda size, **options: rope_jax.create_model(
+        "deit3_s16", **SIZES | {"image_size": size}, **options
+    )
     model = make((32, 128))
     save_pretrained(model, tmp_path / "model.safetensors", source="deit")
     assert_same(make((32, 128), seed=1, pretrained=tmp_path / "model.safetensors"), model)
@@ -286,10 +383,23 @@ def test_a_file_says_for_which_maps_its_tables_are(tmp_path):
     assert_same(square, model)
 
 
-@pytest.mark.parametrize("says", ["", "[]", "{}", '{"family": 1}', '{"family": "", "options": 1, "position": [], "grids": {"a": [1]}}'])
+@pytest.mark.parametrize(
+    "says",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"family": 1}',
+        '{"family": "", "options": 1, "position": [], "grids": {"a": [1]}}',
+    ],
+)
 def test_what_a_file_says_of_its_model_may_be_damaged(says, tmp_path):
-    safetensors.numpy.save_file(export_state_dict(small(), source="deit"), tmp_path / "model.safetensors", metadata={"rope_jax": says})
-    with pytest.raises(ValueError, match="says of what model its weights are in a way that cannot be read"):
+    safetensors.numpy.save_file(
+        export_state_dict(small(), source="deit"),
+        tmp_path / "model.safetensors",
+        metadata={"rope_jax": says},
+    )
+    with pytest.raises(ValueError, match="has metadata about its model that cannot be read"):
         small(pretrained=tmp_path / "model.safetensors")
 
 

@@ -1,4 +1,53 @@
-"""Schemes as the tests write them: each one as it comes, and with the options that change what it is."""
+"""Schemes as the tests write them, and the stage on which they are compared with NumPy."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rope_jax.positions import Stage, create_position
+
+DEPTH, HEADS, HEAD_DIM, CHANNELS, GRID = 3, 3, 16, 48, (3, 5)
+SINGLE = np.dtype(np.float32)
+GRIDS = [GRID, (5, 2), (1, 1)]
+# float64 on both sides; angles reach 150 radians.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def stage(**changes):
+    settings = {"depth": DEPTH, "heads": HEADS, "head_dim": HEAD_DIM, "grid": GRID} | changes
+    channels = settings["heads"] * settings["head_dim"]
+    return Stage(**{"channels": channels, "dtype": np.dtype(float)} | settings)
+
+
+def scheme(text, **changes):
+    """A scheme for `stage(**changes)`."""
+    return create_position(text, stage(**changes), rngs=nnx.Rngs(0))
+
+
+def params(position):
+    """The parameters of a scheme, by name."""
+    return {path[-1]: param for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param))}
+
+
+def trained(text, *, std=1.0, **changes):
+    """A scheme whose parameters are normal draws."""
+    position, rng = scheme(text, **changes), np.random.default_rng(0)
+    for _, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
+        param.set_value(jnp.asarray(std * rng.standard_normal(param.shape), param.dtype))
+    return position
+
+
+def tokens(grid):
+    """(row, column) of each token in reading order."""
+    return list(itertools.product(*map(range, grid)))
+
+
+def normal(*shape):
+    return np.random.default_rng(1).standard_normal(shape)
+
 
 DEFAULTS = [
     "alibi2d",
@@ -52,3 +101,10 @@ VARIANTS = [
 ]
 SUMS = ["gpe+lpe", "irpe+ape", "rope2d+rpb", "rope_mixed+ape"]
 ALL = [*DEFAULTS, *VARIANTS, *SUMS]
+
+
+def covering(*extra, leave_out=()):
+    """Every scheme as it comes and `extra`; the other texts are marked slow."""
+    texts = [text for text in ALL if not any(word in text for word in leave_out)]
+    fast = {*DEFAULTS, *extra}
+    return [text if text in fast else pytest.param(text, marks=pytest.mark.slow) for text in texts]

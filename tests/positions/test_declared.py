@@ -1,10 +1,12 @@
-"""What every scheme says of itself, measured: what is declared holds, and what is not declared does not.
+"""The properties that every scheme declares, measured: the declared ones hold, no others do.
 
-The measure is what one token gives to another in a layer whose tokens all contain the same: exp(logit) times the value, without the sum
-of softmax, which depends on where a token is on the map in any scheme. All of it is float64.
+The measure is the contribution of one token to another in a layer whose tokens all have the same
+content: exp(logit) times the value, without the sum of softmax, which depends on where a token is
+on the map in any scheme. All of it is float64.
 """
 
-import dataclasses
+import doctest
+import functools
 import itertools
 import textwrap
 
@@ -15,70 +17,91 @@ import pytest
 from flax import nnx
 
 from rope_jax import positions
-from rope_jax.positions import PerLayer, Stage, create_position, list_positions, rotary
-from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES, Sum
-from rope_jax_kernels import rotate
-from rope_jax_kernels.attention.reference import window_bias
-from tests.positions.schemes import ALL
+from rope_jax.positions import list_positions, rotary
+from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
+from rope_jax_kernels import window_bias
+from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, covering, params, scheme, trained
 
 pytestmark = pytest.mark.usefixtures("quick_compiles", "x64")
 
-HEADS, HEAD_DIM, GRID, SQUARE = 2, 16, (3, 4), (3, 3)
-STAGE = Stage(depth=3, heads=HEADS, head_dim=HEAD_DIM, channels=HEADS * HEAD_DIM, grid=GRID, dtype=np.dtype(float))
-WITHOUT_PREFIX = [text for text in ALL if "prefix=True" not in text]
+GRID, SQUARE = (3, 4), (3, 3)
 
 
-def scheme(text, stage=STAGE):
-    """A scheme with parameters that are all different; kernels on tables see one token only, so that tokens keep their places."""
-    position = create_position(text, stage, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-    for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
-        value = rng.standard_normal(param.shape) * 0.5
-        if "gpe" in text and path[-1] == "kernel" and param.shape == (3, 3, stage.channels):
-            value[[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 0, 2, 0, 1, 2]] = 0
-        param.set_value(jnp.asarray(value))
-    return position
-
-
-def fresh(shape):
+def fresh(*shape):
     return np.random.default_rng(shape).standard_normal(shape)
 
 
-CONTENT = np.tile(fresh((HEAD_DIM,)), HEADS)  # of every token and every head
+CONTENT = np.tile(fresh(HEAD_DIM), HEADS)  # of every token and every head
+W_Q, W_K, VALUE = fresh(HEAD_DIM, HEAD_DIM), fresh(HEAD_DIM, HEAD_DIM) / 3, fresh(HEAD_DIM)
+
+
+def different(text, grid=GRID):
+    """A scheme with parameters that are all different.
+
+    Kernels on tables see one token only, so that tokens keep their places.
+    """
+    position = trained(text, std=0.5, grid=grid)
+    if "gpe" in text:
+        gpe = next(module for _, module in nnx.iter_modules(position) if hasattr(module, "kernel"))
+        centre = jnp.zeros((3, 3, 1)).at[1, 1].set(1)
+        gpe.kernel.set_value(gpe.kernel[...] * centre)
+    return position
+
+
+@functools.cache
+def terms_of(position, grid):
+    return position.terms(grid)
 
 
 def embedded(position, grid, key=None):
-    tokens = jnp.broadcast_to(CONTENT, (1, grid[0] * grid[1], len(CONTENT)))
-    return position.embed(tokens, grid, key)
+    tokens = np.broadcast_to(CONTENT, (1, grid[0] * grid[1], CHANNELS))
+    return np.asarray(position.embed(jnp.asarray(tokens), grid, key))
 
 
-def turned(q, k, terms):
-    return (q, k) if terms.rotation is None else rotate(q, k, terms.rotation, implementation="xla")
+def turned(x, rotation):
+    """Vectors [B, L, N, D], rotated."""
+    if rotation is None:
+        return x
+    theta = np.einsum("la,nar->lnr", rotation.coords, rotation.freqs)
+    pairs = np.arange(2 * theta.shape[-1])
+    half = rotation.pairing == "half"
+    first, second = pairs.reshape(2, -1) if half else pairs.reshape(-1, 2).T
+    cos, sin, out = np.cos(theta), np.sin(theta), np.array(x)
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
 
 
 def queries_and_keys(position, grid, layer):
-    x, terms = embedded(position, grid), position.terms(grid).layer(layer)
+    x, terms = embedded(position, grid), terms_of(position, grid).layer(layer)
     for before in range(layer):
-        x = position.mix(x, grid, before)
-    x = x if terms.add is None else x + terms.add
+        x = np.asarray(position.mix(jnp.asarray(x), grid, before))
+    x = x if terms.add is None else x + np.asarray(terms.add)
     heads = x.reshape(1, -1, HEADS, HEAD_DIM)
-    return heads @ fresh((HEAD_DIM, HEAD_DIM)), heads @ fresh((HEAD_DIM, HEAD_DIM)) / 3, terms
+    return heads @ W_Q, heads @ W_K, terms
 
 
+@functools.cache
 def given(position, grid, layer):
     """What token m gives to token l: [N, L, M, D]."""
     q, k, terms = queries_and_keys(position, grid, layer)
-    own = 0 if terms.bias is None else window_bias(terms.bias, grid)
+    own = 0 if terms.bias is None else np.asarray(window_bias(terms.bias, grid))
 
     def attend(q, k, v, bias=0):
-        q, k = turned(q, k, terms)
-        return jnp.einsum("bnlm,bmnd->blnd", jnp.exp(jnp.einsum("blnd,bmnd->bnlm", q, k) / HEAD_DIM + own + bias), v)
+        xp = jnp if isinstance(q, jax.core.Tracer) else np  # some transforms map over examples
+        if terms.rotation is not None:
+            q, k = turned(np.asarray(q), terms.rotation), turned(np.asarray(k), terms.rotation)
+        logits = xp.einsum("blnd,bmnd->bnlm", q, k) / HEAD_DIM + own + bias
+        return jnp.asarray(xp.einsum("bnlm,bmnd->blnd", xp.exp(logits), v, optimize=True))
 
+    if terms.transform is None:  # values do not matter to the rest
+        logits = np.einsum("lnd,mnd->nlm", *(turned(x, terms.rotation)[0] for x in (q, k)))
+        return np.exp(logits / HEAD_DIM + own)[..., None] * VALUE
+    # One token has a value, in each example another.
     tokens = q.shape[1]
-    v = jnp.eye(tokens)[:, :, None, None] * fresh((HEAD_DIM,)) * jnp.ones((HEADS, 1))  # one token has a value, in each example another
-    q, k = (jnp.broadcast_to(x, (tokens, *x.shape[1:])) for x in (q, k))
-    out = attend(q, k, v) if terms.transform is None else terms.transform(q, k, v, attend)
-    return np.asarray(out.transpose(2, 1, 0, 3))
+    v = np.eye(tokens)[:, :, None, None] * VALUE * np.ones((HEADS, 1))
+    q, k = (np.broadcast_to(x, (tokens, *x.shape[1:])) for x in (q, k))
+    return np.asarray(terms.transform(*map(jnp.asarray, (q, k, v)), attend)).transpose(2, 1, 0, 3)
 
 
 def norms(position):
@@ -86,33 +109,66 @@ def norms(position):
     q, k, terms = queries_and_keys(position, GRID, 1)
 
     def measure(q, k, v, bias=0):
-        return jnp.stack([jnp.linalg.norm(x, axis=-1) for x in turned(q, k, terms)] + [0 * q[..., 0]] * (HEAD_DIM - 2), axis=-1)
+        if terms.rotation is not None:
+            q, k = (jnp.asarray(turned(np.asarray(x), terms.rotation)) for x in (q, k))
+        lengths = [jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k)]
+        return jnp.concatenate([*lengths, jnp.zeros_like(q)[..., 2:]], axis=-1)
 
     if terms.transform is None:
         return measure(q, k, q)
     # Beside attention, a transform may add something of its own.
-    return terms.transform(q, k, q, measure) - terms.transform(q, k, q, lambda q, k, v, bias=0: jnp.zeros_like(q))
+    q, k = jnp.asarray(q), jnp.asarray(k)
+    nothing = terms.transform(q, k, q, lambda q, k, v, bias=0: jnp.zeros_like(q))
+    return terms.transform(q, k, q, measure) - nothing
 
 
 def close(one, other):
-    return one.shape == other.shape and bool(np.allclose(one, other, rtol=1e-9, atol=1e-9))
+    return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 def is_relative(position):
     gives, by_offset = given(position, GRID, 1), {}
-    for (query, (qy, qx)), (key, (ky, kx)) in itertools.product(enumerate(np.ndindex(GRID)), repeat=2):
-        by_offset.setdefault((qy - ky, qx - kx), []).append(gives[:, query, key])
+    for (i, query), (j, key) in itertools.product(enumerate(np.ndindex(GRID)), repeat=2):
+        offset = (query[0] - key[0], query[1] - key[1])
+        by_offset.setdefault(offset, []).append(gives[:, i, j])
     return all(close(one, same[0]) for same in by_offset.values() for one in same)
 
 
 def differs_in_layers(position):
-    """Whether two layers get different things; what acts between layers, at any two places where it does."""
-    x = embedded(position, GRID)
-    layers = [(given(position, GRID, 0), position.terms(GRID).layer(0).add), (given(position, GRID, 1), position.terms(GRID).layer(1).add)]
-    if places := position.mix_after(STAGE.depth):
-        layers = [(np.asarray(position.mix(x, GRID, layer) - x),) for layer in places]
-        layers += [(np.asarray(x - CONTENT),)] if position.acts == "between" and not np.allclose(x, CONTENT) else []
-    return not all(close(np.asarray(one), np.asarray(other)) for one, other in zip(layers[0], layers[-1], strict=True) if one is not None)
+    """Whether two layers get different things, or any two places between layers."""
+    if places := position.mix_after(position.stage.depth):
+        x = embedded(position, GRID)
+        mixed = [np.asarray(position.mix(jnp.asarray(x), GRID, i)) - x for i in places]
+        mixed += [] if close(x - CONTENT, 0 * x) else [x - CONTENT]
+        return not close(mixed[0], mixed[-1])
+    terms = terms_of(position, GRID)
+    adds = [terms.layer(layer).add for layer in (0, 1)]
+    same = adds[0] is None or close(*adds)
+    return not (same and close(given(position, GRID, 0), given(position, GRID, 1)))
+
+
+def draws(position):
+    """Whether different keys give different things."""
+    one, other = (
+        [embedded(position, GRID, key), *jax.tree.leaves(position.terms(GRID, key))]
+        for key in map(jax.random.key, (0, 1))
+    )
+    return not all(close(*pair) for pair in zip(one, other, strict=True))
+
+
+def acts(position):
+    """Where a scheme acts; between layers may include before the first one."""
+    terms, x = terms_of(position, GRID), embedded(position, GRID)
+    if position.mix_after(position.stage.depth):
+        return {"between"}
+    of_layers = {
+        "rotation": terms.rotation,
+        "logits": terms.bias,
+        "layers": terms.add,
+        "transform": terms.transform,
+    }
+    tokens = set() if close(x, CONTENT + 0 * x) else {"tokens"}
+    return {name for name, term in of_layers.items() if term is not None} | tokens
 
 
 def same_tokens(position, after, places):
@@ -124,66 +180,59 @@ def same_tokens(position, after, places):
 def rule_on_another_map(position):
     resized = nnx.clone(position)
     resized.resize((5, 3))
-    shapes = lambda position: [param.shape for param in jax.tree.leaves(nnx.state(position, nnx.Param))]
-    if shapes(resized) != shapes(position):
+    shapes = [[param.shape for param in params(p).values()] for p in (position, resized)]
+    if shapes[0] != shapes[1]:
         return "resample"
-    leaves = [jax.tree.leaves(position.terms(grid)) for grid in (SQUARE, (5, 3))]
-    same = [close(*pair) for pair in zip(*leaves, strict=True)]
+    leaves = [jax.tree.leaves(terms_of(position, grid)) for grid in (SQUARE, (5, 3))]
     tokens = embedded(position, SQUARE)
-    if all(same) and close(tokens, jnp.broadcast_to(CONTENT, tokens.shape)):
+    if all(close(*pair) for pair in zip(*leaves, strict=True)) and close(
+        tokens, CONTENT + 0 * tokens
+    ):
         return "unchanged"
     if same_tokens(position, (5, 3), [(0, 1, 2)] * 2):
         return "extrapolate"
-    between = {(5, 5): [(0, 2, 4)], (6, 6): [(0, 2, 4), (1, 3, 5)], (9, 9): [(1, 4, 7)]}
-    return "interpolate" if any(same_tokens(position, after, [axis] * 2) for after in between for axis in between[after]) else "another"
+    between = [((9, 9), (1, 4, 7)), ((5, 5), (0, 2, 4)), ((6, 6), (0, 2, 4)), ((6, 6), (1, 3, 5))]
+    if any(same_tokens(position, after, [axis] * 2) for after, axis in between):
+        return "interpolate"
+    return "another"
 
 
-def draws(position):
-    """Whether different keys give different things."""
-    leaves = lambda key: [embedded(position, GRID, key), *jax.tree.leaves(position.terms(GRID, key))]
-    one, other = (leaves(jax.random.key(seed)) for seed in (0, 1))
-    return not all(close(*pair) for pair in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("text", WITHOUT_PREFIX)
-def test_a_scheme_is_what_it_says(text):
-    position = scheme(text)
+@pytest.mark.parametrize(
+    "text",
+    covering(
+        "axial_rope(coords=absolute,generator=exponential,shared=True,k_rope=1)",
+        "cat_rope(mode=released)",
+        "lape(sincos2d,join=share)",
+        "rope2d+rpb",
+        leave_out=["prefix=True"],
+    ),
+)
+def test_a_scheme_is_as_declared(text):
+    position = different(text)
     found = {
         "relative": is_relative(position),
         "keeps_norms": close(norms(position), norms(scheme("none"))),
         "per_layer": differs_in_layers(position),
-        "learnable": bool(jax.tree.leaves(nnx.state(position, nnx.Param))),
+        "learnable": bool(params(position)),
         "augments": draws(position),
     }
-    if position.acts in ("rotation", "logits", "transform"):  # embeddings have channels of their own for every head anyway
+    if position.acts in ("rotation", "logits", "transform"):
+        # Embeddings have channels of their own for every head anyway.
         gives = given(position, GRID, 1)
         found["per_head"] = not close(gives[0], gives[1])
+    if "+" not in text:
+        found["acts"] = next(iter(acts(position) or {"nowhere"}))
+        assert len(acts(position)) <= 1
+        if not text.startswith("liere"):
+            found["resolution"] = rule_on_another_map(different(text, SQUARE))
     assert found == {name: getattr(position, name) for name in found}
 
 
-def acts(position):
-    """Where a scheme does something; what acts between layers may also join the tokens that enter the first one."""
-    terms, x = position.terms(GRID), embedded(position, GRID)
-    of_layers = {"rotation": terms.rotation, "logits": terms.bias, "layers": terms.add, "transform": terms.transform}
-    between = {"between"} if position.mix_after(STAGE.depth) else set() if close(x, CONTENT + jnp.zeros_like(x)) else {"tokens"}
-    return {name for name, term in of_layers.items() if term is not None} | between
-
-
-@pytest.mark.parametrize("text", [text for text in WITHOUT_PREFIX if "+" not in text])
-def test_a_scheme_acts_where_it_says(text):
-    position = scheme(text)
-    assert acts(position) == {position.acts} - {"nowhere"}
-
-
-@pytest.mark.parametrize("text", [text for text in WITHOUT_PREFIX if "+" not in text])
-def test_a_scheme_does_on_another_map_what_it_says(text):
-    position = scheme(text, dataclasses.replace(STAGE, grid=SQUARE))
-    if text.startswith("liere"):
-        # A map of n patches is n / n_creation long from its first to its last patch, so that the spacing changes a little.
-        assert position.resolution == "extrapolate"
-        np.testing.assert_allclose(position.coords((6, 9))[-1, -1], [2, 3], rtol=1e-12)
-        return
-    assert rule_on_another_map(position) == position.resolution
+def test_liere_extrapolates_nearly():
+    """A map of n patches is n / n_creation long from its first to its last patch."""
+    position = scheme("liere", grid=SQUARE)
+    assert position.resolution == "extrapolate"
+    np.testing.assert_allclose(position.coords((6, 9))[-1, -1], [2, 3], rtol=1e-12)
 
 
 def test_the_example_of_the_packages_docstring_is_a_scheme():
@@ -197,20 +246,24 @@ def test_the_example_of_the_packages_docstring_is_a_scheme():
         SCHEMES.pop("rope_log", None)
 
 
+@pytest.mark.parametrize("name", positions.__all__)
+def test_examples_in_docstrings(name):
+    found = doctest.DocTestFinder().find(getattr(positions, name), name, False, vars(positions))
+    results = [doctest.DocTestRunner().run(example) for example in found]
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0
+
+
 @pytest.mark.parametrize("name", list_positions())
 def test_every_scheme_is_described(name):
     cls = SCHEMES[name]
-    assert cls.paper
-    assert cls.equation
     assert cls.acts in ACTS
     assert cls.resolution in RESOLUTION
-    assert cls is SCHEMES["none"] or (cls.paper, cls.equation) != (SCHEMES["none"].paper, SCHEMES["none"].equation)
-    own = next(base.__name__ for base in cls.__mro__ if "paper" in vars(base))
-    assert own == cls.__name__, f"{name} says nothing of itself, {own} does"
+    assert {"paper", "equation"} <= {key for key, value in vars(cls).items() if value}
 
 
 def test_a_sum_is_relative_if_all_parts_are_and_augments_if_any_does():
     assert (scheme("rope2d+rpb").relative, scheme("rope2d+ape").relative) == (True, False)
     assert (scheme("dinov3+rpb").augments, scheme("rope2d+rpb").augments) == (True, False)
-    assert isinstance(scheme("rope2d+rpb"), Sum)
-    assert isinstance(scheme("rpb").terms(GRID).bias, PerLayer)
+    assert [part.acts for part in scheme("rope2d+rpb").schemes()] == ["rotation", "logits"]
+    assert len(scheme("rpb").schemes()) == 1

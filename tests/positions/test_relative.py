@@ -1,4 +1,4 @@
-"""Biases and their definitions, written out pair by pair in float64."""
+"""Biases against their definitions, written out pair by pair in float64."""
 
 import itertools
 import math
@@ -9,165 +9,228 @@ import pytest
 from flax import nnx
 
 from rope_jax.models.attention import SelfAttention
-from rope_jax.positions import Stage, create_position
-from rope_jax_kernels import Global, Neighborhood, Window, attention
-from rope_jax_kernels.attention.reference import window_bias
+from rope_jax.positions.resample import resample
+from rope_jax_kernels import Global, Neighborhood, Window, attention, window_bias
+from tests.positions.schemes import (
+    DEPTH,
+    EXACT,
+    HEAD_DIM,
+    HEADS,
+    normal,
+    params,
+    scheme,
+    tokens,
+    trained,
+)
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
-
-DEPTH, HEADS, HEAD_DIM = 2, 3, 8
-EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-def scheme(text, grid=(3, 4), **changes):
-    at = Stage(depth=DEPTH, heads=HEADS, head_dim=HEAD_DIM, channels=24, grid=grid, dtype=np.dtype(float), **changes)
-    position = create_position(text, at, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(1)
-    for _, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
-        param.set_value(jnp.asarray(rng.standard_normal(param.shape)))
-    return position
-
-
-def tokens(grid):
-    return list(itertools.product(range(grid[0]), range(grid[1])))
 
 
 def weights_of(terms, grid, prefix):
     """Weights [L, L] of attention with no content, in one head."""
     length = prefix + grid[0] * grid[1]
-    layer = SelfAttention(length, 1, qkv_bias=False, rngs=nnx.Rngs(0), dtypes={"dtype": jnp.float64, "param_dtype": jnp.float64})
+    dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    layer = SelfAttention(length, 1, qkv_bias=False, rngs=nnx.Rngs(0), dtypes=dtypes)
     eye = jnp.eye(length)
-    layer.qkv.kernel.set_value(jnp.concatenate([0 * eye, 0 * eye, eye], axis=1))  # no queries and keys; the value says which token it is
+    # No queries and keys; the value is the token's number, one-hot.
+    layer.qkv.kernel.set_value(jnp.concatenate([0 * eye, 0 * eye, eye], axis=1))
     layer.proj.kernel.set_value(eye)
     return np.asarray(layer(eye[None], grid, Global(), terms))[0]
 
 
+def softmax(logits):
+    return np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+
+
+# rpb
+
+
+@pytest.mark.parametrize("pattern", [Global(), Window((3, 4), (1, 2))])
+def test_rpb_of_a_whole_map_and_of_windows(pattern):
+    (h, w), grid = (3, 4), (3, 4) if pattern == Global() else (9, 8)
+    position = trained("rpb", grid=grid, pattern=pattern)
+    offsets = np.asarray(position.offsets[...])
+    assert offsets.shape == (DEPTH, HEADS, 2 * h - 1, 2 * w - 1)
+    sign = -1 if pattern == Global() else 1  # key minus query, or query minus key
+    for layer in range(DEPTH):
+        bias = np.asarray(position.terms(grid).layer(layer).bias)
+        assert bias.shape == (HEADS, (2 * h - 1) * (2 * w - 1))
+        for (qy, qx), (ky, kx) in itertools.product(tokens((h, w)), repeat=2):
+            y, x = qy - ky, qx - kx
+            want = offsets[layer, :, sign * y + h - 1, sign * x + w - 1]
+            np.testing.assert_array_equal(bias[:, (y + h - 1) * (2 * w - 1) + x + w - 1], want)
+
+
+def test_rpb_of_neighbourhoods_is_the_table_on_every_map():
+    position = trained("rpb", grid=(9, 8), pattern=Neighborhood((3, 5), (2, 1)))
+    assert position.offsets.shape == (DEPTH, HEADS, 5, 9)
+    for grid, layer in itertools.product([(9, 8), (14, 5)], range(DEPTH)):
+        np.testing.assert_array_equal(
+            position.terms(grid).layer(layer).bias, position.offsets[layer]
+        )
+
+
+# rows of the map grow, columns shrink; a window has the same rules as the map
+@pytest.mark.parametrize(
+    ("grow", "shrink", "windows"),
+    [("bicubic", "crop", True), ("pad", "bicubic", False), ("antialias", "bilinear", False)],
+)
+def test_rpb_on_another_map(grow, shrink, windows):
+    pattern = Window((5, 4)) if windows else Global()
+    text = f"rpb(grow={grow},shrink={shrink})"
+    position = trained(text, grid=(3, 4), pattern=pattern)
+    assert position.shrink == shrink
+    want = resample(resample(position.offsets[...], (9, 7), grow), (9, 3), shrink)[1]
+    bias = np.asarray(position.terms((5, 2)).layer(1).bias).reshape(HEADS, 9, 3)
+    np.testing.assert_allclose(bias if windows else bias[:, ::-1, ::-1], want, **EXACT)
+
+
+def test_a_rule_for_smaller_maps_can_be_set():
+    position = trained("rpb")
+    position.shrink = "crop"
+    same = trained("rpb(shrink=crop)").terms((2, 3)).layer(0).bias
+    np.testing.assert_array_equal(position.terms((2, 3)).layer(0).bias, same)
+    assert scheme("alibi2d").shrink is None
+
+
 def test_prefix_tokens_have_three_biases():
     grid, prefix = (2, 3), 2
-    at = Stage(depth=DEPTH, heads=1, head_dim=8, channels=8, grid=grid, prefix=prefix, dtype=np.dtype(float))
-    position = create_position("rpb(prefix=True)", at, rngs=nnx.Rngs(0))
-    offsets, three = (np.random.default_rng(i).standard_normal(x.shape) for i, x in enumerate([position.offsets, position.prefix_offsets]))
-    position.offsets.set_value(jnp.asarray(offsets))
-    position.prefix_offsets.set_value(jnp.asarray(three))
+    settings = {"heads": 1, "grid": grid, "prefix": prefix}
+    position = trained("rpb(prefix=True)", **settings)
+    offsets, three = (np.asarray(x[1]) for x in (position.offsets, position.prefix_offsets))
     want = np.zeros((8, 8))
     for (i, q), (j, k) in itertools.product(enumerate([None, None, *tokens(grid)]), repeat=2):
-        if q is None or k is None:  # BEiT's index: class token to map, map to class token, class token to itself
-            want[i, j] = three[1, 0, 2 if q is k else 0 if q is None else 1]
+        if q is None or k is None:
+            # BEiT's index: class token to map, map to class token, class token to itself
+            want[i, j] = three[0, 2 if q is k else 0 if q is None else 1]
         else:
-            want[i, j] = offsets[1, 0, k[0] - q[0] + 1, k[1] - q[1] + 2]
+            want[i, j] = offsets[0, k[0] - q[0] + 1, k[1] - q[1] + 2]
     got = weights_of(position.terms(grid).layer(1), grid, prefix)
-    np.testing.assert_allclose(got, np.exp(want) / np.exp(want).sum(axis=1, keepdims=True), **EXACT)
-    # A sum with a bias that says nothing of prefix tokens keeps what the other says.
-    summed = create_position("rpb(prefix=True)+alibi2d", at, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(got, softmax(want), **EXACT)
+    # A sum with a bias without such entries keeps them.
+    summed = scheme("rpb(prefix=True)+alibi2d", **settings)
     entries = summed.terms(grid).layer(0).bias
     np.testing.assert_array_equal(entries[:, -3:], summed.parts[0].prefix_offsets[0])
     assert entries.shape == (1, 3 * 5 + 3)
 
 
-@pytest.mark.parametrize("prefix", [0, 1])
-def test_biases_through_a_norm_over_the_keys(prefix):
-    grid = (3, 4)
-    at = Stage(depth=DEPTH, heads=1, head_dim=8, channels=8, grid=grid, prefix=prefix, dtype=np.dtype(float))
-    position = create_position("rpb(key_norm=True)", at, rngs=nnx.Rngs(0))
-    start = position.key_scale[...], position.key_bias[...]
-    np.testing.assert_array_equal(start, [np.ones((DEPTH, *grid)), np.zeros((DEPTH, *grid))])
-    offsets, scale, shift = (np.random.default_rng(i).standard_normal(x.shape) for i, x in enumerate([position.offsets, *start]))
-    for param, value in zip((position.offsets, position.key_scale, position.key_bias), (offsets, scale, shift), strict=True):
-        param.set_value(jnp.asarray(value))
+def test_biases_through_a_norm_over_the_keys():
+    grid, prefix = (3, 4), 1
+    settings = {"heads": 1, "grid": grid, "prefix": prefix}
+    fresh = scheme("rpb(key_norm=True)", **settings)
+    np.testing.assert_array_equal(fresh.key_scale[...], np.ones((DEPTH, *grid)))
+    np.testing.assert_array_equal(fresh.key_bias[...], np.zeros((DEPTH, *grid)))
+    position = trained("rpb(key_norm=True)", **settings)
+    names = ("offsets", "key_scale", "key_bias")
+    offsets, scale, shift = (np.asarray(params(position)[name][1]) for name in names)
     want = np.zeros((prefix + 12, prefix + 12))
     for i, q in enumerate(tokens(grid)):
-        row = np.array([offsets[1, 0, k[0] - q[0] + 2, k[1] - q[1] + 3] for k in tokens(grid)])
-        want[prefix + i, prefix:] = (row - row.mean()) / np.sqrt(row.var() + 1e-5) * scale[1].ravel() + shift[1].ravel()
+        row = np.array([offsets[0, k[0] - q[0] + 2, k[1] - q[1] + 3] for k in tokens(grid)])
+        row = (row - row.mean()) / np.sqrt(row.var() + 1e-5)
+        want[prefix + i, prefix:] = row * scale.ravel() + shift.ravel()
     got = weights_of(position.terms(grid).layer(1), grid, prefix)
-    np.testing.assert_allclose(got, np.exp(want) / np.exp(want).sum(axis=1, keepdims=True), **EXACT)
+    np.testing.assert_allclose(got, softmax(want), **EXACT)
 
 
-@pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
-@pytest.mark.parametrize("prefix", [0, 1])
+# cpb
+
+
+@pytest.mark.parametrize(("grid", "prefix"), [((3, 4), 0), ((5, 2), 1)])
 def test_cpb(grid, prefix):
-    position = scheme("cpb(hidden=6)", prefix=prefix)
-    kernel1, bias1, kernel2 = (np.asarray(x[...]) for x in (position.kernel1, position.bias1, position.kernel2))
+    position = trained("cpb(hidden=6)", grid=(3, 4), prefix=prefix)
+    names = ("kernel1", "bias1", "kernel2")
+    kernel1, bias1, kernel2 = (np.asarray(params(position)[name][...]) for name in names)
+    rows, columns = 2 * grid[0] - 1, 2 * grid[1] - 1
     for layer in range(DEPTH):
         bias = np.asarray(position.terms(grid).layer(layer).bias)
-        for (qy, qx), (ky, kx) in itertools.product(tokens(grid), repeat=2):
-            apart = [(qy - ky) / 2, (qx - kx) / 3]  # 1 at the border of the map of creation, 3 x 4
-            apart = np.array([math.copysign(math.log2(1 + 8 * abs(d)), d) / math.log2(8) for d in apart])
-            hidden = np.maximum(apart @ kernel1[layer] + bias1[layer], 0)
+        table = bias[:, : rows * columns].reshape(HEADS, rows, columns)
+        for y, x in tokens((rows, columns)):
+            # 1 at the border of the map of creation, 3 x 4
+            apart = (y - grid[0] + 1) / 2, (x - grid[1] + 1) / 3
+            o = [math.copysign(math.log2(1 + 8 * abs(d)), d) / math.log2(8) for d in apart]
+            hidden = np.maximum(o @ kernel1[layer] + bias1[layer], 0)
             want = 16 / (1 + np.exp(-hidden @ kernel2[layer]))
-            index = (qy - ky + grid[0] - 1) * (2 * grid[1] - 1) + qx - kx + grid[1] - 1
-            np.testing.assert_allclose(bias[:, index], want, **EXACT)
-        np.testing.assert_array_equal(bias[:, (2 * grid[0] - 1) * (2 * grid[1] - 1) :], np.full((HEADS, 3 * prefix), 8))
-
-
-def test_cpb_of_a_window_is_that_of_a_map_of_its_size_and_neighbourhoods_count_the_other_way():
-    whole = scheme("cpb(hidden=6)", grid=(3, 3)).terms((3, 3)).layer(1).bias
-    window = scheme("cpb(hidden=6)", grid=(9, 8), pattern=Window((3, 3))).terms((9, 8)).layer(1).bias
-    np.testing.assert_array_equal(window, whole)
-    near = scheme("cpb(hidden=6)", grid=(9, 8), pattern=Neighborhood((3, 3))).terms((9, 8)).layer(1).bias
-    np.testing.assert_array_equal(np.asarray(near)[:, ::-1, ::-1].reshape(HEADS, -1), whole)
-
-
-def test_cpb_keeps_its_scale_when_the_map_of_creation_changes():
-    position = scheme("cpb(hidden=6)")
+            np.testing.assert_allclose(table[:, y, x], want, **EXACT)
+        assert (bias[:, rows * columns :] == np.full((HEADS, 3 * prefix), 8)).all()
     before = position.terms((5, 6)).layer(0).bias
-    position.resize((5, 6))
+    position.resize((5, 6))  # keeps the scale
     np.testing.assert_array_equal(position.terms((5, 6)).layer(0).bias, before)
 
 
-# ALiBi's published slopes for 8 heads are 1/2 .. 1/256; for 12 heads those of 8 and every second one of 16.
-SLOPES = {4: [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], 6: [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]}
+def test_cpb_of_a_window_is_that_of_a_map_of_its_size_and_neighbourhoods_count_the_other_way():
+    def bias(grid, pattern):
+        position = trained("cpb(hidden=6)", grid=grid, pattern=pattern)
+        return np.asarray(position.terms(grid).layer(1).bias)
+
+    whole = bias((3, 3), Global())
+    np.testing.assert_array_equal(bias((9, 8), Window((3, 3))), whole)
+    near = bias((9, 8), Neighborhood((3, 3)))
+    np.testing.assert_array_equal(near[:, ::-1, ::-1].reshape(HEADS, -1), whole)
+
+
+# alibi2d
+
+# ALiBi's published slopes for 8 heads are 1/2 .. 1/256; for 12 heads those of 8 and every second
+# one of 16.
+SLOPES = {
+    4: [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8],
+    6: [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3],
+}
 
 
 @pytest.mark.parametrize("heads", SLOPES)
 @pytest.mark.parametrize("grid", [(3, 4), (4, 2)])
 def test_alibi2d(heads, grid):
-    at = Stage(depth=1, heads=heads, head_dim=4, channels=4 * heads, grid=(3, 4), dtype=np.dtype(float))
-    bias = window_bias(create_position("alibi2d", at, rngs=nnx.Rngs(0)).terms(grid).layer(0).bias, grid)
-    for (i, q), (j, k) in itertools.product(enumerate(tokens(grid)), repeat=2):
-        np.testing.assert_allclose(bias[:, i, j], [-slope * math.dist(q, k) for slope in SLOPES[heads]], **EXACT)
+    bias = window_bias(scheme("alibi2d", heads=heads).terms(grid).layer(0).bias, grid)
+    distance = [[math.dist(q, k) for k in tokens(grid)] for q in tokens(grid)]
+    want = -np.array(SLOPES[heads])[:, None, None] * distance
+    np.testing.assert_allclose(bias, want, **EXACT)
+
+
+# irpe
 
 
 def bucket(r, alpha=1.9, beta=3.8, gamma=15.2):
     """iRPE's equation 18, and the conversion to a whole number in its code."""
     if abs(r) <= alpha:
         return r
-    return int(math.copysign(1, r)) * int(min(beta, round(alpha + math.log(abs(r) / alpha) / math.log(gamma / alpha) * (beta - alpha))))
+    steps = math.log(abs(r) / alpha) / math.log(gamma / alpha)
+    return int(math.copysign(int(min(beta, round(alpha + steps * (beta - alpha)))), r))
 
 
 def test_buckets_of_irpe():
-    assert [bucket(r) for r in (0, 1, 2, 3, 4, 5, 13)] == [0, 1, 2, 2, 3, 3, 3]
-    position = scheme("irpe", grid=(9, 9))
-    got = np.asarray(position.terms((9, 12)).transform.columns)
-    assert got.shape == (12, 12, 7)
-    for i, j in itertools.product(range(12), repeat=2):
-        assert got[i, j].argmax() == bucket(i - j) + 3
-        assert got[i, j].sum() == 1
+    assert [bucket(r) for r in (0, 1, 2, 3, 4, 5, 13, -3)] == [0, 1, 2, 2, 3, 3, 3, -2]
+    got = np.asarray(scheme("irpe", grid=(9, 9)).terms((9, 12)).transform.columns)
+    want = [[np.eye(7)[bucket(i - j) + 3] for j in range(12)] for i in range(12)]
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_irpe(prefix):
     grid = (6, 5)
-    position = scheme("irpe", prefix=prefix)
+    position = trained("irpe", prefix=prefix)
     assert position.vectors.shape == (DEPTH, HEAD_DIM, 49 + (prefix > 0))
-    length = prefix + grid[0] * grid[1]
-    q, k, v = np.random.default_rng(3).standard_normal((3, 2, length, HEADS, HEAD_DIM))
-    own = np.random.default_rng(4).standard_normal((HEADS, length, length))
-    transform = position.terms(grid).layer(1).transform
+    where = [None] * prefix + tokens(grid)
+    q, k, v = normal(3, 2, len(where), HEADS, HEAD_DIM)
+    own = normal(HEADS, len(where), len(where))
 
     def attend(q, k, v, bias=None):
         return attention(q, k, v, pattern=Global(), bias=jnp.asarray(own) + bias)
 
+    transform = position.terms(grid).layer(1).transform
     got = transform(*map(jnp.asarray, (q, k, v)), attend)
-    vectors, where = np.asarray(position.vectors[...])[1], [None] * prefix + tokens(grid)
-    for b, n in itertools.product(range(2), range(HEADS)):
-        logits = q[b, :, n] @ k[b, :, n].T / math.sqrt(HEAD_DIM) + own[n]
-        for (i, one), (j, other) in itertools.product(enumerate(where), repeat=2):
-            index = 49 if one is None or other is None else 7 * (bucket(one[0] - other[0]) + 3) + bucket(one[1] - other[1]) + 3
-            logits[i, j] += q[b, i, n] @ vectors[:, index] / math.sqrt(HEAD_DIM)
-        weights = np.exp(logits)
-        np.testing.assert_allclose(got[b, :, n], weights / weights.sum(axis=1, keepdims=True) @ v[b, :, n], **EXACT)
+    vectors = np.asarray(position.vectors[1])
+
+    def index(one, other):
+        if one is None or other is None:
+            return 49
+        return 7 * (bucket(one[0] - other[0]) + 3) + bucket(one[1] - other[1]) + 3
+
+    picked = vectors[:, [[index(one, other) for other in where] for one in where]]
+    logits = np.einsum("blnd,bmnd->bnlm", q, k) + np.einsum("blnd,dlm->bnlm", q, picked)
+    want = np.einsum("bnlm,bmnd->blnd", softmax(logits / math.sqrt(HEAD_DIM) + own), v)
+    np.testing.assert_allclose(got, want, **EXACT)
 
 
 def test_irpe_starts_as_if_it_were_not_there():
-    at = Stage(depth=1, heads=2, head_dim=4, channels=8, grid=(2, 2))
-    assert not create_position("irpe", at, rngs=nnx.Rngs(0)).vectors[...].any()
+    assert not scheme("irpe").vectors[...].any()

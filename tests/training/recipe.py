@@ -3,14 +3,29 @@
 import dataclasses
 import pathlib
 
+import jax
+import numpy as np
+from flax import nnx
+
+import rope_jax.run
 from rope_jax import config as cfg
-from rope_jax import train
+from rope_jax import data, restore
+from rope_jax.training.setup import prepare
+from rope_jax.workdir.checkpoint import Checkpoints
 
 TINY = "depth=1,width=16,heads=1"
+CEIT = {  # a model with batch statistics
+    "model__name": "ceit_t",
+    "model__options": "depth=1,width=16,heads=1,mlp_ratio=2,patch_size=4,stem_width=4",
+    "model__position": "ape",
+    "eval__resolutions": (),
+    "epochs": 0.5,
+    "ema_decay": 0.9,
+}
 
 
 def tiny(**changes) -> cfg.Config:
-    """Two epochs of digits with 12 steps each, on a model of one block; changes replace fields, dotted ones as section__field."""
+    """Two epochs of 12 steps on digits, one block; changes are `field` or `section__field`."""
     raw = cfg.default()
     raw.update({"epochs": 2.0, "batch_size": 120, "log_every": 1, "checkpoint_every": 8})
     raw.optim.update({"learning_rate": 5e-3, "warmup_epochs": 0.5})
@@ -29,17 +44,41 @@ def tiny(**changes) -> cfg.Config:
 def run(workdir: pathlib.Path, **changes) -> cfg.Config:
     """Trains the tiny recipe in `workdir`."""
     config = tiny(**changes)
-    train.train(config, workdir)
+    rope_jax.run.train(config, workdir)
     return config
 
 
 def final_state(workdir: pathlib.Path, **changes) -> dict:
     """The newest state in a workdir."""
-    prepared, model = train.prepare(tiny(**changes))
-    with train.Checkpoints(workdir / "checkpoints") as checkpoints:
-        return train.load_newest(prepared, model, checkpoints, workdir)
+    setup, model = prepare(tiny(**changes))
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        return rope_jax.run.load_newest(setup, model, checkpoints, workdir)
 
 
 def replaced(config: cfg.Config, section: str, **changes) -> cfg.Config:
-    """A config with fields of one section replaced."""
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **changes)})
+    """A config with settings of one section replaced."""
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **changes)}
+    )
+
+
+def started(source: pathlib.Path | str, **changes) -> nnx.Module:
+    """A model of the tiny recipe (8 x 8 pixels, ten classes) with the weights of `init_from`."""
+    complete = {"data__image_size": (8, 8), "model__num_classes": 10, "init_from": str(source)}
+    config = tiny(**complete | changes)
+    model = restore.create(config)
+    restore.start_from(model, config)
+    return model
+
+
+def logits(model: nnx.Module, images: np.ndarray) -> np.ndarray:
+    """Logits of a model, compiled at once."""
+    graph, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, images))
+
+
+def accuracy(model: nnx.Module, config: cfg.Config, resolution: tuple[int, int]) -> float:
+    """Top-1 of a model on the test digits at a resolution, without the code of evaluation."""
+    images = data.load("digits", None, "test", tuple(resolution))
+    x = (images.images / np.float32(255) - config.data.mean) / config.data.std
+    return (logits(model, x.astype(np.float32)).argmax(-1) == images.labels).mean()

@@ -1,7 +1,5 @@
-"""Batch statistics through a run: trained beside the weights, saved, loaded, and those of the whole batch on any number of devices."""
+"""Batch statistics: trained, saved, loaded, and those of the whole batch on many devices."""
 
-import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -13,21 +11,16 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax import data, train
-from rope_jax.checkpoint import named_leaves, tree_hash
 from rope_jax.config import ConfigError
-from rope_jax.evaluate import normalise
-from rope_jax.signals import Interrupted, Signals
-from tests.training.recipe import final_state, replaced, run, tiny
-
-CEIT = {
-    "model__name": "ceit_t",
-    "model__options": "depth=1,width=16,heads=1,mlp_ratio=2,patch_size=4,stem_width=4",
-    "model__position": "ape",
-    "eval__resolutions": ((4, 8),),
-    "epochs": 0.5,
-    "ema_decay": 0.9,
-}
+from rope_jax.data.images.device import normalise
+from rope_jax.evaluate import read_results
+from rope_jax.sharding import put_batch
+from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.signals import Interrupted
+from rope_jax.training.step import make_step
+from rope_jax.workdir.checkpoint import named_leaves, tree_hash
+from tests.training.recipe import CEIT, accuracy, final_state, run, started, tiny
+from tests.training.test_run import interrupt_at
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +32,36 @@ def finished(tmp_path_factory):
 
 def test_the_step_updates_weights_and_statistics():
     config = tiny(**CEIT)
-    prepared, model = train.prepare(config)
-    state = train.initial_state(prepared, model)
-    batch = {name: jnp.asarray(array) for name, array in next(data.batches(prepared.images, batch_size=12, seed=0)).items()}
-    new, metrics = train.make_step(prepared)(jax.tree.map(jnp.copy, state), batch)
+    prepared, model = prepare(config)
+    state = initial_state(prepared, model)
+    batch = put_batch(next(training_batches(prepared, 0)[0]), prepared.mesh)
+    new, metrics = make_step(prepared)(jax.tree.map(jnp.copy, state), batch)
     graph, variables = nnx.split(model)
 
     @jax.jit
     def reference(variables):
         model = nnx.merge(graph, variables)
-        logits = model(normalise(batch["image"], config), train=True, key=jax.random.key(0))  # one block: drop path is 0
-        return -jax.nn.log_softmax(logits)[jnp.arange(12), batch["label"]].mean(), nnx.state(model, nnx.BatchStat)
+        images = normalise(batch["image"], config.data.mean, config.data.std)
+        logits = model(images, train=True, key=jax.random.key(0))  # one block: drop path is 0
+        loss = -jax.nn.log_softmax(logits)[jnp.arange(120), batch["label"]].mean()
+        return loss, nnx.state(model, nnx.BatchStat)
 
     loss, stats = reference(variables)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert set(new) == {"step", "params", "opt", "ema", "stats"}
     wanted = named_leaves(nnx.to_pure_dict(stats))
     assert len(wanted) == 2 * (1 + 3)
-    for (name, ours), (_, theirs), (_, before) in zip(named_leaves(new["stats"]), wanted, named_leaves(state["stats"]), strict=True):
+    for (name, ours), (_, theirs), (_, before) in zip(
+        named_leaves(new["stats"]), wanted, named_leaves(state["stats"]), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=name)
         assert (np.asarray(ours) != before).any(), name
 
 
 def test_models_without_batch_norms_have_no_statistics():
-    prepared, model = train.prepare(tiny())
-    assert set(jax.eval_shape(lambda: train.initial_state(prepared, model))) == {"step", "params", "opt"}
+    setup, model = prepare(tiny())
+    shapes = jax.eval_shape(lambda: initial_state(setup, model))
+    assert set(shapes) == {"step", "params", "opt"}
 
 
 def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(finished):
@@ -71,28 +69,23 @@ def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(fi
     stats = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
     assert tree_hash(stats) == tree_hash(final_state(finished, **CEIT)["stats"])
     assert all((np.asarray(leaf) != 0).any() for _, leaf in named_leaves(stats))
-    for row in train.read_results(finished)["eval"]:
-        images = data.load("digits", None, "test", tuple(row["resolution"]))
-        logits = model(normalise(jnp.asarray(images.images), config))
-        assert (np.argmax(logits, -1) == images.labels).mean() == pytest.approx(row["top1"], abs=1e-9)
+    (row,) = read_results(finished)["eval"]
+    assert accuracy(model, config, row["resolution"]) == pytest.approx(row["top1"], abs=1e-9)
 
 
 def test_averaged_weights_stand_beside_the_running_statistics(finished):
     averaged, last = (rope_jax.load_checkpoint(str(finished), ema=ema)[0] for ema in (True, False))
     assert not np.array_equal(averaged.head.kernel[...], last.head.kernel[...])
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(averaged, nnx.BatchStat), nnx.state(last, nnx.BatchStat))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.state(averaged, nnx.BatchStat),
+        nnx.state(last, nnx.BatchStat),
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypatch):
-    polls = itertools.count(1)
-
-    class StopAfter3(Signals):
-        def __call__(self):
-            if next(polls) == 3:
-                raise Interrupted("test")
-
     with monkeypatch.context() as patch:
-        patch.setattr(train, "stop_signals", lambda: contextlib.nullcontext(StopAfter3()))
+        interrupt_at(patch, 3)
         with pytest.raises(Interrupted):
             run(tmp_path, **CEIT)
     assert int(final_state(tmp_path, **CEIT)["step"]) == 3
@@ -100,58 +93,66 @@ def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypat
     assert tree_hash(final_state(tmp_path, **CEIT)) == tree_hash(final_state(finished, **CEIT))
 
 
-def started(source, **changes):
-    config = replaced(tiny(**CEIT | {"init_from": str(source)} | changes), "data", image_size=(8, 8))
-    config = replaced(config, "model", num_classes=10)
-    model = rope_jax.restore.create(config)
-    rope_jax.restore.start_from(model, config)
-    return model
-
-
 def test_init_from_takes_statistics_along(finished, tmp_path):
     trained, _ = rope_jax.load_checkpoint(str(finished))
     rope_jax.restore.save_weights(trained, str(tmp_path / "weights.npz"))
     for source in (finished, tmp_path / "weights.npz"):
-        jax.tree.map(np.testing.assert_array_equal, nnx.state(started(source)), nnx.state(trained))
+        model = started(source, **CEIT)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(trained))
     weights = dict(np.load(tmp_path / "weights.npz"))
     del weights["patch_embed.bn.mean"]
     np.savez(tmp_path / "less.npz", **weights)
     with pytest.raises(ConfigError, match=r"patch_embed\.bn\.mean is missing"):
-        started(tmp_path / "less.npz")
+        started(tmp_path / "less.npz", **CEIT)
 
 
 _ON_DEVICES = """
 import dataclasses, sys
 import jax, numpy as np
-from rope_jax import data, train
-from rope_jax.checkpoint import named_leaves
+from rope_jax import data
 from rope_jax.sharding import make_mesh, put_batch
-from tests.training.recipe import tiny
-from tests.training.test_batch_statistics import CEIT
+from rope_jax.sharding import put_batch
+from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.step import make_step
+from rope_jax.workdir.checkpoint import named_leaves
+from tests.training.recipe import CEIT, tiny
 
-run, model = train.prepare(tiny(**CEIT | {"batch_size": 16}))
+run, model = prepare(tiny(**CEIT | {"batch_size": 16}))
 assert run.mesh.size == 8
 found = {}
 for devices in (1, 8):
     mesh = make_mesh(devices=jax.devices()[:devices])
     part = dataclasses.replace(run, mesh=mesh)
-    state = jax.tree.map(jax.numpy.copy, train.initial_state(part, model))  # steps donate it, and the model is still needed
-    step = train.make_step(part)
+    state = jax.tree.map(jax.numpy.copy, initial_state(part, model))  # steps donate it
+    step = make_step(part)
     for _, batch in zip(range(3), data.batches(run.images, batch_size=16, seed=0)):
         batch = put_batch(batch, mesh)
-        assert [shard.data.shape[0] for shard in batch["image"].addressable_shards] == [16 // devices] * devices
+        shards = batch["image"].addressable_shards
+        assert [shard.data.shape[0] for shard in shards] == [16 // devices] * devices
         state, metrics = step(state, batch)
     assert state["stats"]["patch_embed"]["bn"]["mean"].sharding.is_fully_replicated
-    found |= {f"{devices}.loss": metrics["loss"]} | {f"{devices}.{name}": leaf for name, leaf in named_leaves(state["stats"])}
+    found[f"{devices}.loss"] = metrics["loss"]
+    found |= {f"{devices}.{name}": leaf for name, leaf in named_leaves(state["stats"])}
 np.savez(sys.argv[1], **found)
 """
 
 
+@pytest.mark.process
 def test_statistics_on_eight_devices_are_those_of_one(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", _ON_DEVICES, str(tmp_path / "found.npz")], env=environment, check=True, timeout=300)
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    subprocess.run(
+        [sys.executable, "-c", _ON_DEVICES, str(tmp_path / "found.npz")],
+        env=environment,
+        check=True,
+        timeout=300,
+    )
     found = np.load(tmp_path / "found.npz")
     assert len(found.files) == 2 * (1 + 8)
     for name in (name for name in found.files if name.startswith("8.")):
         # Sums in another order. The statistics of an eighth of the batch differ in the first digit.
-        np.testing.assert_allclose(found[name], found[f"1.{name[2:]}"], rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], found[f"1.{name[2:]}"], rtol=1e-4, atol=1e-6, err_msg=name
+        )

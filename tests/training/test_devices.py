@@ -14,16 +14,20 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks._processes import Run
 from rope_jax import sharding
-from rope_jax.checkpoint import Checkpoints
-from rope_jax.metrics import read_metrics
+from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.metrics import read_metrics
+from tests.faults.processes import Run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def environment(devices, **others):
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} | others
+    return (
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        | others
+    )
 
 
 def mesh_of(data, fsdp):
@@ -68,18 +72,21 @@ import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 import rope_jax
-from rope_jax.checkpoint import named_leaves
+from rope_jax.workdir.checkpoint import named_leaves
 from rope_jax.sharding import in_force, make_mesh, put_batch, split_parameter
 import rope_jax.sharding as sharding
 
 sharding.SMALLEST = 64
 jax.config.update("jax_disable_most_optimizations", True)
-SMALL = {"num_classes": 8, "image_size": 24, "drop_path": 0.3, "width": 16, "heads": (2,), "depths": (2,)}
+SMALL = {"num_classes": 8, "image_size": 24, "drop_path": 0.3, "width": 16, "heads": (2,)}
+SMALL["depths"] = (2,)
+VIT = {"width": 32, "heads": 2}
+SCANNED = {"depth": 2, "scan_layers": True, "drop_path": 0.3}
 MODELS = {
-    "vit_digits": {"position": "rope_mixed+rpb", "depth": 2, "width": 32, "heads": 2, "scan_layers": True, "drop_path": 0.3},
+    "vit_digits": {"position": "rope_mixed+rpb"} | VIT | SCANNED,
     "swin_t": {"position": "rpb+rope_mixed", "window_size": 3} | SMALL,
     "nat_mini": {"position": "rope_mixed+rpb", "kernel_size": 3} | SMALL,
-    "vit_s16": {"position": "irpe", "depth": 1, "width": 32, "heads": 2, "image_size": 32, "num_classes": 8},
+    "vit_s16": {"position": "irpe", "depth": 1, "image_size": 32, "num_classes": 8} | VIT,
 }
 found = {}
 rng = np.random.default_rng(0)
@@ -88,88 +95,105 @@ for name in sys.argv[2:]:
     model = rope_jax.create_model(name, **options)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     # Tables and frequencies away from zero, so that their gradients count.
-    params = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), nnx.to_pure_dict(params))
+    moved = lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32)
+    params = jax.tree.map(moved, nnx.to_pure_dict(params))
     size = options.get("image_size", 8)
-    batch = {"x": rng.normal(size=(16, size, size, 3)).astype(np.float32), "y": np.arange(16, dtype=np.int32) % 8}
+    images = rng.normal(size=(16, size, size, 3)).astype(np.float32)
+    batch = {"x": images, "y": np.arange(16, dtype=np.int32) % 8}
     for data, fsdp in ((1, 1), (2, 4)):
         mesh = make_mesh(fsdp, devices=jax.devices()[: data * fsdp])
 
         @jax.checkpoint
         def loss(params, batch):
             with in_force(mesh):
-                logits = nnx.merge(graph, params, rest)(batch["x"], train=True, key=jax.random.key(1))
+                model = nnx.merge(graph, params, rest)
+                logits = model(batch["x"], train=True, key=jax.random.key(1))
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
         laid = jax.tree.map(lambda x: jax.device_put(x, split_parameter(x.shape, mesh)), params)
         assert fsdp == 1 or any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(laid))
         step = jax.jit(jax.value_and_grad(loss)).lower(laid, put_batch(batch, mesh))
-        assert ("manual_computation" in step.as_text()) == (mesh.size > 1)  # shard_map around attention
+        # shard_map around attention
+        assert ("manual_computation" in step.as_text()) == (mesh.size > 1)
         value, gradients = step.compile()(laid, put_batch(batch, mesh))
         key = f"{name}/{data}x{fsdp}/"
-        found |= {key + "loss": value} | {key + path: leaf for path, leaf in named_leaves(gradients)}
+        found[key + "loss"] = value
+        found |= {key + path: leaf for path, leaf in named_leaves(gradients)}
 np.savez(sys.argv[1], **found)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
-    "models", [("vit_digits", "swin_t"), pytest.param(("nat_mini", "vit_s16"), marks=pytest.mark.slow)], ids=" and ".join
+    "models",
+    [("vit_digits", "swin_t"), pytest.param(("nat_mini", "vit_s16"), marks=pytest.mark.slow)],
+    ids=" and ".join,
 )
 def test_losses_and_gradients_on_eight_devices_are_those_of_one(models, tmp_path):
-    """Learned frequencies and tables, transforms, scanned layers, drop path and rematerialisation; two copies of divided parameters."""
+    """Learned tables, scanned layers, drop path, rematerialisation; two copies of parameters."""
     command = [sys.executable, "-c", _MODELS, str(tmp_path / "found.npz"), *models]
     subprocess.run(command, env=environment(8), check=True, timeout=300)
     found = np.load(tmp_path / "found.npz")
     names = [name for name in found.files if "/1x1/" in name]
     assert len(names) > 40
     for name in names:
-        # Sums in another order. A gradient added up twice, or never, would be off by a factor of 2 to 8.
+        # Sums in another order. A gradient added twice would be off by a factor of 2 to 8.
         ours, one = found[name.replace("1x1", "2x4")], found[name]
-        np.testing.assert_allclose(ours, one, rtol=1e-4, atol=1e-5 * np.abs(one).max(), err_msg=name)
+        np.testing.assert_allclose(
+            ours, one, rtol=1e-4, atol=1e-5 * np.abs(one).max(), err_msg=name
+        )
 
 
 _RESTORED = """
 import dataclasses, pathlib, sys
 import jax, numpy as np
-from rope_jax import data, sharding, train
-from rope_jax.checkpoint import Checkpoints, tree_hash
+from rope_jax import sharding
+from rope_jax.run import load_newest
 from rope_jax.sharding import put_batch
+from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.step import make_step
+from rope_jax.workdir.checkpoint import Checkpoints, tree_hash
 from tests.training.recipe import tiny
 
 sharding.SMALLEST = 64
 config = tiny(mesh__fsdp=2, ema_decay=0.9)
-run, model = train.prepare(config)
+run, model = prepare(config)
 run = dataclasses.replace(run, mesh=sharding.make_mesh(2, devices=jax.devices()[:4]))
 assert dict(run.mesh.shape) == {"data": 2, "fsdp": 2}
 workdir = pathlib.Path(sys.argv[1])
 
 def steps(run, step, state, first, count):
-    stream = data.batches(run.images, batch_size=120, seed=0, start_step=first, augment=config.data.augment)
+    stream, _ = training_batches(run, first)
     losses = []
     for _ in range(count):
         state, metrics = step(state, put_batch(next(stream), run.mesh))
         losses.append(float(metrics["loss"]))
     return state, losses
 
-step = train.make_step(run)
-state, _ = steps(run, step, train.initial_state(run, model), 0, 3)
-divided = [x for x in jax.tree.leaves(state["ema"]) if x.addressable_shards[0].data.size == x.size // 2]
-assert divided and {x.sharding for x in divided} <= {x.sharding for x in jax.tree.leaves(state["opt"])}
+step = make_step(run)
+state, _ = steps(run, step, initial_state(run, model), 0, 3)
+halved = lambda x: x.addressable_shards[0].data.size == x.size // 2
+divided = {x.sharding for x in jax.tree.leaves(state["ema"]) if halved(x)}
+assert divided and divided <= {x.sharding for x in jax.tree.leaves(state["opt"])}
 found = {}
 with Checkpoints(workdir / "checkpoints") as checkpoints:
     checkpoints.save(3, state, about=run.about())
     checkpoints.wait()
     saved = tree_hash(state)
     for count, fsdp in ((2, 1), (8, 4), (4, 2), (1, 1)):
-        part = dataclasses.replace(run, mesh=sharding.make_mesh(fsdp, devices=jax.devices()[:count]))
-        again = train.load_newest(part, model, checkpoints, workdir)
+        mesh = sharding.make_mesh(fsdp, devices=jax.devices()[:count])
+        part = dataclasses.replace(run, mesh=mesh)
+        again = load_newest(part, model, checkpoints, workdir)
         assert tree_hash(again) == saved, (count, fsdp)
         assert len(again["step"].sharding.device_set) == count
         if (count, fsdp) in ((4, 2), (1, 1)):
-            found[f"{count}x{fsdp}"] = steps(part, step if count == 4 else train.make_step(part), again, 3, 4)[1]
+            own_step = step if count == 4 else make_step(part)
+            found[f"{count}x{fsdp}"] = steps(part, own_step, again, 3, 4)[1]
 np.savez(sys.argv[2], **found)
 """
 
 
+@pytest.mark.process
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """What is restored is equal bit for bit; what follows up to the order of sums."""
     command = [sys.executable, "-c", _RESTORED, str(tmp_path / "run"), str(tmp_path / "losses.npz")]
@@ -179,20 +203,34 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
 
 
 def start(workdir, *settings, processes=1, devices=4):
-    """The command of a user, on each of `processes` that share four devices; their output in files beside the workdir."""
+    """The command in each of several processes that share four devices; logs beside the workdir."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
-    command += ["--config.model.options=depth=1,width=96", "--config.batch_size=120", "--config.log_every=1"]
-    command += ["--config.eval.resolutions=((4, 6),)", "--config.eval.batch_size=100", "--config.mesh.fsdp=2"]
+    command += [
+        "--config.model.options=depth=1,width=96",
+        "--config.batch_size=120",
+        "--config.log_every=1",
+    ]
+    command += [
+        "--config.eval.resolutions=((4, 6),)",
+        "--config.eval.batch_size=100",
+        "--config.mesh.fsdp=2",
+    ]
     command += ["--distributed", "--heartbeat=5"] if processes > 1 else []
     running = []
     for process in range(processes):
         variables = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}"}
         if processes > 1:
-            variables |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(process)}
-        running.append(Run(command, workdir.with_name(f"{workdir.name}.{process}.txt"), environment=variables))
+            variables |= {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(processes),
+                "JAX_PROCESS_ID": str(process),
+            }
+        running.append(
+            Run(command, workdir.with_name(f"{workdir.name}.{process}.txt"), environment=variables)
+        )
     return running
 
 
@@ -210,24 +248,34 @@ def processes():
         run.kill()
 
 
+@pytest.mark.process
 def test_two_processes_are_one(tmp_path, processes):
     for name, count in (("one", 1), ("two", 2)):
         running = processes(tmp_path / name, processes=count)
-        assert [run.wait(200) for run in running] == count * [0], "".join(run.said() for run in running)
+        assert [run.wait(200) for run in running] == count * [0], "".join(
+            run.said() for run in running
+        )
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [line["step"] for line in two] == list(range(1, 13))
     for ours, theirs in zip(two, one, strict=True):
         assert abs(ours["loss"] - theirs["loss"]) <= 5e-6
         assert abs(ours["accuracy"] - theirs["accuracy"]) < 1e-6  # the same examples, each once
-    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+    results = [
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")
+    ]
     assert results[0] == results[1]
     assert [row["count"] for row in results[1]["eval"]] == [360, 360]
     assert "step" not in running[1].said()  # the second process keeps quiet
 
 
+@pytest.mark.process
 def test_a_dead_process_ends_the_others_and_a_signal_to_one_stops_all(tmp_path, processes):
     workdir = tmp_path / "run"
-    settings = ["--config.epochs=4000.0", "--config.checkpoint_every=4", "--config.keep_checkpoints=3"]
+    settings = [
+        "--config.epochs=4000.0",
+        "--config.checkpoint_every=4",
+        "--config.keep_checkpoints=3",
+    ]
     first, second = running = processes(workdir, *settings, processes=2)
     wait_for("\nsaved step 4:", running)
     second.kill()
@@ -239,16 +287,31 @@ def test_a_dead_process_ends_the_others_and_a_signal_to_one_stops_all(tmp_path, 
     second.send(signal.SIGTERM)  # to one of them alone
     assert [run.wait(60) for run in running] == [0, 0], first.said() + second.said()
     assert "found step" in first.said()
-    assert "stopped by SIGTERM; what was reached is saved" in first.said()
+    assert "stopped by SIGTERM; saved in" in first.said()
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         newest = checkpoints.newest_verified()
     lines = [line["step"] for line in read_metrics(workdir / "metrics.jsonl")]
-    assert lines == list(range(1, newest + 1))  # every step once, over the death of a process and the stop
+    assert lines == list(
+        range(1, newest + 1)
+    )  # every step once, over the death of a process and the stop
 
 
+@pytest.mark.process
 def test_a_process_that_nobody_has_told_of_others_says_so(tmp_path):
-    command = [sys.executable, "-m", "rope_jax.main", "--config=configs/digits.py", f"--workdir={tmp_path / 'run'}", "--distributed"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "rope_jax.main",
+        "--config=configs/digits.py",
+        f"--workdir={tmp_path / 'run'}",
+        "--distributed",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave --distributed out" in done.stderr
+    assert (
+        "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave "
+        "--distributed out" in done.stderr
+    )

@@ -7,13 +7,15 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax import optim
-from rope_jax.checkpoint import named_leaves
 from rope_jax.config import OptimConfig
+from rope_jax.training import optim
+from rope_jax.workdir.checkpoint import named_leaves
 
 
 def schedule(epochs, steps_per_epoch, **options):
-    return optim.learning_rate_schedule(OptimConfig(**options), epochs=float(epochs), steps_per_epoch=float(steps_per_epoch))
+    return optim.learning_rate_schedule(
+        OptimConfig(**options), epochs=float(epochs), steps_per_epoch=float(steps_per_epoch)
+    )
 
 
 def cosine(time, total, peak, end):
@@ -29,15 +31,17 @@ def test_the_cosine_starts_where_the_warmup_ends():
 
 
 def test_thesis_schedule_has_run_since_the_start_and_cools_down():
-    """310 epochs at 1251.2 steps, of which the last 10 are cooldown: the rate jumps down from the warmup onto the cosine."""
+    """310 epochs of 1251.2 steps, 10 of cooldown; the rate drops from the warmup to the cosine."""
     steps = 1281167 / 1024
     rate = schedule(
-        310, steps, learning_rate=1e-3, min_learning_rate=5e-6, warmup_epochs=20.0, warmup_learning_rate=1e-6, warmup_prefix=False,
-        cooldown_epochs=10.0,
+        310, steps, learning_rate=1e-3, min_learning_rate=5e-6, warmup_epochs=20.0,
+        warmup_learning_rate=1e-6, warmup_prefix=False, cooldown_epochs=10.0,
     )  # fmt: skip
     total, warmup = round(300 * steps), round(20 * steps)
     assert float(rate(0)) == pytest.approx(1e-6, abs=1e-7 * 1e-3)  # float32 beside the peak
-    assert float(rate(warmup - 1)) == pytest.approx(1e-6 + (1e-3 - 1e-6) * (warmup - 1) / warmup, rel=1e-5)
+    assert float(rate(warmup - 1)) == pytest.approx(
+        1e-6 + (1e-3 - 1e-6) * (warmup - 1) / warmup, rel=1e-5
+    )
     for step in (warmup, 100_000, 300_000, total):
         assert float(rate(step)) == pytest.approx(cosine(step, total, 1e-3, 5e-6), rel=1e-4)
     assert float(rate(total + 5000)) == pytest.approx(5e-6)
@@ -45,16 +49,21 @@ def test_thesis_schedule_has_run_since_the_start_and_cools_down():
 
 def test_deit_schedule_changes_after_each_epoch():
     rate = schedule(
-        400, 625.5, learning_rate=4e-3, min_learning_rate=1e-5, warmup_epochs=5.0, warmup_learning_rate=1e-6, warmup_prefix=False,
+        400, 625.5, learning_rate=4e-3, min_learning_rate=1e-5, warmup_epochs=5.0,
+        warmup_learning_rate=1e-6, warmup_prefix=False,
         schedule_step="late_epoch",
     )  # fmt: skip
     first = lambda epoch: math.ceil(epoch * 625.5)  # step of an epoch
-    assert [float(rate(s)) for s in (0, first(1), first(2) - 1)] == pytest.approx([1e-6] * 3, abs=1e-7 * 4e-3)
+    assert [float(rate(s)) for s in (0, first(1), first(2) - 1)] == pytest.approx(
+        [1e-6] * 3, abs=1e-7 * 4e-3
+    )
     assert float(rate(first(2))) == pytest.approx(1e-6 + (4e-3 - 1e-6) / 5)
     assert float(rate(first(5))) == pytest.approx(1e-6 + (4e-3 - 1e-6) * 4 / 5)
     assert float(rate(first(6) - 1)) == float(rate(first(5)))
     for epoch in (6, 7, 200, 399):
-        assert float(rate(first(epoch))) == pytest.approx(cosine(epoch - 1, 400, 4e-3, 1e-5), rel=1e-4)
+        assert float(rate(first(epoch))) == pytest.approx(
+            cosine(epoch - 1, 400, 4e-3, 1e-5), rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("warmup", [2.0, 9.0])
@@ -72,8 +81,12 @@ def test_a_warmup_that_does_not_end_before_the_run_is_shortened(warmup):
 
 
 def test_epochs_and_constants():
-    each = schedule(10, 3.5, learning_rate=1.0, min_learning_rate=0.0, warmup_epochs=0.0, schedule_step="epoch")
-    assert [float(each(s)) for s in range(8)] == pytest.approx([cosine(e, 10, 1.0, 0.0) for e in (0, 0, 0, 0, 1, 1, 1, 2)], abs=1e-6)
+    each = schedule(
+        10, 3.5, learning_rate=1.0, min_learning_rate=0.0, warmup_epochs=0.0, schedule_step="epoch"
+    )
+    assert [float(each(s)) for s in range(8)] == pytest.approx(
+        [cosine(e, 10, 1.0, 0.0) for e in (0, 0, 0, 0, 1, 1, 1, 2)], abs=1e-6
+    )
     flat = schedule(10, 10, learning_rate=0.5, warmup_epochs=1.0, schedule="constant")
     assert [float(flat(s)) for s in (5, 10, 99)] == [0.25, 0.5, 0.5]
 
@@ -81,7 +94,9 @@ def test_epochs_and_constants():
 @pytest.mark.parametrize("model", ["deit_ti16", "deit3_ti16", "vit_digits"])
 @pytest.mark.parametrize("position", ["ape", "rpb", "rope_mixed", "lape(ape)", "rope_mixed+ape"])
 def test_only_matrices_are_decayed_and_schemes_are_exempt(model, position):
-    params = nnx.state(nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, depth=1)), nnx.Param)
+    params = nnx.state(
+        nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, depth=1)), nnx.Param
+    )
     mask = dict(named_leaves(optim.decay_mask(params)))
     decayed = {name for name, decay in mask.items() if decay}
     assert decayed == {name for name in mask if name.endswith(".kernel")}
@@ -90,12 +105,21 @@ def test_only_matrices_are_decayed_and_schemes_are_exempt(model, position):
 
 def variables(**values):
     """Parameters with their metadata: name=(value, metadata)."""
-    return nnx.State({name: nnx.Param(jnp.asarray(value, jnp.float32), **says) for name, (value, says) in values.items()})
+    return nnx.State(
+        {
+            name: nnx.Param(jnp.asarray(value, jnp.float32), **says)
+            for name, (value, says) in values.items()
+        }
+    )
 
 
 def small():
     draw = np.random.default_rng(0).normal
-    return variables(kernel=(draw(size=(3, 4)), {}), stack=(draw(size=(2, 3, 3)), {"layers": True}), bias=(draw(size=4), {}))
+    return variables(
+        kernel=(draw(size=(3, 4)), {}),
+        stack=(draw(size=(2, 3, 3)), {"layers": True}),
+        bias=(draw(size=4), {}),
+    )
 
 
 def train_steps(options, params, gradients, rate=0.1):
@@ -112,21 +136,33 @@ def train_steps(options, params, gradients, rate=0.1):
 def test_decay_and_clipping():
     params = variables(kernel=(np.full((2, 2), 2.0), {}), bias=(np.full(2, 2.0), {}))
     values = nnx.to_pure_dict(params)
-    after, _ = train_steps({"weight_decay": 0.5, "clip_norm": None}, params, [jax.tree.map(jnp.zeros_like, values)])
-    np.testing.assert_allclose(after["kernel"], 2.0 - 0.1 * 0.5 * 2.0, rtol=1e-6)  # decoupled: learning rate times decay times value
+    after, _ = train_steps(
+        {"weight_decay": 0.5, "clip_norm": None}, params, [jax.tree.map(jnp.zeros_like, values)]
+    )
+    np.testing.assert_allclose(
+        after["kernel"], 2.0 - 0.1 * 0.5 * 2.0, rtol=1e-6
+    )  # decoupled: learning rate times decay times value
     np.testing.assert_array_equal(after["bias"], 2.0)
-    # Adam's first step is the sign of the gradient whatever its size; clipping shows in the moments.
-    _, state = train_steps({"weight_decay": 0.0, "clip_norm": 1.0}, params, [jax.tree.map(lambda p: p * 100, values)])
+    # Adam's first step is the sign of the gradient; clipping shows in the moments.
+    _, state = train_steps(
+        {"weight_decay": 0.0, "clip_norm": 1.0}, params, [jax.tree.map(lambda p: p * 100, values)]
+    )
     moments = [leaf for name, leaf in named_leaves(state) if ".mu." in f".{name}."]
-    np.testing.assert_allclose(np.sqrt(sum((m / 0.1) ** 2 for leaf in moments for m in np.ravel(leaf))), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.sqrt(sum((m / 0.1) ** 2 for leaf in moments for m in np.ravel(leaf))), 1.0, rtol=1e-5
+    )
 
 
 def test_lamb_is_its_definition():
-    """Against float64 NumPy: clip, Adam with corrected moments, decay, then the ratio of norms, except where nothing is decayed."""
+    """In float64 NumPy: clip, Adam with corrected moments, decay, ratio of norms if decayed."""
     params, draw = small(), np.random.default_rng(1).normal
-    values = {name: np.asarray(value, np.float64) for name, value in nnx.to_pure_dict(params).items()}
+    values = {
+        name: np.asarray(value, np.float64) for name, value in nnx.to_pure_dict(params).items()
+    }
     gradients = [{name: draw(size=value.shape) for name, value in values.items()} for _ in range(3)]
-    mean, square = ({name: np.zeros_like(value) for name, value in values.items()} for _ in range(2))
+    mean, square = (
+        {name: np.zeros_like(value) for name, value in values.items()} for _ in range(2)
+    )
     for count, gradient in enumerate(gradients, 1):
         norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
         assert norm > 1
@@ -134,10 +170,14 @@ def test_lamb_is_its_definition():
             g = gradient[name] / norm
             mean[name] = 0.9 * mean[name] + 0.1 * g
             square[name] = 0.999 * square[name] + 0.001 * g**2
-            update = mean[name] / (1 - 0.9**count) / (np.sqrt(square[name] / (1 - 0.999**count)) + 1e-6)
+            update = (
+                mean[name] / (1 - 0.9**count) / (np.sqrt(square[name] / (1 - 0.999**count)) + 1e-6)
+            )
             if name != "bias":
                 update += 0.03 * values[name]
-                axes = (1, 2) if name == "stack" else None  # each layer of a stack is a tensor of its own
+                axes = (
+                    (1, 2) if name == "stack" else None
+                )  # each layer of a stack is a tensor of its own
                 length = lambda x, axes=axes: np.sqrt((x**2).sum(axes, keepdims=True))
                 update *= length(values[name]) / length(update)
             values[name] = values[name] - 0.1 * update
@@ -157,19 +197,31 @@ def test_lamb_moves_a_tensor_of_zeros():
 def test_sgd_is_its_definition(nesterov):
     params, draw = small(), np.random.default_rng(1).normal
     value = np.asarray(params["kernel"][...], np.float64)
-    gradients = [{name: draw(size=leaf.shape) for name, leaf in nnx.to_pure_dict(params).items()} for _ in range(3)]
+    gradients = [
+        {name: draw(size=leaf.shape) for name, leaf in nnx.to_pure_dict(params).items()}
+        for _ in range(3)
+    ]
     momentum = np.zeros_like(value)
     for gradient in gradients:
         g = gradient["kernel"] + 0.01 * value  # decay is part of the gradient
         momentum = 0.8 * momentum + g
         value = value - 0.1 * (g + 0.8 * momentum if nesterov else momentum)
-    options = {"name": "sgd", "momentum": 0.8, "nesterov": nesterov, "weight_decay": 0.01, "clip_norm": None}
+    options = {
+        "name": "sgd",
+        "momentum": 0.8,
+        "nesterov": nesterov,
+        "weight_decay": 0.01,
+        "clip_norm": None,
+    }
     after, _ = train_steps(options, params, [jax.tree.map(jnp.float32, g) for g in gradients])
     np.testing.assert_allclose(after["kernel"], value, rtol=1e-5, atol=1e-6)
 
 
 def rates(model, position, **options):
-    params = nnx.state(nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, **options)), nnx.Param)
+    params = nnx.state(
+        nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, **options)),
+        nnx.Param,
+    )
     return dict(named_leaves(optim.layer_rates(params, 0.5)))
 
 
@@ -177,7 +229,12 @@ def test_layer_decay_follows_the_depth():
     found = rates("deit_ti16", "rope_mixed+ape", depth=3)
     assert found["head.kernel"] == found["norm.scale"] == 1.0
     assert [found[f"blocks.{i}.attn.qkv.kernel"] for i in range(3)] == [0.125, 0.25, 0.5]
-    assert found["patch_embed.proj.kernel"] == found["class_token"] == found["position.parts.1.embedding"] == 0.0625
+    assert (
+        found["patch_embed.proj.kernel"]
+        == found["class_token"]
+        == found["position.parts.1.embedding"]
+        == 0.0625
+    )
     np.testing.assert_array_equal(np.ravel(found["position.parts.0.mixed"]), [0.125, 0.25, 0.5])
     scanned = rates("deit_ti16", "rope_mixed+ape", depth=3, scan_layers=True)
     np.testing.assert_array_equal(np.ravel(scanned["blocks.attn.qkv.kernel"]), [0.125, 0.25, 0.5])
@@ -187,8 +244,15 @@ def test_layer_decay_follows_the_depth():
 @pytest.mark.parametrize("scan", [False, True])
 def test_layer_decay_counts_through_stages(scan):
     found = rates("swin_t", "rpb", depths=(1, 1, 2, 1), scan_layers=scan)
-    of = lambda stage: [found[n] for n in found if n.startswith(f"stages.{stage}.blocks.") and n.endswith("qkv.kernel")]
-    powers = [np.log2(np.ravel(np.concatenate([np.ravel(x) for x in of(stage)]))).tolist() for stage in range(4)]
+    of = lambda stage: [
+        found[n]
+        for n in found
+        if n.startswith(f"stages.{stage}.blocks.") and n.endswith("qkv.kernel")
+    ]
+    powers = [
+        np.log2(np.ravel(np.concatenate([np.ravel(x) for x in of(stage)]))).tolist()
+        for stage in range(4)
+    ]
     assert powers == [[-5], [-4], [-3, -2], [-1]]
     assert found["stages.2.downsample.reduction.kernel"] == 0.25
     assert np.ravel(found["stages.2.position.offsets"]).tolist() == [0.125, 0.25]
@@ -198,18 +262,26 @@ def test_layer_decay_counts_through_stages(scan):
 
 @pytest.mark.parametrize("position", ["peg", "gpe", "ape"])
 def test_layer_decay_tells_kernels_from_layers(position):
-    """A kernel of three rows, or a table of three positions, stands below a model of three layers."""
+    """A kernel of three rows, or a table of three positions, in a model of three layers."""
     found = rates("vit_digits", position, depth=3, width=16, heads=1, image_size=(2, 6))
     assert {value for name, value in found.items() if name.startswith("position.")} == {0.0625}
 
 
 def test_layer_decay_scales_steps_and_weight_decay():
     block = lambda: {"fc1": {"kernel": nnx.Param(jnp.ones((2, 2)))}}
-    params = nnx.State({"patch_embed": block(), "blocks": {0: block(), 1: block()}, "head": block()})
+    params = nnx.State(
+        {"patch_embed": block(), "blocks": {0: block(), 1: block()}, "head": block()}
+    )
     values = nnx.to_pure_dict(params)
     options = {"weight_decay": 0.5, "clip_norm": None}
-    moved = lambda decay: train_steps(options | {"layer_decay": decay}, params, [jax.tree.map(jnp.ones_like, values)])[0]
-    plain, decayed = (dict(named_leaves(jax.tree.map(lambda x: 1 - x, moved(decay)))) for decay in (1.0, 0.5))
+    moved = lambda decay: train_steps(
+        options | {"layer_decay": decay}, params, [jax.tree.map(jnp.ones_like, values)]
+    )[0]
+    plain, decayed = (
+        dict(named_leaves(jax.tree.map(lambda x: 1 - x, moved(decay)))) for decay in (1.0, 0.5)
+    )
     for name, factor in (("head", 1), ("blocks.1", 2), ("blocks.0", 4), ("patch_embed", 8)):
         np.testing.assert_allclose(plain[f"{name}.fc1.kernel"], 0.1 * (1 + 0.5), rtol=1e-5)
-        np.testing.assert_allclose(decayed[f"{name}.fc1.kernel"] * factor, plain[f"{name}.fc1.kernel"], rtol=1e-5)
+        np.testing.assert_allclose(
+            decayed[f"{name}.fc1.kernel"] * factor, plain[f"{name}.fc1.kernel"], rtol=1e-5
+        )

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rope_jax.signals import Interrupted, stop_signals
+from rope_jax.training.signals import Interrupted, stop_signals
 
 
 def test_a_second_signal_ends_the_process(monkeypatch, capfd):

@@ -1,4 +1,4 @@
-"""The training step: augmentation and mixing inside it, gradients in parts, steps that are skipped."""
+"""The training step and its batches: resumed augmentation, gradients in parts, mixing."""
 
 import dataclasses
 
@@ -7,50 +7,57 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax import data, evaluate, train
-from rope_jax.checkpoint import tree_hash
+import rope_jax.run
+from rope_jax import data
 from rope_jax.config import ConfigError
-from rope_jax.data import on_device
-from rope_jax.run import _augmented
+from rope_jax.data.device_batches import take
+from rope_jax.evaluate import read_results
 from rope_jax.sharding import put_batch
+from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.step import make_step
+from rope_jax.workdir.checkpoint import tree_hash
 from tests.training.recipe import replaced, tiny
 
 AUGMENT = "crop(pad=1)+erase(p=0.5)"
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def start(**changes):
     """A run, its state and its step."""
-    run, model = train.prepare(tiny(**changes))
-    return run, train.initial_state(run, model), train.make_step(run)
+    run, model = prepare(tiny(**changes))
+    return run, initial_state(run, model), make_step(run)
 
 
 def advance(run, state, step, first, last):
-    """The state after steps first to last, without donation of the one given, and the metrics of the last."""
+    """The state after steps first to last (the given one stays), and the metrics of the last."""
     state = jax.tree.map(jnp.copy, state)
-    batches, resident = train.feed(run, first)
+    batches, resident = training_batches(run, first)
     for _ in range(first, last):
         state, metrics = step(state, put_batch(next(batches), run.mesh) | resident)
     return state, {name: float(value) for name, value in metrics.items()}
 
 
-def test_a_resumed_run_meets_the_same_augmentations():
-    """Also where the set is put onto the device, or taken off it, in between."""
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_meets_the_same_augmentations(on_device):
+    """Also if the set is moved to the device in between."""
     run, state, step = start(data__augment=AUGMENT, mix__mixup=0.8, mix__cutmix=1.0)
-    resides = dataclasses.replace(run, config=replaced(run.config, "data", on_device=True))
+    again = dataclasses.replace(run, config=replaced(run.config, "data", on_device=on_device))
     middle, _ = advance(run, state, step, 0, 2)
     whole, _ = advance(run, state, step, 0, 4)
-    resumed, _ = advance(resides, middle, step, 2, 4)
+    resumed, _ = advance(again, middle, step, 2, 4)
     assert tree_hash(resumed) == tree_hash(whole)
 
 
-@pytest.mark.parametrize(("repeats", "augment"), [(1, "crop(pad=2)+flip(p=0.3)"), (3, "resized_crop(interpolation=random)+flip(p=0.3)")])
+@pytest.mark.parametrize(
+    ("repeats", "augment"),
+    [(1, "crop(pad=2)+flip(p=0.3)"), (3, "resized_crop(interpolation=random)+flip(p=0.3)")],
+)
 def test_a_set_on_the_device_gives_the_same_batches(repeats, augment):
-    run, _ = train.prepare(tiny(data__augment=augment, data__on_device=True, data__repeats=repeats))
-    places, resident = train.feed(run, 10)  # across the border of an epoch
-    batches = data.batches(run.images, batch_size=120, seed=0, start_step=10, augment=augment, repeats=repeats)
-    made = jax.jit(lambda batch: on_device.take(*resident["set"], batch, augment))
+    run, _ = prepare(tiny(data__augment=augment, data__on_device=True, data__repeats=repeats))
+    places, resident = training_batches(run, 10)  # across the border of an epoch
+    batches = data.batches(
+        run.images, batch_size=120, seed=0, start_step=10, augment=augment, repeats=repeats
+    )
+    made = jax.jit(lambda batch: take(*resident["set"], batch, augment))
     for _ in range(4):
         wanted = next(batches)
         found = made(next(places))
@@ -66,59 +73,44 @@ def test_parts_give_the_gradient_of_the_whole():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("before_erasing", [False, True])
-def test_labels_are_mixed_as_their_images(before_erasing):
-    """The share of an image that its target tells is the one of its pixels; noise of erasing is mixed too where it is there before."""
-    run, _ = train.prepare(tiny(mix__mixup=0.8, mix__before_erasing=before_erasing, data__augment="erase(p=1.0)"))
-    batch = next(train.feed(run, 0)[0])
-    mixed = jax.jit(lambda batch: _augmented(run, batch, jax.random.key(1)))(batch)
-    label, other, target = batch["label"], batch["label"][::-1], np.asarray(mixed["target"])
-    rows = np.flatnonzero(label != other)
-    share = target[rows[0], label[rows[0]]]
-    assert 0.05 < share < 0.95
-    np.testing.assert_allclose(target, share * np.eye(10)[label] + (1 - share) * np.eye(10)[other], atol=1e-6)
-    own = evaluate.normalise(jnp.asarray(batch["image"]), run.config)
-    same = np.isclose(mixed["image"], share * own + (1 - share) * own[::-1], atol=1e-5).mean()
-    # A box has 0.02 to 1/3 of an image's pixels; mixed, an image has its own and its partner's.
-    assert (0.75 < same < 0.95) if before_erasing else (0.5 < same < 0.75)
-
-
 def test_a_state_is_evaluated_anew_when_other_weights_are_asked_for(tmp_path):
     run, state, _ = start(ema_decay=0.9, eval__resolutions=())
     state["ema"] = jax.tree.map(jnp.zeros_like, state["params"])
     for averaged in (True, False):
-        train.finish(dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged)), state, tmp_path, lambda: None)
-        (row,) = evaluate.read_results(tmp_path)["eval"]
-        assert row["protocol"].endswith("averaged weights (EMA)" if averaged else "weights of the last step")
+        rope_jax.run.finish(
+            dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged)),
+            state,
+            tmp_path,
+            lambda: None,
+        )
+        (row,) = read_results(tmp_path)["eval"]
+        assert row["protocol"].endswith(
+            "averaged weights (EMA)" if averaged else "weights of the last step"
+        )
 
 
 def test_mixing_ends_after_its_last_epoch():
-    """The second epoch begins with step 12; before that the same steps with mixing give something else."""
+    """The second epoch begins with step 12; before, mixing gives another loss."""
     plain_run, state, plain = start()
     _, _, mixed = start(mix__cutmix=1.0, mix__off_epoch=1.0)
     for first, equal in ((0, False), (12, True)):
-        losses = [advance(plain_run, state, step, first, first + 1)[1]["loss"] for step in (plain, mixed)]
+        losses = [
+            advance(plain_run, state, step, first, first + 1)[1]["loss"] for step in (plain, mixed)
+        ]
         assert (losses[0] == pytest.approx(losses[1], rel=1e-6)) == equal
-
-
-def test_a_step_that_is_not_finite_is_skipped():
-    run, state, step = start(non_finite="skip", ema_decay=0.9)
-    state, _ = advance(run, state, step, 0, 1)
-    broken = state | {"params": jax.tree.map(lambda leaf: leaf * jnp.nan, state["params"])}
-    after, metrics = advance(run, broken, step, 1, 2)
-    assert not np.isfinite(metrics["loss"])
-    assert int(after["step"]) == int(state["step"]) + 1
-    assert tree_hash(after["opt"]) == tree_hash(state["opt"])
-    assert tree_hash(after["ema"]) == tree_hash(state["ema"])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"accumulate": 7}, r"batch_size=120 cannot be divided over \d devices?, times --config.accumulate=7; use 119 or 126"),
+        (
+            {"accumulate": 7},
+            r"batch_size=120 cannot be divided over \d devices?, times --config.accumulate=7; use "
+            "119 or 126",
+        ),
         (
             {"data__on_device": True, "data__augment": "centre+flip"},
-            "on_device=True goes with resized_crop, crop, flip and what the step does, not with centre",
+            "on_device=True goes with resized_crop, crop, flip and what the step does, not with c",
         ),
         (
             {"data__on_device": True, "data__augment": "resized_crop(interpolation=lanczos)"},
@@ -126,15 +118,24 @@ def test_a_step_that_is_not_finite_is_skipped():
         ),
         ({"data__augment": "erase+crop"}, "crop is done by the loader, so it stands before erase"),
         ({"data__augment": "rand_augment(m=20)"}, r"m 0 to 10.*\[--config.data.augment\]"),
-        ({"loss": "binary", "label_smoothing": 0.1}, "label_smoothing=0.1 does not go with --config.loss=binary"),
-        ({"optim__cooldown_epochs": 2.0}, "cooldown_epochs=2.0 are not less than --config.epochs=2.0"),
-        ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it is a probability"),
-        ({"optim__clip_norm": 0.0}, "clip_norm=0 leaves nothing of any gradient; use None"),
-        ({"data__mean": (124.0, 116.0, 104.0)}, r"data.mean=\(124.0, 116.0, 104.0\) is out of range; it is of values in \[0, 1\]"),
-        ({"optim__layer_decay": 0.0}, "layer_decay=0.0 is out of range; it must be above 0"),
+        (
+            {"loss": "binary", "label_smoothing": 0.1},
+            "label_smoothing=0.1 does not go with --config.loss=binary",
+        ),
+        (
+            {"optim__cooldown_epochs": 2.0},
+            "cooldown_epochs=2.0 are not less than --config.epochs=2.0",
+        ),
+        ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it must be at least 0 and at most 1"),
+        ({"optim__clip_norm": 0.0}, "clip_norm=0.0 .*; it must be above 0: use None for no clip"),
+        (
+            {"data__mean": (124.0, 116.0, 104.0)},
+            r"data.mean=\(124.0, 116.0, 104.0\) is out of range; .* at least 0 and at most 1",
+        ),
+        ({"optim__layer_decay": 0.0}, "layer_decay=0.0 .*; it must be above 0 and at most 1"),
         ({"optim__name": "adam"}, "optim.name=adam is not one of adamw, lamb, sgd"),
     ],
 )
 def test_mistakes_name_what_to_change(changes, message):
     with pytest.raises(ConfigError, match=message):
-        train.prepare(tiny(**changes))
+        prepare(tiny(**changes))

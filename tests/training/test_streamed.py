@@ -1,4 +1,4 @@
-"""Training on image files: the run, its resumption, its evaluation, and what it says of images that it cannot use."""
+"""Training on image files: resumption, evaluation, images that cannot be used."""
 
 import io
 import json
@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax import data, evaluate, train
+from rope_jax import data, evaluate
 from rope_jax.config import ConfigError
-from rope_jax.data.folder import Folder
-from rope_jax.data.prepare import prepare
-from rope_jax.metrics import read_metrics
-from rope_jax.signals import Interrupted
+from rope_jax.data.prepare import prepare as pack
+from rope_jax.data.sources.folder import Folder
+from rope_jax.training.setup import load_split, prepare
+from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.metrics import read_metrics
 from tests.training.recipe import final_state, run, tiny
-from tests.training.test_train import interrupt_at
+from tests.training.test_run import interrupt_at
 
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
     """Photographs in three classes: real ones where they are, 80 for training and 20 held out."""
     place = tmp_path_factory.mktemp("photographs")
-    archive = Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"), "imagenet_photos_334.tar")
+    archive = Path(
+        os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"), "imagenet_photos_334.tar"
+    )
     if archive.exists():
         with tarfile.open(archive) as tar:
             files = [tar.extractfile(member).read() for member in tar if member.isfile()][:100]
@@ -60,7 +63,9 @@ def same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(photographs, tmp_path, monkeypatch):
+def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
+    photographs, tmp_path, monkeypatch
+):
     changes = streamed(photographs)
     run(tmp_path / "whole", **changes)
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6  # 2.5 epochs of 80 images
@@ -90,23 +95,31 @@ def test_bad_files(photographs, tmp_path):
 
 def test_packed_images_say_how_and_mean_the_same_in_both_splits(photographs, tmp_path):
     for split in ("train", "test"):
-        prepare(Folder(str(photographs), split), tmp_path, side=14)
+        pack(Folder(str(photographs), split), tmp_path, side=14)
     changes = streamed(photographs) | {"data__source": "packed", "data__path": str(tmp_path)}
-    prepared, _ = train.prepare(tiny(**changes))
-    told = "centre(crop=0.875) of each image, with antialiasing; images packed beforehand: short side at most 14 (bicubic); weights of the"
-    assert evaluate.protocol(prepared.images, prepared.config).startswith(told)
+    prepared, _ = prepare(tiny(**changes))
+    told = (
+        "centre(crop=0.875) of each image, with antialiasing; images packed beforehand: short side "
+        "at most 14 (bicubic); weights of the"
+    )
+    held_out = load_split(prepared.config, "test")
+    assert evaluate.protocol(held_out, prepared.config).startswith(told)
     about = json.loads((tmp_path / "test" / "about.json").read_text())
     for names, message in (
-        (["class0", "cat", "class2"], r"label 1 is 'class1' in the training split and 'cat' in the test split \(3 and 3 classes\)"),
-        (["class0", "class1", "class2", "class3"], r"label 3 is None in .* 'class3' in the test split \(3 and 4 classes\)"),
+        (
+            ["class0", "cat", "class2"],
+            r"label 1 is 'class1' in the training split and 'cat' in the test split \(3 and 3 ",
+        ),
+        (
+            ["class0", "class1", "class2", "class3"],
+            r"label 3 is None in .* 'class3' in the test split \(3 and 4 classes\)",
+        ),
     ):
         (tmp_path / "test" / "about.json").write_text(json.dumps(about | {"class_names": names}))
         with pytest.raises(ConfigError, match=message + r".*\[--config.data.path\]"):
-            train.prepare(tiny(**changes))
+            prepare(tiny(**changes))
     with pytest.raises(ConfigError, match=r"on_device=True, but .* is too large to lie in memory"):
-        train.prepare(tiny(**streamed(photographs), data__on_device=True))
-    with pytest.raises(ConfigError, match=r"--config.seeds=2 needs images that lie in memory.*source=folder"):
-        train.prepare(tiny(**streamed(photographs), data__on_device=True, seeds=2))
+        prepare(tiny(**streamed(photographs), data__on_device=True))
 
 
 def test_impossible_settings_name_their_flag(photographs):
@@ -117,4 +130,4 @@ def test_impossible_settings_name_their_flag(photographs):
         ({"data__image_size": None}, "config.data"),
     ]:
         with pytest.raises(ConfigError, match=flag):
-            train.prepare(tiny(**(streamed(photographs) | change)))
+            prepare(tiny(**(streamed(photographs) | change)))

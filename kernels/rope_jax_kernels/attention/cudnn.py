@@ -1,4 +1,4 @@
-"""Global attention by cuDNN, through `jax.nn.dot_product_attention`, which wants q, k and v apart and rotated."""
+"""Global attention by cuDNN (`jax.nn.dot_product_attention`) of rotated q, k and v."""
 
 import numbers
 
@@ -6,33 +6,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rope_jax_kernels import device
 from rope_jax_kernels.attention.dense import turn_tokens
 from rope_jax_kernels.attention.patterns import Global, Pattern
-from rope_jax_kernels.rotary import device
-from rope_jax_kernels.rotary.unpack import unpack_and_rotate
+from rope_jax_kernels.rotary import unpack_and_rotate
 from rope_jax_kernels.rotation import Rotation
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | None
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Float[Array, "N L L"] | None,
+    scale: float | None,
 ) -> Float[Array, "B L N D"]:
-    """See `rope_jax_kernels.attention`."""
+    """`rope_jax_kernels.attention`."""
     q, k = turn_tokens(q, rotation), turn_tokens(k, rotation)
     bias = None if bias is None else bias[None].astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, implementation="cudnn")
 
 
-def attention_qkv(qkv: Array, **terms: object) -> Array:
-    """See `rope_jax_kernels.attention_qkv`. q, k and v are taken apart and rotated in one launch (kernels/README.md)."""
+def attention_qkv(qkv: Float[Array, "B L 3 N D"], **terms: object) -> Float[Array, "B L N D"]:
+    """`rope_jax_kernels.attention_qkv`; q, k and v are split and rotated in one launch."""
     return attention(*unpack_and_rotate(qkv, terms["rotation"]), **terms | {"rotation": None})
 
 
-def refusal(arrays: dict[str, Array], *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: object) -> str | None:
-    """Why cuDNN cannot serve a call, or None."""
+def refusal(
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Float[Array, "..."] | None,
+    scale: object,
+    **arrays: Float[Array, "..."],
+) -> str | None:
+    """Why cuDNN cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):
-        return f"the pattern is {type(pattern).__name__}; it knows Global only"
+        return f"the pattern is {type(pattern).__name__}; only Global is served"
     for name, x in arrays.items():
         if x.dtype not in DTYPES:
             return f"{name} has dtype {x.dtype}; float16 and bfloat16 are served"
@@ -51,13 +65,3 @@ def refusal(arrays: dict[str, Array], *, pattern: Pattern, rotation: Rotation | 
     if x.shape[-1] > largest:
         return f"the head dimension is {x.shape[-1]}; up to {largest} are served on this GPU"
     return device.refusal()
-
-
-def refuses_attention(q: Array, k: Array, v: Array, **terms: object) -> str | None:
-    """Why `attention` cannot serve this call, or None."""
-    return refusal({"q": q, "k": k, "v": v}, **terms)
-
-
-def refuses_attention_qkv(qkv: Array, **terms: object) -> str | None:
-    """Why `attention_qkv` cannot serve this call, or None."""
-    return refusal({"qkv": qkv}, **terms)

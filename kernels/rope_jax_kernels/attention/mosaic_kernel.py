@@ -1,11 +1,12 @@
 """The forward kernel of `mosaic`: global attention for Hopper, with the rotation inside.
 
-A program owns one head and a tile of queries, 64 for each of its warpgroups, of a few examples one after the other. The copy engine
-(TMA) brings queries, keys and values from where the projection left them, and fills with zeros what lies past the last token. Keys
-come in stages of 64 for each warpgroup: each warpgroup turns its share, in registers, and puts it back for all to multiply with. Turned
-queries stay in registers. Logits, online softmax (Dao et al., arXiv 2205.14135) and sums are float32.
+A program owns one head and a tile of queries, 64 for each of its warpgroups, of several successive
+examples. The copy engine (TMA) loads queries, keys and values directly from the projection, with
+zeros past the last token. Keys are loaded in stages of 64 for each warpgroup: each warpgroup turns
+its share in registers and stores it for all the others. Turned queries stay in registers. Logits,
+online softmax (FlashAttention, arXiv 2205.14135) and sums are float32.
 
-While a stage is worked on, the engine brings the next one, be it of the same example or of the next.
+While one stage is computed, the engine loads the next, of the same example or the next one.
 """
 
 import dataclasses
@@ -17,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from rope_jax_kernels.attention.tiles import split
+from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.triton_kernels import LOG2E, MASKED, Task, cos_sin
 
 ROWS = 64  # of a tile: of the matrix instructions of one warpgroup
 WIDEST = 64  # channels of a piece of a row, 128 bytes: the widest swizzle of shared memory
-MOST_GROUPS = {32: 4, 64: 4, 128: 2}  # warpgroups of a program, by head dimension: a multiprocessor has 65,536 registers
-# Interpreted warpgroups are threads that are compiled when they start. They wait for ever where other parts of the compiled program that
-# they belong to hold all threads of the machine; with one, there is no such thread.
+# Most warpgroups of a program, by head dimension: a multiprocessor has 65,536 registers.
+MOST_GROUPS = {32: 4, 64: 4, 128: 2}
+# Interpreted warpgroups are threads that are compiled when they start. They deadlock where other
+# parts of the program hold all threads of the machine; with one warpgroup there is no such thread.
 MOST_INTERPRETED = 1
 MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_ITEMS = 8  # examples of one program
@@ -35,11 +37,11 @@ TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layo
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a task is cut. Static.
+    """The tiles and programs of a task. Static.
 
     Attributes:
         groups: warpgroups of a program.
-        tiles: of queries, `groups` times 64 each; as many stages of keys.
+        tiles: of queries, `groups` times 64 each; there are as many stages of keys.
         blocks: of 64 keys.
         items: examples of one program.
         slots: stages in shared memory at a time.
@@ -56,38 +58,48 @@ class Plan:
 
 
 def plan(task: Task, batch: int) -> Plan:
-    """As many warpgroups as registers allow, each key being turned once for all of them, unless much of their work lies past the end.
+    """The plan for a task.
 
-    Programs take as many examples as keep all multiprocessors equally busy, with half an example's time for starting.
+    As many warpgroups as registers allow, because each key is turned once for all of them, unless
+    much of their work would be past the last token. Programs take as many examples as keep all
+    multiprocessors equally busy, counting half an example's time for start-up.
     """
     blocks = pl.cdiv(task.tokens, ROWS)
     most = MOST_INTERPRETED if task.interpret else MOST_GROUPS[task.head_dim]
     padded = {n: pl.cdiv(blocks, n) * n for n in range(1, most + 1)}
     groups = max(n for n, total in padded.items() if 8 * total <= 9 * min(padded.values()))
     tiles = padded[groups] // groups
-    waves = lambda items: pl.cdiv(task.heads * tiles * pl.cdiv(batch, items), MULTIPROCESSORS)
-    items = min(range(1, min(MOST_ITEMS, batch) + 1), key=lambda n: waves(n) * (n + 0.5))
+
+    def cost(items: int) -> float:
+        programs = task.heads * tiles * pl.cdiv(batch, items)
+        return pl.cdiv(programs, MULTIPROCESSORS) * (items + 0.5)
+
+    items = min(range(1, min(MOST_ITEMS, batch) + 1), key=cost)
     width = min(WIDEST, task.head_dim)
     return Plan(groups, tiles, blocks, items, min(2, items * tiles), task.head_dim // width, width)
 
 
 def buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for tiles, [..., 64, width], as two views of the same bytes: as the copy engine knows them, and as the matrix units.
+    """Shared memory for tiles [..., 64, width], as views for the copy engine and the matrix units.
 
-    Both hold rows one after the other and swizzle them alike. But the engine would cut the array in memory as its view is cut, and takes
-    no number of tokens that eight rows do not divide.
+    Both views hold rows one after the other and swizzle them alike. They are two because the engine
+    divides the array in memory as its view is tiled, which needs a number of tokens that eight rows
+    divide.
     """
     if task.interpret:
         return plgpu.SMEM(shape, dtype)
     swizzle = plgpu.SwizzleTransform(shape[-1] * dtype.itemsize)
     tiling = plgpu.TilingTransform((8, shape[-1]))
-    return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)))
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
+        plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
+    )
 
 
-def logits_of(task: Task, q: Array, k_ref: Any) -> Array:
-    """Products of turned queries [64, D] and the turned keys of one block, pieces [P, 64, width]; float32 [64, 64]."""
+def logits_of(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "64 64"]:
+    """Products of turned queries and the turned keys of one block, pieces [P, 64, width]."""
     pieces, _, width = k_ref.shape
-    if task.interpret:  # which has no matrix instruction with an operand in registers
+    if task.interpret:  # interpret mode has no matrix instruction with an operand in registers
         keys = [k_ref[i].T for i in range(pieces)]
         return jnp.dot(q, jnp.concatenate(keys, axis=0), preferred_element_type=jnp.float32)
 
@@ -99,10 +111,15 @@ def logits_of(task: Task, q: Array, k_ref: Any) -> Array:
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
-def add_values(task: Task, out: list[Array], weights: Array, v_ref: Any) -> list[Array]:
-    """Adds weights [64, 64] times the values of one block to the pieces of the output."""
+def add_values(
+    task: Task, out: list[Float[Array, "64 width"]], weights: Float[Array, "64 64"], v_ref: Any
+) -> list[Float[Array, "64 width"]]:
+    """Adds the weights times the values of one block to the pieces of the output."""
     if task.interpret:
-        return [x + jnp.dot(weights, v_ref[i], preferred_element_type=jnp.float32) for i, x in enumerate(out)]
+        return [
+            x + jnp.dot(weights, v_ref[i], preferred_element_type=jnp.float32)
+            for i, x in enumerate(out)
+        ]
 
     def multiply(totals: list) -> None:
         for i, total in enumerate(totals):
@@ -112,85 +129,98 @@ def add_values(task: Task, out: list[Array], weights: Array, v_ref: Any) -> list
 
 
 class Program:
-    """One warpgroup of one program: where it is, what it reads, and where it puts it."""
+    """One warpgroup of one program."""
 
     def __init__(self, refs: tuple, *, task: Task, plan: Plan, rotated: bool):
         take = iter(refs).__next__
-        views = lambda ref: (ref, ref) if task.interpret else tuple(ref)
         self.task, self.plan = task, plan
         self.sources = [take() for _ in range(3)]
         self.coords, self.freqs = (take(), take()) if rotated else (None, None)
         self.out, self.lse = take(), take()
-        self.q, self.k, self.v, self.result = (views(take()) for _ in range(4))
+        # Each for the copy engine and for the matrix units, see `buffer`.
+        slots = [take() for _ in range(4)]
+        views = [(ref, ref) if task.interpret else tuple(ref) for ref in slots]
+        self.q, self.k, self.v, self.result = views
         self.places = [take() for _ in range(2 * rotated)]  # coordinates of queries and of keys
         self.q_ready, self.k_ready, self.v_ready, self.turned = (take() for _ in range(4))
         self.group = jax.lax.axis_index("group")
         # Programs that run together touch neighbouring memory: heads run fastest.
-        rest, self.head = split(jax.lax.axis_index("program"), task.heads)
-        chunk, tile = split(rest, plan.tiles)
+        rest, self.head = divide(jax.lax.axis_index("program"), task.heads)
+        chunk, tile = divide(rest, plan.tiles)
         self.first = chunk * plan.items
         self.token = (tile * plan.groups + self.group) * ROWS  # the first query
         self.items = jnp.minimum(plan.items, self.sources[0].shape[0] - self.first)
 
     def fetch(self, source: int, item: Array, token: Array, slot: Any, ready: Any) -> None:
-        """Asks for a tile of queries, keys or values (0, 1, 2)."""
+        """Starts the copy of a tile of queries, keys or values (0, 1, 2)."""
         head = self.head + self.task.offsets()[source]
         for i in range(self.plan.pieces):
             place = (item, pl.ds(token, ROWS), head, pl.ds(i * self.plan.width, self.plan.width))
             plgpu.copy_gmem_to_smem(self.sources[source].at[place], slot.at[i], ready)
 
     def fetch_coords(self, item: Array, token: Array, which: int, place: tuple, ready: Any) -> None:
-        """Asks for the coordinates of a tile of queries or keys (0, 1), if they turn."""
+        """Starts the copy of the coordinates of a tile of queries or keys (0, 1), if they turn."""
         if self.coords is None:
             return
         slot = self.places[which].at[place]
         sets, axes = self.freqs.shape[0], self.freqs.shape[2]
         if sets > 1:
-            token = split(item, self.sources[0].shape[0] // sets)[0] * self.task.tokens + token
+            token = divide(item, self.sources[0].shape[0] // sets)[0] * self.task.tokens + token
         if self.task.interpret:
             plgpu.copy_gmem_to_smem(self.coords.at[pl.ds(token, ROWS)], slot, ready)
         else:
-            # As one long row, because the engine refuses rows that are no multiple of 16 bytes. What it reads after the last token, zeros
-            # or those of the next set, turns nothing that is kept.
+            # As one long row, because the engine rejects rows that are not a multiple of 16 bytes.
+            # Data read after the last token (zeros or the next set) only affect discarded results.
             for i in range(axes):
                 part = pl.ds(token * axes + i * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(self.coords.at[part], slot.at[pl.ds(i * ROWS, ROWS)], ready)
 
     def fetch_queries(self, i: Array | int) -> None:
-        """Asks for this warpgroup's queries of the i-th example."""
+        """Starts the copies of this warpgroup's queries of the i-th example."""
         ready = self.q_ready.at[self.group]
         self.fetch(0, self.first + i, self.token, self.q[0].at[self.group], ready)
         if self.plan.tiles > 1:
             self.fetch_coords(self.first + i, self.token, 0, (self.group,), ready)
 
     def fetch_keys(self, step: Array | int) -> None:
-        """Asks for this warpgroup's share of a stage of keys and values; steps count stages of all examples."""
-        i, stage = split(step, self.plan.tiles)
-        slot = split(step, self.plan.slots)[1]
-        token, ready = (stage * self.plan.groups + self.group) * ROWS, self.k_ready.at[slot, self.group]
+        """Starts the copies of this warpgroup's share of a stage of keys and values.
+
+        Steps count the stages of all examples.
+        """
+        i, stage = divide(step, self.plan.tiles)
+        slot = divide(step, self.plan.slots)[1]
+        token, ready = (
+            (stage * self.plan.groups + self.group) * ROWS,
+            self.k_ready.at[slot, self.group],
+        )
         self.fetch(1, self.first + i, token, self.k[0].at[slot, self.group], ready)
         self.fetch_coords(self.first + i, token, 1, (slot, self.group), ready)
         self.fetch(2, self.first + i, token, self.v[0].at[slot, self.group], self.v_ready.at[slot])
 
     def angles(self, item: Array, which: int, place: tuple) -> tuple[Array, Array] | None:
-        """Cosine and sine, [64, R], of the angles of a tile whose coordinates are there."""
+        """Cosine and sine, [64, R], of the angles of a tile whose coordinates have been loaded."""
         if self.coords is None:
             return None
         sets, heads, axes, pairs = self.freqs.shape
-        the_set = split(item, self.sources[0].shape[0] // sets)[0] if sets > 1 else 0
+        the_set = divide(item, self.sources[0].shape[0] // sets)[0] if sets > 1 else 0
         slot = self.places[which].at[place]
         slot = slot if self.task.interpret else slot.reshape(ROWS, axes)
-        spread = lambda x, dim: plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, pairs), (dim,)), TILE)
+
+        def spread(x: Array, dim: int) -> Float[Array, "64 R"]:
+            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, pairs), (dim,)), TILE)
+
         theta = None
         for axis in range(axes):
             along = plgpu.load(slot.at[:, axis], layout=ROW, optimized=False)
-            freq = plgpu.load(self.freqs.at[the_set, self.head if heads > 1 else 0, axis], layout=COLUMN, optimized=False)
+            freqs = self.freqs.at[the_set, self.head if heads > 1 else 0, axis]
+            freq = plgpu.load(freqs, layout=COLUMN, optimized=False)
             term = spread(along, 0) * spread(freq, 1)
             theta = term if theta is None else theta + term
-        return cos_sin(theta, nearest=lambda x: jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN))
+        to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+        return cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
 
-    def load_turned(self, ref: Any, angles: tuple | None) -> Array:
-        """The rows of a tile of queries or keys [P, 64, width] as one array [64, D], turned and rounded once."""
+    def load_turned(self, ref: Any, angles: tuple | None) -> Float[Array, "64 D"]:
+        """The rows of a tile of queries or keys [P, 64, width], turned and rounded once."""
         x = [plgpu.load(ref.at[i], layout=TILE) for i in range(self.plan.pieces)]
         x = x[0] if len(x) == 1 else jnp.concatenate(x, axis=1)
         if angles is None:
@@ -201,18 +231,18 @@ class Program:
         rest = [x[:, 2 * pairs :]] if 2 * pairs < self.task.head_dim else []
         return jnp.concatenate([*turned, *rest], axis=1)
 
-    def store(self, ref: Any, x: Array) -> None:
-        """Writes rows [64, D] to a tile."""
+    def store(self, ref: Any, x: Float[Array, "64 D"]) -> None:
+        """Writes rows to a tile."""
         width = self.plan.width
         for i in range(self.plan.pieces):
             ref.at[i][...] = x[:, i * width : (i + 1) * width]
 
     def turn_keys(self, item: Array, step: Array) -> tuple[Array, Array] | None:
-        """Turns this warpgroup's share of a stage and waits for the others'; returns the angles."""
-        slot = split(step, self.plan.slots)[1]
+        """Turns this warpgroup's share of a stage, waits for the others, and returns the angles."""
+        slot = divide(step, self.plan.slots)[1]
         if self.coords is not None:
             plgpu.barrier_wait(self.k_ready.at[slot, self.group])
-        else:  # what is multiplied is what the engine brought, also to the others
+        else:  # the keys are multiplied as the engine loaded them, also for the others
             for group in range(self.plan.groups):
                 plgpu.barrier_wait(self.k_ready.at[slot, group])
         angles = self.angles(item, 1, (slot, self.group))
@@ -224,7 +254,7 @@ class Program:
         plgpu.barrier_wait(self.turned)
         following = step - 1 + self.plan.slots
 
-        # All are done with the stage before this one.
+        # All warpgroups have finished the previous stage.
         @pl.when((step > 0) & (following < self.items * self.plan.tiles))
         def _refill() -> None:
             self.fetch_keys(following)
@@ -232,28 +262,36 @@ class Program:
         return angles
 
     def attend(self, q: Array, slot: Array, place: Array, block: Array, carry: tuple) -> tuple:
-        """Takes in the block-th block of keys, which is at a place of a slot."""
+        """Adds the block-th block of keys, at a place of a slot, to the online softmax."""
         top, total, out = carry
-        logits = logits_of(self.task, q, self.k[1].at[slot, place]) * np.float32(self.task.scale * LOG2E)
+        logits = logits_of(self.task, q, self.k[1].at[slot, place])
+        logits *= np.float32(self.task.scale * LOG2E)
         if self.task.tokens % ROWS:
             key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=TILE)
             logits = jnp.where(key < self.task.tokens - block * ROWS, logits, MASKED)
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
-        spread = lambda x, like: jax.lax.broadcast_in_dim(x, like.shape, (0,))
+
+        def spread(x: Array, like: Array) -> Float[Array, "64 _"]:
+            return jax.lax.broadcast_in_dim(x, like.shape, (0,))
+
         weights = jnp.exp2(logits - spread(higher, logits))
         shrink = jnp.exp2(top - higher)
         total = total * shrink + jnp.sum(weights, axis=1)
-        out = add_values(self.task, [x * spread(shrink, x) for x in out], weights.astype(q.dtype), self.v[1].at[slot, place])
-        return higher, total, out
+        out, values = [x * spread(shrink, x) for x in out], self.v[1].at[slot, place]
+        return higher, total, add_values(self.task, out, weights.astype(q.dtype), values)
 
     def attend_stage(self, q: Array, stage: Array | int, step: Array, carry: tuple) -> tuple:
-        """Takes in a stage of turned keys and its values."""
-        slot, groups = split(step, self.plan.slots)[1], self.plan.groups
+        """Adds a stage of turned keys and its values to the online softmax."""
+        slot, groups = divide(step, self.plan.slots)[1], self.plan.groups
         plgpu.barrier_wait(self.v_ready.at[slot])
-        body = lambda place, carry: self.attend(q, slot, place, stage * groups + place, carry)
+
+        def body(place: Array, carry: tuple) -> tuple:
+            return self.attend(q, slot, place, stage * groups + place, carry)
+
         if groups == 1:
             return body(jnp.int32(0), carry)
-        return jax.lax.fori_loop(jnp.int32(0), jnp.minimum(groups, self.plan.blocks - stage * groups), body, carry)
+        count = jnp.minimum(groups, self.plan.blocks - stage * groups)
+        return jax.lax.fori_loop(jnp.int32(0), count, body, carry)
 
     def attend_example(self, i: Array) -> None:
         """Attention of this warpgroup's queries of the i-th example."""
@@ -267,10 +305,12 @@ class Program:
 
         @pl.when(i + 1 < self.items)
         def _next() -> None:
-            plgpu.commit_smem()  # what was read is read before the engine writes there
+            plgpu.commit_smem()  # the reads are done before the engine writes there
             self.fetch_queries(i + 1)
 
-        full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+        def full(shape: tuple[int, ...], value: Any, layout: Any) -> Float[Array, "..."]:
+            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
         out = [full((ROWS, self.plan.width), 0, TILE) for _ in range(self.plan.pieces)]
         carry = full((ROWS,), MASKED, ROW), full((ROWS,), 0, ROW), out
 
@@ -279,23 +319,29 @@ class Program:
             self.turn_keys(item, step)
             return self.attend_stage(q, stage, step, carry)
 
-        carry = self.attend_stage(q, 0, i, carry) if tiles == 1 else jax.lax.fori_loop(np.int32(0), np.int32(tiles), stage_of, carry)
+        if tiles == 1:
+            carry = self.attend_stage(q, 0, i, carry)
+        else:
+            carry = jax.lax.fori_loop(np.int32(0), np.int32(tiles), stage_of, carry)
         top, total, out = carry
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the example before
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous example
         spread = jax.lax.broadcast_in_dim(1 / total, out[0].shape, (0,))
         for piece, x in enumerate(out):
             self.result[1].at[self.group, piece][...] = (x * spread).astype(q.dtype)
         plgpu.commit_smem()
         for piece in range(self.plan.pieces):
-            place = (item, pl.ds(self.token, ROWS), self.head, pl.ds(piece * self.plan.width, self.plan.width))
+            channels = pl.ds(piece * self.plan.width, self.plan.width)
+            place = (item, pl.ds(self.token, ROWS), self.head, channels)
             plgpu.copy_smem_to_gmem(self.result[0].at[self.group, piece], self.out.at[place])
         self.lse.at[item, self.head, pl.ds(self.token, ROWS)][...] = top + jnp.log2(total)
 
     def run(self) -> None:
-        """All examples of the program."""
+        """Computes all examples of the program."""
         self.fetch_queries(0)
         for step in range(self.plan.slots):
-            pl.when(step < self.items * self.plan.tiles)(functools.partial(self.fetch_keys, jnp.int32(step)))
+            pl.when(step < self.items * self.plan.tiles)(
+                functools.partial(self.fetch_keys, jnp.int32(step))
+            )
 
         @pl.loop(0, self.items)
         def _example(i: Array) -> None:
@@ -308,59 +354,82 @@ def forward_kernel(*refs: Any, task: Task, plan: Plan, rotated: bool) -> None:
     """The output and lse of one program.
 
     Args:
-        *refs: q, k and v [B, L, N or 3 N, D]; where q and k turn, coords [S * L * A] ([S * L, A] interpreted) and freqs
-            [S, N or 1, A, R], the b-th of S sets turning the b-th part of the examples; then the output [B, L, N, D] and lse
-            [B, N, tiles of 64]; then shared memory and barriers.
-        task: what is to be computed.
-        plan: how it is cut.
+        *refs: q, k and v [B, L, N or 3 N, D]; where q and k turn, coords [S * L * A] ([S * L, A]
+            interpreted) and freqs [S, N or 1, A, R], the b-th of S sets turning the b-th part of
+            the examples; then the output [B, L, N, D] and lse [B, N, tiles of 64]; then shared
+            memory and barriers.
+        task: the problem.
+        plan: its tiles.
         rotated: whether q and k turn.
     """
     Program(refs, task=task, plan=plan, rotated=rotated).run()
 
 
-def forward(task: Task, arrays: tuple, rotation: tuple) -> tuple[Array, Array]:
-    """The output [B, L, N, D] and lse [B, N, >= L] of q, k, v [B, L, heads, D], by (coords [L, A], freqs [N or 1, A, R]) or ()."""
+def forward(
+    task: Task, arrays: tuple, rotation: tuple
+) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
+    """The output and lse of q, k, v [B, L, heads, D]; lse has room for whole tiles of tokens.
+
+    The rotation is (coords [L, A], freqs [N or 1, A, R]) or ().
+    """
     return forward_sets(task, 1, arrays, tuple(x[None] for x in rotation))
 
 
-def forward_sets(task: Task, sets: int, arrays: tuple, rotation: tuple) -> tuple[Array, Array]:
-    """`forward` with as many rotations [S, ...], of as many parts of the examples."""
+def forward_sets(
+    task: Task, sets: int, arrays: tuple, rotation: tuple
+) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
+    """`forward` with S rotations [S, ...] of S parts of the examples, and a rule for vmap."""
 
     @jax.custom_batching.custom_vmap
     def run(arrays: tuple, rotation: tuple) -> tuple[Array, Array]:
         return launch(task, arrays, rotation)
 
     @run.def_vmap
-    def _run_batched(size: int, is_batched: Any, arrays: tuple, rotation: tuple) -> tuple[tuple, tuple]:
-        wide = lambda some, batched: [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(some, batched, strict=True)]
-        merged = lambda some: tuple(x.reshape(-1, *x.shape[2:]) for x in some)
+    def _run_batched(
+        size: int, is_batched: Any, arrays: tuple, rotation: tuple
+    ) -> tuple[tuple, tuple]:
+        def merged(some: tuple, batched: tuple) -> tuple:
+            wide = [
+                x if b else jnp.broadcast_to(x, (size, *x.shape))
+                for x, b in zip(some, batched, strict=True)
+            ]
+            return tuple(x.reshape(-1, *x.shape[2:]) for x in wide)
+
         of_arrays, of_rotation = is_batched
         if any(of_rotation) or sets > 1:
-            rotation = merged(wide(rotation, of_rotation))
-        out = forward_sets(task, len(rotation) and rotation[0].shape[0], merged(wide(arrays, of_arrays)), rotation)
+            rotation = merged(rotation, of_rotation)
+        total = len(rotation) and rotation[0].shape[0]
+        out = forward_sets(task, total, merged(arrays, of_arrays), rotation)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True, True)
 
     return run(arrays, rotation)
 
 
-def launch(task: Task, arrays: tuple, rotation: tuple) -> tuple[Array, Array]:
-    """The output [B, L, N, D] and lse [B, N, >= L] of q, k, v [B, L, heads, D], by coords [S, L, A] and freqs [S, N or 1, A, R]."""
+def launch(
+    task: Task, arrays: tuple, rotation: tuple
+) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
+    """`forward_sets` without its rule for vmap."""
     q = arrays[0]
     batch = q.shape[0]
     cut = plan(task, batch)
     groups, slots = cut.groups, cut.slots
-    of_tiles = lambda *count: buffer(task, (*count, cut.pieces, ROWS, cut.width), q.dtype)
-    scratch = [of_tiles(groups), of_tiles(slots, groups), of_tiles(slots, groups), of_tiles(groups)]
+    tile = (cut.pieces, ROWS, cut.width)
+    counts = [(groups,), (slots, groups), (slots, groups), (groups,)]  # q, k, v and the output
+    scratch = [buffer(task, (*count, *tile), q.dtype) for count in counts]
     copies = 0
     if rotation:
         coords, freqs = (x.astype(jnp.float32) for x in rotation)
         axes = coords.shape[-1]
         copies = 1 if task.interpret else axes
         held = (ROWS, axes) if task.interpret else (ROWS * axes,)
-        scratch += [plgpu.SMEM((groups, *held), jnp.float32), plgpu.SMEM((slots, groups, *held), jnp.float32)]
+        scratch += [
+            plgpu.SMEM((groups, *held), jnp.float32),
+            plgpu.SMEM((slots, groups, *held), jnp.float32),
+        ]
         rotation = (coords.reshape((-1, axes) if task.interpret else -1), freqs)
+    query_copies = cut.pieces + (copies if cut.tiles > 1 else 0)
     scratch += [
-        plgpu.Barrier(num_arrivals=cut.pieces + (copies if cut.tiles > 1 else 0), num_barriers=groups),
+        plgpu.Barrier(num_arrivals=query_copies, num_barriers=groups),
         plgpu.Barrier(num_arrivals=cut.pieces + copies, num_barriers=(slots, groups)),
         plgpu.Barrier(num_arrivals=groups * cut.pieces, num_barriers=slots),
         plgpu.Barrier(num_arrivals=groups),
@@ -377,7 +446,9 @@ def launch(task: Task, arrays: tuple, rotation: tuple) -> tuple[Array, Array]:
         grid_names=("program",),
         num_threads=groups,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+        ),
         interpret=plgpu.InterpretGPUParams() if task.interpret else None,
         kernel_name="attention_mosaic",
     )

@@ -1,40 +1,95 @@
-"""Which tokens a token attends to: all of them, those of its window, or those nearest to it.
+"""The tokens that each token attends to: all of them, those of its window, or the nearest ones.
 
-Patterns are hashable settings, static under jit, and hold no arrays. Sizes, shifts and dilations are (rows, columns).
+Patterns are hashable settings, static under jit, and hold no arrays. Sizes, shifts and dilations
+are (rows, columns). `places` is the shape of the tokens of one example: (L,) or (H, W).
 """
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
 
 Pair = tuple[int, int]
+Places = tuple[int, ...]
 
 
 def pair_of(name: str, value: Any, lowest: int) -> Pair:
-    """Two integers, also from a list or of NumPy; refuses anything but two of at least `lowest`."""
-    fits = isinstance(value, Sequence) and len(value) == 2 and all(isinstance(x, numbers.Integral) and x >= lowest for x in value)
+    """Two Python integers of at least `lowest`, from a tuple, a list or NumPy's integers."""
+    fits = (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(isinstance(x, numbers.Integral) and x >= lowest for x in value)
+    )
     if not fits:
-        raise ValueError(f"{name}={value!r} must be two integers (rows, columns), each at least {lowest}")
+        raise ValueError(
+            f"{name}={value!r} must be two integers (rows, columns), each at least {lowest}"
+        )
     return int(value[0]), int(value[1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Global:
-    """Every token attends to every token of its image, prefix tokens included (ViT, arXiv 2010.11929). For arrays [B, L, N, D]."""
+class _Pattern:
+    """The interface of all patterns."""
 
-    def bias_shape(self, heads: int, tokens: int) -> tuple[int, int, int]:
-        """Shape of the bias matrix: [N, L, L], indexed (head, query, key)."""
+    def rotated_tokens(self, places: Places) -> int:
+        """Length of `rotation.coords` for an example of this shape."""
+        return math.prod(places)
+
+    def rotated_part(self, places: Places, name: str) -> str:
+        """Description of `rotation.coords` in error messages about the array called `name`."""
+        del places
+        return name
+
+    def bias_shape(self, heads: int, places: Places) -> tuple[int, ...]:
+        """Shape of the bias for an example of this shape."""
+        raise NotImplementedError
+
+    def bias_layout(self, places: Places) -> str:
+        """The dimensions of the bias, in error messages."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Global(_Pattern):
+    """Every token attends to every token of its image (ViT, arXiv 2010.11929).
+
+    For arrays [B, L, N, D], prefix tokens included. The bias is a matrix [N, L, L], indexed
+    (head, query, key).
+
+    Example:
+        >>> from rope_jax_kernels import Global
+        >>> Global().bias_shape(heads=6, places=(197,))
+        (6, 197, 197)
+    """
+
+    def bias_shape(self, heads: int, places: Places) -> tuple[int, int, int]:
+        (tokens,) = places
         return heads, tokens, tokens
 
+    def bias_layout(self, places: Places) -> str:
+        return "[N, L, L]"
+
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """Every token attends to the tokens of its own window (Swin, arXiv 2103.14030). For maps [B, H, W, N, D].
+class Window(_Pattern):
+    """Every token attends to the tokens of its window (Swin, arXiv 2103.14030).
 
-    The map is cut into windows of `size` from its top left corner. With a shift (dy, dx) it is first rolled by (-dy, -dx), and
-    afterwards rolled back; tokens that the roll brought together from opposite sides of the map do not attend to each other. A map
-    that the windows do not divide is padded at the bottom and right before the roll, and no token attends to padding.
+    For maps [B, H, W, N, D]. Windows of `size` divide the map from its top left corner. With a
+    shift (dy, dx) the map is first rolled by (-dy, -dx) and afterwards rolled back; tokens that the
+    roll brought together from opposite sides of the map do not attend to each other. A map that
+    the windows do not divide is padded at the bottom and right before the roll, and no token
+    attends to padding. `fit` returns the window for maps smaller than `size`.
+
+    `rotation.coords` places the tokens of one fitted window. The bias is a table
+    [N, (2h-1) * (2w-1)] over offsets query - key, columns fastest, of the fitted window.
+
+    Example:
+        >>> from rope_jax_kernels import Window
+        >>> window = Window(size=(7, 7), shift=(3, 3))
+        >>> window.fit((7, 14))
+        Window(size=(7, 7), shift=(0, 3))
+        >>> window.bias_shape(heads=3, places=(56, 56))
+        (3, 169)
 
     Attributes:
         size: (h, w) of a window in tokens.
@@ -48,31 +103,60 @@ class Window:
         object.__setattr__(self, "size", pair_of("size", self.size, 1))
         object.__setattr__(self, "shift", pair_of("shift", self.shift, 0))
         if any(shift >= size for size, shift in zip(self.size, self.shift, strict=True)):
-            raise ValueError(f"shift={self.shift} must be smaller than size={self.size} along both axes; half the size is usual")
+            raise ValueError(
+                f"shift={self.shift} must be smaller than size={self.size} along both axes; half "
+                "the size is usual"
+            )
 
     def fit(self, grid: Pair) -> "Window":
-        """The window as used on a map of `grid` tokens: along an axis where the map is no larger, it is the map and not shifted."""
-        axes = [(n, 0) if n <= size else (size, shift) for n, size, shift in zip(grid, self.size, self.shift, strict=True)]
+        """The window as used on a map of `grid` tokens.
+
+        Along an axis on which the map is no larger than the window, the window spans the map and
+        the shift is 0.
+        """
+        axes = [
+            (n, 0) if n <= size else (size, shift)
+            for n, size, shift in zip(grid, self.size, self.shift, strict=True)
+        ]
         (h, dy), (w, dx) = axes
         return Window((h, w), (dy, dx))
 
-    def bias_shape(self, heads: int) -> tuple[int, int]:
-        """Shape of the bias table: [N, (2h-1)*(2w-1)], one entry for each offset query - key, columns fastest. Call `fit` first."""
-        h, w = self.size
+    def rotated_tokens(self, places: Places) -> int:
+        return math.prod(self.fit(places).size)
+
+    def rotated_part(self, places: Places, name: str) -> str:
+        return f"a window of {self.fit(places).size} in {name}"
+
+    def bias_shape(self, heads: int, places: Places) -> tuple[int, int]:
+        h, w = self.fit(places).size
         return heads, (2 * h - 1) * (2 * w - 1)
+
+    def bias_layout(self, places: Places) -> str:
+        return f"[N, (2h-1)*(2w-1)] for a window of {self.fit(places).size}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Neighborhood:
-    """Every token attends to the tokens nearest to it (NAT, arXiv 2204.07143; DiNAT, arXiv 2209.15001). For maps [B, H, W, N, D].
+class Neighborhood(_Pattern):
+    """Every token attends to the nearest tokens (NAT, arXiv 2204.07143; DiNAT, arXiv 2209.15001).
 
-    Along each axis of n tokens, with kernel K and dilation q, token i attends to {r + q (s + t): 0 <= t < K}, where r = i mod q,
-    s = clamp(floor(i / q) - K // 2, 0, n_r - K) and n_r = ceil((n - r) / q): the neighbourhood keeps its size at the borders and
-    moves inwards. Where a residue class r has fewer than K members, it is its own neighbourhood as a whole.
+    For maps [B, H, W, N, D]. Along each axis of n tokens, with kernel K and dilation q, token i
+    attends to {r + q (s + t): 0 <= t < K}, where r = i mod q,
+    s = clamp(floor(i / q) - K // 2, 0, n_r - K) and n_r = ceil((n - r) / q): at a border the
+    neighbourhood keeps its size and moves inwards. A residue class r of fewer than K members is
+    its own neighbourhood.
+
+    The bias is a table [N, 2kh-1, 2kw-1] over offsets (key - query) / dilation, whatever the size
+    of the map.
+
+    Example:
+        >>> from rope_jax_kernels import Neighborhood
+        >>> Neighborhood(size=(7, 7), dilation=(2, 2)).bias_shape(heads=2, places=(56, 56))
+        (2, 13, 13)
 
     Attributes:
-        size: (kh, kw) of the neighbourhood in tokens; even sizes reach one further up and left than down and right.
-        dilation: (qy, qx) distance of neighbours in tokens.
+        size: (kh, kw) of the neighbourhood in tokens; even sizes reach one token further up and
+            left than down and right.
+        dilation: (qy, qx), distance of neighbours in tokens.
     """
 
     size: Pair
@@ -82,10 +166,13 @@ class Neighborhood:
         object.__setattr__(self, "size", pair_of("size", self.size, 1))
         object.__setattr__(self, "dilation", pair_of("dilation", self.dilation, 1))
 
-    def bias_shape(self, heads: int) -> tuple[int, int, int]:
-        """Shape of the bias table: [N, 2kh-1, 2kw-1], one entry for each offset (key - query) / dilation, whatever the map's size."""
+    def bias_shape(self, heads: int, places: Places) -> tuple[int, int, int]:
+        del places
         kh, kw = self.size
         return heads, 2 * kh - 1, 2 * kw - 1
+
+    def bias_layout(self, places: Places) -> str:
+        return "[N, 2kh-1, 2kw-1]"
 
 
 Pattern = Global | Window | Neighborhood

@@ -1,7 +1,8 @@
-"""Attention in plain jax.numpy, for all patterns: what every kernel is compared with, and what runs where there is no kernel.
+"""Attention in plain jax.numpy for all patterns: the "xla" implementation, and the definition that
+kernels are tested against.
 
-It is exact, differentiable in q, k, v, bias and rotation, and leaves the precision of matrix products to the caller's
-`jax.default_matmul_precision`.
+It is exact, differentiable in q, k, v, bias and rotation, and leaves the precision of matrix
+products to the caller's `jax.default_matmul_precision`.
 """
 
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def attend_globally(
     *,
     rotation: Rotation | None,
     bias: Float[Array, "N L L"] | None,
-    scale: float | Array,
+    scale: float | Float[Array, ""],
 ) -> Float[Array, "B L N D"]:
     """Attention of every token to every token."""
     q, k, v = (x.swapaxes(1, 2) for x in (turn_tokens(q, rotation), turn_tokens(k, rotation), v))
@@ -29,9 +30,9 @@ def attend_globally(
 
 
 def axis_regions(length: int, size: int, shift: int) -> Int[np.ndarray, " padded"]:
-    """Numbers the parts of a padded and rolled axis that may attend to each other; padding is -1.
+    """Labels the parts of a padded and rolled axis that may attend to each other; padding is -1.
 
-    After the roll, the last window holds tokens of both ends of the map: those that the roll carried round have another number.
+    After the roll the last window holds tokens of both ends of the map, with different labels.
     """
     padded = -(-length // size) * size
     rolled = np.arange(padded)
@@ -39,14 +40,22 @@ def axis_regions(length: int, size: int, shift: int) -> Int[np.ndarray, " padded
 
 
 def window_regions(grid: Pair, window: Window) -> Int[np.ndarray, "windows tokens"]:
-    """Region of each token of each window of a padded and rolled map. Padding is a region too: it attends to itself, never to nothing."""
-    rows, columns = (axis_regions(*axis) for axis in zip(grid, window.size, window.shift, strict=True))
+    """Region of each token of each window of a padded and rolled map.
+
+    Padding is a region too, so that it attends to itself and no softmax is empty.
+    """
+    rows, columns = (
+        axis_regions(*axis) for axis in zip(grid, window.size, window.shift, strict=True)
+    )
     regions = np.where((rows[:, None] < 0) | (columns < 0), -1, 2 * rows[:, None] + columns)
     h, w = window.size
-    return regions.reshape(len(rows) // h, h, len(columns) // w, w).swapaxes(1, 2).reshape(-1, h * w)
+    regions = regions.reshape(len(rows) // h, h, len(columns) // w, w)
+    return regions.swapaxes(1, 2).reshape(-1, h * w)
 
 
-def split_windows(x: Float[Array, "B H W N D"], window: Window) -> Float[Array, "B windows tokens N D"]:
+def split_windows(
+    x: Float[Array, "B H W N D"], window: Window
+) -> Float[Array, "B windows tokens N D"]:
     """Pads a map at the bottom and right, rolls it, and cuts it into windows."""
     batch, *grid, heads, head_dim = x.shape
     (h, w), (dy, dx) = window.size, window.shift
@@ -57,8 +66,10 @@ def split_windows(x: Float[Array, "B H W N D"], window: Window) -> Float[Array, 
     return x.swapaxes(2, 3).reshape(batch, -1, h * w, heads, head_dim)
 
 
-def join_windows(x: Float[Array, "B windows tokens N D"], grid: Pair, window: Window) -> Float[Array, "B H W N D"]:
-    """Undoes `split_windows`."""
+def join_windows(
+    x: Float[Array, "B windows tokens N D"], grid: Pair, window: Window
+) -> Float[Array, "B H W N D"]:
+    """Inverse of `split_windows`."""
     batch, _, _, heads, head_dim = x.shape
     (h, w), shift = window.size, window.shift
     rows, columns = (-(-n // size) for n, size in zip(grid, window.size, strict=True))
@@ -70,10 +81,25 @@ def join_windows(x: Float[Array, "B windows tokens N D"], grid: Pair, window: Wi
 
 
 def window_bias(table: Float[Array, "N offsets"], size: Pair) -> Float[Array, "N tokens tokens"]:
-    """The bias matrix of one window of (h, w) tokens in row-major order, from a table [N, (2h-1)*(2w-1)] of query minus key."""
+    """Spreads a table of offsets query - key to the bias matrix of one window (Swin).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import window_bias
+        >>> window_bias(jnp.arange(3.0)[None], size=(1, 2))[0].tolist()
+        [[1.0, 0.0], [2.0, 1.0]]
+
+    Args:
+        table: [N, (2h-1) * (2w-1)], columns fastest.
+        size: (h, w) of the window in tokens.
+
+    Returns:
+        [N, h*w, h*w], tokens in row-major order.
+    """
     h, w = size
     rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in size)
-    return spread_table(table.reshape(-1, 2 * h - 1, 2 * w - 1), rows, columns).swapaxes(2, 3).reshape(-1, h * w, h * w)
+    bias = spread_table(table.reshape(-1, 2 * h - 1, 2 * w - 1), rows, columns)
+    return bias.swapaxes(2, 3).reshape(-1, h * w, h * w)
 
 
 def attend_in_windows(
@@ -84,9 +110,9 @@ def attend_in_windows(
     window: Window,
     rotation: Rotation | None,
     bias: Float[Array, "N offsets"] | None,
-    scale: float | Array,
+    scale: float | Float[Array, ""],
 ) -> Float[Array, "B H W N D"]:
-    """Attention within the windows of `window`, which has been fitted to the map."""
+    """Attention within windows; `window` is fitted to the map."""
     grid = (q.shape[1], q.shape[2])
     q, k, v = (split_windows(x, window) for x in (q, k, v))
     q, k, v = (x.swapaxes(2, 3) for x in (turn_tokens(q, rotation), turn_tokens(k, rotation), v))
@@ -97,23 +123,40 @@ def attend_in_windows(
     if regions.any():
         labels = jnp.asarray(regions)[:, None]
         allowed = labels[..., :, None] == labels[..., None, :]
-    return join_windows(attend(q, k, v, scale=scale, bias=bias, allowed=allowed).swapaxes(2, 3), grid, window)
+    out = attend(q, k, v, scale=scale, bias=bias, allowed=allowed)
+    return join_windows(out.swapaxes(2, 3), grid, window)
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | Array | None
-) -> Array:
-    """See `rope_jax_kernels.attention`."""
+    q: Float[Array, "B *places N D"],
+    k: Float[Array, "B *places N D"],
+    v: Float[Array, "B *places N D"],
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Float[Array, "N ..."] | None,
+    scale: float | Float[Array, ""] | None,
+) -> Float[Array, "B *places N D"]:
+    """`rope_jax_kernels.attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(pattern, Window):
         window = pattern.fit((q.shape[1], q.shape[2]))
         return attend_in_windows(q, k, v, window=window, rotation=rotation, bias=bias, scale=scale)
     if isinstance(pattern, Neighborhood):
-        return neighborhood.attend_to_neighbors(q, k, v, pattern=pattern, rotation=rotation, bias=bias, scale=scale)
+        return neighborhood.attend_to_neighbors(
+            q, k, v, pattern=pattern, rotation=rotation, bias=bias, scale=scale
+        )
     return attend_globally(q, k, v, rotation=rotation, bias=bias, scale=scale)
 
 
-def attention_qkv(qkv: Array, *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: float | Array | None) -> Array:
-    """See `rope_jax_kernels.attention_qkv`."""
+def attention_qkv(
+    qkv: Float[Array, "B *places 3 N D"],
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Float[Array, "N ..."] | None,
+    scale: float | Float[Array, ""] | None,
+) -> Float[Array, "B *places N D"]:
+    """`rope_jax_kernels.attention_qkv`."""
     q, k, v = (qkv[..., i, :, :] for i in range(3))
     return attention(q, k, v, pattern=pattern, rotation=rotation, bias=bias, scale=scale)

@@ -1,12 +1,17 @@
-"""Attention as Pallas-Triton kernels, with the rotation inside: q, k and v are read where the projection left them, once rotated in
-registers, and nothing but the output and the logarithm of each query's sum of exponentials (lse) is kept for the backward pass.
+"""Attention as Pallas-Triton kernels, with the rotation inside.
 
-A program computes a tile of queries of one head and one example, over the blocks of keys that `tiles` gives it (online softmax: Dao et
-al., arXiv 2205.14135). Rotated queries and keys are rounded once, to the data's dtype, logits and softmax are float32.
+q, k and v are read directly from the projection and rotated in registers. The backward pass
+needs only the operands, the output, and the logarithm of each query's sum of exponentials (lse).
 
-Backward, where a tile holds all queries that see its keys (windows of up to 64 tokens), one kernel computes all gradients; elsewhere
-one walks over keys (dq) and one over queries (dk, dv). No atomics: two runs are bit-equal. The gradient of the frequencies comes from
-the rotated queries and keys and their gradients, which are in registers then; that of a bias from a pass of its own.
+A program computes a tile of queries of one head and one example, over the blocks of keys that
+`tiles` lists, with an online softmax (FlashAttention, arXiv 2205.14135). Rotated queries and
+keys are rounded once, to the data's dtype; logits and softmax are float32.
+
+Backward, if a tile holds all queries that attend to its keys (windows of up to 64 tokens), one
+kernel computes all gradients. Otherwise one loops over keys (dq) and one over queries (dk, dv).
+There are no atomics, so results are deterministic. The gradient of the frequencies is computed from
+the rotated queries and keys and their gradients, which are then in registers; that of a bias needs
+a separate kernel.
 """
 
 import dataclasses
@@ -17,31 +22,50 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from rope_jax_kernels import device
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern
-from rope_jax_kernels.attention.tiles import cut
-from rope_jax_kernels.attention.triton_kernels import Launch, Task, bias_kernel, closed_kernel, forward_kernel, key_kernel, query_kernel
-from rope_jax_kernels.rotary import device
-from rope_jax_kernels.rotary.in_place import vary_alike
+from rope_jax_kernels.attention.tiles import Tiles, cut
+from rope_jax_kernels.attention.triton_kernels import (
+    Launch,
+    Task,
+    bias_kernel,
+    closed_kernel,
+    forward_kernel,
+    key_kernel,
+    query_kernel,
+)
+from rope_jax_kernels.device import vary_alike, without_symbolic_zeros
+from rope_jax_kernels.rotary.kernel import named_angles
 from rope_jax_kernels.rotation import Rotation
 
-DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-HEAD_DIMS = (16, 128)  # least and most
-NEIGHBORS = 16  # most along one axis: a tile, which is half as long at least, has no more than 64 queries then
+HEAD_DIMS = (16, 128)  # smallest and largest
+# Most neighbours along one axis. A tile is at least half as long, and has at most 64 queries then.
+NEIGHBORS = 16
 PROGRAMS = 1024  # of the gradient of a bias: several for each of a GPU's multiprocessors
 
 
-def run(kernel: Any, launch: Launch, grid: tuple, outputs: list[tuple], operands: tuple, *, aliases: dict | None = None) -> list[Array]:
-    """Starts a kernel; outputs are (shape, dtype)."""
+def run(
+    kernel: Any,
+    launch: Launch,
+    grid: tuple,
+    outputs: list[tuple],
+    operands: tuple,
+    *,
+    aliases: dict | None = None,
+) -> list[Array]:
+    """Launches a kernel; outputs are (shape, dtype)."""
     varying = jax.typeof(operands[0]).manual_axis_type
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in outputs
+    ]
     call = pl.pallas_call(
         kernel,
         grid=grid,
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in outputs],
+        out_shape=shapes,
         input_output_aliases=aliases or {},
         compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=1),
         interpret=launch.task.interpret,
@@ -51,11 +75,17 @@ def run(kernel: Any, launch: Launch, grid: tuple, outputs: list[tuple], operands
 
 
 def differentiated_once(call: Callable, task: Task) -> Callable:
-    """A kernel that refuses its derivative: it is asked for only where the attention around it, which has one, is differentiated twice."""
+    """A kernel whose derivative raises an error.
+
+    The attention around it has one, so the error comes from a second derivative.
+    """
 
     def refuse(primals: tuple, tangents: tuple) -> None:
         name = task.implementation
-        raise ValueError(f"implementation={name!r} of attention has first derivatives only; use implementation='xla' for second ones")
+        raise ValueError(
+            f"implementation={name!r} of attention has first derivatives only; use "
+            "implementation='xla' for second ones"
+        )
 
     once = jax.custom_jvp(call)
     once.defjvp(refuse)
@@ -63,11 +93,19 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
 
 
 def plan(task: Task, itemsize: int, part: str) -> Launch:
-    """How a part, "forward", "queries", "keys" or "bias", is cut: as coarsely as registers allow without spilling (compiled for sm_90a)."""
+    """Tiles and warps of a kernel: as large as registers allow without spilling, on sm_90a.
+
+    Args:
+        task: of the kernel.
+        itemsize: bytes of a number of q, k and v.
+        part: "forward", "queries", "keys" or "bias".
+    """
     wide, everywhere = itemsize == 4 or task.head_dim > 64, isinstance(task.pattern, Global)
-    if part == "forward":
+    if part == "forward" and itemsize == 4 and task.head_dim > 32:
+        size = (32, 16, 8)
+    elif part == "forward":
         # Tall tiles turn keys fewer times.
-        size = (32, 16, 8) if itemsize == 4 and task.head_dim > 32 else (128, 64, 8) if everywhere and not wide else (64, 32, 4)
+        size = (128, 64, 8) if everywhere and not wide else (64, 32, 4)
     elif part == "bias":
         size = (32, 16, 8) if wide else (64, 32, 4)
     elif wide:
@@ -79,38 +117,47 @@ def plan(task: Task, itemsize: int, part: str) -> Launch:
 
 
 def views(task: Task, arrays: tuple) -> tuple:
-    """q, k and v as the kernels see them, [B, T, heads, D]."""
+    """q, k and v as [B, T, heads, D], three times the same array if packed."""
     shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in arrays]
     return tuple(shaped * 3 if task.packed else shaped)
 
 
 def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, Array]:
-    """The output [B, T, N, D] and lse [B, N, T] (by `mosaic` with room for whole tiles, [B, N, >= T])."""
+    """The output [B, T, N, D] and lse [B, N, T] ([B, N, >= T] from `mosaic`: whole tiles)."""
     q, k, v = views(task, arrays)
     if task.implementation == "mosaic":
-        from rope_jax_kernels.attention import mosaic_kernel  # Mosaic GPU is a quarter of this package's import time
+        # Here, because Mosaic GPU takes a second to import and Triton does not need it.
+        from rope_jax_kernels.attention import mosaic_kernel
 
-        return differentiated_once(functools.partial(mosaic_kernel.forward, task), task)((q, k, v), rotation)
+        by_mosaic = functools.partial(mosaic_kernel.forward, task)
+        return differentiated_once(by_mosaic, task)((q, k, v), rotation)
     launch = plan(task, q.dtype.itemsize, "forward")
     batch, tokens = q.shape[:2]
-    kernel = functools.partial(forward_kernel, launch=launch, rotated=len(rotation), biased=len(bias))
-    shapes = [((batch, tokens, task.heads, task.head_dim), q.dtype), ((batch, task.heads, tokens), jnp.float32)]
-    out, lse = run(kernel, launch, (task.heads, launch.tiles.tiles, batch), shapes, (q, k, v, *rotation, *bias))
+    kernel = functools.partial(
+        forward_kernel, launch=launch, rotated=len(rotation), biased=len(bias)
+    )
+    shapes = [
+        ((batch, tokens, task.heads, task.head_dim), q.dtype),
+        ((batch, task.heads, tokens), jnp.float32),
+    ]
+    out, lse = run(
+        kernel, launch, (task.heads, launch.tiles.tiles, batch), shapes, (q, k, v, *rotation, *bias)
+    )
     return out, lse
 
 
 @dataclasses.dataclass(frozen=True)
 @jax.tree_util.register_static
 class Wanted:
-    """Of which operands beside the data the gradient is wanted."""
+    """The operands, beside the data, whose gradient is wanted."""
 
     freqs: bool
     bias: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> Array:
-    """Attention [B, T, N, D] of (qkv,) or (q, k, v), with (coords, freqs) or (), and a bias ([N, entries],) or ()."""
+def attend(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> Float[Array, "B T N D"]:
+    """Attention of (qkv,) or (q, k, v), with (coords, freqs) or (), and ([N, entries],) or ()."""
     return forward(task, arrays, rotation, bias)[0]
 
 
@@ -118,26 +165,38 @@ def attend_forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> t
     """Saves the operands, the output and lse."""
     if rotation and rotation[0].perturbed:
         name = task.implementation
-        raise ValueError(f"implementation={name!r} of attention has no gradient of rotation.coords; use implementation='xla' for that")
-    wanted = Wanted(freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed)
+        raise ValueError(
+            f"implementation={name!r} of attention has no gradient of rotation.coords; use "
+            "implementation='xla' for that"
+        )
+    wanted = Wanted(
+        freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed
+    )
     arrays, rotation, bias = (tuple(x.value for x in group) for group in (arrays, rotation, bias))
     out, lse = forward(task, arrays, rotation, bias)
     return out, (arrays, rotation, bias, out, lse, wanted)
 
 
 def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
-    """The gradients of the data, the frequencies and the bias, by one or two kernels and, for a bias, one more."""
+    """The gradients of the data, the frequencies and the bias, by one to three kernels."""
     arrays, rotation, bias, out, lse, wanted = residuals
     q, k, v = views(task, arrays)
-    dout = jnp.zeros(dout.shape, dout.dtype) if isinstance(dout, SymbolicZero) else dout
-    _, dout = vary_alike(arrays, dout)  # zeros made here do not vary yet
+    dout = without_symbolic_zeros(dout)
+    _, dout = vary_alike(arrays, dout)  # new zeros do not vary yet
     launch = plan(task, q.dtype.itemsize, "queries")
-    tiles, batch, options = launch.tiles, q.shape[0], {"rotated": len(rotation), "biased": len(bias)}
-    terms = (*rotation, *bias)
-    gradient = [(q.shape, q.dtype)]
-    sums = lambda tiles: [((batch, tiles.tiles, task.heads, *rotation[1].shape[1:]), jnp.float32)] if wanted.freqs else []
-    grid = lambda tiles: (task.heads, tiles.tiles, batch)
+    tiles, batch, terms = launch.tiles, q.shape[0], (*rotation, *bias)
+    options = {"rotated": len(rotation), "biased": len(bias)}
     options_freqs = options | {"freqs": wanted.freqs}
+    gradient = [(q.shape, q.dtype)]
+
+    def grid(tiles: Tiles) -> tuple[int, int, int]:
+        return task.heads, tiles.tiles, batch
+
+    def sums(tiles: Tiles) -> list[tuple]:
+        if not wanted.freqs:
+            return []
+        return [((batch, tiles.tiles, task.heads, *rotation[1].shape[1:]), jnp.float32)]
+
     if launch.closed:
         kernel = functools.partial(closed_kernel, launch=launch, **options_freqs)
         shapes = gradient * (1 if task.packed else 3) + sums(tiles)
@@ -146,7 +205,9 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     else:
         kernel = functools.partial(query_kernel, launch=launch, **options_freqs)
         shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
-        dq, delta, *partial = run(kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms))
+        dq, delta, *partial = run(
+            kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms)
+        )
         turned = plan(task, q.dtype.itemsize, "keys")
         turned = dataclasses.replace(turned, tiles=turned.tiles.transposed())
         kernel = functools.partial(key_kernel, launch=turned, **options_freqs)
@@ -158,11 +219,13 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
         partial += [found.pop()] if wanted.freqs else []
         gradients = found if task.packed else [dq, *found]
     gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
-    return gradients, _of_rotation(rotation, partial), _of_bias(task, (q, k, v, dout, lse, out, *terms), bias, wanted, options)
+    operands = (q, k, v, dout, lse, out, *terms)
+    of_rotation = _rotation_gradients(rotation, partial)
+    return gradients, of_rotation, _bias_gradient(task, operands, bias, wanted, options)
 
 
-def _of_rotation(rotation: tuple, partial: list[Array]) -> tuple:
-    """The gradients of (coords, freqs): None of coords, and of freqs where there are no `partial` sums."""
+def _rotation_gradients(rotation: tuple, partial: list[Array]) -> tuple:
+    """(None, gradient of freqs), from partial sums; None for both where there are none."""
     if not partial:
         return (None,) * len(rotation)
     _, freqs = rotation
@@ -171,8 +234,10 @@ def _of_rotation(rotation: tuple, partial: list[Array]) -> tuple:
     return None, dfreqs.astype(freqs.dtype)
 
 
-def _of_bias(task: Task, operands: tuple, bias: tuple, wanted: Wanted, options: dict) -> tuple:
-    """The gradient of the bias [N, entries], None where it is not wanted."""
+def _bias_gradient(
+    task: Task, operands: tuple, bias: tuple, wanted: Wanted, options: dict
+) -> tuple:
+    """The gradient of the bias, ([N, entries],), (None,) where it is not wanted, or ()."""
     if not wanted.bias:
         return (None,) * len(bias)
     launch = plan(task, operands[0].dtype.itemsize, "bias")
@@ -194,10 +259,10 @@ def attend_all(
     *,
     pattern: Pattern,
     rotation: Rotation | None,
-    bias: Array | None,
+    bias: Float[Array, "N ..."] | None,
     scale: float | None,
     implementation: str = "triton",
-) -> Array:
+) -> Float[Array, "B *places N D"]:
     """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
     packed = len(arrays) == 1
     heads, head_dim = arrays[0].shape[-2:]
@@ -217,46 +282,52 @@ def attend_all(
     turning = () if rotation is None else (rotation.coords, rotation.freqs)
     added = () if bias is None else (bias.reshape(heads, -1),)
     arrays, turning, added = vary_alike(arrays, turning, added)
-    return attend(task, arrays, turning, added).reshape(arrays[0].shape[0], *places, heads, head_dim)
+    out = attend(task, arrays, turning, added)
+    return out.reshape(arrays[0].shape[0], *places, heads, head_dim)
 
 
-def attention(q: Array, k: Array, v: Array, **terms: Any) -> Array:
-    """See `rope_jax_kernels.attention`."""
+def attention(
+    q: Float[Array, "B *places N D"],
+    k: Float[Array, "B *places N D"],
+    v: Float[Array, "B *places N D"],
+    **terms: Any,
+) -> Float[Array, "B *places N D"]:
+    """`rope_jax_kernels.attention`."""
     return attend_all((q, k, v), **terms)
 
 
-def attention_qkv(qkv: Array, **terms: Any) -> Array:
-    """See `rope_jax_kernels.attention_qkv`. Reads q, k and v where they lie, and writes one packed gradient."""
+def attention_qkv(
+    qkv: Float[Array, "B *places 3 N D"], **terms: Any
+) -> Float[Array, "B *places N D"]:
+    """`rope_jax_kernels.attention_qkv`, read from the packed array, with a packed gradient."""
     return attend_all((qkv,), **terms)
 
 
-def refusal(arrays: dict[str, Array], *, pattern: Pattern, rotation: Rotation | None, bias: Array | None, scale: Any) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+def refusal(
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Float[Array, "..."] | None,
+    scale: Any,
+    **arrays: Float[Array, "..."],
+) -> str | None:
+    """Why these kernels cannot serve a call with these arguments, or None."""
     dtypes = {name: x.dtype for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
-        return "q, k and v have different dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-    beside = {} if rotation is None else {"rotation.coords": rotation.coords, "rotation.freqs": rotation.freqs}
-    for name, x in (arrays | beside | ({} if bias is None else {"bias": bias})).items():
-        if x.dtype not in DTYPES:
-            return f"{name} has dtype {x.dtype}, and it computes in float32 (float16, bfloat16 and float32 are served)"
-        if x.size == 0:
-            return f"{name} has shape {x.shape}, so there is nothing to compute"
-    least, most = HEAD_DIMS
+        return "q, k and v have different dtypes: " + ", ".join(
+            f"{name} {dtype}" for name, dtype in dtypes.items()
+        )
+    angles = {} if rotation is None else named_angles(rotation)
+    if reason := device.refusal_of_arrays(
+        arrays | angles | ({} if bias is None else {"bias": bias})
+    ):
+        return reason
+    smallest, largest = HEAD_DIMS
     head_dim = next(iter(arrays.values())).shape[-1]
-    if not least <= head_dim <= most:
-        return f"the head dimension is {head_dim}; {least} to {most} are served"
+    if not smallest <= head_dim <= largest:
+        return f"the head dimension is {head_dim}; {smallest} to {largest} are served"
     if isinstance(pattern, Neighborhood) and max(pattern.size) > NEIGHBORS:
         return f"the neighbourhood is {pattern.size}; up to ({NEIGHBORS}, {NEIGHBORS}) are served"
     if not isinstance(scale, numbers.Real | None):
         return "scale is an array; numbers are served"
     return device.refusal()
-
-
-def refuses_attention(q: Array, k: Array, v: Array, **terms: Any) -> str | None:
-    """Why `attention` cannot serve this call, or None."""
-    return refusal({"q": q, "k": k, "v": v}, **terms)
-
-
-def refuses_attention_qkv(qkv: Array, **terms: Any) -> str | None:
-    """Why `attention_qkv` cannot serve this call, or None."""
-    return refusal({"qkv": qkv}, **terms)

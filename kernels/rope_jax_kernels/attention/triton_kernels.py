@@ -1,7 +1,8 @@
-"""The programs of the attention kernels. `triton` says what they compute, launches them, and makes a differentiable function of them.
+"""The programs of the attention kernels, which `triton` launches.
 
-A row of D channels is held in pieces, because registers can be split but not put together: first and second members of the pairs that
-turn, and the rest. A product over channels is the sum of the pieces' products.
+A row of D channels is held in pieces, because arrays in registers can be split but not joined:
+first and second members of the pairs that turn, and the rest. A product over channels is the sum
+of the pieces' products.
 """
 
 import copy
@@ -14,30 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
+from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
-from rope_jax_kernels.attention.tiles import Slots, Tiles, power_of_two, split
+from rope_jax_kernels.attention.tiles import Slots, Tiles, padded_size
 from rope_jax_kernels.rotation import Pairing
 
 LOG2E = np.float32(np.log2(np.e))
-MASKED = np.float32(-1e30)  # a logit that is not there; finite, so that rows without any key stay finite
+# The logit of a masked pair; finite, so that rows without any key stay finite.
+MASKED = np.float32(-1e30)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is to be computed. Static.
+    """One attention problem. Static.
 
     Attributes:
-        pattern: what attends to what.
+        pattern: which tokens attend to which.
         places: shape of the tokens of one example, (L,) or (H, W).
         heads, head_dim: N and D.
-        packed: whether q, k and v are one array [B, T, 3 * N, D], and not three [B, T, N, D].
+        packed: whether q, k and v are one array [B, T, 3 * N, D] or three [B, T, N, D].
         pairs: R, 0 without rotation.
         pairing: which channels turn together.
         scale: of the logits.
         interpret: whether to run in interpret mode.
-        implementation: whose kernel computes the output and lse, "triton" or "mosaic"; those of the backward pass are Triton's.
+        implementation: of the forward kernel, "triton" or "mosaic"; the backward kernels are
+            Triton's.
     """
 
     pattern: Pattern
@@ -53,17 +57,17 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """T of one example."""
+        """Number of tokens of one example, T."""
         return int(np.prod(self.places))
 
     def offsets(self) -> tuple[int, int, int]:
-        """Where the heads of q, k and v begin."""
+        """First heads of q, k and v."""
         return (0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A task and how it is cut. Static."""
+    """A task, its tiles and the warps of a program. Static."""
 
     task: Task
     tiles: Tiles
@@ -71,63 +75,97 @@ class Launch:
 
     @property
     def closed(self) -> bool:
-        """Whether a tile holds all queries that see its keys."""
-        return not isinstance(self.task.pattern, Neighborhood) and self.tiles.tiles == self.tiles.repeats
+        """Whether a tile holds all queries that attend to its keys."""
+        return (
+            not isinstance(self.task.pattern, Neighborhood)
+            and self.tiles.tiles == self.tiles.repeats
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Channels of one piece: numbers, padded to a power of two, and how many there are."""
+    """Channels of one piece, padded to a power of two, and which of them exist."""
 
-    channel: Array
-    inside: Array
+    channel: Int[Array, " C"]
+    inside: Bool[Array, " C"]
 
 
 def pieces_of(task: Task) -> list[Columns]:
-    """The pieces of a row: both members of the pairs that turn, if any do, and the rest, if there is one."""
+    """The pieces of a row: both members of the pairs that turn, and the rest, if there are any."""
     runs = []
     if task.pairs:
-        pair = jnp.arange(power_of_two(task.pairs), dtype=jnp.int32)
+        pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
         inside = pair < task.pairs
         members = (pair, task.pairs + pair) if task.pairing == "half" else (2 * pair, 2 * pair + 1)
         runs = [Columns(member, inside) for member in members]
     rest = task.head_dim - 2 * task.pairs
     if rest:
-        column = jnp.arange(power_of_two(rest), dtype=jnp.int32)
+        column = jnp.arange(padded_size(rest), dtype=jnp.int32)
         runs.append(Columns(2 * task.pairs + column, column < rest))
     return runs
 
 
 def whole_row(task: Task) -> Columns:
     """All channels as one piece."""
-    column = jnp.arange(power_of_two(task.head_dim), dtype=jnp.int32)
+    column = jnp.arange(padded_size(task.head_dim), dtype=jnp.int32)
     return Columns(column, column < task.head_dim)
 
 
-def load(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns) -> Array:
-    """A piece of the rows of a tile or block, zeros where there is nothing."""
+def load(
+    ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""], columns: Columns
+) -> Float[Array, "slots C"]:
+    """A piece of the rows of a tile or block, with zeros for missing tokens."""
     mask = slots.exists[:, None] & columns.inside[None, :]
-    return plt.load(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], mask=mask, other=0)
+    place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
+    return plt.load(place, mask=mask, other=0)
 
 
-def store(ref: Any, item: Array, slots: Slots, head: Array, columns: Columns, value: Array) -> None:
+def store(
+    ref: Any,
+    item: Int[Array, ""],
+    slots: Slots,
+    head: Int[Array, ""],
+    columns: Columns,
+    value: Float[Array, "slots C"],
+) -> None:
     """Writes a piece, rounded once."""
     mask = slots.exists[:, None] & columns.inside[None, :]
-    plt.store(ref.at[item, slots.token[:, None], head, columns.channel[None, :]], value.astype(ref.dtype), mask=mask)
+    place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
+    plt.store(place, value.astype(ref.dtype), mask=mask)
 
 
-def cos_sin(theta: Array, nearest: Callable[[Array], Array] = lambda x: jnp.floor(x + np.float32(0.5))) -> tuple[Array, Array]:
-    """Cosine and sine of float32 radians together, within 2e-7 of the exact ones up to 10^4 radians.
+def _round(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    return jnp.floor(x + np.float32(0.5))
 
-    The compiler's own are two functions of twice the length, with a branch for huge angles that keeps an array in local memory. The
-    nearest multiple of pi/2 is subtracted in three parts whose products are exact (Cody and Waite); polynomials as in Cephes.
-    `nearest` rounds to whole numbers by what the backend has.
+
+def cos_sin(
+    theta: Float[Array, "*n"], nearest: Callable[[Array], Array] = _round
+) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+    """Cosine and sine of float32 radians, within 2e-7 of the exact values up to 10^4 radians.
+
+    The compiler's own are two functions of twice the length, with a branch for huge angles that
+    keeps an array in local memory. Here the nearest multiple of pi/2 is subtracted in three parts
+    whose products are exact (Cody and Waite), and the polynomials are those of Cephes.
+
+    Args:
+        theta: radians.
+        nearest: rounds to whole numbers, by an operation that the backend has.
     """
     turns = nearest(theta * np.float32(2 / np.pi))
-    r = theta - turns * np.float32(1.5703125) - turns * np.float32(4.837512969970703125e-4) - turns * np.float32(7.549789948768648e-8)
+    r = (
+        theta
+        - turns * np.float32(1.5703125)
+        - turns * np.float32(4.837512969970703125e-4)
+        - turns * np.float32(7.549789948768648e-8)
+    )
     square = r * r
-    sin = r + r * square * (np.float32(-1.6666654611e-1) + square * (np.float32(8.3321608736e-3) + square * np.float32(-1.9515295891e-4)))
-    even = np.float32(4.166664568298827e-2) + square * (np.float32(-1.388731625493765e-3) + square * np.float32(2.443315711809948e-5))
+    sin = r + r * square * (
+        np.float32(-1.6666654611e-1)
+        + square * (np.float32(8.3321608736e-3) + square * np.float32(-1.9515295891e-4))
+    )
+    even = np.float32(4.166664568298827e-2) + square * (
+        np.float32(-1.388731625493765e-3) + square * np.float32(2.443315711809948e-5)
+    )
     cos = 1 - np.float32(0.5) * square + square * square * even
     quarter = turns.astype(jnp.int32) & 3
     odd = (quarter & 1) != 0
@@ -136,31 +174,40 @@ def cos_sin(theta: Array, nearest: Callable[[Array], Array] = lambda x: jnp.floo
 
 
 class Turner:
-    """The rotation of a kernel's rows: coords [T, A] and freqs [N or 1, A, R] as refs, or nothing."""
+    """The rotation of a kernel's rows, from refs (coords [T, A], freqs [N or 1, A, R]) or ()."""
 
-    def __init__(self, task: Task, refs: tuple, head: Array):
+    def __init__(self, task: Task, refs: tuple, head: Int[Array, ""]):
         self.task, self.refs = task, refs
         self.columns = pieces_of(task)
         if refs:
             coords, freqs = refs
-            pair = jnp.arange(power_of_two(task.pairs), dtype=jnp.int32)
+            pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
             head = head if freqs.shape[0] > 1 else 0
             inside = pair < task.pairs
-            self.freqs = [plt.load(freqs.at[head, a, pair], mask=inside, other=0).astype(jnp.float32) for a in range(coords.shape[1])]
+            self.freqs = [
+                plt.load(freqs.at[head, a, pair], mask=inside, other=0).astype(jnp.float32)
+                for a in range(coords.shape[1])
+            ]
 
-    def along(self, slots: Slots, axis: int) -> Array:
+    def along(self, slots: Slots, axis: int) -> Float[Array, " slots"]:
         """One coordinate of each slot, float32."""
-        coords = self.refs[0]
-        return plt.load(coords.at[slots.coord, axis], mask=slots.exists, other=0).astype(jnp.float32)
+        place = self.refs[0].at[slots.coord, axis]
+        return plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)
 
-    def angles(self, slots: Slots) -> tuple[Array, Array] | None:
-        """Cosine and sine of the slots' angles, [slots, R]."""
+    def angles(
+        self, slots: Slots
+    ) -> tuple[Float[Array, "slots R"], Float[Array, "slots R"]] | None:
+        """Cosine and sine of the slots' angles, or None without rotation."""
         if not self.refs:
             return None
-        theta = sum(self.along(slots, axis)[:, None] * freq[None, :] for axis, freq in enumerate(self.freqs))
+        theta = sum(
+            self.along(slots, axis)[:, None] * freq[None, :] for axis, freq in enumerate(self.freqs)
+        )
         return cos_sin(theta)
 
-    def load(self, ref: Any, item: Array, slots: Slots, head: Array) -> list[Array]:
+    def load(
+        self, ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""]
+    ) -> list[Array]:
         """The pieces of rows of queries or keys, turned."""
         pieces = [load(ref, item, slots, head, columns) for columns in self.columns]
         angles = self.angles(slots)
@@ -170,7 +217,14 @@ class Turner:
             pieces[:2] = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
         return pieces
 
-    def store_back(self, ref: Any, item: Array, slots: Slots, head: Array, pieces: list[Array]) -> None:
+    def store_back(
+        self,
+        ref: Any,
+        item: Int[Array, ""],
+        slots: Slots,
+        head: Int[Array, ""],
+        pieces: list[Array],
+    ) -> None:
         """Turns the gradient of turned rows back and writes it."""
         angles = self.angles(slots)
         if angles is not None:
@@ -180,41 +234,60 @@ class Turner:
             store(ref, item, slots, head, columns, piece)
 
     def gradient(self, slots: Slots, turned: list[Array], gradients: list[Array]) -> list[Array]:
-        """The gradient of the frequencies that rows contribute, [R] for each axis, from the turned rows and their gradients."""
+        """The rows' contribution to the gradient of the frequencies, [R] for each axis.
+
+        Computed from the turned rows and their gradients.
+        """
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
         dtheta = db * a - da * b
-        return [jnp.sum(self.along(slots, axis)[:, None] * dtheta, axis=0) for axis in range(len(self.freqs))]
+        return [
+            jnp.sum(self.along(slots, axis)[:, None] * dtheta, axis=0)
+            for axis in range(len(self.freqs))
+        ]
 
 
-def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """The matrix product over one axis of each, in float32; float32 is not rounded to TF32."""
+def dot(
+    a: Float[Array, "_ _"], b: Float[Array, "_ _"], contract: tuple[int, int]
+) -> Float[Array, "_ _"]:
+    """The matrix product over one axis of each, in float32 (not rounded to TF32)."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     axes = ((contract[:1], contract[1:]), ((), ()))
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def logits_of(launch: Launch, q: list[Array], k: list[Array], q_slots: Slots, k_slots: Slots, bias: tuple, head: Array) -> tuple:
-    """Logits in units of log 2, MASKED where a pair is not allowed, and which pairs are allowed."""
+def logits_of(
+    launch: Launch,
+    q: list[Array],
+    k: list[Array],
+    q_slots: Slots,
+    k_slots: Slots,
+    bias: tuple,
+    head: Int[Array, ""],
+) -> tuple:
+    """Logits in units of log 2, `MASKED` for pairs that are not allowed, and the allowed pairs."""
     task, tiles = launch.task, launch.tiles
-    logits = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)) * np.float32(task.scale * LOG2E)
+    logits = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True))
+    logits *= np.float32(task.scale * LOG2E)
     allowed = k_slots.exists[None, :] & q_slots.exists[:, None]
     sees = tiles.sees(q_slots, k_slots)
     allowed = allowed if sees is None else allowed & sees
     if bias:
         entry = tiles.entry(q_slots, k_slots)
-        logits += LOG2E * plt.load(bias[0].at[head, entry], mask=allowed, other=0).astype(jnp.float32)
+        added = plt.load(bias[0].at[head, entry], mask=allowed, other=0)
+        logits += LOG2E * added.astype(jnp.float32)
     return jnp.where(allowed, logits, MASKED), allowed
 
 
 def over_blocks(count: int, body: Any, carry: Any) -> Any:
-    """A loop over blocks, or its only round."""
+    """A loop over blocks, unrolled if there is only one."""
     return body(jnp.int32(0), carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
 
 
 def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """One tile of queries: the output and lse."""
     (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
-    angles, bias, (out_ref, lse_ref) = refs[:rotated], refs[rotated : rotated + biased], refs[rotated + biased :]
+    angles, refs = refs[:rotated], refs[rotated:]
+    bias, (out_ref, lse_ref) = refs[:biased], refs[biased:]
     task, tiles = launch.task, launch.tiles
     head, tile, item = (pl.program_id(axis) for axis in range(3))
     q_head, k_head, v_head = (head + offset for offset in task.offsets())
@@ -222,7 +295,7 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
     q_slots = tiles.tile(tile)
     q = turner.load(q_ref, item, q_slots, q_head)
 
-    def step(block: Array, carry: tuple) -> tuple:
+    def step(block: Int[Array, ""], carry: tuple) -> tuple:
         top, total, out = carry
         k_slots = tiles.block(tile, block)
         k = turner.load(k_ref, item, k_slots, k_head)
@@ -235,7 +308,11 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
         return higher, total * shrink + jnp.sum(weights, axis=1), out
 
     rows = q_slots.token.shape[0]
-    start = jnp.full((rows,), MASKED), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, row.channel.shape[0]), jnp.float32)
+    start = (
+        jnp.full((rows,), MASKED),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, row.channel.shape[0]), jnp.float32),
+    )
     top, total, out = over_blocks(tiles.blocks, step, start)
     total = jnp.where(q_slots.exists, total, 1)
     store(out_ref, item, q_slots, head, row, out / total[:, None])
@@ -243,86 +320,122 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
 
 
 class Backward:
-    """What the backward kernels share: operands, and the gradients of one block of logits.
+    """The operands of a backward kernel, and the gradients of one block of logits.
 
-    Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the sum over channels of the output
-    times its gradient), then what describes the rotation and the bias.
+    Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the
+    sum over channels of the output times its gradient), then rotation and bias.
     """
 
     def __init__(self, refs: tuple, *, launch: Launch, rotated: int, biased: int):
         self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
         self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
-        refs = refs[6:]
-        angles, self.bias, self.targets = refs[:rotated], refs[rotated : rotated + biased], refs[rotated + biased :]
+        angles, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
+        self.bias, self.targets = refs[:biased], refs[biased:]
         self.head, self.tile, self.item = (pl.program_id(axis) for axis in range(3))
-        self.q_head, self.k_head, self.v_head = (self.head + offset for offset in self.task.offsets())
+        self.q_head, self.k_head, self.v_head = (
+            self.head + offset for offset in self.task.offsets()
+        )
         self.turner, self.row = Turner(self.task, angles, self.head), whole_row(self.task)
 
     def queries(self, slots: Slots) -> tuple:
         """(turned q, gradient of the output) of a tile or block."""
-        return self.turner.load(self.q, self.item, slots, self.q_head), load(self.dout, self.item, slots, self.head, self.row)
+        q = self.turner.load(self.q, self.item, slots, self.q_head)
+        return q, load(self.dout, self.item, slots, self.head, self.row)
 
     def keys(self, slots: Slots) -> tuple:
         """(turned k, v) of a tile or block."""
-        return self.turner.load(self.k, self.item, slots, self.k_head), load(self.v, self.item, slots, self.v_head, self.row)
+        k = self.turner.load(self.k, self.item, slots, self.k_head)
+        return k, load(self.v, self.item, slots, self.v_head, self.row)
 
-    def of_query(self, ref: Any, slots: Slots) -> Array:
-        """A number of each query."""
+    def of_query(self, ref: Any, slots: Slots) -> Float[Array, " slots"]:
+        """One number of each query, lse or delta."""
         return plt.load(ref.at[self.item, self.head, slots.token], mask=slots.exists, other=0)
 
-    def delta(self, slots: Slots, dout: Array) -> Array:
+    def delta(self, slots: Slots, dout: Float[Array, "slots D"]) -> Float[Array, " slots"]:
         """Delta of each query, from the output."""
         out = load(self.out_or_delta, self.item, slots, self.head, self.row)
         return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=1)
 
-    def of_logits(self, q: list, dout: Array, k: list, v: Array, q_slots: Slots, k_slots: Slots, lse: Array, delta: Array) -> tuple:
+    def of_logits(
+        self,
+        q: list,
+        dout: Array,
+        k: list,
+        v: Array,
+        q_slots: Slots,
+        k_slots: Slots,
+        lse: Array,
+        delta: Array,
+    ) -> tuple:
         """(weights, gradient of the scaled logits), float32 [queries, keys]."""
         logits, allowed = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
         weights = jnp.where(allowed, jnp.exp2(logits - lse[:, None]), 0)
         return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
 
     def zeros(self, slots: Slots) -> list[Array]:
-        """Where gradients of rows add up, a piece each."""
-        return [jnp.zeros((slots.token.shape[0], columns.channel.shape[0]), jnp.float32) for columns in self.turner.columns]
+        """Zeros for the gradients of rows, one array for each piece."""
+        return [
+            jnp.zeros((slots.token.shape[0], columns.channel.shape[0]), jnp.float32)
+            for columns in self.turner.columns
+        ]
 
     def scaled(self, pieces: list[Array]) -> list[Array]:
-        """Gradients of rows from those of unscaled logits. Scaled before, these would be smaller, and float16 has no smaller numbers."""
+        """Gradients of rows, from products with the gradients of scaled logits.
+
+        Scaling these first would make them subnormal in float16.
+        """
         return [piece * np.float32(self.task.scale) for piece in pieces]
 
     def finish(self, sums: list[Array]) -> None:
-        """Writes this program's share of the gradient of the frequencies."""
-        pair = jnp.arange(power_of_two(self.task.pairs), dtype=jnp.int32)
+        """Writes this program's part of the gradient of the frequencies."""
+        pair = jnp.arange(padded_size(self.task.pairs), dtype=jnp.int32)
         for axis, total in enumerate(sums):
-            plt.store(self.targets[-1].at[self.item, self.tile, self.head, axis, pair], total, mask=pair < self.task.pairs)
+            plt.store(
+                self.targets[-1].at[self.item, self.tile, self.head, axis, pair],
+                total,
+                mask=pair < self.task.pairs,
+            )
 
 
 def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
-    """All gradients of a tile whose queries are all those that see its keys."""
+    """All gradients of a tile whose queries are all those that attend to its keys."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
     lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
 
-    def step(block: Array, carry: tuple) -> tuple:
+    def step(block: Int[Array, ""], carry: tuple) -> tuple:
         dq, sums = carry
         k_slots = b.tiles.block(b.tile, block)
         k, v = b.keys(k_slots)
         weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
-        store(dv_ref, b.item, k_slots, b.v_head, b.row, dot(weights.astype(dout.dtype), dout, (0, 0)))
+        store(
+            dv_ref, b.item, k_slots, b.v_head, b.row, dot(weights.astype(dout.dtype), dout, (0, 0))
+        )
         dlogits = dlogits.astype(dout.dtype)
         dk = b.scaled([dot(dlogits, piece, (0, 0)) for piece in q])
         b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
         if freqs:
-            sums = [total + new for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)]
-        return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)], sums
+            sums = [
+                total + new
+                for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)
+            ]
+        return [
+            total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)
+        ], sums
 
     sums = [jnp.zeros_like(freq) for freq in b.turner.freqs] if freqs else []
     dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
     dq = b.scaled(dq)
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
     if freqs:
-        b.finish([total + new for total, new in zip(sums, b.turner.gradient(q_slots, q, dq), strict=True)])
+        b.finish(
+            [
+                total + new
+                for total, new in zip(sums, b.turner.gradient(q_slots, q, dq), strict=True)
+            ]
+        )
 
 
 def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
@@ -334,7 +447,7 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: b
     lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
     plt.store(delta_ref.at[b.item, b.head, q_slots.token], delta, mask=q_slots.exists)
 
-    def step(block: Array, dq: list) -> list:
+    def step(block: Int[Array, ""], dq: list) -> list:
         k_slots = b.tiles.block(b.tile, block)
         k, v = b.keys(k_slots)
         _, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
@@ -348,14 +461,15 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: b
 
 
 def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
-    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, and delta is given."""
+    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
-    targets = b.targets[1:] if b.task.packed else b.targets  # the packed gradient comes in, with dq in it, and goes out
+    # The packed gradient is an input, with dq in it, and an output.
+    targets = b.targets[1:] if b.task.packed else b.targets
     dk_ref, dv_ref = targets[:1] * 2 if b.task.packed else targets[:2]
     k_slots = b.tiles.tile(b.tile)
     k, v = b.keys(k_slots)
 
-    def step(block: Array, carry: tuple) -> tuple:
+    def step(block: Int[Array, ""], carry: tuple) -> tuple:
         dk, dv = carry
         q_slots = b.tiles.block(b.tile, block)
         q, dout = b.queries(q_slots)
@@ -365,7 +479,10 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: boo
         dk = [total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dk, q, strict=True)]
         return dk, dv + dot(weights.astype(dout.dtype), dout, (0, 0))
 
-    start = b.zeros(k_slots), jnp.zeros((k_slots.token.shape[0], b.row.channel.shape[0]), jnp.float32)
+    start = (
+        b.zeros(k_slots),
+        jnp.zeros((k_slots.token.shape[0], b.row.channel.shape[0]), jnp.float32),
+    )
     dk, dv = over_blocks(b.tiles.blocks, step, start)
     dk = b.scaled(dk)
     b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
@@ -374,16 +491,21 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: boo
         b.finish(b.turner.gradient(k_slots, k, dk))
 
 
-def bias_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, items: int, groups: int) -> None:
-    """The gradient of the bias of one pair of tile and block, summed over a group of examples and the tiles that share it."""
+def bias_kernel(
+    *refs: Any, launch: Launch, rotated: int, biased: int, items: int, groups: int
+) -> None:
+    """The gradient of the bias of one pair of tile and block.
+
+    Summed over a group of examples, and over the tiles that share this part of the bias.
+    """
     b, tiles = Backward(refs, launch=launch, rotated=rotated, biased=biased), launch.tiles
     shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), b.item
-    share, block = split(b.tile, tiles.blocks)
+    share, block = divide(b.tile, tiles.blocks)
 
-    def step(number: Array, total: Array) -> Array:
+    def step(number: Int[Array, ""], total: Array) -> Array:
         work = group * each + number
         here = copy.copy(b)
-        here.item, repeat = split(jnp.minimum(work, items - 1), tiles.repeats)
+        here.item, repeat = divide(jnp.minimum(work, items - 1), tiles.repeats)
         tile = repeat * shares + share
         q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
         q_slots = q_slots._replace(exists=q_slots.exists & (work < items))

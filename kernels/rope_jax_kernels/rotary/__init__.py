@@ -1,5 +1,17 @@
-"""Rotary position embedding: turn pairs of channels of q and k by angles that depend on the token's position."""
+"""Rotary position embedding: pairs of channels of q and k turn by position-dependent angles."""
 
-from rope_jax_kernels.rotary.api import rotate, rotate_by_angles, rotate_qkv
+from rope_jax_kernels.rotary.api import (
+    rotate,
+    rotate_back_and_pack,
+    rotate_by_angles,
+    rotate_qkv,
+    unpack_and_rotate,
+)
 
-__all__ = ["rotate", "rotate_by_angles", "rotate_qkv"]
+__all__ = [
+    "rotate",
+    "rotate_back_and_pack",
+    "rotate_by_angles",
+    "rotate_qkv",
+    "unpack_and_rotate",
+]

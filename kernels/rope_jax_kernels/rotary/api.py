@@ -1,102 +1,228 @@
-"""The public rotary functions: check the arguments, choose a backend, call it."""
+"""The public rotary functions: check the arguments, then dispatch."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rope_jax_kernels.backends import Backend, choose
-from rope_jax_kernels.rotary import checks, device, mosaic, reference, tiling, triton
+from rope_jax_kernels import checks, dispatch
+from rope_jax_kernels.rotary.tile_sizes import halves_traffic
 from rope_jax_kernels.rotation import Pairing, Rotation
 
-KERNELS = {"triton": triton.KERNEL, "mosaic": mosaic.KERNEL}
-ROTATE = {"xla": Backend(reference.rotate)} | {name: Backend(k.rotate, k.refuses_rotate) for name, k in KERNELS.items()}
-ROTATE_QKV = {"xla": Backend(reference.rotate_qkv)} | {name: Backend(k.rotate_qkv, k.refuses_rotate_qkv) for name, k in KERNELS.items()}
-ROTATE_BY_ANGLES = {"xla": Backend(reference.rotate_by_angles)} | {
-    name: Backend(k.rotate_by_angles, k.refuses_rotate_by_angles) for name, k in KERNELS.items()
-}
 
+def rotate(
+    q: Float[Array, "B _ _ D"],
+    k: Float[Array, "B _ _ D"],
+    rotation: Rotation,
+    *,
+    layout: str = "BLND",
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B _ _ D"], Float[Array, "B _ _ D"]]:
+    """Rotates queries and keys by their tokens' positions (RoFormer, arXiv 2104.09864, eq. 34).
 
-def default(arrays: tuple[Array, ...], pairs: int) -> str:
-    """What `implementation=None` is for arrays that lie apart. The one place where this is decided; reasoned, not measured.
-
-    A kernel in place wins by the channels that it leaves alone, so it is taken on a GPU where it halves the bytes that move
-    (`tiling.halves_traffic`) and XLA would not have to gather arrays for it. For the packed projection `None` is always "xla": what
-    comes next there usually reads q, k and v apart, and XLA turns them in the pass that takes them apart, at no cost.
-
-    "mosaic" is never picked: it has to be measured against "triton" on a GPU first.
-
-    Kernels have no forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
-    """
-    pays = all(tiling.halves_traffic(pairs, x.shape[-1], x.dtype.itemsize) for x in arrays)
-    return "triton" if pays and device.is_gpu() and not device.may_be_partitioned() else "xla"
-
-
-def rotate(q: Array, k: Array, rotation: Rotation, *, layout: str = "BLND", implementation: str | None = None) -> tuple[Array, Array]:
-    """Rotates queries and keys by their tokens' positions (RoFormer, arXiv 2104.09864, eq. 34, with per-head angles).
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Rotation, rotate
+        >>> q = k = jnp.ones((1, 4, 2, 8))
+        >>> rotation = Rotation(jnp.arange(4.0)[:, None], jnp.ones((2, 1, 3)))  # 6 of 8 channels
+        >>> q, k = rotate(q, k, rotation)
+        >>> q.shape
+        (1, 4, 2, 8)
+        >>> [f"{x:.2f}" for x in q[0, :2, 0, 0]]  # cos(angle) - sin(angle) at tokens 0 and 1
+        ['1.00', '-0.30']
 
     Args:
         q: [B, L, N, D] or, with layout="BNLD", [B, N, L, D]; float16, bfloat16, float32 or float64.
-        k: like q; it may have another number of heads when `rotation.freqs` is shared by all heads.
-        rotation: the angles, as coordinates times frequencies. The first 2R channels are rotated, the others returned as they are.
+        k: like q; it may have another number of heads if all heads share `rotation.freqs`.
+        rotation: the angles, as coordinates times frequencies. The first 2R channels are rotated,
+            the others are returned unchanged.
         layout: order of the dimensions of q and k, "BLND" or "BNLD".
-        implementation: None for the best that applies, or the name of one; see `explain`.
+        implementation: None for the best that applies, or a name; see `explain`.
 
     Returns:
-        The rotated (q, k), each in its own dtype. Angles and products are float32 whatever that dtype is.
+        The rotated (q, k), each in its own dtype. Angles and products are float32 (float64 for
+        float64 data).
 
     Raises:
         ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
         TypeError: an argument is not floating-point.
     """
     for name, x in (("q", q), ("k", k)):
-        checks.check_floating(name, x)
-        checks.check_rotation(rotation, *checks.split_shape(name, x, layout), name)
-    if implementation is None and triton.KERNEL.refuses_rotate(q, k, rotation, layout=layout) is None:
-        implementation = default((q, k), rotation.freqs.shape[2])
-    return choose("rotate", ROTATE, implementation, (q, k, rotation), {"layout": layout})(q, k, rotation, layout=layout)
+        checks.check_rotation(rotation, *checks.check_layout(name, x, layout), name)
+    return dispatch.call(
+        "rotate",
+        {"q": q, "k": k, "rotation": rotation, "layout": layout},
+        implementation=implementation,
+        kernels_pay=all(halves_traffic(rotation.freqs.shape[2], x) for x in (q, k)),
+    )
 
 
 def rotate_qkv(
     qkv: Float[Array, "B L three N D"], rotation: Rotation, *, implementation: str | None = None
 ) -> Float[Array, "B L three N D"]:
-    """Rotates q and k inside a packed projection; v passes through. Equal to `rotate` on the parts, bit for bit.
+    """Rotates q and k inside a packed projection; v is unchanged.
+
+    Equal to `rotate` on the parts, bit for bit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Rotation, rotate_qkv
+        >>> rotation = Rotation(jnp.arange(4.0)[:, None], jnp.ones((2, 1, 3)))
+        >>> rotate_qkv(jnp.ones((1, 4, 3, 2, 8)), rotation).shape
+        (1, 4, 3, 2, 8)
 
     Args:
         qkv: [B, L, 3, N, D], as one dense layer of 3 N D outputs gives it.
-        rotation: see `rotate`.
-        implementation: None for the best that applies, or the name of one; see `explain`.
+        rotation: as in `rotate`.
+        implementation: None for the best that applies, or a name; see `explain`.
+
+    Returns:
+        An array of qkv's shape and dtype.
 
     Raises:
         ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
         TypeError: an argument is not floating-point.
     """
-    checks.check_packed(qkv)
-    _, tokens, _, heads, head_dim = qkv.shape
-    checks.check_rotation(rotation, tokens, heads, head_dim, "qkv")
-    return choose("rotate_qkv", ROTATE_QKV, implementation, (qkv, rotation), {})(qkv, rotation)
+    checks.check_rotation(rotation, *checks.check_packed(qkv), "qkv")
+    arguments = {"qkv": qkv, "rotation": rotation}
+    return dispatch.call("rotate_qkv", arguments, implementation=implementation)
 
 
 def rotate_by_angles(
-    x: Array, theta: Float[Array, "N L R"], *, pairing: Pairing = "half", layout: str = "BLND", implementation: str | None = None
-) -> Array:
-    """Rotates one array by explicit angles: for schemes that are not linear in the coordinates, and to compare with other software.
+    x: Float[Array, "B _ _ D"],
+    theta: Float[Array, "_ _ R"],
+    *,
+    pairing: Pairing = "half",
+    layout: str = "BLND",
+    implementation: str | None = None,
+) -> Float[Array, "B _ _ D"]:
+    """Rotates one array by explicit angles.
+
+    For schemes that are not linear in the coordinates, and for comparisons with other software.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import rotate_by_angles
+        >>> x = jnp.ones((1, 4, 2, 8))
+        >>> theta = jnp.full((1, 4, 4), jnp.pi)  # half a turn of all channels
+        >>> rotate_by_angles(x, theta).round(3)[0, 0, 0, 0].item()
+        -1.0
 
     Args:
         x: [B, L, N, D] or, with layout="BNLD", [B, N, L, D].
-        theta: [N, L, R] angles in radians, or [1, L, R] shared by all heads.
+        theta: [N, L, R] angles in radians, or [1, L, R] for all heads.
         pairing: "half" turns channels (r, R + r) together, "interleaved" (2r, 2r + 1).
         layout: order of the dimensions of x, "BLND" or "BNLD".
-        implementation: None for the best that applies, or the name of one; see `explain`.
+        implementation: None for the best that applies, or a name; see `explain`.
+
+    Returns:
+        An array of x's shape and dtype.
 
     Raises:
         ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
         TypeError: an argument is not floating-point.
     """
-    checks.check_floating("x", x)
     checks.check_floating("theta", theta)
-    tokens, heads, head_dim = checks.split_shape("x", x, layout)
+    tokens, heads, head_dim = checks.check_layout("x", x, layout)
     if theta.ndim != 3 or theta.shape[0] not in (1, heads) or theta.shape[1] != tokens:
-        raise ValueError(f"theta has shape {theta.shape}; for x {x.shape} in layout {layout!r} it must be [{heads} or 1, {tokens}, R]")
+        raise ValueError(
+            f"theta has shape {theta.shape}; for x {x.shape} in layout {layout!r} it must be "
+            f"[{heads} or 1, {tokens}, R]"
+        )
     checks.check_pairs(theta.shape[2], head_dim, pairing, "theta")
-    kwargs = {"pairing": pairing, "layout": layout}
-    if implementation is None and triton.KERNEL.refuses_rotate_by_angles(x, theta, **kwargs) is None:
-        implementation = default((x,), theta.shape[2])
-    return choose("rotate_by_angles", ROTATE_BY_ANGLES, implementation, (x, theta), kwargs)(x, theta, **kwargs)
+    return dispatch.call(
+        "rotate_by_angles",
+        {"x": x, "theta": theta, "pairing": pairing, "layout": layout},
+        implementation=implementation,
+        kernels_pay=halves_traffic(theta.shape[2], x),
+    )
+
+
+def unpack_and_rotate(
+    qkv: Float[Array, "B L three N D"],
+    rotation: Rotation | None,
+    *,
+    implementation: str | None = None,
+    backward: str = "xla",
+) -> tuple[Float[Array, "B L N D"], Float[Array, "B L N D"], Float[Array, "B L N D"]]:
+    """Splits a packed projection into q, k and v, and rotates q and k.
+
+    Equal to `rotate` on the parts, bit for bit. For attention that needs q, k and v as separate
+    arrays, such as cuDNN's.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Rotation
+        >>> from rope_jax_kernels.rotary import unpack_and_rotate
+        >>> rotation = Rotation(jnp.arange(4.0)[:, None], jnp.ones((2, 1, 3)))
+        >>> q, k, v = unpack_and_rotate(jnp.ones((1, 4, 3, 2, 8)), rotation)
+        >>> q.shape
+        (1, 4, 2, 8)
+
+    Args:
+        qkv: [B, L, 3, N, D], as one dense layer of 3 N D outputs gives it.
+        rotation: as in `rotate`; None only splits, which XLA does in one pass.
+        implementation: "xla", "triton", or None for the kernel on a GPU if XLA need not partition
+            the call over devices.
+        backward: implementation of the kernel's gradient, "xla" or "triton". XLA moves the same
+            bytes and sums the gradient of the projection's bias in the same pass. Gradients of
+            coords or freqs are always computed by the kernel.
+
+    Returns:
+        (q, k, v) in qkv's dtype.
+
+    Raises:
+        ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
+        TypeError: an argument is not floating-point.
+    """
+    tokens, heads, head_dim = checks.check_packed(qkv)
+    if rotation is None:
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    if backward not in ("triton", "xla"):
+        raise ValueError(f"backward={backward!r} is unknown; use 'xla' or 'triton'")
+    checks.check_rotation(rotation, tokens, heads, head_dim, "qkv")
+    arguments = {"qkv": qkv, "rotation": rotation, "backward": backward}
+    return dispatch.call("unpack_and_rotate", arguments, implementation=implementation)
+
+
+def rotate_back_and_pack(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "_ _ _ _"],
+    v: Float[Array, "_ _ _ _"],
+    rotation: Rotation | None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B L three N D"]:
+    """Rotates q and k back and packs q, k and v: the transpose of `unpack_and_rotate`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Rotation
+        >>> from rope_jax_kernels.rotary import rotate_back_and_pack
+        >>> q = k = v = jnp.ones((1, 4, 2, 8))
+        >>> rotation = Rotation(jnp.arange(4.0)[:, None], jnp.ones((2, 1, 3)))
+        >>> rotate_back_and_pack(q, k, v, rotation).shape
+        (1, 4, 3, 2, 8)
+
+    Args:
+        q: [B, L, N, D], or the gradient with respect to it.
+        k: like q.
+        v: like q.
+        rotation: the argument of `unpack_and_rotate`.
+        implementation: "xla", "triton", or None for "xla".
+
+    Returns:
+        [B, L, 3, N, D] in q's dtype.
+
+    Raises:
+        ValueError: shapes do not fit each other, or the named implementation is unknown or refuses.
+        TypeError: an argument is not floating-point.
+    """
+    sizes = checks.check_layout("q", q, "BLND")
+    for name, x in (("k", k), ("v", v)):
+        checks.check_floating(name, x)
+        if (x.shape, x.dtype) != (q.shape, q.dtype):
+            raise ValueError(f"{name} is {x.dtype}{x.shape}; it must be like q, {q.dtype}{q.shape}")
+    if rotation is None:
+        return jnp.stack([q, k, v], axis=2)
+    checks.check_rotation(rotation, *sizes, "q")
+    arguments = {"q": q, "k": k, "v": v, "rotation": rotation}
+    return dispatch.call("rotate_back_and_pack", arguments, implementation=implementation)

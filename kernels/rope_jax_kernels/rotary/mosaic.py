@@ -1,40 +1,76 @@
-"""The rotary operations as one Pallas kernel for Mosaic GPU that works in place; see `in_place`, and `mosaic_kernel` for the kernel."""
+"""The rotary operations by one in-place Pallas kernel for Mosaic GPU; see `kernel` and, for the
+kernel, `mosaic_kernel`.
+"""
+
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from rope_jax_kernels.rotary import device, tiling
-from rope_jax_kernels.rotary.in_place import Kernel, Rows
-from rope_jax_kernels.rotation import Pairing
+from rope_jax_kernels import device
+from rope_jax_kernels.rotary.kernel import Kernel, Rows, named_angles
+from rope_jax_kernels.rotary.tile_sizes import LONGEST_COPY
+from rope_jax_kernels.rotation import Pairing, Rotation
+
+ALIGNMENT = 16  # bytes, of what the copy engine addresses
 
 
-def launch(rows: Rows, arrays: tuple, angles: tuple, saved: tuple = (), *, in_place: bool = True) -> tuple[tuple, Array | None]:
-    """See `Kernel.launch`."""
-    from rope_jax_kernels.rotary import mosaic_kernel  # Mosaic GPU is a quarter of this package's import time
+def launch(
+    rows: Rows, arrays: tuple, angles: tuple, saved: tuple = (), *, in_place: bool = True
+) -> tuple[tuple, Array | None]:
+    """`Kernel.launch`."""
+    # Here, because Mosaic GPU takes a second to import and refusals do not need it.
+    from rope_jax_kernels.rotary import mosaic_kernel
 
-    one_set = lambda some: tuple(x[None] for x in some)
-    turned, sums = mosaic_kernel.launch_sets(rows, in_place, one_set(arrays), one_set(angles), one_set(saved))
+    sets = [tuple(x[None] for x in some) for some in (arrays, angles, saved)]
+    turned, sums = mosaic_kernel.launch_sets(rows, in_place, *sets)
     return tuple(x[0] for x in turned), sums[0][0] if saved else None
 
 
-def refuses(arrays: dict[str, Array], angles: dict[str, Array], pairing: Pairing) -> str | None:
-    """See `Kernel.refuses`: what the copy engine and the layouts of Mosaic GPU cannot do."""
+KERNEL = Kernel(launch)
+rotate, rotate_qkv, rotate_by_angles = KERNEL.rotate, KERNEL.rotate_qkv, KERNEL.rotate_by_angles
+
+
+def refusal(
+    *,
+    rotation: Rotation | None = None,
+    theta: Array | None = None,
+    pairing: Pairing | None = None,
+    layout: str | None = None,
+    **arrays: Any,
+) -> str | None:
+    """Why the kernel cannot serve a call with these arguments, or None.
+
+    Mostly what the copy engine cannot address and Mosaic GPU cannot do in registers.
+    """
+    del layout
+    angles = named_angles(rotation, theta)
+    if reason := device.refusal_of_arrays(arrays | angles):
+        return reason
+    pairing = pairing if rotation is None else rotation.pairing
     if pairing != "half":
-        return f"pairing={pairing!r} needs neighbouring channels taken apart, which Mosaic GPU cannot do in registers"
+        return (
+            f"pairing={pairing!r} needs neighbouring channels taken apart, which Mosaic GPU cannot "
+            "do in registers"
+        )
     name, last = list(angles.items())[-1]
-    pairs = last.shape[-1]
-    if pairs % 4 or pairs > tiling.LONGEST_COPY // 2:
-        return f"{name} describes {pairs} pairs, and its tiles need a multiple of 4, at most {tiling.LONGEST_COPY // 2}"
-    if name == "theta" and pairs * last.dtype.itemsize % 16:
-        return f"theta has rows of {pairs} {last.dtype}, and the copy engine needs a multiple of 16 bytes"
+    pairs, multiple = last.shape[-1], f"the copy engine needs a multiple of {ALIGNMENT} bytes"
+    if pairs % 4 or pairs > LONGEST_COPY // 2:
+        return (
+            f"{name} describes {pairs} pairs, and its tiles need a multiple of 4, at most "
+            f"{LONGEST_COPY // 2}"
+        )
+    if name == "theta" and pairs * last.dtype.itemsize % ALIGNMENT:
+        return f"theta has rows of {pairs} {last.dtype}, and {multiple}"
     for name, x in arrays.items():
-        if x.shape[-1] * x.dtype.itemsize % 16:
-            return f"{name} has heads of {x.shape[-1]} {x.dtype}, and the copy engine needs a multiple of 16 bytes"
-        if x.shape[-1] == 2 * pairs and pairs * x.dtype.itemsize % 16:
-            return f"{name} has halves of heads of {pairs} {x.dtype}, and the copy engine needs a multiple of 16 bytes"
+        head_dim, itemsize = x.shape[-1], x.dtype.itemsize
+        if head_dim * itemsize % ALIGNMENT:
+            return f"{name} has heads of {head_dim} {x.dtype}, and {multiple}"
+        if head_dim == 2 * pairs and pairs * itemsize % ALIGNMENT:
+            return f"{name} has halves of heads of {pairs} {x.dtype}, and {multiple}"
         if jax.typeof(x).manual_axis_type.varying:
-            return "Mosaic GPU cannot work in place where jax.shard_map tracks what varies; pass it check_vma=False"
+            return (
+                "Mosaic GPU cannot work in place where jax.shard_map tracks what varies; pass it "
+                "check_vma=False"
+            )
     return device.refusal("Hopper")
-
-
-KERNEL = Kernel(launch, refuses)

@@ -1,11 +1,11 @@
-"""The kernel of `mosaic`.
+"""The kernel of `mosaic`, for Hopper.
 
-Made for what Hopper has and Triton does not use: the copy engine (TMA) brings tiles of [tokens, 2R] channels of one head into shared
-memory and back, asynchronously. A program computes cosine and sine of its tile once, keeps them in registers, and streams the batch
-past them through a ring of slots. The engine does the addressing, with no 32-bit offset to overflow; what lies outside the array comes
-as zeros and is not written.
+The copy engine (TMA) moves tiles of [tokens, 2R] channels of one head into shared memory and back,
+asynchronously. A program computes cosine and sine of its tile once, keeps them in registers, and
+streams the batch through a ring of slots. The engine does the addressing, so no 32-bit offset can
+overflow; elements outside the array are read as zeros and not written.
 
-Angles are an outer product over the tile, coords by row and freqs by column: nothing is gathered.
+Angles are an outer product over the tile, coords by row and freqs by column, without a gather.
 """
 
 import functools
@@ -19,39 +19,54 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from rope_jax_kernels.rotary import tiling
-from rope_jax_kernels.rotary.in_place import Rows
+from rope_jax_kernels.arithmetic import divide
+from rope_jax_kernels.rotary import tile_sizes
+from rope_jax_kernels.rotary.kernel import Rows
 
 
-def layouts(tile: tiling.StreamedTile) -> tuple[Any, Any, Any]:
-    """Which thread holds what of [tokens, R]: `tile.vector` neighbouring pairs each, threads along a row first; of [tokens], and of [R]."""
-    wide, high = tile.row_threads * tile.vector, tiling.WARP // tile.row_threads
+def layouts(tile: tile_sizes.StreamedTile) -> tuple[Any, Any, Any]:
+    """Layouts in registers of [tokens, R], of [tokens] and of [R].
+
+    Each thread holds `tile.vector` neighbouring pairs; threads run along a row first.
+    """
+    wide, high = tile.row_threads * tile.vector, tile_sizes.WARP // tile.row_threads
     of_tile = mgpu.TiledLayout(
-        plgpu.Tiling(((tiling.WARPS * high, wide), (high, wide), (tile.vector,))), (-5,), (-3, -2), -1, _check_canonical=False
+        plgpu.Tiling(((tile_sizes.WARPS * high, wide), (high, wide), (tile.vector,))),
+        (-5,),
+        (-3, -2),
+        -1,
+        _check_canonical=False,
     ).canonicalize()
-    public = lambda x: plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
-    return public(of_tile), public(of_tile.reduce([1])), public(of_tile.reduce([0]))
-
-
-def divided(x: Array, by: int) -> tuple[Array, Array]:
-    """Quotient and remainder of what is not negative."""
-    return jax.lax.div(x, np.int32(by)), jax.lax.rem(x, np.int32(by))
+    of_rows, of_columns = of_tile.reduce([1]), of_tile.reduce([0])
+    return tuple(
+        plgpu.Layout.TILED(x.tiling, x.warp_dims, x.lane_dims, x.vector_dim)
+        for x in (of_tile, of_rows, of_columns)
+    )
 
 
 def rotary_kernel(
-    *refs: Any, rows: Rows, tile: tiling.StreamedTile, pairs: int, arrays: int, angles: int, saved: int, in_place: bool
+    *refs: Any,
+    rows: Rows,
+    tile: tile_sizes.StreamedTile,
+    pairs: int,
+    arrays: int,
+    angles: int,
+    saved: int,
+    in_place: bool,
 ) -> None:
     """One program: a tile of tokens of one head, of `tile.batch` batch items of one set.
 
     Args:
-        *refs: `arrays` arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S or 1 times L * A] and freqs [S or 1, N or 1, A, R],
-            or theta [S or 1, N or 1, L, R]; `saved` inputs of the forward pass. Then the outputs: the turned arrays unless `in_place`,
-            and with saved inputs the sums over this program's batch items of the gradient of theta, [S, G, L, N, R] (or [S, G, N, L,
-            R]). Then shared memory: slots of data and of saved data, of the angles, of the sums, and barriers of both kinds of slots.
-        rows: what rows mean.
-        tile: the program's share.
+        *refs: `arrays` arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S or 1 times
+            L * A] and freqs [S or 1, N or 1, A, R], or theta [S or 1, N or 1, L, R]; `saved` inputs
+            of the forward pass. Then the outputs: the turned arrays unless `in_place`, and with
+            saved inputs the gradient of theta summed over this program's batch items,
+            [S, G, L, N, R] (or [S, G, N, L, R]). Then shared memory: slots of data and of saved
+            data, of the angles, of the sums, and barriers of both kinds of slots.
+        rows: meaning of the rows.
+        tile: size of the tile.
         pairs: R.
         arrays: how many arrays turn.
         angles: how many refs describe the angles.
@@ -62,18 +77,24 @@ def rotary_kernel(
     sources, angle_refs, inputs = ([take() for _ in range(n)] for n in (arrays, angles, saved))
     targets = sources if in_place else [take() for _ in sources]
     sums = [take()] if saved else []
-    slots, angle_slot, *sum_slot, ready, angles_ready = take(), take(), *([take()] if saved else []), take(), take()
+    slots, angle_slot, *sum_slot, ready, angles_ready = (
+        take(),
+        take(),
+        *([take()] if saved else []),
+        take(),
+        take(),
+    )
     of_tile = layouts(tile)[0]
 
-    # Programs that run together touch neighbouring memory: the dimension that lies inside runs fastest.
+    # Programs that run together touch neighbouring memory: the inner dimension runs fastest.
     program = jax.lax.axis_index("program")
     tiles = pl.cdiv(rows.tokens, tile.tokens)
     inner = tiles if rows.order == "NL" else rows.heads
-    outside, inside = divided(program, inner)
-    items, outside = divided(outside, tiles * rows.heads // inner)
+    outside, inside = divide(program, inner)
+    items, outside = divide(outside, tiles * rows.heads // inner)
     piece, head = (inside, outside) if rows.order == "NL" else (outside, inside)
     chunks = pl.cdiv(sources[0].shape[1], tile.batch)
-    the_set, chunk = divided(items, chunks)
+    the_set, chunk = divide(items, chunks)
     token = piece * tile.tokens
 
     def window(ref: Any, item: Array, head: Array, first: int, width: int) -> Any:
@@ -88,8 +109,8 @@ def rotary_kernel(
     batch = np.int32(min(tile.batch, sources[0].shape[1]))
 
     def start(i: Array | int) -> None:
-        """Asks for the i-th batch item, and for its saved inputs."""
-        _, slot = divided(i, tile.slots)
+        """Starts the copies of the i-th batch item and of its saved inputs."""
+        _, slot = divide(i, tile.slots)
         for refs, their_slots in zip((sources, inputs), slots, strict=True):
             for a, h, span in places if refs else []:
                 item = window(refs[a], chunk * tile.batch + i, heads[h], span * width, width)
@@ -97,17 +118,24 @@ def rotary_kernel(
 
     for i in range(min(tile.slots, batch)):
         start(jnp.int32(i))
-    theta = tile_angles(rows, tile, pairs, angle_refs, angle_slot, angles_ready, the_set, head, token)
+    theta = tile_angles(
+        rows, tile, pairs, angle_refs, angle_slot, angles_ready, the_set, head, token
+    )
     cos, sin = jnp.cos(theta), rows.direction * jnp.sin(theta)
 
     def members(ref: Any, slot: Array, h: int) -> list[Any]:
-        """Where the first and the second members of the pairs of a tile are."""
-        return [ref.at[slot, h, first // width, :, pl.ds(first % width, pairs)] for first in (0, pairs)]
+        """Slots of the first and the second members of the pairs of a tile."""
+        return [
+            ref.at[slot, h, first // width, :, pl.ds(first % width, pairs)] for first in (0, pairs)
+        ]
 
-    load = lambda refs: [plgpu.load(ref, layout=of_tile, optimized=False).astype(jnp.float32) for ref in refs]
+    def load(refs: list[Any]) -> list[Float[Array, "tokens R"]]:
+        return [
+            plgpu.load(ref, layout=of_tile, optimized=False).astype(jnp.float32) for ref in refs
+        ]
 
     def step(i: Array, dtheta: Array | None) -> Array | None:
-        _, slot = divided(i, tile.slots)
+        _, slot = divide(i, tile.slots)
         plgpu.barrier_wait(ready.at[slot])
         for a, h in itertools.product(range(arrays), range(len(heads))):
             halves = members(slots[0][a], slot, h)
@@ -121,9 +149,12 @@ def rotary_kernel(
         plgpu.commit_smem()
         for a, h, span in places:
             item = window(targets[a], chunk * tile.batch + i, heads[h], span * width, width)
-            plgpu.copy_smem_to_gmem(slots[0][a].at[slot, h, span], item, commit_group=(a, h, span) == places[-1])
+            plgpu.copy_smem_to_gmem(
+                slots[0][a].at[slot, h, span], item, commit_group=(a, h, span) == places[-1]
+            )
         if batch > tile.slots:
-            # The slot before this one is free once the engine has read it, which it was asked to do one step ago.
+            # The slot before this one is free once the engine has read it; that copy was started
+            # one step ago.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             following = i - 1 + tile.slots
 
@@ -133,10 +164,16 @@ def rotary_kernel(
 
         return dtheta
 
-    dtheta = plgpu.layout_cast(jnp.zeros((tile.tokens, pairs), jnp.float32), of_tile) if saved else None
-    dtheta = step(jnp.int32(0), dtheta) if batch == 1 else jax.lax.fori_loop(np.int32(0), batch, step, dtheta)
+    dtheta = (
+        plgpu.layout_cast(jnp.zeros((tile.tokens, pairs), jnp.float32), of_tile) if saved else None
+    )
+    dtheta = (
+        step(jnp.int32(0), dtheta)
+        if batch == 1
+        else jax.lax.fori_loop(np.int32(0), batch, step, dtheta)
+    )
     if saved:
-        # The pass turned gradients back; the angle that it turned by has the opposite sign of the one that is differentiated.
+        # The pass turned gradients back: its angle has the opposite sign of the differentiated one.
         sum_slot[0][...] = -rows.direction * dtheta
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sum_slot[0], window(sums[0], chunk, head, 0, pairs))
@@ -144,9 +181,17 @@ def rotary_kernel(
 
 
 def tile_angles(
-    rows: Rows, tile: tiling.StreamedTile, pairs: int, refs: Sequence, slot: Any, ready: Any, the_set: Array, head: Array, token: Array
+    rows: Rows,
+    tile: tile_sizes.StreamedTile,
+    pairs: int,
+    refs: Sequence,
+    slot: Any,
+    ready: Any,
+    the_set: Array,
+    head: Array,
+    token: Array,
 ) -> Array:
-    """Theta of a tile, float32, from refs of (coords, freqs) or of (theta,)."""
+    """Theta of a tile in float32, from refs of (coords, freqs) or of (theta,)."""
     of_tile, of_rows, of_columns = layouts(tile)
     last = refs[-1]
     place = (the_set if last.shape[0] > 1 else 0, head if last.shape[1] > 1 else 0)
@@ -161,13 +206,19 @@ def tile_angles(
     if rows.interpret:
         plgpu.copy_gmem_to_smem(coords.at[pl.ds(token, tile.tokens)], slot, ready)
     else:
-        # As one long row, because the engine refuses rows that are no multiple of 16 bytes. What it reads after the last token, zeros
-        # or those of the next set, turns nothing that is kept.
+        # As one long row, because the engine rejects rows that are not a multiple of 16 bytes. Data
+        # read after the last token (zeros or the next set) only affect discarded results.
         for first, count in pieces(tile.tokens * axes):
-            plgpu.copy_gmem_to_smem(coords.at[pl.ds(token * axes + first, count)], slot.at[pl.ds(first, count)], ready)
+            plgpu.copy_gmem_to_smem(
+                coords.at[pl.ds(token * axes + first, count)], slot.at[pl.ds(first, count)], ready
+            )
         slot = slot.at[pl.ds(0, tile.tokens * axes)].reshape(tile.tokens, axes)
     plgpu.barrier_wait(ready)
-    spread = lambda x, dim: plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (tile.tokens, pairs), (dim,)), of_tile)
+
+    def spread(x: Array, dim: int) -> Float[Array, "tokens R"]:
+        wide = jax.lax.broadcast_in_dim(x, (tile.tokens, pairs), (dim,))
+        return plgpu.layout_cast(wide, of_tile)
+
     theta = None
     for axis in range(axes):
         along = plgpu.load(slot.at[:, axis], layout=of_rows, optimized=False)
@@ -178,50 +229,81 @@ def tile_angles(
 
 
 def pieces(count: int) -> list[tuple[int, int]]:
-    """Starts and lengths of the copies that bring `count` float32 numbers, of whole 128 bytes each (so Mosaic GPU wants them)."""
+    """Starts and lengths of the copies of `count` float32 numbers, in whole 128 bytes.
+
+    Mosaic GPU requires that size.
+    """
     count = pl.cdiv(count, 32) * 32
-    return [(first, min(tiling.LONGEST_COPY, count - first)) for first in range(0, count, tiling.LONGEST_COPY)]
+    return [
+        (first, min(tile_sizes.LONGEST_COPY, count - first))
+        for first in range(0, count, tile_sizes.LONGEST_COPY)
+    ]
 
 
-def launch_sets(rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: tuple) -> tuple[tuple, tuple]:
-    """`launch` of S sets at once: all operands have a leading dimension S, angles S or 1. The sums come in a tuple, of one or none."""
+def launch_sets(
+    rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: tuple
+) -> tuple[tuple, tuple]:
+    """`launch` for S sets at once, with a rule for vmap.
+
+    All operands have a leading dimension S, angles S or 1. The sums are in a tuple of one or none.
+    """
 
     @jax.custom_batching.custom_vmap
     def run(arrays: tuple, angles: tuple, saved: tuple) -> tuple[tuple, tuple]:
         return launch_one(rows, in_place, arrays, angles, saved)
 
     @run.def_vmap
-    def _run_batched(size: int, is_batched: Any, *operands: tuple) -> tuple[tuple[tuple, tuple], Any]:
+    def _run_batched(
+        size: int, is_batched: Any, *operands: tuple
+    ) -> tuple[tuple[tuple, tuple], Any]:
         def merged(some: tuple, batched: tuple, once: bool) -> tuple:
-            """With the new dimension in S; what is `once` for all sets stays so."""
+            """Merges the new dimension into S; an operand that is one for all sets stays one."""
             stay = [once and not b and x.shape[0] == 1 for x, b in zip(some, batched, strict=True)]
-            wide = [x if b or s else jnp.broadcast_to(x, (size, *x.shape)) for x, b, s in zip(some, batched, stay, strict=True)]
-            return tuple(x if s else x.reshape(-1, *x.shape[2:]) for x, s in zip(wide, stay, strict=True))
+            wide = [
+                x if b or s else jnp.broadcast_to(x, (size, *x.shape))
+                for x, b, s in zip(some, batched, stay, strict=True)
+            ]
+            return tuple(
+                x if s else x.reshape(-1, *x.shape[2:]) for x, s in zip(wide, stay, strict=True)
+            )
 
-        operands = [merged(*pair, once) for *pair, once in zip(operands, is_batched, (False, True, False), strict=True)]
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), launch_sets(rows, in_place, *operands))
+        operands = [
+            merged(*pair, once)
+            for *pair, once in zip(operands, is_batched, (False, True, False), strict=True)
+        ]
+        out = jax.tree.map(
+            lambda x: x.reshape(size, -1, *x.shape[1:]), launch_sets(rows, in_place, *operands)
+        )
         return out, jax.tree.map(lambda _: True, out)
 
     return run(arrays, angles, saved)
 
 
-def launch_one(rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: tuple) -> tuple[tuple, tuple]:
+def launch_one(
+    rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: tuple
+) -> tuple[tuple, tuple]:
     """`launch_sets` without its rule for vmap."""
     shape = arrays[0].shape
     sets, items, count, head_dim = shape
     if not saved and all(x.shape[0] == 1 for x in angles):
-        sets, items = 1, sets * items  # all turn alike, so one program may take items of several sets
+        sets, items = 1, sets * items  # all turn alike: a program may take items of several sets
     pairs, heads = angles[-1].shape[-1], count // rows.tokens
-    of_order = lambda heads: (heads, rows.tokens) if rows.order == "NL" else (rows.tokens, heads)
-    split = lambda x: x.reshape(sets, items, *of_order(heads), head_dim)
+    is_head_first = rows.order == "NL"
+    order = (heads, rows.tokens) if is_head_first else (rows.tokens, heads)
+
+    def split(x: Array) -> Float[Array, "S B _ _ D"]:
+        return x.reshape(sets, items, *order, head_dim)
+
     turning = 2 if rows.order == "L3N" else 1  # heads of one array that turn by the same angles
     copies = turning * len(arrays + saved)
-    tile = tiling.streamed_tile(sets, items, rows.tokens, rows.heads, pairs, max(x.dtype.itemsize for x in arrays), copies)
+    tile = tile_sizes.streamed_tile(
+        sets, items, rows.tokens, rows.heads, pairs, max(x.dtype.itemsize for x in arrays), copies
+    )
     chunks, tiles = pl.cdiv(items, tile.batch), pl.cdiv(rows.tokens, tile.tokens)
 
-    # Mosaic GPU writes a tile that is contiguous in memory as one run of bytes, past the last token into what follows. So such tiles go
-    # half by half, and the sums have room for whole tiles.
-    spans = 2 if head_dim == 2 * pairs and (rows.order == "NL" or heads == 1) else 1
+    # Mosaic GPU writes a tile that is contiguous in memory as one run of bytes, past the last token
+    # into what follows. So such tiles go half by half, and the sums have room for whole tiles.
+    spans = 2 if head_dim == 2 * pairs and (is_head_first or heads == 1) else 1
     slot = (tile.slots, turning, spans, tile.tokens, 2 * pairs // spans)
     slots = tuple(tuple(plgpu.SMEM(slot, x.dtype) for x in some) for some in (arrays, saved))
     if len(angles) == 1:
@@ -231,17 +313,29 @@ def launch_one(rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: 
         axes = coords.shape[-1]
         angles = (coords.reshape((-1, axes) if rows.interpret else -1), freqs)
         held = pieces(tile.tokens * axes)
-        angle_slot = plgpu.SMEM((tile.tokens, axes) if rows.interpret else (sum(held[-1]),), jnp.float32)
+        angle_slot = plgpu.SMEM(
+            (tile.tokens, axes) if rows.interpret else (sum(held[-1]),), jnp.float32
+        )
         angle_copies = 1 if rows.interpret else len(held)
-    scratch = [slots, angle_slot, *([plgpu.SMEM((tile.tokens, pairs), jnp.float32)] if saved else [])]
-    scratch += [plgpu.Barrier(num_arrivals=copies * spans, num_barriers=tile.slots), plgpu.Barrier(num_arrivals=angle_copies)]
+    scratch = [
+        slots,
+        angle_slot,
+        *([plgpu.SMEM((tile.tokens, pairs), jnp.float32)] if saved else []),
+    ]
+    scratch += [
+        plgpu.Barrier(num_arrivals=copies * spans, num_barriers=tile.slots),
+        plgpu.Barrier(num_arrivals=angle_copies),
+    ]
 
-    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(arrays[0]).manual_axis_type)
+    typed = functools.partial(
+        jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(arrays[0]).manual_axis_type
+    )
     given = [split(x) for x in arrays]
     out = [] if in_place else [typed(x.shape, x.dtype) for x in given]
     if saved:
         room = tiles * tile.tokens
-        out.append(typed((sets, chunks, *((rows.heads, room) if rows.order == "NL" else (room, rows.heads)), pairs), jnp.float32))
+        padded = (rows.heads, room) if is_head_first else (room, rows.heads)
+        out.append(typed((sets, chunks, *padded, pairs), jnp.float32))
     kernel = plgpu.kernel(
         functools.partial(
             rotary_kernel,
@@ -257,16 +351,22 @@ def launch_one(rows: Rows, in_place: bool, arrays: tuple, angles: tuple, saved: 
         scratch_types=scratch,
         grid=(tiles * rows.heads * chunks * sets,),
         grid_names=("program",),
-        # Mosaic GPU's other semantics cannot load what is not contiguous in shared memory. No barriers of its own are needed: a thread
-        # writes the elements that it read, and those that the engine reads are committed first.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
+        # Mosaic GPU's other semantics cannot load what is not contiguous in shared memory. No
+        # barriers of its own are needed: a thread writes the elements that it read, and those that
+        # the engine reads are committed first.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
         interpret=plgpu.InterpretGPUParams() if rows.interpret else None,
         kernel_name="rotary",
     )
-    # A kernel that writes to a reference is given the array's own buffer, where nobody else needs the array.
+    # A kernel that writes to a reference gets the array's own buffer, where nothing else needs the
+    # array.
     given = [jax.new_ref(x) for x in given] if in_place else given
     out = kernel(*given, *angles, *(split(x) for x in saved))
     turned = [jax.freeze(x) for x in given] if in_place else out[: len(arrays)]
-    kept = lambda x: x[:, :, :, : rows.tokens] if rows.order == "NL" else x[:, :, : rows.tokens]
-    sums = tuple(kept(x).reshape(sets, chunks, rows.tokens * rows.heads, pairs) for x in out[-1:]) if saved else ()
+    sums = ()
+    if saved:
+        kept = out[-1][:, :, :, : rows.tokens] if is_head_first else out[-1][:, :, : rows.tokens]
+        sums = (kept.reshape(sets, chunks, rows.tokens * rows.heads, pairs),)
     return tuple(x.reshape(shape) for x in turned), sums

@@ -1,15 +1,21 @@
-"""The rotary operations in plain jax.numpy: what every kernel is compared with, and what runs where there is no kernel."""
+"""The rotary operations in plain jax.numpy: the "xla" implementation, and the definition that
+kernels are tested against.
+"""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.rotation import Pairing, Rotation
 
 
-def turn_pairs(x: Float[Array, "... D"], theta: Float[Array, "... R"], pairing: Pairing) -> Float[Array, "... D"]:
-    """Turns the first R pairs of the last axis of x by theta (broadcast against x): (a, b) -> (a cos - b sin, b cos + a sin).
+def turn_pairs(
+    x: Float[Array, "... D"], theta: Float[Array, "... R"], pairing: Pairing
+) -> Float[Array, "... D"]:
+    """Turns the first R pairs of channels of x: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    Angles, sine, cosine and products are float32, or wider where x or theta is; the result is cast once, to x's dtype.
+    Angles, sine, cosine and products are float32, or wider where x or theta is; the result is cast
+    once, to x's dtype. theta broadcasts against x.
     """
     pairs = theta.shape[-1]
     precise = jnp.promote_types(jnp.promote_types(x.dtype, theta.dtype), jnp.float32)
@@ -20,22 +26,54 @@ def turn_pairs(x: Float[Array, "... D"], theta: Float[Array, "... R"], pairing: 
     else:
         a, b = turned[..., 0::2], turned[..., 1::2]
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = jnp.concatenate([a, b], axis=-1) if pairing == "half" else jnp.stack([a, b], axis=-1).reshape(turned.shape)
+    if pairing == "half":
+        turned = jnp.concatenate([a, b], axis=-1)
+    else:
+        turned = jnp.stack([a, b], axis=-1).reshape(turned.shape)
     return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * pairs :]], axis=-1)
 
 
-def rotate_by_angles(x: Float[Array, "B _ _ D"], theta: Float[Array, "_ L R"], *, pairing: Pairing, layout: str) -> Float[Array, "B _ _ D"]:
-    """See `rope_jax_kernels.rotate_by_angles`."""
+def rotate_by_angles(
+    x: Float[Array, "B _ _ D"], theta: Float[Array, "_ L R"], *, pairing: Pairing, layout: str
+) -> Float[Array, "B _ _ D"]:
+    """`rope_jax_kernels.rotate_by_angles`."""
     return turn_pairs(x, theta.swapaxes(0, 1) if layout == "BLND" else theta, pairing)
 
 
-def rotate(q: Array, k: Array, rotation: Rotation, *, layout: str) -> tuple[Array, Array]:
-    """See `rope_jax_kernels.rotate`."""
+def rotate(
+    q: Float[Array, "B _ _ D"], k: Float[Array, "B _ _ D"], rotation: Rotation, *, layout: str
+) -> tuple[Float[Array, "B _ _ D"], Float[Array, "B _ _ D"]]:
+    """`rope_jax_kernels.rotate`."""
     theta = rotation.angles()
-    return tuple(rotate_by_angles(x, theta, pairing=rotation.pairing, layout=layout) for x in (q, k))
+    turned = [rotate_by_angles(x, theta, pairing=rotation.pairing, layout=layout) for x in (q, k)]
+    return turned[0], turned[1]
 
 
 def rotate_qkv(qkv: Float[Array, "B L 3 N D"], rotation: Rotation) -> Float[Array, "B L 3 N D"]:
-    """See `rope_jax_kernels.rotate_qkv`."""
+    """`rope_jax_kernels.rotate_qkv`."""
     q, k = rotate(qkv[:, :, 0], qkv[:, :, 1], rotation, layout="BLND")
     return jnp.stack([q, k, qkv[:, :, 2]], axis=2)
+
+
+def unpack_and_rotate(
+    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla"
+) -> tuple[Float[Array, "B L N D"], Float[Array, "B L N D"], Float[Array, "B L N D"]]:
+    """`rope_jax_kernels.rotary.unpack_and_rotate`; `backward` makes no difference."""
+    return *rotate(qkv[:, :, 0], qkv[:, :, 1], rotation, layout="BLND"), qkv[:, :, 2]
+
+
+def rotate_back_and_pack(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    rotation: Rotation,
+) -> Float[Array, "B L 3 N D"]:
+    """`rope_jax_kernels.rotary.rotate_back_and_pack`, as the transpose of `unpack_and_rotate`.
+
+    This is a sum of padded parts rather than a concatenation, so that XLA computes the gradient of
+    the projection's bias in the same pass, which it does not do after a concatenation.
+    """
+    # A linear map has one derivative everywhere, so this point is never computed.
+    # (`jax.linear_transpose` fails in `shard_map`.)
+    anywhere = jnp.stack([q, k, v], axis=2)
+    return jax.vjp(lambda qkv: unpack_and_rotate(qkv, rotation), anywhere)[1]((q, k, v))[0]

@@ -1,4 +1,4 @@
-"""The rotary operations as one Pallas-Triton kernel that works in place; see `in_place`."""
+"""The rotary operations by one in-place Pallas-Triton kernel; see `kernel`."""
 
 import functools
 from typing import Any
@@ -7,21 +7,32 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax_kernels.rotary import device, tiling
-from rope_jax_kernels.rotary.in_place import Kernel, Rows
+from rope_jax_kernels import device
+from rope_jax_kernels.rotary import tile_sizes
+from rope_jax_kernels.rotary.kernel import Kernel, Rows, named_angles
+from rope_jax_kernels.rotation import Pairing, Rotation
 
 
-def tile_angles(rows: Rows, angles: tuple, token: Array, head: Array, pair: Array, inside: Array) -> Array:
-    """Theta of a tile, float32, from refs of (coords, freqs) or of (theta,)."""
+def tile_angles(
+    rows: Rows,
+    angles: tuple,
+    token: Int[Array, " rows"],
+    head: Int[Array, " rows"],
+    pair: Int[Array, " R"],
+    inside: Bool[Array, "rows R"],
+) -> Float[Array, "rows R"]:
+    """Theta of a tile in float32, from refs of (coords, freqs) or of (theta,)."""
     head = head[:, None] if angles[-1].shape[0] > 1 else 0
     if len(angles) == 1:
-        return plt.load(angles[0].at[head, token[:, None], pair[None, :]], mask=inside, other=0).astype(jnp.float32)
+        place = angles[0].at[head, token[:, None], pair[None, :]]
+        return plt.load(place, mask=inside, other=0).astype(jnp.float32)
     coords, freqs = angles
     theta = None
     for axis in range(coords.shape[1]):
-        along = plt.load(coords.at[token, axis], mask=token < rows.tokens, other=0).astype(jnp.float32)
+        along = plt.load(coords.at[token, axis], mask=token < rows.tokens, other=0)
+        along = along.astype(jnp.float32)
         if freqs.shape[0] > 1:
             freq = plt.load(freqs.at[head, axis, pair[None, :]], mask=inside, other=0)
         else:
@@ -31,14 +42,17 @@ def tile_angles(rows: Rows, angles: tuple, token: Array, head: Array, pair: Arra
     return theta
 
 
-def rotary_kernel(*refs: Any, rows: Rows, tile: tiling.Tile, pairs: int, arrays: int, angles: int, saved: int) -> None:
+def rotary_kernel(
+    *refs: Any, rows: Rows, tile: tile_sizes.Tile, pairs: int, arrays: int, angles: int, saved: int
+) -> None:
     """One program: a tile of rows of `tile.batch` batch items.
 
     Args:
-        *refs: `arrays` arrays to turn, `angles` refs of (coords, freqs) or (theta,), `saved` inputs of the forward pass, then the
-            outputs: the turned arrays, and with saved inputs the sums over this program's batch items of the gradient of theta.
-        rows: what rows mean.
-        tile: the program's share.
+        *refs: `arrays` arrays to turn; `angles` refs of (coords, freqs) or (theta,); `saved` inputs
+            of the forward pass; then the outputs: the turned arrays and, with saved inputs, the
+            gradient of theta summed over this program's batch items.
+        rows: meaning of the rows.
+        tile: size of the tile.
         pairs: R.
         arrays: how many arrays turn.
         angles: how many refs describe the angles.
@@ -68,11 +82,16 @@ def rotary_kernel(*refs: Any, rows: Rows, tile: tiling.Tile, pairs: int, arrays:
     def load(ref: Any, item: Array, row: Array) -> tuple[Array, Array]:
         """First and second members of the pairs of a tile."""
         # Zeros outside, so that sums over batch items need no mask of their own.
-        parts = [plt.load(ref.at[item, row[:, None], c[None, :]], mask=in_row & (item < batch), other=0) for c in channels]
-        return tuple(parts) if rows.pairing == "half" else jnp.unstack(parts[0].reshape(tile.rows, tile.pairs, 2), axis=2)
+        parts = [
+            plt.load(ref.at[item, row[:, None], c[None, :]], mask=in_row & (item < batch), other=0)
+            for c in channels
+        ]
+        if rows.pairing == "half":
+            return tuple(parts)
+        return jnp.unstack(parts[0].reshape(tile.rows, tile.pairs, 2), axis=2)
 
     def store(ref: Any, item: Array, row: Array, members: tuple[Array, Array]) -> None:
-        """Writes what `load` reads, rounded once."""
+        """Writes the members of the pairs, rounded once."""
         members = [x.astype(ref.dtype) for x in members]
         if rows.pairing == "interleaved":
             members = [jnp.stack(members, axis=2).reshape(tile.rows, 2 * tile.pairs)]
@@ -81,9 +100,15 @@ def rotary_kernel(*refs: Any, rows: Rows, tile: tiling.Tile, pairs: int, arrays:
 
     def step(i: Array | int, dtheta: Array | None) -> Array | None:
         items = [first + i * tile.items + j for j in range(tile.items)]
-        places = [(item, a, row) for item in items for a in range(arrays) for row in rows.rows(index)]
-        # All loads stand before the first store: the compiler cannot know that a store does not touch what is read after it.
-        loaded = [(load(sources[a], item, row), [load(ref, item, row) for ref in inputs[a : a + 1]]) for item, a, row in places]
+        places = [
+            (item, a, row) for item in items for a in range(arrays) for row in rows.rows(index)
+        ]
+        # All loads precede the first store: the compiler cannot rule out that a store changes what
+        # is read after it.
+        loaded = [
+            (load(sources[a], item, row), [load(ref, item, row) for ref in inputs[a : a + 1]])
+            for item, a, row in places
+        ]
         for (item, a, row), (members, before) in zip(places, loaded, strict=True):
             x, y = (m.astype(jnp.float32) for m in members)
             x, y = x * cos - y * sin, y * cos + x * sin
@@ -95,32 +120,66 @@ def rotary_kernel(*refs: Any, rows: Rows, tile: tiling.Tile, pairs: int, arrays:
     dtheta = jnp.zeros((tile.rows, tile.pairs), jnp.float32) if sums else None
     dtheta = step(0, dtheta) if tile.steps == 1 else jax.lax.fori_loop(0, tile.steps, step, dtheta)
     for ref in sums:
-        # The pass turned gradients back; the angle that it turned by has the opposite sign of the one that is differentiated.
-        plt.store(ref.at[pl.program_id(1), index[:, None], pair[None, :]], -rows.direction * dtheta, mask=inside)
+        # The pass turned gradients back: its angle has the opposite sign of the differentiated one.
+        plt.store(
+            ref.at[pl.program_id(1), index[:, None], pair[None, :]],
+            -rows.direction * dtheta,
+            mask=inside,
+        )
 
 
-def launch(rows: Rows, arrays: tuple, angles: tuple, saved: tuple = (), *, in_place: bool = True) -> tuple[tuple, Array | None]:
-    """See `Kernel.launch`."""
+def launch(
+    rows: Rows, arrays: tuple, angles: tuple, saved: tuple = (), *, in_place: bool = True
+) -> tuple[tuple, Array | None]:
+    """`Kernel.launch`."""
     batch, _, head_dim = arrays[0].shape
     pairs = angles[-1].shape[-1]
     itemsize = min(x.dtype.itemsize for x in arrays)
-    tile = tiling.tile(batch, rows.tokens * rows.heads, pairs, head_dim, itemsize, rows.pairing)
+    tile = tile_sizes.tile_of(
+        batch, rows.tokens * rows.heads, pairs, head_dim, itemsize, rows.pairing
+    )
     grid = (pl.cdiv(rows.tokens * rows.heads, tile.rows), pl.cdiv(batch, tile.batch))
     varying = jax.typeof(arrays[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in arrays]
     if saved:
-        shapes.append(jax.ShapeDtypeStruct((grid[1], rows.tokens * rows.heads, pairs), jnp.float32, manual_axis_type=varying))
-    kernel = functools.partial(rotary_kernel, rows=rows, tile=tile, pairs=pairs, arrays=len(arrays), angles=len(angles), saved=len(saved))
+        shapes.append(
+            jax.ShapeDtypeStruct(
+                (grid[1], rows.tokens * rows.heads, pairs), jnp.float32, manual_axis_type=varying
+            )
+        )
+    kernel = functools.partial(
+        rotary_kernel,
+        rows=rows,
+        tile=tile,
+        pairs=pairs,
+        arrays=len(arrays),
+        angles=len(angles),
+        saved=len(saved),
+    )
     outputs = pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=shapes,
         input_output_aliases={i: i for i in range(len(arrays))} if in_place else {},
-        compiler_params=plt.CompilerParams(num_warps=tiling.WARPS),
+        compiler_params=plt.CompilerParams(num_warps=tile_sizes.WARPS),
         interpret=rows.interpret,
         name="rotary",
     )(*arrays, *angles, *saved)
     return tuple(outputs[: len(arrays)]), outputs[-1] if saved else None
 
 
-KERNEL = Kernel(launch, lambda arrays, angles, pairing: device.refusal())
+KERNEL = Kernel(launch)
+rotate, rotate_qkv, rotate_by_angles = KERNEL.rotate, KERNEL.rotate_qkv, KERNEL.rotate_by_angles
+
+
+def refusal(
+    *,
+    rotation: Rotation | None = None,
+    theta: Array | None = None,
+    pairing: Pairing | None = None,
+    layout: str | None = None,
+    **arrays: Any,
+) -> str | None:
+    """Why the kernel cannot serve a call with these arguments, or None."""
+    del pairing, layout
+    return device.refusal_of_arrays(arrays | named_angles(rotation, theta)) or device.refusal()

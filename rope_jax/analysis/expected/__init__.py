@@ -1,8 +1,8 @@
-"""What the papers report, as data: every number with the table it stands in.
+"""Results reported by the papers, each with its table.
 
-An entry says `source`, `model` and `position` in this library's names (or `other_model`, which it does not have), and what was measured:
-`dataset`, `resolution` [H, W] and `top1` in percent; or `images_per_second` with the `kernel` and `machine`; or the `value` of another
-`task`.
+An entry has `source`, `model` and `position` in this library's names (or `other_model` for a model
+that it does not have), and a measurement: `dataset`, `resolution` [H, W] and `top1` in percent; or
+`images_per_second` with `kernel` and `machine`; or the `value` of another `task`.
 """
 
 import functools
@@ -10,61 +10,71 @@ import importlib.resources
 import json
 from typing import Any
 
-from rope_jax.positions.grammar import Sum, parse
+from rope_jax.text import Call, parse
 
 NAMES = ("thesis", "heo", "lape", "cat")
+Entry = dict[str, Any]
 
 
 @functools.cache
-def entries() -> tuple[dict[str, Any], ...]:
+def entries() -> tuple[Entry, ...]:
     """All entries of all papers."""
     return tuple(entry for name in NAMES for entry in _read(name))
 
 
 @functools.cache
-def recipes() -> tuple[dict[str, Any], ...]:
+def recipes() -> tuple[Entry, ...]:
     """The papers' tables of hyperparameters.
 
-    Each says `source`, the `recipe` of `configs` that follows it, with its arguments, and `settings`: fields of the config -> what the
-    table prints. `differs` names fields in which the recipe has another number, and `note` why.
+    Each has `source`, the `recipe` of `configs` that follows it, with its arguments, and
+    `settings`: fields of the config -> printed values. `differs` lists the fields for which the
+    recipe has another value, and `note` gives the reason.
     """
     return _read("recipes")
 
 
 @functools.cache
-def speedups() -> tuple[dict[str, Any], ...]:
-    """How many times faster the thesis found one form of the rotation than another, over its 300 problem sizes (table A.2).
+def speedups() -> tuple[Entry, ...]:
+    """Speedups of one form of the rotation over another in the thesis (table A.2, 300 sizes).
 
-    Each says `precision` (of features and angles), the `form` and the one it is `over`, and `average`, `least` and `most` in percent, as
-    printed. They are not all of one kind: those of "fused" are ratios times 100, for the text's 9.34 times over torch.compile is a
-    hundredth of the mean of its three averages; those of "compiled" are negative here and there, so they are changes.
+    Each has `precision` (of features and angles), `form`, the form that it is `over`, and
+    `average`, `least` and `most` in percent, as printed. Those of "fused" are ratios times 100: the
+    text's factor of 9.34 over torch.compile is a hundredth of the mean of its three averages. Those
+    of "compiled" are relative changes, and partly negative.
     """
     return _read("speedups")
 
 
-def _read(name: str) -> tuple[dict[str, Any], ...]:
+def _read(name: str) -> tuple[Entry, ...]:
     folder = importlib.resources.files("rope_jax.analysis.expected")
     return tuple(json.loads((folder / f"{name}.json").read_text()))
 
 
-def find(*, model: str, position: str, dataset: str, resolution: list[int]) -> list[dict[str, Any]]:
-    """Accuracies of a model with a scheme; the order of a scheme's options does not matter."""
-    wanted = _canonical(position)
+def find(*, model: str, position: str, dataset: str, resolution: list[int]) -> list[Entry]:
+    """Accuracies of a model with a scheme; the order of a scheme's options does not matter.
+
+    >>> asked = {"model": "vit_s16", "position": "rope2d(k_rope=4)", "resolution": [512, 512]}
+    >>> [entry["top1"] for entry in find(**asked, dataset="imagenet")]
+    [63.8]
+    """
+    wanted = {"model": model, "dataset": dataset, "resolution": list(resolution)}
     return [
         entry
         for entry in entries()
         if "top1" in entry
         and "variant" not in entry
-        and (entry.get("model"), entry["dataset"], entry["resolution"]) == (model, dataset, list(resolution))
-        and _canonical(entry["position"]) == wanted
+        and wanted.items() <= entry.items()
+        and _canonical(entry["position"]) == _canonical(position)
     ]
 
 
 @functools.cache
 def _canonical(position: str) -> frozenset:
-    """A scheme as nested sets, whatever the order in which it is written."""
-    return _as_set(parse(position))
+    """A scheme as nested sets."""
+    return _as_set(parse(position, "position"))
 
 
-def _as_set(written: Sum) -> frozenset:
-    return frozenset((call.name, frozenset(call.options), tuple(map(_as_set, call.inner))) for call in written.calls)
+def _as_set(calls: tuple[Call, ...]) -> frozenset:
+    return frozenset(
+        (call.name, frozenset(call.options), tuple(map(_as_set, call.inner))) for call in calls
+    )

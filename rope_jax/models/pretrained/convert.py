@@ -1,25 +1,28 @@
-"""Weights of other code into a model, and back: `convert_state_dict` and `export_state_dict`."""
+"""Conversion between the weights of other code and a model's."""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax.hints import closest
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained import cat, cct, ceit, deit, dinov2, dinov3, lape, nat, naver, resformer, swin, t2t, timm
-from rope_jax.models.pretrained.rows import Table, filled, numbers
-from rope_jax.models.pretrained.tensors import Rule, Slot, rotary_of
+from rope_jax.models.pretrained.hierarchical import nat, naver, swin
+from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
+from rope_jax.models.pretrained.layouts import Rule, Slot, rotary_of
+from rope_jax.models.pretrained.other_stems import cat, cct, ceit, t2t
+from rope_jax.models.pretrained.tables import Table, fill_name, match_name
+from rope_jax.models.pretrained.timm import timm
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import SCHEMES
+from rope_jax.text import closest
 
-# A file that does not say whose names it has is of the first source that they fit: one of few models comes after one of many.
-SOURCES = {
+# Without a source, the first one that fits is used: sources with many models come first.
+SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "deit": deit,
     "swin": swin,
     "nat": nat,
@@ -35,7 +38,7 @@ SOURCES = {
     "cat": cat,
 }
 
-_LARGEST = 2**28  # elements of a table that is to be resized
+_LARGEST = 2**28  # elements of a table to be resized
 _ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -52,10 +55,13 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a conversion will do, and what is wrong with it: known from names, shapes and dtypes alone.
+class Conversion:
+    """A plan of a conversion, derived from names, shapes and dtypes alone.
 
-    frozen holds what the model computes and the tensors of those names must therefore contain.
+    Attributes:
+        links: which tensor fills which parameter.
+        frozen: expected values of tensors that the model computes, by name.
+        problems: everything that does not fit.
     """
 
     links: list[Link]
@@ -63,207 +69,290 @@ class Plan:
     problems: list[str]
 
 
-def table_of(model: nnx.Module, source: str) -> Table:
-    """The names of `source` for a model; ValueError where there is no such source."""
+def name_table(model: nnx.Module, source: str) -> Table:
+    """The names of a source for a model; raises ValueError for an unknown source."""
     if source not in SOURCES:
         raise ValueError(f"source={source!r} is unknown; {closest(source, SOURCES)}")
-    return SOURCES[source].table(model)
+    return SOURCES[source](model)
 
 
-def convert_state_dict(model: nnx.Module, state_dict: Mapping[str, Any], *, source: str, grids: Grids | None = None) -> None:
-    """Puts torch-named weights into a model, in place.
+def convert_state_dict(
+    model: nnx.Module, state_dict: Mapping[str, Any], *, source: str, grids: Grids | None = None
+) -> None:
+    """Loads torch-named weights into a model, in place.
 
-    Weights become the model's dtype and layout; channels of queries and keys are permuted where the source pairs them otherwise for its
-    rotation; bias tables change their sign where source and model count offsets in opposite directions. Tables of another map or window
-    are resized by their scheme's rule.
+    Weights are cast to the model's dtype and layout. Channels of queries and keys are permuted
+    if the source pairs them differently for its rotation, and bias tables are flipped if source
+    and model count offsets in opposite directions. Tables of another map or window are resized by
+    their scheme's rule.
+
+    >>> import rope_jax
+    >>> from rope_jax.models.pretrained import export_state_dict
+    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+    >>> trained = rope_jax.create_model("deit_ti16", seed=1, **small)
+    >>> state_dict = export_state_dict(trained, source="timm")
+    >>> state_dict["head.weight"].shape
+    (2, 8)
+    >>> model = rope_jax.create_model("deit_ti16", **small)
+    >>> rope_jax.convert_state_dict(model, state_dict, source="timm")
+    >>> bool((model.head.kernel[...] == trained.head.kernel[...]).all())
+    True
 
     Args:
         model: from `rope_jax.create_model`.
         state_dict: arrays by their names in the source's files.
-        source: whose names: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct", "ceit", "t2t", "cat",
-            "dinov2", "dinov3" or "resformer".
-        grids: (rows, columns) of the map or window for which a table was made, by the table's name. Others are of square ones, as all
-            official tables are, or else of the model's. Needed only for a table whose length allows both.
+        source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
+            "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer".
+        grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
+            square, as all official ones are, or else of the model's shape. Needed only for a table
+            whose length allows both.
 
     Raises:
-        ValueError: names or shapes that do not fit, all of them in one message; the model is left as it was.
+        ValueError: names or shapes that do not fit, all of them in one message; the model is not
+            changed.
     """
     if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
-        raise ValueError(f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds the weights by itself")
+        raise ValueError(
+            f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds "
+            "the weights by itself"
+        )
     arrays = {key: np.asarray(array) for key, array in state_dict.items()}
-    plan = plan_conversion(model, {key: (array.shape, array.dtype) for key, array in arrays.items()}, source=source, grids=grids)
-    problems = plan.problems + [
-        f"{key} is computed here, and is not what the file holds: create the model with the position that these weights were trained with"
-        for key, want in plan.frozen.items()
-        if not np.allclose(arrays[key], want, rtol=float(jnp.finfo(arrays[key].dtype).eps), atol=_ROUNDING)
-    ]
+    shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
+    conversion = plan_conversion(model, shapes, source=source, grids=grids)
+    problems = list(conversion.problems)
+    for key, want in conversion.frozen.items():
+        precision = float(jnp.finfo(arrays[key].dtype).eps)
+        if not np.allclose(arrays[key], want, rtol=precision, atol=_ROUNDING):
+            problems.append(
+                f"{key} is computed here, and is not what the file holds: create the model with "
+                "the position that these weights were trained with"
+            )
     refuse(problems, source)
-    values: dict[int, tuple[nnx.Variable, np.ndarray]] = {}
-    for link in plan.links:
-        variable = link.slot.variable
-        _, value = values.setdefault(id(variable), (variable, np.empty(variable.shape, variable.dtype)))
-        array = arrays[link.key] if link.rule.cut is None else arrays[link.key][link.rule.cut]
-        link.slot.of(value)[...] = _loaded(link, array.astype(variable.dtype))
-    for variable, value in values.values():
-        variable.set_value(jnp.asarray(value))
+    variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
+    values: dict[tuple, np.ndarray] = {}
+    for link in conversion.links:
+        slot, variable = link.slot, variables[link.slot.path]
+        value = values.setdefault(slot.path, np.empty(variable.shape, variable.dtype))
+        array = arrays[link.key]
+        array = array if link.rule.cut is None else array[link.rule.cut]
+        array = link.rule.read(array.astype(variable.dtype), slot)
+        slot.of(value)[...] = array if slot.grid is None else _resized(array, slot)
+    for path, value in values.items():
+        variables[path].set_value(jnp.asarray(value))
+
+
+def _resized(table: np.ndarray, slot: Slot) -> np.ndarray:
+    """A table of the map `slot.grid`, resized to the model's by its scheme's rule."""
+    # A copy of the scheme as if it had been created for the file's map.
+    scheme, layered = nnx.clone(slot.scheme), slot.layer is not None
+    scheme.stage = dataclasses.replace(scheme.stage, grid=slot.grid)
+    parameter = slot.path[-1]
+    getattr(scheme, parameter).set_value(jnp.asarray(table[None] if layered else table))
+    scheme.resize(slot.scheme.stage.grid)
+    resized = np.asarray(getattr(scheme, parameter)[...])
+    return resized[0] if layered else resized
 
 
 def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray]:
-    """A model's weights with the names and layouts of `source`; `convert_state_dict` brings them back bit by bit.
+    """A model's weights with the names and layouts of a source.
+
+    `convert_state_dict` restores them bit for bit.
+
+    Args:
+        model: from `rope_jax.create_model`.
+        source: see `convert_state_dict`.
 
     Raises:
         ValueError: the source has no name for some of the parameters; the message lists them.
     """
-    found, problems = _links(model, table_of(model, source), source)
+    links, problems = _links(model, name_table(model, source), source)
     refuse(problems, source)
-    tensors: dict[str, list[np.ndarray]] = {}
-    starts = lambda link: 0 if link.rule.cut is None else link.rule.cut.start or 0
-    for link in sorted(found, key=lambda link: starts(link) < 0):  # rows that are counted from the end of a tensor come last
-        tensors.setdefault(link.key, []).append(link.rule.save(link.slot.of(np.asarray(link.slot.variable[...])), link.slot))
-    return {key: np.ascontiguousarray(cuts[0] if len(cuts) == 1 else np.concatenate(cuts)) for key, cuts in tensors.items()}
+    variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
+    first, counted_from_end = {}, {}
+    for link in links:
+        array = link.slot.of(np.asarray(variables[link.slot.path][...]))
+        at_end = link.rule.cut is not None and (link.rule.cut.start or 0) < 0
+        tensors = counted_from_end if at_end else first
+        tensors.setdefault(link.key, []).append(link.rule.write(array, link.slot))
+    exported = {}
+    for key in first | counted_from_end:
+        pieces = first.get(key, []) + counted_from_end.get(key, [])
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        exported[key] = np.ascontiguousarray(whole)
+    return exported
 
 
 def table_grids(model: nnx.Module, *, source: str) -> dict[str, Grid]:
-    """For the names of a model's tables in a file, (rows, columns) of the map or window for which they are made."""
-    links, _ = _links(model, table_of(model, source), source)
+    """(rows, columns) of the map or window of each of a model's tables, by name in a file."""
+    links, _ = _links(model, name_table(model, source), source)
     return {link.key: link.slot.own_grid for link in links if link.rule.grid}
 
 
-def plan_conversion(model: nnx.Module, shapes: Shapes, *, source: str, grids: Grids | None = None) -> Plan:
-    """Finds the tensor of each parameter and everything that does not fit, before any array is touched.
+def plan_conversion(
+    model: nnx.Module, shapes: Shapes, *, source: str, grids: Grids | None = None
+) -> Conversion:
+    """Finds the tensor of each parameter and everything that does not fit, from shapes alone.
 
     Args:
-        model: whose parameters are to be filled.
+        model: to be filled.
         shapes: shape and dtype of each tensor.
         source: see `convert_state_dict`.
         grids: see `convert_state_dict`.
     """
-    table = table_of(model, source)
+    table = name_table(model, source)
     found, problems = _links(model, table, source)
     links, frozen, left, grids = [], {}, dict(shapes), grids or {}
     tables = {link.key for link in found if link.rule.grid}
-    problems += [f"grids has {key}, which is no table of this model: leave it out" for key in grids if key not in tables]
+    for key in grids:
+        if key not in tables:
+            problems.append(f"grids has {key}, which is no table of this model: leave it out")
     for link in found:
         left.pop(link.key, None)
-        if (entry := shapes.get(link.key)) is None:
-            if not any(numbers(template, link.key) is not None for template in table.optional):
-                problems.append(f"{link.key} is missing: it fills {link.slot.name} of the model")
-            continue
-        link = dataclasses.replace(link, slot=dataclasses.replace(link.slot, grid=grids.get(link.key)))
-        grid, problem = _fit(link, *entry)
-        problems += [problem] if problem else []
-        links.append(dataclasses.replace(link, slot=dataclasses.replace(link.slot, grid=grid)))
+        if link.key in shapes:
+            given = dataclasses.replace(link.slot, grid=grids.get(link.key))
+            grid, problem = _fit(dataclasses.replace(link, slot=given), *shapes[link.key])
+            problems += [problem] if problem else []
+            slot = dataclasses.replace(link.slot, grid=grid)
+            links.append(dataclasses.replace(link, slot=slot))
+        elif not _matches_any(table.optional, link.key):
+            problems.append(f"{link.key} is missing: it fills {link.slot.name} of the model")
     for key, (shape, dtype) in left.items():
-        if any(numbers(template, key) is not None for template in table.dropped):
+        if _matches_any(table.dropped, key):
             continue
-        want = next((f(model, n, tuple(shape)) for name, f in table.frozen if (n := numbers(name, key)) is not None), None)
+        want = _frozen(model, table, key, tuple(shape))
         if want is None:
-            problems.append(f"{key} of shape {list(shape)} is not expected: no parameter of this model takes it")
+            problems.append(
+                f"{key} of shape {list(shape)} is not expected: no parameter of this model takes it"
+            )
         elif want.shape != tuple(shape):
-            problems.append(f"{key} has shape {list(shape)}, but what the model computes in its place has shape {list(want.shape)}")
+            problems.append(
+                f"{key} has shape {list(shape)}, but what the model computes in its place has "
+                f"shape {list(want.shape)}"
+            )
         elif not jnp.issubdtype(dtype, jnp.floating):
             problems.append(_not_floating(key, dtype))
         else:
             frozen[key] = want
-    return Plan(links, frozen, problems)
+    return Conversion(links, frozen, problems)
 
 
 def refuse(problems: list[str], source: str) -> None:
     """Raises one ValueError with all problems, if there are any."""
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ValueError(f"the weights do not fit the model by the names of source={source!r}; {count}:\n  " + "\n  ".join(problems))
+        details = "\n  ".join(problems)
+        raise ValueError(
+            f"the weights do not fit the model by the names of source={source!r}; {count}:"
+            f"\n  {details}"
+        )
+
+
+def _matches_any(templates: tuple[str, ...], key: str) -> bool:
+    return any(match_name(template, key) is not None for template in templates)
+
+
+def _frozen(model: nnx.Module, table: Table, key: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The expected value of a tensor that the model computes, or None."""
+    for template, compute in table.frozen:
+        if (numbers := match_name(template, key)) is not None:
+            return compute(model, numbers, shape)
+    return None
 
 
 def _links(model: nnx.Module, table: Table, source: str) -> tuple[list[Link], list[str]]:
+    """The tensor of each parameter by name, and parameters without one."""
     links, problems = [], []
     slots = [dataclasses.replace(slot, pairing=table.pairing) for slot in _slots(model)]
     if table.pairing is None and any(slot.rotary for slot in slots):
-        problems.append(f"source {source!r} has no models whose position rotates: choose another position, or the source of one that does")
+        problems.append(
+            f"source {source!r} has no models whose position rotates: choose another position, or "
+            "the source of one that does"
+        )
     for slot in slots:
         found = _named(table, slot)
         if not found and slot.scheme is not None:
-            layers = [dataclasses.replace(slot, name=f"{slot.name}.{i}", layer=i) for i in range(slot.shape[0])]
-            found = [link for layer in layers for link in _named(table, layer)]
+            for i in range(slot.shape[0]):
+                layer = dataclasses.replace(slot, name=f"{slot.name}.{i}", layer=i)
+                found += _named(table, layer)
         links += found
         if not found:
-            problems.append(f"{slot.name} of the model has no name in source {source!r}: choose another source or position")
+            problems.append(
+                f"{slot.name} of the model has no name in source {source!r}: choose another source "
+                "or position"
+            )
     return links, problems
 
 
 def _named(table: Table, slot: Slot) -> list[Link]:
     links = []
     for ours, theirs, rule in table.rows:
-        if (found := numbers(ours, slot.name)) is not None:
-            links.append(Link(dataclasses.replace(slot, part=rule.part), filled(theirs, found), rule))
+        if (numbers := match_name(ours, slot.name)) is not None:
+            own = dataclasses.replace(slot, part=rule.part)
+            links.append(Link(own, fill_name(theirs, numbers), rule))
             if rule.part is None or rule.part[0] + 1 == rule.part[1]:
                 break
     return links
 
 
 def _slots(model: nnx.Module) -> Iterator[Slot]:
-    """The parameters of a model by name; those of a positional scheme are named after the scheme, wherever in a sum it stands.
+    """The parameters of a model by name.
 
-    Blocks that are kept as one have the layer in their names, too, as if they were a list.
+    Those of a positional scheme are named after the scheme, whatever its place in a sum. Stacked
+    blocks have the layer in their names, like blocks in a list.
     """
+    modules = nnx.iter_modules(model)
+    schemes = {path: module for path, module in modules if isinstance(module, Position)}
+    names = {scheme: name for name, scheme in SCHEMES.items()}
+    rotaries = {prefix: rotary_of(part.position) for prefix, part in model.parts().items()}
     for path, variable in nnx.to_flat_state(nnx.state(model, STORED)):
-        holder, scheme, rotary, name = model, None, None, []
-        for step in path:
-            if isinstance(getattr(holder, "position", None), Position):
-                rotary = rotary_of(holder.position)
-            if isinstance(holder, Position):
-                scheme = holder
-            if scheme is None:
-                name.append(str(step))
-            holder = holder[step] if isinstance(step, int) else getattr(holder, step)
-        if variable.get_metadata().get("layers"):
-            place = name.index("blocks") + 1
+        steps = [str(step) for step in path]
+        owners = [n for n in range(len(path)) if path[:n] in schemes]
+        prefix = max((p for p in rotaries if ".".join(steps).startswith(p)), key=len, default="")
+        slot = Slot("", path, tuple(variable.shape), rotary=rotaries.get(prefix))
+        if owners:
+            scheme = schemes[path[: owners[-1]]]
+            name = names.get(type(scheme), type(scheme).__name__)
+            name = ".".join([*steps[: owners[0]], name, steps[-1]])
+            yield dataclasses.replace(slot, name=name, scheme=scheme)
+        elif variable.get_metadata().get("layers"):
+            place = steps.index("blocks") + 1
             for layer in range(variable.shape[0]):
-                yield Slot(".".join([*name[:place], str(layer), *name[place:]]), variable, layer=layer, rotary=rotary)
-            continue
-        if scheme is not None:
-            name += [next((key for key, cls in SCHEMES.items() if cls is type(scheme)), type(scheme).__name__), str(path[-1])]
-        yield Slot(".".join(name), variable, scheme=scheme, rotary=rotary)
+                name = ".".join([*steps[:place], str(layer), *steps[place:]])
+                yield dataclasses.replace(slot, name=name, layer=layer)
+        else:
+            yield dataclasses.replace(slot, name=".".join(steps))
 
 
 def _fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | None, str | None]:
-    """The map or window for which a tensor was made, where that is another than the model's, and what is wrong with it."""
+    """The grid of a table that must be resized, and the problem of a tensor that does not fit."""
     key, slot, rule = link.key, link.slot, link.rule
     if not jnp.issubdtype(dtype, jnp.floating):
         return None, _not_floating(key, dtype)
-    want, share = rule.save(np.empty(slot.shape, np.bool_), slot).shape, rule.cut_shape(tuple(shape))
+    want = rule.write(np.empty(slot.shape, np.bool_), slot).shape
+    share = rule.cut_shape(tuple(shape))
     fits = share == want
-    grid = rule.grid(share, slot) if rule.grid and (fits or math.prod(shape) <= _LARGEST) else None
+    grid = None
+    if rule.grid and (fits or math.prod(shape) <= _LARGEST):
+        grid = rule.grid(share, slot)
     if fits and (not rule.grid or grid == slot.own_grid):
         return None, None
     if fits and grid and not slot.grid:
         one, own = ("x".join(map(str, sides)) for sides in (grid, slot.own_grid))
-        return None, f"{key} may be of {one} or, as in this model, of {own} tokens: say which by convert_state_dict(grids={{{key!r}: ...}})"
+        return None, (
+            f"{key} may be of {one} or, as in this model, of {own} tokens: say which by "
+            f"convert_state_dict(grids={{{key!r}: ...}})"
+        )
     if grid:
         return grid, None
+    problem = f"{key} has shape {list(shape)}, "
     if slot.grid:
-        return None, f"{key} has shape {list(shape)}, which no table of {slot.grid[0]}x{slot.grid[1]} tokens has: correct grids"
+        height, width = slot.grid
+        return None, f"{problem}which no table of {height}x{width} tokens has: correct grids"
     hint = "" if rule.cut is None else " of it"
     if slot.name.startswith("head.") and len(shape) == len(want) and shape[0] != want[0]:
         hint = f": create the model with num_classes={shape[0]}"
-    return None, f"{key} has shape {list(shape)}, but {slot.name} of the model takes {list(want)}{hint}"
+    return None, f"{problem}but {slot.name} of the model takes {list(want)}{hint}"
 
 
 def _not_floating(key: str, dtype: np.dtype) -> str:
     return f"{key} has dtype {dtype}; weights are floating-point"
-
-
-def _loaded(link: Link, array: np.ndarray) -> np.ndarray:
-    slot = link.slot
-    value = link.rule.load(array, slot)
-    if slot.grid is None:
-        return value
-    # The scheme itself, as if it had been created for the tensor's map, is given the tensor and asked for the model's map.
-    scheme, layered = nnx.clone(slot.scheme), slot.layer is not None
-    (attribute,) = (key for key, variable in vars(slot.scheme).items() if variable is slot.variable)
-    own = scheme.stage.grid
-    scheme.stage = dataclasses.replace(scheme.stage, grid=slot.grid)
-    getattr(scheme, attribute).set_value(jnp.asarray(value[None] if layered else value))
-    scheme.resize(own)
-    value = np.asarray(getattr(scheme, attribute)[...])
-    return value[0] if layered else value

@@ -1,0 +1,135 @@
+"""The command line of a benchmark or an experiment, and the result that it writes.
+
+A benchmark is a function `run(keep, ...)`. Its other parameters are the command line: keyword-only
+parameters are options, the others positional arguments, and `*flags` takes what follows `--`.
+`keep(**figures)` adds machine, versions, date and settings to the figures, writes them to the file
+of `--out`, and returns the result; it is called whenever there is something worth keeping.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import pkgutil
+import platform
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rope_jax.files import write_file
+
+Result = dict[str, Any]
+Keep = Callable[..., Result]
+
+
+def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
+    """A result with machine, versions and date; `versions` of other software are added."""
+    device, backend = jax.devices()[0].device_kind, jax.default_backend()
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    versions |= {"numpy": np.__version__} | figures.pop("versions", {})
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"device": device, "platform": backend, "host": platform.platform()},
+        "versions": versions,
+        "settings": settings,
+    } | figures
+
+
+def write(result: Result, path: pathlib.Path | None) -> None:
+    """Writes a result as JSON, whole or not at all; does nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(result, indent=1, default=str) + "\n")
+
+
+def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
+    """The parser of a function's parameters after `keep`, and of --out."""
+    description = inspect.getmodule(function).__doc__
+    parser = argparse.ArgumentParser(
+        prog=command,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    helps = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_POSITIONAL or parameter.name == "out":
+            continue
+        kind = parameter.annotation
+        options: dict[str, Any] = {"help": helps.get(parameter.name, "").replace("%", "%%")}
+        if typing.get_origin(kind) is types.UnionType:  # `X | None`
+            kind = typing.get_args(kind)[0]
+        if typing.get_origin(kind) is list:
+            options["nargs"] = "*"
+            (kind,) = typing.get_args(kind)
+        if typing.get_origin(kind) is typing.Literal:
+            options["choices"] = typing.get_args(kind)
+            kind = str
+        options |= {"action": "store_true"} if kind is bool else {"type": kind}
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            required = parameter.default is parameter.empty
+            options |= {"required": True} if required else {"default": parameter.default}
+            parser.add_argument("--" + parameter.name.replace("_", "-"), **options)
+        else:
+            parser.add_argument(parameter.name, **options)
+    parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
+    return parser
+
+
+def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:
+    """Runs a benchmark with the arguments of a command line.
+
+    Args:
+        name: in the result.
+        function: the benchmark.
+        argv: its arguments.
+        command: for the help text.
+    """
+    # Other software needs room on the GPU, too. Read when jax first looks for devices.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    own, flags = list(argv), []
+    if "--" in own:
+        flags = own[own.index("--") + 1 :]
+        own = own[: own.index("--")]
+    parameters = inspect.signature(function).parameters.values()
+    parser = parser_of(function, command)
+    if flags and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        parser.error(f"unexpected arguments {' '.join(flags)}")
+    settings = vars(parser.parse_args(own))
+    out = settings.pop("out")
+    options = dict(settings)
+    positional = [options.pop(p.name) for p in list(parameters)[1:] if p.name in options
+                  and p.kind is p.POSITIONAL_OR_KEYWORD]  # fmt: skip
+    if "out" in inspect.signature(function).parameters:
+        options["out"] = out
+    function(functools.partial(_keep, name, settings, out), *positional, *flags, **options)
+
+
+def _keep(name: str, settings: dict, out: pathlib.Path | None, /, **figures: Any) -> Result:
+    result = record(name, **{"settings": settings} | figures)
+    write(result, out)
+    return result
+
+
+def main(package: types.ModuleType, argv: Sequence[str]) -> int:
+    """Runs one module of a package by name; returns the exit status."""
+    modules = pkgutil.iter_modules(package.__path__)
+    names = sorted(module.name for module in modules if not module.name.startswith("_"))
+    command = f"python -m {package.__name__}"
+    if not argv or argv[0] not in names:
+        usage = f"usage: {command} NAME [...], where NAME is one of: {', '.join(names)}"
+        print(usage, file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"{package.__name__}.{argv[0]}")
+    call(argv[0], module.run, argv[1:], f"{command} {argv[0]}")
+    return 0

@@ -1,0 +1,1 @@
+"""Tools that make the tables and pictures of the documentation from results."""

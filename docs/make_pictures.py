@@ -1,0 +1,180 @@
+"""Draws the pictures of the documentation: `python -m docs.make_pictures`, or `make tables`.
+
+Each picture shows the newest result of one part of `python -m experiments evidence` and carries its
+checksum, so that a test can tell whether it is up to date. Accuracies are means over seeds with
+their 95 % intervals. --all draws those that are up to date as well.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._runner import Result
+from docs.make_tables import ROOT, newest, read_results
+from experiments.evidence import accuracies, interval
+from rope_jax.analysis.plots import COLOURS, MARKERS
+
+FOLDER = ROOT / "docs" / "images"
+CHECKSUM = "Results"  # the name of the text in a PNG file
+_AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
+CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
+POINTS = ("none", "rpb", "axial_rope")
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """One picture.
+
+    Attributes:
+        file: its name in docs/images.
+        part: of the evidence.
+        title: also its description for those who do not see it.
+        backbone: for accuracy over resolution, one curve for each scheme of CURVES; None for the
+            accuracy of all backbones with the schemes of POINTS.
+    """
+
+    file: str
+    part: str
+    title: str
+    backbone: str | None = None
+
+
+_FASHION = "10,000 images of Fashion-MNIST: accuracy by scheme"
+_TINY = "50 classes of Tiny-ImageNet: accuracy by scheme and resolution"
+PICTURES = [
+    Picture("resolutions.png", "vit", f"A small ViT on {_FASHION} and resolution", "vit"),
+    Picture("backbones.png", "backbones", f"Small backbones on {_FASHION}"),
+    Picture("tiny_imagenet_vit.png", "tiny_imagenet", f"A small ViT on {_TINY}", "vit"),
+    Picture("tiny_imagenet_swin.png", "tiny_imagenet", f"A small Swin on {_TINY}", "swin"),
+    Picture("tiny_imagenet_nat.png", "tiny_imagenet", f"A small NAT on {_TINY}", "nat"),
+]
+
+
+def shown(picture: Picture, result: Result) -> list[str]:
+    """The schemes or backbones to draw.
+
+    Schemes need several seeds; backbones need equally many of them for all of POINTS.
+    """
+
+    def seeds(backbone: str, scheme: str) -> int:
+        return len(accuracies(result["runs"], backbone, scheme, None))
+
+    if picture.backbone:
+        return [scheme for scheme in CURVES if seeds(picture.backbone, scheme) > 1]
+    backbones = []
+    for backbone in dict.fromkeys(run["backbone"] for run in result["runs"]):
+        counts = {seeds(backbone, scheme) for scheme in POINTS}
+        if len(counts) == 1 and min(counts) > 1:
+            backbones.append(backbone)
+    return backbones
+
+
+def result_of(picture: Picture, results: Sequence[Result]) -> Result | None:
+    """The newest result of a picture's part, if there is anything to draw."""
+    result = newest(results, "evidence", part=picture.part)
+    return result if result and shown(picture, result) else None
+
+
+def over_resolutions(axes: Any, result: Result, backbone: str, schemes: Sequence[str]) -> None:
+    """Accuracy over resolution, one curve for each scheme."""
+    means = []
+    for number, scheme in enumerate(schemes):
+        runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == (backbone, scheme)]
+        trained, *_ = all_sides = [row["resolution"][0] for row in runs[0]["eval"]]
+        sides = sorted(all_sides)
+        values = [accuracies(runs, backbone, scheme, side).values() for side in sides]
+        mean, half = zip(*(interval(list(x)) for x in values), strict=True)
+        # A little aside, or intervals would hide each other.
+        aside = (number - (len(schemes) - 1) / 2) * (sides[-1] - sides[0]) / 130
+        axes.errorbar(
+            [side + aside for side in sides],
+            mean,
+            half,
+            label=scheme,
+            capsize=2,
+            elinewidth=0.8,
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=5,
+        )
+        means += mean
+    axes.set_xticks(sides)
+    axes.axvline(trained, color="0.9", linewidth=8, zorder=0)
+    # Not by the intervals, which are wide for two seeds.
+    axes.set_ylim(max(min(means) - 8, 0), min(max(means) + 8, 100))
+    axes.set_xlabel("test resolution (pixels; grey: training resolution)")
+
+
+def by_backbone(axes: Any, result: Result, backbones: Sequence[str]) -> None:
+    """Accuracy at the training resolution, a group of points for each backbone."""
+    for number, scheme in enumerate(POINTS):
+        values = [accuracies(result["runs"], name, scheme, None).values() for name in backbones]
+        mean, half = zip(*(interval(list(x)) for x in values), strict=True)
+        places = [place + 0.2 * (number - (len(POINTS) - 1) / 2) for place in range(len(backbones))]
+        style = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": "none"}
+        axes.errorbar(places, mean, half, label=scheme, capsize=3, elinewidth=1, **style)
+    axes.set_xticks(range(len(backbones)), backbones)
+
+
+def checksum(result: Result) -> str:
+    """Name and SHA-256 of a result's file."""
+    path = ROOT / result["file"]
+    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def draw(picture: Picture, result: Result, folder: pathlib.Path) -> None:
+    """Writes a picture into a folder."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if picture.backbone:
+        over_resolutions(axes, result, picture.backbone, shown(picture, result))
+    else:
+        by_backbone(axes, result, shown(picture, result))
+    axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
+    figure.suptitle(picture.title, fontsize=10)
+    axes.grid(alpha=0.3, axis="y")
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / picture.file, dpi=100, metadata={CHECKSUM: checksum(result)})
+
+
+def drawn_from(path: pathlib.Path) -> str | None:
+    """The checksum in a picture; None where there is no file."""
+    from PIL import Image
+
+    if not path.exists():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(CHECKSUM, "")
+
+
+def stale(results: Sequence[Result]) -> list[str]:
+    """Names of the pictures that are missing, of another result, or of none."""
+    found = [(picture.file, result_of(picture, results)) for picture in PICTURES]
+    expected = {file: checksum(result) for file, result in found if result}
+    names = sorted(expected.keys() | {path.name for path in FOLDER.glob("*.png")})
+    return [name for name in names if drawn_from(FOLDER / name) != expected.get(name)]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draws the pictures that are not up to date."""
+    results = read_results()
+    of = {picture.file: (picture, result_of(picture, results)) for picture in PICTURES}
+    for name in list(of) if "--all" in argv else stale(results):
+        picture, result = of.get(name, (None, None))
+        if result:
+            draw(picture, result, FOLDER)
+            print(f"drawn: {name}")
+        elif (FOLDER / name).exists():
+            print(f"no result for {name}: delete it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,342 @@
+"""Writes the tables of the documentation: `python -m docs.make_tables`, or `make tables`.
+
+The text between `<!-- table: NAME -->` and `<!-- end -->` in one of FILES is replaced by
+`TABLES[NAME]` of the newest results in benchmarks/results and experiments/results. With --check
+nothing is written, and a difference is an error.
+"""
+
+import ast
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmarks import models, rotary, startup
+from benchmarks._goals import GOALS, Goal
+from benchmarks._runner import Result
+from experiments.evidence import PARTS, accuracies, interval, judge, sides
+from experiments.evidence import claims as claims_of
+from rope_jax.positions.__main__ import markdown
+from rope_jax.text import markdown_table
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ("schemes.md", "evidence.md", "benchmarks.md", "many_devices.md")
+FILES = ("README.md", "kernels/README.md", *(f"docs/{name}" for name in DOCS))
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read_results(root: pathlib.Path | None = None) -> list[Result]:
+    """All results, the newest first; each with the path of its file as "file"."""
+    root, results = root or ROOT, []
+    for folder in ("benchmarks", "experiments"):
+        for path in sorted((root / folder / "results").glob("*.json")):
+            result = json.loads(path.read_text())
+            results.append(result | {"file": str(path.relative_to(root))})
+    return sorted(results, key=lambda result: result["date"], reverse=True)
+
+
+def newest(
+    results: Sequence[Result], benchmark: str, platform: str | None = None, **settings: str
+) -> Result | None:
+    """The newest result of a benchmark, on a platform and with settings where they are given."""
+    for result in results:
+        on_platform = platform in (None, result["machine"]["platform"])
+        matches = settings.items() <= result["settings"].items()
+        if result["benchmark"] == benchmark and on_platform and matches:
+            return result
+    return None
+
+
+def no_result(command: str) -> str:
+    """The text in the place of a table without a result."""
+    return f"No result yet: `python -m {command}`.\n"
+
+
+def origin(result: Result) -> str:
+    """Machine, versions, date and file of a result."""
+    version, date = result["versions"]["jax"], result["date"][:10]
+    return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`"
+
+
+def digits(results: Sequence[Result]) -> str:
+    """Accuracy of the digits recipe by scheme and resolution."""
+    if (result := newest(results, "digits")) is None:
+        return no_result("experiments digits")
+
+    def percent(row: dict) -> str:
+        return f"{100 * row['top1']:.1f}"
+
+    first = [run for run in result["runs"] if run["seed"] == 0]
+    sizes = ["{}x{} px".format(*row["resolution"]) for row in first[0]["eval"]]
+    rows = [[f"`{run['position']}`", *map(percent, run["eval"])] for run in first]
+    again = "".join(
+        f"; `{run['position']}` with seed {run['seed']}: {percent(run['eval'][0])}"
+        for run in result["runs"]
+        if run["seed"] != 0
+    )
+    count, cores = first[0]["eval"][0]["count"], result["cores"]
+    return (
+        f"{markdown_table(['position', *sizes], rows)}\n"
+        f"Top-1 accuracy (%) on {count} held-out digits; trained at {sizes[0]}, seed 0{again}.\n"
+        f"{cores} CPU cores, {origin(result).partition(', ')[2]}.\n"
+    )
+
+
+def rotary_table(results: Sequence[Result]) -> str:
+    """The rotary kernels compared with XLA on a GPU."""
+    if (result := newest(results, "rotary", "gpu")) is None:
+        return no_result("benchmarks rotary")
+    limits = result["limits"]
+    launches = f"A launch takes {limits['launch_us']:.2f} us, an empty kernel "
+    launches += f"{limits['kernel_launch_us']:.2f} us, a copy moves "
+    table = markdown_table(rotary.RATIO_HEADER, rotary.ratio_rows(result))
+    return f"{table}\n{launches}{limits['copy_gb_per_s']:,.0f} GB/s. {origin(result)}.\n"
+
+
+def evidence(results: Sequence[Result]) -> str:
+    """Accuracies by backbone, scheme and resolution, and the papers' claims, of all parts."""
+    texts = []
+    for name, part in PARTS.items():
+        if (result := newest(results, "evidence", part=name)) is None:
+            texts.append(f"Part `{name}`. {no_result(f'experiments evidence {name}')}")
+            continue
+        about = (
+            f"Part `{name}`, {part.about}. Top-1 accuracy (%), mean and 95 % interval over seeds."
+        )
+        if flags := result["settings"]["flags"]:
+            about += f" Flags of all runs: `{' '.join(flags)}`."
+        if not result["complete"]:
+            about += " Not all runs are finished."
+        about += f" {origin(result)}.\n"
+        texts.append("\n".join([about, accuracy_table(result), claims_table(name, result)]))
+    return "\n".join(texts)
+
+
+def accuracy_table(result: Result) -> str:
+    """Accuracy of every model of a part, at the training resolution and at others."""
+    rows = []
+    for model in PARTS[result["settings"]["part"]].models:
+        runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == model]
+        if not runs:
+            continue
+        cells = []
+        trained, *others = (row["resolution"][0] for row in runs[0]["eval"])
+        for side in (None, *others):
+            mean, half = interval(list(accuracies(runs, *model, side).values()))
+            cells.append(f"{mean:.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}"))
+        elsewhere = ", ".join(f"{x}: {cell}" for x, cell in zip(others, cells[1:], strict=True))
+        backbone, position = model
+        names = [f"`{backbone}`", f"`{position or 'its own'}`", str(len(runs))]
+        rows.append([*names, f"{cells[0]} ({trained} px)", elsewhere])
+    header = ["backbone", "position", "seeds", "at the training resolution", "at other sides, px"]
+    return markdown_table(header, rows)
+
+
+def claims_table(part: str, result: Result) -> str:
+    """The outcome of the papers' claims, one row for each with all its resolutions."""
+
+    def comparison(claim) -> tuple:
+        return claim.source, claim.better, claim.worse, claim.equal
+
+    rows, verdicts = [], collections.Counter()
+    for (source, *_), group in itertools.groupby(claims_of(part), comparison):
+        judged = [(claim, found) for claim in group if (found := judge(claim, result["runs"]))]
+        if judged:
+            cells = []
+            for claim, found in judged:
+                side = f"{claim.resolution} px: " if claim.resolution else "as trained: "
+                cells.append(f"{side if len(judged) > 1 or claim.resolution else ''}{found}")
+                verdicts[found.verdict] += 1
+            what = sides(dataclasses.replace(judged[0][0], resolution=None))
+            rows.append([what, source, "<br>".join(cells)])
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    table = markdown_table(["claim", "source", "difference in points, and verdict"], rows)
+    return f"{table}\nOf {verdicts.total()} comparisons: {counts}.\n" if rows else table
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB."""
+    return f"{count / 2**30:.1f}"
+
+
+def memory(results: Sequence[Result]) -> str:
+    """Memory of training steps, the largest batch, and the effect of the attention kernels."""
+    if (result := newest(results, "memory")) is None:
+        return no_result("benchmarks memory")
+    names = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+    rows = []
+    for row in result["rows"]:
+        counts = row["collectives"]
+        collectives = ", ".join(f"{counts[name]} {name}" for name in names if name in counts)
+        most = max(row["rest_bytes"], key=int)
+        cells = [row["model"], str(row["gpus"]), str(row["fsdp"]), gib(row["state_bytes"])]
+        cells += [gib(row["rest_bytes"][most]), str(row["largest_batch"]), collectives]
+        rows.append(cells)
+    header = ["model", "GPUs", "fsdp", "state, GiB", f"the rest at {most} images per GPU, GiB"]
+    text = markdown_table([*header, "largest batch per GPU", "collectives"], rows)
+    rows = []
+    for row in result["against_xla"]:
+        both = (row["kernels_bytes"], row["xla_bytes"])
+        rows.append([row["model"], *map(gib, both), f"{both[1] / both[0]:.2f}"])
+    batch = result["against_xla"][0]["batch"]
+    header = ["model", "with the attention kernels, GiB", "with XLA's attention, GiB", "ratio"]
+    text += f"\nThe rest at {batch} images per GPU, by implementation of attention:\n\n"
+    text += markdown_table(header, rows)
+    text += f"\nAttention alone, one layer at {batch} images, forward and backward, "
+    text += f"kernels / XLA:\n\n{attention_memory(result['attention'])}"
+    return f"{text}\nPlanned by XLA for {origin(result)}.\n"
+
+
+def attention_memory(layers: Sequence[dict]) -> str:
+    """Memory of the attention layers of each model, with the kernels / with XLA."""
+    rows = []
+
+    def cells(saved: Sequence[float]) -> list[str]:
+        kernels, xla = (x / 2**20 for x in saved)
+        return [f"{kernels:,.0f} / {xla:,.0f}", f"{xla / kernels:.1f}"]
+
+    for model, of_model in itertools.groupby(layers, lambda x: x["model"]):
+        total, saved = 0, [0, 0]
+        for x in of_model:
+            both = [x["kernels"]["saved"], x["xla"]["saved"]]
+            temporary, _ = cells([x["kernels"]["temporary"], x["xla"]["temporary"]])
+            about = [model, str(x["layers"]), "x".join(map(str, x["places"])), f"`{x['pattern']}`"]
+            rows.append([*about, *cells(both), temporary])
+            total += x["layers"]
+            saved = [s + x["layers"] * y for s, y in zip(saved, both, strict=True)]
+        rows.append([model, str(total), "all", "", *cells(saved), ""])
+    header = ["model", "layers", "map", "attention", "saved for the backward pass, MiB", "ratio"]
+    return markdown_table([*header, "temporary, MiB"], rows)
+
+
+def goals(results: Sequence[Result]) -> str:
+    """The goals, and the newest measurement of each."""
+    rows = []
+    for goal in GOALS:
+        cells = [goal.name, goal.what, goal.floor, goal.goal, goal.moonshot, goal.limit]
+        result = next((x for x in results if goal.name in x.get("goals", {})), None)
+        where = ["-", ""] if result is None else [reached(goal, result), origin(result)]
+        rows.append([*cells, *where])
+    header = ["", "ratio", "floor", "goal", "moonshot", "limit", "measured", "on"]
+    return markdown_table(header, rows)
+
+
+def reached(goal: Goal, result: Result) -> str:
+    """The value of a goal in a result, with its spread."""
+    found, spread = result["goals"][goal.name], ""
+    if "each" in found:  # of a few models, which may have floors of their own
+        each = (f"{of}: {value:.2f}" for of, value in found["each"].items())
+        spread = f" ({'; '.join(each)})"
+    elif "count" in found:
+        spread = f" ({found['least']:.2f} to {found['most']:.2f}, {found['count']} sizes)"
+    elif "slower_percent" in found:
+        spread = f" (steps {found['slower_percent']:+.1f} %)"
+    return f"**{found['value']:.2f}**{spread}"
+
+
+def model_tables(results: Sequence[Result]) -> str:
+    """Images per second of whole models."""
+    return _newest_tables(results, "models", models.table, "programs", "table")
+
+
+def startup_tables(results: Sequence[Result]) -> str:
+    """Seconds to compile and to the first step."""
+    return _newest_tables(results, "startup", startup.table)
+
+
+def _newest_tables(
+    results: Sequence[Result], benchmark: str, table: Callable[[Result], str], *names: str
+) -> str:
+    """The tables of the newest results for each platform (GPUs first) and value of settings."""
+    found: dict[str, Result] = {}
+    for result in results:
+        if result["benchmark"] == benchmark:
+            settings = [result["settings"][name] for name in names]
+            found.setdefault(str([result["machine"]["platform"], *settings]), result)
+    on_gpu_first = sorted(found.values(), key=lambda x: x["machine"]["platform"] != "gpu")
+    texts = [f"{table(result).rstrip()}\n\n{origin(result)}.\n" for result in on_gpu_first]
+    return "\n".join(texts) or no_result(f"benchmarks {benchmark}")
+
+
+def data(results: Sequence[Result]) -> str:
+    """Images per second of the loader."""
+    if (result := newest(results, "data")) is None:
+        return no_result("benchmarks data")
+    about, size = result["photographs"], result["settings"]["size"][0]
+    rows = []
+    for row in result["rows"]:
+        speed = f"{row['images_per_cpu_second']:,.0f}"
+        rows.append([row["way"], speed, f"{row['of_pillow']:.2f}"])
+    pixels = f"{about['mean_pixels'] / 1000:.0f} thousand pixels on average, to {size} px"
+    table = markdown_table(["way", "images/s and core", "of Pillow's decoding"], rows)
+    return f"{table}\n{about['images']} photographs of {pixels}. {origin(result)}.\n"
+
+
+def commands(results: Sequence[Result]) -> str:
+    """The benchmarks and experiments, by the first sentence of their docstrings."""
+    del results
+    rows = []
+    for folder in ("benchmarks", "experiments"):
+        for path in sorted((ROOT / folder).glob("[!_]*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text()))
+            sentence = text.split("\n\n")[0].replace("\n", " ")
+            rows.append([f"`python -m {folder} {path.stem}`", sentence])
+    return markdown_table(["command", "measures"], rows)
+
+
+def schemes(results: Sequence[Result]) -> str:
+    """The positional schemes."""
+    del results
+    return markdown()
+
+
+TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
+    "digits": digits,
+    "schemes": schemes,
+    "rotary": rotary_table,
+    "data": data,
+    "evidence": evidence,
+    "models": model_tables,
+    "startup": startup_tables,
+    "memory": memory,
+    "goals": goals,
+    "commands": commands,
+}
+
+
+def fill(text: str, results: Sequence[Result]) -> str:
+    """The text with every marked table made anew.
+
+    Raises:
+        ValueError: a table has a name that TABLES does not have.
+    """
+
+    def made(block: re.Match) -> str:
+        if block[2] not in TABLES:
+            raise ValueError(f"table {block[2]!r} is unknown; use one of {list(TABLES)}")
+        return f"{block[1]}{TABLES[block[2]](results)}{block[3]}"
+
+    return BLOCK.sub(made, text)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the tables; with --check, fails where a file differs from the results."""
+    results, stale = read_results(ROOT), []
+    for path in (ROOT / name for name in FILES):
+        text = path.read_text()
+        if (new := fill(text, results)) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in argv:
+                path.write_text(new)
+    if "--check" in argv and stale:
+        sys.exit("not up to date (make tables): " + ", ".join(stale))
+    print("written: " + ", ".join(stale) if stale else "all tables are up to date")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

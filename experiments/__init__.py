@@ -1,0 +1,1 @@
+"""Experiments behind the figures of the documentation: `python -m experiments NAME`."""

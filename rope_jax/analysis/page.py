@@ -1,0 +1,108 @@
+"""A page of text, tables and pictures, in HTML and in Markdown.
+
+The HTML needs no other file: pictures are inside. Markdown links to them, beside the page.
+"""
+
+import base64
+import dataclasses
+import html
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from rope_jax.text import markdown_table
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
+  max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+img { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
+figcaption { color: #555; font-size: 0.9rem; }
+.table { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
+th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: left;
+  white-space: nowrap; }
+td:last-child { white-space: normal; min-width: 16rem; }
+"""
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+    def html(self) -> str:
+        return f"<p>{html.escape(self.text)}</p>"
+
+    def markdown(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A header and rows of cells."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def html(self) -> str:
+        head, body = _row_html(self.header, "th"), [_row_html(row, "td") for row in self.rows]
+        lines = [f"<thead>{head}</thead>", "<tbody>", *body, "</tbody>"]
+        return "\n".join(['<div class="table"><table>', *lines, "</table></div>"])
+
+    def markdown(self) -> str:
+        rows = [[cell.replace("|", "/") for cell in row] for row in self.rows]
+        return markdown_table(self.header, rows).rstrip()
+
+
+def _row_html(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A PNG file with its caption."""
+
+    path: pathlib.Path
+    caption: str
+
+    def html(self) -> str:
+        data = base64.b64encode(self.path.read_bytes()).decode()
+        caption = html.escape(self.caption, quote=True)
+        image = f'<img src="data:image/png;base64,{data}" alt="{caption}">'
+        return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+
+    def markdown(self) -> str:
+        return f"![{self.caption}]({self.path.name})"
+
+
+Block = Text | Table | Picture
+
+
+def to_html(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
+    """Renders one self-contained page; sections are heading -> blocks."""
+    lines = []
+    for heading, blocks in sections.items():
+        lines += [f"<h2>{html.escape(heading)}</h2>", *(block.html() for block in blocks)]
+    return _PAGE.format(title=html.escape(title), style=_STYLE, body="\n".join(lines))
+
+
+def to_markdown(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
+    """Renders a page in Markdown; sections are heading -> blocks."""
+    lines = [f"# {title}"]
+    for heading, blocks in sections.items():
+        lines += [f"## {heading}", *(block.markdown() for block in blocks)]
+    return "\n\n".join(lines) + "\n"

@@ -1,0 +1,119 @@
+"""Flags, compilation cache, one-line errors and exit statuses of `python -m rope_jax.main`."""
+
+import contextlib
+import os
+import pathlib
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+
+import jax
+from absl import flags, logging
+
+from rope_jax.config import ConfigError
+from rope_jax.files import SaveFailed, cache_folder
+from rope_jax.text import assignments
+from rope_jax.training.report import NonFinite
+from rope_jax.training.signals import Interrupted
+
+_REQUIRED = {"config": "configs/digits.py", "workdir": "runs/digits"}
+
+
+def parse_flags(arguments: list[str]) -> list[str]:
+    """Parses absl's flags; every mistake ends in one line and status 2."""
+    try:
+        rest = flags.FLAGS(arguments)
+        if len(rest) > 1:
+            raise ConfigError(
+                f"unexpected argument {rest[1]!r}; settings are written --config.key=value"
+            )
+        for name, example in _REQUIRED.items():
+            if flags.FLAGS[name].value is None:
+                raise ConfigError(f"--{name} is missing, for example --{name}={example}")
+        flags.FLAGS.config.keys()  # a recipe that fails to load raises only when it is used
+        if flags.FLAGS["verbosity"].using_default_value:
+            flags.FLAGS.verbosity = logging.WARNING  # at INFO orbax logs every file
+        return rest
+    except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
+        words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
+        _stop(2, f"there is no such setting: {words}")
+    except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
+        _stop(2, str(error))
+
+
+def keep_compiled() -> None:
+    """Enables jax's persistent compilation cache, in `xla` of the cache folder.
+
+    The environment variables of jax take precedence: JAX_COMPILATION_CACHE_DIR sets another folder,
+    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Without a writable folder there is no
+    cache.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        folder = cache_folder() / "xla"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+@contextlib.contextmanager
+def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
+    """Turns exceptions into one line and the exit statuses that `rope_jax.main` documents.
+
+    Args:
+        workdir: of the run.
+        distributed: whether this is one of several processes, which must be notified of its end.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        _stop(2, str(error), at_once=distributed)
+    except (NonFinite, SaveFailed) as error:
+        _stop(1, str(error), at_once=distributed)
+    except Interrupted as error:
+        if not error.saved:
+            status = 128 + signal.Signals[str(error)]
+            message = f"stopped by {error} before there was anything to save"
+            _stop(status, message, at_once=distributed)
+        print(f"stopped by {error}; saved in {workdir}: run the same command to go on")
+    except KeyboardInterrupt:  # before the run handles signals
+        _stop(130, "stopped before anything had begun", at_once=distributed)
+    except Exception:
+        traceback.print_exc()
+        _exit(1, at_once=distributed)
+
+
+def _stop(status: int, message: str, *, at_once: bool = False) -> None:
+    print(f"rope_jax: {' '.join(message.split())}", file=sys.stderr)
+    _exit(status, at_once=at_once)
+
+
+def _exit(status: int, *, at_once: bool) -> None:
+    if at_once:  # a normal exit would wait for the other processes
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def next_command(position: str | None, workdir: pathlib.Path) -> str:
+    """This command with another scheme, in a folder beside this one."""
+    other = "rope_mixed" if position != "rope_mixed" else "none"
+    dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
+    kept = [_with_position(word, other) for word in sys.argv[1:] if not word.startswith(dropped)]
+    inside = sys.executable.startswith(os.getcwd())
+    python = os.path.relpath(sys.executable) if inside else "python"
+    words = [*kept, f"--workdir={workdir}_{other}"]
+    return f"{python} -m rope_jax.main {shlex.join(words)}"
+
+
+def _with_position(word: str, position: str) -> str:
+    """`--config=RECIPE:position=...` with another position; any other word as it is."""
+    if not word.startswith("--config="):
+        return word
+    recipe, _, given = word.partition(":")
+    arguments = assignments(given, "recipe argument") | {"position": position}
+    return f"{recipe}:{','.join(f'{key}={value}' for key, value in arguments.items())}"

@@ -1,0 +1,41 @@
+"""The settings of a run: the defaults of the recipes in `configs/`, and all checks."""
+
+from rope_jax.config.resolve import (
+    ConfigError,
+    blame,
+    default,
+    differences,
+    from_json,
+    model_overrides,
+    recipe_arguments,
+    resolve,
+    settings,
+    settings_table,
+    to_json,
+)
+from rope_jax.config.settings import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Config,
+    OptimConfig,
+    Size,
+)
+
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "Config",
+    "ConfigError",
+    "OptimConfig",
+    "Size",
+    "blame",
+    "default",
+    "differences",
+    "from_json",
+    "model_overrides",
+    "recipe_arguments",
+    "resolve",
+    "settings",
+    "settings_table",
+    "to_json",
+]

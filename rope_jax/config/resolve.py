@@ -1,0 +1,313 @@
+"""Conversion of a recipe's ConfigDict, or of an earlier run's JSON, to a valid `Config`, and back.
+
+Recipes in `configs/` start from `default()`, a ConfigDict of all settings with locked keys, so
+that `--config.section.key=value` works for each and a misspelt key is an error.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_collections
+
+from rope_jax.config.settings import Config, Rule, Size
+from rope_jax.text import assignments, closest, format_table, literal
+
+
+class ConfigError(Exception):
+    """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
+
+
+@contextlib.contextmanager
+def blame(flag: str) -> Iterator[None]:
+    """Turns a ValueError or OSError into a ConfigError that names the flag to change."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{error} [{flag}]") from error
+
+
+def default() -> ml_collections.ConfigDict:
+    """All settings with their defaults; keys are locked.
+
+    >>> config = default()
+    >>> config.optim.learning_rate
+    0.001
+    """
+    return _to_dict(Config).lock()
+
+
+def _to_dict(cls: type) -> ml_collections.ConfigDict:
+    values = {}
+    for field in dataclasses.fields(cls):
+        kind, _ = _split_optional(field.type)
+        if dataclasses.is_dataclass(kind):
+            values[field.name] = _to_dict(kind)
+        elif field.default is None:
+            plain = kind if kind in (int, float, str) else object
+            values[field.name] = ml_collections.config_dict.placeholder(plain)
+        else:
+            values[field.name] = field.default
+    return ml_collections.ConfigDict(values)
+
+
+def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.ConfigDict:
+    """Parses the arguments after the colon of `--config=configs/NAME.py:key=value,...`.
+
+    >>> recipe_arguments("position=axial_rope(k_rope=4),epochs=3", position="none", epochs=1.0)
+    epochs: 3.0
+    position: axial_rope(k_rope=4)
+    <BLANKLINE>
+
+    Args:
+        text: comma-separated key=value; commas inside parentheses belong to the value.
+        **defaults: the recipe's arguments; a value must have its default's type (text for None).
+
+    Raises:
+        ConfigError: an unknown argument, or a value of another type.
+    """
+    arguments = ml_collections.ConfigDict(defaults)
+    for key, value in _assignments(text or "", "recipe argument").items():
+        if key not in defaults:
+            raise ConfigError(f"the recipe has no argument {key!r}; {closest(key, defaults)}")
+        if defaults[key] is not None and not isinstance(defaults[key], str):
+            kind = type(defaults[key])
+            found = literal(value)
+            if type(found) is not kind and not (kind is float and type(found) is int):
+                raise ConfigError(f"recipe argument {key}={value} must be of type {kind.__name__}")
+            value = kind(found)
+        with arguments.ignore_type():
+            arguments[key] = value
+    return arguments
+
+
+def model_overrides(options: str) -> dict[str, Any]:
+    """Parses `model.options` into overrides of `create_model`.
+
+    >>> model_overrides("depth=6,attention=global")
+    {'depth': 6, 'attention': 'global'}
+    """
+    found = _assignments(options, "--config.model.options:")
+    return {key: literal(value) for key, value in found.items()}
+
+
+def _assignments(text: str, what: str) -> dict[str, str]:
+    try:
+        return assignments(text, what)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def resolve(raw: ml_collections.ConfigDict | dict) -> Config:
+    """Checks every setting and returns the frozen Config.
+
+    >>> resolve({"optim": {"learning_rate": 3e-3}}).optim.learning_rate
+    0.003
+
+    Args:
+        raw: a recipe's ConfigDict, or the dict of `config.json`; missing settings have defaults.
+
+    Raises:
+        ConfigError: an unknown key, or a value of another type or out of range; the message names
+            the flag.
+    """
+    raw = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else raw
+    config = _resolve_section(Config, raw, "")
+    _check_combinations(config)
+    return config
+
+
+def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for key, value in raw.items():
+        if key not in fields:
+            raise ConfigError(f"--config.{prefix}{key} is not a setting; {closest(key, fields)}")
+        kind, optional = _split_optional(fields[key].type)
+        if dataclasses.is_dataclass(kind):
+            values[key] = _resolve_section(kind, value, f"{key}.")
+        elif value is None and optional:
+            values[key] = None
+        else:
+            values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
+    return cls(**values)
+
+
+def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
+    """The value converted to its type, within the bounds of its rule."""
+    rule: Rule = field.metadata["rule"]
+    try:
+        value = _convert(value, kind)
+    except TypeError:
+        raise ConfigError(
+            f"{flag}={value!r} is not of the right kind; it must be {_describe(kind)}"
+        ) from None
+    numbers = [
+        v for v in (value if isinstance(value, tuple) else (value,)) if type(v) in (int, float)
+    ]
+    if not all(math.isfinite(number) for number in numbers if type(number) is float):
+        raise ConfigError(f"{flag}={value!r} is out of range; it must be finite")
+    if not all(_within(number, rule) for number in numbers):
+        hint = f": {rule.hint}" if rule.hint else ""
+        raise ConfigError(f"{flag}={value!r} is out of range; it must be {_bounds(rule)}{hint}")
+    if rule.words and value not in rule.words:
+        raise ConfigError(f"{flag}={value} is not one of {', '.join(rule.words)}")
+    return value
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """Converts lists to tuples and whole numbers to floats; TypeError for any other type."""
+    if kind == Size:
+        sides = (value,) if type(value) is int else _convert(value, tuple[int, int])
+        if min(sides) < 1:
+            raise TypeError
+        return value if type(value) is int else sides
+    if typing.get_origin(kind) is tuple:
+        element, *rest = typing.get_args(kind)
+        any_length = rest == [...]
+        if not isinstance(value, tuple | list) or not (any_length or len(value) == 1 + len(rest)):
+            raise TypeError
+        return tuple(_convert(v, element) for v in value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def _within(number: int | float, rule: Rule) -> bool:
+    return not (
+        (rule.low is not None and number < rule.low)
+        or (rule.high is not None and number > rule.high)
+        or (rule.above is not None and number <= rule.above)
+        or (rule.below is not None and number >= rule.below)
+    )
+
+
+def _bounds(rule: Rule) -> str:
+    bounds = {
+        "at least": rule.low,
+        "above": rule.above,
+        "at most": rule.high,
+        "below": rule.below,
+    }
+    return " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+
+
+def _check_combinations(config: Config) -> None:
+    """Rejects incompatible settings."""
+    optim = config.optim
+    several = f"--config.seeds={config.seeds}"
+    if optim.min_learning_rate > optim.learning_rate:
+        raise ConfigError(
+            f"--config.optim.min_learning_rate={optim.min_learning_rate} is above "
+            f"--config.optim.learning_rate={optim.learning_rate}: lower the first or raise the "
+            "second"
+        )
+    if optim.cooldown_epochs >= config.epochs:
+        raise ConfigError(
+            f"--config.optim.cooldown_epochs={optim.cooldown_epochs} are not less than "
+            f"--config.epochs={config.epochs}, of which they are the last: lower the first or "
+            "raise the second"
+        )
+    if config.loss == "binary" and config.label_smoothing:
+        raise ConfigError(
+            f"--config.label_smoothing={config.label_smoothing} does not go with "
+            "--config.loss=binary, whose targets are 0 or 1: set the smoothing to 0, or use "
+            "--config.loss=softmax"
+        )
+    if config.seeds > 1 and not config.data.on_device:
+        raise ConfigError(
+            f"{several} needs the images on the device: add --config.data.on_device=True, or use "
+            "--config.seeds=1"
+        )
+    if config.seeds > 1 and config.mesh.fsdp > 1:
+        raise ConfigError(
+            f"{several} does not go with --config.mesh.fsdp={config.mesh.fsdp}: set one to 1"
+        )
+    if config.seed + config.seeds > 2**32:
+        raise ConfigError(
+            f"{several} from --config.seed={config.seed} on reach beyond 2**32 - 1: use a "
+            "smaller seed"
+        )
+
+
+def _split_optional(annotation: Any) -> tuple[Any, bool]:
+    """The type without None, and whether None is allowed."""
+    if not isinstance(annotation, types.UnionType):
+        return annotation, False
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    kind = kinds[0]
+    for other in kinds[1:]:
+        kind |= other
+    return kind, len(kinds) < len(typing.get_args(annotation))
+
+
+def _describe(kind: Any) -> str:
+    if kind == Size:
+        return "a number of pixels or a pair (height, width)"
+    if typing.get_origin(kind) is tuple:
+        element, *rest = typing.get_args(kind)
+        return "a tuple of sizes in pixels" if element == Size else f"{1 + len(rest)} numbers"
+    return {int: "a whole number", float: "a number", str: "text", bool: "True or False"}[kind]
+
+
+def settings() -> dict[str, dataclasses.Field]:
+    """Every setting by name, those of sections as "section.field"."""
+    found = {}
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(field.type):
+            found |= {f"{field.name}.{f.name}": f for f in dataclasses.fields(field.type)}
+        else:
+            found[field.name] = field
+    return found
+
+
+def settings_table() -> str:
+    """Every setting with its default, allowed values and meaning, for a terminal."""
+    rows = []
+    for name, field in settings().items():
+        rule: Rule = field.metadata["rule"]
+        allowed = ", ".join(rule.words) or _bounds(rule)
+        resume = "yes" if rule.resumable else ""
+        rows.append((name, str(field.default), allowed, resume, rule.help))
+    return format_table(("--config.", "default", "allowed", "resumable", "meaning"), rows)
+
+
+def to_json(config: Config) -> str:
+    """The config as stored in `config.json` and with each checkpoint."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json(text: str) -> Config:
+    """The inverse of `to_json`."""
+    return resolve(json.loads(text))
+
+
+def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:
+    """The settings that differ and that a resumed run may not change.
+
+    Args:
+        stored: config of the run so far.
+        wanted: config to resume with.
+        allowed: settings that may differ nevertheless.
+
+    Returns:
+        One line for each: "model.position: 'ape' -> 'rope2d'".
+    """
+    lines = []
+    for name, field in settings().items():
+        before, after = _value(stored, name), _value(wanted, name)
+        if before != after and not field.metadata["rule"].resumable and name not in allowed:
+            lines.append(f"{name}: {before!r} -> {after!r}")
+    return lines
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)

@@ -1,0 +1,276 @@
+"""The settings of a run, each declared once with its type, default, meaning and allowed values.
+
+`python -m rope_jax.config` prints them. To add one, add its line here.
+"""
+
+import dataclasses
+from typing import Any
+
+Size = int | tuple[int, int]  # pixels: a side, or (height, width)
+
+# Mean and standard deviation of ImageNet's training images, per channel, of values in [0, 1].
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Properties of a setting other than its type and default.
+
+    Attributes:
+        help: its meaning.
+        low, high: inclusive bounds; for a tuple, of each number.
+        above, below: exclusive bounds.
+        words: the allowed words, if any.
+        hint: added to the error for a value out of range.
+        resumable: whether a resumed run may change it. Such settings do not affect the results of a
+            run; changing any other needs --resume_override.
+    """
+
+    help: str
+    low: int | float | None = None
+    high: int | float | None = None
+    above: int | float | None = None
+    below: int | float | None = None
+    words: tuple[str, ...] = ()
+    hint: str = ""
+    resumable: bool = False
+
+
+def _setting(default: Any, help: str, **rule: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"rule": Rule(help, **rule)})
+
+
+def _section(cls: type) -> Any:
+    return dataclasses.field(default=cls())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The model."""
+
+    name: str = _setting("vit_digits", "one of rope_jax.list_models()")
+    position: str | None = _setting(
+        None, "positional scheme, as in rope_jax.positions; None for the model's default"
+    )
+    num_classes: int | None = _setting(None, "outputs of the head; None for the data's", low=1)
+    options: str = _setting("", "overrides of the model's options: depth=6,drop_path=0.1")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The images."""
+
+    source: str = _setting(
+        "digits", "digits, npz, idx, folder, tfds, packed or imagenet, see rope_jax.data.load"
+    )
+    path: str | None = _setting(
+        None, "file or folder of the source; none for digits", resumable=True
+    )
+    image_size: Size | None = _setting(
+        None, "training resolution in pixels, int or (height, width); None for the images' own"
+    )
+    mean: tuple[float, float, float] = _setting(
+        (0.5, 0.5, 0.5),
+        "mean per channel for normalisation, of values in [0, 1]",
+        low=0,
+        high=1,
+        hint="divide means of 0 to 255 by 255",
+    )
+    std: tuple[float, float, float] = _setting(
+        (0.5, 0.5, 0.5), "standard deviation per channel for normalisation", above=0
+    )
+    augment: str = _setting(
+        "none",
+        "augmentations in the order of application, those of the loader first: "
+        "resized_crop+flip+rand_augment(m=9)+erase(p=0.25), see rope_jax.data.images",
+    )
+    repeats: int = _setting(
+        1,
+        "copies of each image in a row, each augmented anew (repeated augmentation); an epoch "
+        "keeps its number of steps",
+        low=1,
+    )
+    bad_images: str = _setting(
+        "error",
+        "images that cannot be decoded: stop with an error, or skip and replace up to 1 in 1,000",
+        words=("error", "skip"),
+        resumable=True,
+    )
+    workers: int = _setting(
+        0,
+        "processes that decode images (needs the extra `data`); 0 for none beside the main one",
+        low=0,
+        resumable=True,
+    )
+    on_device: bool = _setting(
+        False, "keep the whole set on the device; for small sets", resumable=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MixConfig:
+    """Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), with one draw per batch."""
+
+    mixup: float = _setting(0.0, "alpha of mixup's Beta(alpha, alpha); 0 for none", low=0)
+    cutmix: float = _setting(0.0, "alpha of CutMix's Beta(alpha, alpha); 0 for none", low=0)
+    prob: float = _setting(1.0, "probability that a batch is mixed", low=0, high=1)
+    switch_prob: float = _setting(
+        0.5, "probability of CutMix rather than mixup, where both are on", low=0, high=1
+    )
+    off_epoch: float | None = _setting(None, "epoch after which nothing is mixed", low=0)
+    before_erasing: bool = _setting(
+        False, "mix before random erasing (timm's loaders) or after it (DeiT, Swin)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning rate, see `rope_jax.training.optim`."""
+
+    name: str = _setting("adamw", "optimizer; LAMB as in DeiT-III", words=("adamw", "lamb", "sgd"))
+    learning_rate: float = _setting(1e-3, "peak learning rate", low=0)
+    min_learning_rate: float = _setting(1e-5, "learning rate at the end", low=0)
+    schedule: str = _setting(
+        "cosine", "learning rate after the warmup", words=("cosine", "constant")
+    )
+    schedule_step: str = _setting(
+        "iteration",
+        "when the rate changes: each iteration; each epoch; or each epoch, counted from the "
+        "second on (late_epoch: the first two share a rate, as in DeiT and DeiT-III)",
+        words=("iteration", "epoch", "late_epoch"),
+    )
+    warmup_epochs: float = _setting(
+        5.0, "linear warmup; in a shorter run it ends with the last step or epoch", low=0
+    )
+    warmup_learning_rate: float = _setting(0.0, "learning rate at the start of the warmup", low=0)
+    warmup_prefix: bool = _setting(
+        True, "start the cosine after the warmup (Swin), or at step 0 (timm's default)"
+    )
+    cooldown_epochs: float = _setting(0.0, "the last of `epochs`, at `min_learning_rate`", low=0)
+    weight_decay: float = _setting(
+        0.05, "of matrices; not of biases, norms, and what a scheme exempts", low=0
+    )
+    layer_decay: float = _setting(
+        1.0, "factor on the learning rate from each block to the one below", above=0, high=1
+    )
+    b1: float = _setting(0.9, "decay of the first moment (AdamW, LAMB)", low=0, below=1)
+    b2: float = _setting(0.999, "decay of the second moment (AdamW, LAMB)", low=0, below=1)
+    eps: float = _setting(1e-8, "added to the denominator (AdamW, LAMB)", low=0)
+    momentum: float = _setting(0.9, "momentum of SGD", low=0, below=1)
+    nesterov: bool = _setting(False, "Nesterov momentum of SGD")
+    clip_norm: float | None = _setting(
+        1.0, "maximum of the global gradient norm", above=0, hint="use None for no clipping"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation after training."""
+
+    resolutions: tuple[Size, ...] = _setting(
+        (), "pixels, int or (height, width), after the training resolution", resumable=True
+    )
+    batch_size: int = _setting(
+        256, "images per step on all devices together", low=1, resumable=True
+    )
+    ema: bool = _setting(
+        True, "evaluate the moving average of the weights, where there is one", resumable=True
+    )
+    frame: str = _setting(
+        "centre",
+        "crop of images that are read one at a time: centre(crop=0.875,interpolation=bicubic), "
+        "with the share of the resized image that is kept, or stretch(interpolation=bilinear)",
+        resumable=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Layout on the devices, see `rope_jax.sharding`. Batches are sharded over all of them."""
+
+    fsdp: int = _setting(
+        1,
+        "devices over which each parameter and its optimizer state is divided; 1 for a copy on "
+        "every device",
+        low=1,
+        resumable=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    model: ModelConfig = _section(ModelConfig)
+    data: DataConfig = _section(DataConfig)
+    mix: MixConfig = _section(MixConfig)
+    optim: OptimConfig = _section(OptimConfig)
+    eval: EvalConfig = _section(EvalConfig)
+    mesh: MeshConfig = _section(MeshConfig)
+    seed: int = _setting(
+        0,
+        "random seed of initial weights, data order, augmentation and drop path",
+        low=0,
+        below=2**32,
+    )
+    seeds: int = _setting(
+        1,
+        "models trained at once, with the seeds seed, seed + 1, ...; each as if trained alone, up "
+        "to rounding; needs data.on_device, see rope_jax.seeds",
+        low=1,
+    )
+    epochs: float = _setting(
+        1.0,
+        "passes over the training images",
+        above=0,
+        hint="to evaluate a trained run, use --mode=evaluate",
+    )
+    batch_size: int = _setting(128, "images per step on all devices together", low=1)
+    accumulate: int = _setting(
+        1, "parts of a batch that are computed one after the other, to save memory", low=1
+    )
+    dtype: str = _setting(
+        "float32", "dtype of activations; parameters are float32", words=("float32", "bfloat16")
+    )
+    loss: str = _setting(
+        "softmax",
+        "cross entropy of the softmax, or of each class (binary), see rope_jax.tasks",
+        words=("softmax", "binary"),
+    )
+    label_smoothing: float = _setting(0.0, "label smoothing of the targets", low=0, below=1)
+    ema_decay: float | None = _setting(
+        None, "decay per step of the moving average of the weights; None for none", low=0, below=1
+    )
+    init_from: str | None = _setting(
+        None,
+        "workdir of a run, or .npz file of weights, to start from; position tables are resized, "
+        "a head for other classes stays new",
+    )
+    log_every: int = _setting(50, "steps between lines of metrics", low=1, resumable=True)
+    checkpoint_every: int = _setting(
+        1000,
+        "steps between checkpoints; also saved at the end and when a run is stopped",
+        low=1,
+        resumable=True,
+    )
+    keep_checkpoints: int = _setting(2, "newest valid checkpoints to keep", low=2, resumable=True)
+    non_finite: str = _setting(
+        "stop",
+        "on a loss or gradient that is not finite: stop, or skip the update, up to 10 in a row",
+        words=("stop", "skip"),
+        resumable=True,
+    )
+    profile_at: int | None = _setting(
+        None,
+        "step at which to profile a few steps; SIGUSR2 also starts a profile",
+        low=1,
+        resumable=True,
+    )
+    tensorboard: bool = _setting(
+        False, "also write TensorBoard files (needs the extra `log`)", resumable=True
+    )
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the moving average of the weights is evaluated."""
+        return self.ema_decay is not None and self.eval.ema

@@ -1,0 +1,113 @@
+"""Training batches of a data set on the device: the host sends ids and draws, but no pixels.
+
+The stream is that of `rope_jax.data.batches`, bit for bit.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, UInt8, UInt64
+
+from rope_jax.data.draws import example_draws
+from rope_jax.data.images.augment import AUGMENTATIONS, CROP, Augmentation, parse_loader
+from rope_jax.data.images.device_crops import pack
+from rope_jax.data.order import batch_examples
+from rope_jax.data.pipeline import named_streams
+from rope_jax.data.sources import Images, Streamed
+
+
+class DeviceBatches(Iterator[dict[str, np.ndarray]]):
+    """Examples of each training batch, and the loader's draws for them: see `take`.
+
+    Attributes:
+        skipped: ids of images that could not be used; always empty, as all images are in memory.
+    """
+
+    skipped: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        images: Images | Streamed,
+        *,
+        batch_size: int,
+        seed: int,
+        start_step: int = 0,
+        augment: str = "none",
+        repeats: int = 1,
+        shard: tuple[int, int] = (0, 1),
+    ):
+        """Arguments as in `rope_jax.data.batches`.
+
+        Raises:
+            ValueError: the set is not in memory, or an augmentation cannot run on the device.
+        """
+        if not images.in_memory:
+            raise ValueError(
+                f"on_device=True, but {images.name} is too large to lie in memory: set it to False"
+            )
+        self._augmentations, self._size = parse_loader(augment), images.size
+        if others := [one.name for one in self._augmentations if one.entry.on_device is None]:
+            known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.on_device)
+            raise ValueError(
+                f"on_device=True goes with {known} and what the step does, not with {others[0]}: "
+                "set it to False"
+            )
+        for one in self._augmentations:
+            self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
+        self._seed, self._step = seed, start_step
+        self._total = len(images.labels) * repeats
+        self._options = {"batch_size": batch_size, "seed": seed, "count": len(images.labels)}
+        self._options |= {"repeats": repeats, "shard": shard}
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """`epoch` and `index` int32 [b], `draws` uint32 [b, augmentations, 2], high words first."""
+        epochs, indices = batch_examples(self._step, **self._options)
+        self._step += 1
+        draws = np.empty((len(indices), len(self._augmentations)), np.uint64)
+        for number, (stream, one) in enumerate(named_streams(self._augmentations)):
+            drawn = example_draws(self._seed, epochs, indices, self._total, stream)
+            draws[:, number] = self._packed(one, drawn)
+        words = np.stack([draws >> np.uint64(32), draws & np.uint64(0xFFFFFFFF)], axis=-1)
+        return {
+            "epoch": epochs.astype(np.int32),
+            "index": indices.astype(np.int32),
+            "draws": words.astype(np.uint32),
+        }
+
+    def _packed(
+        self, one: Augmentation, draws: UInt64[np.ndarray, " b"]
+    ) -> UInt64[np.ndarray, " b"]:
+        """The draws, or for a crop its packed boxes."""
+        if one.entry.stage != CROP:
+            return draws
+        height, width = self._size
+        boxes = [pack(one(width, height, self._size, draw)) for draw in draws.tolist()]
+        return np.array(boxes, np.uint64)
+
+    def close(self) -> None:
+        """Does nothing: there are no workers."""
+
+
+def take(
+    images: UInt8[Array, "n H W 3"], labels: Int[Array, " n"], batch: dict[str, Array], augment: str
+) -> dict[str, Array]:
+    """The batch of `rope_jax.data.batches`, from the whole data set on the device.
+
+    Args:
+        images: the data set, uint8 [n, H, W, 3].
+        labels: int32 [n].
+        batch: from `DeviceBatches`.
+        augment: as for `DeviceBatches`.
+
+    Returns:
+        `image` uint8 [b, H, W, 3], `label`, `epoch` and `index` int32 [b].
+    """
+    examples = batch["index"] % len(labels)
+    pixels = images[examples]
+    for number, one in enumerate(parse_loader(augment)):
+        function = functools.partial(one.entry.on_device, **dict(one.options))
+        pixels = jax.vmap(function)(pixels, batch["draws"][:, number])
+    label = labels[examples]
+    return {"image": pixels, "label": label, "epoch": batch["epoch"], "index": batch["index"]}

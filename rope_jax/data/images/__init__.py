@@ -1,0 +1,1 @@
+"""Single images: decoding, crops, augmentation on the host and on the device, normalisation."""

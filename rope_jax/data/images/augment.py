@@ -1,0 +1,190 @@
+"""The registry of augmentations, their stages, and the notation of `data.augment`.
+
+The augmentation of an example depends only on (seed, epoch, example). Augmentations run in four
+stages, in this order: one crop, which brings pictures of any size to one size (loader); changes of
+images that keep their size (loader); changes of uint8 images in the jitted training step; and
+random erasing of normalised images in that step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rope_jax.data.images import crops, device, device_crops
+from rope_jax.text import Call, bind, closest, options_of, parse
+
+CROP, LOADER, STEP, ERASING = range(4)  # stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One kind of augmentation.
+
+    Attributes:
+        stage: when it runs.
+        function: with the signature of its stage; keyword-only arguments are its options.
+        on_device: the equivalent within the step, for data sets on the device.
+    """
+
+    stage: int
+    function: Callable[..., Any]
+    on_device: Callable[..., Any] | None = None
+
+
+AUGMENTATIONS = {
+    "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
+    "centre": Entry(CROP, crops.centre),
+    "stretch": Entry(CROP, crops.stretch),
+    "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
+    "flip": Entry(LOADER, crops.flip, device_crops.flip),
+    "rand_augment": Entry(STEP, device.rand_augment),
+    "three_augment": Entry(STEP, device.three_augment),
+    "color_jitter": Entry(STEP, device.color_jitter),
+    "erase": Entry(ERASING, device.erase),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """An augmentation with its options, which a call passes to the function of its entry."""
+
+    name: str
+    options: tuple[tuple[str, int | float | str], ...] = ()
+
+    @property
+    def entry(self) -> Entry:
+        """Its stage and functions."""
+        return AUGMENTATIONS[self.name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with these arguments and the options."""
+        return self.entry.function(*args, **kwargs, **dict(self.options))
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.name}({options})" if options else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class AugmentSplit:
+    """`data.augment` by where it runs.
+
+    Attributes:
+        loader: the part for `rope_jax.data.batches`, as text.
+        pixels: for uint8 images in the training step.
+        erasing: for normalised images in the training step.
+    """
+
+    loader: str
+    pixels: tuple[Augmentation, ...]
+    erasing: tuple[Augmentation, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def split_augment(text: str) -> AugmentSplit:
+    """Splits the notation of `data.augment` by where each part runs.
+
+    >>> split = split_augment("resized_crop+flip+rand_augment(m=9,mstd=0.5)+erase(p=0.25)")
+    >>> split.loader, split.pixels[0].name, split.erasing[0].options
+    ('resized_crop+flip', 'rand_augment', (('p', 0.25),))
+
+    Args:
+        text: names of `AUGMENTATIONS` joined by `+`, in the order of their stages, with options in
+            parentheses; or "none".
+
+    Raises:
+        ValueError: text of another form, unknown names or options, values of another type or out
+            of range, another order.
+    """
+    found = parse_augment(text)
+    pixels = tuple(one for one in found if one.entry.stage == STEP)
+    erasing = tuple(one for one in found if one.entry.stage == ERASING)
+    images = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.uint8)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    # Tracing is enough to reject options out of range.
+    pixels_changed = functools.partial(device.apply, augmentations=pixels, fill=(0, 0, 0))
+    erased = functools.partial(device.apply_erasing, augmentations=erasing)
+    jax.eval_shape(pixels_changed, images, keys)
+    jax.eval_shape(erased, images.update(dtype=jnp.float32), keys)
+    return AugmentSplit("+".join(map(str, found[: _in_step(found)])) or "none", pixels, erasing)
+
+
+@functools.lru_cache(maxsize=16)
+def parse_loader(text: str) -> tuple[Augmentation, ...]:
+    """Reads the loader's augmentations, `AugmentSplit.loader`.
+
+    Raises:
+        ValueError: as `split_augment`, and for augmentations of the training step.
+    """
+    found = parse_augment(text)
+    if others := found[_in_step(found) :]:
+        raise ValueError(
+            f"augmentation {text!r}: {others[0].name} runs in the training step, "
+            "not in the loader: leave it out here"
+        )
+    return found
+
+
+def parse_crop(text: str) -> Augmentation:
+    """Reads one crop, as "centre(crop=0.875)".
+
+    Raises:
+        ValueError: as `split_augment`, and for augmentations that are no crops.
+    """
+    found = parse_augment(text)
+    if len(found) != 1 or found[0].entry.stage != CROP:
+        known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.stage == CROP)
+        raise ValueError(
+            f"{text!r} is not a crop; crops are {known}, with options as in centre(crop=0.875)"
+        )
+    return found[0]
+
+
+def parse_augment(text: str) -> tuple[Augmentation, ...]:
+    """Reads augmentations of all stages; options out of range show when they are first used."""
+    calls = parse(text, "augmentation")
+    if [call.name for call in calls] == ["none"]:
+        return ()
+    found = tuple(_bound(call, text) for call in calls)
+    for number, one in enumerate(found):
+        stage = one.entry.stage
+        if stage == CROP and number > 0:
+            raise ValueError(
+                f"augmentation {text!r}: {one.name} brings pictures of any size to one, "
+                "so it stands first"
+            )
+        later = [other.name for other in found[:number] if other.entry.stage > stage]
+        if later and stage == LOADER:
+            raise ValueError(
+                f"augmentation {text!r}: {one.name} is done by the loader, "
+                f"so it stands before {later[0]}"
+            )
+        if later:
+            raise ValueError(
+                f"augmentation {text!r}: erase is done to normalised images, so it stands last"
+            )
+    return found
+
+
+def _in_step(augmentations: tuple[Augmentation, ...]) -> int:
+    """The number of augmentations before those of the training step."""
+    return sum(one.entry.stage < STEP for one in augmentations)
+
+
+def _bound(call: Call, text: str) -> Augmentation:
+    if call.name == "none":
+        raise ValueError(f"augmentation {text!r}: none stands alone")
+    if call.name not in AUGMENTATIONS:
+        known = closest(call.name, ["none", *AUGMENTATIONS])
+        raise ValueError(f"augmentation {call.name!r} is unknown; {known}")
+    if call.inner:
+        raise ValueError(f"augmentation {text!r}: {call.name} takes options, as in crop(pad=4)")
+    try:
+        options = bind(call, options_of(AUGMENTATIONS[call.name].function))
+    except ValueError as error:
+        raise ValueError(f"augmentation {text!r}: {error}") from error
+    return Augmentation(call.name, tuple(sorted(options.items())))

@@ -1,0 +1,279 @@
+"""Decoding of untrusted image files to RGB pixels.
+
+Attacks on decoders are in the metadata (compressed text, colour profiles, Exif directories whose
+entries all point at the same megabytes), and Pillow warns about it. JPEG and PNG files are
+therefore reduced to the parts that encode pixels before Pillow reads them; the Exif orientation is
+read here. No global state is used: decoding is safe in threads and under any setting of Pillow.
+"""
+
+import contextlib
+import io
+import re
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+MAX_PIXELS = 64_000_000
+# Half for decoders that hold several copies of the whole image: libwebp (canvas, previous frame,
+# frame) and libjpeg with CMYK in several scans.
+MAX_PIXELS_COSTLY = 32_000_000
+# JPEG's own limit; Pillow keeps pointers per row: 64 million rows would cost a gigabyte.
+MAX_SIDE = 65_535
+# Progressive JPEGs have about 10. Every scan visits the whole image; an empty one has 20 bytes.
+MAX_SCANS = 100
+_STRIP_PIXELS = 1 << 20  # converted at a time, to keep temporaries small
+
+# Orientation -> the transposition that undoes it, see `_turn`.
+_TURNS = dict(
+    enumerate(
+        (
+            Image.Transpose.FLIP_LEFT_RIGHT,
+            Image.Transpose.ROTATE_180,
+            Image.Transpose.FLIP_TOP_BOTTOM,
+            Image.Transpose.TRANSPOSE,
+            Image.Transpose.ROTATE_270,
+            Image.Transpose.TRANSVERSE,
+            Image.Transpose.ROTATE_90,
+        ),
+        start=2,
+    )
+)
+_PIXEL_CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}
+# A JPEG marker with a length (or the end of the image).
+_SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+# Comments, and all APPn but JFIF (0) and Adobe's colour transform (14).
+_METADATA_SEGMENTS = {*range(0xE1, 0xEE), 0xEF, 0xFE}
+
+
+def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes a JPEG, PNG or WebP file to RGB.
+
+    The Exif orientation is applied (the first Exif block of the file; PNG: eXIf). Alpha, palette
+    transparency and colour keys are laid over white; 16-bit grey is divided by 257 and rounded,
+    16-bit colour keeps its high bytes; CMYK is converted without a colour profile; 1-bit, grey and
+    palette images become RGB; animations are reduced to their first frame. Colour profiles are
+    ignored.
+
+    >>> import io
+    >>> file = io.BytesIO()
+    >>> Image.new("L", (3, 2), 100).save(file, "PNG")
+    >>> decode_image(file.getvalue())[0, 0].tolist()
+    [100, 100, 100]
+
+    Args:
+        data: the bytes of the file.
+
+    Returns:
+        uint8 [H, W, 3], after orientation.
+
+    Raises:
+        ValueError: other formats, truncated or corrupt files, more than 64 million pixels (32
+            million of WebP, and of JPEG that is both CMYK and stored in several scans), a side over
+            65,535 pixels, more than 100 scans; the message has the reason.
+    """
+    return EncodedImage(data).pixels()
+
+
+class EncodedImage:
+    """A file with an acceptable header; one of its two methods decodes it, once.
+
+    Args:
+        data: the bytes of the file.
+
+    Raises:
+        ValueError: as `decode_image`; damaged pixels are found when they are decoded.
+
+    Attributes:
+        size: (width, height) in pixels, after orientation.
+    """
+
+    def __init__(self, data: bytes):
+        self._name = _format(data)
+        with self._blame():
+            self._image, self._orientation, limit = _open(data, self._name)
+            width, height = self._image.size
+            if width * height > limit or max(width, height) > MAX_SIDE:
+                raise ValueError(
+                    f"{width} x {height} pixels are too many; "
+                    f"allowed are {limit:,} in all and {MAX_SIDE:,} a side"
+                )
+            if self._name == "PNG":
+                _scale_colour_key(self._image, depth=data[24])
+        self.size = (height, width) if self._orientation >= 5 else (width, height)
+
+    def pixels(self) -> UInt8[np.ndarray, "H W 3"]:
+        """The pixels, see `decode_image`."""
+        with self._blame():
+            pixels = _to_rgb(self._image)
+        del self._image  # before turning makes a copy
+        return np.ascontiguousarray(_turn(pixels, self._orientation))
+
+    def picture(self, *, reduce: int = 1) -> Image.Image:
+        """The same pixels as a Pillow image of mode RGB.
+
+        Args:
+            reduce: 1, 2, 4 or 8. JPEG files are decoded to that fraction of their sides, rounded
+                up, in the transform that the file is stored in; other files, and pictures with
+                another orientation, keep their size.
+        """
+        with self._blame():
+            image = self._image
+            if image.mode.startswith("I") or image.has_transparency_data:
+                return Image.fromarray(self.pixels())
+            if reduce > 1 and self._orientation == 1:
+                image.draft(None, (image.width // reduce, image.height // reduce))
+            image.load()
+            image = image if image.mode == "RGB" else image.convert("RGB")
+            return image.transpose(_TURNS[self._orientation]) if self._orientation > 1 else image
+
+    @contextlib.contextmanager
+    def _blame(self) -> Iterator[None]:
+        try:
+            yield
+        # Pillow raises OSError, SyntaxError, EOFError, struct.error, zlib.error and others.
+        except Exception as error:
+            raise ValueError(f"the {self._name} image cannot be decoded: {error}") from error
+
+
+def _format(data: bytes) -> str:
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "PNG"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "WebP"
+    raise ValueError(
+        f"not a JPEG, PNG or WebP image: it starts with {data[:12]!r}"
+        if data
+        else "the image file is empty"
+    )
+
+
+def _open(data: bytes, name: str) -> tuple[ImageFile.ImageFile, int, int]:
+    """Reads the header: the image, its orientation, and the largest number of pixels."""
+    # The plugins are called directly: Image.open adds warnings and limits of global settings.
+    if name == "PNG":
+        data, exif = _reduce_png(data)
+        return PngImageFile(io.BytesIO(data)), _orientation(exif), MAX_PIXELS
+    if name == "JPEG":
+        data, exif, scans = _reduce_jpeg(data)
+        image = JpegImageFile(io.BytesIO(data))
+        costly = image.mode == "CMYK" and scans > 1
+        return image, _orientation(exif), MAX_PIXELS_COSTLY if costly else MAX_PIXELS
+    image = WebPImageFile(io.BytesIO(data))
+    return image, _orientation(image.info.get("exif", b"")), MAX_PIXELS_COSTLY
+
+
+def _reduce_png(data: bytes) -> tuple[bytes, bytes]:
+    """The chunks that encode pixels, and the Exif block; the decoder detects damage."""
+    kept, exif, at = [data[:8]], b"", 8
+    while at < len(data):
+        header = data[at : at + 8]
+        end = at + 12 + int.from_bytes(header[:4])
+        kind = header[4:]
+        if kind in _PIXEL_CHUNKS or end > len(data):
+            kept.append(data[at:end])
+        elif kind == b"eXIf":
+            exif = exif or data[at + 8 : end - 4]
+        if kind == b"IEND":
+            break
+        at = end
+    return b"".join(kept), exif
+
+
+def _reduce_jpeg(data: bytes) -> tuple[bytes, bytes, int]:
+    """The file without metadata, its Exif block, and its number of scans.
+
+    The decoder detects damage.
+    """
+    kept, exif, scans, at, pixels_at = [data[:2]], b"", 0, 2, len(data)
+    while (found := _SEGMENT.search(data, at)) is not None:
+        kind, body = data[found.end() - 1], found.end() + 2
+        at = max(body, found.end() + int.from_bytes(data[found.end() : body]))
+        if kind == 0xD9:  # end of image; a second picture or a film may follow
+            break
+        if kind == 0xDA:  # start of scan
+            scans += 1
+            pixels_at = min(pixels_at, found.start())
+            if scans > MAX_SCANS:
+                raise ValueError(f"it has more than {MAX_SCANS} scans")
+        elif kind == 0xE1 and not exif and data[body : body + 6] == b"Exif\0\0":
+            exif = data[body:at]
+        if scans == 0 and kind not in _METADATA_SEGMENTS:
+            kept.append(data[found.start() : at])
+    return b"".join([*kept, data[pixels_at:]]), exif, scans
+
+
+def _orientation(exif: bytes) -> int:
+    """Orientation 1 to 8 of an Exif block; 1 if it has none or is damaged."""
+    tiff = exif.removeprefix(b"Exif\0\0")
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    if order is None:
+        return 1
+    try:
+        (directory,) = struct.unpack_from(order + "I", tiff, 4)
+        (entries,) = struct.unpack_from(order + "H", tiff, directory)
+        for entry in range(directory + 2, directory + 2 + 12 * entries, 12):
+            tag, kind = struct.unpack_from(order + "HH", tiff, entry)
+            if tag == 0x0112:
+                (value,) = struct.unpack_from(order + ("I" if kind == 4 else "H"), tiff, entry + 8)
+                return value if 1 <= value <= 8 else 1
+    except struct.error:  # an offset or an entry beyond the block's end
+        pass
+    return 1
+
+
+def _scale_colour_key(image: ImageFile.ImageFile, *, depth: int) -> None:
+    """Scales the transparent colour of a PNG from the file's bit depth to Pillow's 8 bits."""
+    key = image.info.get("transparency")
+    if image.mode == "L" and depth in (2, 4) and isinstance(key, int):
+        image.info["transparency"] = key * 255 // (2**depth - 1)
+    elif image.mode == "RGB" and depth == 16 and isinstance(key, tuple):
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+
+
+def _to_rgb(image: ImageFile.ImageFile) -> np.ndarray:
+    image.load()
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        pixels[top:bottom] = _strip_to_rgb(image.crop((0, top, width, bottom)))
+    return pixels
+
+
+def _strip_to_rgb(strip: Image.Image) -> np.ndarray:
+    if strip.mode.startswith("I"):  # 16-bit grey
+        grey = np.asarray(strip)
+        scaled = (grey.astype(np.uint32) + 128) // 257
+        if "transparency" in strip.info:
+            scaled[grey == strip.info["transparency"]] = 255
+        return scaled[:, :, None]
+    if not strip.has_transparency_data:
+        return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))
+    rgba = np.asarray(strip.convert("RGBA")).astype(np.uint16)
+    colour, alpha = rgba[:, :, :3], rgba[:, :, 3:]
+    # At most 255 * 255 + 127, which fits 16 bits.
+    return (colour * alpha + 255 * (255 - alpha) + 127) // 255
+
+
+def _turn(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Undoes an orientation.
+
+    2 mirror, 3 half a turn, 4 upside down, 5 transpose, 6 clockwise, 7 transpose and half a turn,
+    8 anticlockwise.
+    """
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels

@@ -1,0 +1,80 @@
+"""Jobs over a whole image set in worker processes, for `prepare` and `verify`."""
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from rope_jax.data.sources import SPLITS, STREAMED
+from rope_jax.data.workers import DeadWorker
+
+
+def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int) -> Iterator[Any]:
+    """Results of function(*job), in the order in which they are ready.
+
+    Args:
+        function: picklable, as are its arguments.
+        jobs: arguments of each call.
+        workers: number of processes; 0 to use this one.
+
+    Raises:
+        DeadWorker: a worker was killed.
+    """
+    if workers == 0:
+        yield from itertools.starmap(function, jobs)
+        return
+    # Only this process handles Ctrl-C: it waits for the current jobs and starts no others.
+    ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=ignore)
+    try:
+        for future in as_completed([pool.submit(function, *job) for job in jobs]):
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise DeadWorker(
+            "a worker process ended before its time, usually for lack of memory: "
+            "use fewer with --workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the images and the number of processes."""
+    add = parser.add_argument
+    kind = "form of the images, see rope_jax.data.load"
+    add("--source", required=True, choices=STREAMED, help=kind)
+    add("--path", required=True, help="of the images")
+    both = ",".join(SPLITS)
+    add("--splits", default=both, help="train, test, or both with a comma (default: both)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    number = "processes; 0 for none beside this one (default: one a core)"
+    add("--workers", type=int, default=cores, help=number)
+
+
+class ImageCounter:
+    """Prints how many of `total` images are done, at most once a second and at the end."""
+
+    def __init__(self, title: str, total: int):
+        self._title, self._total, self._done = title, total, 0
+        self._start, self._printed = time.monotonic(), 0.0
+
+    def add(self, images: int) -> None:
+        """Counts finished images."""
+        self._done += images
+        now, left = time.monotonic(), self._total - self._done
+        if now - self._printed < 1 and left > 0:
+            return
+        self._printed = now
+        rate = self._done / max(now - self._start, 1e-9)
+        text = f"{self._title}: {self._done:,} of {self._total:,} images, {rate:,.0f} images/s"
+        if left > 0:
+            text += f", {left / rate / 60:.1f} minutes left"
+        print(text, flush=True)

@@ -1,0 +1,124 @@
+"""Image sets by name."""
+
+import os
+from collections.abc import Callable
+
+from rope_jax.data.images.crops import resize
+from rope_jax.data.sources.folder import Folder
+from rope_jax.data.sources.imagenet import ImageNet
+from rope_jax.data.sources.index import Source, Streamed
+from rope_jax.data.sources.memory import MEMORY, Images
+from rope_jax.data.sources.packed import Packed
+from rope_jax.data.sources.tfds import Tfds
+from rope_jax.text import image_pair
+
+SPLITS = ("train", "test")
+STREAMED: dict[str, Callable[[str, str], Source]] = {
+    "folder": Folder,
+    "tfds": Tfds,
+    "packed": Packed,
+    "imagenet": ImageNet,
+}
+
+
+def load(
+    source: str,
+    path: str | None = None,
+    split: str = "train",
+    image_size: int | tuple[int, int] | None = None,
+    *,
+    crop: str = "centre",
+) -> Images | Streamed:
+    """Opens one split of an image set, as RGB.
+
+    Into memory:
+
+    - `"digits"`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, values 0 to 16 spread
+      over 0 to 255. Every fifth image (0, 5, 10, ...) belongs to the test split, of 360 images.
+    - `"npz"`: a file with the arrays `train_images` and `train_labels`, `test_images` and
+      `test_labels`, or one of the pairs; images uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3],
+      labels integers [n].
+    - `"idx"`: a folder with the four files of MNIST or Fashion-MNIST under their official names,
+      compressed (.gz) or not.
+
+    One image at a time, in the order of classes and file names:
+
+    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/).
+    - `"tfds"`: a data set prepared by tensorflow-datasets.
+    - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
+    - `"imagenet"`: the official archives of ImageNet-1k.
+
+    >>> images = load("digits", split="test", image_size=(16, 12))
+    >>> images.images.shape, images.classes
+    ((360, 16, 12, 3), 10)
+
+    Args:
+        source: one of these names.
+        path: of the set; None for digits.
+        split: "train" or "test".
+        image_size: (h, w) in pixels, or one number. Data sets in memory are resized (bicubic with
+            antialiasing), or kept unchanged for None; the others need one.
+        crop: of images that are read one at a time, to this size: "centre(crop=0.875)", see
+            `rope_jax.data.images.crops`.
+
+    Returns:
+        The split. The number of classes of sets in memory is that of the training split, or of
+        this split if there is none.
+
+    Raises:
+        ValueError: unknown sources and splits, damaged files, unequal lengths, wrong types, labels
+            out of range.
+        FileNotFoundError: a file, a folder or an array of the split is missing.
+    """
+    size = None if image_size is None else image_pair(image_size)
+    if source in STREAMED:
+        opened = open_source(source, path, split)
+        if size is None:
+            raise ValueError(
+                f"data source {source!r} ({path}) needs an image_size (height, width): "
+                "its images may differ in size"
+            )
+        return Streamed(opened, size, crop)
+    _check(source, path, split)
+    images = MEMORY[source](path, split)
+    if size is None:
+        return images
+    return Images(resize(images.images, size), images.labels, images.name, split, images.classes)
+
+
+def open_source(source: str, path: str | None, split: str) -> Source:
+    """Opens the images of one split as they are stored.
+
+    Args:
+        source: as in `load`, of those that are read one image at a time.
+        path: of the set.
+        split: "train" or "test".
+
+    Raises:
+        ValueError: as `load`, and for sets in memory.
+        FileNotFoundError: as `load`.
+    """
+    _check(source, path, split)
+    if source not in STREAMED:
+        raise ValueError(
+            f"data source {source!r} lies in memory; "
+            f"those read one image at a time are {', '.join(STREAMED)}"
+        )
+    return STREAMED[source](path, split)
+
+
+def _check(source: str, path: str | None, split: str) -> None:
+    known = [*MEMORY, *STREAMED]
+    if source not in known:
+        raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
+    if source == "digits":
+        if path is not None:
+            raise ValueError(
+                f"path {path!r} is given, but digits come with scikit-learn; leave it out"
+            )
+    elif path is None:
+        raise ValueError(f"data source {source!r} needs a path; none is given")
+    elif not os.path.exists(path):
+        raise FileNotFoundError(f"path {path!r} of data source {source!r} does not exist")

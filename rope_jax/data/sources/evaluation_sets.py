@@ -1,0 +1,151 @@
+"""ImageNet and its variants for evaluation.
+
+The lists in `labels/` come with their licences (Apache-2.0): the synsets in the order of the 1,000
+classes and the classes of ImageNet-A and ImageNet-R as in timm, and the reassessed labels of Beyer
+et al. (arXiv 2006.07159).
+"""
+
+import functools
+import gzip
+import importlib.resources
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from rope_jax.data.sources.folder import Files, image_files, listed
+
+EVALUATION_SETS = ("imagenet", "real", "v2", "a", "r", "folder")
+
+
+def _list(name: str) -> bytes:
+    return (importlib.resources.files("rope_jax.data") / "labels" / name).read_bytes()
+
+
+@functools.cache
+def synsets() -> tuple[str, ...]:
+    """WordNet ids of the 1,000 classes, in their order: n01440764 is class 0."""
+    return tuple(_list("imagenet_synsets.txt").decode().split())
+
+
+@functools.cache
+def real_labels() -> tuple[tuple[int, ...], ...]:
+    """The correct classes of each of the 50,000 validation images; 3,163 images have none."""
+    return tuple(map(tuple, json.loads(gzip.decompress(_list("imagenet_real.json.gz")))))
+
+
+@functools.cache
+def subset(name: str) -> tuple[int, ...]:
+    """The 200 classes of "a" or "r", as indices into the 1,000."""
+    return tuple(int(line) for line in _list(f"imagenet_{name}.txt").decode().split())
+
+
+class EvaluationSet(Files):
+    """The images of an evaluation set and their scoring rule.
+
+    Labels are indices into the competing logits; if several are correct, they are int32 [n, M],
+    padded with -1. A model needs as many logits as there are class names.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "n01498041")
+    >>> folder.mkdir()
+    >>> Image.new("RGB", (8, 8)).save(folder / "ray.png")
+    >>> images = EvaluationSet("a", folder.parent)
+    >>> images.labels.tolist(), len(images.class_names), len(images.competing)
+    ([0], 1000, 200)
+
+    Args:
+        variant: "imagenet", "a" or "r", with folders named by synset (n01440764); "v2", with
+            folders named by synset or class number; "real", files of the validation set
+            (ILSVRC2012_val_00000001.JPEG) in any folders; or "folder", any folder of classes,
+            numbered in the order of their names.
+        path: the folder.
+
+    Attributes:
+        competing: indices of the logits in use, or None for all.
+        note: the scoring rule, in words, for the protocol.
+
+    Raises:
+        ValueError: no such variant; folders or files with other names, or none.
+        FileNotFoundError: there is no such folder.
+    """
+
+    def __init__(self, variant: str, path: str | os.PathLike):
+        if variant not in EVALUATION_SETS:
+            raise ValueError(
+                f"dataset {variant!r} is unknown; use one of {', '.join(EVALUATION_SETS)}"
+            )
+        root = Path(path)
+        if not root.is_dir():
+            raise FileNotFoundError(
+                f"{root} is no folder: give the one that holds the images of {variant!r}"
+            )
+        class_names, self.competing, self.note = synsets(), None, "all classes compete"
+        if variant == "real":
+            self.note = "right is any of the reassessed labels, images without one are left out"
+            names, labels = _real(root)
+        else:
+            folders = listed(root, folders=True)
+            found = {name: files for name in folders if (files := image_files(root / name))}
+            if not found:
+                raise ValueError(
+                    f"{root} has no folders of images: {variant!r} needs one folder for each class"
+                )
+            if variant == "folder":
+                class_names = folders
+            if variant in ("a", "r"):
+                self.competing, self.note = subset(variant), "only the set's 200 classes compete"
+            label_of = {
+                name: number if variant == "folder" else _label(name, variant, root)
+                for number, name in enumerate(folders)
+            }
+            names = [f"{name}/{file}" for name, files in found.items() for file in files]
+            labels = [label_of[name] for name, files in found.items() for _ in files]
+        name = {"folder": root.name, "imagenet": "imagenet"}.get(variant, f"imagenet_{variant}")
+        super().__init__(root, names, labels, class_names, name=name, split="files")
+
+    def __getstate__(self) -> dict[str, object]:
+        return super().__getstate__() | {"competing": self.competing, "note": self.note}
+
+
+def _label(folder: str, variant: str, root: Path) -> int:
+    """The index of a folder's class among the competing ones."""
+    if folder in synsets():
+        label = synsets().index(folder)
+    elif variant == "v2" and folder.isdecimal() and int(folder) < len(synsets()):
+        label = int(folder)
+    else:
+        raise ValueError(
+            f"folder {folder!r} of {root} is not named by a synset like n01440764: "
+            "rename it, or use dataset 'folder'"
+        )
+    if variant not in ("a", "r"):
+        return label
+    if label not in subset(variant):
+        raise ValueError(
+            f"{root} holds {folder}, which is not one of the 200 classes of {variant!r}: "
+            "is it another set?"
+        )
+    return subset(variant).index(label)
+
+
+def _real(root: Path) -> tuple[list[str], np.ndarray]:
+    """Files of the validation set that have reassessed labels, and those, padded with -1."""
+    names, labels = [], []
+    for name in image_files(root):
+        number = re.search(r"ILSVRC2012_val_(\d{8})", Path(name).name)
+        if number is None or not 1 <= int(number[1]) <= len(real_labels()):
+            raise ValueError(
+                f"{root / name} is not named like ILSVRC2012_val_00000001.JPEG, "
+                "which says which labels are its own"
+            )
+        if right := real_labels()[int(number[1]) - 1]:
+            names.append(name)
+            labels.append(right)
+    if not names:
+        raise ValueError(f"{root} has no validation images that are scored")
+    width = max(map(len, labels))
+    return names, np.array([right + (-1,) * (width - len(right)) for right in labels])

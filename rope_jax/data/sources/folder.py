@@ -1,0 +1,105 @@
+"""Image files in folders."""
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rope_jax.data.sources.index import Source, write_index
+
+_ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
+
+
+class Files(Source):
+    """Image files below a folder; their index is a temporary folder deleted with this object.
+
+    Args:
+        root: the folder.
+        names: of the files, relative to the root.
+        labels: [n], or [n, M] padded with -1.
+        class_names: in the order of the labels.
+        **about: name, split, and other entries of about.json.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str],
+        labels: np.ndarray | Sequence[int],
+        class_names: Sequence[str],
+        **about: Any,
+    ):
+        super().__init__(Path(tempfile.mkdtemp(prefix="rope_jax.")))
+        weakref.finalize(self, shutil.rmtree, self.index, ignore_errors=True)
+        write_index(self.index, labels=labels, names=names, class_names=class_names, **about)
+        self._root = root.absolute()
+
+    def read(self, example: int) -> bytes:
+        return (self._root / self.example_name(example)).read_bytes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_root": self._root}
+
+
+class Folder(Files):
+    """One split of a set of class folders: path/train/CLASS/, path/test/CLASS/ (or path/val/...).
+
+    Classes are numbered in the order of their names, those of the training split if there is one.
+    Names that start with a dot are left out. No file is opened before it is read.
+
+    Args:
+        path: the set.
+        split: "train" or "test".
+
+    Raises:
+        FileNotFoundError: the split has no folder or no files.
+        ValueError: it has a class that the training split lacks.
+    """
+
+    def __init__(self, path: str, split: str):
+        wanted = ("train",) if split == "train" else ("test", "val")
+        found = [Path(path, name) for name in wanted if Path(path, name).is_dir()]
+        if not found:
+            raise FileNotFoundError(
+                f"{path} has no folder for the {split} split: {' or '.join(wanted)} is missing"
+            )
+        folder = found[0]
+        classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
+        if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
+            raise ValueError(
+                f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
+            )
+        files = [
+            (f"{name}/{file}", label)
+            for label, name in enumerate(classes)
+            for file in listed(folder / name, folders=False)
+        ]
+        if not files:
+            raise FileNotFoundError(
+                f"{folder} has no images; they are looked for in {folder / 'CLASS'}"
+            )
+        about = {"name": Path(path).resolve().name, "split": split}
+        super().__init__(folder, *zip(*files, strict=True), classes, **about)
+
+
+def listed(folder: Path, *, folders: bool) -> list[str]:
+    """Names of the folders, or of the other entries, in a folder; sorted, without hidden ones."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        found = [entry.name for entry in entries if folders == entry.is_dir()]
+    return sorted(name for name in found if not name.startswith("."))
+
+
+def image_files(folder: Path) -> list[str]:
+    """Relative paths of the image files below a folder, by extension; sorted."""
+    return [
+        file.relative_to(folder).as_posix()
+        for file in sorted(folder.rglob("*"), key=str)
+        if file.suffix.lower() in _ENDINGS and not file.name.startswith(".")
+    ]

@@ -1,0 +1,290 @@
+"""Image sets that are read one image at a time, and the index of each: a folder of arrays.
+
+Worker processes map the arrays rather than copy them. An index holds:
+
+    about.json      name, split, class names, and entries of the source's own
+    labels.npy      int32 [n], or [n, M] if up to M labels are correct (padded with -1)
+    names.npy       uint8, the names of all examples one after the other in UTF-8
+    ends.npy        int64 [n], the end of each name
+
+Sources are ordered by class, then by file name, so that the same images in another format yield the
+same stream.
+"""
+
+import abc
+import functools
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Int32, UInt8
+
+from rope_jax.data.images.augment import parse_crop
+from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
+from rope_jax.data.images.decode import EncodedImage
+
+
+class Source(abc.ABC):
+    """One split of a set whose images are read by number. Only the path of its index is pickled.
+
+    Attributes:
+        index: the folder with the index.
+        competing: indices of the logits among which the labels count, or None for all.
+        note: the scoring rule, for the protocol of an evaluation.
+    """
+
+    competing: tuple[int, ...] | None = None
+    note: str = ""
+
+    def __init__(self, index: Path):
+        self.index = index
+
+    @abc.abstractmethod
+    def read(self, example: int) -> bytes | UInt8[np.ndarray, "H W 3"]:
+        """Reads an image: the bytes of its file, or its pixels if it is stored as such.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """The content of about.json."""
+        return json.loads((self.index / "about.json").read_text())
+
+    @functools.cached_property
+    def labels(self) -> Int32[np.ndarray, "n ..."]:
+        """int32 [n] or [n, M]."""
+        return self.array("labels.npy")
+
+    @property
+    def name(self) -> str:
+        """Name of the set, for reports."""
+        return self.about["name"]
+
+    @property
+    def split(self) -> str:
+        """ "train", "test", or "files" of an evaluation set."""
+        return self.about["split"]
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, in their order."""
+        return self.about["class_names"]
+
+    def example_name(self, example: int) -> str:
+        """The image's class and file name."""
+        start = 0 if example == 0 else self._ends[example - 1]
+        return self._names[start : self._ends[example]].tobytes().decode()
+
+    def fingerprint(self) -> str:
+        """Number of files and classes, and a checksum of labels and file names (not of pixels)."""
+        files = [self.example_name(k).rpartition("/")[2].encode() for k in range(len(self.labels))]
+        checksum = zlib.crc32(self.labels.tobytes(), zlib.crc32(b"\0".join(files)))
+        return f"{len(self.labels)} files {len(self.class_names)} classes {checksum:08x}"
+
+    def damaged(self) -> list[str] | None:
+        """Names of files with a wrong checksum; None if the set has no checksums."""
+        return None
+
+    def array(self, name: str) -> np.ndarray:
+        """Maps one of the arrays of the index."""
+        return np.load(self.index / name, mmap_mode="r", allow_pickle=False)
+
+    @functools.cached_property
+    def _names(self) -> np.ndarray:
+        return self.array("names.npy")
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return self.array("ends.npy")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"index": self.index}
+
+
+def write_index(
+    folder: Path,
+    *,
+    labels: np.ndarray | Sequence[int],
+    names: Sequence[str],
+    class_names: Sequence[str],
+    **about: Any,
+) -> None:
+    """Writes an index into an existing folder.
+
+    Args:
+        folder: of the index.
+        labels: [n], or [n, M] padded with -1.
+        names: of the examples.
+        class_names: in the order of the labels.
+        **about: name, split, and other entries of about.json.
+
+    Raises:
+        ValueError: labels out of range, other numbers of labels and names, names not in UTF-8.
+    """
+    name = about["name"]
+    try:
+        encoded = [name.encode() for name in names]
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: the name of the image {error.object!r} is not UTF-8: rename it"
+        ) from error
+    labels = np.asarray(labels, np.int64)
+    if len(labels) != len(encoded) or not len(labels):
+        raise ValueError(
+            f"{name}: {len(encoded)} names and {len(labels)} labels; "
+            "the numbers must be equal, at least 1"
+        )
+    if labels.min() < 1 - labels.ndim or labels.max() >= len(class_names):
+        raise ValueError(
+            f"{name}: labels are {labels.min()} to {labels.max()}; "
+            f"allowed are 0 to {len(class_names) - 1}"
+        )
+    np.save(folder / "labels.npy", labels.astype(np.int32))
+    np.save(folder / "names.npy", np.frombuffer(b"".join(encoded), np.uint8))
+    np.save(folder / "ends.npy", np.cumsum([len(name) for name in encoded], dtype=np.int64))
+    text = json.dumps(about | {"class_names": list(class_names)}, indent=1) + "\n"
+    (folder / "about.json").write_text(text)
+
+
+class Staged:
+    """A context in which a folder is written under another name; it is renamed at the end.
+
+    A folder left behind by a crash does not have its final name, and is written again.
+    """
+
+    def __init__(self, place: Path):
+        self._place = place
+
+    def __enter__(self) -> Path:
+        parent = self._place.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        self._staging = Path(tempfile.mkdtemp(dir=parent, prefix=f".{self._place.name}."))
+        return self._staging
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            try:
+                os.replace(self._staging, self._place)
+                return
+            except OSError:  # another process was faster
+                if not self._place.is_dir():
+                    raise
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+
+class BadImages(ValueError):
+    """An image cannot be used, or too many of those that were skipped cannot."""
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """One split of an image set whose images are read and cropped to one size when needed.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> from rope_jax.data import Streamed, open_source
+    >>> folder = pathlib.Path(tempfile.mkdtemp(), "train", "cat")
+    >>> folder.mkdir(parents=True)
+    >>> Image.new("RGB", (40, 30)).save(folder / "1.png")
+    >>> images = Streamed(open_source("folder", str(folder.parents[1]), "train"), (16, 16))
+    >>> images.read(0).shape, images.class_names, images.in_memory
+    ((16, 16, 3), ['cat'], False)
+
+    Attributes:
+        source: of the images.
+        size: (H, W) in pixels, of all of them.
+        crop: to that size, unless an augmentation crops: see `rope_jax.data.images.crops`.
+    """
+
+    source: Source
+    size: tuple[int, int]
+    crop: str = "centre"
+    in_memory: ClassVar[bool] = False
+
+    def __post_init__(self):
+        parse_crop(self.crop)
+
+    @property
+    def labels(self) -> Int32[np.ndarray, "n ..."]:
+        """int32 [n], or [n, M] if up to M labels are correct, padded with -1."""
+        return self.source.labels
+
+    @property
+    def name(self) -> str:
+        """Name of the set, for reports."""
+        return self.source.name
+
+    @property
+    def split(self) -> str:
+        """ "train", "test", or "files" of an evaluation set."""
+        return self.source.split
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, in their order."""
+        return self.source.class_names
+
+    @property
+    def classes(self) -> int:
+        """Number of classes of the set; a model needs as many logits."""
+        return len(self.class_names)
+
+    @property
+    def competing(self) -> tuple[int, ...] | None:
+        """Indices of the logits among which the labels count, or None for all."""
+        return self.source.competing
+
+    @property
+    def note(self) -> str:
+        """The scoring rule, for the protocol of an evaluation."""
+        return self.source.note
+
+    @property
+    def protocol(self) -> str:
+        """A description of crop and resizing, for the protocol of an evaluation."""
+        text = f"{self.crop} of each image, with antialiasing"
+        about = self.source.about
+        if "resized" in about:
+            text += f"; images packed beforehand: {about['resized']} ({about['interpolation']})"
+        return text
+
+    def fingerprint(self) -> str:
+        """Size of the images, and number, classes, labels and names of their files."""
+        return f"{self.size[0]}x{self.size[1]} of {self.source.fingerprint()}"
+
+    def read(
+        self, example: int, crop: Crop | None = None, draw: int = 0
+    ) -> UInt8[np.ndarray, "H W 3"]:
+        """Reads one image and crops it to the set's size.
+
+        Args:
+            example: number of the image.
+            crop: instead of the set's own.
+            draw: 64 random bits for the crop.
+
+        Raises:
+            BadImages: it cannot be read or decoded; the message names it.
+            MemoryError: there is too little memory to decode it.
+        """
+        crop = crop or parse_crop(self.crop)
+        try:
+            data = self.source.read(example)
+            if isinstance(data, bytes):
+                return crop_file(EncodedImage(data), crop, self.size, draw)
+            return crop_pixels(data, crop, self.size, draw)
+        except (ValueError, OSError) as error:
+            if isinstance(error.__cause__, MemoryError):  # no reason to skip the image
+                raise error.__cause__ from None
+            name = self.source.example_name(example)
+            raise BadImages(
+                f"image {example} of {self.name} ({name}) cannot be used: {error}"
+            ) from error

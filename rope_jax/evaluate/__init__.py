@@ -1,0 +1,38 @@
+"""Accuracy at any resolution: `python -m rope_jax.evaluate`, and the end of each training run."""
+
+from rope_jax.evaluate.accuracy import (
+    accuracies,
+    evaluate_files,
+    evaluate_split,
+    evaluate_state,
+    protocol,
+    resolutions,
+)
+from rope_jax.evaluate.command import at_resolution, main
+from rope_jax.evaluate.results import (
+    add_evaluation,
+    read_evaluations,
+    read_results,
+    results_table,
+    rows_by_line,
+    same_rows,
+    write_results,
+)
+
+__all__ = [
+    "accuracies",
+    "add_evaluation",
+    "at_resolution",
+    "evaluate_files",
+    "evaluate_split",
+    "evaluate_state",
+    "main",
+    "protocol",
+    "read_evaluations",
+    "read_results",
+    "resolutions",
+    "results_table",
+    "rows_by_line",
+    "same_rows",
+    "write_results",
+]

@@ -1,0 +1,194 @@
+"""Accuracy on test splits and ImageNet variants, at any resolution."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from rope_jax import data, seeds
+from rope_jax.config import Config
+from rope_jax.data.images.device import normalise
+from rope_jax.models.pretrained import Preprocessing
+from rope_jax.sharding import in_force, put_batch, replicated, share
+from rope_jax.tasks import classification as task
+from rope_jax.text import image_pair
+from rope_jax.training.setup import Setup, State, load_split
+
+Row = dict[str, Any]
+Apply = Callable[[Any, Float[Array, "B H W 3"]], Float[Array, "B K"]]
+
+
+def accuracies(
+    apply: Apply,
+    weights: Any,
+    images: data.Images | data.Streamed,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    batch_size: int,
+    mesh: Mesh,
+    config: Config | None = None,
+    poll: Callable[[int], None] = lambda images: None,
+) -> list[Row]:
+    """Top-1 and top-5 accuracy of a model, or of each seed of a run.
+
+    Args:
+        apply: (weights, normalised images) -> logits.
+        weights: a tree of arrays; stacked for a run with several seeds.
+        images: a test split or evaluation set at one resolution.
+        mean, std: normalisation per channel.
+        batch_size: images per step on all devices together.
+        mesh: the devices.
+        config: of the run, for its seeds, data workers and policy on bad images.
+        poll: called after each step with the number of images so far; may raise to stop.
+
+    Returns:
+        A row per seed: `dataset`, `split`, `resolution`, `top1` and `top5` (fractions), `count`.
+
+    Raises:
+        ValueError: the model has too few classes, or an image cannot be read.
+    """
+
+    def count(weights: Any, batch: dict[str, Array]) -> Array:
+        logits = apply(weights, normalise(batch["image"], mean, std))
+        if logits.shape[-1] < images.classes:
+            raise ValueError(
+                f"the model has {logits.shape[-1]} classes, but {images.name} has "
+                f"{images.classes}: use weights for as many"
+            )
+        if images.competing is not None:
+            logits = logits[:, jnp.asarray(images.competing)]
+        return task.count_correct(logits, batch["label"], batch["mask"])
+
+    config = Config() if config is None else config
+    count = jax.jit(seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh))
+    totals = np.zeros((config.seeds, 3), np.int64)
+    batches = data.evaluation_batches(
+        images,
+        batch_size=-(-batch_size // mesh.size) * mesh.size,  # the last batch is padded anyway
+        shard=share(),
+        workers=config.data.workers,
+        bad_images=config.data.bad_images,
+    )
+    with batches:
+        for batch in batches:
+            counted = np.asarray(count(weights, put_batch(batch, mesh)))
+            totals += counted.reshape(totals.shape)
+            poll(int(totals[0, 2]))
+    about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
+    return [
+        about | {"top1": top1 / number, "top5": top5 / number, "count": number}
+        for top1, top5, number in totals.tolist()
+    ]
+
+
+def resolutions(config: Config) -> list[tuple[int, int]]:
+    """The training resolution and the config's others, without duplicates."""
+    sizes = map(image_pair, (config.data.image_size, *config.eval.resolutions))
+    return list(dict.fromkeys(sizes))
+
+
+def protocol(images: data.Images | data.Streamed, config: Config) -> str:
+    """A description of the resizing of test images and of the evaluated weights."""
+    weights = "averaged weights (EMA)" if config.averaged else "weights of the last step"
+    return f"{images.protocol}; {weights}"
+
+
+def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> list[Row]:
+    """Evaluates a training state at the resolutions of its config: rows of `results.json`."""
+    params = state["ema" if setup.config.averaged else "params"]
+    rest = jax.device_put(setup.rest, replicated(setup.mesh))
+    weights = (params, state.get("stats", {}), rest)
+
+    def apply(weights: Any, images: Array) -> Array:
+        return setup.apply(*weights, images)[0]
+
+    rows = []
+    for size in resolutions(setup.config):
+        rows += evaluate_split(apply, weights, setup.config, size, setup.mesh, poll=poll)
+    return rows
+
+
+def evaluate_split(
+    apply: Apply,
+    weights: Any,
+    config: Config,
+    size: tuple[int, int],
+    mesh: Mesh,
+    *,
+    poll: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """Evaluates on the test split of a run's data at one resolution: one row per seed."""
+    images = load_split(config, "test", size)
+    rows = accuracies(
+        apply,
+        weights,
+        images,
+        mean=config.data.mean,
+        std=config.data.std,
+        batch_size=config.eval.batch_size,
+        mesh=mesh,
+        config=config,
+        poll=lambda images: poll(),
+    )
+    how = {"protocol": protocol(images, config)}
+    return [row | how | label for row, label in zip(rows, seeds.row_labels(config), strict=True)]
+
+
+def on_all_devices(model: nnx.Module, mesh: Mesh) -> tuple[Apply, Any]:
+    """A model as a function (weights, images) -> logits, and its weights on every device."""
+    graph, state = nnx.split(model)
+
+    def apply(state: Any, images: Array) -> Array:
+        with in_force(mesh):
+            return nnx.merge(graph, state)(images)
+
+    return apply, jax.device_put(state, replicated(mesh))
+
+
+def evaluate_files(
+    model: nnx.Module,
+    found: data.EvaluationSet,
+    size: tuple[int, int],
+    preprocessing: Preprocessing,
+    mesh: Mesh,
+    *,
+    batch_size: int,
+    poll: Callable[[int], None] = lambda images: None,
+) -> Row:
+    """Evaluates a model on image files at one resolution: a row with its preprocessing.
+
+    Args:
+        model: from `create_model`.
+        found: the image files and their labels.
+        size: (h, w) in pixels.
+        preprocessing: resizing, crop and normalisation.
+        mesh: the devices.
+        batch_size: images per step on all devices together.
+        poll: called after each step with the number of images so far.
+    """
+    crop, interpolation = preprocessing.crop, preprocessing.interpolation
+    apply, weights = on_all_devices(model, mesh)
+    (row,) = accuracies(
+        apply,
+        weights,
+        data.Streamed(found, size, f"centre(crop={crop},interpolation={interpolation})"),
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        batch_size=batch_size,
+        mesh=mesh,
+        poll=poll,
+    )
+    height, width = (preprocessing.resized(side) for side in size)
+    resized = f"{height} pixels" if size[0] == size[1] else f"{height} x {width} pixels at least"
+    row["protocol"] = (
+        f"short side resized to {resized} ({interpolation}, antialiased), centre cropped (ratio "
+        f"{crop:g}); {found.note}"
+    )
+    return row | dataclasses.asdict(preprocessing)

@@ -1,0 +1,199 @@
+"""Accuracy of a model at any list of resolutions, on a run's test split or a set of files.
+
+    python -m rope_jax.evaluate runs/digits --resolutions=8,12,16
+    python -m rope_jax.evaluate --model=deit_s16 --weights=deit_s.safetensors --dataset=real \
+        --images=ILSVRC2012_val --resolutions=224,384
+
+Each resolution is written to a row of `evaluations.json` as soon as it is evaluated; existing rows
+are not evaluated again.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import pathlib
+import sys
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from rope_jax import data
+from rope_jax.config import ConfigError, blame
+from rope_jax.data.images.crops import INTERPOLATIONS
+from rope_jax.evaluate.accuracy import Row, evaluate_files, evaluate_split, on_all_devices
+from rope_jax.evaluate.results import add_evaluation, read_evaluations, results_table
+from rope_jax.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.sharding import make_mesh, of_first, share
+from rope_jax.text import image_pair
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluates, prints and records."""
+    asked = _parse(arguments)
+    try:
+        _evaluate(asked)
+    except (ConfigError, ValueError, OSError) as error:
+        sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rope_jax.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--dataset", choices=data.EVALUATION_SETS, help="default: test split of the WORKDIR's data")
+    add("--images", help="folder of the dataset")
+    add("--resolutions", help="224,384,224x320; the training resolution is the default")
+    add("--crop", type=float, help="share of the resized image to keep; default: the weights' or 1")
+    add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
+    add("--scale_windows", action="store_true", help="Swin: windows of 1/32 of the image")
+    add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
+    add("--batch_size", type=int, default=128)
+    add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
+    return parser.parse_args(arguments)
+
+
+def _check(asked: argparse.Namespace, has_split: bool) -> None:
+    """Rejects incompatible arguments."""
+    if (asked.dataset is None) != (asked.images is None) or not (asked.dataset or has_split):
+        raise ConfigError(
+            "name --dataset and the folder of its --images; only a WORKDIR has a test split of "
+            "its own"
+        )
+    if asked.dataset is None and (asked.crop or asked.interpolation):
+        raise ConfigError(
+            "--crop and --interpolation are of --images: the test split of a WORKDIR is prepared "
+            "as in training"
+        )
+    if asked.crop is not None and not 0 < asked.crop <= 1:
+        raise ConfigError(f"--crop={asked.crop} must be above 0 and at most 1")
+    if asked.batch_size < 1:
+        raise ConfigError(f"--batch_size={asked.batch_size} must be at least 1")
+
+
+def _evaluate(asked: argparse.Namespace) -> None:
+    about = load_model(asked)
+    _check(asked, about.config is not None)
+    given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
+    preprocessing = dataclasses.replace(
+        about.preprocessing, **{name: value for name, value in given.items() if value is not None}
+    )
+    sizes = [about.image_size]
+    if asked.resolutions:
+        sizes = [image_pair(text) for text in asked.resolutions.split(",")]
+    out = asked.out or pathlib.Path(asked.workdir or ".") / "evaluations.json"
+    found = None if asked.dataset is None else data.EvaluationSet(asked.dataset, asked.images)
+    mesh, rows, first = make_mesh(), [], share()[0] == 0
+    for size in sizes:
+        identity = _identity(asked, about, size)
+        if found is not None:
+            how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
+            identity |= {"images": asked.images} | how
+        row = next((row for row in read_evaluations(out) if row["asked"] == identity), None)
+        if of_first(row is None):
+            model = at_resolution(
+                about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink
+            )
+            if found is None:
+                row = _own_split(about, model, size, asked.batch_size, mesh)
+            else:
+                row = evaluate_files(
+                    model,
+                    found,
+                    size,
+                    preprocessing,
+                    mesh,
+                    batch_size=asked.batch_size,
+                    poll=functools.partial(_show_progress, len(found.labels)),
+                )
+                print(file=sys.stderr)
+            packages = ("rope_jax", "jax", "flax", "numpy", "pillow")
+            versions = {name: importlib.metadata.version(name) for name in packages}
+            row |= {"asked": identity, "versions": versions}
+            if first:
+                add_evaluation(out, row)
+        rows.append(row)
+    if first:
+        print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
+        print(f"{results_table(rows)}\n\nrows: {out}")
+
+
+def _identity(
+    asked: argparse.Namespace, about: LoadedModel, size: tuple[int, int]
+) -> dict[str, Any]:
+    """The settings that identify a row; rows with equal settings are not evaluated again."""
+    config = about.config
+    identity = {
+        "model": about.name,
+        "position": about.position,
+        "weights": about.weights,
+        "step": about.step,
+        "options": config.model.options if config else asked.options,
+        "dtype": config.dtype if config else asked.dtype or "float32",
+        "resolution": list(size),
+        "dataset": asked.dataset or config.data.source,
+        "windows": "scaled" if asked.scale_windows else "kept",
+        "rpb_shrink": asked.rpb_shrink,
+    }
+    if about.sha256 is not None:  # other weights may replace these under the same name
+        identity["sha256"] = about.sha256
+    if config is not None:
+        identity["seed"] = config.seed
+    return identity
+
+
+def _show_progress(total: int, images: int) -> None:
+    if share()[0] == 0:
+        print(f"\r{images:,} of {total:,} images", end="", file=sys.stderr, flush=True)
+
+
+def _own_split(
+    about: LoadedModel, model: nnx.Module, size: tuple[int, int], batch_size: int, mesh: Mesh
+) -> Row:
+    """The row of the run's own test split."""
+    config = about.config
+    options = dataclasses.replace(config.eval, batch_size=batch_size)
+    apply, weights = on_all_devices(model, mesh)
+    (row,) = evaluate_split(apply, weights, dataclasses.replace(config, eval=options), size, mesh)
+    return row
+
+
+def at_resolution(
+    model: nnx.Module,
+    size: tuple[int, int],
+    *,
+    scale_windows: bool = False,
+    rpb_shrink: str | None = None,
+) -> nnx.Module:
+    """A copy of a model for images of another size; position tables are resized by their rule.
+
+    Args:
+        model: not changed.
+        size: (h, w) in pixels.
+        scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
+        rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
+            model's own rule.
+    """
+    copy = nnx.clone(model)
+    if rpb_shrink is not None:
+        tables = [m for _, m in nnx.iter_modules(copy) if getattr(m, "shrink", None) is not None]
+        if not tables:
+            raise ConfigError(
+                f"--rpb_shrink={rpb_shrink} is for models with the scheme rpb: leave it out"
+            )
+        for table in tables:
+            table.shrink = rpb_shrink
+    if scale_windows:
+        try:
+            copy.scale_windows()
+        except ValueError as error:
+            raise ConfigError(f"--{error}") from error
+    with blame("--resolutions"):
+        copy.resize(size)
+    return copy

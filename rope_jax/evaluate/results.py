@@ -1,0 +1,75 @@
+"""Files and tables of results: `results.json` of runs, `evaluations.json` of other evaluations."""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rope_jax.files import update_file, write_file
+from rope_jax.text import format_table
+
+Row = dict[str, Any]
+
+
+def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
+    """Writes `results.json`."""
+    text = json.dumps({"step": step, "eval": list(rows)}, indent=2)
+    write_file(workdir / "results.json", text + "\n")
+
+
+def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """The content of `results.json`, or None without one."""
+    path = workdir / "results.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
+    """Whether the results' rows have the wanted resolutions, protocols and seeds, in this order."""
+    keys = ("resolution", "protocol", "seed")
+    return [{key: row[key] for key in keys if key in row} for row in results["eval"]] == wanted
+
+
+def results_table(rows: Sequence[Row]) -> str:
+    """Accuracy by resolution (and seed), for a terminal."""
+    header = ["resolution", "top-1", "top-5", "images"]
+    cells = [
+        [
+            "x".join(map(str, row["resolution"])),
+            f"{row['top1']:.4f}",
+            f"{row['top5']:.4f}",
+            str(row["count"]),
+        ]
+        for row in rows
+    ]
+    if "seed" in rows[0]:
+        header = ["seed", *header]
+        cells = [[str(row["seed"]), *line] for row, line in zip(rows, cells, strict=True)]
+    return format_table(header, cells)
+
+
+def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
+    """The rows of each line of the accuracy plot: one per seed."""
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        name = f"{position}, seed {row['seed']}" if "seed" in row else position
+        lines.setdefault(name, []).append(row)
+    return lines
+
+
+def read_evaluations(path: pathlib.Path) -> list[Row]:
+    """The rows of an `evaluations.json`; none without the file."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def add_evaluation(path: pathlib.Path, row: Row) -> None:
+    """Adds a row to an `evaluations.json`, in place of one with an equal `asked`.
+
+    Several processes may do this at the same time.
+    """
+
+    def with_row(text: str | None) -> str:
+        rows = [] if text is None else json.loads(text)["rows"]
+        rows = [other for other in rows if other["asked"] != row["asked"]]
+        return json.dumps({"rows": [*rows, row]}, indent=2) + "\n"
+
+    update_file(path, with_row)

@@ -1,0 +1,139 @@
+"""Loads the model named on a command line: a run's checkpoint, or a model by name with weights."""
+
+import argparse
+import dataclasses
+import pathlib
+
+import jax.numpy as jnp
+from flax import nnx
+
+from rope_jax.config import Config, ConfigError, blame, model_overrides
+from rope_jax.files import file_sha256
+from rope_jax.models.pretrained import Preprocessing, load_pretrained
+from rope_jax.models.registry import create_model, find_model
+from rope_jax.restore import read_checkpoint
+from rope_jax.text import image_pair
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model and its origin.
+
+    Attributes:
+        model: with its weights.
+        name, position: as for `create_model`.
+        image_size: (height, width) in pixels, at training or creation.
+        preprocessing: resizing, crop and normalisation that the weights expect.
+        config: of the run that trained the model, or None.
+        weights: description of the weights' origin, for reports.
+        step: of the checkpoint, or None.
+        sha256: of the weights file or the checkpoint's manifest, or None without either.
+    """
+
+    model: nnx.Module
+    name: str
+    position: str
+    image_size: tuple[int, int]
+    preprocessing: Preprocessing
+    config: Config | None
+    weights: str
+    step: int | None = None
+    sha256: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Model and scheme, for tables and pictures."""
+        return f"{self.name} with {self.position}"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `load_model` to a parser."""
+    add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
+    add("workdir", nargs="?", help="of a run of rope_jax.main")
+    add("--step", type=int, help="checkpoint step; default: the newest")
+    add("--model", help="one of rope_jax.list_models(), instead of a workdir")
+    add("--position", help="scheme of --model; default: the model's own")
+    add("--weights", help=".safetensors or .npz file, or hub id; default: fresh weights")
+    add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
+    add("--num_classes", type=int, help="outputs of --model")
+    add("--image_size", help="pixels for which --model is created: 224 or 224x320")
+    add("--options", default="", help="overrides of --model: depth=6,window_size=8")
+    add("--seed", type=int, help="of fresh weights (default: 0) or of a WORKDIR's (default: first)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="compute dtype of --model; default: float32")
+
+
+def load_model(arguments: argparse.Namespace) -> LoadedModel:
+    """Loads the model specified by parsed arguments of `add_model_arguments`.
+
+    Raises:
+        ConfigError: the arguments name no model or two, contradict each other, or name a model,
+            checkpoint or file that does not exist or does not fit.
+    """
+    if (arguments.workdir is None) == (arguments.model is None):
+        raise ConfigError("name either the WORKDIR of a run or a --model")
+    if arguments.workdir is not None:
+        return _load_run(arguments)
+    return _load_named(arguments)
+
+
+def _load_run(arguments: argparse.Namespace) -> LoadedModel:
+    own = ("position", "weights", "source", "num_classes", "image_size", "options", "dtype")
+    if given := [name for name in own if getattr(arguments, name)]:
+        raise ConfigError(
+            f"--{given[0]} goes with --model; a WORKDIR has it in its config.json: leave it out"
+        )
+    workdir = arguments.workdir
+    with blame("WORKDIR"):
+        model, config, step = read_checkpoint(workdir, step=arguments.step, seed=arguments.seed)
+    averaged = ", averaged weights (EMA)" if config.averaged else ""
+    return LoadedModel(
+        model,
+        config.model.name,
+        config.model.position or find_model(config.model.name).position,
+        image_pair(config.data.image_size),
+        Preprocessing(mean=config.data.mean, std=config.data.std, crop=1.0),
+        config,
+        weights=f"{workdir}, seed {config.seed}, step {step}{averaged}",
+        step=step,
+        sha256=file_sha256(f"{workdir}/checkpoints/{step}/manifest.json"),
+    )
+
+
+def _load_named(arguments: argparse.Namespace) -> LoadedModel:
+    if arguments.step is not None:
+        raise ConfigError("--step goes with a WORKDIR: leave it out")
+    if arguments.source is not None and arguments.weights is None:
+        raise ConfigError(
+            f"--source={arguments.source} needs --weights: name them, or leave --source out"
+        )
+    seed = arguments.seed or 0
+    with blame("--model"):
+        entry = find_model(arguments.model)
+        size = image_pair(arguments.image_size or entry.image_size)
+        model = create_model(
+            arguments.model,
+            position=arguments.position,
+            num_classes=arguments.num_classes,
+            image_size=size,
+            seed=seed,
+            dtype=jnp.dtype(arguments.dtype or "float32"),
+            **model_overrides(arguments.options),
+        )
+    weights, preprocessing, sha256 = f"fresh, seed {seed}", Preprocessing(), None
+    if arguments.weights is not None:
+        try:
+            load_pretrained(model, arguments.weights, source=arguments.source)
+        except (ValueError, OSError, ImportError) as error:
+            raise ConfigError(f"{error} [--weights]") from error
+        weights, preprocessing = arguments.weights, model.preprocessing
+        sha256 = _sha256_if_file(weights)
+    position = arguments.position or entry.position
+    return LoadedModel(
+        model, arguments.model, position, size, preprocessing, None, weights, sha256=sha256
+    )
+
+
+def _sha256_if_file(path: str) -> str | None:
+    """The hash of a file; None if it is not a file (a hub id)."""
+    return file_sha256(path) if pathlib.Path(path).is_file() else None

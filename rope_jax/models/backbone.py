@@ -1,0 +1,138 @@
+"""The interface that all backbones share.
+
+A backbone consists of parts: stages of equal blocks on one map, each with its own positional
+scheme. An isotropic model has one part, itself. Costs, analysis and weight conversion iterate over
+the parts and do not distinguish families.
+"""
+
+from typing import ClassVar
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.positions import Position
+from rope_jax.positions.grids import Grid
+from rope_jax.text import image_pair
+from rope_jax_kernels import Pattern
+
+
+class Backbone(nnx.Module):
+    """Base of all models.
+
+    Attributes:
+        options: the family's `Options`.
+        hierarchical: whether the parts are `stages` with successively halved maps, or the model
+            itself.
+        softmax: whether the weights of attention come from a softmax and sum to 1.
+    """
+
+    hierarchical: ClassVar[bool] = False
+    softmax: ClassVar[bool] = True
+
+    def __call__(
+        self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
+    ) -> Float[Array, "B classes"]:
+        """Logits of images.
+
+        Args:
+            images: normalised, of any size that `grids` accepts.
+            train: whether to use dropout, augmented positions and batch statistics.
+            key: for randomness in training; not needed in evaluation.
+        """
+        raise NotImplementedError
+
+    def features(self, images: Float[Array, "B h w 3"]) -> list[Float[Array, "B H W C"]]:
+        """Feature maps of the parts, in order of stride; the last one is normalised."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, nnx.Module]:
+        """The modules that hold `blocks` and `position`, by the prefix of their parameters' names.
+
+        {"": model} for isotropic models, {"stages.0.": ..., "stages.1.": ...} for others.
+        """
+        raise NotImplementedError
+
+    def grids(self, image_size: Grid) -> list[Grid]:
+        """(rows, columns) of each part's map for an image of (height, width) pixels."""
+        raise NotImplementedError
+
+    def patterns(self, part: int, grid: Grid) -> list[Pattern]:
+        """Attention pattern of each block of a part on a map of `grid` tokens."""
+        raise NotImplementedError
+
+    def positions(self, image_size: int | Grid) -> list[tuple[Position, Grid]]:
+        """Each part's positional scheme and its map.
+
+        Args:
+            image_size: pixels, a side or (height, width).
+        """
+        schemes = [part.position for part in self.parts().values()]
+        return list(zip(schemes, self.grids(image_pair(image_size)), strict=True))
+
+    def resize(self, image_size: int | Grid) -> None:
+        """Sets the image size of creation; schemes resize their tables by their own rules.
+
+        Args:
+            image_size: pixels, a side or (height, width).
+        """
+        for position, grid in self.positions(image_size):
+            position.resize(grid)
+
+    def scale_windows(self) -> None:
+        """Sets windows to a thirty-second of the image, from the next `resize` on.
+
+        Raises:
+            ValueError: the model has no windows.
+        """
+        raise ValueError(
+            f"scale_windows is for models with windows, which {type(self).__name__} has not: "
+            "leave it out"
+        )
+
+    def places(self, image_size: Grid) -> dict[str, int]:
+        """How often the weights of a module are applied to an image, by prefix of its name.
+
+        The first prefix that matches a module applies; see `models.cost`.
+        """
+        raise NotImplementedError
+
+    def products(self, image_size: Grid) -> dict[str, int]:
+        """Multiply-adds of products of activations other than softmax attention, by module."""
+        return {}
+
+    def training_keys(self, train: bool, key: Array | None, count: int) -> list[Array | None]:
+        """`count` keys for a forward pass in training, or `count` Nones otherwise.
+
+        Raises:
+            ValueError: there is no key, and training needs one.
+        """
+        if train and key is None:
+            advice = "pass key=jax.random.key(...)"
+            for name in self.options.draws:
+                if getattr(self.options, name) > 0:
+                    raise ValueError(
+                        f"train=True needs a key for {name.replace('_', ' ')}: {advice}, or "
+                        f"create the model with {name}=0"
+                    )
+            if any(part.position.augments for part in self.parts().values()):
+                raise ValueError(
+                    "train=True needs a key for the position, which draws its coordinates in "
+                    f"training: {advice}"
+                )
+        return [None] * count if not train or key is None else list(jax.random.split(key, count))
+
+
+def patch_grid(image_size: Grid, patch: int) -> Grid:
+    """Rows and columns of patches.
+
+    Raises:
+        ValueError: the patches do not divide the image.
+    """
+    height, width = image_size
+    if height % patch or width % patch:
+        raise ValueError(
+            f"image size {height}x{width} is not divisible by the patch size {patch}: "
+            "crop or resize the images, or change the patch size"
+        )
+    return height // patch, width // patch

@@ -1,0 +1,71 @@
+"""Export of a model as one file that runs without this package: StableHLO with its weights."""
+
+import os
+import pathlib
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from flax import nnx
+
+from rope_jax.text import image_pair
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+def export(
+    model: nnx.Module,
+    path: str | os.PathLike,
+    *,
+    resolution: int | tuple[int, int],
+    batch: int | None = None,
+    platforms: tuple[str, ...] = PLATFORMS,
+) -> None:
+    """Writes a model as a compiled program that needs only jax to run.
+
+    Attention and rotations use the "xla" implementation.
+
+    >>> import pathlib, tempfile
+    >>> import jax, jax.export, jax.numpy as jnp
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", depth=1)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.bin"
+    >>> rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
+    >>> program = jax.export.deserialize(path.read_bytes())
+    >>> program.call(jnp.zeros((1, 8, 8, 3))).shape  # float32 [B, H, W, 3], normalised
+    (1, 10)
+
+    Args:
+        model: from `rope_jax.create_model` or `load_checkpoint`.
+        path: of the file, which is written atomically.
+        resolution: of images in pixels, a side or (height, width); position tables are resized by
+            their scheme's rule.
+        batch: images per call; None leaves it open.
+        platforms: platforms of the program: "cpu", "cuda", "rocm", "tpu".
+
+    Raises:
+        ValueError: the model cannot take images of that resolution, or a platform is unknown.
+        ImportError: flatbuffers, which writes the file, is not installed: the extra `export`.
+    """
+    if unknown := [name for name in platforms if name not in PLATFORMS]:
+        raise ValueError(
+            f"platforms={platforms}: {unknown[0]!r} is unknown; use some of {', '.join(PLATFORMS)}"
+        )
+    size = image_pair(resolution)
+    copy = nnx.clone(model)
+    copy.resize(size)
+    graph, state = nnx.split(copy)
+    images_in_call = jax.export.symbolic_shape("b")[0] if batch is None else batch
+    images = jax.ShapeDtypeStruct((images_in_call, *size, 3), jnp.float32)
+
+    @jax.jit
+    def forward(images: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(images)
+
+    # With a CPU as default device, every part of the model uses its "xla" form.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        program = jax.export.export(forward, platforms=platforms)(images)
+    path = pathlib.Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(program.serialize())
+    temporary.replace(path)

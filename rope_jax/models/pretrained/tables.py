@@ -1,0 +1,167 @@
+"""Name tables, which map parameters to the tensors of a source's files, and rows they share."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+from flax import nnx
+
+from rope_jax.models.pretrained.layouts import (
+    CONV,
+    DENSE,
+    QKV_BIAS,
+    QKV_WEIGHT,
+    SAME,
+    TOKENS,
+    Rule,
+)
+from rope_jax_kernels.rotation import Pairing
+
+Row = tuple[str, str, Rule]
+APE: Row = ("position.ape.embedding", "pos_embed", TOKENS)
+Frozen = Callable[[nnx.Module, dict[str, int], tuple[int, ...]], np.ndarray | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """A source's preprocessing of images for evaluation.
+
+    With the preprocessing of another source, weights lose up to half a per cent of accuracy. The
+    image is resized so that its short side is `resized(size)` pixels, cropped to size x size at the
+    centre, scaled to 0..1, and normalised: (image - mean) / std.
+
+    Attributes:
+        mean, std: of the channels red, green, blue, in 0..1.
+        crop: fraction of the resized short side that the crop keeps.
+        interpolation: method of resizing.
+    """
+
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    crop: float = 0.875
+    interpolation: str = "bicubic"
+
+    def resized(self, size: int) -> int:
+        """The short side in pixels before the crop to `size`, rounded down as by timm and DeiT.
+
+        248 for 224 with a crop of 0.9.
+        """
+        return math.floor(size / self.crop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The names of one source for one model.
+
+    A name may hold numbers in braces: "blocks.{i}.norm1.scale" is one row for all blocks. {s}
+    counts stages; a file's name may also use {next}, which is s + 1.
+
+    Attributes:
+        rows: (name here, name in the file, layout).
+        pairing: channels that the source's rotations pair, or None where it has no rotations.
+        preprocessing: of the source's evaluation.
+        dropped: names of tensors that follow from others and are ignored.
+        frozen: names of tensors that the model computes instead of storing them, each with a
+            function of the model, the name's numbers and the tensor's shape. It returns the
+            expected tensor, up to the rounding of float32, or None if there is none.
+        optional: names of tensors that a file may lack; their parameters stay as they are.
+    """
+
+    rows: list[Row]
+    pairing: Pairing | None = None
+    preprocessing: Preprocessing = Preprocessing()
+    dropped: tuple[str, ...] = ()
+    frozen: tuple[tuple[str, Frozen], ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def match_name(template: str, name: str) -> dict[str, int] | None:
+    """The numbers of a template's braces in `name`, or None if the name does not match."""
+    pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
+    match = re.fullmatch(pattern, name)
+    return match and {key: int(number) for key, number in match.groupdict().items()}
+
+
+def fill_name(template: str, values: dict[str, int]) -> str:
+    """A template with its numbers filled in."""
+    return template.format(**values, next=values.get("s", 0) + 1)
+
+
+def norm(ours: str, theirs: str) -> list[Row]:
+    """Rows of a layer norm."""
+    return [(f"{ours}.scale", f"{theirs}.weight", SAME), (f"{ours}.bias", f"{theirs}.bias", SAME)]
+
+
+def dense(ours: str, theirs: str, kernel: Rule = DENSE) -> list[Row]:
+    """Rows of a linear layer, with or without bias."""
+    return [
+        (f"{ours}.kernel", f"{theirs}.weight", kernel),
+        (f"{ours}.bias", f"{theirs}.bias", SAME),
+    ]
+
+
+def conv(ours: str, theirs: str) -> list[Row]:
+    """Rows of a convolution, with or without bias."""
+    return dense(ours, theirs, CONV)
+
+
+def halves(ours: str, first: str, second: str) -> list[Row]:
+    """Rows of a linear layer that a file stores as two, each with half of the outputs."""
+    rows = []
+    for one, other in zip(dense(ours, first), dense(ours, second), strict=True):
+        for i, (name, theirs, rule) in enumerate((one, other)):
+            rows.append((name, theirs, dataclasses.replace(rule, part=(i, 2))))
+    return rows
+
+
+def attention(ours: str, theirs: str) -> list[Row]:
+    """Rows of an attention layer."""
+    return [
+        (f"{ours}.qkv.kernel", f"{theirs}.qkv.weight", QKV_WEIGHT),
+        (f"{ours}.qkv.bias", f"{theirs}.qkv.bias", QKV_BIAS),
+        *dense(f"{ours}.proj", f"{theirs}.proj"),
+    ]
+
+
+def block(ours: str, theirs: str, *, scales: tuple[str, str]) -> list[Row]:
+    """Rows of a transformer block; `scales` are the names of its two LayerScales."""
+    return [
+        *norm(f"{ours}.norm1", f"{theirs}.norm1"),
+        *attention(f"{ours}.attn", f"{theirs}.attn"),
+        *norm(f"{ours}.norm2", f"{theirs}.norm2"),
+        *dense(f"{ours}.mlp.fc1", f"{theirs}.mlp.fc1"),
+        *dense(f"{ours}.mlp.fc2", f"{theirs}.mlp.fc2"),
+        (f"{ours}.scale1.gamma", f"{theirs}.{scales[0]}", SAME),
+        (f"{ours}.scale2.gamma", f"{theirs}.{scales[1]}", SAME),
+    ]
+
+
+def isotropic(
+    *, blocks: str = "blocks.{i}", scales: tuple[str, str] = ("gamma_1", "gamma_2")
+) -> list[Row]:
+    """Rows of a ViT without its positions."""
+    return [
+        ("class_token", "cls_token", SAME),
+        *conv("patch_embed.proj", "patch_embed.proj"),
+        *norm("patch_embed.norm", "patch_embed.norm"),
+        *block("blocks.{i}", blocks, scales=scales),
+        *norm("norm", "norm"),
+        *dense("head", "head"),
+    ]
+
+
+def hierarchical(
+    *, stages: str = "layers.{s}", downsample: str = "layers.{s}.downsample", head: str = "head"
+) -> list[Row]:
+    """Rows of a hierarchical backbone without its positions: Swin's and NAT's."""
+    return [
+        *conv("patch_embed.proj", "patch_embed.proj"),
+        *conv("patch_embed.proj.{i}", "patch_embed.proj.{i}"),
+        *norm("patch_embed.norm", "patch_embed.norm"),
+        *block("stages.{s}.blocks.{j}", f"{stages}.blocks.{{j}}", scales=("gamma1", "gamma2")),
+        *norm("stages.{s}.downsample.norm", f"{downsample}.norm"),
+        *norm("norm", "norm"),
+        *dense("head", head),
+    ]

@@ -1,0 +1,148 @@
+"""Several seeds at once: models that differ only in their seed, trained by one vmapped step.
+
+Model k of a run with `seeds=K` equals a run with the single seed `seed + k`: initial weights, data
+order, augmentation, mixing and drop path. Arrays of all models have a leading axis [K]; in batches,
+whose first axis is sharded over the devices, it is the second. The models share only `step` of the
+training state. Every device holds all models and its share of each model's batch.
+
+With one seed nothing is stacked: there is no axis [K], and `vmap` returns the function itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import UInt32
+
+from rope_jax.config import Config
+
+Tree = Any
+
+
+def seeds_of(config: Config) -> range:
+    """The seeds of a run."""
+    return range(config.seed, config.seed + config.seeds)
+
+
+def seed_array(config: Config) -> UInt32[np.ndarray, "*K"]:
+    """The seeds as an array [K], a scalar for one."""
+    own = np.array(seeds_of(config), np.uint32)
+    return own.reshape(()) if config.seeds == 1 else own
+
+
+def row_labels(config: Config) -> list[dict[str, int]]:
+    """Labels for each seed's rows in results and events; one empty label for a single seed."""
+    return [{}] if config.seeds == 1 else [{"seed": seed} for seed in seeds_of(config)]
+
+
+def single(config: Config, seed: int | None = None) -> Config:
+    """The config of a run of one of the models alone.
+
+    Args:
+        config: of the run.
+        seed: of the model; None for the first.
+
+    Raises:
+        ValueError: the run has no such seed.
+    """
+    own = seeds_of(config)
+    if seed is not None and seed not in own:
+        there = f"seed {own[0]} alone" if len(own) == 1 else f"seeds {own[0]} to {own[-1]}"
+        raise ValueError(f"seed={seed}, but the run has {there}: use one of them, or None")
+    return dataclasses.replace(config, seed=own[0] if seed is None else seed, seeds=1)
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Stacks trees of arrays along a leading axis [K]; a single tree is returned unchanged."""
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def take(tree: Tree, config: Config, number: int = 0) -> Tree:
+    """The tree of one seed; scalars (`step`) go to every seed."""
+    if config.seeds == 1:
+        return tree
+    return jax.tree.map(lambda leaf: leaf[number] if leaf.ndim else leaf, tree)
+
+
+def split(tree: Tree, config: Config) -> list[Tree]:
+    """The inverse of `stack`: the trees of all seeds."""
+    return [take(tree, config, number) for number in range(config.seeds)]
+
+
+def create_models(config: Config, create: Callable[[Config], nnx.Module]) -> nnx.Module:
+    """The model of `create(config)`; for several seeds, one module with stacked variables.
+
+    A stacked module can be split into graph and state, but not called.
+    """
+    if config.seeds == 1:
+        return create(config)
+    models = [create(single(config, seed)) for seed in seeds_of(config)]
+    graph, _ = nnx.split(models[0])
+    return nnx.merge(graph, stack([nnx.state(model) for model in models]))
+
+
+def vmap(function: Callable, config: Config, in_axes: Any, out_axes: Any = 0) -> Callable:
+    """`jax.vmap` over the seeds; with one seed the function itself."""
+    return function if config.seeds == 1 else jax.vmap(function, in_axes, out_axes)
+
+
+def state_axes(state: dict[str, Tree]) -> dict[str, int | None]:
+    """The seed axis of each entry of a training state."""
+    return {name: None if name == "step" else 0 for name in state}
+
+
+def batch_axes(batch: dict[str, Tree]) -> dict[str, int | None]:
+    """The seed axis of each entry of a batch; the data set on the device (`set`) is shared."""
+    return {name: None if name == "set" else 1 for name in batch}
+
+
+class InterleavedBatches(Iterator[dict[str, np.ndarray]]):
+    """Batches of several streams, one per seed, stacked along a second axis [b, K, ...]."""
+
+    skipped: frozenset[int] = frozenset()  # streams of device-resident sets skip no image
+
+    def __init__(self, streams: Sequence[Iterator[dict[str, np.ndarray]]]):
+        self._streams = streams
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        batches = [next(stream) for stream in self._streams]
+        return {name: np.stack([batch[name] for batch in batches], 1) for name in batches[0]}
+
+    def close(self) -> None:
+        """Nothing to close; iterators of batches have this method."""
+
+
+def interleave(streams: Sequence[Iterator]) -> Iterator[dict[str, np.ndarray]]:
+    """The batches of all seeds; a single stream is returned unchanged."""
+    return streams[0] if len(streams) == 1 else InterleavedBatches(streams)
+
+
+def summary(metrics: dict[str, np.ndarray], config: Config) -> dict[str, float]:
+    """The metrics of a step as numbers for `metrics.jsonl`.
+
+    For several seeds: means, `loss_std`, and `loss_seed<seed>` and `accuracy_seed<seed>`.
+    """
+    numbers = {name: float(np.mean(values)) for name, values in metrics.items()}
+    if config.seeds > 1:
+        numbers["loss_std"] = float(metrics["loss"].std(ddof=1))
+        for name in ("loss", "accuracy"):
+            for seed, value in zip(seeds_of(config), metrics[name], strict=True):
+                numbers[f"{name}_seed{seed}"] = float(value)
+    return numbers
+
+
+def metrics_of(line: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A line of `metrics.jsonl` as the run of one seed alone would have written it."""
+    own = {
+        name: line[f"{name}_seed{seed}"]
+        for name in ("loss", "accuracy")
+        if f"{name}_seed{seed}" in line
+    }
+    shared = {name: v for name, v in line.items() if "_seed" not in name and name != "loss_std"}
+    return shared | own

@@ -1,0 +1,1 @@
+"""Training tasks: batch fields, loss and metrics of each."""

@@ -1,0 +1,142 @@
+"""Image classification: losses, augmentation and mixing in the step, accuracy.
+
+A batch from the loader has `image`, `label`, `epoch` and `index`; `prepare_batch` returns `image`
+(normalised), `label` and `target` (soft labels) for the model.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from rope_jax.config import Config
+from rope_jax.data import split_augment
+from rope_jax.data.device_batches import take
+from rope_jax.data.images import device
+
+
+def softmax_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> Float[Array, ""]:
+    """Mean cross entropy of the softmax, in nats.
+
+    >>> float(softmax_loss(jnp.zeros((1, 2)), jnp.array([[1.0, 0.0]]))).__round__(4)
+    0.6931
+
+    Args:
+        logits: [..., classes].
+        targets: [..., classes], each row a distribution.
+    """
+    return optax.softmax_cross_entropy(logits, targets).mean()
+
+
+def binary_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> Float[Array, ""]:
+    """Mean cross entropy of one sigmoid per class, in nats; any share above 0 is a full target.
+
+    As DeiT-III trains (arXiv 2204.07118): both classes of a mixed image are targets.
+
+    Args:
+        logits: [..., classes].
+        targets: [..., classes], without label smoothing.
+    """
+    return optax.sigmoid_binary_cross_entropy(logits, (targets > 0).astype(logits.dtype)).mean()
+
+
+LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
+
+
+def soft_targets(
+    first: Array, second: Array, share: Float[Array, ""] | float, classes: int, smoothing: float
+) -> Float[Array, "B K"]:
+    """Smoothed targets of mixed examples: `share` of the first label, the rest of the second.
+
+    Args:
+        first: int [B], labels in [0, classes).
+        second: int [B], likewise.
+        share: of the first label, 0 to 1.
+        classes: number of classes.
+        smoothing: label smoothing in [0, 1).
+
+    Returns:
+        float32 [B, classes], rows of sum 1.
+    """
+    first, second = (
+        jax.nn.one_hot(labels, classes, dtype=jnp.float32) for labels in (first, second)
+    )
+    return optax.smooth_labels(share * first + (1 - share) * second, smoothing)
+
+
+Batch = dict[str, Array]
+
+
+def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:
+    """Augments, normalises and mixes the images of a training batch, and computes soft targets.
+
+    Args:
+        batch: `image` uint8 [B, H, W, 3], `label`, `epoch`, `index` int32 [B]; or, for a data set
+            on the device, `set`, `draws`, `epoch`, `index`.
+        config: of the run; `model.num_classes` must be set.
+        seed: of the run. Augmentation is a function of (seed, epoch, index).
+        key: of this step, for mixing.
+
+    Returns:
+        `image` float32 [B, H, W, 3], `label` int32 [B], `target` float32 [B, classes].
+    """
+    augment, m = split_augment(config.data.augment), config.mix
+    if "set" in batch:
+        batch = take(*batch["set"], batch, augment.loader)
+    images, labels = batch["image"], batch["label"]
+    keys = None
+    if augment.pixels or augment.erasing:
+        keys = device.example_keys(seed, batch["epoch"], batch["index"])
+    if augment.pixels:
+        fill = tuple(round(255 * x) for x in config.data.mean)
+        images = device.apply(images, keys, augment.pixels, fill)
+    images = device.normalise(images, config.data.mean, config.data.std)
+    others, share = labels, 1.0
+    if augment.erasing and not m.before_erasing:
+        images = device.apply_erasing(images, keys, augment.erasing)
+    if m.mixup or m.cutmix:
+        images, share = device.mix(
+            images,
+            jax.random.fold_in(key, zlib.crc32(b"mix")),
+            mixup=m.mixup,
+            cutmix=m.cutmix,
+            prob=m.prob,
+            switch_prob=m.switch_prob,
+            enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
+        )
+        others = labels[::-1]
+    if augment.erasing and m.before_erasing:
+        images = device.apply_erasing(images, keys, augment.erasing)
+    targets = soft_targets(labels, others, share, config.model.num_classes, config.label_smoothing)
+    return {"image": images, "label": labels, "target": targets}
+
+
+def loss_and_accuracy(
+    logits: Float[Array, "B K"], batch: Batch, config: Config
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The training loss, and the accuracy on the (mixed) images of the batch."""
+    logits = logits.astype(jnp.float32)
+    accuracy = (logits.argmax(-1) == batch["label"]).mean()
+    return LOSSES[config.loss](logits, batch["target"]), accuracy
+
+
+def count_correct(
+    logits: Float[Array, "B K"], label: Int[Array, "B ..."], mask: Bool[Array, " B"]
+) -> Int[Array, "3"]:
+    """Counts correct images in an evaluation batch.
+
+    Args:
+        logits: of the competing classes.
+        label: [B], or [B, M] for images with up to M correct classes, padded with -1.
+        mask: False for padding of the batch.
+
+    Returns:
+        Images correct in top 1, images correct in top 5, images counted.
+    """
+    logits = logits.astype(jnp.float32)
+    _, best = jax.lax.top_k(logits, min(5, logits.shape[-1]))
+    label = label.reshape(len(label), 1, -1)
+    hits = (best[:, :, None] == label).any(-1) & mask[:, None]
+    return jnp.stack([hits[:, 0].sum(), hits.any(-1).sum(), mask.sum()])

@@ -1,0 +1,296 @@
+"""Text for users: the notation of schemes and augmentations, image sizes, hints, tables.
+
+Schemes (`--config.model.position`), augmentations (`--config.data.augment`) and evaluation crops
+are written in one notation: `name`, `name(option=value, ...)`, sums `a+b`, and wrappers
+`outer(inner(...))`. Values are whole numbers, numbers, True, False, or bare words.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Value = int | float | bool | str
+
+_TOKEN = re.compile(
+    r"\s*([A-Za-z_]\w*|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[(),=+])", re.ASCII
+)
+_DEEPEST = 16  # parentheses inside each other
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a word"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One `name(...)` as written.
+
+    Attributes:
+        name: before the parenthesis.
+        inner: the sums inside the parentheses.
+        options: (option, value) pairs in the order in which they were written.
+    """
+
+    name: str
+    inner: tuple[tuple["Call", ...], ...] = ()
+    options: tuple[tuple[str, Value], ...] = ()
+
+
+def parse(text: str, what: str) -> tuple[Call, ...]:
+    """Reads a sum of calls.
+
+    >>> parse("axial_rope(k_rope=4)", "position")
+    (Call(name='axial_rope', inner=(), options=(('k_rope', 4),)),)
+
+    Args:
+        text: in the notation above.
+        what: name of the setting, for error messages.
+
+    Raises:
+        ValueError: the text does not follow the notation; the message shows the position.
+    """
+    return _Parser(text, what).whole()
+
+
+class _Parser:
+    """A recursive-descent parser; `at` is the number of the next token."""
+
+    def __init__(self, text: str, what: str):
+        self.text, self.what, self.at = text, what, 0
+        self.tokens: list[str] = []
+        self.places: list[int] = []
+        place = depth = 0
+        while text[place:].strip():
+            match = _TOKEN.match(text, place)
+            if match is None:
+                raise self.error("a name, a number or one of ( ) , = +", place)
+            token, start = match[1], match.start(1)
+            # A sign belongs to a number only after "="; elsewhere "+" joins calls.
+            signed = token[0] in "+-" and len(token) > 1
+            if signed and (not self.tokens or self.tokens[-1] != "="):
+                raise self.error("a name", start)
+            depth += (token == "(") - (token == ")")
+            if depth > _DEEPEST:
+                raise self.error(f"at most {_DEEPEST} parentheses inside each other", start)
+            self.tokens.append(token)
+            self.places.append(start)
+            place = match.end()
+
+    def error(self, expected: str, place: int | None = None) -> ValueError:
+        if place is None:
+            place = self.places[self.at] if self.at < len(self.places) else len(self.text)
+        return ValueError(
+            f"{self.what}={self.text!r} cannot be read: expected {expected} at "
+            f"{self.text[place : place + 10]!r} (character {place + 1}); "
+            "write name, name(option=value, ...), a+b or outer(inner)"
+        )
+
+    def peek(self, ahead: int = 0) -> str:
+        number = self.at + ahead
+        return self.tokens[number] if number < len(self.tokens) else ""
+
+    def take(self) -> str:
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def whole(self) -> tuple[Call, ...]:
+        calls = self.sum()
+        if self.peek():
+            raise self.error("the end")
+        return calls
+
+    def sum(self) -> tuple[Call, ...]:
+        calls = [self.call()]
+        while self.peek() == "+":
+            self.take()
+            calls.append(self.call())
+        return tuple(calls)
+
+    def call(self) -> Call:
+        if not self.peek().isidentifier():
+            raise self.error("a name")
+        name = self.take()
+        if self.peek() != "(":
+            return Call(name)
+        self.take()
+        inner, options = [], {}
+        while self.peek() != ")":
+            if self.peek(1) == "=":
+                option, value = self.option()
+                if option in options:
+                    raise ValueError(f"{self.what}={self.text!r} gives {option} twice: keep one")
+                options[option] = value
+            else:
+                inner.append(self.sum())
+            if self.peek() == ",":
+                self.take()
+            elif self.peek() != ")":
+                raise self.error("',' or ')'")
+        self.take()
+        return Call(name, tuple(inner), tuple(options.items()))
+
+    def option(self) -> tuple[str, Value]:
+        if not self.peek().isidentifier():
+            raise self.error("the name of an option")
+        option = self.take()
+        self.take()
+        token = self.peek()
+        if not re.match(r"\w|[+-]?\.?\d", token):
+            raise self.error(f"a value for {option}")
+        return option, _value(self.take())
+
+
+def _value(token: str) -> Value:
+    if token.isidentifier():  # not even "inf" and "nan" are numbers here
+        return {"True": True, "False": False}.get(token, token)
+    return int(token) if re.fullmatch(r"[+-]?\d{1,30}", token) else float(token)
+
+
+def options_of(function: Callable) -> dict[str, type]:
+    """A function's options in the notation: keyword-only parameters and their types, but `rngs`."""
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
+    }
+
+
+def bind(call: Call, options: Mapping[str, type]) -> dict[str, Value]:
+    """The options of a call as keyword arguments.
+
+    >>> bind(parse("crop(pad=2)", "augment")[0], {"pad": int})
+    {'pad': 2}
+
+    Args:
+        call: from `parse`.
+        options: the allowed options and their types: bool, int, float or str.
+
+    Raises:
+        ValueError: an unknown option, or a value of another type.
+    """
+    bound = {}
+    for option, value in call.options:
+        if option not in options:
+            raise ValueError(f"{call.name} has no option {option!r}; {closest(option, options)}")
+        kind = options[option]
+        if type(value) in (int, float) and _exact(value, kind):
+            value = kind(value)  # 2.0 for 2, 1 for True
+        if type(value) is not kind:
+            raise ValueError(f"{call.name}({option}={value}): {option} must be {_KINDS[kind]}")
+        bound[option] = value
+    return bound
+
+
+def _exact(number: int | float, kind: type) -> bool:
+    """Whether a number keeps its value in another type."""
+    return kind is float or (
+        kind in (bool, int) and math.isfinite(number) and kind(number) == number
+    )
+
+
+def assignments(text: str, what: str) -> dict[str, str]:
+    """Reads "a=1,b=f(x=2,y=3)"; commas and equal signs inside parentheses belong to the value.
+
+    >>> assignments("depth=6,window_size=(4,6)", "--config.model.options")
+    {'depth': '6', 'window_size': '(4,6)'}
+
+    Args:
+        text: of the form key=value,...
+        what: description of the text, for error messages.
+
+    Raises:
+        ValueError: a part is not of that form.
+    """
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    found = {}
+    for piece in filter(None, map(str.strip, pieces)):
+        key, _, value = piece.partition("=")
+        if not key.isidentifier() or not value:
+            raise ValueError(f"{what} {piece!r} is not of the form key=value")
+        found[key] = value
+    return found
+
+
+def literal(text: str) -> Any:
+    """The value of a Python literal, or the text itself if it is not one."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def image_pair(size: Any) -> tuple[int, int]:
+    """(height, width) in pixels.
+
+    >>> image_pair(224), image_pair((224, 320)), image_pair("224x320")
+    ((224, 224), (224, 320), (224, 320))
+
+    Args:
+        size: a number of pixels, a pair of them, or such text as "224" and "224x320".
+
+    Raises:
+        ValueError: for anything else, and numbers below 1.
+    """
+    pair = size
+    if isinstance(size, str):
+        parts = size.split("x")
+        pair = [int(part) if part.isdecimal() else 0 for part in parts]
+        pair = pair * 2 if len(pair) == 1 else pair
+    elif not isinstance(size, Sequence):
+        pair = (size, size)
+    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair)
+    if len(pair) != 2 or not whole or min(pair) < 1:
+        raise ValueError(
+            f"image size {size!r} must be a positive number of pixels, 224, "
+            "or a height and a width, (224, 320) or 224x320"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: the closest known one, then all of them.
+
+    >>> closest("appe", ["ape", "none"])
+    "did you mean 'ape'? known: ape, none"
+    """
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1)
+    return (
+        f"did you mean {close[0]!r}? " if close else ""
+    ) + f"known: {', '.join(known) or 'none'}"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal: aligned columns, numbers to the right.
+
+    >>> print(format_table(("size", "top-1"), [("8x8", "0.98"), ("16x16", "0.63")]))
+    size   top-1
+    -----  -----
+      8x8   0.98
+    16x16   0.63
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if re.match(r"-?\d", cell) else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, each line with its line break."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,68 @@
+"""The training loop."""
+
+import contextlib
+import pathlib
+
+import jax
+
+from rope_jax.sharding import put_batch
+from rope_jax.training.report import Reporter
+from rope_jax.training.setup import Setup, State, training_batches
+from rope_jax.training.signals import Interrupted, Signals
+from rope_jax.training.step import make_step
+from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.metrics import MetricsWriter
+
+
+def train_loop(
+    setup: Setup,
+    state: State,
+    checkpoints: Checkpoints,
+    writer: MetricsWriter,
+    signals: Signals,
+    workdir: pathlib.Path,
+) -> State:
+    """Runs the remaining steps and returns the final state, which is saved.
+
+    The metrics of a step are fetched while the next one runs, and checkpoints are written in the
+    background. A signal ends the run after the current step; before the first step of this process
+    there is nothing new to save, so it ends the run at once.
+
+    Raises:
+        Interrupted: a signal stopped the run; its state is saved.
+        NonFinite: the loss, a gradient or a weight is not finite.
+        SaveFailed: a checkpoint or a line of metrics could not be written.
+    """
+    first, last = int(state["step"]), setup.total_steps
+    train_step = make_step(setup)
+    reporter = Reporter(setup, first, checkpoints, writer, signals, workdir)
+    with reporter, contextlib.ExitStack() as stack:
+        batches, resident = training_batches(setup, first)
+        stack.callback(batches.close)
+        pending = None  # the step whose metrics are still on the device
+        for step in range(first + 1, last + 1):
+            with reporter.waiting_for_batch(step):
+                batch = put_batch(next(batches), setup.mesh) | resident
+            # Compiling may move constants to the device; later steps may not.
+            with jax.transfer_guard_host_to_device("allow" if step == first + 1 else "disallow"):
+                state, metrics = train_step(state, batch)
+            signals.at_once = False
+            if pending is not None:
+                reporter.report(*pending)
+            pending = (step, metrics, len(batches.skipped))
+            reporter.dispatched(step, metrics)
+            try:
+                signals()
+            except Interrupted:
+                reporter.report(*pending)
+                reporter.save(step, state)
+                checkpoints.wait()
+                raise
+            if step % setup.config.checkpoint_every == 0 or step == last:
+                reporter.report(*pending)
+                pending = None
+                reporter.save(step, state)
+        checkpoints.wait()
+    signals.at_once = True  # everything is saved
+    signals()  # a signal may have arrived in the meantime
+    return state

@@ -1,0 +1,220 @@
+"""The optimizers and learning rates of the recipes, composed from optax."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from rope_jax.config import OptimConfig
+
+
+def learning_rate_schedule(
+    options: OptimConfig, *, epochs: float, steps_per_epoch: float
+) -> optax.Schedule:
+    """Linear warmup, then a cosine or a constant, then cooldown at the minimum.
+
+    A warmup longer than the run (without cooldown) ends with its last step or epoch.
+
+    Args:
+        options: of the config.
+        epochs: of the whole run, cooldown included.
+        steps_per_epoch: a fraction if batches cross the ends of epochs.
+    """
+    if options.schedule_step == "iteration":
+        total = max(1, round((epochs - options.cooldown_epochs) * steps_per_epoch))
+        return _curve(
+            options, min(round(options.warmup_epochs * steps_per_epoch), total - 1), total
+        )
+    late = options.schedule_step == "late_epoch"
+    total = epochs - options.cooldown_epochs
+    curve = _curve(options, min(options.warmup_epochs, max(np.ceil(total) - 1 - late, 0)), total)
+    # The first step of each epoch, in whole numbers: a quotient in float32 could miss the border.
+    starts = np.ceil(np.arange(1, int(np.ceil(epochs)) + 1) * steps_per_epoch - 1e-6).astype(
+        np.int32
+    )
+
+    def by_epoch(step: Any) -> jax.Array:
+        epoch = jnp.searchsorted(jnp.asarray(starts), step, side="right")
+        return curve(jnp.maximum(epoch - 1, 0) if late else epoch)
+
+    return by_epoch
+
+
+def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> optax.Schedule:
+    """The learning rate over steps or epochs; the cosine ends at `total`."""
+    peak, end = options.learning_rate, options.min_learning_rate
+    start = warmup if options.warmup_prefix else 0  # of the cosine
+
+    def after(time: Any) -> Any:  # `join_schedules` counts from the end of the warmup
+        return main(time + (warmup - start))
+
+    if options.schedule == "constant":
+        main = optax.constant_schedule(peak)
+    elif total > start:
+        main = optax.cosine_decay_schedule(peak, total - start, end / peak if peak else 0.0)
+    else:
+        main = optax.constant_schedule(end)
+    if not warmup:
+        return after
+    return optax.join_schedules(
+        [optax.linear_schedule(options.warmup_learning_rate, peak, warmup), after], [warmup]
+    )
+
+
+def decay_mask(params: nnx.State) -> Any:
+    """Which parameters are decayed, as a pure dict of booleans.
+
+    A parameter may declare it (`nnx.Param(value, decay=False)`: positional schemes, class
+    tokens); otherwise parameters with more than one axis are decayed, not counting the axis of a
+    layer stack.
+    """
+
+    def decays(leaf: nnx.Variable) -> bool:
+        return bool(leaf.get_metadata().get("decay", len(leaf.shape) - _stacked(leaf) > 1))
+
+    return _of_each(decays, params)
+
+
+def stacked(params: nnx.State) -> Any:
+    """Which parameters have a leading axis of layers, as a pure dict of booleans."""
+    return _of_each(_stacked, params)
+
+
+def _stacked(leaf: nnx.Variable) -> bool:
+    return bool(leaf.get_metadata().get("layers", False))
+
+
+def _of_each(function: Callable[[nnx.Variable], Any], params: nnx.State) -> Any:
+    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+    return nnx.to_pure_dict(
+        jax.tree.map(lambda leaf: leaf.replace(function(leaf)), params, is_leaf=is_param)
+    )
+
+
+def layer_rates(params: nnx.State, layer_decay: float) -> Any:
+    """Factors on the learning rate of each parameter for layer-wise decay.
+
+    The factor is 1 for the head and the last norm, `layer_decay` for the last block, its square for
+    the block below, and so on through all stages; downsampling counts with the block before it. The
+    stem, class tokens and embeddings added to tokens are below the first block. Per-layer tables of
+    a scheme count with their layers.
+
+    Returns:
+        A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.
+    """
+    flat = nnx.to_flat_state(params)
+    depths: dict[str, int] = {}  # "stages.2." or "" -> blocks
+    for path, leaf in flat:
+        found = re.match(r"(stages\.\d+\.)?blocks\.(\d+)?", ".".join(map(str, path)))
+        if found:
+            count = leaf.shape[0] if found[2] is None else int(found[2]) + 1
+            depths[found[1] or ""] = max(depths.get(found[1] or "", 0), count)
+    stages = sorted(depths, key=lambda stage: int(stage.split(".")[1]) if stage else 0)
+    before = {
+        stage: sum(depths[other] for other in stages[:place]) for place, stage in enumerate(stages)
+    }
+    top = sum(depths.values()) + 1
+
+    def rate(path: tuple, leaf: nnx.Variable) -> Any:
+        name = ".".join(map(str, path))
+        stage = next(
+            (stage for stage in stages if stage and name.startswith(stage)),
+            "" if "" in depths else None,
+        )
+        own = name.removeprefix(stage or "")
+        if stage is not None:
+            first, depth = before[stage] + 1, depths[stage]
+            block = re.match(r"blocks\.(\d+)\.", own)
+            if block:
+                return layer_decay ** (top - first - int(block[1]))
+            layers = own.startswith("position.") and leaf.get_metadata().get(
+                "layers", leaf.shape[0] == depth
+            )
+            if own.startswith("blocks.") or layers:
+                powers = layer_decay ** (top - first - np.arange(depth, dtype=np.float32))
+                return powers.reshape(depth, *(1,) * (len(leaf.shape) - 1))
+            if own.startswith("downsample."):
+                return layer_decay ** (top - first - depth + 1)
+            if stage and own.startswith("position."):
+                return layer_decay ** (top - first)
+        return layer_decay**top if own.split(".")[0] in _STEM else 1.0
+
+    return nnx.to_pure_dict(
+        nnx.from_flat_state([(path, leaf.replace(rate(path, leaf))) for path, leaf in flat])
+    )
+
+
+_STEM = ("patch_embed", "class_token", "registers", "position")
+
+
+def make_optimizer(
+    options: OptimConfig, schedule: optax.Schedule, params: nnx.State
+) -> optax.GradientTransformation:
+    """The optimizer of a model's parameters.
+
+    - "adamw": decoupled decay, times the learning rate (arXiv 1711.05101).
+    - "lamb": AdamW's step scaled per tensor by |parameters| / |step| (arXiv 1904.00962), as
+      DeiT-III uses Apex's FusedLAMB: not for tensors without decay; per layer in a stack of layers.
+    - "sgd": with momentum; decay is part of the gradient, as in PyTorch.
+
+    Gradients are first clipped by their global norm; updates are multiplied by `layer_rates`.
+
+    Args:
+        options: of the config.
+        schedule: of the learning rate.
+        params: of the model; their metadata declare decay and layer stacks.
+    """
+    mask, o = decay_mask(params), options
+    if o.name == "adamw":
+        parts = [
+            optax.adamw(
+                schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, mask=mask
+            )
+        ]
+    elif o.name == "lamb":
+        decay = optax.add_decayed_weights(o.weight_decay, mask)
+        trust = [scale_by_trust_ratio(mask, stacked(params))] if o.weight_decay else []
+        parts = [
+            optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
+            decay,
+            *trust,
+            optax.scale_by_learning_rate(schedule),
+        ]
+    else:
+        parts = [
+            optax.add_decayed_weights(o.weight_decay, mask),
+            optax.sgd(schedule, momentum=o.momentum, nesterov=o.nesterov),
+        ]
+    if o.clip_norm is not None:
+        parts = [optax.clip_by_global_norm(o.clip_norm), *parts]
+    if o.layer_decay != 1:
+        rates = layer_rates(params, o.layer_decay)
+        parts.append(
+            optax.stateless(
+                lambda updates, _: jax.tree.map(lambda u, rate: u * rate, updates, rates)
+            )
+        )
+    return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def scale_by_trust_ratio(mask: Any, layered: Any) -> optax.GradientTransformation:
+    """LAMB's ratio |parameter| / |update| per masked tensor, per layer if layered; 1 for norm 0."""
+
+    def scale(update: jax.Array, param: jax.Array, wanted: bool, layered: bool) -> jax.Array:
+        if not wanted:
+            return update
+        norm = lambda x: jnp.sqrt(
+            jnp.sum(jnp.square(x), axis=tuple(range(int(layered), x.ndim)), keepdims=True)
+        )
+        of_param, of_update = norm(param), norm(update)
+        usable = (of_param > 0) & (of_update > 0)
+        return update * jnp.where(usable, of_param / jnp.where(usable, of_update, 1), 1)
+
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(scale, updates, params, mask, layered)
+    )

@@ -1,0 +1,181 @@
+"""Reports and checks of the training loop: metrics, events, values that are not finite."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from rope_jax import seeds
+from rope_jax.files import warn
+from rope_jax.training.setup import Setup, State, batch_ids
+from rope_jax.training.signals import Interrupted, Signals
+from rope_jax.workdir.checkpoint import Checkpoints, not_finite
+from rope_jax.workdir.metrics import MetricsWriter, Profiler, Speedometer, progress_line
+
+MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
+
+
+class NonFinite(Exception):
+    """The loss, a gradient or a weight is not finite; the message names the step."""
+
+
+class Reporter:
+    """Writes and prints metrics and events of a training loop; stops it on non-finite values.
+
+    As a context manager around the loop, it writes the events "start" and "stop".
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        first: int,
+        checkpoints: Checkpoints,
+        writer: MetricsWriter,
+        signals: Signals,
+        workdir: pathlib.Path,
+    ):
+        """`first` is the last step that has already been done."""
+        config = setup.config
+        self._setup, self._first, self._step = setup, first, first
+        self._checkpoints, self._writer, self._signals = checkpoints, writer, signals
+        self._speed = Speedometer(setup.total_steps, config.batch_size * config.seeds)
+        self._profiler = Profiler(workdir)
+        self._skipped = dict.fromkeys(seeds.seeds_of(config), 0)  # in a row
+        checkpoints.on_saved = self._on_saved
+
+    def __enter__(self) -> "Reporter":
+        last = self._writer.last_event
+        if last is not None and last["event"] == "start":
+            print("the last process was killed, or its machine went down", flush=True)
+        self._writer.event(
+            self._first,
+            "start",
+            resumes_from=self._first if self._signals.saved else None,
+            total_steps=self._setup.total_steps,
+            devices=self._setup.mesh.size,
+        )
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is None:
+                self._writer.event(self._step, "stop", why="complete", resumes_from=self._step)
+            else:
+                self._stopped(error)
+        finally:
+            self._profile(self._profiler.close())
+
+    def _stopped(self, error: BaseException) -> None:
+        last = self._checkpoints.newest()
+        stopped = isinstance(error, Interrupted)
+        why = f"stopped by {error}" if stopped else f"{type(error).__name__}: {error}"
+        self._writer.event(self._step, "stop", why=why, resumes_from=last)
+        total = self._setup.total_steps
+        print(
+            f"stopped at step {self._step} of {total}; newest checkpoint: step {last}", flush=True
+        )
+
+    @contextlib.contextmanager
+    def waiting_for_batch(self, step: int) -> Iterator[None]:
+        """Measures how long the loop waits for a batch, and starts the profiler if requested."""
+        self._step = step
+        begun = time.monotonic()
+        yield
+        self._speed.waited(time.monotonic() - begun)
+        if self._signals.profile_wanted() or step == self._setup.config.profile_at:
+            self._profiler.start(step)
+
+    def dispatched(self, step: int, metrics: dict[str, Array]) -> None:
+        """Ends the profile after the steps that it records."""
+        self._profile(self._profiler.after(step, metrics))
+
+    def report(self, step: int, metrics: dict[str, Array], skipped_images: int) -> None:
+        """Fetches the metrics of a step, checks them, and writes those that are due.
+
+        Raises:
+            NonFinite: the loss or the gradient is not finite and the step may not be skipped.
+        """
+        config, total = self._setup.config, self._setup.total_steps
+        values = jax.device_get(metrics)
+        if not self._check(step, values):
+            return
+        due = step % config.log_every == 0 or step == total
+        speed = self._speed.at(step) if due or step == self._first + 1 else {}
+        if not due:
+            return
+        if skipped_images:
+            speed["skipped_images"] = skipped_images
+        numbers = seeds.summary(values, config) | speed
+        self._writer.write(step, numbers)
+        print(progress_line(step, total, numbers), flush=True)
+
+    def _check(self, step: int, values: dict[str, np.ndarray]) -> bool:
+        """Whether the metrics of all seeds are finite."""
+        config, all_finite = self._setup.config, True
+        each = zip(
+            self._skipped,
+            seeds.row_labels(config),
+            np.ravel(values["loss"]),
+            np.ravel(values["grad_norm"]),
+            strict=True,
+        )
+        for seed, label, loss, norm in each:
+            if np.isfinite(loss) and np.isfinite(norm):
+                self._skipped[seed] = 0
+                continue
+            all_finite = False
+            self._skipped[seed] += 1
+            count = self._skipped[seed]
+            of_seed = f" of seed {seed}" if label else ""
+            told = f"step {step}{of_seed}: loss {loss}, gradient norm {norm}"
+            if config.non_finite == "stop":
+                raise self._lost(step, seed, told)
+            if count > MAX_SKIPPED:
+                raise self._lost(step, seed, f"{told}, after {MAX_SKIPPED} skipped steps in a row")
+            warn(
+                f"WARNING: {told}; its update is skipped ({count} in a row). "
+                f"Its examples: {self._examples(step, seed)}"
+            )
+            self._writer.event(step, "skipped", loss=str(loss), grad_norm=str(norm), **label)
+        return all_finite
+
+    def save(self, step: int, state: State) -> None:
+        """Starts to save the state.
+
+        Raises:
+            NonFinite: the state has a value that is not finite; nothing is saved.
+        """
+        config = self._setup.config
+        try:
+            self._checkpoints.save(step, state, about=self._setup.about())
+        except ValueError as error:
+            trees = zip(seeds.seeds_of(config), seeds.split(state, config), strict=True)
+            seed = next((seed for seed, tree in trees if not_finite(tree)), config.seed)
+            of_seed = f" (seed {seed})" if config.seeds > 1 else ""
+            raise self._lost(step, seed, f"{error}{of_seed}") from None
+
+    def _lost(self, step: int, seed: int, told: str) -> NonFinite:
+        last = self._checkpoints.newest()
+        saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
+        return NonFinite(
+            f"{told}; {saved}. Lower --config.optim.learning_rate, or look at its examples: "
+            f"{self._examples(step, seed)}"
+        )
+
+    def _examples(self, step: int, seed: int) -> str:
+        return ", ".join(map(str, batch_ids(self._setup, step, seed)[:8])) + ", ..."
+
+    def _on_saved(self, step: int, size: int, seconds: float) -> None:
+        self._signals.saved = True
+        print(f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
+        self._writer.event(step, "saved", bytes=size, seconds=round(seconds, 3))
+
+    def _profile(self, folder: str | None) -> None:
+        if folder is not None:
+            print(f"profile of {Profiler.STEPS} steps: {folder}", flush=True)
+            self._writer.event(self._step, "profile", folder=folder)

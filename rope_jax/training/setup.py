@@ -1,0 +1,239 @@
+"""Everything that precedes the first step: devices, images, model, optimizer, state.
+
+The state of a run is a pure function of (config, step): data order, augmentation and drop path
+follow from the step, so an interrupted run ends in the same state as an uninterrupted one.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from rope_jax import data, restore, seeds
+from rope_jax.config import Config, ConfigError, blame
+from rope_jax.data import order
+from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.models.registry import find_model
+from rope_jax.sharding import AnyMesh, in_force, make_mesh, replicated, share, state_shardings
+from rope_jax.text import image_pair
+from rope_jax.training import optim
+
+# step i32[], params, opt; ema if the config has ema_decay, stats if the model has batch norms.
+State = dict[str, Any]
+Split = data.Images | data.Streamed
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run ready to train, see `prepare`.
+
+    Attributes:
+        config: complete, with values that depend on the data and the model filled in.
+        mesh: the devices.
+        images, held_out: the training split and the test split.
+        graph, rest: the model without its parameters and batch statistics; of several seeds
+            `rest` is stacked.
+        optimizer, schedule: of the parameters, and of the learning rate.
+        total_steps: of the whole run.
+    """
+
+    config: Config
+    mesh: Mesh
+    images: Split
+    held_out: Split
+    graph: nnx.GraphDef
+    rest: nnx.State
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    total_steps: int
+
+    def apply(
+        self, params: Any, stats: Any, rest: Any, images: Float[Array, "B H W 3"], **options: Any
+    ) -> tuple[Float[Array, "B K"], Any]:
+        """Logits of one model, and its batch statistics after the call."""
+        model = nnx.merge(self.graph, params, stats, rest)
+        with in_force(self.mesh):
+            logits = model(images, **options)
+        return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Fingerprints of the data, by split."""
+        return {split.split: split.fingerprint() for split in (self.images, self.held_out)}
+
+    def about(self) -> dict[str, Any]:
+        """The metadata stored with each checkpoint."""
+        return {"config": dataclasses.asdict(self.config), "data": self.fingerprint}
+
+
+def prepare(config: Config) -> tuple[Setup, nnx.Module]:
+    """Loads the images, checks that all settings are compatible, and creates the model.
+
+    Returns:
+        The setup, and the model with its initial weights (stacked for several seeds).
+
+    Raises:
+        ConfigError: an impossible combination; the message names the flag to change.
+    """
+    with blame("--config.mesh.fsdp"):
+        mesh = make_mesh(config.mesh.fsdp)
+    check_batch_size(config, mesh)
+    if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError(
+            "--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it "
+            "to False"
+        )
+    images, held_out = (load_split(config, split) for split in ("train", "test"))
+    _check_data(config, images, held_out)
+    config = _complete(config, images)
+    model = seeds.create_models(config, restore.create)
+    with blame("--config.eval.resolutions"):
+        for size in config.eval.resolutions:
+            model.grids(image_pair(size))
+    return assemble(config, mesh, images, held_out, model), model
+
+
+def check_batch_size(config: Config, mesh: AnyMesh) -> None:
+    """Rejects a batch that cannot be divided over devices and parts."""
+    parts = mesh.size * config.accumulate
+    if config.batch_size % parts == 0:
+        return
+    below = config.batch_size - config.batch_size % parts
+    fitting = " or ".join(str(size) for size in (below, below + parts) if size)
+    times = f", times --config.accumulate={config.accumulate}" if config.accumulate > 1 else ""
+    raise ConfigError(
+        f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} "
+        f"devices{times}; use {fitting}, or fewer devices"
+    )
+
+
+def load_split(
+    config: Config, split: str, size: tuple[int, int] | None = None
+) -> data.Images | data.Streamed:
+    """A split of the config's data at a resolution, by default the training resolution."""
+    if size is None and config.data.image_size is not None:
+        size = image_pair(config.data.image_size)
+    crop = {"crop": config.eval.frame} if split == "test" else {}
+    with blame("--config.data"):
+        return data.load(config.data.source, config.data.path, split, size, **crop)
+
+
+def _check_data(config: Config, images: Split, held_out: Split) -> None:
+    """Rejects data settings that do not fit the images."""
+    with blame("--config.data.path"):
+        _check_class_names(images, held_out)
+    with blame("--config.data.augment"):
+        loader = data.split_augment(config.data.augment).loader
+        data.batches(images, batch_size=1, seed=config.seed, augment=loader)
+    if config.data.on_device:
+        with blame("--config.data.on_device"):
+            DeviceBatches(images, batch_size=1, seed=config.seed, augment=loader)
+    with blame("--config.data.repeats"):
+        data.epoch_length(len(images.labels), config.data.repeats)
+    classes = config.model.num_classes
+    if classes is not None and classes < images.classes:
+        raise ConfigError(
+            f"--config.model.num_classes={classes}, but {images.name} has {images.classes} "
+            "classes: use at least that many"
+        )
+
+
+def _check_class_names(images: Split, held_out: Split) -> None:
+    """Rejects splits with different classes (data sets in memory have no class names)."""
+    here, there = images.class_names, held_out.class_names
+    if here is None or there is None:
+        return
+    for label, (train, test) in enumerate(itertools.zip_longest(here, there)):
+        if train != test:
+            raise ValueError(
+                f"the splits of {images.name} have other classes: label {label} is {train!r} in "
+                f"the training split and {test!r} in the test split ({len(here)} and {len(there)} "
+                "classes): prepare both with the same list of classes"
+            )
+
+
+def _complete(config: Config, images: Split) -> Config:
+    """The config, with values that depend on the data and the model filled in."""
+    with blame("--config.model.name"):
+        position = config.model.position or find_model(config.model.name).position
+    classes = config.model.num_classes or images.classes
+    model = dataclasses.replace(config.model, position=position, num_classes=classes)
+    return dataclasses.replace(
+        config, model=model, data=dataclasses.replace(config.data, image_size=images.size)
+    )
+
+
+def assemble(
+    config: Config, mesh: Mesh, images: Split, held_out: Split, model: nnx.Module
+) -> Setup:
+    """The setup of a complete config. The model may be abstract (`nnx.eval_shape`)."""
+    steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
+    total = max(1, round(config.epochs * steps_per_epoch))
+    schedule = optim.learning_rate_schedule(
+        config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch
+    )
+    graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    one = seeds.take(params, config)  # decay and layer rates depend on shapes
+    optimizer = optim.make_optimizer(config.optim, schedule, one)
+    return Setup(config, mesh, images, held_out, graph, rest, optimizer, schedule, total)
+
+
+def initial_state(setup: Setup, model: nnx.Module) -> State:
+    """The state before the first step, laid out over the mesh."""
+    params, stats = (
+        nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.BatchStat)
+    )
+    init = seeds.vmap(setup.optimizer.init, setup.config, in_axes=0)
+    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": init(params)}
+    if stats:
+        state["stats"] = stats
+    if setup.config.ema_decay is not None:
+        state["ema"] = jax.tree.map(jnp.copy, params)  # a copy: the step donates its buffers
+    return jax.device_put(state, state_shardings(state, setup.mesh))
+
+
+def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
+    """The batches of this process from step `first` on, and arrays to be added to each of them.
+
+    The latter are the images themselves, if the data set is kept on the device.
+    """
+    config, images = setup.config, setup.images
+    options = {
+        "batch_size": config.batch_size,
+        "start_step": first,
+        "augment": data.split_augment(config.data.augment).loader,
+        "repeats": config.data.repeats,
+        "shard": share(),
+    }
+    if config.data.on_device:
+        streams = [DeviceBatches(images, seed=seed, **options) for seed in seeds.seeds_of(config)]
+        resident = jax.device_put((images.images, images.labels), replicated(setup.mesh))
+        return seeds.interleave(streams), {"set": resident}
+    stream = data.batches(
+        images,
+        seed=config.seed,
+        ahead=not images.in_memory,
+        workers=config.data.workers,
+        bad_images=config.data.bad_images,
+        **options,
+    )
+    return stream, {}
+
+
+def batch_ids(setup: Setup, step: int, seed: int) -> list[int]:
+    """Ids of the images in the batch of a step."""
+    return order.batch_ids(
+        step - 1,
+        batch_size=setup.config.batch_size,
+        seed=seed,
+        count=len(setup.images.labels),
+        repeats=setup.config.data.repeats,
+    )

@@ -1,0 +1,456 @@
+"""Atomic checkpoints: one folder per step, complete or absent, with a hash of every file.
+
+A save copies the arrays and returns. A thread writes them to `<step>.writing/`, hashes every
+file into `manifest.json`, syncs everything to disk, and only then renames the folder to `<step>/`:
+a checkpoint that was reported as saved survives any crash. A step is valid only if its files match
+its manifest.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from rope_jax.files import SaveFailed, file_sha256, sync_folder, warn, write_file
+
+_MANIFEST = "manifest.json"
+_STEP = re.compile(r"0|[1-9]\d*")
+# Leftovers of a crash: the only names that are ever deleted.
+_UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
+_RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
+_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # worth a retry
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
+_SPARE = 1.2  # free space to have, in sizes of the next checkpoint
+
+
+class Damaged(ValueError):
+    """A checkpoint differs from what was written."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in `folder/<step>/`; leaving the context waits for the last save.
+
+    A state is a dict of trees; each entry has its own folder and can be read alone. With several
+    processes all call every method; the first one reads the disk and decides.
+
+    Attributes:
+        on_saved: called with (step, bytes, seconds) in the writing thread when a step is on disk.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
+        """Opens the folder (created if missing); keeps the newest `keep` valid steps, or all."""
+        self._folder, self._keep = folder.absolute(), keep
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="rope_jax.workdir.checkpoint"
+        )
+        self._pending: concurrent.futures.Future | None = None
+        self.on_saved: Callable[[int, int, float], None] = lambda step, size, seconds: None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
+        try:
+            self.wait()
+        except SaveFailed as error:
+            if exception is None:
+                raise
+            warn(str(error))  # the exception that ended the run is reported elsewhere
+        finally:
+            self._thread.shutdown()
+
+    def steps(self) -> list[int]:
+        """All steps, valid or not, ascending."""
+        if not self._folder.is_dir():
+            return []
+        with os.scandir(self._folder) as entries:
+            return sorted(
+                int(e.name)
+                for e in entries
+                if _STEP.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
+            )
+
+    def newest(self) -> int | None:
+        """The newest step, or None. Waits for a pending save."""
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending])
+        return max(self.steps(), default=None)
+
+    def newest_verified(self, *, strict: bool = False, rename: bool = False) -> int | None:
+        """The newest valid step; None if there never was one.
+
+        Args:
+            strict: stop at a damaged step instead of falling back to the previous one.
+            rename: rename damaged steps to `<step>.corrupt`; they are never deleted.
+
+        Raises:
+            Damaged: no step is valid; or `strict`, and the newest one is not.
+        """
+        return _decided(lambda: self._newest_verified(strict, rename))
+
+    def _newest_verified(self, strict: bool, rename: bool) -> int | None:
+        bad = []
+        for step in reversed(self.steps()):
+            problem = self.problem(step)
+            if problem is None:
+                return step
+            told = f"checkpoint {self._folder / str(step)} is damaged: {problem}"
+            if strict:
+                raise Damaged(
+                    f"{told}; without --strict_restore the newest one that verifies is taken"
+                )
+            bad.append((self._set_aside(step) if rename else self._folder / str(step)).name)
+            warn(
+                f"WARNING: {told}; looking for an older one"
+                + (f". It is kept as {bad[-1]}" if rename else "")
+            )
+        bad += (
+            [path.name for path in self._folder.glob("*.corrupt*") if path.name not in bad]
+            if self._folder.is_dir()
+            else []
+        )
+        if bad:
+            raise Damaged(
+                f"no checkpoint in {self._folder} verifies ({', '.join(sorted(bad))}): repair "
+                "one, or move that folder away to start anew"
+            )
+        return None
+
+    def problem(self, step: int) -> str | None:
+        """A description of the damage to a step's files; None for a valid step."""
+        folder = self._folder / str(step)
+        try:
+            found = dict(_files(folder))  # first of all, so that only plain files are ever opened
+            if _MANIFEST not in found:
+                return f"{_MANIFEST} is missing"
+            text = found.pop(_MANIFEST).read_text()
+            expected = json.loads(text)
+            if text != _manifest(step, expected["files"]):  # no bit of the manifest may change
+                return f"{_MANIFEST} is not what was written"
+            expected = expected["files"]
+            different = sorted(expected.keys() ^ found.keys())
+            if different:
+                missing = different[0] in expected
+                return f"{different[0]} {'is missing' if missing else 'does not belong to it'}"
+            for name, path in found.items():
+                if path.stat().st_size != expected[name]["bytes"]:
+                    return f"{name} has {path.stat().st_size} bytes, not {expected[name]['bytes']}"
+                if file_sha256(path) != expected[name]["sha256"]:
+                    return f"the bytes of {name} are not those that were written"
+        except FileNotFoundError as error:
+            return f"{pathlib.Path(error.filename or '').name} is missing"
+        except (OSError, Damaged) as error:
+            return str(error)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return f"{_MANIFEST} is not readable"
+        return None
+
+    def clean(self) -> None:
+        """Removes unfinished saves and deletions. Only for the process that holds the lock."""
+        if jax.process_index() == 0:
+            with os.scandir(self._folder) as entries:
+                left = [
+                    e.path
+                    for e in entries
+                    if _UNFINISHED.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
+                ]
+            for path in left:
+                shutil.rmtree(path)
+
+    def save(self, step: int, state: dict[str, Any], *, about: dict) -> None:
+        """Starts to write a state, with `about` as JSON. An existing step is not overwritten.
+
+        The arrays may be donated as soon as this returns. Waits for the previous save.
+
+        Raises:
+            ValueError: a value is not finite; nothing is written.
+            SaveFailed: the previous save failed.
+        """
+        self.wait()
+        if _decided(lambda: int(step in self.steps())):
+            return
+        bad = not_finite(state)
+        if bad:
+            names = ", ".join(bad[:3]) + (" is" if len(bad) == 1 else " are")
+            raise ValueError(f"step {step} is not saved: {names} not finite")
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        path = self._folder / f"{step}.writing"
+        begin = lambda state: ocp.save_checkpointables_async(path, state, custom_metadata=about)
+        begun = None
+        if jax.process_count() == 1:
+            state = jax.device_get(state)  # for retries of a failed write
+            if jax.default_backend() == "cpu":  # views of buffers that the next step overwrites
+                state = jax.tree.map(np.copy, state)
+        else:  # every process writes its part; orbax copies it before it returns
+            begun = begin(state)
+        self._pending = self._thread.submit(
+            self._write, step, size, lambda: (begun or begin(state)).result()
+        )
+
+    def wait(self) -> None:
+        """Waits for the pending save.
+
+        Raises:
+            SaveFailed: it failed.
+        """
+        if self._pending is None:
+            return
+        error, self._pending = self._pending.exception(), None
+        failed = error is not None
+        if jax.process_count() > 1:
+            failed = bool(multihost_utils.process_allgather(np.array(failed)).any())
+        if failed:
+            raise error or SaveFailed(
+                "another process could not write its part of a checkpoint; see its message"
+            )
+
+    def _write(self, step: int, size: int, arrays: Callable[[], None]) -> None:
+        """Writes, seals and prunes, in the thread; retries transient errors."""
+        begun = time.monotonic()
+        for pause in (*_RETRY_AFTER, None):
+            try:
+                if not self._folder.is_dir():
+                    raise FileNotFoundError(
+                        errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder)
+                    )
+                if jax.process_count() == 1:
+                    shutil.rmtree(self._folder / f"{step}.writing", ignore_errors=True)
+                arrays()
+                if jax.process_index() == 0:
+                    self._seal(step)
+                break
+            except Exception as error:  # orbax and tensorstore raise exceptions of any type
+                if pause is not None and jax.process_count() == 1 and _is_transient(error):
+                    time.sleep(pause)
+                    continue
+                lines = (str(error).strip() or type(error).__name__).splitlines()
+                words = [os.strerror(code) for code in (*_LASTING, *_TRANSIENT)]
+                # Messages of tensorstore have 500 characters.
+                reason = next((word for word in words if word in str(error)), lines[0][:300])
+                raise SaveFailed(
+                    f"step {step} could not be saved in {self._folder}: {reason}. It needs "
+                    f"{_human(size)}, {_free(self._folder)}; "
+                    "older checkpoints are untouched, and the same command goes on from the "
+                    "newest one"
+                ) from error
+        if jax.process_index() == 0:
+            self.on_saved(step, size, time.monotonic() - begun)
+            try:
+                self._prune()
+            except OSError as error:
+                warn(
+                    f"WARNING: step {step} is saved, but older checkpoints could not be removed: "
+                    f"{error}"
+                )
+            with contextlib.suppress(OSError):
+                if shutil.disk_usage(self._folder).free < _SPARE * size:
+                    warn(
+                        f"WARNING: the next checkpoint may not fit into {self._folder}: it needs "
+                        f"{_human(size)}, {_free(self._folder)}"
+                    )
+
+    def _seal(self, step: int) -> None:
+        """Hashes the files, syncs them to the disk, and renames the folder."""
+        folder = self._folder / f"{step}.writing"
+        files = {}
+        for name, path in sorted(_files(folder)):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        write_file(folder / _MANIFEST, _manifest(step, files))
+        for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+            sync_folder(path)
+        if os.path.lexists(self._folder / str(step)):
+            self._set_aside(step)
+        folder.rename(self._folder / str(step))
+        sync_folder(self._folder)
+
+    def _prune(self) -> None:
+        """Deletes steps older than the newest `keep` valid ones."""
+        if self._keep is None:
+            return
+        kept = 0
+        for step in reversed(self.steps()):
+            if kept == self._keep:
+                doomed = self._folder / f"{step}.deleting"
+                shutil.rmtree(doomed, ignore_errors=True)
+                # Renamed first, so that a partly deleted step is never taken for a complete one.
+                (self._folder / str(step)).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+            elif (problem := self.problem(step)) is None:
+                kept += 1
+            else:
+                warn(
+                    f"WARNING: checkpoint {self._folder / str(step)} is damaged: {problem}. It is "
+                    f"kept as {self._set_aside(step).name}"
+                )
+
+    def _set_aside(self, step: int) -> pathlib.Path:
+        """Renames a damaged step to `<step>.corrupt`, or `.corrupt.2` and so on."""
+        number, target = 1, self._folder / f"{step}.corrupt"
+        while os.path.lexists(target):
+            number += 1
+            target = self._folder / f"{step}.corrupt.{number}"
+        (self._folder / str(step)).rename(target)
+        return target
+
+    def load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Reads a state, or those of its entries that `like` has.
+
+        Args:
+            step: a valid one.
+            like: trees of `jax.ShapeDtypeStruct`s with shardings.
+
+        Raises:
+            ValueError: names, shapes or dtypes on disk differ.
+        """
+        found = self._metadata(step).metadata
+        check_tree(like, {name: found[name] for name in like if name in found})
+        return ocp.load_checkpointables(self._folder / str(step), like)
+
+    def about(self, step: int) -> dict:
+        """The metadata stored with a state.
+
+        Raises:
+            ValueError: it is missing: the checkpoint is damaged.
+        """
+        about = self._metadata(step).custom_metadata
+        if not about:
+            raise Damaged(
+                f"checkpoint {self._folder / str(step)} is damaged: its metadata is missing; "
+                "remove that folder"
+            )
+        return about
+
+    def _metadata(self, step: int) -> Any:
+        return ocp.checkpointables_metadata(self._folder / str(step))
+
+
+def _decided(choose: Callable[[], int | None]) -> int | None:
+    """The first process's choice, in all processes."""
+    if jax.process_count() == 1:
+        return choose()
+    nothing, failed = -1, -2
+    code, error = failed, None
+    if jax.process_index() == 0:
+        try:
+            chosen = choose()
+            code = nothing if chosen is None else chosen
+        except (ValueError, OSError) as caught:
+            error = caught
+    code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
+    if code == failed:
+        raise error or Damaged(
+            "the first process found no checkpoint that can be used; see its message"
+        )
+    return None if code == nothing else code
+
+
+def _manifest(step: int, files: dict[str, dict]) -> str:
+    return json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n"
+
+
+def _files(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+    """All files below a folder with their relative names; rejects links and special files."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                for name, path in _files(pathlib.Path(entry.path)):
+                    yield f"{entry.name}/{name}", path
+            elif entry.is_file(follow_symlinks=False):
+                yield entry.name, pathlib.Path(entry.path)
+            else:
+                raise Damaged(
+                    f"{entry.name} is "
+                    f"{'a symbolic link' if entry.is_symlink() else 'not a plain file'}"
+                )
+
+
+def _is_transient(error: BaseException | None) -> bool:
+    """Whether a retry may succeed. Orbax passes on errors of file systems as codes or as text."""
+    words = [os.strerror(code) for code in _TRANSIENT]
+    while error is not None:
+        if getattr(error, "errno", None) in _TRANSIENT or any(word in str(error) for word in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _free(folder: pathlib.Path) -> str:
+    try:
+        return f"{_human(shutil.disk_usage(folder).free)} are free"
+    except OSError:
+        return "and that folder cannot be reached"
+
+
+def _human(size: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit} ({size:,} bytes)"
+    return f"{size} bytes"
+
+
+def not_finite(tree: Any) -> list[str]:
+    """Names of the leaves with a number that is not finite, computed on the device."""
+    leaves = [
+        (name, leaf) for name, leaf in named_leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves])) if leaves else []
+    return [name for (name, _), fine in zip(leaves, finite, strict=True) if not fine]
+
+
+@jax.jit
+def _all_finite(leaves: list) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
+
+
+def check_tree(wanted: Any, found: Any) -> None:
+    """Rejects a stored tree with other names, shapes or dtypes (orbax would cast silently)."""
+    wanted, found = dict(named_leaves(wanted)), dict(named_leaves(found))
+    describe = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not expected" for name in found if name not in wanted]
+    both = [
+        (name, describe(found[name]), describe(wanted[name])) for name in wanted if name in found
+    ]
+    problems += [f"{name} is {there}, not {here}" for name, there, here in both if there != here]
+    if problems:
+        raise ValueError("the checkpoint does not fit this run: " + some_of(problems))
+
+
+def some_of(problems: list[str]) -> str:
+    """The first five problems, and how many more there are."""
+    return "; ".join(problems[:5]) + (
+        f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    )
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves with their names, "params.blocks.0.attn.qkv.kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+def tree_hash(tree: Any) -> str:
+    """sha256 of names, dtypes, shapes and bytes: equal only for bit-for-bit equal trees."""
+    digest = hashlib.sha256()
+    for name, leaf in named_leaves(tree):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,103 @@
+import json
+import pathlib
+from typing import Literal
+
+import pytest
+
+import benchmarks
+import experiments
+from benchmarks import _program, _runner
+from benchmarks._goals import GOALS, geometric_mean, goal_table, spread
+
+ONE = [1]
+
+
+def measure(
+    keep,
+    part: Literal["a", "b"],
+    *flags: str,
+    turns: int = 3,
+    image_size: int | None = None,
+    batches: list[int] = ONE,
+    short: bool = False,
+    workdir: pathlib.Path = pathlib.Path("runs"),
+    out: pathlib.Path | None = None,
+):
+    """Measures.
+
+    Args:
+        keep: writes the result.
+        turns: 100 % of them
+    """
+    got = [turns, image_size, batches, short, str(workdir)]
+    keep(rows=[part, *flags], got=got, settings={"turns": turns}, versions={"torch": "9"})
+    assert out is not None
+
+
+def test_a_function_is_a_command(tmp_path):
+    out = tmp_path / "new" / "x.json"
+    own = ["b", "--turns=5", "--batches", "2", "4", "--short", f"--out={out}"]
+    _runner.call("some", measure, [*own, "--", "--config.epochs=1"], "python -m some")
+    result = json.loads(out.read_text())
+    assert result["rows"] == ["b", "--config.epochs=1"]
+    assert result["got"] == [5, None, [2, 4], True, "runs"]
+    assert result["benchmark"] == "some"
+    assert result["settings"] == {"turns": 5}
+    assert result["versions"]["torch"] == "9"
+    assert result["machine"]["platform"] == "cpu"
+    assert {"date", "versions"} <= set(result)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(["c"], "invalid choice: 'c'"), (["a", "--turns=x"], "invalid int value"), ([], "required")],
+)
+def test_wrong_arguments_are_refused(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        _runner.call("some", measure, argv, "python -m some")
+    assert message in capsys.readouterr().err
+
+
+def test_flags_need_a_benchmark_that_takes_them(capsys):
+    with pytest.raises(SystemExit):
+        _runner.call("some", lambda keep: None, ["--", "--x"], "python -m some")
+    assert "unexpected arguments --x" in capsys.readouterr().err
+
+
+def test_unknown_names_are_listed(capsys):
+    assert _runner.main(benchmarks, ["rotari"]) == 2
+    names = "attention, data, memory, models, rotary, startup, suite"
+    assert f"NAME is one of: {names}\n" in capsys.readouterr().err
+    assert _runner.main(experiments, []) == 2
+    assert "python -m experiments NAME [...], where NAME is one of: digits, evidence" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("package", [benchmarks, experiments])
+def test_every_module_has_a_help_text(package, capsys):
+    folder = pathlib.Path(package.__path__[0])
+    for path in folder.glob("[!_]*.py"):
+        with pytest.raises(SystemExit, match="0"):
+            _runner.main(package, [path.stem, "--help"])
+        assert f"usage: python -m {package.__name__} {path.stem}" in capsys.readouterr().out
+
+
+def test_goals():
+    assert {goal.name[0] for goal in GOALS} == set("KAMTS")
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert spread([1.0, 4.0]) == {
+        "value": pytest.approx(2.0),
+        "least": 1.0,
+        "most": 4.0,
+        "count": 2,
+    }
+    table = goal_table({"K1": spread([1.5]), "S2": {"value": 9.0}}, "KS")
+    assert table.count("not measured") == 6 + 2
+    assert "K1 1.50 1.50 1.50" in " ".join(table.split())
+
+
+def test_compiling_ahead_needs_a_variable(monkeypatch):
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    with pytest.raises(RuntimeError, match="set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"):
+        _program.absent_gpus()

@@ -1,0 +1,150 @@
+import dataclasses
+import runpy
+
+import beartype.door
+import pytest
+
+from rope_jax import config as cfg
+
+
+def test_defaults_are_those_of_the_dataclasses():
+    assert cfg.resolve(cfg.default()) == cfg.Config()
+
+
+def test_a_config_survives_json():
+    raw = cfg.default()
+    raw.eval.resolutions = (6, (8, 12))
+    raw.data.image_size = (8, 10)
+    raw.ema_decay = 0.99
+    config = cfg.resolve(raw)
+    assert cfg.from_json(cfg.to_json(config)) == config
+    assert config.eval.resolutions == (6, (8, 12))
+
+
+def test_a_misspelt_key_is_refused_in_recipes_and_files():
+    with pytest.raises((KeyError, AttributeError), match="batch_size"):
+        cfg.default().batch_sise = 3
+    with pytest.raises(
+        cfg.ConfigError,
+        match=r"--config.optim.learning_rat is not a setting; did you mean 'learning_rate'",
+    ):
+        cfg.resolve({"optim": {"learning_rat": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is out of range; it must be at least 1"),
+        ({"batch_size": 1.5}, "batch_size=1.5 is not of the right kind; it must be a whole number"),
+        ({"batch_size": True}, "must be a whole number"),
+        ({"label_smoothing": 1.0}, "at least 0 and below 1"),
+        ({"dtype": "float16"}, "not one of float32, bfloat16"),
+        ({"data": {"image_size": -8}}, "a number of pixels or a pair"),
+        ({"data": {"image_size": (8, 8, 8)}}, "a number of pixels or a pair"),
+        ({"data": {"std": (0.5, 0.0, 0.5)}}, "data.std.*must be above 0"),
+        ({"data": {"mean": (0.5, 0.5)}}, "must be 3 numbers"),
+        ({"eval": {"resolutions": (8, "x")}}, "a tuple of sizes in pixels"),
+        ({"model": {"name": None}}, "must be text"),
+        ({"optim": {"b1": float("nan")}}, "must be finite"),
+        ({"epochs": float("inf")}, "must be finite"),
+        ({"epochs": 0.0}, "epochs=0.0 .* above 0: to evaluate a trained run"),
+        (
+            {"optim": {"learning_rate": 1e-6}},
+            "min_learning_rate=1e-05 is above --config.optim.learning_rate=1e-06",
+        ),
+    ],
+)
+def test_bad_values_name_the_flag(values, message):
+    with pytest.raises(cfg.ConfigError, match=message):
+        cfg.resolve(values)
+
+
+def test_differences_name_every_field_that_matters():
+    before = cfg.Config()
+    after = dataclasses.replace(
+        before, seed=1, log_every=7, model=dataclasses.replace(before.model, position="rope2d")
+    )
+    assert cfg.differences(before, after) == ["model.position: None -> 'rope2d'", "seed: 0 -> 1"]
+
+
+OTHERS = ("something else", 7, 7.5, True, False, (8, 9), (0.1, 0.2, 0.3), ((8, 9),))
+SETTINGS = cfg.settings()
+
+
+def changed(name):
+    """The default config with another value of one setting, and that value."""
+    field, config = SETTINGS[name], cfg.Config()
+    value = next(
+        v for v in OTHERS if v != field.default and beartype.door.is_bearable(v, field.type)
+    )
+    section, _, key = name.rpartition(".")
+    change = {key: value}
+    if section:
+        change = {section: dataclasses.replace(getattr(config, section), **change)}
+    return dataclasses.replace(config, **change), value
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_difference_counts_unless_the_setting_is_resumable(name):
+    field, (after, value) = SETTINGS[name], changed(name)
+    line = f"{name}: {field.default!r} -> {value!r}"
+    expected = [] if field.metadata["rule"].resumable else [line]
+    assert cfg.differences(cfg.Config(), after) == expected
+    assert cfg.differences(cfg.Config(), after, allowed=[name]) == []
+
+
+def test_resumable_settings():
+    """A setting that changes the numbers of a run must not get onto this list."""
+    assert {name for name, field in SETTINGS.items() if field.metadata["rule"].resumable} == {
+        "data.path", "data.bad_images", "data.workers", "data.on_device", "eval.resolutions",
+        "eval.batch_size", "eval.ema", "eval.frame", "mesh.fsdp", "log_every", "checkpoint_every",
+        "keep_checkpoints", "non_finite", "profile_at", "tensorboard",
+    }  # fmt: skip
+
+
+def test_every_setting_has_a_meaning_and_is_printed(capsys):
+    runpy.run_module("rope_jax.config", run_name="__main__")
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["--config.", "default", "allowed", "resumable", "meaning"]
+    assert [row.split()[0] for row in rows] == list(SETTINGS)
+    for row, field in zip(rows, SETTINGS.values(), strict=True):
+        rule = field.metadata["rule"]
+        assert rule.help
+        assert row.endswith(rule.help)
+        assert all(word in row for word in rule.words)
+
+
+def test_recipe_arguments():
+    args = cfg.recipe_arguments(
+        "position=axial_rope(k_rope=4,shared=True)+ape,epochs=3",
+        position="none",
+        epochs=1.0,
+        seed=0,
+    )
+    assert (args.position, args.epochs, args.seed) == (
+        "axial_rope(k_rope=4,shared=True)+ape",
+        3.0,
+        0,
+    )
+    assert cfg.recipe_arguments(None, seed=5).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("posittion=ape", "no argument 'posittion'; did you mean 'position'"),
+        ("epochs=two", "epochs=two must be of type float"),
+        ("ape", "key=value"),
+    ],
+)
+def test_bad_recipe_arguments(text, message):
+    with pytest.raises(cfg.ConfigError, match=message):
+        cfg.recipe_arguments(text, position="none", epochs=1.0)
+
+
+def test_model_overrides():
+    assert cfg.model_overrides("depth=6,drop_path=0.1,attention=global") == {
+        "depth": 6,
+        "drop_path": 0.1,
+        "attention": "global",
+    }

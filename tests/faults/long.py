@@ -1,0 +1,361 @@
+"""Faults that training must survive: kills, damaged checkpoints, signals in every phase.
+
+    python -m tests.faults.long --out experiments/results/faults_cpu.json
+
+Five minutes on two idle CPU cores (`make test-faults`); `test_faults.py` is a short form. Each
+interrupted run of a small model must end in the state, bit for bit, and with the losses of an
+uninterrupted one; an AssertionError tells where work was lost.
+"""
+
+import collections
+import contextlib
+import io
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks._runner import Keep, call
+from rope_jax import data
+from rope_jax.config import from_json
+from rope_jax.run import load_newest
+from rope_jax.training import loop
+from rope_jax.training.setup import prepare
+from rope_jax.workdir.checkpoint import Checkpoints, tree_hash
+from rope_jax.workdir.metrics import read_events, read_metrics
+from tests.faults.processes import Run
+
+EVERY = 8  # steps between checkpoints
+STEPS = 36
+SETTINGS = [
+    "--config=configs/digits.py:position=rope_mixed,epochs=3",
+    "--config.model.options=depth=1,width=16,heads=1",
+    "--config.batch_size=120",
+    "--config.ema_decay=0.9",
+    "--config.eval.resolutions=((4, 6),)",
+    "--config.eval.batch_size=30",
+    "--config.log_every=1",
+    f"--config.checkpoint_every={EVERY}",
+]
+DAMAGES = ("flip", "truncate", "zero", "delete")
+PHASES = ["import", "compile", "step", "save", "evaluation"]
+# The output of a run at the beginning of the phases in which it may be killed.
+BEGINNINGS = {
+    "compilation": ("\nparameter ", "\nfound step "),
+    "training": ("\nstep ",),
+    "evaluation": (f"\nsaved step {STEPS}:", "training is complete"),
+}
+ENDS = dict(zip(BEGINNINGS, [*list(BEGINNINGS.values())[1:], ()], strict=True))
+
+
+def start(workdir: pathlib.Path, log: pathlib.Path, **options: Any) -> Run:
+    """Starts the run, with its output in a file."""
+    return Run([*SETTINGS, f"--workdir={workdir}"], log, **options)
+
+
+def complete(workdir: pathlib.Path, log: pathlib.Path) -> dict[str, float]:
+    """Runs to the end; returns the seconds of each phase."""
+    run = start(workdir, log)
+    times = [run.wait_for(*marks) for marks in BEGINNINGS.values()]
+    status = run.wait(600)
+    if status != 0:
+        raise RuntimeError(f"exit status {status}: {run.said()[-2000:]}")
+    pairs = itertools.pairwise([*times, time.monotonic()])
+    return {phase: end - begin for phase, (begin, end) in zip(BEGINNINGS, pairs, strict=True)}
+
+
+def restored(workdir: pathlib.Path, config: pathlib.Path, **options: Any) -> dict[str, Any]:
+    """The newest state in a workdir that verifies, of a run with this config.json."""
+    setup, model = prepare(from_json(config.read_text()))
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        return load_newest(setup, model, checkpoints, workdir, **options)
+
+
+def outcome(workdir: pathlib.Path) -> dict[str, Any]:
+    """The figures that two equal runs share: hash of the last state, losses, evaluation."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    return {
+        "state": tree_hash(restored(workdir, workdir / "config.json", strict=True)),
+        "losses": [(line["step"], line["loss"]) for line in lines],
+        "results": json.loads((workdir / "results.json").read_text()),
+    }
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raises AssertionError with the message unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def durable(workdir: pathlib.Path) -> int:
+    """The newest step on disk that verifies, 0 for none.
+
+    Raises:
+        ValueError: a checkpoint is damaged.
+    """
+    folder = workdir / "checkpoints"
+    if not folder.is_dir():
+        return 0
+    with Checkpoints(folder) as checkpoints:
+        return checkpoints.newest_verified(strict=True) or 0
+
+
+def last_logged(workdir: pathlib.Path) -> int:
+    """The last step in metrics.jsonl, 0 for none."""
+    return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
+
+
+def kills(
+    count: int,
+    reference: dict,
+    seconds: dict[str, float],
+    rng: np.random.Generator,
+    folder: pathlib.Path,
+) -> dict[str, Any]:
+    """Kills runs at random instants `count` times, resuming each until it is complete.
+
+    Args:
+        count: of SIGKILLs.
+        reference: the outcome of the uninterrupted run.
+        seconds: duration of each of its phases. All phases are hit equally often, at uniformly
+            distributed instants (at the end of the phase where it ends before).
+        rng: of the instants.
+        folder: for workdirs.
+    """
+    zones = ["UTC", "Asia/Kathmandu", "America/St_Johns"]
+    seconds = dict(seconds)
+    met, repeated, phases, killed, completed = collections.Counter(), [], [], 0, 0
+    workdir, log = folder / "killed", folder / "killed.log"
+    while killed < count or workdir.exists() or not completed:
+        phases = phases or [str(phase) for phase in rng.permutation(list(seconds))]
+        run = start(workdir, log, environment={"TZ": str(rng.choice(zones))})
+        if killed < count:
+            phase = phases[-1]
+            begun = run.wait_for(*BEGINNINGS[phase])
+            with contextlib.suppress(TimeoutError):
+                ended = run.wait_for(*ENDS[phase], seconds=rng.uniform(0, seconds[phase]))
+                if run.has_said(*BEGINNINGS[phase]):
+                    seconds[phase] = ended - begun  # faster than the measured run
+        else:
+            run.wait(600)
+        run.kill()
+        if run.returncode == -signal.SIGKILL:
+            killed += 1
+            phases.pop()
+            met[reached := phase_of(run, workdir)] += 1
+            repeated.append(check_killed(run, workdir))
+            repeats = f"step {durable(workdir)} on disk, {repeated[-1]} steps to repeat"
+            print(f"kill {killed}: {reached}, {repeats}", flush=True)
+            continue
+        expect(run.returncode == 0, f"exit status {run.returncode}: {run.said()[-2000:]}")
+        expect(outcome(workdir) == reference, f"{workdir} did not end in the reference's state")
+        completed += 1
+        shutil.rmtree(workdir)
+    return {
+        "kills": killed,
+        "by_phase": dict(met),
+        "runs_completed": completed,
+        "bit_identical": completed,
+        "reported_as_saved_and_lost": 0,
+        "most_steps_repeated": max(repeated, default=0),
+        "mean_steps_repeated": round(float(np.mean(repeated)), 1) if repeated else 0,
+        "checkpoint_every": EVERY,
+    }
+
+
+def check_killed(run: Run, workdir: pathlib.Path) -> int:
+    """Checks that nothing reported is lost; returns the number of steps to repeat."""
+    saved = re.findall(r"^(?:saved|found) step (\d+)", run.said(), re.MULTILINE)
+    reported, on_disk = max(map(int, saved), default=0), durable(workdir)
+    expect(on_disk >= reported, f"step {reported} was reported as saved, {on_disk} is on disk")
+    repeated = last_logged(workdir) - on_disk
+    # One interval, and the steps while its checkpoint was being written: at most one more.
+    expect(repeated <= 2 * EVERY, f"{repeated} steps to repeat, a checkpoint every {EVERY} steps")
+    return repeated
+
+
+def phase_of(run: Run, workdir: pathlib.Path) -> str:
+    """The phase in which a run was killed, from its files and its output."""
+    left = [path.name for path in (workdir / "checkpoints").glob("*")]
+    for name, phase in ((".writing", "saving"), (".deleting", "cleaning up")):
+        if any(name in entry for entry in left):
+            return phase
+    if run.has_said("\npicture: ", "\nno picture: "):
+        return "ending"
+    reached = [phase for phase, marks in BEGINNINGS.items() if run.has_said(*marks)]
+    return reached[-1] if reached else "import"
+
+
+def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
+    """Flips a bit of a file, truncates, zeroes or deletes it; False if that changes nothing."""
+    content = bytearray(path.read_bytes())
+    if kind == "delete":
+        path.unlink()
+        return True
+    if not any(content):
+        return False
+    if kind == "flip":
+        place = int(rng.integers(8 * len(content)))
+        content[place // 8] ^= 1 << place % 8
+    elif kind == "truncate":
+        content = content[: int(rng.integers(len(content)))]
+    else:
+        content = bytes(len(content))
+    path.write_bytes(content)
+    return True
+
+
+def corruptions(
+    count: int, workdir: pathlib.Path, rng: np.random.Generator, folder: pathlib.Path
+) -> dict[str, Any]:
+    """Damages one file of the newest checkpoint `count` times; the step before must be restored."""
+    source, config = workdir / "checkpoints", workdir / "config.json"
+    *_, older, newest = sorted((path.name for path in source.iterdir()), key=int)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        copy = pathlib.Path(name)
+        shutil.copytree(source / older, copy / "checkpoints" / older)
+        expected = tree_hash(restored(copy, config, strict=True))
+    paths = (path for path in (source / newest).rglob("*") if path.is_file())
+    files = sorted(str(path.relative_to(source / newest)) for path in paths)
+    done: collections.Counter = collections.Counter()
+    while done.total() < count:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            copy = pathlib.Path(temporary)
+            target = copy / "checkpoints"
+            shutil.copytree(source, target)
+            name, kind = str(rng.choice(files)), str(rng.choice(DAMAGES))
+            if not damage(target / newest / name, kind, rng):
+                continue
+            silent = io.StringIO()
+            with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+                state = restored(copy, config, rename=True)
+            what = f"{kind} of {name}"
+            expect(int(state["step"]) == int(older), f"{what} was not detected")
+            expect(tree_hash(state) == expected, f"after {what} another state was restored")
+            expect((target / f"{newest}.corrupt").is_dir(), f"after {what} the step is gone")
+            done[kind] += 1
+    detected = {"detected": count, "fell_back": count, "silent": 0}
+    return {"corruptions": count, "by_kind": dict(done), "files": len(files)} | detected
+
+
+def _slowed() -> None:
+    """Makes a run announce phases and pause in them, so that a signal arrives inside."""
+    originals = loop.make_step, Checkpoints._write, data.evaluation_batches
+
+    def say(phase: str, rest: float) -> None:
+        print(f"phase {phase}", flush=True)
+        time.sleep(rest)
+
+    def make_step(setup: Any) -> Any:
+        say("compile", 0)
+        return originals[0](setup)
+
+    def write_checkpoint(*args: Any) -> None:
+        say("save", 0.5)
+        return originals[1](*args)
+
+    def evaluation_batches(*args: Any, **options: Any) -> Any:
+        for batch in originals[2](*args, **options):
+            say("evaluation", 0.1)
+            yield batch
+
+    loop.make_step = make_step
+    Checkpoints._write = write_checkpoint
+    data.evaluation_batches = evaluation_batches
+
+
+def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Sends SIGTERM in each phase: logged steps must be saved, and the run must resume."""
+    rows = []
+    for phase in phases:
+        workdir, log = folder / f"signal-{phase}", folder / f"signal-{phase}.log"
+        if phase == "import":
+            status, seconds = _terminated_import(workdir)
+        else:
+            status, seconds = _terminated(phase, workdir, log)
+        logged, on_disk = last_logged(workdir), durable(workdir)
+        expect(on_disk >= logged, f"{phase}: step {logged} was logged, {on_disk} is on disk")
+        allowed = (0,) if on_disk else (-signal.SIGTERM, 128 + signal.SIGTERM)
+        expect(status in allowed, f"SIGTERM in {phase}: exit status {status}")
+        events = [x for x in read_events(workdir / "metrics.jsonl") if x["event"] == "stop"]
+        complete(workdir, log)
+        same = outcome(workdir) == reference
+        expect(same, f"after SIGTERM in {phase} the run did not end in the reference's state")
+        row = {"phase": phase, "exit_status": status, "seconds_to_exit": round(seconds, 2)}
+        rows.append(row | {"logged": logged, "on_disk": on_disk})
+        print(rows[-1], [event["why"] for event in events], flush=True)
+    return rows
+
+
+def _terminated(phase: str, workdir: pathlib.Path, log: pathlib.Path) -> tuple[int, float]:
+    """Exit status of a run after SIGTERM in a phase, and the seconds until then."""
+    run = start(workdir, log, prepare=_slowed)
+    sent = run.wait_for("\nstep 20/" if phase == "step" else f"\nphase {phase}")
+    expect(run.returncode is None, f"the run ended before its {phase}: {run.said()[-2000:]}")
+    run.send(signal.SIGTERM)
+    status = run.wait(120)
+    expect(status is not None, f"SIGTERM in {phase} did not end the run: {run.said()[-2000:]}")
+    return status, time.monotonic() - sent
+
+
+def _terminated_import(workdir: pathlib.Path) -> tuple[int, float]:
+    """The same while Python imports."""
+    command = [sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={workdir}"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    time.sleep(0.5)
+    process.terminate()
+    sent = time.monotonic()
+    return process.wait(120), time.monotonic() - sent
+
+
+def run(
+    keep: Keep,
+    *,
+    kill_count: int = 50,
+    corruption_count: int = 200,
+    phases: list[Literal[*PHASES]] = PHASES,
+    seed: int = 0,
+) -> None:
+    """Runs all three.
+
+    Args:
+        keep: writes the result.
+        kill_count: SIGKILLs
+        corruption_count: damaged checkpoints
+        phases: in which SIGTERM is sent
+        seed: of the instants and the damages
+    """
+    rng, begun = np.random.default_rng(seed), time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
+        for workdir in ("first", "reference"):  # the first one compiles
+            seconds = complete(folder / workdir, folder / "log")
+        reference = outcome(folder / "reference")
+        expect(outcome(folder / "first") == reference, "two runs of one config differ")
+        figures = {
+            "cores": sorted(os.sched_getaffinity(0)),
+            "seconds_uninterrupted": {phase: round(part, 2) for phase, part in seconds.items()},
+            "state": reference["state"],
+            "signals": signals(phases, reference, folder),
+            "corruptions": corruptions(corruption_count, folder / "reference", rng, folder),
+            "kills": kills(kill_count, reference, seconds, rng, folder),
+        }
+    figures["seconds"] = round(time.monotonic() - begun)
+    print(json.dumps(figures, indent=1))
+    keep(**figures)
+
+
+if __name__ == "__main__":
+    call("faults", run, sys.argv[1:], "python -m tests.faults.long")

@@ -1,0 +1,122 @@
+"""Processes that run `python -m rope_jax.main`, forked from one that has imported everything."""
+
+import atexit
+import multiprocessing
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_FORKS = multiprocessing.get_context("forkserver")
+# The imports of a run on the CPU. None of them may start a backend of jax: its threads would not
+# survive the fork.
+_MATPLOTLIB = ["matplotlib.figure", "matplotlib.backends.backend_agg"]
+_FORKS.set_forkserver_preload([__name__, "rope_jax.main", "sklearn.datasets", *_MATPLOTLIB])
+
+
+class Run:
+    """A started run on the CPU; its compilation cache is in JAX_COMPILATION_CACHE_DIR.
+
+    Attributes:
+        output: the file of its output.
+        pid: its process id.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        output: pathlib.Path,
+        *,
+        environment: dict[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ):
+        """Starts the run in the repository's root.
+
+        Args:
+            arguments: of the command.
+            output: file for its output.
+            environment: variables to set.
+            prepare: a module-level function to call before the command.
+        """
+        self.output = output
+        output.write_text("")
+        arguments = (list(arguments), str(output), environment or {}, prepare)
+        self._process = _FORKS.Process(target=_run, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, minus the signal that ended it, or None while it is running."""
+        return self._process.exitcode
+
+    def said(self) -> str:
+        """Its output so far, after a line break, so that every line follows one."""
+        return "\n" + self.output.read_text()
+
+    def has_said(self, *marks: str) -> bool:
+        """Whether one of these is in its output."""
+        said = self.said()
+        return any(mark in said for mark in marks)
+
+    def wait(self, seconds: float) -> int | None:
+        """Waits for the end, at most this long; returns the exit status or None."""
+        self._process.join(seconds)
+        return self.returncode
+
+    def wait_for(self, *marks: str, seconds: float = 300) -> float:
+        """Waits until one of these is in its output, or until it ends; returns the time.
+
+        Raises:
+            TimeoutError: neither happened within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.has_said(*marks) and self.returncode is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"none of {marks} within {seconds} s: {self.said()}")
+            time.sleep(0.03)
+        return time.monotonic()
+
+    def send(self, number: int) -> None:
+        """Sends a signal."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Sends SIGKILL, if it is running, and waits for the end."""
+        self._process.kill()
+        self._process.join()
+
+
+def _run(
+    arguments: list[str],
+    output: str,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
+) -> None:
+    """The new process."""
+    import jax
+
+    from rope_jax import command, main
+
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.chdir(_ROOT)
+    sys.argv = ["rope_jax.main", *arguments]  # read by ml_collections
+    os.environ.update(environment)
+    time.tzset()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if prepare is not None:
+            prepare()
+        main.app.run(main.main, argv=sys.argv, flags_parser=command.parse_flags)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out

@@ -1,0 +1,165 @@
+import io
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax.data import decode_image
+from rope_jax.data.images.crops import (
+    INTERPOLATIONS,
+    centre,
+    crop_file,
+    crop_pixels,
+    resized_crop,
+    stretch,
+)
+from rope_jax.data.images.decode import EncodedImage
+
+DRAWS = [int(x) for x in np.random.default_rng(0).integers(0, 2**64, 4000, dtype=np.uint64)]
+
+
+def smooth(height, width, seed=0):
+    """A picture without sharp edges, as photographs are."""
+    noise = np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def jpeg(image, **options):
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=95, **options)
+    return file.getvalue()
+
+
+def test_resized_crop_has_its_distribution():
+    width, height = 400, 300
+    boxes = np.array([resized_crop(width, height, (224, 224), draw).edges for draw in DRAWS], float)
+    left, top, right, bottom = boxes.T
+    assert left.min() == top.min() == 0
+    assert (right.max(), bottom.max()) == (width, height)
+    w, h = right - left, bottom - top
+    assert np.array_equal(boxes, boxes.round())
+    area, ratio = w * h / (width * height), w / h
+    assert 0.075 < area.min() < 0.1
+    assert 0.74 < ratio.min() < 0.76
+    assert 1.32 < ratio.max() < 1.35
+    # Areas below 0.5 fit at any ratio, on the first try: a third is below 0.08 + 0.42 / 3.
+    small = area[area < 0.5]
+    assert abs((small < 0.08 + 0.42 / 3).mean() - 1 / 3) < 4 * math.sqrt(2 / 9 / len(small))
+    logs = np.log(ratio[area < 0.5])
+    assert abs(logs.mean()) < 4 * np.log(4 / 3) / math.sqrt(3 * len(logs))
+    assert abs(logs.var() - np.log(4 / 3) ** 2 / 3) < 0.1 * np.log(4 / 3) ** 2 / 3
+    # A box lies anywhere that it fits.
+    free = (left / (width - w))[w < width]
+    assert abs(free.mean() - 0.5) < 4 / math.sqrt(12 * len(free))
+    assert abs(free.var() - 1 / 12) < 0.01
+
+
+def test_resized_crop_of_extreme_pictures_is_the_largest_allowed_box_in_the_centre():
+    assert resized_crop(1000, 10, (8, 8), 1, scale_min=0.9).edges == (493, 0, 506, 10)
+    assert resized_crop(10, 1000, (8, 8), 1, scale_min=0.9).edges == (0, 493, 10, 506)
+    assert resized_crop(1, 1, (8, 8), 1).edges == (0, 0, 1, 1)
+
+
+def test_random_interpolation_is_both_equally_often():
+    chosen = [
+        resized_crop(40, 30, (8, 8), draw, interpolation="random").interpolation for draw in DRAWS
+    ]
+    bilinear = chosen.count(Image.Resampling.BILINEAR)
+    assert bilinear + chosen.count(Image.Resampling.BICUBIC) == len(DRAWS)
+    assert abs(bilinear / len(DRAWS) - 0.5) < 4 * 0.5 / math.sqrt(len(DRAWS))
+
+
+@pytest.mark.parametrize("name", ["bilinear", "bicubic"])
+def test_resized_crop_cuts_before_it_resizes(name):
+    image, crop = smooth(60, 90), partial(resized_crop, interpolation=name)
+    for draw in DRAWS[:20]:
+        left, top, right, bottom = crop(90, 60, (16, 24), draw).edges
+        expected = Image.fromarray(image[top:bottom, left:right].copy()).resize(
+            (24, 16), INTERPOLATIONS[name]
+        )
+        np.testing.assert_array_equal(
+            crop_pixels(image, crop, (16, 24), draw), np.asarray(expected)
+        )
+
+
+@pytest.mark.parametrize("shape", [(60, 90), (91, 60), (64, 64), (40, 133)])
+@pytest.mark.parametrize(
+    ("size", "crop"), [((32, 32), 0.875), ((32, 32), 1.0), ((31, 31), 0.9), ((24, 40), 0.95)]
+)
+def test_centre_is_resize_then_crop(shape, size, crop):
+    """The short side becomes floor(size / crop), the long one follows, rounded down."""
+    image = smooth(*shape)
+    height, width = shape
+    rows, columns = math.floor(size[0] / crop), math.floor(size[1] / crop)
+    if width * rows >= height * columns:
+        whole = (rows, max(columns, int(width * rows / height)))
+    else:
+        whole = (max(rows, int(height * columns / width)), columns)
+    resized = np.asarray(Image.fromarray(image).resize(whole[::-1], Image.Resampling.BICUBIC))
+    top, left = round((whole[0] - size[0]) / 2), round((whole[1] - size[1]) / 2)
+    expected = resized[top : top + size[0], left : left + size[1]].astype(int)
+    got = crop_pixels(image, partial(centre, crop=crop), size)
+    assert got.shape == (*size, 3)
+    # Pillow rounds between rows and columns, whichever come first.
+    assert np.abs(got - expected).max() <= 1
+    assert np.abs((got - expected).mean()) < 0.02
+
+
+def test_the_resized_side_is_that_of_the_field():
+    for size, crop, short in [
+        (224, 0.875, 256),
+        (224, 0.9, 248),
+        (384, 1.0, 384),
+        (224, 224 / 256, 256),
+        (240, 0.95, 252),
+    ]:
+        left, top, right, _ = centre(1000, 1000, (size, size), crop=crop).edges
+        assert (right - left) / 1000 == pytest.approx(size / short)
+        assert left == top
+
+
+def test_a_thin_strip_needs_little_memory():
+    assert crop_pixels(smooth(1, 60_000), centre, (224, 224)).shape == (224, 224, 3)
+
+
+def test_stretch_takes_everything():
+    image = smooth(30, 50)
+    expected = np.asarray(Image.fromarray(image).resize((20, 20), Image.Resampling.BILINEAR))
+    np.testing.assert_array_equal(
+        crop_pixels(image, partial(stretch, interpolation="bilinear"), (20, 20)), expected
+    )
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+@pytest.mark.parametrize("crop", [resized_crop, partial(centre, crop=0.9)])
+def test_a_file_and_its_pixels_give_the_same(crop, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = jpeg(smooth(120, 90), exif=exif)
+    for draw in DRAWS[:4]:
+        np.testing.assert_array_equal(
+            crop_file(EncodedImage(data), crop, (32, 40), draw),
+            crop_pixels(decode_image(data), crop, (32, 40), draw),
+        )
+
+
+@pytest.mark.parametrize(("side", "reduce"), [(130, 2), (260, 4), (515, 8)])
+def test_large_jpegs_are_decoded_at_a_fraction_of_their_size(side, reduce, monkeypatch):
+    data = jpeg(smooth(side + 3, side))
+    encoded, seen = EncodedImage(data), []
+    picture = encoded.picture
+    monkeypatch.setattr(
+        encoded, "picture", lambda *, reduce: seen.append(reduce) or picture(reduce=reduce)
+    )
+    whole = partial(resized_crop, scale_min=1.0, ratio_min=0.9, ratio_max=1.1)
+    got = crop_file(encoded, whole, (32, 32), 5)
+    assert seen == [reduce]
+    expected = crop_pixels(decode_image(data), whole, (32, 32), 5)
+    assert np.abs(got.astype(int) - expected).mean() < 1.5
+    # Evaluation never does so.
+    np.testing.assert_array_equal(
+        crop_file(EncodedImage(data), centre, (32, 32)),
+        crop_pixels(decode_image(data), centre, (32, 32)),
+    )

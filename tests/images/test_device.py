@@ -1,0 +1,270 @@
+"""Augmentations of the training step against Pillow's own operations, and their statistics."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from rope_jax.data import split_augment
+from rope_jax.data.images import device
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+FILL = (124, 116, 104)
+HEIGHT, WIDTH = 18, 24
+
+
+def pictures():
+    """One of noise, one of smooth colours with flat parts, one dark without contrast."""
+    random = np.random.default_rng(0)
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    smooth = np.stack([x * 10, y * 13, np.where(x > 12, 200, x * 3 + y)], axis=-1)
+    noise = random.integers(0, 256, (HEIGHT, WIDTH, 3))
+    return [picture.astype(np.uint8) for picture in (noise, smooth, 40 + noise // 8)]
+
+
+def with_pillow(picture, operation, level, signed, cubic, increasing):
+    """timm's operations, in Pillow; level is magnitude / 10."""
+    image = Image.fromarray(picture)
+    width, height = image.size
+    factor = max(0.1, 1 + 0.9 * signed) if increasing else 1.8 * level + 0.1
+    bits, threshold = int(level * 4), int(level * 256)
+    bits, threshold = (4 - bits, 256 - threshold) if increasing else (bits, threshold)
+    resample = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+    affine = lambda matrix: image.transform(
+        image.size, Image.Transform.AFFINE, matrix, resample, fillcolor=FILL
+    )
+    done = {
+        "auto_contrast": lambda: ImageOps.autocontrast(image),
+        "equalize": lambda: ImageOps.equalize(image),
+        "invert": lambda: ImageOps.invert(image),
+        "rotate": lambda: image.rotate(30 * signed, resample, fillcolor=FILL),
+        "posterize": lambda: image.point([i & ~(2 ** (8 - bits) - 1) for i in range(256)] * 3),
+        "solarize": lambda: ImageOps.solarize(image, threshold),
+        "solarize_add": lambda: image.point(
+            [min(255, i + int(level * 110)) if i < 128 else i for i in range(256)] * 3
+        ),
+        "color": lambda: ImageEnhance.Color(image).enhance(factor),
+        "contrast": lambda: ImageEnhance.Contrast(image).enhance(factor),
+        "brightness": lambda: ImageEnhance.Brightness(image).enhance(factor),
+        "sharpness": lambda: ImageEnhance.Sharpness(image).enhance(factor),
+        "shear_x": lambda: affine((1, 0.3 * signed, 0, 0, 1, 0)),
+        "shear_y": lambda: affine((1, 0, 0, 0.3 * signed, 1, 0)),
+        "translate_x": lambda: affine((1, 0, 0.45 * signed * width, 0, 1, 0)),
+        "translate_y": lambda: affine((1, 0, 0, 0, 1, 0.45 * signed * height)),
+    }[operation]
+    return np.asarray(done())
+
+
+@functools.cache
+def operated(increasing):
+    """All operations at some levels on all pictures: cases, and [pictures, cases, H, W, 3]."""
+    cases = [
+        (name, level, level * sign, bool(cubic))
+        for name in device.OPERATIONS
+        # At 1.0 a translation is by whole fifths of a pixel: every fifth value is a whole number.
+        for level in (0.0, 0.437, 0.93, 0.997 if "translate" in name else 1.0)
+        for sign, cubic in ((1, 0), (-1, 1))
+    ]
+    cases.append(("nothing", 0.9, 0.9, True))
+    numbers = jnp.array(
+        [device.OPERATIONS.index(name) if name != "nothing" else -1 for name, *_ in cases]
+    )
+    level, signed, cubic = (jnp.array([case[i] for case in cases]) for i in (1, 2, 3))
+    one = lambda image, number, level, signed, cubic: device.operate(
+        image, number, level, signed, FILL, cubic, inc=increasing
+    )
+    every = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0, 0, 0)), (0, None, None, None, None)))
+    return cases, np.asarray(every(jnp.array(np.stack(pictures())), numbers, level, signed, cubic))
+
+
+@pytest.mark.parametrize("increasing", [True, False])
+@pytest.mark.parametrize("operation", device.OPERATIONS)
+def test_operations_are_pillows(operation, increasing):
+    cases, found = operated(increasing)
+    exact = operation in ("equalize", "invert", "posterize", "solarize", "solarize_add")
+    for place, (name, *case) in enumerate(cases):
+        if name == operation:
+            for picture, image in zip(pictures(), found[:, place], strict=True):
+                wanted = with_pillow(picture, name, *case, increasing)
+                difference = np.abs(image.astype(int) - wanted)
+                # Pillow cuts off fractions: a whole number but for rounding may differ by one.
+                assert difference.max() <= (0 if exact else 1), case
+                # Stretched to 255, the largest value is such a number, and there may be many of it.
+                assert (difference > 0).mean() < (1 if name == "auto_contrast" else 0.02), case
+
+
+def test_no_operation_changes_nothing():
+    cases, found = operated(True)
+    assert cases[-1][0] == "nothing"
+    np.testing.assert_array_equal(found[:, -1], np.stack(pictures()))
+
+
+def test_blur_is_pillows():
+    radii = (0.1, 0.5, 0.99, 1.3, 2.0)
+    blur = jax.jit(jax.vmap(jax.vmap(device.gaussian_blur, (None, 0)), (0, None)))
+    found = np.asarray(blur(np.stack(pictures()), jnp.float32(radii)))
+    for picture, blurred in zip(pictures(), found, strict=True):
+        for radius, image in zip(radii, blurred, strict=True):
+            expected = Image.fromarray(picture).filter(ImageFilter.GaussianBlur(radius))
+            np.testing.assert_array_equal(image, np.asarray(expected))
+
+
+def test_three_augment_takes_each_a_third_of_the_time():
+    picture = jnp.array(pictures()[1])
+    found = np.asarray(
+        jax.jit(jax.vmap(lambda key: device.three_augment(picture, key, FILL)))(
+            jax.random.split(jax.random.key(0), 300)
+        )
+    )
+    image = Image.fromarray(np.asarray(picture))
+    grey, solarized = (
+        np.asarray(x) for x in (image.convert("L").convert("RGB"), ImageOps.solarize(image, 128))
+    )
+    counts = [(found == wanted).all(axis=(1, 2, 3)).sum() for wanted in (grey, solarized)]
+    assert all(
+        70 < count < 130 for count in [*counts, 300 - sum(counts)]
+    )  # 100 each, standard deviation 8
+
+
+def test_colour_jitter_is_three_enhancements_in_some_order():
+    picture = jnp.array(pictures()[1])
+    key = jax.random.key(3)
+    image = Image.fromarray(np.asarray(picture))
+    order, sizes = jax.random.split(key)
+    factors = 1 + jax.random.uniform(sizes, (3,), minval=-1) * jnp.array((0.3, 0.2, 0.1))
+    for which in np.asarray(jax.random.permutation(order, 3)):
+        image = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[which](
+            image
+        ).enhance(float(factors[which]))
+    found = np.asarray(
+        device.color_jitter(picture, key, FILL, brightness=0.3, contrast=0.2, saturation=0.1)
+    )
+    assert np.abs(found.astype(int) - np.asarray(image)).max() <= 1
+
+
+def test_erasing():
+    """A quarter of the images gets a box of noise, of the areas and aspects of its definition."""
+    count, size = 2000, 40
+    images = jnp.full((count, size, size, 3), 7.0)
+    keys = jax.random.split(jax.random.key(0), count)
+    erase = functools.partial(device.apply_erasing, augmentations=split_augment("erase").erasing)
+    found = np.asarray(jax.jit(erase)(images, keys))
+    boxes = (found != 7).any(axis=-1)
+    erased = boxes.any(axis=(1, 2))
+    assert 440 < erased.sum() < 560  # 500, standard deviation 19
+    noise = found[boxes]
+    assert abs(noise.mean()) < 0.01
+    assert abs(noise.std() - 1) < 0.01
+    tall, wide = boxes.any(axis=2).sum(axis=1)[erased], boxes.any(axis=1).sum(axis=1)[erased]
+    np.testing.assert_array_equal(boxes[erased].sum(axis=(1, 2)), tall * wide)  # one box
+    assert (tall * wide / size**2).max() < 0.36
+    assert (tall * wide / size**2).min() > 0.015
+    assert abs((tall * wide).mean() / size**2 - (0.02 + 1 / 3) / 2) < 0.02
+    assert 0.25 < (tall / wide).min() < 0.4 < 2.5 < (tall / wide).max() < 4
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """10,000 batches of a white and a black image: their images, and shares of the own label."""
+    images = jnp.stack([jnp.ones((12, 16, 3)), jnp.zeros((12, 16, 3))])
+    options = {"mixup": 0.8, "cutmix": 1.0, "prob": 0.6, "switch_prob": 0.25}
+    draw = jax.jit(jax.vmap(functools.partial(device.mix, images, **options)))
+    images, shares = draw(jax.random.split(jax.random.key(0), 10_000))
+    images, shares = np.asarray(images)[..., 0], np.asarray(shares)
+    alone = shares == 1
+    cut = ~alone & ((images == 0) | (images == 1)).all(axis=(1, 2, 3))
+    return images, shares, alone, cut
+
+
+def test_mixup_cutmix_or_neither(mixed):
+    _, _, alone, cut = mixed
+    assert 0.38 < alone.mean() < 0.44  # 0.4, and boxes of no pixel
+    assert 0.12 < cut.mean() < 0.16  # 0.15 without those
+
+
+def test_mixup_shares_are_of_a_beta_distribution(mixed):
+    images, shares, alone, cut = mixed
+    images, shares = images[~alone & ~cut], shares[~alone & ~cut]
+    expected = np.stack([shares, 1 - shares], 1)[..., None, None]
+    np.testing.assert_allclose(images, np.broadcast_to(expected, images.shape), atol=1e-6)
+    assert abs(shares.mean() - 0.5) < 0.02
+    assert abs(shares.var() - 1 / (4 * (2 * 0.8 + 1))) < 0.005  # of Beta(a, a)
+
+
+def test_cutmix_pastes_one_box_and_counts_its_pixels(mixed):
+    images, shares, _, cut = mixed
+    own, shares = images[cut][:, 0], shares[cut]
+    np.testing.assert_array_equal(images[cut][:, 1], 1 - own)
+    np.testing.assert_allclose(shares, own.mean(axis=(1, 2)), atol=1e-6)
+    box = own == 0
+    sides = box.any(axis=1).sum(axis=1) * box.any(axis=2).sum(axis=1)
+    np.testing.assert_array_equal(box.sum(axis=(1, 2)), sides)
+    # A box of sides sqrt(1 - share) around any place, cut at the border: each side keeps
+    # s - s^2 / 4 of the whole on average. Sides are cut down to even numbers of pixels.
+    side = np.sqrt(np.linspace(0, 1, 10001))
+    expected = 1 - np.mean((side - side**2 / 4) ** 2)
+    assert 0 < shares.mean() - expected < 0.06
+
+
+TEXT = "crop(pad=2)+flip+three_augment+color_jitter+erase(p=0.5)"
+
+
+def augmented(images, epoch, index, seed=1):
+    plan = split_augment(TEXT)
+    keys = device.example_keys(seed, epoch, index)
+    pixels = device.apply(images, keys, plan.pixels, FILL)
+    return pixels, device.apply_erasing(pixels.astype(jnp.float32), keys, plan.erasing)
+
+
+def test_an_example_meets_the_same_in_any_batch():
+    images = jnp.array(np.stack([pictures()[0]] * 6))
+    epoch, index = jnp.array([0, 0, 0, 0, 1, 1]), jnp.array([5, 3, 8, 2, 5, 3])
+    draw = jax.jit(augmented)
+    pixels, erased = draw(images, epoch, index)
+    order = np.array([2, 5, 0, 1, 4, 3])
+    again, erased_again = draw(images, epoch[order], index[order])
+    np.testing.assert_array_equal(again, pixels[order])
+    np.testing.assert_array_equal(erased_again, erased[order])
+    # Other epochs and other examples differ.
+    assert len(np.unique(np.asarray(erased).reshape(6, -1), axis=0)) == 6
+
+
+def test_rand_augment_draws_operations_and_magnitudes():
+    """On a flat picture, whose colour shows the operation: 200 of each in 6,000 draws."""
+    flat = jnp.full((4, 4, 3), 100, jnp.uint8)
+    keys = jax.random.split(jax.random.key(0), 6000)
+    found = np.asarray(
+        jax.jit(jax.vmap(lambda key: device.rand_augment(flat, key, (100, 100, 100), n=1)))(keys)
+    )
+    assert (found == found[:, :1, :1, :1]).all()
+    value = found[:, 0, 0, 0]
+    dark, bright = value[(value > 0) & (value < 100)], value[value > 155]
+    # Warps, auto contrast, equalize, colour, contrast and sharpness change nothing here; the
+    # standard deviation of 200 is 14.
+    assert 4850 < (value == 100).sum() < 5150
+    for count, wanted in (
+        ((value == 155).sum(), 400),
+        ((value == 0).sum(), 200),
+        (len(dark), 100),
+        (len(bright), 300),
+    ):
+        assert (
+            abs(count - wanted) < 4 * wanted**0.5
+        )  # inverted or solarized; posterized; brightness down; brightness up or solarize_add
+    # Darkened by 9 for each unit of a magnitude of 9 +- 0.5, with fractions cut off.
+    assert abs(dark.mean() - (100 - 9 * 9 - 0.5)) < 2
+    assert 3.3 < dark.std() < 5.5
+
+
+def test_colour_jitter_draws_its_factors():
+    """A flat grey picture feels brightness only: by 1 - 0.4 to 1 + 0.4."""
+    flat = jnp.full((4, 4, 3), 100, jnp.uint8)
+    draw = jax.jit(jax.vmap(lambda key: device.color_jitter(flat, key, FILL, brightness=0.4)))
+    value = np.asarray(draw(jax.random.split(jax.random.key(0), 1000)))[:, 0, 0, 0]
+    assert 60 <= value.min() < 64 < 136 < value.max() <= 140
+    assert abs(value.mean() - 99.5) < 3  # standard deviation 0.7, fractions are cut off
+    assert abs(value.std() - 80 / 12**0.5) < 2

@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax.data import BadImages, EvaluationSet, Streamed, evaluation_batches
+from rope_jax.data.sources.evaluation_sets import real_labels, subset, synsets
+
+
+def save(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(path)
+
+
+def test_the_lists_are_the_official_ones():
+    real = real_labels()
+    assert len(real) == 50_000
+    assert sum(map(bool, real)) == 46_837
+    assert real[1] == (970, 795)  # ILSVRC2012_val_00000002
+    assert len(set(synsets())) == 1000
+    for variant, first in (("a", [6, 11, 13]), ("r", [1, 2, 4])):
+        classes = subset(variant)
+        assert len(set(classes)) == 200
+        assert list(classes[:3]) == first
+        assert sorted(classes) == list(classes)
+
+
+def test_labels_count_among_the_competing_logits(tmp_path):
+    grey = np.full((8, 8, 3), 100, np.uint8)
+    for synset in ("n01498041", "n01531178"):  # classes 6 and 11, the first two of ImageNet-A
+        save(tmp_path / synset / "x.png", grey)
+    found = EvaluationSet("a", tmp_path)
+    assert found.labels.tolist() == [0, 1]
+    assert found.competing == subset("a")
+    assert EvaluationSet("imagenet", tmp_path).labels.tolist() == [6, 11]
+    assert Streamed(EvaluationSet("folder", tmp_path), (4, 4)).classes == 2
+    save(tmp_path / "n01440764" / "x.png", grey)
+    with pytest.raises(ValueError, match="n01440764, which is not one of the 200 classes of 'a'"):
+        EvaluationSet("a", tmp_path)
+    with pytest.raises(ValueError, match="dataset 'b' is unknown; use one of imagenet, real, v2"):
+        EvaluationSet("b", tmp_path)
+
+
+def test_v2_counts_classes_by_number_not_by_name(tmp_path):
+    for number in ("2", "10"):
+        save(tmp_path / number / "x.png", np.zeros((4, 4, 3), np.uint8))
+    assert sorted(EvaluationSet("v2", tmp_path).labels) == [2, 10]
+    with pytest.raises(ValueError, match="not named by a synset"):
+        EvaluationSet("imagenet", tmp_path)
+
+
+def test_real_leaves_out_images_without_a_label(tmp_path):
+    for number in (1, 2, 3):
+        save(tmp_path / f"ILSVRC2012_val_{number:08d}.png", np.zeros((4, 4, 3), np.uint8))
+    found = EvaluationSet("real", tmp_path)
+    assert found.labels.tolist() == [[970, 795], [230, 231]]
+    (batch,) = evaluation_batches(Streamed(found, (4, 4)), batch_size=3)
+    assert batch["label"][batch["mask"]].tolist() == [[970, 795], [230, 231]]
+    assert batch["mask"].tolist() == [True, True, False]
+    save(tmp_path / "ILSVRC2012_val_00000004.png", np.zeros((4, 4, 3), np.uint8))
+    assert real_labels()[3] == (809,)  # one right label beside images with two
+    assert EvaluationSet("real", tmp_path).labels[2].tolist() == [809, -1]
+
+
+def test_batches_keep_the_order_and_name_a_bad_file(tmp_path):
+    for number in range(5):
+        save(tmp_path / "all" / f"{number}.png", np.full((4, 6, 3), 10 * number, np.uint8))
+    images = Streamed(EvaluationSet("folder", tmp_path), (2, 2))
+    batches = list(evaluation_batches(images, batch_size=2))
+    first = [batch["image"][:, 0, 0, 0].tolist() for batch in batches]
+    assert first == [[0, 10], [20, 30], [40, 0]]
+    assert sum(batch["mask"].sum() for batch in batches) == 5
+    (tmp_path / "all" / "3.png").write_bytes(b"nothing")
+    with pytest.raises(BadImages, match=r"\(all/3\.png\) cannot be used: not a JPEG"):
+        list(evaluation_batches(images, batch_size=2))

@@ -1,0 +1,8 @@
+"""Which cases of a test run in `make test`; the others run in `make test-all`."""
+
+import pytest
+
+
+def covering(cases, keep):
+    """The cases as parameters, those that are not in `keep` marked slow."""
+    return [case if case in keep else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -1,0 +1,79 @@
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import rope_jax
+
+pytest.importorskip(
+    "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
+)
+
+# What a reader of the file needs: jax and numpy.
+ALONE = """
+import pathlib, sys
+import jax, jax.export, numpy as np
+program = jax.export.deserialize(pathlib.Path(sys.argv[1]).read_bytes())
+np.save(sys.argv[3], program.call(np.load(sys.argv[2])))
+assert not any(name.startswith(("rope_jax", "flax")) for name in sys.modules)
+"""
+
+
+def small(name, **options):
+    return rope_jax.create_model(name, image_size=32, num_classes=3, **options)
+
+
+# The open batch is no int, which the type checks of the tests would not let pass: the file is
+# written without them.
+WRITE = """
+import sys, jax, numpy as np, rope_jax
+model = rope_jax.create_model({name!r}, image_size=32, num_classes=3, **{options!r})
+rope_jax.export(model, sys.argv[1], resolution=(32, 64))
+model.resize((32, 64))
+np.save(sys.argv[3], jax.jit(model)(np.load(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deit_ti16", {"depth": 1, "width": 24, "heads": 2, "position": "rope_mixed+ape"}),
+        pytest.param(
+            "swin_t", {"depths": (1, 1), "heads": (1, 2), "width": 8}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_program_runs_without_the_package(name, options, tmp_path):
+    images = np.random.default_rng(0).standard_normal((3, 32, 64, 3)).astype(np.float32)
+    np.save(tmp_path / "images.npy", images)
+    for script, result in (
+        (WRITE.format(name=name, options=options), "model.npy"),
+        (ALONE, "program.npy"),
+    ):
+        files = [str(tmp_path / file) for file in ("model.bin", "images.npy", result)]
+        environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        command = [sys.executable, "-c", script, *files]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(
+        np.load(tmp_path / "program.npy"), np.load(tmp_path / "model.npy"), atol=1e-5
+    )
+
+
+def test_what_is_exported_stays_as_it_was(tmp_path):
+    model = small("deit_ti16", depth=1, width=24, heads=2)
+    before = model.position.embedding.shape
+    rope_jax.export(model, tmp_path / "model.bin", resolution=64, batch=2, platforms=("cpu",))
+    assert model.position.embedding.shape == before
+    program = jax.export.deserialize((tmp_path / "model.bin").read_bytes())
+    assert (program.platforms, program.in_avals[0].shape) == (("cpu",), (2, 64, 64, 3))
+    with pytest.raises(ValueError, match="image size 33x33 is not divisible by the patch size 16"):
+        rope_jax.export(model, tmp_path / "other.bin", resolution=33)
+    with pytest.raises(ValueError, match="'gpu' is unknown; use some of cpu, cuda"):
+        rope_jax.export(model, tmp_path / "other.bin", resolution=32, platforms=("gpu",))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]

@@ -1,0 +1,60 @@
+"""LaPE and its baselines, written out layer by layer in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.positions.schemes import CHANNELS, DEPTH, normal, params, scheme, trained
+
+pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}  # divisions by small deviations add up
+GRID = (4, 3)
+
+
+@pytest.mark.parametrize("embed_prefix", [0, 1])
+@pytest.mark.parametrize(
+    "text", ["lape(ape)", "lape(sincos1d)", "lape(sincos2d(order=lape),join=shared_norm)"]
+)
+def test_lape_is_a_chain_of_layer_norms(text, embed_prefix):
+    fresh = params(scheme(text))
+    np.testing.assert_array_equal(fresh["scale"][...], np.ones_like(fresh["scale"]))
+    np.testing.assert_array_equal(fresh["bias"][...], np.zeros_like(fresh["bias"]))
+    position = trained(text, prefix=1, embed_prefix=embed_prefix)
+    start = jnp.asarray(normal(1, embed_prefix + 12, CHANNELS))
+    assert position.embed(start, GRID) is start  # nothing joins the tokens themselves
+    p = np.asarray(position.inner.table(GRID))
+    if not embed_prefix:
+        p = np.concatenate([np.zeros((1, CHANNELS)), p])
+    terms = position.terms(GRID)
+    for layer in range(DEPTH):
+        scale, bias = (
+            np.broadcast_to(x, (DEPTH, CHANNELS))[layer] for x in (position.scale, position.bias)
+        )
+        mean, variance = p.mean(axis=1, keepdims=True), p.var(axis=1, keepdims=True)
+        p = (p - mean) / np.sqrt(variance + 1e-6) * scale + bias
+        np.testing.assert_allclose(terms.layer(layer).add, p, **EXACT)
+    assert terms.rotation is terms.bias is None
+
+
+@pytest.mark.parametrize("join", ["share", "unshare"])
+def test_embeddings_that_join_the_tokens_before_every_layer(join):
+    position = trained(f"lape(ape,join={join})", prefix=1)
+    grid = position.stage.grid
+    x = normal(1, 16, CHANNELS)
+    tables = [np.asarray(position.inner.table(grid))] * DEPTH
+    if join == "unshare":
+        tables[1:] = [np.asarray(later.table(grid)) for later in position.later]
+        assert not np.allclose(tables[1], tables[2])
+    embedded = position.embed(jnp.asarray(x[:, 1:]), grid)
+    np.testing.assert_allclose(embedded, x[:, 1:] + tables[0], **EXACT)
+    for layer in range(DEPTH):
+        want = x.copy()
+        if layer < DEPTH - 1:
+            want[:, 1:] += tables[layer + 1]
+        np.testing.assert_allclose(position.mix(jnp.asarray(x), grid, layer), want, **EXACT)
+    assert jax.tree.leaves(position.terms(grid)) == []
+    position.resize((2, 5))
+    assert {param.shape for param in params(position).values()} == {(10, CHANNELS)}
+    assert position.mix(jnp.asarray(x[:, :11]), (2, 5), 0).shape == (1, 11, CHANNELS)

@@ -1,0 +1,54 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax.config import resolve
+from rope_jax.data.images.device import normalise
+from rope_jax.tasks.classification import count_correct, loss_and_accuracy, prepare_batch
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.mark.parametrize("before_erasing", [False, True])
+def test_labels_are_mixed_as_their_images(before_erasing):
+    """The share in the target is that of the pixels; noise of erasing is mixed if it is earlier."""
+    mix = {"mixup": 0.8, "before_erasing": before_erasing}
+    raw = {"mix": mix, "data": {"augment": "erase(p=1.0)"}, "model": {"num_classes": 10}}
+    config, rng = resolve(raw | {"label_smoothing": 0.2}), np.random.default_rng(0)
+    images = rng.integers(0, 256, (120, 8, 8, 3), dtype=np.uint8)
+    label = rng.integers(0, 10, 120, dtype=np.int32)
+    batch = {"image": images, "label": label, "epoch": np.zeros(120, np.int32)}
+    batch["index"] = np.arange(120, dtype=np.int32)
+    prepare = jax.jit(lambda batch: prepare_batch(batch, config, seed=0, key=jax.random.key(1)))
+    mixed, other = prepare(batch), label[::-1]
+    target = (np.asarray(mixed["target"]) - 0.2 / 10) / 0.8
+    row = np.flatnonzero(label != other)[0]
+    share = target[row, label[row]]
+    assert 0.05 < share < 0.95
+    expected = share * np.eye(10)[label] + (1 - share) * np.eye(10)[other]
+    np.testing.assert_allclose(target, expected, atol=1e-6)
+    own = normalise(jnp.asarray(images), config.data.mean, config.data.std)
+    same = np.isclose(mixed["image"], share * own + (1 - share) * own[::-1], atol=1e-5).mean()
+    # A box has 0.02 to 1/3 of an image's pixels; mixed, an image has its own and its partner's.
+    assert (0.75 < same < 0.95) if before_erasing else (0.5 < same < 0.75)
+
+
+def test_the_accuracy_is_that_of_the_own_labels():
+    config = resolve({"loss": "softmax"})
+    batch = {"label": jnp.array([0, 1, 1]), "target": jnp.full((3, 2), 0.5)}
+    logits = jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], jnp.bfloat16)
+    loss, accuracy = loss_and_accuracy(logits, batch, config)
+    assert float(accuracy) == pytest.approx(2 / 3)
+    assert loss.dtype == jnp.float32
+    assert float(loss) == pytest.approx(float(np.log1p(np.exp(-1)) + 0.5), rel=1e-6)
+
+
+def test_padding_is_not_counted_and_any_of_several_labels_is_right():
+    first, falling = [9.0, 0, 0, 0, 0, 0], [5.0, 4, 3, 2, 1, 0]
+    logits = jnp.array([first, falling, falling, first])
+    mask = jnp.array([True, True, True, False])
+    counts = count_correct(logits, jnp.array([0, 4, 5, 0]), mask)
+    assert counts.tolist() == [1, 2, 3]
+    several = jnp.array([[3, 0], [5, 4], [5, -1], [0, -1]])
+    assert count_correct(logits, several, mask).tolist() == [1, 2, 3]

@@ -1,0 +1,39 @@
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.nn import log_sigmoid
+
+from rope_jax.tasks import classification as losses
+
+LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 3.0]])
+FIRST, SECOND = jnp.array([0, 2]), jnp.array([1, 2])
+
+
+def test_targets_of_a_mixture():
+    """timm's: smoothing spreads 0.3 over three classes, 0.1 each; the rest is shared out."""
+    targets = losses.soft_targets(FIRST, SECOND, 0.75, 3, 0.3)
+    np.testing.assert_allclose(
+        targets, [[0.75 * 0.7 + 0.1, 0.25 * 0.7 + 0.1, 0.1], [0.1, 0.1, 0.8]], rtol=1e-6
+    )
+
+
+def test_softmax_loss():
+    targets = losses.soft_targets(FIRST, SECOND, 0.75, 3, 0.0)
+    rows = np.asarray(LOGITS, np.float64)
+    of = lambda row, label: math.log(sum(math.exp(x) for x in row)) - row[label]
+    wanted = (0.75 * of(rows[0], 0) + 0.25 * of(rows[0], 1) + of(rows[1], 2)) / 2
+    assert float(losses.softmax_loss(LOGITS, targets)) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("share", "of_first"), [(0.9, [1, 1, 0]), (1.0, [1, 0, 0]), (0.0, [0, 1, 0])]
+)
+def test_binary_loss_takes_every_class_that_is_there(share, of_first):
+    targets = losses.soft_targets(FIRST, SECOND, share, 3, 0.0)
+    present = np.asarray([of_first, [0, 0, 1]])
+    wanted = -(
+        present * log_sigmoid(LOGITS) + (1 - present) * log_sigmoid(-LOGITS)
+    ).mean()  # over classes and examples
+    assert float(losses.binary_loss(LOGITS, targets)) == pytest.approx(float(wanted), rel=1e-6)

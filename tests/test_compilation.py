@@ -1,0 +1,70 @@
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from rope_jax.command import keep_compiled
+from rope_jax.files import cache_folder
+
+
+@pytest.fixture
+def no_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("ROPE_JAX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_cache_is_in_the_users_folder(no_cache):
+    keep_compiled()
+    assert jax.config.jax_compilation_cache_dir == str(no_cache / "cache" / "rope_jax" / "xla")
+    assert (no_cache / "cache" / "rope_jax" / "xla").is_dir()
+
+
+def test_the_cache_follows_the_cache_folder(no_cache, monkeypatch):
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(no_cache / "chosen"))
+    keep_compiled()
+    assert jax.config.jax_compilation_cache_dir == str(no_cache / "chosen" / "xla")
+
+
+def test_another_folder_stays(no_cache):
+    jax.config.update("jax_compilation_cache_dir", str(no_cache / "own"))
+    keep_compiled()
+    assert jax.config.jax_compilation_cache_dir == str(no_cache / "own")
+    assert not (no_cache / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(no_cache):
+    (no_cache / "cache").write_text("a file")
+    keep_compiled()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_tests_do_not_fill_the_users_cache():
+    """Neither in this process, nor in those that it starts."""
+    folder = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder != cache_folder() / "xla"
+
+
+def test_a_damaged_entry_is_compiled_anew(tmp_path, monkeypatch):
+    """As the tests need it that share a folder: with a warning that is no error."""
+    settings = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir",)}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    try:
+        function = jax.jit(lambda x: x * 2 + 12345)
+        for _ in range(2):
+            assert function(jnp.ones(())) == 12347
+            function.clear_cache()
+            (entry,) = tmp_path.glob("*lambda*-cache")
+            entry.write_bytes(entry.read_bytes()[:-10])
+    finally:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -1,0 +1,222 @@
+"""The command `python -m rope_jax.main`: its flags, exit statuses, messages and signals."""
+
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+from absl.testing import flagsaver
+
+from rope_jax import command
+from rope_jax.config import ConfigError
+from rope_jax.files import SaveFailed, locked
+from rope_jax.training.report import NonFinite
+from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.metrics import read_metrics
+from tests.faults.processes import Run
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = [
+    "--config.model.options=depth=1,width=16,heads=1",
+    "--config.log_every=1",
+    "--config.eval.resolutions=((4, 6),)",
+]
+
+
+def stopped_by(name, *, saved):
+    error = Interrupted(name)
+    error.saved = saved
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ConfigError("a mistake\n in two lines"), 2, "rope_jax: a mistake in two lines\n"),
+        (NonFinite("step 3"), 1, "rope_jax: step 3\n"),
+        (SaveFailed("disk full"), 1, "rope_jax: disk full\n"),
+        (
+            stopped_by("SIGTERM", saved=False),
+            143,
+            "rope_jax: stopped by SIGTERM before there was anything to save\n",
+        ),
+        (KeyboardInterrupt(), 130, "rope_jax: stopped before anything had begun\n"),
+        (RuntimeError("a bug"), 1, "RuntimeError: a bug\n"),
+    ],
+)
+def test_exit_statuses(error, status, message, capsys):
+    with pytest.raises(SystemExit) as caught, command.exit_statuses("runs/x", distributed=False):
+        raise error
+    assert caught.value.code == status
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_a_saved_stop_is_no_failure(capsys):
+    with command.exit_statuses("runs/x", distributed=False):
+        raise stopped_by("SIGINT", saved=True)
+    told = "stopped by SIGINT; saved in runs/x: run the same command to go on\n"
+    assert capsys.readouterr().out == told
+
+
+def test_one_of_several_processes_ends_at_once(monkeypatch, capsys):
+    """A normal exit would wait for the others."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(SystemExit), command.exit_statuses("runs/x", distributed=True):
+        raise ConfigError("a mistake")
+    assert ended == [2]
+
+
+# ml_collections imports recipes by a method that Python deprecates.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
+        (["--confg=x"], "Unknown command line flag 'confg'"),
+        (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),
+        (["--config=configs/nothing.py"], "configs/nothing.py"),
+        (["--workdir="], None),
+    ],
+)
+def test_mistakes_in_flags_are_one_line(arguments, message, capsys, monkeypatch):
+    from rope_jax import main  # defines the flags
+
+    given = [main.__name__, f"--config={ROOT}/configs/digits.py", "--workdir=runs/x", *arguments]
+    monkeypatch.setattr(sys, "argv", given)  # read by ml_collections
+    with flagsaver.flagsaver():
+        if message is None:
+            assert command.parse_flags(given) == given[:1]
+            return
+        with pytest.raises(SystemExit) as caught:
+            command.parse_flags(given)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) == 1
+
+
+def test_the_next_command_keeps_what_was_given(monkeypatch):
+    given = ["--config=configs/digits.py:position=none,seed=3", "--workdir=runs/a"]
+    given += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+    words = shlex.split(command.next_command("rope_mixed", pathlib.Path("runs/a")))
+    assert words[1:3] == ["-m", "rope_jax.main"]
+    assert words[3:] == [
+        "--config=configs/digits.py:position=none,seed=3",
+        "--config.epochs=2.0",
+        "--workdir=runs/a_none",
+    ]
+
+
+def environment(devices=1):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+@pytest.fixture
+def forked(tmp_path_factory):
+    """The same command in a process that need not import anything; it ends with the test."""
+    started = []
+
+    def start(workdir, *settings, devices=1):
+        log = tmp_path_factory.mktemp("said") / "log"
+        arguments = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
+        flags = {"XLA_FLAGS": environment(devices)["XLA_FLAGS"]}
+        started.append(Run(arguments, log, environment=flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+@pytest.mark.process
+def test_a_mistake_ends_in_one_line(tmp_path, forked):
+    done = forked(tmp_path / "run", "--config.model.position=axial_rope(k_rope=16)")
+    assert done.wait(300) == 2
+    assert "k_rope=16 does not go with head dimension 16" in done.said()
+    assert len(done.said().strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.process
+def test_a_workdir_in_use_is_one_line(tmp_path, forked):
+    with locked(tmp_path):
+        done = forked(tmp_path)
+        assert done.wait(300) == 2
+    assert f"{tmp_path} is in use by process {os.getpid()} on" in done.said()
+    assert len(done.said().strip().splitlines()) == 1
+
+
+@pytest.mark.process
+def test_a_signal_before_the_first_step_is_told_by_the_status(tmp_path, forked):
+    stopped = forked(tmp_path, *SMALL)
+    stopped.wait_for("\nparameter ")
+    stopped.send(signal.SIGTERM)
+    assert stopped.wait(120) == 143
+    assert "stopped by SIGTERM before there was anything to save" in stopped.said()
+
+
+@pytest.mark.process
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
+    settings = [*SMALL, "--config.epochs=400.0"]
+    stopped = forked(tmp_path, *settings)
+    stopped.wait_for("\nstep ")
+    stopped.send(signal.SIGINT)
+    assert stopped.wait(120) == 0
+    assert "stopped by SIGINT; saved in" in stopped.said()
+    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
+    again = forked(tmp_path, *settings)
+    again.wait_for("\nfound step")
+    again.send(signal.SIGTERM)
+    assert again.wait(120) == 0
+    assert f"found step {saved}" in again.said()
+
+
+@pytest.mark.process
+def test_one_device_and_eight_give_the_same_curve(tmp_path, forked):
+    for devices in (1, 8):
+        done = forked(tmp_path / str(devices), *SMALL, "--config.epochs=4.0", devices=devices)
+        assert done.wait(300) == 0, done.said()
+    one, eight = (
+        [line["loss"] for line in read_metrics(tmp_path / str(n) / "metrics.jsonl")] for n in (1, 8)
+    )
+    assert len(one) == len(eight) == 45
+    assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) <= 5e-6
+    results = [json.loads((tmp_path / str(n) / "results.json").read_text())["eval"] for n in (1, 8)]
+    assert [row["resolution"] for row in results[0]] == [row["resolution"] for row in results[1]]
+
+
+@pytest.mark.process
+def test_the_line_to_try_next_is_a_command_that_runs(tmp_path):
+    """Both with an interpreter of their own: `python -m rope_jax.main` as users give it."""
+    command = ["python", "-m", "rope_jax.main", "--config=configs/digits.py:position=none,epochs=1"]
+    command += [*SMALL, "--config.epochs=0.2", f"--workdir={tmp_path}/run"]
+    for position, workdir in (("none", "run"), ("rope_mixed", "run_rope_mixed")):
+        done = subprocess.run(
+            [sys.executable, *command[1:]],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        config = json.loads((tmp_path / workdir / "config.json").read_text())
+        assert config["model"]["position"] == position
+        assert (tmp_path / workdir / "results.json").exists()
+        (line,) = (text for text in done.stdout.splitlines() if text.startswith("try next: "))
+        command = shlex.split(line.removeprefix("try next: "))
+
+
+@pytest.mark.process
+def test_a_batch_that_eight_devices_cannot_share(tmp_path, forked):
+    done = forked(tmp_path, *SMALL, "--config.batch_size=100", devices=8)
+    assert done.wait(300) == 2
+    assert "--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104" in done.said()

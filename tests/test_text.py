@@ -1,0 +1,257 @@
+"""Notation, sizes, hints and tables: what is read, and what is refused with which advice."""
+
+import doctest
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rope_jax import text as rope_jax_text
+from rope_jax.text import (
+    Call,
+    assignments,
+    bind,
+    closest,
+    format_table,
+    image_pair,
+    literal,
+    markdown_table,
+    options_of,
+    parse,
+)
+
+
+def one(name, *inner, **options):
+    return (Call(name, inner, tuple(options.items())),)
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("ape", one("ape")),
+        ("ape()", one("ape")),
+        (" axial_rope ( k_rope = 4 , shared = True ) ", one("axial_rope", k_rope=4, shared=True)),
+        ("rope2d(base=+50)", one("rope2d", base=50)),
+        ("a(x=-1.5,y=2e3,z=1E-2,w=3.)", one("a", x=-1.5, y=2000.0, z=0.01, w=3.0)),
+        ("erase(p=.25,q=-.5)", one("erase", p=0.25, q=-0.5)),
+        ("a(x=False,y=false,z=nan,w=inf)", one("a", x=False, y="false", z="nan", w="inf")),
+        ("rope_mixed+ape", one("rope_mixed") + one("ape")),
+        ("lape(sincos2d(order=lape))", one("lape", one("sincos2d", order="lape"))),
+        ("f(a+b(x=1), c, y=2)", one("f", one("a") + one("b", x=1), one("c"), y=2)),
+    ],
+)
+def test_parse(text, tree):
+    assert repr(parse(text, "position")) == repr(tree)  # 1 == True == 1.0
+
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
+words = names.filter(lambda word: word not in ("True", "False"))
+values = (
+    st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans()
+    | words
+)
+# A sum is a list of (name, sums inside, options).
+sums = st.recursive(
+    st.tuples(names, st.just([]), st.just({})).map(lambda call: [call]),
+    lambda inner: st.lists(
+        st.tuples(names, st.lists(inner, max_size=2), st.dictionaries(names, values, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    max_leaves=5,
+)
+
+
+def written(calls, space):
+    """The text of a sum, with spaces from `space` between its parts."""
+
+    def call(name, inner, options):
+        parts = [written(part, space) for part in inner]
+        parts += [f"{option}{space()}={space()}{value}" for option, value in options.items()]
+        comma = f"{space()},{space()}"
+        return f"{name}{space()}({space()}{comma.join(parts)}{space()})" if parts else name
+
+    return space() + f"{space()}+{space()}".join(call(*parts) for parts in calls) + space()
+
+
+def tree_of(calls):
+    return tuple(
+        Call(name, tuple(map(tree_of, inner)), tuple(options.items()))
+        for name, inner, options in calls
+    )
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(sums, st.randoms(use_true_random=False))
+def test_what_is_written_is_what_is_read(calls, random):
+    read = parse(written(calls, lambda: random.choice(["", "", " ", "\n  "])), "position")
+    assert repr(read) == repr(tree_of(calls))
+
+
+MALFORMED = {
+    "": (1, "a name"),
+    "  ": (3, "a name"),
+    "3": (1, "a name"),
+    "(ape)": (1, "a name"),
+    "ape+": (5, "a name"),
+    "+ape": (1, "a name"),
+    "ape++rpb": (5, "a name"),
+    "ape+3": (4, "a name"),
+    "ape rpb": (5, "the end"),
+    "ape)": (4, "the end"),
+    "ape=1": (4, "the end"),
+    "rope2d(": (8, "a name"),
+    "rope2d(base": (12, "',' or ')'"),
+    "rope2d(base=": (13, "a value for base"),
+    "rope2d(base=)": (13, "a value for base"),
+    "rope2d(base=+)": (13, "a value for base"),
+    "rope2d(base=50": (15, "',' or ')'"),
+    "rope2d(base=50 60)": (16, "',' or ')'"),
+    "rope2d(base=50px)": (15, "',' or ')'"),
+    "rope2d(base=50,,shared=True)": (16, "a name"),
+    "rope2d(3=4)": (8, "the name of an option"),
+    "rope2d((=3)": (8, "the name of an option"),
+    "rope2d(50)": (8, "a name"),
+    "ape;rpb": (4, "a name, a number or one of"),
+    "rope2d[base=50]": (7, "a name, a number or one of"),
+    "rope2d(base='50')": (13, "a name, a number or one of"),
+    "rope2d(base=a²)": (14, "a name, a number or one of"),
+    "lape(" * 1000: (85, "at most 16 parentheses inside each other"),
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30] or "nothing")
+def test_malformed_text_is_refused_with_its_place_and_advice(text):
+    place, expected = MALFORMED[text]
+    with pytest.raises(ValueError, match=re.escape(f"expected {expected}")) as caught:
+        parse(text, "position")
+    message = str(caught.value)
+    assert message.startswith(f"position={text!r} cannot be read")
+    assert f"(character {place})" in message
+    assert message.endswith("write name, name(option=value, ...), a+b or outer(inner)")
+
+
+def test_an_option_given_twice_is_refused():
+    with pytest.raises(ValueError, match=r"augment='crop\(pad=5,pad=6\)' gives pad twice"):
+        parse("crop(pad=5,pad=6)", "augment")
+
+
+def crop(
+    image, *, pad: int = 4, scale: float = 1.0, flip: bool = False, fill: str = "edge", rngs=0
+):
+    pass
+
+
+def test_options_are_keyword_only_parameters():
+    assert options_of(crop) == {"pad": int, "scale": float, "flip": bool, "fill": str}
+
+
+def test_bind_makes_whole_numbers_numbers():
+    (call,) = parse("crop(pad=2,scale=3,flip=True,fill=zero)", "augment")
+    bound = bind(call, options_of(crop))
+    assert repr(bound) == repr({"pad": 2, "scale": 3.0, "flip": True, "fill": "zero"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("crop(pda=2)", "crop has no option 'pda'; did you mean 'pad'? known: pad, scale, flip"),
+        ("crop(rngs=2)", "crop has no option 'rngs'; known: pad"),
+        ("crop(pad=2.5)", "crop(pad=2.5): pad must be a whole number"),
+        ("crop(pad=True)", "crop(pad=True): pad must be a whole number"),
+        ("crop(scale=fast)", "crop(scale=fast): scale must be a number"),
+        ("crop(scale=nan)", "crop(scale=nan): scale must be a number"),
+        ("crop(flip=2)", "crop(flip=2): flip must be True or False"),
+        ("crop(fill=1)", "crop(fill=1): fill must be a word"),
+    ],
+)
+def test_bind_refuses_other_options_and_types(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bind(parse(text, "augment")[0], options_of(crop))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", {}),
+        ("a=1", {"a": "1"}),
+        (" a=1 , b=f(x=2,y=3),c=[1,(2,3)]", {"a": "1", "b": "f(x=2,y=3)", "c": "[1,(2,3)]"}),
+    ],
+)
+def test_assignments(text, found):
+    assert assignments(text, "--config.model.options") == found
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "=1", "1=2", "a=1,b"])
+def test_malformed_assignments_are_refused(text):
+    with pytest.raises(ValueError, match=r"--options '.*' is not of the form key=value"):
+        assignments(text, "--options")
+
+
+def test_literal():
+    assert [literal(text) for text in ("3", "(4, 6)", "None", "mean", "a b")] == [
+        *(3, (4, 6), None, "mean", "a b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "pair"),
+    [
+        (224, (224, 224)),
+        (np.int64(8), (8, 8)),
+        ((224, 320), (224, 320)),
+        ([224, 320], (224, 320)),
+        ("224", (224, 224)),
+        ("224x320", (224, 320)),
+    ],
+)
+def test_image_pair(size, pair):
+    assert image_pair(size) == pair
+    assert all(type(number) is int for number in image_pair(size))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [0, -1, True, 2.0, None, (1,), (1, 2, 3), (1, 0), (1, 2.0), "", "x", "1x", "1x2x3", "-1"],
+)
+def test_other_sizes_are_refused(size):
+    with pytest.raises(ValueError, match=re.escape(f"image size {size!r} must be a positive")):
+        image_pair(size)
+
+
+def test_closest():
+    assert closest("rope2", ["rope2d", "ape"]) == "did you mean 'rope2d'? known: rope2d, ape"
+    assert closest("quaternions", ["rope2d", "ape"]) == "known: rope2d, ape"
+    assert closest("k", []) == "known: none"
+
+
+def test_tables():
+    header, rows = ("name", "size", "top-1"), [("rpb", "8x8", "0.98"), ("a", "-", "-1.5")]
+    assert format_table(header, rows).splitlines() == [
+        "name  size  top-1",
+        "----  ----  -----",
+        "rpb    8x8   0.98",
+        "a     -      -1.5",
+    ]
+    assert markdown_table(header, rows).splitlines() == [
+        "| name | size | top-1 |",
+        "| --- | --- | --- |",
+        "| rpb | 8x8 | 0.98 |",
+        "| a | - | -1.5 |",
+    ]
+    assert markdown_table(header, []).endswith("|\n")
+
+
+FUNCTIONS = [parse, bind, assignments, image_pair, closest, format_table]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=[function.__name__ for function in FUNCTIONS])
+def test_examples_in_docstrings(function):
+    (found,) = doctest.DocTestFinder().find(function, "example", False, vars(rope_jax_text))
+    result = doctest.DocTestRunner().run(found)
+    assert result.attempted > 0
+    assert result.failed == 0

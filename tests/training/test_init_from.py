@@ -1,0 +1,84 @@
+"""Runs that start from the weights of another run or of a file."""
+
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.config import ConfigError
+from tests.training.recipe import logits, run, started
+
+APE = {"model__position": "ape"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("trained")
+    run(workdir, epochs=0.5, eval__resolutions=(), **APE)
+    return workdir
+
+
+def test_at_the_same_resolution(trained):
+    images = np.random.default_rng(0).normal(size=(1, 8, 8, 3)).astype(np.float32)
+    model, loaded = started(trained, **APE), rope_jax.load_checkpoint(str(trained))[0]
+    assert np.array_equal(logits(model, images), logits(loaded, images))
+
+
+def test_position_tables_follow_to_another_resolution(trained):
+    images = np.random.default_rng(0).normal(size=(2, 12, 16, 3)).astype(np.float32)
+    model = started(trained, data__image_size=(12, 16), **APE)
+    assert model.position.embedding.shape == (6 * 8, 16)
+    loaded = rope_jax.load_checkpoint(str(trained))[0]
+    np.testing.assert_allclose(logits(model, images), logits(loaded, images), atol=1e-5)
+
+
+def test_a_head_for_other_classes_stays_fresh(trained, capsys):
+    model = started(trained, model__num_classes=20, **APE)
+    assert model.head.kernel.shape == (16, 20)
+    assert "fresh head" in capsys.readouterr().out
+    loaded = rope_jax.load_checkpoint(str(trained))[0]
+    assert np.array_equal(model.norm.scale[...], loaded.norm.scale[...])
+
+
+def test_a_run_starts_from_a_weights_file(trained, tmp_path):
+    model, path = rope_jax.load_checkpoint(str(trained))[0], str(tmp_path / "weights.npz")
+    rope_jax.restore.save_weights(model, path)
+    still = {"optim__learning_rate": 0.0, "optim__min_learning_rate": 0.0}
+    short = {"epochs": 0.1, "eval__resolutions": ()}
+    run(tmp_path / "run", init_from=path, **still, **short, **APE)
+    after = rope_jax.load_checkpoint(str(tmp_path / "run"))[0]
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(after), nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array(8 * ["a", "b"]), r"norm.scale holds <U1, not numbers"),
+        (np.ones(3, np.float32), r"norm.scale has shape \[3\], not \[16\]"),
+    ],
+)
+def test_weights_of_another_shape_or_type_are_refused(tmp_path, array, message):
+    np.savez(tmp_path / "weights.npz", **{"norm.scale": array})
+    with pytest.raises(ConfigError, match=message):
+        started(tmp_path / "weights.npz", **APE)
+
+
+def test_shapes_are_checked_before_anything_is_read(tmp_path):
+    # 4 TB by its header, which no machine could hold.
+    header = {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
+    with (
+        zipfile.ZipFile(tmp_path / "weights.npz", "w") as archive,
+        archive.open("norm.scale.npy", "w") as file,
+    ):
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(ConfigError, match=r"norm.scale has shape \[1000000000000\], not \[16\]"):
+        started(tmp_path / "weights.npz", **APE)
+
+
+def test_weights_of_another_model_are_refused_with_all_names(trained):
+    message = r"position.mixed is missing; position.embedding is not expected"
+    with pytest.raises(ConfigError, match=message):
+        started(trained)

@@ -1,0 +1,314 @@
+"""Several seeds in one run: each as if trained alone, to rounding, on disk and in results."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax.run
+from rope_jax import evaluate, seeds
+from rope_jax.analysis import report
+from rope_jax.config import ConfigError
+from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.sharding import put_batch
+from rope_jax.training.report import NonFinite
+from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.signals import Interrupted
+from rope_jax.training.step import make_step
+from rope_jax.workdir.checkpoint import tree_hash
+from rope_jax.workdir.metrics import progress_line, read_events, read_metrics
+from tests.training.recipe import CEIT, TINY, final_state, run, tiny
+
+RECIPE = {
+    "seed": 4,
+    "epochs": 0.7,
+    "data__on_device": True,
+    "data__augment": "crop(pad=1)+erase(p=0.5)",
+    "ema_decay": 0.9,
+    "eval__resolutions": (),
+    "checkpoint_every": 100,
+}
+BOTH = RECIPE | {"seeds": 2}
+ALONE = [RECIPE | {"seed": seed} for seed in (4, 5)]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("together")
+    run(workdir, **BOTH)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The second seed alone."""
+    workdir = tmp_path_factory.mktemp("alone")
+    run(workdir, **ALONE[1])
+    return workdir
+
+
+def rows_of(workdir):
+    return json.loads((workdir / "results.json").read_text())["eval"]
+
+
+def close(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
+
+
+def test_each_seed_takes_the_steps_that_it_would_take_alone(together, alone):
+    ours, state = read_metrics(together / "metrics.jsonl"), final_state(together, **BOTH)
+    theirs = read_metrics(alone / "metrics.jsonl")
+    assert [line["step"] for line in ours] == list(range(1, 9))
+    for line, other in zip(ours, theirs, strict=True):
+        assert line["loss_seed5"] == pytest.approx(other["loss"], abs=5e-6)
+        assert line["learning_rate"] == other["learning_rate"]
+    close(seeds.split(state, tiny(**BOTH))[1], final_state(alone, **ALONE[1]))
+    assert (
+        max(abs(line["loss_seed4"] - line["loss_seed5"]) for line in ours) > 1e-3
+    )  # they are different models
+
+
+def test_the_streams_are_those_of_the_seeds():
+    changes = {"data__augment": "crop(pad=1)+flip", "data__repeats": 2}
+    first = 10  # the next epoch begins within four steps
+    both, resident = training_batches(prepare(tiny(**BOTH | changes))[0], first)
+    single = [training_batches(prepare(tiny(**each | changes))[0], first)[0] for each in ALONE]
+    assert set(resident) == {"set"}
+    for _ in range(4):
+        batch, wanted = next(both), [next(stream) for stream in single]
+        for name in wanted[0]:
+            for member in range(2):
+                np.testing.assert_array_equal(batch[name][:, member], wanted[member][name])
+        assert not np.array_equal(wanted[0]["index"], wanted[1]["index"])
+
+
+def steps(count=3, start=lambda state: state, **changes):
+    """The state and the metrics after a few steps."""
+    prepared, model = prepare(tiny(**changes))
+    state, step = start(initial_state(prepared, model)), make_step(prepared)
+    batches, resident = training_batches(prepared, 0)
+    for _ in range(count):
+        state, metrics = step(state, put_batch(next(batches), prepared.mesh) | resident)
+    return state, metrics
+
+
+DROPPING = {"model__options": "depth=2,width=16,heads=1,drop_path=0.5"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        DROPPING | {"accumulate": 2, "data__augment": "flip+erase(p=0.5)", "non_finite": "skip"},
+        DROPPING | {"mix__mixup": 0.8, "mix__cutmix": 1.0},
+        CEIT | {"accumulate": 2, "optim__name": "lamb"},
+    ],
+    ids=["parts, erasing, drop path", "mixing", "batch statistics"],
+)
+def test_all_that_is_drawn_and_all_that_is_kept_is_the_seeds_own(changes):
+    (state, metrics), (theirs, their_metrics) = steps(**BOTH | changes), steps(**ALONE[1] | changes)
+    close({name: metrics[name][1] for name in metrics}, their_metrics)
+    assert set(theirs) == set(state)
+    close(seeds.split(state, tiny(**BOTH))[1], theirs)
+
+
+def test_every_seed_has_its_rows(together, alone):
+    rows = rows_of(together)
+    assert [(row["resolution"], row["seed"]) for row in rows] == [([8, 8], 4), ([8, 8], 5)]
+    assert rows[1:] == [row | {"seed": 5} for row in rows_of(alone)]
+    assert evaluate.results_table(rows).splitlines()[2].split()[:2] == ["4", "8x8"]
+
+
+def test_a_finished_run_is_not_evaluated_again(together, monkeypatch):
+    monkeypatch.setattr(rope_jax.run, "evaluate_state", None)
+    run(together, **BOTH)
+
+
+def test_one_of_the_models_is_loaded(together, alone):
+    weights = lambda model: nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    model, config = rope_jax.load_checkpoint(str(together), seed=5)
+    theirs, their_config = rope_jax.load_checkpoint(str(alone))
+    assert config == their_config
+    close(weights(model), weights(theirs))
+    assert rope_jax.load_checkpoint(str(together))[1].seed == 4
+    with pytest.raises(
+        ValueError,
+        match="seed=6, but the run has seeds 4 to 5: use one of them, or None",
+    ):
+        rope_jax.load_checkpoint(str(together), seed=6)
+    with pytest.raises(ValueError, match="seed=4, but the run has seed 5 alone"):
+        rope_jax.load_checkpoint(str(alone), seed=4)
+
+
+def test_the_command_of_evaluation_takes_a_seed(together, capsys):
+    for seed in (
+        [],
+        ["--seed=5"],
+        ["--seed=4"],
+    ):  # the last is the first, and is not measured again
+        evaluate.main([str(together), "--resolutions=8", f"--out={together / 'rows.json'}", *seed])
+        found = json.loads((together / "rows.json").read_text())["rows"]
+    assert [row["top1"] for row in found] == [row["top1"] for row in rows_of(together)]
+    assert [(row["asked"]["seed"], row["asked"]["options"]) for row in found] == [
+        (4, TINY),
+        (5, TINY),
+    ]
+    assert "seed 5, step 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"seed=1, but the run has seeds 4 to 5.*\[WORKDIR\]"):
+        evaluate.main([str(together), "--seed=1"])
+
+
+def test_the_report_takes_seeds_for_runs(together, alone, tmp_path):
+    one, two = report.read_runs(together)
+    assert (one.config.seed, two.config.seed, two.config.seeds) == (4, 5, 1)
+    (name,) = report.group_runs(
+        [one, *report.read_runs(alone)]
+    )  # a seed of one workdir beside a run of another
+    assert name == "rope_mixed"
+    assert two.metrics[-1]["loss"] == pytest.approx(
+        read_metrics(alone / "metrics.jsonl")[-1]["loss"], abs=5e-6
+    )
+    assert "loss_std" not in two.metrics[-1]
+    report.main([str(together), f"--out={tmp_path}"])
+    values = [row["top1"] for row in rows_of(together)]
+    low, high = report.student(values)
+    wanted = f"| rope_mixed | 2 | {50 * sum(values):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+    assert wanted in (tmp_path / "report.md").read_text()
+
+
+def test_a_line_tells_mean_and_spread():
+    values = {
+        "loss": np.array([1.0, 2.0]),
+        "accuracy": np.array([0.25, 0.75]),
+        "learning_rate": np.array([0.1, 0.1]),
+    }
+    told = seeds.summary(values, tiny(**BOTH))
+    assert told == {
+        "loss": 1.5, "accuracy": 0.5, "learning_rate": 0.1, "loss_std": pytest.approx(0.5**0.5),
+        "loss_seed4": 1.0, "loss_seed5": 2.0, "accuracy_seed4": 0.25, "accuracy_seed5": 0.75,
+    }  # fmt: skip
+    assert "loss 1.5000 +- 0.7071  accuracy 0.500" in progress_line(1, 10, told)
+    assert seeds.metrics_of(told, 5) == {"loss": 2.0, "accuracy": 0.75, "learning_rate": 0.1}
+
+
+def test_interrupted_is_uninterrupted_bit_for_bit(together, tmp_path, monkeypatch):
+    following, drawn = DeviceBatches.__next__, []
+
+    def interrupted(self):
+        drawn.append(self)
+        if len(drawn) == 2 * 5:
+            signal.raise_signal(signal.SIGTERM)
+        return following(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceBatches, "__next__", interrupted)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            run(tmp_path, **BOTH)
+    assert int(final_state(tmp_path, **BOTH)["step"]) == 5
+    run(tmp_path, **BOTH)
+    assert tree_hash(final_state(tmp_path, **BOTH)) == tree_hash(final_state(together, **BOTH))
+
+
+def broken(state):
+    """The state, with a weight of the second member that its loss cannot bear."""
+    kernel = state["params"]["head"]["kernel"]
+    return state | {
+        "params": state["params"]
+        | {"head": state["params"]["head"] | {"kernel": kernel.at[1].set(3e38)}}
+    }
+
+
+def test_a_seed_that_is_not_finite_is_skipped_alone_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rope_jax.run, "initial_state", lambda *given: broken(initial_state(*given)))
+    with pytest.raises(
+        NonFinite,
+        match=r"step 1 of seed 5: loss (nan|inf).*nothing was saved\. .* its examples: \d+, ",
+    ):
+        run(tmp_path / "stop", **BOTH)
+    skipping = BOTH | {"non_finite": "skip", "log_every": 2, "epochs": 1.0}
+    prepared, model = prepare(tiny(**skipping))
+    before = broken(initial_state(prepared, model))
+    hashes = lambda tree: [tree_hash(tree[name]) for name in ("params", "ema", "opt")]
+    earlier = [hashes(tree) for tree in seeds.split(before, prepared.config)]
+    after, _ = steps(2, start=broken, **skipping)  # the rate of the first is 0
+    first, second = (hashes(tree) for tree in seeds.split(after, prepared.config))
+    assert second == earlier[1]
+    assert not set(first) & set(earlier[0])
+    with pytest.raises(NonFinite, match=r"step 11 of seed 5: .* after 10 skipped steps in a row"):
+        run(tmp_path / "skip", **skipping)
+    events = [
+        event
+        for event in read_events(tmp_path / "skip" / "metrics.jsonl")
+        if event["event"] == "skipped"
+    ]
+    assert [(event["step"], event["seed"]) for event in events] == [
+        (step, 5) for step in range(1, 11)
+    ]
+    assert "step 3 of seed 5: loss" in capsys.readouterr().err
+
+
+def test_all_seeds_start_from_the_same_weights(together, tmp_path):
+    config = tiny(**BOTH | {"init_from": str(together), "model__num_classes": 20})
+    setup, model = prepare(config)
+    state = rope_jax.run._fresh_state(setup, model, tmp_path)
+    first, second = seeds.split(state["params"], setup.config)
+    loaded, _ = rope_jax.load_checkpoint(str(together))
+    for each in (first, second):
+        assert np.array_equal(each["norm"]["scale"], loaded.norm.scale[...])
+    # A head for other classes is fresh, and each seed has its own.
+    assert not np.array_equal(first["head"]["kernel"], second["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data__on_device": False},
+            r"seeds=2 needs the images on the device: add --config.data.on_device=True",
+        ),
+        ({"mesh__fsdp": 2}, r"seeds=2 does not go with --config.mesh.fsdp=2"),
+        ({"seed": 2**32 - 1}, "seeds=2 from --config.seed=4294967295 on reach beyond .*: use a"),
+        ({"seeds": 0}, "seeds=0 is out of range; it must be at least 1"),
+    ],
+)
+def test_what_seeds_cannot_go_with_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny(**BOTH | changes)
+
+
+def test_a_run_of_other_seeds_is_refused_on_resume(together):
+    with pytest.raises(ConfigError, match=r"another config \(seeds: 2 -> 3\)"):
+        run(together, **BOTH | {"seeds": 3})
+
+
+ON_TWO_DEVICES = """
+import sys, jax, numpy as np
+from tests.training.test_seeds import BOTH, steps
+assert len(jax.devices()) == int(sys.argv[1])
+_, metrics = steps(**BOTH)
+print("losses", *np.asarray(metrics["loss"]).tolist())
+"""
+
+
+@pytest.mark.process
+def test_batches_of_all_seeds_are_divided_over_devices():
+    found = []
+    for devices in (1, 2):
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        done = subprocess.run(
+            [sys.executable, "-c", ON_TWO_DEVICES, str(devices)],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([float(word) for word in done.stdout.split("losses")[1].split()])
+    assert found[0] == pytest.approx(found[1], abs=5e-6)
