@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from absl.testing import flagsaver
@@ -14,6 +15,7 @@ from absl.testing import flagsaver
 from rope_jax import command
 from rope_jax.config import ConfigError
 from rope_jax.files import SaveFailed, locked
+from rope_jax.training import loop
 from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.metrics import read_metrics
@@ -123,11 +125,11 @@ def forked(tmp_path_factory):
     """The same command in a process that need not import anything; it ends with the test."""
     started = []
 
-    def start(workdir, *settings, devices=1):
+    def start(workdir, *settings, devices=1, prepare=None):
         log = tmp_path_factory.mktemp("said") / "log"
         arguments = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
         flags = {"XLA_FLAGS": environment(devices)["XLA_FLAGS"]}
-        started.append(Run(arguments, log, environment=flags))
+        started.append(Run(arguments, log, environment=flags, prepare=prepare))
         return started[-1]
 
     yield start
@@ -153,10 +155,18 @@ def test_a_workdir_in_use_is_one_line(tmp_path, forked):
     assert len(done.said().strip().splitlines()) == 1
 
 
+def _endless_first_step():
+    def make_step(setup):
+        print("at the first step", flush=True)
+        time.sleep(300)
+
+    loop.make_step = make_step
+
+
 @pytest.mark.process
 def test_a_signal_before_the_first_step_is_told_by_the_status(tmp_path, forked):
-    stopped = forked(tmp_path, *SMALL)
-    stopped.wait_for("\nparameter ")
+    stopped = forked(tmp_path, *SMALL, prepare=_endless_first_step)
+    stopped.wait_for("\nat the first step")
     stopped.send(signal.SIGTERM)
     assert stopped.wait(120) == 143
     assert "stopped by SIGTERM before there was anything to save" in stopped.said()
