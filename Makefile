@@ -40,15 +40,15 @@ compare: setup
 	$(RUN) -m rope_jax.analysis.report $(SCHEMES:%=runs/compare/%)
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist loadscope
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 # Tests that start, kill or signal processes, or need several devices.
 test-process: setup
-	$(RUN) -m pytest -n 2 --dist loadscope -m "process and not slow"
+	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
 # Everything, with the products of many cases (most schemes on most backbones): half an hour.
 test-all: setup
-	$(RUN) -m pytest -n 2 --dist loadscope -m "slow or not slow"
+	$(RUN) -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
 # Fifty kills at random instants, two hundred damaged checkpoints and SIGTERM in every phase; no
 # progress may be lost. Takes five minutes.

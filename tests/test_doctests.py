@@ -7,6 +7,8 @@ import pathlib
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = (ROOT / "rope_jax", ROOT / "kernels" / "rope_jax_kernels")
 FILES = [

@@ -147,6 +147,7 @@ def test_programs_that_do_not_compile_or_run_are_left_out(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_implementation_of_all_layers_is_chosen_by_name():
     rng = np.random.default_rng(0)
     qkv, bias = (

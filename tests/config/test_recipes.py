@@ -98,12 +98,12 @@ def traced(config, images_in_set=1_281_167, classes=1000):
 FULL = [
     ("cat", "", 32_691_256, 10),
     ("cct", "position=ape", 3_760_139, 310),
-    ("deit3", "variant=s,position=rope_mixed", 21_988_840, 400),
-    ("lape", "variant=deit_ti16", 5_722_024, 300),
     ("swin", "variant=swin_t,position=rpb", 28_288_354, 300),
-    ("thesis", "variant=nat_mini,position=rpb", 19_984_174, 310),
 ]
 SLOW = [
+    ("thesis", "variant=nat_mini,position=rpb", 19_984_174, 310),
+    ("lape", "variant=deit_ti16", 5_722_024, 300),
+    ("deit3", "variant=s,position=rope_mixed", 21_988_840, 400),
     (
         "deit3",
         "variant=l,position=rope_mixed+ape",

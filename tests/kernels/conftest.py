@@ -22,6 +22,12 @@ def kernel(request, interpreted):
     return request.param
 
 
+@pytest.fixture(params=["triton", pytest.param("mosaic", marks=pytest.mark.slow)])
+def a_kernel(request, interpreted):
+    """As `kernel`, where mosaic is slow: for properties of the operation around a kernel."""
+    return request.param
+
+
 @pytest.fixture
 def unchecked_annotations():
     """Without the checks of annotations, which come before the functions' own errors."""

@@ -136,12 +136,9 @@ CASES = {
 
 FAST = [
     "global",
-    "window shifted",
     "window pads, shifted",
     "window above one axis",
-    "neighborhood in several tiles",
     "neighborhood dilated, ragged",
-    "neighborhood of small classes",
     "neighborhood above the map",
 ]
 

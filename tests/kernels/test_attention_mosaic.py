@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
 from rope_jax_kernels.attention import mosaic_kernel, triton
 from rope_jax_kernels.attention.triton_kernels import Task
-from tests.kernels.covering import covering
 from tests.kernels.test_attention_triton import check, operands
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
@@ -101,10 +100,8 @@ def check_forward(places, *, dtype=jnp.bfloat16, **options):
     assert np.abs(lse - want_lse).max() <= 1.01 * rounding * size  # half of it for q, half for k
 
 
-FAST = ["several examples for a program", "two heads, all channels", "no rotation"]
-
-
-@pytest.mark.parametrize("name", covering(CASES, FAST))
+@pytest.mark.slow  # `test_no_races` computes two of them
+@pytest.mark.parametrize("name", CASES)
 def test_forward(name, busy):
     places, options = CASES[name]
     check_forward(places, **options)
@@ -158,7 +155,11 @@ def test_several_warpgroups():
 @pytest.mark.parametrize(
     ("places", "options"),
     [
-        ((70,), {"pairs": 16, "head_dim": 64, "heads": 1, "packed": False}),
+        pytest.param(
+            (70,),
+            {"pairs": 16, "head_dim": 64, "heads": 1, "packed": False},
+            marks=pytest.mark.slow,
+        ),
         ((20,), {"pairs": 0, "heads": 1}),
     ],
 )
@@ -167,6 +168,7 @@ def test_outputs_and_gradients(places, options):
     check(Global(), places, dtype=jnp.bfloat16, implementation="mosaic", bias=False, **options)
 
 
+@pytest.mark.slow
 def test_vmap_over_data_and_over_rotations():
     qkv, coords, freqs, *_ = operands(
         Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=1

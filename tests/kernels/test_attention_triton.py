@@ -133,7 +133,7 @@ CASES = {
 
 
 LOW_DTYPES = ("bfloat16", "float16")
-FAST = ["a prime", "no rotation", "window", "neighborhood dilated"]
+FAST = ["a prime", "window", "neighborhood dilated"]
 
 
 @pytest.mark.parametrize("name", covering(CASES, FAST))
@@ -145,7 +145,7 @@ def test_outputs_and_gradients(name):
 LOW = [(name, dtype) for name in ("a prime", "window", "neighborhood") for dtype in LOW_DTYPES]
 
 
-@pytest.mark.parametrize("case", covering(LOW, [LOW[0], LOW[3]]), ids=str)
+@pytest.mark.parametrize("case", covering(LOW, [LOW[0]]), ids=str)
 def test_low_precision(case):
     name, dtype = case
     pattern, places, options = CASES[name]
@@ -221,6 +221,7 @@ def test_vmap_and_remat():
     np.testing.assert_array_equal(loss(jax.checkpoint(attend))(qkv[0]), loss(attend)(qkv[0]))
 
 
+@pytest.mark.slow
 def test_vmap_over_what_describes_the_rotation():
     """One qkv for all rotations; its packed gradients are written by two kernels in turn."""
     qkv, coords, freqs, *_ = operands(

@@ -63,22 +63,20 @@ def test_explicit_angles(case, theta_dtype, implementation):
 GRADIENTS = [cases.CASES[i] for i in (0, 1, 2, 5, 6, 8, 9)]
 
 
-@pytest.mark.parametrize(
-    "case", covering(GRADIENTS, [cases.CASES[i] for i in (0, 1, 5, 9)]), ids=str
-)
+@pytest.mark.parametrize("case", covering(GRADIENTS, [cases.CASES[i] for i in (1, 9)]), ids=str)
 def test_gradients(case, kernel):
     check_or_refusal(cases.check_gradients, case, kernel)
 
 
-def test_q_and_k_of_different_dtypes(kernel):
+def test_q_and_k_of_different_dtypes(a_kernel):
     case = Case(tokens=7, pairs=4)
     q, k = (
         jnp.asarray(x, dtype)
         for x, dtype in zip(case.data(16, 2), ("bfloat16", "float32"), strict=True)
     )
     coords, freqs = map(jnp.asarray, case.coords_and_freqs())
-    for x, source in zip(cases.run(case, kernel, q, k, coords, freqs), (q, k), strict=True):
-        alone, _ = cases.run(case, kernel, source, source, coords, freqs)
+    for x, source in zip(cases.run(case, a_kernel, q, k, coords, freqs), (q, k), strict=True):
+        alone, _ = cases.run(case, a_kernel, source, source, coords, freqs)
         assert x.dtype == source.dtype
         assert np.array_equal(bits(x), bits(alone))
 
@@ -93,10 +91,14 @@ def test_programs_of_many_batch_items(pairing, interpreted, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bytes_in_flight", [tile_sizes.BYTES_IN_FLIGHT, 0], ids=["many slots", "two slots"]
-)
-@pytest.mark.parametrize(
-    "check", [cases.check_forward, cases.check_gradients], ids=["forward", "gradients"]
+    ("check", "bytes_in_flight"),
+    [
+        pytest.param(cases.check_forward, tile_sizes.BYTES_IN_FLIGHT, marks=pytest.mark.slow),
+        (cases.check_forward, 0),
+        (cases.check_gradients, tile_sizes.BYTES_IN_FLIGHT),
+        pytest.param(cases.check_gradients, 0, marks=pytest.mark.slow),
+    ],
+    ids=["forward many slots", "forward two slots", "gradients many slots", "gradients two slots"],
 )
 def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted, monkeypatch):
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 1)
@@ -115,26 +117,26 @@ def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(data=st.data())
-def test_any_shape(data, kernel):
+def test_any_shape(data, a_kernel):
     # "mosaic" serves multiples of 4 pairs of float32 (`served_by`); another test has its refusals.
-    step = 4 if kernel == "mosaic" else 1
+    step = 4 if a_kernel == "mosaic" else 1
     pairs = step * data.draw(st.integers(1, 20 // step))
     case = Case(
         batch=data.draw(st.integers(1, 6)),
         tokens=data.draw(st.integers(1, 70)),
-        heads=data.draw(st.integers(1, 3 if kernel == "mosaic" else 7)),
+        heads=data.draw(st.integers(1, 3 if a_kernel == "mosaic" else 7)),
         head_dim=2 * pairs + step * data.draw(st.integers(0, 12 // step)),
         pairs=pairs,
         axes=data.draw(st.integers(1, 3)),
         shared=data.draw(st.booleans()),
-        pairing=data.draw(st.sampled_from(["half"] if kernel == "mosaic" else PAIRINGS)),
+        pairing=data.draw(st.sampled_from(["half"] if a_kernel == "mosaic" else PAIRINGS)),
         layout=data.draw(st.sampled_from(["BLND", "BNLD"])),
     )
     q, k = case.data(0, 2)
     coords, freqs = case.coords_and_freqs()
     for x, y in zip(
         (q, k),
-        jax.jit(functools.partial(cases.run, case, kernel))(q, k, coords, freqs),
+        jax.jit(functools.partial(cases.run, case, a_kernel))(q, k, coords, freqs),
         strict=True,
     ):
         np.testing.assert_allclose(
@@ -372,9 +374,7 @@ VMAPS = [
 VMAP_CASES = [("triton", axes) for axes in VMAPS] + [("mosaic", axes) for axes in VMAPS[2:4]]
 
 
-@pytest.mark.parametrize(
-    "case", covering(VMAP_CASES, [VMAP_CASES[1], VMAP_CASES[2], VMAP_CASES[-1]]), ids=str
-)
+@pytest.mark.parametrize("case", covering(VMAP_CASES, [VMAP_CASES[1], VMAP_CASES[-1]]), ids=str)
 def test_vmap_over_any_axis(case, interpreted):
     kernel, (in_axes, out_axis) = case
     plain = list(map(jnp.asarray, draw(10, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4))))
@@ -438,9 +438,9 @@ def test_scan_and_remat(implementation):
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_inputs_are_saved_only_for_the_gradient_of_angles(kernel):
+def test_inputs_are_saved_only_for_the_gradient_of_angles(a_kernel):
     q, k, coords, freqs = map(jnp.asarray, draw(12, (B, L, N, D), (B, L, N, D), (L, A), (N, A, 4)))
-    f = lambda q, k, freqs: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
+    f = lambda q, k, freqs: rotate(q, k, Rotation(coords, freqs), implementation=a_kernel)
     saved = lambda vjp: sum(x.size for x in jax.tree.leaves(vjp))
     assert saved(jax.vjp(lambda q, k: f(q, k, freqs), q, k)[1]) == coords.size + freqs.size
     assert saved(jax.vjp(f, q, k, freqs)[1]) == coords.size + freqs.size + q.size + k.size
@@ -506,9 +506,9 @@ def test_float32_data_where_float64_is_enabled(x64, kernel):
         )
 
 
-def test_heads_that_differ_take_two_launches(kernel):
+def test_heads_that_differ_take_two_launches(a_kernel):
     q, k, coords, freqs = map(jnp.asarray, draw(14, (B, L, N, D), (B, L, 1, D), (L, A), (1, A, 4)))
-    f = lambda q, k: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
+    f = lambda q, k: rotate(q, k, Rotation(coords, freqs), implementation=a_kernel)
     for x, source in zip(f(q, k), (q, k), strict=True):
         np.testing.assert_allclose(
             x,

@@ -56,7 +56,7 @@ def gradients(model, images):
     return value, nnx.to_pure_dict(found)
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, ["deit3_s16", "swin_t"]))
+@pytest.mark.parametrize("name", some_slow(CASES, ["deit3_s16"]))
 def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
     listed, scanned = pair(name)
     want, got = (nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in (listed, scanned))

@@ -247,7 +247,9 @@ def attended(drop, *, position="none", key=None):
     return layer(x, (3, 5), Global(), model.position.terms((3, 5)).layer(0), drop, key)
 
 
-@pytest.mark.parametrize("position", ["none", "rope_mixed+rpb", "lape(ape)", "lpe"])
+@pytest.mark.parametrize(
+    "position", some_slow(["none", "rope_mixed+rpb", "lape(ape)", "lpe"], ["rope_mixed+rpb", "lpe"])
+)
 def test_dropout_sees_what_the_kernels_see(position):
     # So rarely that nothing is dropped: the explicit computation and the kernel's.
     np.testing.assert_allclose(
@@ -313,6 +315,7 @@ def test_gradients_in_bfloat16_are_finite_and_reach_everything():
         )  # a softmax does not see its bias
 
 
+@pytest.mark.slow
 def test_blocks_in_a_scan_are_the_same_ones():
     images, key = pictures(12, 20), jax.random.key(2)
     make = lambda scan: rope_jax.create_model(

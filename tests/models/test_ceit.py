@@ -116,7 +116,7 @@ class Definition:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logits_and_statistics_are_those_of_the_definition(train):
     model = small(dtype=jnp.float64)
     images = np.random.default_rng(3).standard_normal((3, 24, 40, 3))

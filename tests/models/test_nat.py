@@ -59,8 +59,8 @@ CONVOLUTIONS = {"stem": stem, "downsample": downsample}
     ("name", "position", "parts"),
     [
         ("nat_mini", "axial_rope", CONVOLUTIONS),
-        ("dinat_base", "rpb", CONVOLUTIONS),
-        ("dinat_s_tiny", "axial_rope", {}),
+        pytest.param("dinat_base", "rpb", CONVOLUTIONS, marks=pytest.mark.slow),
+        pytest.param("dinat_s_tiny", "axial_rope", {}, marks=pytest.mark.slow),
         ("nat_s_tiny", "rpb", {}),
     ],
 )
@@ -79,7 +79,7 @@ def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("position", ["rpb", "lape(ape)"])
+@pytest.mark.parametrize("position", ["rpb", pytest.param("lape(ape)", marks=pytest.mark.slow)])
 def test_padding_of_natten_0_14_takes_part(position):
     """Maps of 9 x 13 and 5 x 7 tokens, padded in every second block to 12 x 13 and 6 x 7."""
     dilations = (4, 2)
@@ -114,6 +114,7 @@ def test_padding_of_natten_0_14_takes_part(position):
     )
 
 
+@pytest.mark.slow
 def test_padding_of_natten_0_14_acts_on_small_maps_only():
     plain, padded = (
         tiny("dinat_mini", "rpb", kernel_size=3, dilations=(2, 1), pad_compat=pad)

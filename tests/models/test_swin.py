@@ -151,7 +151,7 @@ def assert_is_its_definition(model, allowed, terms, *, size=SIZE, **parts):
     ("position", "size"),
     some_slow(
         [("rpb", 4), ("rpb", 5), ("rpb", 7), ("rope_mixed", 4), ("axial_rope", 3)],
-        [("rpb", 5), ("rope_mixed", 4), ("axial_rope", 3)],
+        [("rpb", 5), ("rope_mixed", 4)],
     ),
 )
 def test_swin_is_its_definition_where_windows_do_not_divide_the_map(position, size):
@@ -169,7 +169,7 @@ def test_swin_is_its_definition_where_windows_do_not_divide_the_map(position, si
     ("size", "window"),
     some_slow(
         [((32, 64), 4), ((64, 32), 4), ((16, 32), 8), ((32, 32), 7)],
-        [((32, 64), 4), ((16, 32), 8)],
+        [((16, 32), 8)],
     ),
 )
 def test_swin_is_the_official_one_on_maps_no_larger_than_its_windows(size, window):
@@ -288,7 +288,7 @@ LEARNING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "position"), some_slow(LEARNING, [LEARNING[i] for i in (7, 8)]))
+@pytest.mark.parametrize(("name", "position"), some_slow(LEARNING, [LEARNING[8]]))
 def test_every_scheme_works_on_another_map_and_learns(name, position):
     model = tiny(name, position)
     graph, params, rest = nnx.split(model, nnx.Param, ...)

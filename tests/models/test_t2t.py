@@ -99,6 +99,7 @@ def test_the_model_is_its_definition_on_an_image_that_is_not_square(logit_scale)
     np.testing.assert_allclose(jitted(model)(images), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_half_of_the_queries_with_one_scale_are_the_queries_with_the_other():
     """Four heads: the square root of the width is twice that of a head's channels."""
     old, new = small(logit_scale="width", depth=1), small(depth=1)
@@ -194,7 +195,7 @@ def test_parameters_and_multiply_adds_are_those_of_the_official_model():
 
 @pytest.mark.parametrize(
     ("size", "grid"),
-    [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3)), ((225, 227), (14, 15))],
+    [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3))],
 )
 def test_images_of_any_size_become_tokens(size, grid):
     model = small(image_size=size)
@@ -210,6 +211,7 @@ def test_schemes_of_position_learn_here_too():
         assert bool((gradient[...] != 0).any()), f"{path} takes no part"
 
 
+@pytest.mark.slow
 def test_blocks_may_be_kept_as_one():
     images = pictures(40, 70)
     stacked = small(scan_layers=True)

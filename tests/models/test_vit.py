@@ -27,7 +27,7 @@ PAIRS = [(name if text != "irpe" else "deit_ti16", text) for name, text in PAIRS
 
 
 # One scheme of each kind; `tests/positions` takes every scheme through its gradients.
-LEARNING = ("ape", "lape(ape)", "rpb", "rope_mixed", "comrope", "irpe", "peg")
+LEARNING = ("lape(ape)", "rpb", "comrope", "irpe")
 QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
 
 
@@ -76,7 +76,7 @@ def test_without_position_information_the_order_of_patches_makes_no_difference(n
 
 
 @pytest.mark.parametrize(
-    "position", some_slow([t for t in DEFAULTS if t != "none"], ["ape", "axial_rope", "rpb"])
+    "position", some_slow([t for t in DEFAULTS if t != "none"], ["axial_rope"])
 )
 def test_with_it_the_order_makes_one(position):
     images = pictures(6, 10)
@@ -85,7 +85,7 @@ def test_with_it_the_order_makes_one(position):
     assert float(jnp.abs(logits - other).max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_ti16"]))
 def test_bfloat16_is_for_activations_only_and_close(name):
     images = pictures(6, 10)
     precise, rough = small_model(name), small_model(name, dtype=jnp.bfloat16)
@@ -123,7 +123,7 @@ def test_float64_without_x64_is_refused():
         small_model("vit_s16", dtype=jnp.float64)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit_ti16", "vit_s16"]))
 def test_features_are_the_map_that_the_head_reads(name):
     model, images = small_model(name), pictures(10, 18)
     graph, state = nnx.split(model)
@@ -180,6 +180,7 @@ def test_images_that_patches_do_not_divide_are_refused(position):
         model.resize((6, 9))
 
 
+@pytest.mark.slow
 def test_what_is_traced_is_what_is_run():
     model, images = small_model("deit3_ti16", "rope_mixed+ape"), pictures(10, 18)
     # Fusion rounds otherwise; logits of size 1.
@@ -209,6 +210,7 @@ def test_drop_path_of_nothing_is_nothing():
     assert drop_path(branch.astype(jnp.bfloat16), 0.3, jax.random.key(0)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_schedules_of_drop_path():
     rates = lambda **options: small_model("vit_s16", depth=4, drop_path=0.3, **options).rates
     np.testing.assert_allclose(rates(), [0, 0.1, 0.2, 0.3], rtol=1e-12)
@@ -265,7 +267,6 @@ def test_both_branches_of_a_block_are_dropped_independently():
 def test_a_position_that_augments_needs_a_key_too():
     for name, position in (
         ("vit_s16", "axial_rope+cape"),
-        ("nat_isotropic_s16", "cape"),
         ("deit3_ti16", "dinov3"),
     ):
         model, images = small_model(name, position, drop_path=0.0), pictures(6, 10)

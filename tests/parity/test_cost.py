@@ -48,7 +48,7 @@ def shapes(name, **options):
     return nnx.eval_shape(lambda: rope_jax.create_model(name, **options))
 
 
-@pytest.mark.parametrize(("name", "position", "count"), some_slow(COUNTS, COUNTS[::9]))
+@pytest.mark.parametrize(("name", "position", "count"), some_slow(COUNTS, COUNTS[::18]))
 def test_parameters_are_as_many_as_in_the_official_code(name, position, count):
     model = shapes(name, position=position)
     assert (
@@ -76,6 +76,7 @@ def test_rows_add_up_at_every_depth(name):
     assert totals.pop()[0] == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_ti16", "swin_t"])
 def test_blocks_that_are_kept_as_one_cost_as_much(name):
     one, other = (cost(shapes(name, scan_layers=scan), (64, 96), depth=2) for scan in (False, True))

@@ -103,6 +103,7 @@ def test_a_file_without_a_source_is_read_with_the_names_that_fit(tmp_path):
         assert loaded.preprocessing == name_table(model, source).preprocessing
 
 
+@pytest.mark.slow
 def test_no_source_fails_on_a_model_of_another(tmp_path):
     """Each is asked for its names when a file does not say whose they are."""
     np.savez(tmp_path / "model.npz", nothing=np.zeros(1, np.float32))

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 QUICK = [
     "deit_ti16_224",
     "lape_deit_ti_sin1d_224",
-    "swin_t_rpb_224",
     "swin_t_rope_mixed_224",
     "nat_mini_224",
     "cct_7_3x1_32",

@@ -10,7 +10,7 @@ from rope_jax.tasks.classification import count_correct, loss_and_accuracy, prep
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-@pytest.mark.parametrize("before_erasing", [False, True])
+@pytest.mark.parametrize("before_erasing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_labels_are_mixed_as_their_images(before_erasing):
     """The share in the target is that of the pixels; noise of erasing is mixed if it is earlier."""
     mix = {"mixup": 0.8, "before_erasing": before_erasing}

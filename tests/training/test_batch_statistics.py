@@ -83,6 +83,7 @@ def test_averaged_weights_stand_beside_the_running_statistics(finished):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)

@@ -43,6 +43,7 @@ def test_a_head_for_other_classes_stays_fresh(trained, capsys):
     assert np.array_equal(model.norm.scale[...], loaded.norm.scale[...])
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_weights_file(trained, tmp_path):
     model, path = rope_jax.load_checkpoint(str(trained))[0], str(tmp_path / "weights.npz")
     rope_jax.restore.save_weights(model, path)

@@ -198,6 +198,7 @@ def test_a_line_tells_mean_and_spread():
     assert seeds.metrics_of(told, 5) == {"loss": 2.0, "accuracy": 0.75, "learning_rate": 0.1}
 
 
+@pytest.mark.slow
 def test_interrupted_is_uninterrupted_bit_for_bit(together, tmp_path, monkeypatch):
     following, drawn = DeviceBatches.__next__, []
 

@@ -36,7 +36,8 @@ def advance(run, state, step, first, last):
     return state, {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_device", [False, True])
 def test_a_resumed_run_meets_the_same_augmentations(on_device):
     """Also if the set is moved to the device in between."""
     run, state, step = start(data__augment=AUGMENT, mix__mixup=0.8, mix__cutmix=1.0)
