@@ -157,7 +157,7 @@ def costs(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Number of parameters and operations that each scheme adds to a model."""
     size = image_pair(arguments.image_size)
     rows = scheme_costs(arguments.model, arguments.positions, size)
-    header = ("position", "parameters", "of the model", "multiply-adds", "operations")
+    header = ("position", "parameters", "model's parameters", "multiply-adds", "operations")
     cells = []
     for row in rows:
         position, *numbers = dataclasses.astuple(row)
