@@ -1,4 +1,4 @@
-"""Images per second and core of the loader, compared with plain decoding by Pillow.
+"""Images per second and CPU core of the data loader, compared with decoding by Pillow.
 
     ROPE_JAX_TEST_IMAGES=FOLDER python -m benchmarks data --out benchmarks/results/data_cpu.json
 
@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from rope_jax.text import format_table
 
 SIZE = (224, 224)
 CROP = "resized_crop+flip"
+PILLOW = "Pillow's decoding"
 # Augmentations of Swin's and DeiT-III's recipes that run in the training step.
 IN_STEP = (
     "rand_augment(m=9,mstd=0.5)",
@@ -142,6 +144,23 @@ def image_sets(files: dict[str, bytes]) -> Iterator[dict[str, tuple[str, str]]]:
         }
 
 
+def rates(times: dict[str, list[float]], images: int) -> list[dict[str, Any]]:
+    """Images per CPU second of each loader, also relative to Pillow's decoding.
+
+    Args:
+        times: CPU seconds of each measurement, by loader.
+        images: number of images.
+    """
+    rows = []
+    for name, seconds in times.items():
+        count = images // 32 * 32 if ":" in name else images  # only full batches
+        pairs = zip(seconds, times[PILLOW], strict=True)
+        share = statistics.median((count / own) / (images / pillow) for own, pillow in pairs)
+        speed = count / statistics.median(seconds)
+        rows.append({"way": name, "images_per_cpu_second": speed, "of_pillow": share})
+    return rows
+
+
 _DEFAULT = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "."), "imagenet_photos_334.tar")
 
 
@@ -171,22 +190,14 @@ def run(
     with image_sets(files) as sets:
         if tfds:
             sets["tfds"] = ("tfds", tfds)
-        pillow = "Pillow's decoding"
-        ways = {pillow: by_pillow, "decode_image": by_decode_image, "by hand": by_hand}
+        ways = {PILLOW: by_pillow, "decode_image": by_decode_image, "by hand": by_hand}
         for name, of in sets.items():
             ways[f"{name}: {CROP}"] = functools.partial(epoch, *of, CROP)
         ways["folder: centre"] = functools.partial(epoch, *sets["folder"], "none")
         times = {name: [] for name in ways}
         for _, (name, way) in itertools.product(range(rounds), ways.items()):
             times[name].append(cpu_seconds(way, content))
-        rows = []
-        for name, seconds in times.items():
-            count = len(files) // 32 * 32 if ":" in name else len(files)  # only full batches
-            speeds = [count / x for x in seconds]
-            pairs = zip(speeds, times[pillow], strict=True)
-            share = statistics.median(speed / (len(files) / theirs) for speed, theirs in pairs)
-            speed = count / statistics.median(seconds)
-            rows.append({"way": name, "images_per_cpu_second": speed, "of_pillow": share})
+        rows = rates(times, len(files))
         from_workers = []
         for name, of in sets.items() if workers else ():
             rate = rate_of_workers(*of, workers)
@@ -198,7 +209,7 @@ def run(
         in_step.append({"augment": augment, "images_per_second": rate})
         print(f"in the step, {augment}: {rate:.0f} images/s on {device}")
     cells = [(x["way"], f"{x['images_per_cpu_second']:.0f}", f"{x['of_pillow']:.2f}") for x in rows]
-    print(format_table(("way", "images/s and core", "of Pillow's decoding"), cells))
+    print(format_table(("loader", "images/s per core", "relative to Pillow's decoding"), cells))
     pixels = [int(np.prod(Image.open(io.BytesIO(data)).size)) for data in content]
     about = {"images": len(files), "mean_pixels": statistics.mean(pixels)}
     about["mean_bytes"] = statistics.mean(map(len, content))

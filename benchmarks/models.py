@@ -363,8 +363,8 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     ratios: dict[str, dict[str, float]] = {}
 
     def fastest(model: str, program: str, batch: int, software: str, position: str) -> Row | None:
-        asked = (model, program, batch, software, position)
-        found = [x for x in rows if (x.model, x.program, x.batch, x.software, x.position) == asked]
+        wanted = (model, program, batch, software, position)
+        found = [x for x in rows if (x.model, x.program, x.batch, x.software, x.position) == wanted]
         return max(found, key=lambda row: row.images_per_second, default=None)
 
     for batch in sorted({row.batch for row in rows}):
@@ -377,11 +377,11 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         for model in ROOFLINE:
             if row := fastest(model, "forward", batch, _OURS, "axial_rope"):
                 ratios.setdefault("M4", {})[f"{model}, {batch}"] = row.roofline_share
-    asked = ("deit3_s16", "train", "rope_mixed", _OURS, TRAINING_BATCH)
+    wanted = ("deit3_s16", "train", "rope_mixed", _OURS, TRAINING_BATCH)
     held = {
         x.implementation: x.temp_bytes
         for x in rows
-        if (x.model, x.program, x.position, x.software, x.batch) == asked
+        if (x.model, x.program, x.position, x.software, x.batch) == wanted
     }
     if held.get(None) and held.get("jnp"):
         ratios["T2"] = {f"deit3_s16, {TRAINING_BATCH}": held["jnp"] / held[None]}
@@ -390,11 +390,11 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 def papers(row: Row, table: str) -> str:
     """The thesis' figure for a row: that of its fastest kernel, with the kernel's name."""
-    asked = (f"Kane, thesis, table {table}", row.model, row.position)
+    wanted = (f"Kane, thesis, table {table}", row.model, row.position)
     found = [
         entry
         for entry in expected.entries()
-        if (entry["source"], entry.get("model"), entry.get("position")) == asked
+        if (entry["source"], entry.get("model"), entry.get("position")) == wanted
         and "images_per_second" in entry
     ]
     best = max(found, key=lambda entry: entry["images_per_second"], default=None)
@@ -409,7 +409,7 @@ HEADER = [
 
 def table(result: Result) -> str:
     """A result as a table in Markdown, with the thesis' figures where --table was given."""
-    asked, limits = result["settings"]["table"], result["limits"]
+    thesis_table, limits = result["settings"]["table"], result["limits"]
     lines = []
     for row in (Row(**row) for row in result["rows"]):
         attention = "-" if row.software != _OURS else row.implementation or "default"
@@ -419,8 +419,8 @@ def table(result: Result) -> str:
         cells.append("-" if row.tax_percent is None else f"{row.tax_percent:+.1f}")
         cells.append(f"{row.roofline_share:.2f}")
         cells.append("-" if row.temp_bytes is None else f"{row.temp_bytes / 1e6:.0f}")
-        lines.append([*cells, papers(row, asked)] if asked else cells)
-    header = [*HEADER, "thesis, images/s on an A100"] if asked else HEADER
+        lines.append([*cells, papers(row, thesis_table)] if thesis_table else cells)
+    header = [*HEADER, "thesis, images/s on an A100"] if thesis_table else HEADER
     gemm = limits["gemm_tflop_per_s"].items()
     rates = ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in gemm)
     copy = f"a copy moves {limits['copy_gb_per_s']:,.0f} GB/s"
@@ -501,7 +501,7 @@ def run(
         table: measure the models and schemes of a table of the thesis, forward
         batches: images per batch
         dtypes: dtypes of the computation
-        image_size: default: 224; without a GPU and a --table 64
+        image_size: side in pixels; default: 224, or 64 without a GPU and --table
         depth: number of blocks of isotropic models, for short runs
         warmup: turns before the measurement
         turns: timed turns of each form
@@ -524,8 +524,7 @@ def run(
     todo = list(itertools.product(args.programs, args.models, args.dtypes, args.batches))
     for done, (program, name, dtype, batch) in enumerate(todo):
         if time.monotonic() > deadline:
-            kinds = "combinations of model, program, dtype and batch size"
-            print(f"stopped after {done} of {len(todo)} {kinds}: --limit-s={limit_s:g}")
+            print(f"stopped after {done} of {len(todo)} combinations: --limit-s={limit_s:g}")
             break
         rows += measure(name, program, dtype, batch, limits, args)
         result = keep_all()

@@ -177,7 +177,7 @@ def memory(results: Sequence[Result]) -> str:
         cells = [row["model"], str(row["gpus"]), str(row["fsdp"]), gib(row["state_bytes"])]
         cells += [gib(row["rest_bytes"][most]), str(row["largest_batch"]), collectives]
         rows.append(cells)
-    header = ["model", "GPUs", "fsdp", "state, GiB", f"the rest at {most} images per GPU, GiB"]
+    header = ["model", "GPUs", "fsdp", "state, GiB", f"other memory at {most} images per GPU, GiB"]
     text = markdown_table([*header, "largest batch per GPU", "collectives"], rows)
     rows = []
     for row in result["against_xla"]:
@@ -185,7 +185,7 @@ def memory(results: Sequence[Result]) -> str:
         rows.append([row["model"], *map(gib, both), f"{both[1] / both[0]:.2f}"])
     batch = result["against_xla"][0]["batch"]
     header = ["model", "with the attention kernels, GiB", "with XLA's attention, GiB", "ratio"]
-    text += f"\nThe rest at {batch} images per GPU, by implementation of attention:\n\n"
+    text += f"\nOther memory at {batch} images per GPU, by implementation of attention:\n\n"
     text += markdown_table(header, rows)
     text += f"\nAttention alone, one layer at {batch} images, forward and backward, "
     text += f"kernels / XLA:\n\n{attention_memory(result['attention'])}"
@@ -273,7 +273,7 @@ def data(results: Sequence[Result]) -> str:
         speed = f"{row['images_per_cpu_second']:,.0f}"
         rows.append([row["way"], speed, f"{row['of_pillow']:.2f}"])
     pixels = f"{about['mean_pixels'] / 1000:.0f} thousand pixels on average, to {size} px"
-    table = markdown_table(["way", "images/s and core", "of Pillow's decoding"], rows)
+    table = markdown_table(["loader", "images/s per core", "relative to Pillow's decoding"], rows)
     return f"{table}\n{about['images']} photographs of {pixels}. {origin(result)}.\n"
 
 

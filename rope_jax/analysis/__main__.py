@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.analysis: {' '.join(str(error).split())}")
-    print(f"{parsed.command}: wrote {out / parsed.command}.json and its plots")
+    print(f"{parsed.command}: results are in {out}")
 
 
 if __name__ == "__main__":
