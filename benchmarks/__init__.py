@@ -1,1 +1,1 @@
-"""Measurements of speed and memory: `python -m benchmarks NAME [...]` runs benchmarks.NAME.run."""
+"""Benchmarks of speed and memory: `python -m benchmarks NAME [...]` runs benchmarks.NAME.run."""

@@ -1,4 +1,4 @@
-"""The project's goals: ratios of two figures from one process on one GPU (`goals.csv`)."""
+"""Performance goals (`goals.csv`): ratios of two measurements in one process on one GPU."""
 
 import csv
 import dataclasses
@@ -13,14 +13,14 @@ from rope_jax.text import format_table
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A ratio, better the larger it is unless `what` says otherwise.
+    """A goal for a ratio. Higher is better, unless stated in `what`.
 
     Attributes:
-        name: its letter is K for kernels, A attention, M models, T training, S start-up.
+        name: a letter (K kernels, A attention, M models, T training, S start-up) and a number.
         what: numerator and denominator.
-        floor: the least for a release.
+        floor: the minimum for a release.
         goal: a good value.
-        moonshot: the best that is plausible on the hardware.
+        moonshot: the best plausible value on the hardware.
         limit: the physical bound, or "".
     """
 
@@ -37,22 +37,22 @@ with pathlib.Path(__file__).with_name("goals.csv").open() as _file:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """exp of the mean logarithm."""
+    """Geometric mean of positive values."""
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def spread(values: Sequence[float], value: float | None = None) -> dict[str, Any]:
-    """The entry of a goal in a result: value (default: the geometric mean), least, most, count."""
+    """A goal's entry in a result: value (default: geometric mean), minimum, maximum and count."""
     value = geometric_mean(values) if value is None else value
     return {"value": value, "least": min(values), "most": max(values), "count": len(values)}
 
 
 def goal_table(found: Mapping[str, Mapping[str, Any]], letters: str) -> str:
-    """A table for the terminal of all goals with these letters, measured or not.
+    """Formats all goals with these letters as a table for the terminal, measured or not.
 
     Args:
-        found: goal -> its entry in a result.
-        letters: of the goals' names.
+        found: a result's entries by goal name.
+        letters: first letters of the goals to list.
     """
     rows = []
     for goal in GOALS:

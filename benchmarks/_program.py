@@ -1,4 +1,4 @@
-"""Compiles programs for GPUs that need not be there."""
+"""Ahead-of-time compilation for GPUs, on machines without one."""
 
 import math
 import os
@@ -13,15 +13,19 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
-# The same program on every machine: nothing is tuned.
+# Autotuning is off, so that the program is the same on every machine.
 OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 
 def absent_gpus(hosts: int = 1, gpus_per_host: int = 1) -> list:
-    """H200s to compile for, on a machine with jax's CUDA plugin and no GPU.
+    """Returns H200 devices to compile for; needs jax's CUDA plugin, but no GPU.
+
+    Args:
+        hosts: number of hosts.
+        gpus_per_host: number of GPUs of each host.
 
     Raises:
-        RuntimeError: the environment does not allow it.
+        RuntimeError: if JAX_SKIP_CUDA_CONSTRAINTS_CHECK is not set to 1.
     """
     if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1":
         raise RuntimeError(
@@ -39,13 +43,13 @@ def absent_gpus(hosts: int = 1, gpus_per_host: int = 1) -> list:
 def compile_ahead(
     f: Callable, shapes: Sequence[Any], device: jax.Device, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
-    """Compiles f for a GPU.
+    """Compiles a function for one GPU.
 
     Args:
         f: the function.
-        shapes: of its arguments, trees of `jax.ShapeDtypeStruct`.
-        device: the GPU.
-        donate: arguments that it may overwrite.
+        shapes: trees of `jax.ShapeDtypeStruct`, one per argument.
+        device: a device from `absent_gpus`.
+        donate: indices of donated arguments.
     """
     mesh = Mesh(np.array([device]), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -59,7 +63,7 @@ def compile_ahead(
 
 
 def sizes(shape: str) -> tuple[int, ...]:
-    """Bytes of each array of an HLO type: of one, or of those of a tuple."""
+    """Bytes of each array in an HLO type, which is an array or a tuple."""
     arrays = re.findall(r"\b([a-z]+)(\d*)\[([\d,]*)\]", shape)
     return tuple(
         int(bits or 8) // 8 * math.prod(int(n) for n in extents.split(",") if n)

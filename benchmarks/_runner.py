@@ -1,9 +1,9 @@
-"""The command line of a benchmark or an experiment, and the result that it writes.
+"""Command line and result file of a benchmark or experiment.
 
-A benchmark is a function `run(keep, ...)`. Its other parameters are the command line: keyword-only
-parameters are options, the others positional arguments, and `*flags` takes what follows `--`.
-`keep(**figures)` adds machine, versions, date and settings to the figures, writes them to the file
-of `--out`, and returns the result; it is called whenever there is something worth keeping.
+A benchmark is a function `run(keep, ...)`. Its other parameters define the command line:
+keyword-only parameters become options, the others positional arguments, and `*flags` receives the
+arguments after `--`. `keep(**figures)` adds machine, versions, date and settings to the figures,
+writes them to the file of `--out`, and returns the result; benchmarks call it after every part.
 """
 
 import argparse
@@ -33,7 +33,13 @@ Keep = Callable[..., Result]
 
 
 def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
-    """A result with machine, versions and date; `versions` of other software are added."""
+    """Returns a result with machine, versions and date.
+
+    Args:
+        benchmark: name of the benchmark.
+        settings: its arguments.
+        **figures: the measurements; `versions` are added to those of Python, jax and NumPy.
+    """
     device, backend = jax.devices()[0].device_kind, jax.default_backend()
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     versions |= {"numpy": np.__version__} | figures.pop("versions", {})
@@ -47,14 +53,14 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
 
 
 def write(result: Result, path: pathlib.Path | None) -> None:
-    """Writes a result as JSON, whole or not at all; does nothing without a path."""
+    """Writes a result as JSON, atomically; does nothing if the path is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(result, indent=1, default=str) + "\n")
 
 
 def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
-    """The parser of a function's parameters after `keep`, and of --out."""
+    """Creates a parser for a function's parameters after `keep`, and for --out."""
     description = inspect.getmodule(function).__doc__
     parser = argparse.ArgumentParser(
         prog=command,
@@ -90,12 +96,12 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     """Runs a benchmark with the arguments of a command line.
 
     Args:
-        name: in the result.
+        name: name of the benchmark in the result.
         function: the benchmark.
-        argv: its arguments.
-        command: for the help text.
+        argv: command line arguments.
+        command: the command, for the help text.
     """
-    # Other software needs room on the GPU, too. Read when jax first looks for devices.
+    # Other libraries need memory on the GPU, too. jax reads this when it first lists devices.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     own, flags = list(argv), []
     if "--" in own:
@@ -122,7 +128,7 @@ def _keep(name: str, settings: dict, out: pathlib.Path | None, /, **figures: Any
 
 
 def main(package: types.ModuleType, argv: Sequence[str]) -> int:
-    """Runs one module of a package by name; returns the exit status."""
+    """Runs a module of a package by name and returns the exit status."""
     modules = pkgutil.iter_modules(package.__path__)
     names = sorted(module.name for module in modules if not module.name.startswith("_"))
     command = f"python -m {package.__name__}"

@@ -1,4 +1,4 @@
-"""Timing on a GPU: compiled loops, forms in turns, and the limits of the machine."""
+"""Timing on a GPU: compiled loops, interleaved timing, and the limits of the machine."""
 
 import dataclasses
 import functools
@@ -13,29 +13,29 @@ import jax.numpy as jnp
 from rope_jax_kernels import explain, rotate_by_angles
 
 CACHE_BYTES = 256 * 2**20  # more than the last-level cache of any device
-# Arrays in one loop. Problems below CACHE_BYTES / 16 are bound by launches and measured hot only.
+# Arrays in one loop. Problems below CACHE_BYTES / 16 are launch-bound and measured hot only.
 MOST_COPIES = 16
-# Steps on one array in the body of a loop. Even, or a form that writes a new array would have to
-# copy it back to where the loop began; and together with the copies enough for XLA to launch a body
-# as one CUDA graph.
+# Steps per array in the body of a loop. The number is even, because otherwise a form that writes a
+# new array would have to copy it back for the next iteration. Together with the copies there are
+# enough steps for XLA to launch a body as one CUDA graph.
 REPEATS = {"hot": 8, "cold": 2}
 
-Timer = Callable[[], float]  # microseconds of one step
+Timer = Callable[[], float]  # returns microseconds per step
 
 
 def copies_beyond_cache(size: int) -> int | None:
-    """The number of arrays of `size` bytes that exceed every cache; None above MOST_COPIES."""
+    """Number of arrays of `size` bytes that exceed every cache; None if above MOST_COPIES."""
     copies = -(-CACHE_BYTES // size)
     return copies if copies <= MOST_COPIES else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A compiled loop: rounds of steps on each of its arrays, each waiting for the one before.
+    """A compiled loop of dependent steps on each of several arrays.
 
     Attributes:
-        make: makes its arguments: a tuple of arrays, and further arguments of the step.
-        run: takes them and returns the arrays, in place.
+        make: returns the loop's arguments: a tuple of arrays, and further arguments of the step.
+        run: runs the loop and returns the arrays, which are donated.
         steps: number of steps in one run.
     """
 
@@ -44,7 +44,7 @@ class Loop:
     steps: int
 
     def timer(self) -> Timer:
-        """Warms up; the timer times the next run."""
+        """Runs the loop once and returns a timer of further runs."""
         arrays, *rest = self.make()
         state = jax.block_until_ready(self.run(arrays, *rest))
 
@@ -58,9 +58,9 @@ class Loop:
 
 
 def loop_of(step: Callable, rounds: int, repeats: int) -> Callable:
-    """The loop over a tuple of arrays, where `step(array, *rest)` returns the next array."""
+    """Returns a loop over a tuple of arrays, in which `step(array, *rest)` returns a new array."""
 
-    # The barrier keeps XLA from fusing steps; under its own jit the step is traced once.
+    # The barrier prevents XLA from fusing steps; the inner jit traces the step only once.
     @jax.jit
     def one(x: jax.Array, *rest: jax.Array) -> jax.Array:
         return step(jax.lax.optimization_barrier(x), *rest)
@@ -77,14 +77,14 @@ def loop_of(step: Callable, rounds: int, repeats: int) -> Callable:
 
 
 def compile_loop(step: Callable, arguments: Callable[[], tuple], rounds: int, repeats: int) -> Loop:
-    """Compiles the loop over the arrays of `arguments() = (arrays, *rest)`."""
+    """Compiles the loop over the arrays of `arguments()`, which returns (arrays, *rest)."""
     shapes = jax.eval_shape(arguments)
     run = jax.jit(loop_of(step, rounds, repeats), donate_argnums=0).lower(*shapes).compile()
     return Loop(jax.jit(arguments).lower().compile(), run, rounds * repeats * len(shapes[0]))
 
 
 def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
-    """Median microseconds of each timer, called in turns."""
+    """Calls timers in turns and returns each one's median, in microseconds."""
     times = {name: [] for name in timers}
     for _ in range(turns):
         for name, timer in timers.items():
@@ -93,14 +93,14 @@ def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
 
 
 def serves(implementation: str, op: Callable, *args: Any, **kwargs: Any) -> bool:
-    """Whether an implementation takes this call of `op`; the arguments may be shapes."""
+    """Whether an implementation supports this call of `op`; arguments may be shapes."""
     answers = {}
     jax.eval_shape(lambda *args: answers.update(explain(op, *args, **kwargs)), *args)
     return answers[implementation] == "ok"
 
 
 def _scaled(x: jax.Array) -> jax.Array:
-    return x * 1.0000001  # keeps XLA from dropping or joining the steps
+    return x * 1.0000001  # prevents XLA from removing or merging steps
 
 
 def _ones(*shape: int) -> tuple:
@@ -112,25 +112,25 @@ def _smallest_kernel(x: jax.Array) -> jax.Array:
 
 
 def _factors(side: int, dtype: str) -> tuple:
-    """Two square matrices; the product has the norm of the first.
+    """Two random square matrices, whose product has the norm of the first.
 
-    Random, because on regular numbers a GPU saves power and runs faster.
+    Random, because GPUs need less power for regular values and run faster on them.
     """
     x, w = jax.random.normal(jax.random.key(0), (2, side, side))
     return (x.astype(dtype),), (w * side**-0.5).astype(dtype)
 
 
 def machine_limits(turns: int, dtypes: Sequence[str] = ()) -> dict[str, Any]:
-    """The limits of this machine, measured in this process.
+    """Measures the limits of this machine, in this process.
 
     Args:
-        turns: measurements of each.
-        dtypes: of matrix products to measure.
+        turns: number of measurements of each limit.
+        dtypes: dtypes of the matrix products to measure.
 
     Returns:
-        launch_us and (where Triton runs) kernel_launch_us: microseconds of an XLA operation and of
-        a kernel that do nothing; copy_gb_per_s: GB/s, read plus written; gemm_tflop_per_s: TFLOP/s
-        of a large matrix product by dtype.
+        launch_us and (where Triton runs) kernel_launch_us: microseconds of a tiny XLA operation
+        and of a tiny kernel; copy_gb_per_s: GB/s of a copy, read plus written; gemm_tflop_per_s:
+        TFLOP/s of a large matrix product, by dtype.
     """
     on_gpu = jax.default_backend() == "gpu"
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)

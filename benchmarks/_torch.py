@@ -1,4 +1,4 @@
-"""Rotations, attention and models of other software, on a GPU as CUDA graphs; needs torch."""
+"""Rotations, attention and models of other libraries, timed as CUDA graphs; needs torch."""
 
 import functools
 import importlib
@@ -11,7 +11,7 @@ import torch
 
 
 def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotates the first 2R channels of q and k [B, L, N, C] in float32, by tables [L, R]."""
+    """Rotates the first 2R channels of q and k [B, L, N, C] in float32, with tables [L, R]."""
     pairs = cos.shape[-1]
     for x in (q, k):
         a, b = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
@@ -22,15 +22,15 @@ def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
 def rotations(
     shape: tuple[int, ...], theta: list[list[float]], copies: int, steps: int
 ) -> dict[str, Callable[[], float]]:
-    """Form -> timer of one rotation, in microseconds.
+    """Timers of one rotation, in microseconds, by library.
 
-    Packages that are not installed, or fail on this machine, are left out.
+    Libraries that are not installed, or fail on this machine, are skipped.
 
     Args:
         shape: [B, L, N, C] of q and of k.
         theta: angles [L, R].
-        copies: pairs of q and k to cycle through.
-        steps: rounds over them in one graph.
+        copies: number of pairs of q and k to cycle through.
+        steps: rounds over all pairs in one graph.
     """
     angles = torch.tensor(theta, device="cuda")
     cos, sin = angles.cos(), angles.sin()
@@ -49,20 +49,21 @@ def rotations(
 def attentions(
     sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int
 ) -> dict[str, Callable[[], float]]:
-    """Form -> timer of torch's attention, in microseconds.
+    """Timers of torch's attention, in microseconds, by form.
 
     Args:
-        sees: (query, key) -> whether they attend, by token numbers; None for all.
+        sees: function of query and key indices that returns whether the query attends to the key;
+            None for global attention.
         shape: [B, ..., 3, N, D] of the packed projection.
-        copies: projections to cycle through.
-        steps: rounds over them in one graph.
+        copies: number of projections to cycle through.
+        steps: rounds over all projections in one graph.
     """
     arrays = [(torch.randn(shape, device="cuda").bfloat16(),) for _ in range(copies)]
     return graph_timers({"torch": lambda: torch_attention(sees, shape)}, arrays, steps)
 
 
 def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
-    """scaled_dot_product_attention, or FlexAttention with a mask, under torch.compile."""
+    """scaled_dot_product_attention, or FlexAttention for a mask, with torch.compile."""
     torch.compiler.reset()
     attend, tokens = torch.nn.functional.scaled_dot_product_attention, math.prod(shape[1:-3])
     if sees is not None:
@@ -85,33 +86,33 @@ def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
 def graph_timers(
     forms: dict[str, Callable], arrays: list[tuple], steps: int
 ) -> dict[str, Callable[[], float]]:
-    """Form -> `graph_timer`; forms that fail on this machine are left out, with a message."""
+    """A `graph_timer` by form; forms that fail on this machine are skipped, with a message."""
     timers = {}
     for name, make in forms.items():
         try:
             timers[name] = graph_timer(make(), arrays, steps)
-        except Exception as error:  # must not end the benchmark of the other forms
+        except Exception as error:  # the other forms are measured nevertheless
             reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-            print(f"{name} is left out: {reason}", flush=True)
+            print(f"{name} is skipped: {reason}", flush=True)
     return timers
 
 
 def torch_compiled(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """`rotate_in_place` under torch.compile."""
+    """`rotate_in_place` with torch.compile."""
     torch.compiler.reset()
     compiled = torch.compile(rotate_in_place, dynamic=False)
     return lambda q, k: compiled(q, k, cos, sin)
 
 
 def liger(cos: torch.Tensor, sin: torch.Tensor, channels: int) -> Callable:
-    """Liger-Kernel's rotation, in place, of all channels, with tables [1, L, C]."""
+    """Liger-Kernel's rotation of all channels in place, with tables [1, L, C]."""
     apply = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (x.repeat(1, channels // x.shape[-1])[None].contiguous() for x in (cos, sin))
     return lambda q, k: apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
 
 def flash_attn(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """flash-attn's Triton kernel, in place, one launch each for q and k."""
+    """flash-attn's Triton kernel in place, with one launch each for q and k."""
     apply = importlib.import_module("flash_attn.ops.triton.rotary").apply_rotary
     return lambda q, k: [apply(x, cos, sin, inplace=True) for x in (q, k)]
 
@@ -119,7 +120,7 @@ def flash_attn(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
 def graph_timer(
     form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: int
 ) -> Callable[[], float]:
-    """Captures `steps` rounds over the arrays; times one step of a replay, in microseconds."""
+    """Captures `steps` rounds over the arrays; the timer returns microseconds per step."""
 
     def rounds() -> None:
         with torch.no_grad():
@@ -132,10 +133,10 @@ def graph_timer(
 
 
 def captured(step: Callable[[], object]) -> Callable[[], None]:
-    """Captures a step as a CUDA graph, after a few runs for compilers and allocators.
+    """Captures a step as a CUDA graph, after a few runs to compile and allocate.
 
     Returns:
-        The function that replays the graph.
+        A function that replays the graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -144,14 +145,14 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # jax has threads of its own
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # jax uses threads of its own
         step()
     graph.replay()
     return graph.replay
 
 
 def timer(step: Callable[[], object]) -> Callable[[int], float]:
-    """A function that runs a step several times and returns milliseconds per run."""
+    """Returns a function that runs a step several times and returns milliseconds per run."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def elapsed(passes: int) -> float:
@@ -168,22 +169,22 @@ def timer(step: Callable[[], object]) -> Callable[[int], float]:
 def model(
     name: str, *, program: str, batch: int, image_size: int, dtype: str, drop_path: float, mode: str
 ) -> Callable[[int], float]:
-    """The `timer` of a forward pass or training step of a timm model under torch.compile.
+    """Returns a `timer` of a forward pass or training step of a timm model with torch.compile.
 
     Args:
-        name: in timm.
+        name: timm's name of the model.
         program: "forward", with weights in `dtype`; or "train", with float32 weights, autocast to
             `dtype`, and fused AdamW.
-        batch: images.
+        batch: images per batch.
         image_size: pixels.
-        dtype: of the computation.
-        drop_path: probability in training.
-        mode: of torch.compile.
+        dtype: dtype of the computation.
+        drop_path: drop path rate in training.
+        mode: mode of torch.compile.
     """
     timm, torch_dtype = importlib.import_module("timm"), getattr(torch, dtype)
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    torch.compiler.reset()  # models of one class share a limit of recompilations
+    torch.compiler.reset()  # models of one class share a recompilation limit
     torch.set_float32_matmul_precision("high")  # as XLA does by itself
     net = timm.create_model(name, img_size=image_size, drop_path_rate=drop_path).to(device)
     images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=torch_dtype)
@@ -204,7 +205,7 @@ def model(
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            # Without autocast's cache, whose casts would not be part of a graph.
+            # Without autocast's cache: its casts would not be part of the graph.
             with torch.autocast(
                 device, torch_dtype, enabled=torch_dtype is not torch.float32, cache_enabled=False
             ):

@@ -1,4 +1,4 @@
-"""A training step without input pipeline and logs."""
+"""A training step without input pipeline and metrics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from flax import nnx
 def training_step(
     graph: nnx.GraphDef, rest: Any, optimizer: optax.GradientTransformation
 ) -> Callable:
-    """A function step(state, images) -> (state, loss) to be compiled; the loss is that of class 0.
+    """Returns a function step(state, images) -> (state, loss), with class 0 as every label.
 
     Args:
-        graph: of the model.
+        graph: the model's graph definition.
         rest: the model's variables that are not trained.
-        optimizer: of the parameters; the state is {"params", "opt"}.
+        optimizer: optimizer of the parameters; the state is {"params", "opt"}.
     """
 
     def step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], jax.Array]:

@@ -2,25 +2,25 @@
 
     python -m benchmarks attention --out benchmarks/results/attention_gpu.json
 
-On a GPU all layers take eight minutes, forward and with the backward pass. On a CPU only small
-layers and XLA are measured: interpreted kernels would say nothing about time.
+On a GPU, all layers take eight minutes, forward and backward. On a CPU only small layers and XLA
+are measured, because timings of interpreted kernels mean nothing.
 
-Every form maps the packed projection [B, ..., 3, N, D] to the output [B, ..., N, D]. A form is an
-implementation and, after a plus, its position information: rope (half of the channels rotated, with
-learned frequencies per head) or bias (the tables of Swin and NAT).
+Every form maps the packed projection [B, ..., 3, N, D] to the output [B, ..., N, D]. A form is
+named by its implementation and, after a plus, its position information: rope (half of the channels
+rotated, with learned frequencies per head) or bias (the tables of Swin and NAT).
 
     xla       rope_jax_kernels in plain jax.numpy
-    triton    rope_jax_kernels' kernels; mosaic likewise
-    cudnn     jax.nn.dot_product_attention on q, k, v that jnp unpacks and rotates;
-              for neighbourhoods: over all tokens of the map
-    unpack    the same behind the kernel that unpacks and rotates
-    torch     if installed, forward: scaled_dot_product_attention, or FlexAttention with the
-              pattern as its mask, under torch.compile, without a rotation
+    triton    rope_jax_kernels' Triton kernels; mosaic: its Mosaic GPU kernels
+    cudnn     jax.nn.dot_product_attention on q, k, v unpacked and rotated in jax.numpy;
+              for neighbourhoods, over all tokens of the map
+    unpack    the same, with the kernel that unpacks and rotates
+    torch     if installed, forward only: scaled_dot_product_attention, or FlexAttention with the
+              pattern as mask, with torch.compile and without rotation
 
-A figure is the median time of a layer in a program of several layers, each of which waits for the
-one before; forms take turns. "hot" repeats on one array; "cold" cycles through arrays that together
-exceed every cache, and the goals are cold. `traffic_us` is the time of reading or writing q, k, v
-and the output once, at the bandwidth of a copy that is measured in the same process.
+Times are medians per layer of a program of several dependent layers; forms are timed in turns.
+"hot" uses one array repeatedly, "cold" cycles through arrays that together exceed every cache; the
+goals are for cold caches. `traffic_us` is the time to read or write q, k, v and the output once at
+the bandwidth of a copy, measured in the same process.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from benchmarks._timing import CACHE_BYTES, Timer, machine_limits, take_turns
 from rope_jax_kernels import Global, Neighborhood, Pattern, Rotation, Window, attention_qkv
 from rope_jax_kernels.rotary import unpack_and_rotate
 
-STEPS, PASSES = 8, 4  # layers in one program; runs of the program for one figure
+STEPS, PASSES = 8, 4  # layers per program; runs of the program per measurement
 _VIT = ("cudnn+rope", "unpack+rope", "cudnn", "xla+rope", "triton+rope", "triton")
 _VIT_FORMS = (*_VIT, "mosaic+rope", "mosaic")
 _LOCAL_FORMS = ("xla+rope", "xla+bias", "triton+rope", "triton+bias", "triton")
@@ -48,7 +48,7 @@ _LOCAL_FORMS = ("xla+rope", "xla+bias", "triton+rope", "triton+bias", "triton")
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The attention of one layer, "forward" or "training" (with the gradients of all inputs)."""
+    """The attention of one layer, "forward" or "training" (with gradients of all inputs)."""
 
     model: str
     pattern: Pattern
@@ -61,7 +61,7 @@ class Layer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the packed projection."""
+        """Shape of the packed projection."""
         return self.batch, *self.places, 3, self.heads, self.head_dim
 
     @property
@@ -70,7 +70,7 @@ class Layer:
         return 4 * 2 * self.batch * math.prod(self.places) * self.heads * self.head_dim
 
     def operands(self, copies: int) -> tuple:
-        """`copies` projections, coords, freqs, bias and the gradient of the output."""
+        """Returns `copies` projections, coords, freqs, bias and the gradient of the output."""
         tokens, table = self.pattern.rotated_tokens(self.places), (self.heads, 1)
         if not isinstance(self.pattern, Global):
             table = self.pattern.bias_shape(self.heads, self.places)
@@ -82,7 +82,7 @@ class Layer:
 
 
 def layers(short: bool) -> Iterator[Layer]:
-    """All layers, or small ones of the same kinds."""
+    """Returns all layers, or small layers of the same kinds."""
     for batch in (2,) if short else (64, 128, 256):
         yield Layer("ViT", Global(), batch, (196,), 6, 64, "forward", _VIT_FORMS)
     batch, window = 2 if short else 128, Window((7, 7), (3, 3))
@@ -106,7 +106,7 @@ def attend(
     freqs: jax.Array,
     bias: jax.Array,
 ) -> jax.Array:
-    """The output of a form; its shape depends on the form."""
+    """Computes the output of a form; the shape depends on the form."""
     implementation, _, position = form.partition("+")
     rotation = Rotation(coords, freqs) if position == "rope" else None
     if implementation == "cudnn":
@@ -122,10 +122,10 @@ def sees(pattern: Window | Neighborhood, places: tuple[int, int], query: Any, ke
     """Whether queries attend to keys, for torch's masks; window and dilation must divide the map.
 
     Args:
-        pattern: of attention.
+        pattern: the attention pattern.
         places: (rows, columns) of the map.
-        query: token numbers, integer arrays of any library.
-        key: like `query`.
+        query: indices of query tokens, an integer array of any library.
+        key: indices of key tokens.
     """
     fitted = pattern.fit(places) if isinstance(pattern, Window) else pattern
     steps = fitted.shift if isinstance(fitted, Window) else fitted.dilation
@@ -144,7 +144,7 @@ def sees(pattern: Window | Neighborhood, places: tuple[int, int], query: Any, ke
 
 
 def pass_of(layer: Layer, form: str) -> Callable:
-    """(qkv, coords, freqs, bias, dout) -> the output, in training with the gradients."""
+    """Returns a function of (qkv, coords, freqs, bias, dout); in training, with gradients."""
     run = functools.partial(attend, form, layer.pattern)
 
     def forward(qkv, coords, freqs, bias, dout):
@@ -158,22 +158,22 @@ def pass_of(layer: Layer, form: str) -> Callable:
 
 
 def one_after_another(step: Callable, qkvs: list[jax.Array], *rest: jax.Array) -> list:
-    """The results of a step on each of several projections."""
+    """Applies a step to several projections, one after the other."""
     results = []
     for qkv in qkvs:
-        # Waits for the one before. Otherwise XLA would join equal steps and interleave the others.
+        # Makes each step depend on the previous one; otherwise XLA merges or interleaves steps.
         qkv, results = jax.lax.optimization_barrier((qkv, results))
         results.append(step(qkv, *rest))
     return results
 
 
 def timer_of(run: Callable, qkvs: list[jax.Array], rest: list) -> Timer:
-    """Times one step of a compiled program."""
+    """Returns a timer of one step of a compiled program."""
     jax.block_until_ready(run(qkvs, *rest))
 
     def elapsed() -> float:
         start = time.perf_counter()
-        # Without waiting, so that all but the first are launched while the GPU is busy.
+        # Not synchronised, so that all but the first are launched while the GPU is busy.
         jax.block_until_ready([run(qkvs, *rest) for _ in range(PASSES)][-1])
         return 1e6 * (time.perf_counter() - start) / len(qkvs) / PASSES
 
@@ -181,7 +181,7 @@ def timer_of(run: Callable, qkvs: list[jax.Array], rest: list) -> Timer:
 
 
 def measure(layer: Layer, turns: int, on_gpu: bool) -> dict[str, Any]:
-    """The row of a layer: its fields, and temperature -> form -> microseconds."""
+    """Measures a layer; returns its fields, and microseconds by temperature and form."""
     qkv_bytes = 3 * layer.moved_bytes // 4
     copies = min(STEPS, max(2, -(-CACHE_BYTES // qkv_bytes))) if on_gpu else 1
     qkvs, *rest = layer.operands(copies)
@@ -206,11 +206,11 @@ def measure(layer: Layer, turns: int, on_gpu: bool) -> dict[str, Any]:
 
 
 def traffic_us(row: dict, limits: dict[str, float]) -> float:
-    """Microseconds of moving q, k, v and the output at the bandwidth of a copy."""
+    """Microseconds to move q, k, v and the output at the bandwidth of a copy."""
     return row["moved_bytes"] / limits["copy_gb_per_s"] / 1e3
 
 
-# Goal -> model, direction, and the two forms of the ratio.
+# Goal -> model, direction, and the forms in numerator and denominator.
 RATIOS = {
     "A1": ("ViT", "forward", "cudnn+rope", "triton+rope"),
     "A2": ("ViT", "forward", "triton+rope", "triton"),
@@ -221,7 +221,7 @@ RATIOS = {
 
 
 def goals(limits: dict[str, float], rows: list[dict]) -> dict[str, dict[str, Any]]:
-    """The goals that were measured, cold."""
+    """The goals that were measured, with cold caches."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         times = row["microseconds"].get("cold", {})
@@ -235,12 +235,12 @@ def goals(limits: dict[str, float], rows: list[dict]) -> dict[str, dict[str, Any
 
 
 def summary(result: Result) -> str:
-    """Limits, times and goals for the terminal."""
+    """Limits, times and goals, for the terminal."""
     limits, device = result["limits"], result["machine"]["device"]
     copy = f"copy {limits['copy_gb_per_s']:,.0f} GB/s"
     lines = [f"launch {limits['launch_us']:.2f} us, {copy}, on {device}"]
     if result["machine"]["platform"] != "gpu":
-        lines.append("no GPU: small layers, XLA's forms only")
+        lines.append("no GPU: small layers and XLA only")
     for row in result["rows"]:
         tokens = "x".join(map(str, row["places"]))
         heads = f"{row['heads']} heads of {row['head_dim']}"
@@ -254,12 +254,12 @@ def summary(result: Result) -> str:
 
 
 def run(keep: Keep, *, short: bool = False, turns: int = 21, limit_s: float = 400.0) -> None:
-    """Measures all layers until the time is over; keeps the figures after every layer.
+    """Measures layers one after the other, and saves the result after each.
 
     Args:
-        keep: writes the result.
-        short: small layers, as on a CPU
-        turns: measurements of each form
+        keep: saves the result.
+        short: measure small layers, as on a CPU
+        turns: timed turns of each form
         limit_s: start no layer after this many seconds
     """
     deadline, on_gpu = time.monotonic() + limit_s, jax.default_backend() == "gpu"

@@ -1,13 +1,13 @@
-"""Images per second and core of the loader, compared with plain decoding by Pillow.
+"""Images per second and CPU core of the data loader, compared with decoding by Pillow.
 
     ROPE_JAX_TEST_IMAGES=FOLDER python -m benchmarks data --out benchmarks/results/data_cpu.json
 
-Makes a class folder and packed sets of the photographs of --images, and loads each in one process,
-without a training step. Rates are per second of processor time, so that other programs on the
-machine matter little; the ways take turns and the median counts. `by hand` is the least that a
-loader on Pillow must do: decode, crop, resize. With --workers, batches also come from worker
-processes, per second of wall time. The augmentations of the training step are timed alone, on
-jax's default device, per second of wall time.
+Creates a class folder and packed sets from the photographs of --images, and loads each of them in
+one process, without a training step. Rates are per second of CPU time, so that other programs on
+the machine have little effect; the loaders run in turns, and the median is reported. `by hand` is
+the minimum work of a loader based on Pillow: decode, crop, resize. With --workers, batches are also
+loaded by worker processes, with rates per second of wall time. The augmentations of the training
+step are timed separately, on jax's default device, per second of wall time.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ from rope_jax.text import format_table
 
 SIZE = (224, 224)
 CROP = "resized_crop+flip"
-# The augmentations in the training step of Swin's and DeiT-III's recipes.
+PILLOW = "Pillow's decoding"
+# Augmentations of Swin's and DeiT-III's recipes that run in the training step.
 IN_STEP = (
     "rand_augment(m=9,mstd=0.5)",
     "three_augment+color_jitter",
@@ -86,14 +88,14 @@ def epoch(source: str, path: str, augment: str, files: list[bytes]) -> None:
 
 
 def cpu_seconds(way: Callable[[list[bytes]], None], files: list[bytes]) -> float:
-    """Processor time of one call."""
+    """CPU time of one call, in seconds."""
     begun = time.process_time()
     way(files)
     return time.process_time() - begun
 
 
 def rate_of_workers(source: str, path: str, workers: int, seconds: float = 10.0) -> float:
-    """Images per second of batches of 128 from worker processes, after they have started."""
+    """Images per second from worker processes in batches of 128, after start-up."""
     images = load(source, path, "train", SIZE)
     with batches(images, batch_size=128, seed=0, augment=CROP, workers=workers) as stream:
         for _ in range(2 * workers + 2):  # prepared before the clock starts
@@ -121,12 +123,12 @@ def rate_in_step(augment: str, batch: int, rounds: int) -> float:
         begun = time.monotonic()
         jax.block_until_ready(augmented(images, jnp.int32(number)))
         times.append(time.monotonic() - begun)
-    return batch / statistics.median(times[1:])  # the first one compiles
+    return batch / statistics.median(times[1:])  # the first run compiles
 
 
 @contextlib.contextmanager
 def image_sets(files: dict[str, bytes]) -> Iterator[dict[str, tuple[str, str]]]:
-    """Name -> (source, path) of a class folder and packed sets of these files."""
+    """Writes the files as a class folder and packed sets; yields (source, path) by name."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "photographs")
         for k, (name, data) in enumerate(files.items()):
@@ -142,6 +144,23 @@ def image_sets(files: dict[str, bytes]) -> Iterator[dict[str, tuple[str, str]]]:
         }
 
 
+def rates(times: dict[str, list[float]], images: int) -> list[dict[str, Any]]:
+    """Images per CPU second of each loader, also relative to Pillow's decoding.
+
+    Args:
+        times: CPU seconds of each measurement, by loader.
+        images: number of images.
+    """
+    rows = []
+    for name, seconds in times.items():
+        count = images // 32 * 32 if ":" in name else images  # only full batches
+        pairs = zip(seconds, times[PILLOW], strict=True)
+        share = statistics.median((count / own) / (images / pillow) for own, pillow in pairs)
+        speed = count / statistics.median(seconds)
+        rows.append({"way": name, "images_per_cpu_second": speed, "of_pillow": share})
+    return rows
+
+
 _DEFAULT = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "."), "imagenet_photos_334.tar")
 
 
@@ -154,39 +173,31 @@ def run(
     workers: int = 0,
     batch: int = 32,
 ) -> None:
-    """Measures and prints.
+    """Measures the loaders and augmentations.
 
     Args:
-        keep: writes the result.
+        keep: saves the result.
         images: a folder or tar archive of JPEG files; default: a file in $ROPE_JAX_TEST_IMAGES
-        tfds: folder of the same images as tensorflow-datasets has prepared them
-        rounds: measurements of each way
-        workers: worker processes
-        batch: images that the training step augments at once; 256 and more for a GPU
+        tfds: folder of the same images, prepared by tensorflow-datasets
+        rounds: measurements of each loader
+        workers: number of worker processes
+        batch: images per batch in the training step; 256 or more for a GPU
     """
     if not images.exists():
-        raise SystemExit(f"{images} does not exist: name photographs with --images")
+        raise SystemExit(f"{images} does not exist: pass a folder or archive with --images")
     files = photographs(images)
     content, device = list(files.values()), jax.devices()[0].device_kind
     with image_sets(files) as sets:
         if tfds:
             sets["tfds"] = ("tfds", tfds)
-        pillow = "Pillow's decoding"
-        ways = {pillow: by_pillow, "decode_image": by_decode_image, "by hand": by_hand}
+        ways = {PILLOW: by_pillow, "decode_image": by_decode_image, "by hand": by_hand}
         for name, of in sets.items():
             ways[f"{name}: {CROP}"] = functools.partial(epoch, *of, CROP)
         ways["folder: centre"] = functools.partial(epoch, *sets["folder"], "none")
         times = {name: [] for name in ways}
         for _, (name, way) in itertools.product(range(rounds), ways.items()):
             times[name].append(cpu_seconds(way, content))
-        rows = []
-        for name, seconds in times.items():
-            count = len(files) // 32 * 32 if ":" in name else len(files)  # batches are whole
-            speeds = [count / x for x in seconds]
-            pairs = zip(speeds, times[pillow], strict=True)
-            share = statistics.median(speed / (len(files) / theirs) for speed, theirs in pairs)
-            speed = count / statistics.median(seconds)
-            rows.append({"way": name, "images_per_cpu_second": speed, "of_pillow": share})
+        rows = rates(times, len(files))
         from_workers = []
         for name, of in sets.items() if workers else ():
             rate = rate_of_workers(*of, workers)
@@ -198,7 +209,7 @@ def run(
         in_step.append({"augment": augment, "images_per_second": rate})
         print(f"in the step, {augment}: {rate:.0f} images/s on {device}")
     cells = [(x["way"], f"{x['images_per_cpu_second']:.0f}", f"{x['of_pillow']:.2f}") for x in rows]
-    print(format_table(("way", "images/s and core", "of Pillow's decoding"), cells))
+    print(format_table(("loader", "images/s per core", "relative to Pillow's decoding"), cells))
     pixels = [int(np.prod(Image.open(io.BytesIO(data)).size)) for data in content]
     about = {"images": len(files), "mean_pixels": statistics.mean(pixels)}
     about["mean_bytes"] = statistics.mean(map(len, content))

@@ -1,10 +1,11 @@
-"""Memory of training steps and of attention on GPUs, as XLA plans it, and collectives.
+"""Memory of training steps and of attention on GPUs as planned by XLA, and collectives.
 
     python -m benchmarks memory --out benchmarks/results/memory_h200.json
 
-Compiles the training step (bfloat16, AdamW, averaged weights, 224 pixels) for H200s that
-need not be there; this needs jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
-A running process needs somewhat more. With --models or --parts the rest of the file stays.
+Compiles the training step (bfloat16, AdamW, averaged weights, 224 pixels) ahead of time for H200s.
+No GPU is needed, but jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 are. A
+running process needs somewhat more memory. With --models or --parts, the other rows of an existing
+file are kept.
 """
 
 import collections
@@ -26,13 +27,13 @@ from benchmarks._runner import Keep, record
 from rope_jax import config, data
 from rope_jax.models import attention as model_attention
 from rope_jax.models.registry import create_model
-from rope_jax.sharding import in_force, like, make_mesh, split_batch, state_shardings
+from rope_jax.sharding import make_mesh, split_batch, state_shardings, use_mesh, with_shardings
 from rope_jax.training import optim
 from rope_jax.training.setup import Setup, initial_state
 from rope_jax.training.step import make_step
 from rope_jax_kernels import attention_qkv, dispatch
 
-FITS = 0.9 * 139.8 * 2**30  # bytes of an H200, less a tenth for what XLA does not plan
+FITS = 0.9 * 139.8 * 2**30  # bytes of an H200, less a tenth for allocations outside XLA's plan
 SIZE = 224  # pixels
 MODELS = {
     "ViT-L": "deit3_l16",
@@ -52,9 +53,9 @@ class Step:
     """A compiled training step.
 
     Attributes:
-        state: bytes per device of parameters, optimiser and averages.
+        state: bytes per device of parameters, optimizer state and averages.
         rest: bytes per device of activations, gradients, gathered parameters and the batch.
-        collectives: (operation, bytes per device of its largest array) of each.
+        collectives: (operation, bytes per device of its largest array) for each collective.
         text: the optimised HLO.
     """
 
@@ -65,7 +66,7 @@ class Step:
 
 
 def gpus(hosts: int) -> list:
-    """H200s of `hosts` hosts with eight each."""
+    """Returns the H200s of `hosts` hosts with eight GPUs each."""
     return absent_gpus(hosts, 8)
 
 
@@ -81,12 +82,12 @@ def compile_step(
     """Compiles the training step of a model.
 
     Args:
-        name: of the model.
-        devices: to compile for.
+        name: name of the model.
+        devices: the devices to compile for.
         batch: images per device.
         fsdp: as in `MeshConfig`.
-        implementation: of attention; None for the model's own choice.
-        **options: of the model.
+        implementation: implementation of attention; None for the model's own choice.
+        **options: options of the model.
     """
     run, state = _run(name, make_mesh(fsdp, devices=devices), options)
     count = batch * run.mesh.size
@@ -95,21 +96,21 @@ def compile_step(
     arrays = {"image": image, "label": number, "epoch": number, "index": number}
     names = () if implementation is None else ("attention", "attention_qkv")
     forced = dict.fromkeys(names, (implementation,))
-    with in_force(run.mesh), mock.patch.dict(dispatch.PREFERENCE["gpu"], forced):
-        state = like(state, state_shardings(state, run.mesh))
-        lowered = make_step(run).trace(state, like(arrays, split_batch(run.mesh))).lower()
+    with use_mesh(run.mesh), mock.patch.dict(dispatch.PREFERENCE["gpu"], forced):
+        state = with_shardings(state, state_shardings(state, run.mesh))
+        lowered = make_step(run).trace(state, with_shardings(arrays, split_batch(run.mesh))).lower()
     compiled = lowered.compile(compiler_options=OPTIONS)
     memory, text = compiled.memory_analysis(), re.sub(r"backend_config=.*", "", compiled.as_text())
     found = filter(None, map(COLLECTIVE.search, text.splitlines()))
     collectives = [(match[2], max(sizes(match[1]))) for match in found]
-    # The state is donated, so that the aliased bytes are the state's.
+    # The state is donated, so the aliased bytes are those of the state.
     state_bytes = memory.alias_size_in_bytes
     arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - 2 * state_bytes
     return Step(state_bytes, memory.temp_size_in_bytes + arguments, collectives, text)
 
 
 def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
-    """A run of this model without its data, and the shapes of its state."""
+    """Returns a run of this model without data, and the shapes of its state."""
     raw = config.default()
     raw.update({"dtype": "bfloat16", "ema_decay": 0.9999})
     settings = config.resolve(raw)
@@ -122,17 +123,17 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
     graph, params, _, rest = nnx.split(nnx.eval_shape(make), nnx.Param, nnx.BatchStat, ...)
     schedule = optim.learning_rate_schedule(settings.optim, epochs=300.0, steps_per_epoch=1251.0)
     optimizer = optim.make_optimizer(settings.optim, schedule, params)
-    images = data.load("digits", None, "train", (8, 8))  # the step uses nothing of them
+    images = data.load("digits", None, "train", (8, 8))  # not used by the step
     parts = (images, images, graph, rest, optimizer, schedule)
     run = Setup(settings, mesh, *parts, total_steps=300 * 1251)
     return run, jax.eval_shape(lambda: initial_state(run, make()))
 
 
 def largest_batch(first: tuple[int, int], second: tuple[int, int], state: int) -> int:
-    """The largest multiple of 8 that fits: all but the state grows linearly with the batch.
+    """The largest multiple of 8 that fits, as all but the state grows linearly with the batch.
 
     Args:
-        first: (images, bytes beside the state).
+        first: (images, bytes besides the state).
         second: the same for a larger batch.
         state: bytes of the state.
     """
@@ -142,7 +143,7 @@ def largest_batch(first: tuple[int, int], second: tuple[int, int], state: int) -
 
 
 def step_row(label: str, hosts: int, fsdp: int, batches: tuple[int, int] = (32, 64)) -> dict:
-    """Memory, largest batch and collectives of a model's step on eight GPUs per host."""
+    """Memory, largest batch and collectives of a training step on eight GPUs per host."""
     devices = gpus(hosts)
     small, large = (
         compile_step(MODELS[label], devices, batch, fsdp=fsdp, scan_layers=True)
@@ -161,7 +162,7 @@ def step_row(label: str, hosts: int, fsdp: int, batches: tuple[int, int] = (32, 
 
 
 def against_xla(label: str, batch: int = 128) -> dict[str, Any]:
-    """Bytes beside the state with the attention kernels and with XLA's attention."""
+    """Bytes besides the state, with the attention kernels and with XLA's attention."""
     kernels, xla = (
         compile_step(MODELS[label], gpus(1), batch, implementation=x, scan_layers=True).rest
         for x in (None, "xla")
@@ -170,7 +171,7 @@ def against_xla(label: str, batch: int = 128) -> dict[str, Any]:
 
 
 def attention_calls(name: str, batch: int) -> collections.Counter:
-    """(pattern, shapes of qkv, rotation and bias, scale) -> number of layers with that call."""
+    """Number of layers by call of attention: (pattern, shapes of qkv, rotation, bias, scale)."""
     calls: collections.Counter = collections.Counter()
 
     def attend(qkv: jax.Array, *, pattern: Any, scale: float | None, **terms: Any) -> jax.Array:
@@ -186,10 +187,10 @@ def attention_calls(name: str, batch: int) -> collections.Counter:
 
 
 def passes(call: tuple, implementation: str | None) -> tuple[Callable, Callable, tuple]:
-    """The forward pass of a layer's attention, both passes, and shapes of the operands of both.
+    """Returns a layer's forward pass, its forward and backward pass, and shapes of their operands.
 
-    Frequencies are fixed. The forward pass takes all operands but the last; it returns the output
-    and the function that pulls back its gradient.
+    Frequencies are constants. The forward pass takes all operands but the last, and returns the
+    output and its vjp function.
     """
     pattern, qkv, rotation, bias, scale = call
     options = {"pattern": pattern, "scale": scale, "implementation": implementation}
@@ -211,7 +212,7 @@ def passes(call: tuple, implementation: str | None) -> tuple[Callable, Callable,
 
 
 def saved_bytes(call: tuple, implementation: str | None) -> int:
-    """Bytes that a layer's forward pass keeps for the backward pass, with operands and output."""
+    """Bytes that a layer saves for the backward pass, including operands and output."""
     forward, _, (*operands, _) = passes(call, implementation)
 
     def saved(*operands: Any) -> list[jax.Array]:
@@ -219,18 +220,18 @@ def saved_bytes(call: tuple, implementation: str | None) -> int:
 
     with jax.sharding.use_abstract_mesh(make_mesh(devices=gpus(1)[:1]).abstract_mesh):
         variables = jax.make_jaxpr(saved)(*operands).jaxpr.outvars
-    # An array that is saved for two purposes is one variable.
+    # An array that is saved twice is one variable.
     return sum({id(x): x.aval.size * x.aval.dtype.itemsize for x in variables}.values())
 
 
 def temporary_bytes(call: tuple, implementation: str | None) -> int:
-    """Bytes that both passes, in one program, take beside operands, output and gradients."""
+    """Bytes of both passes, in one program, besides operands, output and gradients."""
     _, both, operands = passes(call, implementation)
     return compile_ahead(both, operands, gpus(1)[0]).memory_analysis().temp_size_in_bytes
 
 
 def attention_rows(label: str, batch: int = 128) -> list[dict[str, Any]]:
-    """Memory of the different attention calls of a model, with the kernels and with XLA."""
+    """Memory of a model's distinct calls of attention, with the kernels and with XLA."""
     rows = []
     for call, layers in attention_calls(MODELS[label], batch).items():
         pattern, qkv, *_ = call
@@ -254,13 +255,13 @@ def run(
     parts: list[Literal[*PARTS]] = _ALL_PARTS,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Compiles; keeps the figures after every row.
+    """Compiles the programs, and saves the result after each row.
 
     Args:
-        keep: writes the result.
-        models: to compile
-        parts: whole steps, attention alone
-        out: the JSON file, whose other rows stay.
+        keep: saves the result.
+        models: models to compile
+        parts: training steps, attention alone
+        out: the JSON file; its other rows are kept.
     """
     rows: dict[str, list] = {name: [] for names in PARTS.values() for name in names}
     if out is not None and out.exists():
@@ -285,10 +286,10 @@ def run(
 def other_rows(
     earlier: dict[str, Any], models: list[str], parts: list[str], out: pathlib.Path
 ) -> dict[str, list]:
-    """The rows of an earlier result that are not computed anew.
+    """Returns the rows of an earlier result that this run does not replace.
 
     Raises:
-        SystemExit: they come from other versions, and two of them would be in one table.
+        SystemExit: if they were computed with other versions of the software.
     """
     rows = {}
     for part, names in PARTS.items():

@@ -4,25 +4,26 @@
     python -m benchmarks models --models swin_t --implementations None xla --batches 64 256
     python -m benchmarks models --table 4.4
 
-The first command measures ViT, Swin and NAT on a GPU in eight minutes, forward and training steps;
-on a CPU a short form runs. An implementation is that of attention in all layers: None is the
-model's own choice, other names are those of rope_jax_kernels, and `jnp` is what one would write
-without this package: the rotation in jax.numpy before `jax.nn.dot_product_attention` (cuDNN on a
-GPU), for global attention only. With --torch, timm's models are measured as well where timm and
-torch are installed: under torch.compile, captured as a CUDA graph on a GPU, in training with
-autocast and fused AdamW. Whatever a model, an implementation or this machine refuses is left out,
-and the reason is printed.
+On a GPU, the first command measures inference and training steps of ViT, Swin and NAT in eight
+minutes; on a CPU a short version runs. --implementations selects the implementation of attention in
+all layers: None is the model's own choice, other names are those of rope_jax_kernels, and `jnp` is
+the usual code without this package: a rotation in jax.numpy before `jax.nn.dot_product_attention`
+(cuDNN on a GPU), for global attention only. With --torch, timm's models are also measured if timm
+and torch are installed: with torch.compile, on a GPU captured as a CUDA graph, and in training with
+autocast and fused AdamW. Combinations that a model, an implementation or the machine does not
+support are skipped, and the reason is printed.
 
-Both sides compute in the same dtype; in training parameters are float32, gradients are not clipped,
-and the drop path rate is our model's. Forms take turns, so that a busy moment of the machine
-affects all; a result has the median and the quartiles, the position tax (time beyond that of
-`none`, in per cent), the bytes that the compiled program allocates, and the share of the serial
-roofline: images per second relative to a model whose matrix products run at the rate of a large
-one, followed by 26 passes over the activations of each layer at the bandwidth of a copy. Both rates
-are measured in the same run. A training step counts as three forward passes.
+Both libraries compute in the same dtype; in training, parameters are float32, gradients are not
+clipped, and timm's model has the drop path rate of ours. The programs are timed in turns, so that
+other load on the machine affects all of them. A result has the median and quartiles of the time,
+the position tax (time beyond that of `none`, in per cent), the bytes that the compiled program
+allocates, and the fraction of the serial roofline: images per second relative to a model whose
+matrix products run at the rate of one large product, followed by 26 passes over the activations of
+each layer at the bandwidth of a copy. Both rates are measured in the same run. A training step
+counts as three forward passes.
 
-`--table 4.4` and `--table D.1` measure the models of those tables of the thesis with its three
-schemes, forward, at 224 pixels; its figures (A100, fp16) are printed next to ours.
+`--table 4.4` and `--table D.1` measure the models in these tables of the thesis with its three
+schemes: inference at 224 pixels, with the thesis' figures (A100, fp16) next to ours.
 """
 
 import concurrent.futures
@@ -62,7 +63,7 @@ _NATS = itertools.product(("nat", "dinat"), ("mini", "tiny", "small", "base"))
 _NAT_SS = itertools.product(("nat_s", "dinat_s"), ("tiny", "small", "base"))
 _OTHERS = ["swin_t", "swin_s", "swin_b", "vit_s16", "vit_b16"]
 TABLES = {"4.4": [*map("_".join, _NATS), *_OTHERS], "D.1": [*map("_".join, _NAT_SS)]}
-# The names of models with a scheme in timm.
+# timm's name of each model with a scheme.
 TIMM = {
     ("deit_s16", "ape"): "deit_small_patch16_224",
     ("deit3_s16", "ape"): "deit3_small_patch16_224",
@@ -77,8 +78,8 @@ TIMM = {
 }
 _OURS, _TIMM = "rope_jax", "timm"
 _VITS, _KINDS = ("deit3_s16", "deit3_b16"), ("deit3_s16", "swin_t", "nat_mini")
-# Goal -> program, models, and the two sides of a ratio of images per second: software and scheme,
-# each with its fastest implementation.
+# Goal -> program, models, and numerator and denominator of a ratio of images per second, each a
+# (software, scheme) with its fastest implementation.
 RATIOS = {
     "M1": ("forward", _VITS, (_OURS, "none"), (_OURS, "axial_rope")),
     "M2": ("forward", _VITS, (_OURS, "rope_mixed"), (_TIMM, "rope_mixed")),
@@ -94,7 +95,7 @@ PROGRAMS = ["forward", "train"]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One side of a comparison: a scheme in our model or in timm's.
+    """One program of a comparison: a scheme in our model or in timm's.
 
     Attributes:
         software: "rope_jax" or "timm".
@@ -113,19 +114,19 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One model with one scheme.
+    """The measurement of one model with one scheme.
 
     Attributes:
-        model, position: what was measured.
+        model, position: names of the model and the scheme.
         program: "forward" or "train".
         software: "rope_jax" or "timm".
         implementation: of attention; None for the model's own choice.
-        dtype, batch: of the images.
-        milliseconds, low, high: median and quartiles of one batch.
-        images_per_second: at the median.
-        roofline_share: of the images per second of the serial roofline.
-        tax_percent: time beyond that of the same implementation with `none`; None if not measured.
-        temp_bytes: that the program allocates beside its arguments and results; None for timm.
+        dtype, batch: dtype and number of the images.
+        milliseconds, low, high: median and quartiles of the time of one batch.
+        images_per_second: speed at the median.
+        roofline_share: images per second as a fraction of the serial roofline's.
+        tax_percent: time beyond that of the same implementation with `none`; None without it.
+        temp_bytes: bytes allocated beside arguments and results; None for timm.
     """
 
     model: str
@@ -151,10 +152,10 @@ def attention_of_jnp(
     bias: jax.Array | None,
     scale: float | None,
 ) -> jax.Array:
-    """jnp's rotation of q and k, then jax's own attention; takes q, k, v or a packed array."""
+    """Rotation in jax.numpy, then `jax.nn` attention, of q, k, v or a packed array."""
     if not isinstance(pattern, Global):
         kind = type(pattern).__name__
-        raise ValueError(f"implementation='jnp' needs global attention, and the pattern is {kind}")
+        raise ValueError(f"implementation='jnp' needs global attention, but the pattern is {kind}")
     q, k, v = operands if len(operands) == 3 else jnp.moveaxis(operands[0], -3, 0)
     if rotation is not None:
         q, k = rotate(q, k, rotation, implementation="xla")
@@ -165,7 +166,7 @@ def attention_of_jnp(
 
 @contextlib.contextmanager
 def attention_by(implementation: str | None) -> Iterator[None]:
-    """Traces attention with this implementation; a refusal is a ValueError."""
+    """Context in which attention is traced with this implementation, or raises a ValueError."""
     original = dispatch.call
 
     def call(op: str, arguments: dict[str, Any], **options: Any) -> Any:
@@ -182,7 +183,7 @@ def attention_by(implementation: str | None) -> Iterator[None]:
 
 
 def _cast_weights(params: Any, dtype: Any) -> Any:
-    """Weights for inference: in the compute dtype, those of position schemes in float32."""
+    """Casts weights for inference to the compute dtype, except those of position schemes."""
 
     def cast(path: tuple, x: jax.Array) -> jax.Array:
         is_position = any(getattr(key, "key", None) == "position" for key in path)
@@ -192,7 +193,7 @@ def _cast_weights(params: Any, dtype: Any) -> Any:
 
 
 class Program:
-    """A forward pass or training step with its state; `compile` it before calling it."""
+    """A forward pass or training step with its state; call `compile` first."""
 
     def __init__(
         self, model: nnx.Module, implementation: str | None, program: str, images: jax.Array
@@ -200,7 +201,7 @@ class Program:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         settings = OptimConfig(clip_norm=None)
         optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
-        # A copy, because it is donated and the model is used by other programs.
+        # Copied, because it is donated and other programs use the model.
         params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
 
         def forward(state: Any, images: jax.Array) -> tuple[Any, jax.Array]:
@@ -216,7 +217,7 @@ class Program:
             self._lowered = jax.jit(step, donate_argnums=0).lower(self.state, images)
 
     def compile(self) -> None:
-        """Compiles it. Several programs can be compiled at once, but only one traced."""
+        """Compiles the program; several can be compiled in parallel (but not traced)."""
         self.step = self._lowered.compile()
         self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
 
@@ -230,21 +231,21 @@ class Program:
 
 
 def left_out(name: str, program: str, form: Form, error: BaseException) -> None:
-    """Prints in one line why a form is left out."""
+    """Prints why a form is skipped, in one line."""
     reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-    print(f"{form.software}'s {name} with {form}, {program}, is left out: {reason}", flush=True)
+    print(f"{form.software}'s {name} with {form}, {program}, is skipped: {reason}", flush=True)
 
 
 def programs(
     name: str, program: str, images: jax.Array, args: types.SimpleNamespace
 ) -> dict[Form, Any]:
-    """The compiled programs of all forms; those that fail are left out, with a line for each.
+    """Compiles the programs of all forms; those that fail are skipped and reported.
 
     Args:
-        name: of the model.
+        name: name of the model.
         program: "forward" or "train".
         images: [B, H, W, 3].
-        args: positions, implementations, depth, torch and torch_mode of the command line.
+        args: arguments of `run` (positions, implementations, depth, torch, torch_mode).
     """
     traced, ready, drop_path, size = {}, {}, {}, images.shape[1]
     options = {} if args.depth is None else {"depth": args.depth}
@@ -261,7 +262,7 @@ def programs(
             form = Form(_OURS, position, implementation)
             try:
                 traced[form] = Program(model, implementation, program, images)
-            except Exception as error:  # must not end the measurement of the other forms
+            except Exception as error:  # the other forms are measured nevertheless
                 left_out(name, program, form, error)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiling = {form: pool.submit(one.compile) for form, one in traced.items()}
@@ -270,7 +271,7 @@ def programs(
             ready[form] = traced[form]
         else:
             left_out(name, program, form, error)
-    # After all compilation: while torch captures a graph nothing else may allocate on the GPU.
+    # After all compilation: nothing else may allocate on the GPU while torch captures a graph.
     if args.torch and args.depth is None and all(map(importlib.util.find_spec, ("timm", "torch"))):
         settings = {"program": program, "batch": len(images), "image_size": size}
         settings |= {"dtype": images.dtype.name, "mode": args.torch_mode}
@@ -286,7 +287,7 @@ def programs(
     for form in list(ready):
         try:
             ready[form](1)
-        except Exception as error:  # such as too little memory
+        except Exception as error:  # for example out of memory
             left_out(name, program, form, error)
             del ready[form]
     return ready
@@ -300,8 +301,8 @@ def measure(
     limits: dict[str, Any],
     args: types.SimpleNamespace,
 ) -> list[Row]:
-    """Measures all schemes and implementations of a model, in turns."""
-    # In the model's dtype, as after a pipeline that normalises on the device.
+    """Measures all schemes and implementations of a model in turns."""
+    # In the model's dtype, as images are after normalisation on the device.
     shape = (batch, args.image_size, args.image_size, 3)
     images = jax.random.normal(jax.random.key(0), shape, jnp.dtype(dtype))
     forms = programs(name, program, images, args)
@@ -342,7 +343,7 @@ def measure(
 
 
 def work(name: str, image_size: int, itemsize: int, **overrides: Any) -> tuple[float, float]:
-    """Operations of an image's forward pass, and bytes of PASSES passes over its activations."""
+    """Operations of a forward pass per image, and bytes of PASSES passes over its activations."""
     model = nnx.eval_shape(lambda: rope_jax.create_model(name, image_size=image_size, **overrides))
     stages = [part.position.stage for part in getattr(model, "stages", (model,))]
     activations = sum(x.depth * (x.prefix + math.prod(x.grid)) * x.channels for x in stages)
@@ -351,19 +352,19 @@ def work(name: str, image_size: int, itemsize: int, **overrides: Any) -> tuple[f
 
 
 def serial_ms(operations: float, moved: float, dtype: str, limits: dict[str, Any]) -> float:
-    """Milliseconds of both, one after the other, at the machine's rates."""
+    """Milliseconds of the operations, then of the memory traffic, at the machine's rates."""
     computing = operations / limits["gemm_tflop_per_s"][dtype] / 1e12
     return 1e3 * (computing + moved / limits["copy_gb_per_s"] / 1e9)
 
 
 def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The goals that were measured, in bfloat16, each with the ratios that it is the mean of."""
+    """The goals measured in bfloat16, each with its ratios by model and batch."""
     rows = [row for row in rows if row.dtype == "bfloat16"]
     ratios: dict[str, dict[str, float]] = {}
 
     def fastest(model: str, program: str, batch: int, software: str, position: str) -> Row | None:
-        asked = (model, program, batch, software, position)
-        found = [x for x in rows if (x.model, x.program, x.batch, x.software, x.position) == asked]
+        wanted = (model, program, batch, software, position)
+        found = [x for x in rows if (x.model, x.program, x.batch, x.software, x.position) == wanted]
         return max(found, key=lambda row: row.images_per_second, default=None)
 
     for batch in sorted({row.batch for row in rows}):
@@ -376,11 +377,11 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         for model in ROOFLINE:
             if row := fastest(model, "forward", batch, _OURS, "axial_rope"):
                 ratios.setdefault("M4", {})[f"{model}, {batch}"] = row.roofline_share
-    asked = ("deit3_s16", "train", "rope_mixed", _OURS, TRAINING_BATCH)
+    wanted = ("deit3_s16", "train", "rope_mixed", _OURS, TRAINING_BATCH)
     held = {
         x.implementation: x.temp_bytes
         for x in rows
-        if (x.model, x.program, x.position, x.software, x.batch) == asked
+        if (x.model, x.program, x.position, x.software, x.batch) == wanted
     }
     if held.get(None) and held.get("jnp"):
         ratios["T2"] = {f"deit3_s16, {TRAINING_BATCH}": held["jnp"] / held[None]}
@@ -388,12 +389,12 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def papers(row: Row, table: str) -> str:
-    """The thesis' figure for a row: that of the fastest of its kernels, with its name."""
-    asked = (f"Kane, thesis, table {table}", row.model, row.position)
+    """The thesis' figure for a row: that of its fastest kernel, with the kernel's name."""
+    wanted = (f"Kane, thesis, table {table}", row.model, row.position)
     found = [
         entry
         for entry in expected.entries()
-        if (entry["source"], entry.get("model"), entry.get("position")) == asked
+        if (entry["source"], entry.get("model"), entry.get("position")) == wanted
         and "images_per_second" in entry
     ]
     best = max(found, key=lambda entry: entry["images_per_second"], default=None)
@@ -408,7 +409,7 @@ HEADER = [
 
 def table(result: Result) -> str:
     """A result as a table in Markdown, with the thesis' figures where --table was given."""
-    asked, limits = result["settings"]["table"], result["limits"]
+    thesis_table, limits = result["settings"]["table"], result["limits"]
     lines = []
     for row in (Row(**row) for row in result["rows"]):
         attention = "-" if row.software != _OURS else row.implementation or "default"
@@ -418,8 +419,8 @@ def table(result: Result) -> str:
         cells.append("-" if row.tax_percent is None else f"{row.tax_percent:+.1f}")
         cells.append(f"{row.roofline_share:.2f}")
         cells.append("-" if row.temp_bytes is None else f"{row.temp_bytes / 1e6:.0f}")
-        lines.append([*cells, papers(row, asked)] if asked else cells)
-    header = [*HEADER, "thesis, images/s on an A100"] if asked else HEADER
+        lines.append([*cells, papers(row, thesis_table)] if thesis_table else cells)
+    header = [*HEADER, "thesis, images/s on an A100"] if thesis_table else HEADER
     gemm = limits["gemm_tflop_per_s"].items()
     rates = ", ".join(f"{rate:,.3g} TFLOP/s in {dtype}" for dtype, rate in gemm)
     copy = f"a copy moves {limits['copy_gb_per_s']:,.0f} GB/s"
@@ -427,7 +428,7 @@ def table(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """The table and the goals for the terminal."""
+    """Table and goals, for the terminal."""
     lines = [table(result)]
     for goal in GOALS:
         if found := result["goals"].get(goal.name):
@@ -435,6 +436,37 @@ def summary(result: Result) -> str:
             levels = f"floor {goal.floor}, goal {goal.goal}: {goal.what}"
             lines.append(f"{goal.name} {found['value']:.3f} ({each}); {levels}")
     return "\n".join(lines)
+
+
+def with_defaults(given: dict[str, Any]) -> types.SimpleNamespace:
+    """The arguments of `run`, with this machine's defaults in place of None.
+
+    Raises:
+        SystemExit: if a model is unknown.
+    """
+    on_gpu, args = jax.default_backend() == "gpu", types.SimpleNamespace(**given)
+    if unknown := set(args.models or ()) - set(rope_jax.list_models()):
+        names = " ".join(sorted(unknown))
+        raise SystemExit(f"--models {names}: unknown; rope_jax.list_models() lists all models")
+    if args.table:
+        args.models, args.positions, args.programs = TABLES[args.table], SCHEMES, ["forward"]
+    if args.implementations is None:
+        args.implementations = ["None", "jnp", "cudnn", "xla"] if on_gpu else ["None"]
+    args.implementations = [None if name == "None" else name for name in args.implementations]
+    args.models = args.models or ([*_KINDS, "deit3_b16"] if on_gpu else ["deit3_ti16"])
+    args.batches = args.batches or [256 if on_gpu else 4]
+    args.dtypes = args.dtypes or ["bfloat16" if on_gpu else "float32"]
+    args.image_size = args.image_size or (224 if on_gpu or args.table else 64)
+    args.warmup = args.warmup if args.warmup is not None else 3 if on_gpu else 1
+    args.turns = args.turns or (21 if on_gpu else 5)
+    args.passes = args.passes or (5 if on_gpu else 2)
+    return args
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of torch and timm, where they are installed."""
+    installed = [name for name in ("torch", "timm") if importlib.util.find_spec(name)]
+    return {name: importlib.metadata.version(name) for name in installed}
 
 
 def run(
@@ -458,68 +490,41 @@ def run(
     torch: bool = False,
     torch_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default",
 ) -> None:
-    """Measures until the time is over; keeps the figures after every model.
+    """Measures models one after the other, and saves the result after each.
 
     Args:
-        keep: writes the result.
-        models: of rope_jax.list_models()
+        keep: saves the result.
+        models: names from rope_jax.list_models()
         positions: schemes
-        implementations: of attention; None is the model's own choice
+        implementations: implementations of attention; None is the model's own choice
         programs: forward passes, training steps
-        table: the models and schemes of a table of the thesis, forward
-        batches: images at once
-        dtypes: of the computation
-        image_size: default: 224; without a GPU and a --table 64
-        depth: of isotropic models, for short runs
-        warmup: turns that are not counted
-        turns: measurements of each form
-        passes: batches in a turn
-        limit_turns: turns of the measurement of the machine's limits
+        table: measure the models and schemes of a table of the thesis, forward
+        batches: images per batch
+        dtypes: dtypes of the computation
+        image_size: side in pixels; default: 224, or 64 without a GPU and --table
+        depth: number of blocks of isotropic models, for short runs
+        warmup: turns before the measurement
+        turns: timed turns of each form
+        passes: batches per turn
+        limit_turns: turns for the limits of the machine
         limit_s: start no model after this many seconds
-        torch: measure timm's models as well, where timm and torch are installed
-        torch_mode: of torch.compile
+        torch: also measure timm's models, if timm and torch are installed
+        torch_mode: mode of torch.compile
     """
-    on_gpu = jax.default_backend() == "gpu"
-    if unknown := set(models or ()) - set(rope_jax.list_models()):
-        given = " ".join(sorted(unknown))
-        raise SystemExit(f"--models {given}: unknown; rope_jax.list_models() lists all models")
-    if table:
-        models, positions, programs = TABLES[table], SCHEMES, ["forward"]
-    if implementations is None:
-        implementations = ["None", "jnp", "cudnn", "xla"] if on_gpu else ["None"]
-    args = types.SimpleNamespace(
-        models=models or ([*_KINDS, "deit3_b16"] if on_gpu else ["deit3_ti16"]),
-        positions=positions,
-        implementations=[None if name == "None" else name for name in implementations],
-        programs=programs,
-        table=table,
-        batches=batches or [256 if on_gpu else 4],
-        dtypes=dtypes or ["bfloat16" if on_gpu else "float32"],
-        image_size=image_size or (224 if on_gpu or table else 64),
-        depth=depth,
-        warmup=warmup if warmup is not None else 3 if on_gpu else 1,
-        turns=turns or (21 if on_gpu else 5),
-        passes=passes or (5 if on_gpu else 2),
-        torch=torch,
-        torch_mode=torch_mode,
-    )
+    args = with_defaults({name: value for name, value in locals().items() if name != "keep"})
     deadline, rows = time.monotonic() + limit_s, []
     limits = machine_limits(limit_turns, args.dtypes)
-    peers = [name for name in ("torch", "timm") if importlib.util.find_spec(name)]
 
     def keep_all() -> Result:
         figures = {"limits": limits, "rows": [dataclasses.asdict(row) for row in rows]}
-        settings = vars(args) | {"limit_turns": limit_turns, "limit_s": limit_s}
-        versions = {name: importlib.metadata.version(name) for name in peers}
-        reached = goals(rows) if on_gpu else {}
-        return keep(settings=settings, versions=versions, **figures, goals=reached)
+        reached = goals(rows) if jax.default_backend() == "gpu" else {}
+        return keep(settings=vars(args), versions=peer_versions(), **figures, goals=reached)
 
     result = keep_all()
     todo = list(itertools.product(args.programs, args.models, args.dtypes, args.batches))
     for done, (program, name, dtype, batch) in enumerate(todo):
         if time.monotonic() > deadline:
-            kinds = "models, programs, dtypes and batches"
-            print(f"stopped after {done} of {len(todo)} {kinds}: --limit-s={limit_s:g}")
+            print(f"stopped after {done} of {len(todo)} combinations: --limit-s={limit_s:g}")
             break
         rows += measure(name, program, dtype, batch, limits, args)
         result = keep_all()

@@ -2,26 +2,26 @@
 
     python -m benchmarks rotary --out benchmarks/results/rotary_gpu.json
 
-On a GPU all sizes take eight minutes, in three precisions, forward and backward; on a CPU a short
-form runs. Features are [B, N, H*W, C], theta is [N, H*W, C/4] (half of the channels are rotated),
-as in the thesis. The forms:
+On a GPU, all sizes take eight minutes, in three precisions, forward and backward; on a CPU a short
+version runs. Features are [B, N, H*W, C] and theta is [N, H*W, C/4] (half of the channels are
+rotated), as in the thesis. The forms:
 
-    eager     jnp, operation by operation: what the thesis calls eager
-    xla       jnp under jit, in its best form: one pass that writes a new array, with cosines and
-              sines from tables
-    triton    rope_jax_kernels' kernel in place (on a GPU only); others by --kernels
+    eager     jax.numpy without jit, as in the thesis
+    xla       jax.numpy with jit, in its fastest form: one pass that writes a new array, with
+              tables of cosines and sines
+    triton    rope_jax_kernels' kernel in place (on a GPU only); --kernels selects others
 
-Then other software, on q and k [B, L, N, C] whose heads share their angles, where it is installed:
-torch (a plain rotation in place under torch.compile), liger (Liger-Kernel; all channels) and
-flash_attn (its Triton kernel in place, one launch each for q and k). And the gradients of q, k and
-v back into that of the packed projection.
+Other libraries, if installed, are measured on q and k [B, L, N, C] whose heads share their angles:
+torch (a plain rotation in place with torch.compile), liger (Liger-Kernel; all channels) and
+flash_attn (its Triton kernel in place, one launch each for q and k). The last part packs the
+gradients of q, k and v into that of the packed projection.
 
-From the same process: the launch times of an XLA operation and of an empty kernel, and the
-bandwidth of a copy (1 GiB; 64 MiB on a CPU). All forms but eager run in one compiled loop whose
-steps depend on each other, torch's in a CUDA graph, so that a time is the device's and not
-Python's. Forms take turns; a figure is the median. "hot" repeats on one array, which stays in cache
-when it fits; "cold" cycles through arrays that together do not fit. Ratios are plain time ratios:
-xla / triton = 2 means that the kernel takes half the time.
+The same process measures the launch times of an XLA operation and of an empty kernel, and the
+bandwidth of a copy (1 GiB; 64 MiB on a CPU). All forms but eager run in one compiled loop of
+dependent steps (torch's in a CUDA graph), so that times exclude Python. Forms are timed in turns,
+and medians are reported. "hot" uses one array repeatedly, which stays in cache if it fits; "cold"
+cycles through arrays that together exceed the cache. Ratios are ratios of times: xla / triton = 2
+means that the kernel takes half the time.
 """
 
 import concurrent.futures
@@ -75,7 +75,7 @@ PACK_SHAPES = [(64, 196, 6, 64), (128, 196, 6, 64), (256, 196, 6, 64), (128, 196
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: sizes, precision (of features and theta) and direction."""
+    """A problem: sizes, precision (of features and theta) and direction."""
 
     batch: int
     heads: int
@@ -88,34 +88,34 @@ class Case:
     def shape(self) -> tuple[int, int, int, int]:
         """The canonical shape of the features, [B, 1, N*H*W, C].
 
-        Each head and token is a row with its own angles: four heads of 7x7 are one of 14x14.
+        Each head and token is a row with its own angles, so four heads of 7x7 equal one of 14x14.
         """
         return self.batch, 1, self.heads * self.side**2, self.channels
 
     @property
     def problem(self) -> tuple:
-        """Equal for cases that are the same problem."""
+        """Key that is equal for cases with the same canonical problem."""
         return self.shape, self.precision, self.direction
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that a rotation in place must move: half of the channels twice, theta once."""
+        """Bytes that a rotation in place moves: half of the channels twice, theta once."""
         features, theta = (jnp.dtype(name).itemsize for name in DTYPES[self.precision])
         batch, _, rows, channels = self.shape
         return rows * (batch * channels * features + channels // 4 * theta)
 
 
 def cases(short: bool) -> Iterator[Case]:
-    """All 1,800 problems, or 48."""
+    """Returns all 1,800 problems, or 48 of them."""
     sizes = SHORT if short else SIZES
     for precision, direction, *size in itertools.product(DTYPES, ("forward", "backward"), *sizes):
         yield Case(*size, precision, direction)
 
 
 def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """The rotation that XLA compiles to the fastest pass: tables [N, L, R] from memory.
+    """The rotation that XLA compiles to the fastest program, with tables [N, L, R].
 
-    With theta in place of the tables XLA would launch three passes.
+    Given theta instead of tables, XLA would launch three kernels.
     """
     pairs = cos.shape[-1]
     a, b = x[..., :pairs].astype(cos.dtype), x[..., pairs : 2 * pairs].astype(cos.dtype)
@@ -124,12 +124,12 @@ def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def rotate_back_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """The gradient of `rotate_by_tables` in the same form; autodiff adds two padded halves."""
+    """Gradient of `rotate_by_tables` in the same form; autodiff would add two padded halves."""
     return rotate_by_tables(x, cos, -sin)
 
 
 def step_of(case: Case, form: str) -> Callable:
-    """(features, *angles) -> features: the rotation, or its gradient, which rotates back."""
+    """Returns a function of (features, *angles): the rotation, or its gradient."""
     if form == "xla":
         return rotate_by_tables if case.direction == "forward" else rotate_back_by_tables
     kernel = "xla" if form == "eager" else form
@@ -142,7 +142,7 @@ def step_of(case: Case, form: str) -> Callable:
 
 
 def operands(case: Case, form: str, copies: int) -> tuple:
-    """`copies` features, and the angles of `step_of(case, form)`: theta, or cosines and sines."""
+    """Returns `copies` features, and the angles of `step_of`: theta, or cosines and sines."""
     features, dtype = DTYPES[case.precision]
     _, heads, rows, channels = case.shape
     theta = jnp.linspace(0, 10, heads * rows * (channels // 4)).reshape(heads, rows, channels // 4)
@@ -151,7 +151,7 @@ def operands(case: Case, form: str, copies: int) -> tuple:
 
 
 def loops_of(case: Case, kernels: Iterable[str], steps: int) -> dict[str, dict[str, Loop]]:
-    """Temperature -> form -> compiled loop of about `steps` steps."""
+    """Compiled loops of about `steps` steps, by temperature and form."""
     (x,), theta = jax.eval_shape(lambda: operands(case, "triton", 1))
     all_copies = {"hot": 1, "cold": copies_beyond_cache(x.size * x.dtype.itemsize)}
     forms = ["xla"] + [k for k in kernels if serves(k, rotate_by_angles, x, theta, layout="BNLD")]
@@ -169,7 +169,7 @@ def loops_of(case: Case, kernels: Iterable[str], steps: int) -> dict[str, dict[s
 
 
 def eager_timer(case: Case) -> Timer:
-    """Times the jnp form outside jit, operation by operation."""
+    """Returns a timer of the jax.numpy form without jit."""
     (x,), theta = jax.jit(lambda: operands(case, "eager", 1))()
     step = step_of(case, "eager")
 
@@ -185,20 +185,20 @@ def eager_timer(case: Case) -> Timer:
 def rotate_both(
     form: str | None, qk: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Rotates q and k [B, L, N, C] by tables (form "xla") or by coords and freqs."""
+    """Rotates q and k [B, L, N, C] with tables (form "xla") or with coords and freqs."""
     if form == "xla":
         return tuple(rotate_by_tables(x, first, second) for x in qk)
     return rotate(*qk, Rotation(first, second), implementation=form)
 
 
 def qk_and_angles(shape: tuple[int, ...], copies: int, angles: tuple) -> tuple:
-    """`copies` pairs of q and k, and the angles."""
+    """Returns `copies` pairs of q and k, and the angles."""
     pairs = [tuple(jnp.full(shape, 1 + i, jnp.bfloat16) for i in range(2)) for _ in range(copies)]
     return tuple(pairs), *map(jnp.asarray, angles)
 
 
 def peer_rows(kernels: Sequence[str], turns: int) -> list[dict[str, Any]]:
-    """Rotations of q and k together, ours and those of other software, at PEER_SHAPES."""
+    """Measures our rotations of q and k and those of other libraries, at PEER_SHAPES."""
     rows = []
     for shape, temperature in itertools.product(PEER_SHAPES, ("hot", "cold")):
         size = 2 * 2 * math.prod(shape)
@@ -231,7 +231,7 @@ def peer_rows(kernels: Sequence[str], turns: int) -> list[dict[str, Any]]:
 
 
 def pack_separately(q: jax.Array, k: jax.Array, v: jax.Array, rotation: Rotation) -> jax.Array:
-    """Each step a pass of its own, as with a library's rotation and a concatenation."""
+    """Packs in separate passes, as with a library's rotation and a concatenation."""
     rotated = []
     for x in (q, k):
         back = rotate_by_angles(
@@ -251,17 +251,17 @@ PACKS = {
 def pack_all(
     pack: Callable, gradients: list[tuple], coords: jax.Array, freqs: jax.Array
 ) -> list[jax.Array]:
-    """Packs several triples of q, k and v, one after the other."""
+    """Packs several triples (q, k, v), one after the other."""
     packed = []
     for gs in gradients:
-        # Waits for the one before: XLA would fuse them.
+        # Depends on the previous one; otherwise XLA would fuse them.
         gs, packed = jax.lax.optimization_barrier((gs, packed))
         packed.append(pack(*gs, Rotation(coords, freqs)))
     return packed
 
 
 def pack_timer(pack: Callable, arguments: tuple, passes: int = 4) -> Timer:
-    """Times the packing of one triple."""
+    """Returns a timer of the packing of one triple."""
     run = jax.jit(functools.partial(pack_all, pack))
     jax.block_until_ready(run(*arguments))
 
@@ -274,7 +274,7 @@ def pack_timer(pack: Callable, arguments: tuple, passes: int = 4) -> Timer:
 
 
 def pack_rows(turns: int, copies: int = 8) -> list[dict[str, Any]]:
-    """Gradients of q, k and v back into that of the packed projection, at PACK_SHAPES."""
+    """Measures the packing of the gradients of q, k and v, at PACK_SHAPES."""
     rows = []
     for shape, share in itertools.product(PACK_SHAPES, (2, 1)):
         _, tokens, heads, channels = shape
@@ -297,7 +297,7 @@ def measured(
     together: int,
     limits: dict[str, float],
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of all cases, in groups of `together`."""
+    """Measures all cases and yields their rows, in groups of `together`."""
     figures: dict[tuple, dict] = {}
 
     def prepare(case: Case) -> tuple[dict[str, dict[str, Loop]], Timer | None]:
@@ -306,7 +306,7 @@ def measured(
         steps = max(4, min(400, round(loop_us / step_us)))
         return loops_of(case, kernels, steps), eager_timer(case) if with_eager else None
 
-    # Most of the time is compilation, which releases Python's lock. Nothing compiles while timing.
+    # Compilation takes most of the time and releases the GIL. Nothing compiles during timing.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for start in range(0, len(todo), together):
             group = todo[start : start + together]
@@ -331,7 +331,7 @@ def goals(figures: dict[str, Any], ours: str) -> dict[str, dict[str, Any]]:
 
     Args:
         figures: limits, rows, peers and packs of a result.
-        ours: the kernel.
+        ours: name of our kernel.
     """
     limits = figures["limits"]
     ratios: dict[str, list[float]] = {f"K{n}": [] for n in range(1, 8)}
@@ -376,7 +376,7 @@ RATIO_HEADER = (
 
 
 def ratio_rows(result: Result) -> list[tuple[str, ...]]:
-    """The cells of a table with RATIO_HEADER: how many times faster the second form is."""
+    """Cells of a table with RATIO_HEADER: how many times faster the second form is."""
     names = ["xla", *result["settings"]["kernels"]]
     ratios = [("xla", name) for name in names[1:]] + [("eager", name) for name in names]
     lines = []
@@ -395,7 +395,7 @@ def ratio_rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def summary(result: Result) -> str:
-    """Limits, ratios, other software, packing and goals for the terminal."""
+    """Limits, ratios, other libraries, packing and goals, for the terminal."""
     limits, device = result["limits"], result["machine"]["device"]
     launch = f"launch {limits['launch_us']:.2f} us"
     if "kernel_launch_us" in limits:
@@ -423,15 +423,15 @@ def run(
     together: int = 64,
     limit_s: float = 450.0,
 ) -> None:
-    """Measures group by group until the time is over; keeps the figures after every group.
+    """Measures the cases in groups, and saves the result after each.
 
     Args:
-        keep: writes the result.
-        short: 16 sizes instead of 300, as on a CPU
-        kernels: implementations to measure; the goals are the first one's
-        turns: measurements of each form
+        keep: saves the result.
+        short: measure 16 sizes instead of 300, as on a CPU
+        kernels: implementations to measure; the goals use the first one
+        turns: timed turns of each form
         loop_us: approximate time of one compiled loop, in microseconds
-        together: cases that are compiled before they are measured
+        together: cases per group; a group is compiled, then measured
         limit_s: start no group after this many seconds
     """
     deadline, on_gpu = time.monotonic() + limit_s, jax.default_backend() == "gpu"

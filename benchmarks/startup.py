@@ -2,11 +2,11 @@
 
     python -m benchmarks startup --out benchmarks/results/startup_gpu.json
 
-On a GPU a ViT-B, in a few minutes; on a CPU a small model. A training step (forward, backward,
-AdamW) is compiled twice, with its blocks in a list and in a scan (`scan_layers=True`), and then
-timed in turns. First steps are those of `rope_jax.main`, each in a process of its own, from its
+Measures a ViT-B on a GPU, in a few minutes, or a small model on a CPU. A training step (forward,
+backward, AdamW) is compiled with its blocks in a list and in a scan (`scan_layers=True`), and both
+are timed in turns. The time to the first step is that of a new process of `rope_jax.main`, from its
 start until it reports step 1: imports, images, model, compilation and the step. Each pair of
-processes shares a new cache folder, which the first one finds empty and the second one filled.
+processes shares a new cache folder, which is empty for the first and filled for the second.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model to start.
+    """The model to measure.
 
     Attributes:
-        name: of rope_jax.list_models(), an isotropic one.
+        name: name of an isotropic model.
         depth: number of blocks.
-        batch: images at once.
-        image_size: pixels.
-        dtype: of the computation.
+        batch: images per batch.
+        image_size: side in pixels.
+        dtype: dtype of the computation.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Step:
         self.compile_s = time.perf_counter() - start
 
     def run(self) -> float:
-        """Runs one step; returns milliseconds."""
+        """Runs one step and returns its time in milliseconds."""
         start = time.perf_counter()
         self.state, loss = self.step(self.state, self.images)
         jax.block_until_ready(loss)
@@ -85,17 +85,17 @@ class Step:
 
 
 def compare(of: Model, turns: int) -> list[dict[str, Any]]:
-    """Rows for the list and the scan, after checking that both have trained to the same weights."""
-    # The scan is compiled first: it pays for what XLA tunes or loads once in a process.
+    """Measures the list and the scan, and checks that both train to the same weights."""
+    # The scan is compiled first, so that it includes what XLA tunes or loads once per process.
     steps = {scan: Step(of, scan=scan) for scan in (True, False)}
     times = {scan: [] for scan in steps}
     for turn in range(turns + 1):
         for scan, step in steps.items():
             took = step.run()
-            if turn:  # the first one warms up
+            if turn:  # the first turn is the warm-up
                 times[scan].append(took)
     one, other = (step.state["params"]["head"]["kernel"] for step in steps.values())
-    # On average: where a gradient is almost 0, AdamW's step has the sign of a rounding error.
+    # The mean is compared, as AdamW amplifies rounding errors where a gradient is almost 0.
     if jnp.abs(one - other).mean() > (5e-5 if of.dtype == "float32" else 5e-4):
         raise AssertionError("list and scan have trained to different weights")
     return [
@@ -111,7 +111,7 @@ def compare(of: Model, turns: int) -> list[dict[str, Any]]:
 
 
 def make_images(folder: pathlib.Path, batch: int, size: int) -> None:
-    """Writes one batch of random images as training and test set."""
+    """Writes one batch of random images as the training and test sets."""
     rng, arrays = np.random.default_rng(0), {}
     for name in ("train", "test"):
         arrays[f"{name}_images"] = rng.integers(0, 256, (batch, size, size, 3), np.uint8)
@@ -123,12 +123,12 @@ def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model) -> float:
     """Seconds from the start of a training process to the report of its first step.
 
     Args:
-        folder: of `make_images`, for the workdir.
-        cache: the user's cache folder of the process.
+        folder: folder with the files of `make_images`, in which the workdir is created.
+        cache: cache folder of the process.
         of: the model.
 
     Raises:
-        RuntimeError: the process ended before the step.
+        RuntimeError: if the process ends before its first step.
     """
     settings = {
         "data.source": "npz",
@@ -165,7 +165,7 @@ def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model) -> float:
 
 
 def first_steps(of: Model, starts: int, deadline: float) -> dict[str, list[float]]:
-    """Seconds to the first step with empty and filled caches, in turns, at least one of each."""
+    """Seconds to the first step with empty and filled caches, at least one pair."""
     seconds = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -180,7 +180,7 @@ def first_steps(of: Model, starts: int, deadline: float) -> dict[str, list[float
 
 
 def goals(rows: list[dict], first_step_s: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """S1, with the slowdown of the scan's steps, and S2, where they were measured."""
+    """Goals S1 (with the slowdown of the scan's steps) and S2, if measured."""
     found = {}
     if rows:
         unrolled, scanned = rows
@@ -194,7 +194,7 @@ def goals(rows: list[dict], first_step_s: dict[str, list[float]]) -> dict[str, d
 
 
 def table(result: Result) -> str:
-    """A result as tables in Markdown."""
+    """Formats a result as tables in Markdown."""
     settings, text = result["settings"], ""
     reached = goals(result["rows"], result["first_step_s"])
     if result["rows"]:
@@ -234,16 +234,16 @@ def run(
     starts: int = 3,
     limit_s: float = 180.0,
 ) -> None:
-    """Measures compilation, then first steps; keeps the figures after each.
+    """Measures compilation, then first steps, and saves the result after each.
 
     Args:
-        keep: writes the result.
-        model: an isotropic model; default: deit3_b16, without a GPU deit3_ti16
-        depth: blocks of the model
-        batch: images at once
-        image_size: pixels
-        dtype: of the computation, float32 or bfloat16
-        turns: timed steps of each form
+        keep: saves the result.
+        model: an isotropic model; default: deit3_b16, or deit3_ti16 without a GPU
+        depth: number of blocks
+        batch: images per batch
+        image_size: side in pixels
+        dtype: dtype of the computation, float32 or bfloat16
+        turns: timed steps of list and scan
         starts: pairs of processes with empty and filled caches
         limit_s: start no further pair after this many seconds
     """
@@ -263,7 +263,7 @@ def run(
         reached = goals(rows, seconds) if on_gpu else {}
         return keep(settings=settings, rows=rows, first_step_s=seconds, goals=reached)
 
-    jax.config.update("jax_enable_compilation_cache", False)  # compilation is what is measured
+    jax.config.update("jax_enable_compilation_cache", False)  # to measure compilation itself
     rows = compare(of, turns)
     keep_all(rows, {})
     print(table(keep_all(rows, first_steps(of, starts, deadline))))

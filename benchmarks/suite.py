@@ -2,11 +2,11 @@
 
     python -m benchmarks suite --out benchmarks/results
 
-Nine minutes on a GPU; on a CPU the short forms run. Each benchmark is a process of its own with a
-share of the time; time that it leaves goes to those after it. One that fails or takes too long is
-stopped, and the next one starts; its results so far are kept, because all benchmarks write after
-every part, to DIR/PART_gpu.json or DIR/PART_cpu.json, with the output in a .log beside it. At the
-end: the goals, rope_jax compared with other software, and the status of each part.
+Takes nine minutes on a GPU; on a CPU, short versions run. Each benchmark runs in its own process
+with a share of the time; unused time goes to the remaining ones. A benchmark that fails or takes
+too long is stopped, and the next one starts. Each saves its result after every part, to
+DIR/PART_gpu.json or DIR/PART_cpu.json, and its output to a .log file with the same name. At the
+end, the suite prints the goals, a comparison with other libraries, and the status of each part.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ from benchmarks._runner import Keep, Result, record, write
 from rope_jax.text import format_table
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-RESERVE_S = 10.0  # of a part's time, for writing its results after its --limit-s
+RESERVE_S = 10.0  # fraction of a part's time reserved for saving its result after --limit-s
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One process.
+    """A benchmark that runs in its own process.
 
     Attributes:
-        benchmark: its name.
-        share: of the time, relative to the others'.
-        on_gpu: arguments besides --limit-s and --out.
-        on_cpu: the same without a GPU.
+        benchmark: name of the benchmark.
+        share: share of the time, relative to those of the other parts.
+        on_gpu: arguments on a GPU, besides --limit-s and --out.
+        on_cpu: the same on a CPU.
     """
 
     benchmark: str
@@ -50,7 +50,7 @@ class Part:
 
 _FORWARD = "--programs forward --torch"
 _TRAIN = "--programs train --torch --positions none rope_mixed"
-# torch.compile takes much of the time, so only the forms that the goals need are there.
+# torch.compile takes much of the time, so only the forms that the goals need are measured.
 PARTS = {
     "rotary": Part("rotary", 100, "", "--together 16"),
     "attention": Part("attention", 120),
@@ -61,14 +61,14 @@ PARTS = {
 
 
 def command(part: Part, on_gpu: bool, seconds: float, out: pathlib.Path) -> list[str]:
-    """The command of a part that may take this long."""
+    """Returns the command of a part with a time limit."""
     limit = f"--limit-s={max(1, int(seconds - RESERVE_S))}"
     arguments = [limit, *(part.on_gpu if on_gpu else part.on_cpu).split(), f"--out={out}"]
     return [sys.executable, "-m", "benchmarks", part.benchmark, *arguments]
 
 
 def run_process(command: list[str], seconds: float, log: pathlib.Path) -> str:
-    """Runs a command and its children; returns "ok", "out of time", or "failed (status ...)"."""
+    """Runs a command; returns "ok", "out of time" or "failed (status ...)"."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -83,7 +83,7 @@ def run_process(command: list[str], seconds: float, log: pathlib.Path) -> str:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process and its children: SIGTERM, a pause, SIGKILL."""
+    """Stops a process and its children: SIGTERM, a pause, SIGKILL."""
     for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
@@ -96,10 +96,10 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def peers(result: Result) -> Iterator[tuple[str, str, str, float]]:
-    """(problem, other form, our form, how many times faster ours is) over all sizes.
+    """Speedups over other libraries: (problem, other form, our form, times faster), all sizes.
 
-    Only forms with the same position information are compared. Ours are the kernels, or without
-    any rope_jax_kernels in plain jax.numpy.
+    Only forms with the same position information are compared. Our form is a kernel, or where there
+    is none, rope_jax_kernels in plain jax.numpy.
     """
     found: dict[tuple[str, str, str], list[float]] = {}
     for what, times in _timed(result):
@@ -114,7 +114,7 @@ def peers(result: Result) -> Iterator[tuple[str, str, str, float]]:
 
 
 def _timed(result: Result) -> Iterator[tuple[str, dict[str, float]]]:
-    """(problem, times by form) of a result of rotary, attention or models."""
+    """Yields (problem, times by form) from a result of rotary, attention or models."""
     if result["benchmark"] == "models":
         forms: dict[str, dict[str, float]] = {}
         for row in result["rows"]:
@@ -131,7 +131,7 @@ def _timed(result: Result) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def summary(parts: list[dict[str, Any]], results: list[Result]) -> str:
-    """The status of the parts, the goals, and other software, for the terminal."""
+    """Status of the parts, goals and comparison with other libraries, for the terminal."""
     rows = [(x["part"], f"{x['seconds']:.0f}", x["status"]) for x in parts]
     lines = [format_table(("part", "seconds", "status"), rows), ""]
     found: dict[str, dict[str, Any]] = {}
@@ -158,13 +158,13 @@ def run(
     only: list[Literal[*PARTS]] = _ALL_PARTS,
     minutes: float = 8.8,
 ) -> None:
-    """Runs the parts and prints their figures; fails where a part left no result.
+    """Runs the parts and prints their results; fails if a part has no result.
 
     Args:
-        keep: unused: `out` is a folder.
+        keep: unused, because `out` is a folder.
         out: folder for results and logs.
         only: parts to run
-        minutes: for all parts together
+        minutes: time limit of all parts together
     """
     if out is None:
         raise SystemExit("--out must name a folder for results and logs")

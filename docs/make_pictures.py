@@ -1,8 +1,9 @@
 """Draws the pictures of the documentation: `python -m docs.make_pictures`, or `make tables`.
 
-Each picture shows the newest result of one part of `python -m experiments evidence` and carries its
-checksum, so that a test can tell whether it is up to date. Accuracies are means over seeds with
-their 95 % intervals. --all draws those that are up to date as well.
+Each picture shows the newest result of one part of `python -m experiments evidence`. The checksum
+of the result is stored in the picture, so that a test can check whether it is up to date.
+Accuracies are means over seeds with 95 % intervals. --all also redraws pictures that are up to
+date.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from experiments.evidence import accuracies, interval
 from rope_jax.analysis.plots import COLOURS, MARKERS
 
 FOLDER = ROOT / "docs" / "images"
-CHECKSUM = "Results"  # the name of the text in a PNG file
+CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
 POINTS = ("none", "rpb", "axial_rope")
@@ -29,11 +30,11 @@ class Picture:
     """One picture.
 
     Attributes:
-        file: its name in docs/images.
-        part: of the evidence.
-        title: also its description for those who do not see it.
-        backbone: for accuracy over resolution, one curve for each scheme of CURVES; None for the
-            accuracy of all backbones with the schemes of POINTS.
+        file: file name in docs/images.
+        part: part of the evidence experiment.
+        title: title, also used as alternative text.
+        backbone: the backbone of a plot of accuracy over resolution, with a curve per scheme of
+            CURVES; None for a plot of the accuracy of all backbones with the schemes of POINTS.
     """
 
     file: str
@@ -54,9 +55,9 @@ PICTURES = [
 
 
 def shown(picture: Picture, result: Result) -> list[str]:
-    """The schemes or backbones to draw.
+    """Returns the schemes or backbones to draw.
 
-    Schemes need several seeds; backbones need equally many of them for all of POINTS.
+    Schemes need several seeds; backbones need the same number of seeds for each of POINTS.
     """
 
     def seeds(backbone: str, scheme: str) -> int:
@@ -73,13 +74,13 @@ def shown(picture: Picture, result: Result) -> list[str]:
 
 
 def result_of(picture: Picture, results: Sequence[Result]) -> Result | None:
-    """The newest result of a picture's part, if there is anything to draw."""
+    """Returns the newest result of a picture's part, or None if there is nothing to draw."""
     result = newest(results, "evidence", part=picture.part)
     return result if result and shown(picture, result) else None
 
 
 def over_resolutions(axes: Any, result: Result, backbone: str, schemes: Sequence[str]) -> None:
-    """Accuracy over resolution, one curve for each scheme."""
+    """Plots accuracy over resolution, with a curve per scheme."""
     means = []
     for number, scheme in enumerate(schemes):
         runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == (backbone, scheme)]
@@ -87,7 +88,7 @@ def over_resolutions(axes: Any, result: Result, backbone: str, schemes: Sequence
         sides = sorted(all_sides)
         values = [accuracies(runs, backbone, scheme, side).values() for side in sides]
         mean, half = zip(*(interval(list(x)) for x in values), strict=True)
-        # A little aside, or intervals would hide each other.
+        # Shifted a little, so that intervals do not overlap.
         aside = (number - (len(schemes) - 1) / 2) * (sides[-1] - sides[0]) / 130
         axes.errorbar(
             [side + aside for side in sides],
@@ -103,13 +104,13 @@ def over_resolutions(axes: Any, result: Result, backbone: str, schemes: Sequence
         means += mean
     axes.set_xticks(sides)
     axes.axvline(trained, color="0.9", linewidth=8, zorder=0)
-    # Not by the intervals, which are wide for two seeds.
+    # Limits ignore the intervals, which are wide for two seeds.
     axes.set_ylim(max(min(means) - 8, 0), min(max(means) + 8, 100))
     axes.set_xlabel("test resolution (pixels; grey: training resolution)")
 
 
 def by_backbone(axes: Any, result: Result, backbones: Sequence[str]) -> None:
-    """Accuracy at the training resolution, a group of points for each backbone."""
+    """Plots accuracy at the training resolution, with a group of points per backbone."""
     for number, scheme in enumerate(POINTS):
         values = [accuracies(result["runs"], name, scheme, None).values() for name in backbones]
         mean, half = zip(*(interval(list(x)) for x in values), strict=True)
@@ -120,13 +121,13 @@ def by_backbone(axes: Any, result: Result, backbones: Sequence[str]) -> None:
 
 
 def checksum(result: Result) -> str:
-    """Name and SHA-256 of a result's file."""
+    """Name and SHA-256 of the file of a result."""
     path = ROOT / result["file"]
     return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def draw(picture: Picture, result: Result, folder: pathlib.Path) -> None:
-    """Writes a picture into a folder."""
+    """Draws a picture and writes it to a folder."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -146,7 +147,7 @@ def draw(picture: Picture, result: Result, folder: pathlib.Path) -> None:
 
 
 def drawn_from(path: pathlib.Path) -> str | None:
-    """The checksum in a picture; None where there is no file."""
+    """Returns the checksum stored in a picture; None if the file does not exist."""
     from PIL import Image
 
     if not path.exists():
@@ -156,7 +157,7 @@ def drawn_from(path: pathlib.Path) -> str | None:
 
 
 def stale(results: Sequence[Result]) -> list[str]:
-    """Names of the pictures that are missing, of another result, or of none."""
+    """Names of the pictures that are missing or out of date, or that have no result."""
     found = [(picture.file, result_of(picture, results)) for picture in PICTURES]
     expected = {file: checksum(result) for file, result in found if result}
     names = sorted(expected.keys() | {path.name for path in FOLDER.glob("*.png")})
@@ -164,7 +165,7 @@ def stale(results: Sequence[Result]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Draws the pictures that are not up to date."""
+    """Draws the pictures that are out of date."""
     results = read_results()
     of = {picture.file: (picture, result_of(picture, results)) for picture in PICTURES}
     for name in list(of) if "--all" in argv else stale(results):
@@ -173,7 +174,7 @@ def main(argv: Sequence[str]) -> None:
             draw(picture, result, FOLDER)
             print(f"drawn: {name}")
         elif (FOLDER / name).exists():
-            print(f"no result for {name}: delete it")
+            print(f"{name} has no result: delete the file")
 
 
 if __name__ == "__main__":

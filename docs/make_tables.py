@@ -1,8 +1,8 @@
 """Writes the tables of the documentation: `python -m docs.make_tables`, or `make tables`.
 
-The text between `<!-- table: NAME -->` and `<!-- end -->` in one of FILES is replaced by
-`TABLES[NAME]` of the newest results in benchmarks/results and experiments/results. With --check
-nothing is written, and a difference is an error.
+In each of FILES, the text between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the
+table that `TABLES[NAME]` creates from the newest results in benchmarks/results and
+experiments/results. With --check nothing is written, and a difference is an error.
 """
 
 import ast
@@ -31,7 +31,7 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def read_results(root: pathlib.Path | None = None) -> list[Result]:
-    """All results, the newest first; each with the path of its file as "file"."""
+    """Reads all results, newest first, with the path of each file under "file"."""
     root, results = root or ROOT, []
     for folder in ("benchmarks", "experiments"):
         for path in sorted((root / folder / "results").glob("*.json")):
@@ -43,7 +43,7 @@ def read_results(root: pathlib.Path | None = None) -> list[Result]:
 def newest(
     results: Sequence[Result], benchmark: str, platform: str | None = None, **settings: str
 ) -> Result | None:
-    """The newest result of a benchmark, on a platform and with settings where they are given."""
+    """Returns the newest result of a benchmark with the given platform and settings, or None."""
     for result in results:
         on_platform = platform in (None, result["machine"]["platform"])
         matches = settings.items() <= result["settings"].items()
@@ -53,12 +53,12 @@ def newest(
 
 
 def no_result(command: str) -> str:
-    """The text in the place of a table without a result."""
+    """Text in place of a table without results."""
     return f"No result yet: `python -m {command}`.\n"
 
 
 def origin(result: Result) -> str:
-    """Machine, versions, date and file of a result."""
+    """Device, jax version, date and file of a result."""
     version, date = result["versions"]["jax"], result["date"][:10]
     return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`"
 
@@ -99,7 +99,7 @@ def rotary_table(results: Sequence[Result]) -> str:
 
 
 def evidence(results: Sequence[Result]) -> str:
-    """Accuracies by backbone, scheme and resolution, and the papers' claims, of all parts."""
+    """Accuracies by backbone, scheme and resolution, and verdicts on the claims, of all parts."""
     texts = []
     for name, part in PARTS.items():
         if (result := newest(results, "evidence", part=name)) is None:
@@ -118,7 +118,7 @@ def evidence(results: Sequence[Result]) -> str:
 
 
 def accuracy_table(result: Result) -> str:
-    """Accuracy of every model of a part, at the training resolution and at others."""
+    """Accuracy of every model of a part, at the training resolution and others."""
     rows = []
     for model in PARTS[result["settings"]["part"]].models:
         runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == model]
@@ -177,7 +177,7 @@ def memory(results: Sequence[Result]) -> str:
         cells = [row["model"], str(row["gpus"]), str(row["fsdp"]), gib(row["state_bytes"])]
         cells += [gib(row["rest_bytes"][most]), str(row["largest_batch"]), collectives]
         rows.append(cells)
-    header = ["model", "GPUs", "fsdp", "state, GiB", f"the rest at {most} images per GPU, GiB"]
+    header = ["model", "GPUs", "fsdp", "state, GiB", f"other memory at {most} images per GPU, GiB"]
     text = markdown_table([*header, "largest batch per GPU", "collectives"], rows)
     rows = []
     for row in result["against_xla"]:
@@ -185,7 +185,7 @@ def memory(results: Sequence[Result]) -> str:
         rows.append([row["model"], *map(gib, both), f"{both[1] / both[0]:.2f}"])
     batch = result["against_xla"][0]["batch"]
     header = ["model", "with the attention kernels, GiB", "with XLA's attention, GiB", "ratio"]
-    text += f"\nThe rest at {batch} images per GPU, by implementation of attention:\n\n"
+    text += f"\nOther memory at {batch} images per GPU, by implementation of attention:\n\n"
     text += markdown_table(header, rows)
     text += f"\nAttention alone, one layer at {batch} images, forward and backward, "
     text += f"kernels / XLA:\n\n{attention_memory(result['attention'])}"
@@ -215,7 +215,7 @@ def attention_memory(layers: Sequence[dict]) -> str:
 
 
 def goals(results: Sequence[Result]) -> str:
-    """The goals, and the newest measurement of each."""
+    """Goals with the newest measurement of each."""
     rows = []
     for goal in GOALS:
         cells = [goal.name, goal.what, goal.floor, goal.goal, goal.moonshot, goal.limit]
@@ -227,9 +227,9 @@ def goals(results: Sequence[Result]) -> str:
 
 
 def reached(goal: Goal, result: Result) -> str:
-    """The value of a goal in a result, with its spread."""
+    """Value of a goal in a result, with its spread."""
     found, spread = result["goals"][goal.name], ""
-    if "each" in found:  # of a few models, which may have floors of their own
+    if "each" in found:  # of a few models, which may have separate floors
         each = (f"{of}: {value:.2f}" for of, value in found["each"].items())
         spread = f" ({'; '.join(each)})"
     elif "count" in found:
@@ -252,7 +252,7 @@ def startup_tables(results: Sequence[Result]) -> str:
 def _newest_tables(
     results: Sequence[Result], benchmark: str, table: Callable[[Result], str], *names: str
 ) -> str:
-    """The tables of the newest results for each platform (GPUs first) and value of settings."""
+    """Tables of the newest result for each platform (GPUs first) and combination of settings."""
     found: dict[str, Result] = {}
     for result in results:
         if result["benchmark"] == benchmark:
@@ -264,7 +264,7 @@ def _newest_tables(
 
 
 def data(results: Sequence[Result]) -> str:
-    """Images per second of the loader."""
+    """Images per second of the data loader."""
     if (result := newest(results, "data")) is None:
         return no_result("benchmarks data")
     about, size = result["photographs"], result["settings"]["size"][0]
@@ -273,12 +273,12 @@ def data(results: Sequence[Result]) -> str:
         speed = f"{row['images_per_cpu_second']:,.0f}"
         rows.append([row["way"], speed, f"{row['of_pillow']:.2f}"])
     pixels = f"{about['mean_pixels'] / 1000:.0f} thousand pixels on average, to {size} px"
-    table = markdown_table(["way", "images/s and core", "of Pillow's decoding"], rows)
+    table = markdown_table(["loader", "images/s per core", "relative to Pillow's decoding"], rows)
     return f"{table}\n{about['images']} photographs of {pixels}. {origin(result)}.\n"
 
 
 def commands(results: Sequence[Result]) -> str:
-    """The benchmarks and experiments, by the first sentence of their docstrings."""
+    """Benchmarks and experiments, with the first sentence of their docstrings."""
     del results
     rows = []
     for folder in ("benchmarks", "experiments"):
@@ -310,22 +310,22 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
 
 
 def fill(text: str, results: Sequence[Result]) -> str:
-    """The text with every marked table made anew.
+    """Replaces every marked table in a text.
 
     Raises:
-        ValueError: a table has a name that TABLES does not have.
+        ValueError: if the name of a table is not in TABLES.
     """
 
-    def made(block: re.Match) -> str:
+    def table(block: re.Match) -> str:
         if block[2] not in TABLES:
             raise ValueError(f"table {block[2]!r} is unknown; use one of {list(TABLES)}")
         return f"{block[1]}{TABLES[block[2]](results)}{block[3]}"
 
-    return BLOCK.sub(made, text)
+    return BLOCK.sub(table, text)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the tables; with --check, fails where a file differs from the results."""
+    """Writes the tables; with --check, fails if a file is out of date."""
     results, stale = read_results(ROOT), []
     for path in (ROOT / name for name in FILES):
         text = path.read_text()

@@ -1,1 +1,1 @@
-"""Experiments behind the figures of the documentation: `python -m experiments NAME`."""
+"""Experiments whose results the documentation shows: `python -m experiments NAME`."""

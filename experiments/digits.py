@@ -2,8 +2,8 @@
 
     python -m experiments digits --out experiments/results/digits_cpu.json
 
-Runs the command that a user would type for each (scheme, seed). Finished runs in the workdir are
-not repeated. About ten minutes on two CPU cores.
+Runs `rope_jax.main` once for each scheme and seed; runs that are finished in the workdir are not
+repeated. Takes about ten minutes on two CPU cores.
 """
 
 import json
@@ -40,11 +40,11 @@ def run(
     """Trains every scheme with seed 0, and one scheme with further seeds.
 
     Args:
-        keep: writes the result.
+        keep: saves the result.
         workdir: folder for the workdirs of the runs
         schemes: schemes to train
-        repeat: scheme that is trained with further seeds
-        more_seeds: the further seeds
+        repeat: scheme to train with further seeds
+        more_seeds: further seeds of that scheme
     """
     settings = {"workdir": workdir, "schemes": schemes, "more_seeds": more_seeds}
     settings |= {"repeat": repeat, "recipe": RECIPE}

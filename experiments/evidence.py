@@ -6,15 +6,15 @@
     python -m experiments evidence cifar10 --data FILE.npz --out FILE.json
     python -m experiments evidence tiny_imagenet --data FILE.npz --out FILE.json
 
-The first three train small models on a part of Fashion-MNIST, whose official files are in FOLDER,
-one run per CPU core at a time. The others need a GPU: one run after the other, the images on the
-device, all seeds of a scheme in one run; `packed` below describes their FILE.npz. Each run is the
-command that a user would type, with a recipe of `configs/`.
+The first three train small models on a part of Fashion-MNIST, with the official files in FOLDER,
+one run per CPU core at a time. The other two need a GPU: runs follow each other, with the images on
+the device and all seeds of a scheme in one run; `packed` below describes FILE.npz. Each run is an
+ordinary `rope_jax.main` command with a recipe from `configs/`.
 
 Runs that are finished in the workdir or in the file of --out are not repeated: `--minutes 8` stops
-after eight minutes, and the same command continues. Differences are taken seed by seed; intervals
-are 95 % (Student's t). What follows `--` are flags of all runs, which then have workdirs of their
-own: `... -- --config.epochs=0.1`.
+after eight minutes, and the same command continues. Differences are computed per seed; intervals
+are 95 % (Student's t). Arguments after `--` are passed to all runs, which then have separate
+workdirs: `... -- --config.epochs=0.1`.
 """
 
 import dataclasses
@@ -46,19 +46,19 @@ _BASIC = ["none", "rpb", "axial_rope"]
 _STAGED = [*_BASIC, "rope2d", "rope_mixed", "ape", "lape(ape)", "rope_mixed+rpb"]
 _COMPACT = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")
 
-Model = tuple[str, str | None]  # backbone, and scheme or None for the backbone's own
+Model = tuple[str, str | None]  # backbone, and scheme (None for the backbone's default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A paper's statement about the accuracy of two models.
+    """A paper's claim about the accuracies of two models.
 
     Attributes:
-        source: paper and place.
+        source: paper, and its table or figure.
         better: the model that is claimed to be better.
-        worse: the other one.
+        worse: the model that it is compared with.
         resolution: side in pixels; None for the training resolution.
-        equal: the claim is that the two do not differ.
+        equal: True if the claim is that the two do not differ.
     """
 
     source: str
@@ -69,7 +69,7 @@ class Claim:
 
 
 class Run(NamedTuple):
-    """One command: a backbone with a scheme, trained with these seeds."""
+    """One training command: a backbone with a scheme, and its seeds."""
 
     backbone: str
     position: str | None
@@ -78,20 +78,21 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Runs on one image set.
+    """The runs on one image set.
 
     Attributes:
-        recipe: of `configs/`.
+        recipe: name of a recipe in `configs/`.
         models: all models of the part.
-        images: (path of --data, file to write) -> the .npz file of the images.
-        name: of the file to write.
-        about: the image set, in words.
+        images: function of the path of --data and a file to write, which returns the .npz file of
+            the images.
+        name: name of the file to write.
+        about: description of the image set.
         backbone: the recipe's argument for the backbone.
-        seeds: the default of --seeds.
-        arguments: further arguments of the recipe, as "epochs=10".
-        together: one run trains all seeds, and runs follow each other: on a GPU.
+        seeds: default of --seeds.
+        arguments: further arguments of the recipe, such as "epochs=10".
+        together: True to train all seeds in one run, one run at a time (on a GPU).
         smaller: sides in pixels below the training resolution at which schemes are compared.
-        larger: those above it.
+        larger: sides in pixels above the training resolution.
     """
 
     recipe: str
@@ -107,12 +108,12 @@ class Part:
     larger: tuple[int, ...] = ()
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
-        """All runs, in the order in which they start."""
+        """Returns all runs in the order in which they start."""
         groups = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
         return [Run(*model, group) for group in groups for model in self.models]
 
     def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
-        """The name of a run's workdir; other flags, seeds or parts have other names."""
+        """Name of a run's workdir, which differs for other flags, seeds or parts."""
         image_set = [self.name] if self.together else []
         more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
         model = [run.backbone, run.position or "default", *map(str, run.seeds)]
@@ -121,7 +122,7 @@ class Part:
     def command(
         self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()
     ) -> list[str]:
-        """The command of a run."""
+        """Returns the command of a run."""
         given = {"path": images, self.backbone: run.backbone}
         given |= {"position": run.position, "seed": run.seeds[0]}
         arguments = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -134,7 +135,7 @@ class Part:
 
 
 def first_of_fashion_mnist(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
-    """Writes the first 10,000 training and 5,000 test images into one file."""
+    """Writes the first 10,000 training and 5,000 test images to one file."""
     arrays = {}
     for split, count in (("train", 10_000), ("test", 5_000)):
         images = data.load("idx", str(folder), split)
@@ -144,18 +145,23 @@ def first_of_fashion_mnist(folder: pathlib.Path, path: pathlib.Path) -> pathlib.
 
 
 def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
-    """The .npz file of pixels for a file of pixels, or of concatenated JPEGs, which are decoded.
+    """Returns an .npz file of pixels; decodes a file of concatenated JPEGs into one.
 
-    A file of pixels has train_images uint8 [n, H, W, 3], train_labels, test_images, test_labels.
+    A file of pixels has the arrays train_images uint8 [n, H, W, 3], train_labels, test_images and
+    test_labels, and is returned unchanged.
 
-    JPEGs are concatenated in `body`: file k from offsets[k] to offsets[k + 1], without the bytes
-    that many have in common. Those are put before it: `header`, or where there are several the
-    piece of it from header_offsets[i] to header_offsets[i + 1], i = header_id[k]. `split` is 0 for
-    training images and 1 for test images; without it the first 50,000 are for training. Gaps in
-    `labels` are closed.
+    A file of JPEGs has an array `body`, with image k from offsets[k] to offsets[k + 1], without the
+    bytes at its start that images have in common. These are in `header`, or in one of several
+    pieces of it, from header_offsets[i] to header_offsets[i + 1] with i = header_id[k]. `split` is
+    0 for training images and 1 for test images; without it, the first 50,000 are for training.
+    `labels` are renumbered from 0 without gaps.
+
+    Args:
+        file: the file to read.
+        path: the file to write.
 
     Raises:
-        SystemExit: the file holds neither.
+        SystemExit: if the file has neither form.
     """
     with np.load(file) as archive:
         if "train_images" in archive.files:
@@ -163,7 +169,7 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
         if missing := {"body", "offsets", "header", "labels"} - set(archive.files):
             raise SystemExit(
                 f"--data {file} has neither train_images nor {', '.join(sorted(missing))}: "
-                "name a file with pixels or JPEGs"
+                "pass a file with pixels or JPEGs"
             )
         read = {name: archive[name] for name in archive.files}
     body, offsets, header = read["body"].tobytes(), read["offsets"], read["header"].tobytes()
@@ -182,7 +188,7 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
 
 
 def _saved(arrays: dict[str, np.ndarray], path: pathlib.Path) -> pathlib.Path:
-    """Writes an .npz file, whole or not at all."""
+    """Writes an .npz file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name("incomplete.npz")
     np.savez(temporary, **arrays)
@@ -240,19 +246,19 @@ PARTS = {
 
 
 def claims(name: str) -> Iterator[Claim]:
-    """The claims that the runs of a part can test."""
+    """Yields the claims that the runs of a part can test."""
     made = set(PARTS[name].models)
     return (x for x in _of_papers(PARTS[name], name) if {x.better, x.worse} <= made)
 
 
 def _of_papers(part: Part, name: str) -> Iterator[Claim]:
-    """The papers' claims about the backbones of a part, whether it has the models or not."""
+    """Yields all claims about the backbones of a part, also about models that it lacks."""
     smaller, larger = part.smaller, part.larger
     sides = (*smaller, None, *larger)
     for backbone in dict.fromkeys(backbone for backbone, _ in part.models):
         has_fractions = (backbone, _FRACTIONS[1]) in part.models
         axial = _FRACTIONS[1] if has_fractions else "axial_rope"
-        # Heo et al.'s figure 4 is about ViT, which has APE; figure 5 about Swin, which has RPB.
+        # Heo et al.'s figure 4 compares with APE on ViT, figure 5 with RPB on Swin.
         figure, table = (5, "rpb") if backbone in ("swin", "nat") else (4, "ape")
         part_is_enough = "thesis, table 4.3: a part of the channels is enough"
         share = "thesis, tables 4.2 and 4.3: heads may share angles"
@@ -281,9 +287,9 @@ def _of_papers(part: Part, name: str) -> Iterator[Claim]:
 
 
 def start(command: list[str], core: int | None) -> subprocess.Popen:
-    """Starts a run, on one core where one is named."""
+    """Starts a run, on one core unless it is None."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    if core is not None:  # at once: XLA makes as many threads as it finds cores
+    if core is not None:  # before XLA starts one thread per core
         os.sched_setaffinity(process.pid, {core})
     return process
 
@@ -294,16 +300,16 @@ def train(
     minutes: float,
     done: Callable[[], None],
 ) -> list[str]:
-    """Runs commands, one per core at a time; when the time is up they are asked to save and stop.
+    """Runs commands, one per core at a time; at the time limit they save a checkpoint and stop.
 
     Args:
-        commands: by the names under which they are announced.
-        cores: for one run each; a single None for one run at a time, on all cores.
-        minutes: after which nothing more is started.
-        done: called after each run that has ended.
+        commands: the commands, by the names that are printed.
+        cores: cores for one run each; a single None for one run at a time, on all cores.
+        minutes: time limit.
+        done: called when a run has ended.
 
     Returns:
-        The runs that failed, with their status; the others continue.
+        A line for each run that failed; the others continue.
     """
     free, running, waiting, failed = list(cores), {}, list(commands), []
     end = time.monotonic() + 60 * minutes
@@ -324,7 +330,7 @@ def train(
             if time.monotonic() >= end:
                 for process, _ in running.values():
                     process.send_signal(signal.SIGTERM)
-                while running:  # their status does not matter: they were asked to stop
+                while running:  # their status is ignored, as they were stopped
                     running.popitem()[1][0].wait()
                 done()
             time.sleep(0.2)
@@ -335,7 +341,7 @@ def train(
 
 
 def collect(run: Run, workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The accuracies of each seed of a run; none where it is not finished."""
+    """Returns the accuracies of each seed of a run; none if the run is not finished."""
     path = workdir / "results.json"
     if not path.exists():
         return []
@@ -352,26 +358,26 @@ def collect(run: Run, workdir: pathlib.Path) -> list[dict[str, Any]]:
 def earlier(
     out: pathlib.Path | None, part: str, flags: Sequence[str], images: str
 ) -> list[dict[str, Any]]:
-    """The runs that an earlier call has written.
+    """Returns the runs in the file of an earlier call.
 
     Raises:
-        SystemExit: they are of another experiment or part, other flags, or other images.
+        SystemExit: if they belong to another experiment or part, other flags, or other images.
     """
     if out is None or not out.exists():
         return []
     result = json.loads(out.read_text())
     if result["benchmark"] != "evidence":
-        raise SystemExit(f"{out} holds a result of {result['benchmark']}: name another file")
+        raise SystemExit(f"{out} holds a result of {result['benchmark']}: use another file")
     of = result["settings"]
     on = of.get("data", images)  # the first results had no such field
     if (of["part"], list(of["flags"]), on) != (part, list(flags), images):
         about = f"part {of['part']} with flags {of['flags']} on {on}"
-        raise SystemExit(f"{out} holds runs of {about}: name another file")
+        raise SystemExit(f"{out} holds runs of {about}: use another file")
     return result["runs"]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95 % interval (Student's t), which is NaN for a single value."""
+    """Mean and half width of the 95 % interval (Student's t); NaN for a single value."""
     if len(values) == 1:
         return values[0], math.nan
     error = statistics.stdev(values) / math.sqrt(len(values))
@@ -381,7 +387,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def accuracies(
     found: Sequence[dict[str, Any]], backbone: str, position: str | None, resolution: int | None
 ) -> dict[int, float]:
-    """Top-1 accuracy in percent of a model, by seed; resolution None for that of training."""
+    """Top-1 accuracy of a model in per cent, by seed; resolution=None is that of training."""
     values = {}
     for run in found:
         if (run["backbone"], run["position"]) == (backbone, position):
@@ -399,10 +405,10 @@ class Verdict:
     """The outcome of a claim.
 
     Attributes:
-        difference: mean over seeds, in points of accuracy.
-        half_width: of its 95 % interval.
-        seeds: that both sides have.
-        verdict: in words.
+        difference: mean difference over seeds, in percentage points.
+        half_width: half width of its 95 % interval.
+        seeds: number of seeds with which both models were trained.
+        verdict: "shown", "not shown", "the opposite", "a difference" or "no difference seen".
     """
 
     difference: float
@@ -415,7 +421,7 @@ class Verdict:
 
 
 def judge(claim: Claim, found: Sequence[dict[str, Any]]) -> Verdict | None:
-    """The difference of a claim's two sides over their common seeds; None below two seeds."""
+    """Judges a claim by the seeds that both models have; None for fewer than two seeds."""
     better = accuracies(found, *claim.better, claim.resolution)
     worse = accuracies(found, *claim.worse, claim.resolution)
     seeds = sorted(better.keys() & worse.keys())
@@ -430,12 +436,42 @@ def judge(claim: Claim, found: Sequence[dict[str, Any]]) -> Verdict | None:
 
 
 def sides(claim: Claim) -> str:
-    """The comparison of a claim, in Markdown."""
+    """Formats the comparison of a claim in Markdown."""
     (backbone, position), (other, plain) = claim.better, claim.worse
     better = f"`{backbone}`" + (f" with `{position}`" if position else "")
     worse = f"`{other}`" + (f" with `{plain}`" if plain else "")
     where = "" if claim.resolution is None else f" at {claim.resolution} px"
     return f"{better} {'equal to' if claim.equal else 'above'} {worse}{where}"
+
+
+def _check_arguments(name: str, seeds: Sequence[int], backbones: Sequence[str]) -> None:
+    """Raises SystemExit for seeds or backbones that a part cannot train."""
+    part = PARTS[name]
+    if part.together and list(seeds) != list(range(seeds[0], seeds[0] + len(seeds))):
+        raise SystemExit(
+            f"--seeds {' '.join(map(str, seeds))}: part {name} trains all seeds in one run, "
+            "so they must be consecutive"
+        )
+    known = dict.fromkeys(backbone for backbone, _ in part.models)
+    if unknown := set(backbones) - set(known):
+        given = " ".join(sorted(unknown))
+        raise SystemExit(f"--backbones {given}: part {name} has {', '.join(known)}")
+
+
+def is_finished(run: Run, found: Sequence[dict[str, Any]]) -> bool:
+    """Whether the results of all seeds of a run are there."""
+    there = {(one["backbone"], one["position"], one["seed"]) for one in found}
+    return {(run.backbone, run.position, seed) for seed in run.seeds} <= there
+
+
+def print_summary(name: str, runs: Sequence[Run], found: Sequence[dict[str, Any]]) -> None:
+    """Prints the verdict on each claim, and how many runs are finished."""
+    for claim in claims(name):
+        if verdict := judge(claim, found):
+            print(f"{sides(claim)}: {verdict} ({claim.source})")
+    done = sum(is_finished(run, found) for run in runs)
+    more = "" if done == len(runs) else "; run the same command again to continue"
+    print(f"{done} of {len(runs)} runs are finished{more}")
 
 
 def run(
@@ -449,44 +485,32 @@ def run(
     backbones: list[str] | None = None,
     out: pathlib.Path | None = None,
 ) -> None:
-    """Trains, collects, judges.
+    """Trains the models of a part, collects their accuracies and judges the claims.
 
     Args:
-        keep: writes the result.
-        name: of the part
-        flags: of all runs.
-        data: the folder of Fashion-MNIST's official files, or an .npz file
+        keep: saves the result.
+        name: name of the part
+        flags: flags of all runs.
+        data: folder of Fashion-MNIST's official files, or an .npz file
         workdir: folder for the workdirs of the runs
-        minutes: stop after this time; the same command continues
-        seeds: default: those of the part
-        backbones: train these alone
-        out: the JSON file, of which finished runs are taken.
+        minutes: time limit; the same command continues
+        seeds: seeds to train; default: those of the part
+        backbones: train only these
+        out: the JSON file; runs that it holds are not repeated.
     """
     part = PARTS[name]
     seeds = seeds or list(part.seeds)
-    if part.together and seeds != list(range(seeds[0], seeds[0] + len(seeds))):
-        raise SystemExit(
-            f"--seeds {' '.join(map(str, seeds))}: part {name} trains them in one run, "
-            "so they must be consecutive"
-        )
-    runs = part.runs(seeds)
-    known = dict.fromkeys(run.backbone for run in runs)
-    if unknown := set(backbones or ()) - set(known):
-        given = " ".join(sorted(unknown))
-        raise SystemExit(f"--backbones {given}: part {name} has {', '.join(known)}")
-    found = earlier(out, name, flags, data.name)
-
-    def finished(run: Run) -> bool:
-        there = {(one["backbone"], one["position"], one["seed"]) for one in found}
-        return {(run.backbone, run.position, seed) for seed in run.seeds} <= there
+    _check_arguments(name, seeds, backbones or [])
+    runs, found = part.runs(seeds), earlier(out, name, flags, data.name)
 
     def collect_all() -> None:
         for run in runs:
-            if not finished(run):
+            if not is_finished(run, found):
                 new = collect(run, workdir / part.folder(run, flags))
                 found.extend(one for one in new if one not in found)
         settings = {"part": name, "seeds": seeds, "flags": list(flags), "data": data.name}
-        cores, complete = len(os.sched_getaffinity(0)), all(map(finished, runs))
+        complete = all(is_finished(run, found) for run in runs)
+        cores = len(os.sched_getaffinity(0))
         keep(settings=settings, cores=cores, complete=complete, runs=found)
 
     images = workdir / f"{part.name}.npz"
@@ -497,16 +521,11 @@ def run(
     commands = {
         part.folder(run, flags): part.command(run, images, workdir, flags)
         for run in runs
-        if not finished(run) and run.backbone in (backbones or known)
+        if not is_finished(run, found) and (backbones is None or run.backbone in backbones)
     }
     cores = [None] if part.together else sorted(os.sched_getaffinity(0))
     failed = train(commands, cores, minutes, collect_all)
     collect_all()
-    for claim in claims(name):
-        if verdict := judge(claim, found):
-            print(f"{sides(claim)}: {verdict} ({claim.source})")
-    left = sum(not finished(run) for run in runs)
-    more = ": the same command continues" if left else ""
-    print(f"{len(runs) - left} of {len(runs)} runs are finished{more}")
+    print_summary(name, runs, found)
     if failed:
         raise SystemExit("; ".join(failed))

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,7 @@ from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.files import file_sha256
 from rope_jax.models.pretrained import Preprocessing, load_pretrained
 from rope_jax.models.registry import create_model, find_model
-from rope_jax.restore import read_checkpoint
+from rope_jax.restore import create, read_checkpoint
 from rope_jax.text import image_pair
 
 
@@ -21,6 +23,7 @@ class LoadedModel:
 
     Attributes:
         model: with its weights.
+        create: creates the model with its initial weights.
         name, position: as for `create_model`.
         image_size: (height, width) in pixels, at training or creation.
         preprocessing: resizing, crop and normalisation that the weights expect.
@@ -31,6 +34,7 @@ class LoadedModel:
     """
 
     model: nnx.Module
+    create: Callable[[], nnx.Module]
     name: str
     position: str
     image_size: tuple[int, int]
@@ -89,6 +93,7 @@ def _load_run(arguments: argparse.Namespace) -> LoadedModel:
     averaged = ", averaged weights (EMA)" if config.averaged else ""
     return LoadedModel(
         model,
+        functools.partial(create, config),
         config.model.name,
         config.model.position or find_model(config.model.name).position,
         image_pair(config.data.image_size),
@@ -111,7 +116,8 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
     with blame("--model"):
         entry = find_model(arguments.model)
         size = image_pair(arguments.image_size or entry.image_size)
-        model = create_model(
+        fresh = functools.partial(
+            create_model,
             arguments.model,
             position=arguments.position,
             num_classes=arguments.num_classes,
@@ -120,6 +126,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
             dtype=jnp.dtype(arguments.dtype or "float32"),
             **model_overrides(arguments.options),
         )
+        model = fresh()
     weights, preprocessing, sha256 = f"fresh, seed {seed}", Preprocessing(), None
     if arguments.weights is not None:
         try:
@@ -130,7 +137,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         sha256 = _sha256_if_file(weights)
     position = arguments.position or entry.position
     return LoadedModel(
-        model, arguments.model, position, size, preprocessing, None, weights, sha256=sha256
+        model, fresh, arguments.model, position, size, preprocessing, None, weights, sha256=sha256
     )
 
 

@@ -15,7 +15,7 @@ from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained.files import WeightsFile, open_weights
 from rope_jax.models.registry import create_model
-from rope_jax.sharding import like, make_mesh, replicated
+from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.text import image_pair
 from rope_jax.workdir.checkpoint import Checkpoints, named_leaves, some_of
 
@@ -44,9 +44,20 @@ def load_checkpoint(
 ) -> tuple[nnx.Module, Config]:
     """Loads a model from a run's checkpoint.
 
-    >>> load_checkpoint("runs/none")
-    Traceback (most recent call last):
-    FileNotFoundError: runs/none holds no checkpoints; pass the --workdir of a run of rope_jax.main
+    >>> import dataclasses, tempfile
+    >>> config = resolve(
+    ...     {
+    ...         "model": {"num_classes": 10, "options": "depth=1,width=16,heads=2"},
+    ...         "data": {"image_size": 8},
+    ...     }
+    ... )
+    >>> trained, workdir = create(config), pathlib.Path(tempfile.mkdtemp())
+    >>> with Checkpoints(workdir / "checkpoints") as checkpoints:  # as a run does
+    ...     state = {"params": nnx.to_pure_dict(nnx.state(trained, nnx.Param))}
+    ...     checkpoints.save(1, state, about={"config": dataclasses.asdict(config)})
+    >>> model, config = load_checkpoint(str(workdir))
+    >>> config.model.name, model.head.kernel.shape
+    ('vit_digits', (16, 10))
 
     Args:
         path: the run's workdir.
@@ -89,7 +100,7 @@ def read_checkpoint(
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
         states = {name: state for name, kind in kinds.items() if (state := _state(model, kind))}
         shapes = jax.eval_shape(lambda: seeds.stack([states] * config.seeds))
-        loaded = checkpoints.load(step, like(shapes, replicated(make_mesh())))
+        loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
         for state in seeds.take(loaded, config, own.seed - config.seed).values():
             nnx.update(model, state)
     return model, own, step

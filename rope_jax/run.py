@@ -24,7 +24,7 @@ from rope_jax.evaluate import (
     write_results,
 )
 from rope_jax.files import locked, warn, write_file
-from rope_jax.sharding import like, of_first, state_shardings
+from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
 from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, initial_state, prepare
@@ -187,13 +187,13 @@ def load_newest(
         raise ConfigError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(changed.values())}): "
             "use another workdir, or the same settings; "
-            f"--resume_override={','.join(changed)} goes on with the new ones"
+            f"--resume_override={','.join(changed)} resumes with the new ones"
         )
     if overridden := differences(stored, setup.config):
-        warn(f"WARNING: going on with other settings: {'; '.join(overridden)}")
+        warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     with blame("--workdir"):
-        state = checkpoints.load(step, like(shapes, state_shardings(shapes, setup.mesh)))
+        state = checkpoints.load(step, with_shardings(shapes, state_shardings(shapes, setup.mesh)))
     complete = ": training is complete" if step == setup.total_steps else ""
     print(f"found step {step} of {setup.total_steps} in {workdir}{complete}")
     return state
@@ -209,7 +209,9 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[],
         for size in resolutions(config)
         for label in seeds.row_labels(config)
     ]
-    if of_first(results is None or results["step"] != step or not same_rows(results, wanted)):
+    if from_first_process(
+        results is None or results["step"] != step or not same_rows(results, wanted)
+    ):
         rows = evaluate_state(setup, state, poll=poll)
         if jax.process_index() == 0:
             write_results(workdir, step, rows)

@@ -74,8 +74,13 @@ def state_shardings(state: Any, mesh: AnyMesh) -> Any:
     return jax.tree.map(lambda x: split_parameter(x.shape, mesh), state)
 
 
-def like(tree: Any, shardings: Any) -> Any:
-    """Shapes and dtypes of a tree with the given shardings (one, or a tree of them)."""
+def with_shardings(tree: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s of a tree's arrays, with the given shardings.
+
+    Args:
+        tree: arrays, or their shapes.
+        shardings: one for all arrays, or a tree of them.
+    """
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(
@@ -135,8 +140,8 @@ def join(heartbeat: int) -> None:
         ) from error
 
 
-def of_first(value: bool) -> bool:
-    """The first process's value, in all processes."""
+def from_first_process(value: bool) -> bool:
+    """Returns the first process's value on all processes."""
     return (
         value
         if jax.process_count() == 1
@@ -144,29 +149,28 @@ def of_first(value: bool) -> bool:
     )
 
 
-class Loudest:
-    """The maximum of a number over all processes, without waiting: the result is one call old.
+class MaximumOverProcesses:
+    """Maximum of a number over all processes, without waiting: a call returns the previous one's.
 
-    All processes must make the same calls. A single process gets its own number back at once.
+    All processes must make the same calls; the first returns 0. With a single process a call
+    returns its own number.
     """
 
     def __init__(self) -> None:
-        self._asked: Array | None = None
+        self._pending: Array | None = None
 
     def __call__(self, number: int) -> int:
         if jax.process_count() == 1:
             return number
         mesh = make_mesh()
         own = np.full(jax.local_device_count(), number, np.int32)
-        asked = _largest(
-            jax.make_array_from_process_local_data(split_batch(mesh), own), replicated(mesh)
-        )
-        before, self._asked = self._asked, asked
-        return 0 if before is None else int(before)
+        numbers = jax.make_array_from_process_local_data(split_batch(mesh), own)
+        previous, self._pending = self._pending, _maximum(numbers, replicated(mesh))
+        return 0 if previous is None else int(previous)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _largest(numbers: Array, sharding: NamedSharding) -> Array:
+def _maximum(numbers: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(numbers.max(), sharding)
 
 
@@ -174,8 +178,8 @@ def over_batch(f: Callable[[Any, Any], Any], batched: Any, shared: Any) -> Any:
     """f(batched, shared), computed on each device for its own examples.
 
     XLA cannot partition a GPU kernel and would gather its operands; inside `shard_map` it need
-    not. f is called directly if no mesh of this module is in force (see `in_force`), if the mesh
-    does not divide the batch, and inside another `jax.shard_map`.
+    not. f is called directly outside `use_mesh`, if the mesh does not divide the batch, and inside
+    another `jax.shard_map`.
 
     Args:
         f: a function that treats examples independently; the batch is the first axis of its result.
@@ -201,7 +205,7 @@ def by_example(x: Array) -> Array:
 
 
 def _mesh_for(batched: list[Array]) -> AbstractMesh | None:
-    """The mesh in force, if it is one of this module and divides these arrays."""
+    """The mesh of `use_mesh`, if it divides these arrays; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     ours = (
         mesh.size > 1
@@ -211,8 +215,8 @@ def _mesh_for(batched: list[Array]) -> AbstractMesh | None:
     return mesh if ours and all(x.shape[0] % mesh.size == 0 for x in batched) else None
 
 
-def in_force(mesh: AnyMesh) -> Any:
-    """A context in which models are traced for this mesh, see `over_batch`."""
+def use_mesh(mesh: AnyMesh) -> Any:
+    """Context manager in which models are traced for a mesh (see `over_batch`)."""
     return jax.sharding.use_abstract_mesh(
         mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     )

@@ -18,6 +18,15 @@ def test_the_python_of_the_readme_runs(code, quick_compiles):
     exec(code, {})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code", re.findall(r"```python\n(.*?)```", PAGES["models.md"], re.DOTALL), ids=["load", "save"]
+)
+def test_the_python_of_the_models_page_runs(code, quick_compiles, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+
+
 def test_the_readme_is_short_and_about_what_is_there():
     assert len(README.splitlines()) <= 150
     for text in (README, *PAGES.values()):

@@ -1,11 +1,12 @@
-"""Pictures and numbers of what a model does with position, one command for each.
+"""Analyses of how a model uses position: attention, frequencies, correlation, costs.
 
     python -m rope_jax.analysis attention runs/digits
     python -m rope_jax.analysis maps --model=deit_s16 --weights=deit_s.safetensors --images=cat.jpg
     python -m rope_jax.analysis fourier --model=deit3_s16 --position=rope_mixed
     python -m rope_jax.analysis costs --model=swin_t --positions none rpb axial_rope rope_mixed
 
-Each writes NAME.png and NAME.json into --out: a folder, by default the workdir.
+Each command writes its figures to NAME.json and its plots to .png files in the folder --out, by
+default the workdir.
 """
 
 import argparse
@@ -33,12 +34,11 @@ from rope_jax.analysis.rotation import (
     rotation_angles,
     score_decay,
 )
-from rope_jax.config import ConfigError, model_overrides
+from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.models.registry import create_model
 from rope_jax.text import format_table, image_pair
 from rope_jax.training.setup import load_split
 
@@ -60,12 +60,12 @@ def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.P
 
 
 def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
-    """Attention of one token on the first image, in each layer (mean of the heads)."""
+    """Attention map of one token on the first image, in each layer (mean over heads)."""
     query = None if arguments.query is None else _query(arguments.query)
     images = next(_image_batches(loaded, arguments))[:1]
     layers = attention_maps(loaded.model, _normalised(images, loaded), query=query)
     shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
-    mark, token = query, "the marked place"
+    mark, token = query, "the marked position"
     if query is None:
         (position, _), *_ = loaded.model.positions(loaded.image_size)
         mark, token = (None, "the class token") if position.stage.prefix else ((0.5, 0.5), token)
@@ -75,7 +75,7 @@ def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) 
 
 
 def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
-    """A point reconstructed from the frequencies of a rotary scheme (Heo et al., figure 1)."""
+    """Reconstruction of a point from the frequencies of a rotary scheme (Heo et al., figure 1)."""
     stages = loaded.model.positions(loaded.image_size)
     shown = {}
     for number, (position, grid) in enumerate(stages, 1):
@@ -86,7 +86,9 @@ def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
             for layer, own in enumerate(freqs, 1):
                 shown[f"{stage}layer {layer}"] = fourier_reconstruction(own, grid)
         shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-    plots.panels(shown, out / "fourier.png", title=f"{loaded.title}: reconstruction of one place")
+    plots.panels(
+        shown, out / "fourier.png", title=f"{loaded.title}: reconstruction of one position"
+    )
     return {"maps": shown}
 
 
@@ -101,13 +103,16 @@ def correlation(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib
 
 
 def decay(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
-    """Decay of scores with the distance of query and key."""
+    """Decay of attention scores with the distance between query and key."""
     position, grid = loaded.model.positions(loaded.image_size)[0]
     distances = np.arange(2 * max(grid) + 1, dtype=float)
     score, bound = score_decay(frequencies(position, grid), distances)
-    curves = {"score of equal contents": (distances, score), "RoFormer's bound": (distances, bound)}
+    curves = {
+        "score for equal features": (distances, score),
+        "RoFormer's bound": (distances, bound),
+    }
     title = f"{loaded.title}, {grid[0]}x{grid[1]} tokens"
-    axes = {"x": "distance (tokens)", "y": "relative to distance 0"}
+    axes = {"x": "distance (tokens)", "y": "score relative to distance 0"}
     plots.lines(curves, out / "decay.png", title=title, **axes)
     return {"distances": distances, "score": score, "bound": bound}
 
@@ -116,30 +121,23 @@ def learned(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
     """Learned frequencies before and after training, in radians per token."""
     stages = loaded.model.positions(loaded.image_size)
     if not 1 <= arguments.stage <= len(stages):
-        raise ConfigError(f"--stage={arguments.stage} is not one of 1 to {len(stages)}")
+        raise ConfigError(
+            f"--stage={arguments.stage} must be from 1 to {len(stages)}, the model's stages"
+        )
     trained, grid = stages[arguments.stage - 1]
     if not trained.learnable:
         raise ConfigError(
-            f"{loaded.position} does not learn its frequencies: use rope_mixed or axial_rope_v1"
+            f"{loaded.position} has no learned frequencies: use rope_mixed or axial_rope_v1"
         )
-    config = loaded.config
-    model = create_model(
-        loaded.name,
-        position=loaded.position,
-        num_classes=loaded.model.head.out_features,
-        image_size=loaded.image_size,
-        seed=config.seed if config else arguments.seed or 0,
-        **model_overrides(config.model.options if config else arguments.options),
-    )
-    fresh, _ = model.positions(loaded.image_size)[arguments.stage - 1]
-    before, after = frequencies(fresh, grid), frequencies(trained, grid)
+    initial, _ = loaded.create().positions(loaded.image_size)[arguments.stage - 1]
+    before, after = frequencies(initial, grid), frequencies(trained, grid)
     title = f"{loaded.title}: frequencies before and after training"
     plots.frequencies_before_and_after(before, after, out / "learned.png", title=title)
     return {"before": before, "after": after}
 
 
 def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
-    """Rotation angle of each dimension, in all readings of the thesis (figure C.1)."""
+    """Rotation angle per dimension, for each reading of the thesis' formula (figure C.1)."""
     heads, found = arguments.heads, {}
     for width in map(int, arguments.widths.split(",")):
         curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
@@ -149,17 +147,17 @@ def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
             out / f"angles_{width}.png",
             x="dimension",
             y="angle at coordinate 1 (radians)",
-            title=f"2-D RoPE, and Axial RoPE in its readings ({heads} heads), {width} dimensions",
+            title=f"2-D RoPE and the readings of Axial RoPE ({heads} heads), {width} dimensions",
             yscale="log",
         )
     return found
 
 
 def costs(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
-    """Parameters and operations of each scheme in a model."""
+    """Number of parameters and operations that each scheme adds to a model."""
     size = image_pair(arguments.image_size)
     rows = scheme_costs(arguments.model, arguments.positions, size)
-    header = ("position", "its parameters", "all parameters", "multiply-adds", "its operations")
+    header = ("position", "parameters", "model's parameters", "multiply-adds", "operations")
     cells = []
     for row in rows:
         position, *numbers = dataclasses.astuple(row)
@@ -175,7 +173,7 @@ def costs(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
 def _image_batches(
     loaded: LoadedModel, arguments: argparse.Namespace
 ) -> Iterator[UInt8[np.ndarray, "_ _ _ 3"]]:
-    """Yields batches of --images, or of the test split of the run: --count images in total."""
+    """Yields batches of --images or of the run's test split, --count images in total."""
     size = image_pair(arguments.resolution) if arguments.resolution else loaded.image_size
     for name in ("count", "batch_size"):
         if getattr(arguments, name) < 1:
@@ -185,7 +183,9 @@ def _image_batches(
     elif loaded.config is not None:
         images = load_split(loaded.config, "test", size)
     else:
-        raise ConfigError("name --images, a file or a folder: only a WORKDIR has a test split")
+        raise ConfigError(
+            "--images is missing: pass a file or a folder (only a WORKDIR has a test split)"
+        )
     left = arguments.count
     with data.evaluation_batches(images, batch_size=arguments.batch_size) as batches:
         for batch in batches:
@@ -199,14 +199,12 @@ def _image_batches(
 def _images_of_files(
     path: pathlib.Path, loaded: LoadedModel, size: tuple[int, int]
 ) -> data.Streamed:
-    """An image file, or all of them in a folder, cropped as the weights expect."""
+    """One image file or all in a folder, cropped as the weights expect."""
     root, names = (path.parent, [path.name]) if path.is_file() else (path, image_files(path))
     if not names:
-        raise ConfigError(f"--images={path} holds no images")
+        raise ConfigError(f"--images={path} contains no image files: pass a file or another folder")
     files = Files(root, names, [0] * len(names), ["any"], name=path.name, split="files")
-    how = loaded.preprocessing
-    crop = f"centre(crop={how.crop},interpolation={how.interpolation})"
-    return data.Streamed(files, size, crop)
+    return data.Streamed(files, size, loaded.preprocessing.crop_notation)
 
 
 def _normalised(
@@ -257,16 +255,18 @@ def _parser() -> argparse.ArgumentParser:
         add[name]("--resolution", help="pixels, 224 or 224x320; default: that of training")
         add[name]("--count", type=int, default=256, help="number of images")
         add[name]("--batch_size", type=int, default=32)
-    query_help = "y,x of the query, from 0 to 1; default: the class token, or the middle"
+    query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
     add["maps"]("--query", help=query_help)
-    token_help = "number of the token; default: the one before the middle"
+    token_help = (
+        "index of the token; default: the centre (upper left of the middle four on an even map)"
+    )
     add["correlation"]("--token", type=int, help=token_help)
-    add["learned"]("--stage", type=int, default=1, help="of a backbone of several stages")
-    add["angles"]("--widths", default="256,512", help="numbers of dimensions")
-    add["angles"]("--heads", type=int, default=8, help="of Axial RoPE")
+    add["learned"]("--stage", type=int, default=1, help="stage of a hierarchical backbone")
+    add["angles"]("--widths", default="256,512", help="head dimensions, comma-separated")
+    add["angles"]("--heads", type=int, default=8, help="heads of Axial RoPE")
     schemes = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
     add["costs"]("--model", required=True, help="one of rope_jax.list_models()")
-    add["costs"]("--positions", nargs="+", default=schemes, help="schemes")
+    add["costs"]("--positions", nargs="+", default=schemes, help="schemes to compare")
     add["costs"]("--image_size", default="224", help="pixels: 224 or 224x320")
     return parser
 
@@ -284,19 +284,19 @@ def _run(arguments: argparse.Namespace, out: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs one command."""
+    """Runs one analysis from the command line."""
     parsed = _parser().parse_args(arguments)
     out = parsed.out or pathlib.Path(getattr(parsed, "workdir", None) or ".")
     try:
         _run(parsed, out)
     except ModuleNotFoundError as error:
         sys.exit(
-            f"rope_jax.analysis: {error.name} is missing; "
-            "pictures need matplotlib: pip install 'rope_jax[plot]'"
+            f"rope_jax.analysis: {error.name} is not installed; "
+            "plots need matplotlib: pip install 'rope_jax[plot]'"
         )
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.analysis: {' '.join(str(error).split())}")
-    print(f"{parsed.command}: {out / parsed.command}.json and the pictures beside it")
+    print(f"{parsed.command}: results are in {out}")
 
 
 if __name__ == "__main__":

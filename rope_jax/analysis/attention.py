@@ -1,8 +1,8 @@
 """Attention distance, entropy and maps of every layer of a backbone.
 
-No kernel and no model hands out its attention weights. They are read through `Terms.transform`, the
-place where a scheme may stand between the projections and attention: `attention_weights` calls the
-layer's own attention, with its pattern, bias, rotation and scale, on values of its choice.
+Kernels and models do not return attention weights. They are recovered through `Terms.transform`,
+the hook by which a scheme wraps the attention of a layer: `attention_weights` calls the layer's own
+attention, with its pattern, bias, rotation and scale, on one-hot values.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ class AttentionLayer:
     """One layer's attention during a forward pass.
 
     Attributes:
-        attend: values -> attention's output, both of `shape`; linear.
-        shape: (B, P + H*W, N, D), or (B, h, w, N, D) of a map that may be padded to h x w tokens.
+        attend: linear function from values to attention output, both of `shape`.
+        shape: (B, P + H*W, N, D), or (B, h, w, N, D) for a map that may be padded to h x w tokens.
         grid: (H, W) of the map, without padding.
         prefix: P, the number of tokens before the map.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
     """
 
     attend: Callable[[Array], Array]
@@ -42,21 +42,21 @@ class AttentionLayer:
 
     @property
     def chunks(self) -> np.ndarray:
-        """The first key of each chunk of D keys; the chunks cover the map."""
+        """Index of the first key of each chunk of D keys; together the chunks cover the map."""
         return np.arange(0, self.grid[0] * self.grid[1], self.shape[-1])
 
 
 def attention_weights(layer: AttentionLayer, first: Array | int) -> Float[Array, "B L N D"]:
-    """Weights of all queries for D keys of the map, D being the head dimension.
+    """Attention weights of all queries for D keys of the map, where D is the head dimension.
 
     Attention is linear in its values: output = weights @ values. If the values of D keys are the D
     unit vectors and all others are zero, channel d of the output is the weight of the d-th of these
-    keys. So every kernel, pattern and scheme can be read, and only [L, D] weights of each head are
-    in memory at a time.
+    keys. This works for every kernel, pattern and scheme, and holds only [L, D] weights per head in
+    memory at a time.
 
     Args:
-        layer: from a forward pass.
-        first: number of the first key on the map, in reading order.
+        layer: a layer's attention in a forward pass.
+        first: index of the first key on the map, in row-major order.
 
     Returns:
         float32 or wider, L = P + H*W; weights of keys beyond the map are 0.
@@ -78,11 +78,13 @@ def attention_weights(layer: AttentionLayer, first: Array | int) -> Float[Array,
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStatistics:
-    """Means over queries and images: an array [N] for each layer, in forward order.
+    """Means over queries and images, as an array [N] per layer in forward order.
 
     Attributes:
-        distance: from a query to the keys that it attends to, in tokens of the layer's map.
-        entropy: of a query's weights, in nats; at most the logarithm of the number of tokens.
+        distance: mean distance from a query to the keys it attends to, in tokens of the layer's
+            map.
+        entropy: entropy of a query's weights, in nats; at most the logarithm of the number of
+            tokens.
         grids: (H, W) of each layer's map, in tokens.
         images: number of images.
     """
@@ -99,11 +101,11 @@ def attention_statistics(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> AttentionStatistics:
-    """Mean distance and entropy of attention (Heo et al., arXiv 2403.13298, figures 2 and 3).
+    """Computes mean distance and entropy of attention (Heo et al., arXiv 2403.13298, fig. 2, 3).
 
     For each query of the map, weights on prefix tokens and padding are dropped and the others
-    scaled to sum 1. The distance is the mean Euclidean distance to the keys under these weights,
-    the entropy is -sum a ln a. Both are averaged over queries and images.
+    rescaled to sum to 1. The distance is the mean Euclidean distance to the keys under these
+    weights, and the entropy is -sum a ln a. Both are averaged over queries and images.
 
     >>> import jax.numpy as jnp, rope_jax
     >>> model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
@@ -112,12 +114,12 @@ def attention_statistics(
     ([(4, 4)], (2,))
 
     Args:
-        model: from `create_model`, with softmax attention (not CAT).
-        batches: normalised images [B, h, w, 3], all of one size; none is kept.
-        progress: called with the number of images so far.
+        model: a model from `create_model` with softmax attention (not CAT).
+        batches: batches of normalised images [B, h, w, 3], all of the same size.
+        progress: called after each batch with the number of images so far.
 
     Raises:
-        ValueError: there are no images, or the model's attention has no softmax.
+        ValueError: if there are no images, or the model's attention has no softmax.
     """
     measure = _layer_function(model, row_statistics)
     sums, images = None, 0
@@ -128,7 +130,7 @@ def attention_statistics(
         if progress is not None:
             progress(images)
     if sums is None:
-        raise ValueError("there are no images to look at: give at least one batch")
+        raise ValueError("batches is empty: pass at least one batch of images")
     distance, entropy = ([layer[i] / images for layer in sums] for i in range(2))
     stages = model.positions(batch.shape[1:3])
     grids = [grid for position, grid in stages for _ in range(position.stage.depth)]
@@ -136,13 +138,13 @@ def attention_statistics(
 
 
 def row_statistics(layer: AttentionLayer) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-    """Mean distance and mean entropy of a layer's queries, summed over images."""
+    """Mean distance and entropy over a layer's queries, summed over images."""
     places = jnp.asarray(absolute(layer.grid).reshape(-1, 2), jnp.float32)
     area, head_dim = len(places), layer.shape[-1]
     padded = jnp.pad(places, ((0, -area % head_dim), (0, 0)))
 
     def add(sums: Array, first: Array) -> tuple[Array, None]:
-        # A query that attends to the prefix alone would divide 0 by 0: it counts as even attention.
+        # Avoids 0 / 0 for a query that attends only to the prefix: its attention counts as uniform.
         exists = first + jnp.arange(head_dim) < area
         weights = attention_weights(layer, first)[:, layer.prefix :] + 1e-32 * exists
         keys = jax.lax.dynamic_slice_in_dim(padded, first, head_dim)
@@ -159,7 +161,7 @@ def row_statistics(layer: AttentionLayer) -> tuple[Float[Array, " N"], Float[Arr
 def attention_maps(
     model: nnx.Module, images: Float[Array, "B h w 3"], *, query: tuple[float, float] | None = None
 ) -> list[Float[np.ndarray, "B N H W"]]:
-    """Weights of one query for the tokens of the map, in each layer.
+    """Returns the attention weights of one query for the tokens of the map, for each layer.
 
     >>> import jax.numpy as jnp, rope_jax
     >>> model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
@@ -168,12 +170,12 @@ def attention_maps(
 
     Args:
         model: as for `attention_statistics`.
-        images: normalised.
+        images: normalised images.
         query: (y, x) of the query as fractions of height and width in [0, 1]; None for the class
-            token, or for the middle of the map where there is none.
+            token, or for the centre of the map in models without one.
 
     Raises:
-        ValueError: the query is outside [0, 1], or the model's attention has no softmax.
+        ValueError: if the query is outside [0, 1], or the model's attention has no softmax.
     """
     if query is not None and not all(0 <= place <= 1 for place in query):
         raise ValueError(
@@ -202,8 +204,8 @@ def _layer_function(
     """Compiles a function of images [B, h, w, 3] that returns `read(layer)` of each layer."""
     if not getattr(model, "softmax", True):
         raise ValueError(
-            f"{type(model).__name__} attends without a softmax, so that its scores are no weights "
-            "of sum 1: use a model of another family"
+            f"the attention of {type(model).__name__} has no softmax, so it has no weights that "
+            "sum to 1: use another family of models"
         )
     graph, state = nnx.split(model)
 
@@ -216,7 +218,7 @@ def _layer_function(
 
         for stage in probed.parts().values():
             stage.blocks = list_blocks(stage.blocks, stage.position.stage.depth)
-            # nothing could be collected inside a scan
+            # Values cannot be collected from inside a scan.
             _probe(stage.position, note)
         probed(images)
         return found
@@ -225,7 +227,7 @@ def _layer_function(
 
 
 def _probe(position: Position, note: Callable[[AttentionLayer], None]) -> None:
-    """Puts a probe around the transform of the scheme's terms, in place."""
+    """Wraps the transform of the scheme's terms in a probe, in place."""
     terms_of = position.terms
 
     def terms(grid: Grid, key: Array | None = None) -> Terms:
@@ -241,7 +243,14 @@ def _probe(position: Position, note: Callable[[AttentionLayer], None]) -> None:
 )
 @dataclasses.dataclass(frozen=True)
 class _Probe:
-    """A `Terms.transform` that notes the layer's attention; `inner` is the scheme's own or None."""
+    """A `Terms.transform` that passes the layer's attention to `note`, then runs the scheme's own.
+
+    Attributes:
+        inner: the scheme's transform, or None.
+        note: called with the layer.
+        prefix: number of tokens before the map.
+        grid: (H, W) of the map.
+    """
 
     inner: Callable | None
     note: Callable[[AttentionLayer], None]
@@ -253,8 +262,8 @@ class _Probe:
         zeros = jnp.zeros_like(v)
 
         def attend_to(values: Array) -> Array:
-            # A scheme may do more with values than attend (convolve them), and attend to one image
-            # at a time. It gets zeros, attention gets `values`, and the output of zeros is
+            # A scheme may also convolve the values, and may call attention once per image. So the
+            # scheme receives zeros, attention receives `values`, and the output for zeros is
             # subtracted.
             replaced = lambda q, k, v, *bias: attend(q, k, values[: len(v)], *bias)
             out = inner(q, k, zeros, replaced)

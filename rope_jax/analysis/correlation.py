@@ -1,4 +1,4 @@
-"""Cosine similarity of the positions that each layer receives (LaPE, arXiv 2212.05262)."""
+"""Cosine similarity of position embeddings in each layer (LaPE, arXiv 2212.05262)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,36 +13,36 @@ from rope_jax.positions.grids import Grid
 def position_correlation(
     rows: Float[np.ndarray, "layers L C"], grid: Grid, token: int | None = None
 ) -> Float[np.ndarray, "layers H W"]:
-    """Cosine similarity of one token's position to those of all tokens (LaPE, figures 3 and 4).
+    """Cosine similarity of one token's position embedding to all others (LaPE, figures 3 and 4).
 
     >>> rows = np.array([[[1.0, 0.0], [0.0, 2.0], [-1.0, 0.0], [3.0, 0.0]]])
     >>> position_correlation(rows, (2, 2), token=0).tolist()
     [[[1.0, 0.0], [-1.0, 1.0]]]
 
     Args:
-        rows: positions of the tokens of a map in reading order, from `layer_positions`.
-        grid: (H, W), with L = H * W.
-        token: number of the token; None for the last row and column of the first half: 90 on a map
-            of 14 x 14, as in the paper's code.
+        rows: position embeddings of the tokens in row-major order, from `layer_positions`.
+        grid: (H, W) of the map, with L = H * W.
+        token: index of the token; None for row (H - 1) // 2 and column (W - 1) // 2, which is 90 on
+            a map of 14 x 14, as in the paper's code.
 
     Raises:
-        ValueError: the token is not on the map.
+        ValueError: if the token is not on the map.
     """
     rows = np.asarray(rows, np.float64)
     token = (grid[0] - 1) // 2 * grid[1] + (grid[1] - 1) // 2 if token is None else token
     if not 0 <= token < rows.shape[1]:
         raise ValueError(
-            f"token={token} is not on a map of {grid[0]}x{grid[1]}; use 0 to {rows.shape[1] - 1}"
+            f"token={token} is not on the map of {grid[0]}x{grid[1]}: use 0 to {rows.shape[1] - 1}"
         )
     unit = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-30)
     return np.einsum("ltc,lc->lt", unit, unit[:, token]).reshape(len(rows), *grid)
 
 
 def layer_positions(model: nnx.Module, grid: Grid) -> Float[np.ndarray, "layers L C"]:
-    """The positions that each layer receives, for the tokens of a map without prefix tokens.
+    """Returns the position embedding that each layer receives, without that of prefix tokens.
 
-    LaPE adds them to the layer's normalised tokens. An absolute embedding w is added once, and
-    layer l receives it through its norm: LN_l(w).
+    LaPE adds an embedding to the normalised tokens of every layer. An absolute embedding w is added
+    once to the tokens, and layer l receives it through its layer norm, as LN_l(w).
 
     >>> import rope_jax
     >>> model = rope_jax.create_model("vit_digits", position="ape", depth=2, width=16, heads=2)
@@ -50,16 +50,16 @@ def layer_positions(model: nnx.Module, grid: Grid) -> Float[np.ndarray, "layers 
     (2, 16, 16)
 
     Args:
-        model: isotropic, with an absolute embedding or `lape(...)`.
-        grid: (H, W) of the map.
+        model: an isotropic model with an absolute embedding or `lape(...)`.
+        grid: (H, W) of the map in tokens.
 
     Raises:
-        ValueError: the model has several stages, or its scheme has no embedding.
+        ValueError: if the model has several stages, or its scheme has no embedding.
     """
     stages = list(model.parts().values())
     if len(stages) > 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(stages)} stages with a map for each: "
+            f"{type(model).__name__} has {len(stages)} stages with maps of different sizes: "
             "use an isotropic model, for example deit_s16"
         )
     (stage,) = stages
@@ -74,7 +74,7 @@ def layer_positions(model: nnx.Module, grid: Grid) -> Float[np.ndarray, "layers 
     embedding = position.embed(tokens, grid)[:, -area:]
     if not jnp.any(embedding):
         raise ValueError(
-            f"{type(position).__name__} adds nothing to the tokens: "
+            f"{type(position).__name__} adds no embedding to the tokens: "
             "use an absolute embedding or lape(...)"
         )
     blocks = list_blocks(stage.blocks, shape.depth)

@@ -18,17 +18,17 @@ from rope_jax_kernels import Pattern
 
 @dataclasses.dataclass(frozen=True)
 class SchemeCost:
-    """Cost of one scheme in one model, for one image.
+    """Cost of a scheme in a model, per image.
 
     Attributes:
-        position: as written for `create_model`.
-        parameters: trainable numbers of the scheme.
-        total: trainable numbers of the whole model.
-        multiply_adds: of the model without its position, see `rope_jax.models.cost`.
-        operations: additions and multiplications of the scheme on tokens and logits: 6 for each
-            pair of channels that is rotated, in queries and keys (without sines and cosines), and 1
-            for each logit or channel to which something is added. None for schemes that transform
-            attention or mix tokens.
+        position: the scheme, as written for `create_model`.
+        parameters: number of trainable parameters of the scheme.
+        total: number of trainable parameters of the whole model.
+        multiply_adds: multiply-adds of the model without the scheme, see `rope_jax.models.cost`.
+        operations: additions and multiplications of the scheme on tokens and logits: 6 per rotated
+            pair of channels of queries and keys (not counting sines and cosines), and 1 per logit
+            or channel to which something is added. None for schemes that wrap attention or mix
+            tokens.
     """
 
     position: str
@@ -41,20 +41,20 @@ class SchemeCost:
 def scheme_costs(
     name: str, positions: Sequence[str], image_size: int | Grid, **overrides: object
 ) -> list[SchemeCost]:
-    """Counts the cost of schemes in a model, without creating its weights.
+    """Counts parameters and operations of schemes in a model, without creating weights.
 
     >>> (row,) = scheme_costs("vit_digits", ["ape"], 8)
     >>> row.parameters, row.operations  # 4 x 4 tokens of 96 channels
     (1536, 1536)
 
     Args:
-        name: of the model, as for `create_model`.
+        name: name of the model, as for `create_model`.
         positions: the schemes.
         image_size: pixels, int or (height, width).
         **overrides: further options of `create_model`.
 
     Raises:
-        ValueError: a model or scheme does not exist, or the two do not go together.
+        ValueError: if the model or a scheme does not exist, or they are not compatible.
     """
     return [_scheme_cost(name, position, image_size, overrides) for position in positions]
 
@@ -86,7 +86,7 @@ def _operations(model: nnx.Module, image_size: Grid) -> int | None:
 
 
 def _stage_operations(position: Position, grid: Grid, patterns: Sequence[Pattern]) -> int | None:
-    """Operations of a scheme in the layers of one stage."""
+    """Operations of a scheme in all layers of one stage."""
     parts = position.schemes()
     if any(part.acts in ("between", "transform") for part in parts):
         return None

@@ -1,6 +1,6 @@
-"""A page of text, tables and pictures, in HTML and in Markdown.
+"""Pages of text, tables and pictures, rendered as HTML and as Markdown.
 
-The HTML needs no other file: pictures are inside. Markdown links to them, beside the page.
+The HTML page embeds its pictures; the Markdown page links to the files in the same folder.
 """
 
 import base64
@@ -53,7 +53,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A header and rows of cells."""
+    """A table: a header and rows of cells."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -74,7 +74,7 @@ def _row_html(cells: Sequence[str], tag: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A PNG file with its caption."""
+    """A PNG file with a caption."""
 
     path: pathlib.Path
     caption: str
@@ -93,7 +93,7 @@ Block = Text | Table | Picture
 
 
 def to_html(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
-    """Renders one self-contained page; sections are heading -> blocks."""
+    """Renders a self-contained HTML page; `sections` maps headings to blocks."""
     lines = []
     for heading, blocks in sections.items():
         lines += [f"<h2>{html.escape(heading)}</h2>", *(block.html() for block in blocks)]
@@ -101,7 +101,7 @@ def to_html(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
 
 
 def to_markdown(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
-    """Renders a page in Markdown; sections are heading -> blocks."""
+    """Renders a Markdown page; `sections` maps headings to blocks."""
     lines = [f"# {title}"]
     for heading, blocks in sections.items():
         lines += [f"## {heading}", *(block.markdown() for block in blocks)]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from rope_jax.evaluate.results import Row
+
 # Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
-
-Row = dict[str, Any]
 
 
 def available() -> bool:

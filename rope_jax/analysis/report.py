@@ -23,11 +23,11 @@ from rope_jax.analysis import expected, plots
 from rope_jax.analysis.page import Block, Picture, Table, Text, to_html, to_markdown
 from rope_jax.config import Config, ConfigError, from_json
 from rope_jax.evaluate import read_evaluations, read_results
+from rope_jax.evaluate.results import Row
 from rope_jax.models.registry import find_model
 from rope_jax.text import format_table
 from rope_jax.workdir.metrics import read_metrics
 
-Row = dict[str, Any]
 # Pictures of `python -m rope_jax.analysis`, by file name, with captions.
 _PICTURES = {
     "attention_distance": "mean distance of attention in tokens, by layer",

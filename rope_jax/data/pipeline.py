@@ -21,8 +21,7 @@ from rope_jax.data.images.crops import crop_pixels
 from rope_jax.data.order import batch_examples, check_batch
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages
-
-Batch = dict[str, np.ndarray]
+from rope_jax.data.workers import Batch
 
 BAD_IMAGES = ("error", "skip")
 _BAD_SHARE = 1000  # one image in 1,000 may be skipped

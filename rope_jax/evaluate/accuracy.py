@@ -14,13 +14,13 @@ from jaxtyping import Array, Float
 from rope_jax import data, seeds
 from rope_jax.config import Config
 from rope_jax.data.images.device import normalise
+from rope_jax.evaluate.results import Row
 from rope_jax.models.pretrained import Preprocessing
-from rope_jax.sharding import in_force, put_batch, replicated, share
+from rope_jax.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification as task
 from rope_jax.text import image_pair
 from rope_jax.training.setup import Setup, State, load_split
 
-Row = dict[str, Any]
 Apply = Callable[[Any, Float[Array, "B H W 3"]], Float[Array, "B K"]]
 
 
@@ -37,6 +37,20 @@ def accuracies(
     poll: Callable[[int], None] = lambda images: None,
 ) -> list[Row]:
     """Top-1 and top-5 accuracy of a model, or of each seed of a run.
+
+    >>> from rope_jax.sharding import make_mesh
+    >>> pixels, labels = np.zeros((4, 8, 8, 3), np.uint8), np.int32([0, 1, 1, 1])
+    >>> (row,) = accuracies(
+    ...     lambda weights, images: images.mean((1, 2)) @ weights,
+    ...     jnp.zeros((3, 2)),  # equal logits, of which class 0 is the first
+    ...     data.Images(pixels, labels, "mine", "test", classes=2),
+    ...     mean=(0.5, 0.5, 0.5),
+    ...     std=(0.5, 0.5, 0.5),
+    ...     batch_size=4,
+    ...     mesh=make_mesh(),
+    ... )
+    >>> row["top1"], row["count"]
+    (0.25, 4)
 
     Args:
         apply: (weights, normalised images) -> logits.
@@ -89,13 +103,23 @@ def accuracies(
 
 
 def resolutions(config: Config) -> list[tuple[int, int]]:
-    """The training resolution and the config's others, without duplicates."""
+    """The training resolution and the config's others, without duplicates.
+
+    >>> from rope_jax.config import resolve
+    >>> raw = {"data": {"image_size": 8}, "eval": {"resolutions": [12, [8, 12]]}}
+    >>> resolutions(resolve(raw))
+    [(8, 8), (12, 12), (8, 12)]
+    """
     sizes = map(image_pair, (config.data.image_size, *config.eval.resolutions))
     return list(dict.fromkeys(sizes))
 
 
 def protocol(images: data.Images | data.Streamed, config: Config) -> str:
-    """A description of the resizing of test images and of the evaluated weights."""
+    """A description of the resizing of test images and of the evaluated weights.
+
+    >>> protocol(data.load("digits", split="test"), Config())
+    'whole image, ...; weights of the last step'
+    """
     weights = "averaged weights (EMA)" if config.averaged else "weights of the last step"
     return f"{images.protocol}; {weights}"
 
@@ -124,7 +148,14 @@ def evaluate_split(
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Evaluates on the test split of a run's data at one resolution: one row per seed."""
+    """Evaluates on the test split of a run's data at one resolution: one row per seed.
+
+    >>> from rope_jax.sharding import make_mesh
+    >>> apply = lambda weights, images: images.mean((1, 2)) @ weights
+    >>> (row,) = evaluate_split(apply, jnp.zeros((3, 10)), Config(), (8, 8), make_mesh())
+    >>> row["dataset"], row["resolution"], row["count"]
+    ('digits', [8, 8], 360)
+    """
     images = load_split(config, "test", size)
     rows = accuracies(
         apply,
@@ -146,7 +177,7 @@ def on_all_devices(model: nnx.Module, mesh: Mesh) -> tuple[Apply, Any]:
     graph, state = nnx.split(model)
 
     def apply(state: Any, images: Array) -> Array:
-        with in_force(mesh):
+        with use_mesh(mesh):
             return nnx.merge(graph, state)(images)
 
     return apply, jax.device_put(state, replicated(mesh))
@@ -164,6 +195,19 @@ def evaluate_files(
 ) -> Row:
     """Evaluates a model on image files at one resolution: a row with its preprocessing.
 
+    >>> import pathlib, tempfile
+    >>> import rope_jax
+    >>> from PIL import Image
+    >>> from rope_jax.sharding import make_mesh
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> (folder / "cat").mkdir()
+    >>> Image.new("RGB", (10, 10)).save(folder / "cat" / "1.png")
+    >>> model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2, num_classes=1)
+    >>> found = data.EvaluationSet("folder", folder)
+    >>> row = evaluate_files(model, found, (8, 8), Preprocessing(), make_mesh(), batch_size=1)
+    >>> row["top1"], row["count"]
+    (1.0, 1)
+
     Args:
         model: from `create_model`.
         found: the image files and their labels.
@@ -178,7 +222,7 @@ def evaluate_files(
     (row,) = accuracies(
         apply,
         weights,
-        data.Streamed(found, size, f"centre(crop={crop},interpolation={interpolation})"),
+        data.Streamed(found, size, preprocessing.crop_notation),
         mean=preprocessing.mean,
         std=preprocessing.std,
         batch_size=batch_size,

@@ -26,12 +26,17 @@ from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import Row, evaluate_files, evaluate_split, on_all_devices
 from rope_jax.evaluate.results import add_evaluation, read_evaluations, results_table
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.sharding import make_mesh, of_first, share
+from rope_jax.sharding import from_first_process, make_mesh, share
 from rope_jax.text import image_pair
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Evaluates, prints and records."""
+    """Evaluates, prints and records.
+
+    >>> main(["runs/none"])
+    Traceback (most recent call last):
+    SystemExit: rope_jax.evaluate: runs/none holds no checkpoints; pass the --workdir of a run ...
+    """
     asked = _parse(arguments)
     try:
         _evaluate(asked)
@@ -96,7 +101,7 @@ def _evaluate(asked: argparse.Namespace) -> None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
             identity |= {"images": asked.images} | how
         row = next((row for row in read_evaluations(out) if row["asked"] == identity), None)
-        if of_first(row is None):
+        if from_first_process(row is None):
             model = at_resolution(
                 about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink
             )
@@ -172,6 +177,12 @@ def at_resolution(
     rpb_shrink: str | None = None,
 ) -> nnx.Module:
     """A copy of a model for images of another size; position tables are resized by their rule.
+
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="ape", depth=1, width=16, heads=2)
+    >>> copy = at_resolution(model, (16, 8))
+    >>> model.position.embedding.shape, copy.position.embedding.shape
+    ((16, 16), (32, 16))
 
     Args:
         model: not changed.

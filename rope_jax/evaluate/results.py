@@ -12,25 +12,47 @@ Row = dict[str, Any]
 
 
 def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
-    """Writes `results.json`."""
+    """Writes `results.json`.
+
+    >>> import tempfile
+    >>> workdir = pathlib.Path(tempfile.mkdtemp())
+    >>> write_results(workdir, 100, [{"resolution": [8, 8], "top1": 0.5}])
+    >>> read_results(workdir)["step"]
+    100
+    """
     text = json.dumps({"step": step, "eval": list(rows)}, indent=2)
     write_file(workdir / "results.json", text + "\n")
 
 
 def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """The content of `results.json`, or None without one."""
+    """The content of `results.json`, or None without one.
+
+    >>> read_results(pathlib.Path("runs/none")) is None
+    True
+    """
     path = workdir / "results.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
-    """Whether the results' rows have the wanted resolutions, protocols and seeds, in this order."""
+    """Whether the results' rows have the wanted resolutions, protocols and seeds, in this order.
+
+    >>> results = {"step": 100, "eval": [{"resolution": [8, 8], "protocol": "whole", "top1": 0.5}]}
+    >>> same_rows(results, [{"resolution": [8, 8], "protocol": "whole"}])
+    True
+    """
     keys = ("resolution", "protocol", "seed")
     return [{key: row[key] for key in keys if key in row} for row in results["eval"]] == wanted
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """Accuracy by resolution (and seed), for a terminal."""
+    """Accuracy by resolution (and seed), for a terminal.
+
+    >>> print(results_table([{"resolution": [8, 12], "top1": 0.5, "top5": 1.0, "count": 360}]))
+    resolution  top-1   top-5   images
+    ----------  ------  ------  ------
+          8x12  0.5000  1.0000     360
+    """
     header = ["resolution", "top-1", "top-5", "images"]
     cells = [
         [
@@ -48,7 +70,11 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
-    """The rows of each line of the accuracy plot: one per seed."""
+    """The rows of each line of the accuracy plot: one per seed.
+
+    >>> list(rows_by_line("ape", [{"seed": 0}, {"seed": 1}]))
+    ['ape, seed 0', 'ape, seed 1']
+    """
     lines: dict[str, list[Row]] = {}
     for row in rows:
         name = f"{position}, seed {row['seed']}" if "seed" in row else position
@@ -57,7 +83,11 @@ def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
 
 
 def read_evaluations(path: pathlib.Path) -> list[Row]:
-    """The rows of an `evaluations.json`; none without the file."""
+    """The rows of an `evaluations.json`; none without the file.
+
+    >>> read_evaluations(pathlib.Path("runs/none/evaluations.json"))
+    []
+    """
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
@@ -65,6 +95,13 @@ def add_evaluation(path: pathlib.Path, row: Row) -> None:
     """Adds a row to an `evaluations.json`, in place of one with an equal `asked`.
 
     Several processes may do this at the same time.
+
+    >>> import tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "evaluations.json")
+    >>> add_evaluation(path, {"asked": {"resolution": [8, 8]}, "top1": 0.5})
+    >>> add_evaluation(path, {"asked": {"resolution": [8, 8]}, "top1": 0.6})
+    >>> read_evaluations(path)
+    [{'asked': {'resolution': [8, 8]}, 'top1': 0.6}]
     """
 
     def with_row(text: str | None) -> str:

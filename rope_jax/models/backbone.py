@@ -86,8 +86,8 @@ class Backbone(nnx.Module):
             ValueError: the model has no windows.
         """
         raise ValueError(
-            f"scale_windows is for models with windows, which {type(self).__name__} has not: "
-            "leave it out"
+            f"scale_windows needs a model with window attention, and {type(self).__name__} has "
+            "none: leave it out"
         )
 
     def places(self, image_size: Grid) -> dict[str, int]:

@@ -22,7 +22,7 @@ from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data import order
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.models.registry import find_model
-from rope_jax.sharding import AnyMesh, in_force, make_mesh, replicated, share, state_shardings
+from rope_jax.sharding import AnyMesh, make_mesh, replicated, share, state_shardings, use_mesh
 from rope_jax.text import image_pair
 from rope_jax.training import optim
 
@@ -60,7 +60,7 @@ class Setup:
     ) -> tuple[Float[Array, "B K"], Any]:
         """Logits of one model, and its batch statistics after the call."""
         model = nnx.merge(self.graph, params, stats, rest)
-        with in_force(self.mesh):
+        with use_mesh(self.mesh):
             logits = model(images, **options)
         return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from rope_jax.sharding import Loudest
+from rope_jax.sharding import MaximumOverProcesses
 
 
 class Interrupted(Exception):
@@ -36,10 +36,10 @@ class Signals:
         self.at_once, self.saved = True, False
         self._stop: int | None = None
         self._profile = False
-        self._loudest = Loudest()
+        self._maximum = MaximumOverProcesses()
 
     def __call__(self) -> None:
-        if number := self._loudest(self._stop or 0):
+        if number := self._maximum(self._stop or 0):
             raise Interrupted(signal.Signals(number).name)
 
     def profile_wanted(self) -> bool:

@@ -127,7 +127,7 @@ class Checkpoints:
         if bad:
             raise Damaged(
                 f"no checkpoint in {self._folder} verifies ({', '.join(sorted(bad))}): repair "
-                "one, or move that folder away to start anew"
+                "one, or move that folder away to start from scratch"
             )
         return None
 
@@ -309,19 +309,19 @@ class Checkpoints:
         (self._folder / str(step)).rename(target)
         return target
 
-    def load(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Reads a state, or those of its entries that `like` has.
+    def load(self, step: int, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Reads a state, or the entries of it that are named in `shapes`.
 
         Args:
-            step: a valid one.
-            like: trees of `jax.ShapeDtypeStruct`s with shardings.
+            step: of a valid checkpoint.
+            shapes: trees of `jax.ShapeDtypeStruct`s with shardings, by entry.
 
         Raises:
             ValueError: names, shapes or dtypes on disk differ.
         """
         found = self._metadata(step).metadata
-        check_tree(like, {name: found[name] for name in like if name in found})
-        return ocp.load_checkpointables(self._folder / str(step), like)
+        check_tree(shapes, {name: found[name] for name in shapes if name in found})
+        return ocp.load_checkpointables(self._folder / str(step), shapes)
 
     def about(self, step: int) -> dict:
         """The metadata stored with a state.

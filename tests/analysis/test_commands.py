@@ -82,7 +82,7 @@ def test_positions_and_costs(command, capsys):
     schemes = ["--positions", "none", "rope2d", "--image_size=8"]
     found, _ = command("costs", "--model=vit_digits", *schemes)
     assert [row["position"] for row in found["rows"]] == ["none", "rope2d"]
-    assert "its operations" in capsys.readouterr().out
+    assert "operations" in capsys.readouterr().out
     found, pictures = command("angles", "--widths=16", "--heads=2")
     assert len(found["table31, d=16"]) == 16
     assert pictures == ["angles_16.png", "correlation.png"]
@@ -95,18 +95,18 @@ def test_positions_and_costs(command, capsys):
             ["fourier", *DIGITS, "--position=ape"],
             "rotates nothing by coordinates: use a rotary scheme",
         ),
-        (["learned", *DIGITS], "axial_rope does not learn its frequencies"),
+        (["learned", *DIGITS], "axial_rope has no learned frequencies"),
         (
             ["learned", *DIGITS, "--position=rope_mixed", "--stage=2"],
-            "--stage=2 is not one of 1 to 1",
+            "--stage=2 must be from 1 to 1",
         ),
         (["attention", *DIGITS, "--images=x", "--count=0"], "--count=0 must be at least 1"),
         (["maps", *DIGITS, "--images=x.png", "--query=0.5"], "--query=0.5 must be two numbers"),
         (
             ["correlation", "--model=swin_t", "--options=depths=(1,1),heads=(2,2),width=8"],
-            "Swin has 2 stages with a map for each",
+            "Swin has 2 stages with maps of different sizes",
         ),
-        (["attention", *DIGITS], "name --images, a file or a folder"),
+        (["attention", *DIGITS], "--images is missing: pass a file or a folder"),
         (["decay"], "name either the WORKDIR of a run or a --model"),
         (["costs", "--model=vit"], "unknown model 'vit'"),
     ],

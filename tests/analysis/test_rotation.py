@@ -113,7 +113,7 @@ def test_correlation_of_known_positions():
     ).shape == (1, 14, 14)
     marked = np.eye(196)[None]
     assert position_correlation(marked, (14, 14))[0].ravel().argmax() == 90  # the paper's code
-    with pytest.raises(ValueError, match="token=4 is not on a map of 2x2"):
+    with pytest.raises(ValueError, match="token=4 is not on the map of 2x2"):
         position_correlation(rows, (2, 2), 4)
 
 
@@ -127,7 +127,7 @@ def test_positions_of_layers():
     centred = embedding - embedding.mean(-1, keepdims=True)
     wanted = centred / np.sqrt(embedding.var(-1, keepdims=True) + 1e-6) * norm.scale + norm.bias
     np.testing.assert_allclose(layer_positions(model, (3, 5))[1], wanted, atol=1e-5)
-    with pytest.raises(ValueError, match="adds nothing to the tokens"):
+    with pytest.raises(ValueError, match="adds no embedding to the tokens"):
         layer_positions(small_model("deit_ti16", "rope2d"), (3, 5))
 
 

@@ -21,10 +21,11 @@ ENTRY %main (x: bf16[4,6], y: f32[4]) -> (bf16[4,2], pred[4]) {
   %x = bf16[4,6]{1,0} parameter(0)
   %y = f32[4]{0} parameter(1)
   %f = bf16[4,2]{1,0} fusion(%x, %y), kind=kLoop, calls=%fused
-  %k = (bf16[4,2]{1,0}, pred[4]{0}) custom-call(%f, /*index=1*/%y), custom_call_target="k", output_to_operand_aliasing={{0}: (0, {})}
+  %k = (bf16[4,2]{1,0}, pred[4]{0}) custom-call(%f, /*index=1*/%y), \
+custom_call_target="k", output_to_operand_aliasing={{0}: (0, {})}
   ROOT %g = bf16[4,2]{1,0} get-tuple-element(%k), index=0
 }
-"""  # noqa: E501
+"""
     fusion, kernel = hlo.operations(text)
     assert fusion == hlo.Operation("fusion", (32, 16), (16,), in_place=False)
     assert kernel == hlo.Operation("k", (16, 16), (16, 4), in_place=True)

@@ -91,8 +91,8 @@ def test_a_short_run_says_what_it_measured(tmp_path, capsys):
         100 * (rows[3]["milliseconds"] / rows[1]["milliseconds"] - 1)
     )
     printed = capsys.readouterr().out
-    assert "rope_jax's deit3_ti16 with rpb(size=3), forward, is left out: ValueError: " in printed
-    refusal = "is left out: ValueError: implementation='triton' cannot serve"
+    assert "rope_jax's deit3_ti16 with rpb(size=3), forward, is skipped: ValueError: " in printed
+    refusal = "is skipped: ValueError: implementation='triton' cannot serve"
     assert f"rope_jax's deit3_ti16 with rope2d by triton, forward, {refusal}" in printed
     assert "| deit3_ti16 | `rope2d` | forward | rope_jax | jnp | float32 | 2 |" in printed
 
@@ -113,7 +113,7 @@ def test_a_run_out_of_time_keeps_what_it_has(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(models, "machine_limits", lambda turns, dtypes: LIMITS)
     run("--limit-s", "-1", f"--out={tmp_path / 'x.json'}")
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == []
-    assert "stopped after 0 of 2 models" in capsys.readouterr().out
+    assert "stopped after 0 of 2 combinations" in capsys.readouterr().out
 
 
 def test_programs_that_do_not_compile_or_run_are_left_out(monkeypatch, capsys):
@@ -138,11 +138,11 @@ def test_programs_that_do_not_compile_or_run_are_left_out(monkeypatch, capsys):
     assert list(found) == [models.Form("rope_jax", "none")]
     printed = capsys.readouterr().out
     assert (
-        "rope_jax's deit3_ti16 with ape, forward, is left out: RuntimeError: out of registers\n"
+        "rope_jax's deit3_ti16 with ape, forward, is skipped: RuntimeError: out of registers\n"
         in printed
     )
     assert (
-        "rope_jax's deit3_ti16 with rope2d, forward, is left out: MemoryError: too large\n"
+        "rope_jax's deit3_ti16 with rope2d, forward, is skipped: MemoryError: too large\n"
         in printed
     )
 
@@ -162,7 +162,7 @@ def test_the_implementation_of_all_layers_is_chosen_by_name():
     with models.attention_by("jnp"):
         np.testing.assert_allclose(attention_qkv(qkv, **terms), wanted, atol=2e-6)
         np.testing.assert_allclose(attention(*jnp.moveaxis(qkv, 2, 0), **terms), wanted, atol=2e-6)
-        with pytest.raises(ValueError, match="needs global attention, and the pattern is Window"):
+        with pytest.raises(ValueError, match="needs global attention, but the pattern is Window"):
             attention(*jnp.zeros((3, 1, 2, 2, 1, 8)), pattern=Window((2, 2)))
     with (
         models.attention_by("cudnn"),

@@ -309,12 +309,12 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
     main(command)
     assert trained[1] == ["vit-ape-1", "vit-none-1"]
     assert json.loads(out.read_text())["runs"] == result["runs"]
-    assert "2 of 4 runs are finished: the same command continues" in capsys.readouterr().out
+    assert "2 of 4 runs are finished; run the same command again" in capsys.readouterr().out
     with pytest.raises(
-        SystemExit, match=r"x.json holds runs of part vit with flags \[\] on .*: name another file"
+        SystemExit, match=r"x.json holds runs of part vit with flags \[\] on .*: use another file"
     ):
         main([*command, "--", "--config.epochs=1"])
-    with pytest.raises(SystemExit, match=r"x.json holds runs .* on .*: name another file"):
+    with pytest.raises(SystemExit, match=r"x.json holds runs .* on .*: use another file"):
         main([*command, "--data", str(tmp_path / "others")])
     # Runs with other flags are not taken for these, though they lie in the same folder.
     main([*command[:-1], str(tmp_path / "short.json"), "--", "--config.epochs=1"])
@@ -323,7 +323,7 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
     ]
     assert json.loads((tmp_path / "short.json").read_text())["runs"] == []
     out.write_text(json.dumps({"benchmark": "digits"}))
-    with pytest.raises(SystemExit, match=r"x.json holds a result of digits: name another file"):
+    with pytest.raises(SystemExit, match=r"x.json holds a result of digits: use another file"):
         main(command)
 
 
@@ -332,7 +332,7 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
     [
         (
             ["cifar10", "--seeds", "1", "3"],
-            "--seeds 1 3: part cifar10 trains them in one run, so they must be consecutive",
+            "--seeds 1 3: part cifar10 trains all seeds in one run, so they must be consecutive",
         ),
         (["vit", "--backbones", "swin"], "--backbones swin: part vit has vit"),
         (["vit"], "--data .*x.npz does not exist"),
@@ -349,7 +349,7 @@ def test_images_lie_packed_or_as_pixels(tmp_path):
     np.savez(tmp_path / "other.npz", images=np.zeros(1), labels=np.zeros(1))
     with pytest.raises(
         SystemExit,
-        match=r"other.npz has neither train_images nor body, header, offsets: name a file",
+        match=r"other.npz has neither train_images nor body, header, offsets: pass a file",
     ):
         evidence.packed(tmp_path / "other.npz", tmp_path / "new.npz")
     rng = np.random.default_rng(0)

@@ -159,7 +159,7 @@ def test_npz_refuses_other_files(tmp_path):
         load("npz", path, "train", None)
     with open(path, "wb") as file:
         np.save(file, LABELS)
-    with pytest.raises(ValueError, match="is a single array"):
+    with pytest.raises(ValueError, match="holds a single array"):
         load("npz", path, "train", None)
 
 
@@ -204,9 +204,9 @@ def test_idx_refuses(tmp_path, compressed):
         (b"", "header starts with"),
         (good[:10], "header starts with"),
         (idx(LABELS), "header starts with 00000801"),
-        (good[:-1], "120 bytes must follow its header; there are 119"),
-        (good + b"x", "120 bytes must follow its header; there are more"),
-        (good[:4] + b"\xff" * 12 + good[16:], "promises .* more than a file of this size can hold"),
+        (good[:-1], "its header declares 120 bytes, and 119 follow"),
+        (good + b"x", "its header declares 120 bytes, and more follow"),
+        (good[:4] + b"\xff" * 12 + good[16:], "declares .* more than a file of this size can hold"),
     ]:
         write_idx(tmp_path, broken, LABELS, compressed=compressed)
         with pytest.raises(ValueError, match=message):

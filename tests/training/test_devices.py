@@ -73,7 +73,7 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 import rope_jax
 from rope_jax.workdir.checkpoint import named_leaves
-from rope_jax.sharding import in_force, make_mesh, put_batch, split_parameter
+from rope_jax.sharding import use_mesh, make_mesh, put_batch, split_parameter
 import rope_jax.sharding as sharding
 
 sharding.SMALLEST = 64
@@ -105,7 +105,7 @@ for name in sys.argv[2:]:
 
         @jax.checkpoint
         def loss(params, batch):
-            with in_force(mesh):
+            with use_mesh(mesh):
                 model = nnx.merge(graph, params, rest)
                 logits = model(batch["x"], train=True, key=jax.random.key(1))
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()

@@ -404,7 +404,7 @@ def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
         rope_jax.run.train(changed, tmp_path, resume_override=["sead"])
     rope_jax.run.train(changed, tmp_path, resume_override=["seed", "epochs"])
     assert (
-        "WARNING: going on with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4"
+        "WARNING: resuming with other settings: seed: 0 -> 1; epochs: 0.2 -> 0.4"
         in capsys.readouterr().err
     )
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]

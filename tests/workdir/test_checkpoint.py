@@ -20,7 +20,7 @@ import optax
 import pytest
 
 from rope_jax.files import SaveFailed, write_file
-from rope_jax.sharding import like, make_mesh, replicated
+from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.workdir import checkpoint
 from rope_jax.workdir.checkpoint import Checkpoints, Damaged, check_tree, tree_hash
 from tests.faults.long import DAMAGES, damage
@@ -36,7 +36,7 @@ def state(scale=1.0):
 
 
 def shapes(tree):
-    return like(tree, replicated(make_mesh()))
+    return with_shardings(tree, replicated(make_mesh()))
 
 
 def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path):

@@ -89,6 +89,16 @@ def load(
 def open_source(source: str, path: str | None, split: str) -> Source:
     """Opens the images of one split as they are stored.
 
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> for name in ("cat", "dog"):
+    ...     (folder / "train" / name).mkdir(parents=True)
+    ...     Image.new("RGB", (40, 30)).save(folder / "train" / name / "1.png")
+    >>> images = open_source("folder", str(folder), "train")
+    >>> images.class_names, images.labels.tolist()
+    (['cat', 'dog'], [0, 1])
+
     Args:
         source: as in `load`, of those that are read one image at a time.
         path: of the set.
@@ -101,7 +111,7 @@ def open_source(source: str, path: str | None, split: str) -> Source:
     _check(source, path, split)
     if source not in STREAMED:
         raise ValueError(
-            f"data source {source!r} lies in memory; "
+            f"data source {source!r} is held in memory; "
             f"those read one image at a time are {', '.join(STREAMED)}"
         )
     return STREAMED[source](path, split)

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 
 from rope_jax.data.images.crops import Crop, crop_pixels
 
-# What NumPy and gzip raise for damaged files.
+# Exceptions that NumPy and gzip raise for damaged files.
 _UNREADABLE = (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
@@ -30,13 +30,13 @@ class Images:
     Attributes:
         images: uint8 [n, H, W, 3].
         labels: int32 [n], 0 to classes - 1.
-        name: of the set, for reports.
+        name: name of the set, for reports.
         split: "train" or "test".
         classes: number of classes of the set.
 
     Raises:
-        ValueError: arrays of other types or shapes, other numbers of images and labels, labels out
-            of range.
+        ValueError: if an array has another dtype or shape, the numbers of images and labels differ
+            or are 0, or a label is out of range.
     """
 
     images: np.ndarray
@@ -64,7 +64,7 @@ class Images:
         if len(self.images) != len(self.labels) or not len(self.labels):
             raise ValueError(
                 f"{self.name}: {len(self.images)} images and {len(self.labels)} labels; "
-                "the numbers must be equal, at least 1"
+                "there must be as many labels as images, and at least one"
             )
         if self.labels.min() < 0 or self.labels.max() >= self.classes:
             raise ValueError(
@@ -80,12 +80,18 @@ class Images:
     def read(
         self, example: int, crop: Crop | None = None, draw: int = 0
     ) -> UInt8[np.ndarray, "H W 3"]:
-        """One image, or a crop of it at its size."""
+        """Returns an image, or a crop of it resized to the size of the image.
+
+        Args:
+            example: index of the image.
+            crop: the crop to take; None for the whole image.
+            draw: random bits of the crop.
+        """
         image = self.images[example]
         return image if crop is None else crop_pixels(image, crop, self.size, draw)
 
     def fingerprint(self) -> str:
-        """Number, size and classes of the images, and a checksum of labels and pixels."""
+        """Shape of the images, number of classes, and a checksum of pixels and labels."""
         pixels = zlib.crc32(np.ascontiguousarray(self.images))
         checksum = zlib.crc32(self.labels.tobytes(), pixels)
         shape = "x".join(map(str, self.images.shape))
@@ -104,7 +110,7 @@ def _digits(path: None, split: str) -> Images:
 
 def _npz(path: str, split: str) -> Images:
     if not os.path.isfile(path):
-        raise ValueError(f"{path} is not an .npz file but a folder")
+        raise ValueError(f"{path} is a folder: pass the path of an .npz file")
     with open(path, "rb") as file:
         try:
             archive = np.load(file, allow_pickle=False)
@@ -112,8 +118,8 @@ def _npz(path: str, split: str) -> Images:
             raise ValueError(f"{path} is not an .npz file: {error}") from error
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(
-                f"{path} is a single array; "
-                f"an .npz file with {split}_images and {split}_labels is needed"
+                f"{path} holds a single array: "
+                f"pass an .npz file with {split}_images and {split}_labels"
             )
 
         def read(name: str) -> np.ndarray | None:
@@ -123,7 +129,7 @@ def _npz(path: str, split: str) -> Images:
                 array = archive[name]
             except _UNREADABLE as error:
                 raise ValueError(f"array {name} of {path} cannot be read: {error}") from error
-            if not isinstance(array, np.ndarray):  # bytes, of a member that is no array
+            if not isinstance(array, np.ndarray):  # NumPy returns bytes for members of other types
                 raise ValueError(f"{name} of {path} is not an array")
             return array
 
@@ -156,32 +162,38 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
                     f"not with 0000080{dimensions} (bytes in {dimensions} dimensions)"
                 )
             shape = tuple(int(side) for side in np.frombuffer(sides, ">u4"))
-            promised = math.prod(shape)
-            # The most that deflate can hold; checked before memory is asked for.
-            if promised > 1032 * path.stat().st_size:
+            declared = math.prod(shape)
+            # deflate compresses by at most 1032 to 1; checked before memory is allocated.
+            if declared > 1032 * path.stat().st_size:
                 raise ValueError(
-                    f"its header promises {promised:,} bytes, "
+                    f"its header declares {declared:,} bytes, "
                     "more than a file of this size can hold"
                 )
-            content = file.read(promised + 1)
+            content = file.read(declared + 1)
     except _UNREADABLE as error:
         raise ValueError(f"{path} is not a valid idx file: {error}") from error
-    if len(content) != promised:
-        there = f"{len(content):,}" if len(content) < promised else "more"
+    if len(content) != declared:
+        there = f"{len(content):,}" if len(content) < declared else "more"
         raise ValueError(
             f"{path} is not a valid idx file: "
-            f"{promised:,} bytes must follow its header; there are {there}"
+            f"its header declares {declared:,} bytes, and {there} follow"
         )
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _from_arrays(read: Callable[[str], np.ndarray | None], path: str, split: str) -> Images:
-    """A split from the arrays `<split>_images` and `<split>_labels`."""
+    """Creates a split from the arrays `<split>_images` and `<split>_labels`.
+
+    Args:
+        read: returns an array by name, or None if it does not exist.
+        path: for the name of the set and for errors.
+        split: "train" or "test".
+    """
     images, labels = read(f"{split}_images"), read(f"{split}_labels")
     for array, kind in ((images, "images"), (labels, "labels")):
         if array is None:
             raise FileNotFoundError(
-                f"{path} has no {split} {kind}; the {split} split needs images and labels"
+                f"{path} has no {split} {kind}: the {split} split needs images and labels"
             )
     labels = _as_labels(labels, path)
     reference = labels if split == "train" else read("train_labels")

@@ -63,6 +63,16 @@ def load_pretrained(
 ) -> None:
     """Loads a file of weights into a model and sets `model.preprocessing`.
 
+    >>> import tempfile
+    >>> import rope_jax
+    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+    >>> path = f"{tempfile.mkdtemp()}/weights.safetensors"
+    >>> save_pretrained(rope_jax.create_model("deit_ti16", **small), path, source="timm")
+    >>> model = rope_jax.create_model("deit_ti16", seed=1, **small)
+    >>> load_pretrained(model, path)
+    >>> model.preprocessing.mean
+    (0.485, 0.456, 0.406)
+
     Args:
         model: from `rope_jax.create_model`.
         where: path of a .safetensors or .npz file with torch's names, or a hub id "owner/name"
@@ -96,6 +106,15 @@ def save_pretrained(model: nnx.Module, path: str | os.PathLike, *, source: str) 
     """Writes a model's weights with the names and layouts of a source; the round trip is exact.
 
     The file also describes the model, so that no other model loads the weights by mistake.
+
+    >>> import tempfile
+    >>> import rope_jax
+    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+    >>> path = f"{tempfile.mkdtemp()}/weights.safetensors"
+    >>> save_pretrained(rope_jax.create_model("deit_ti16", **small), path, source="timm")
+    >>> with open_weights(path) as file:
+    ...     file.source, file.shapes["head.weight"][0]
+    ('timm', (2, 8))
 
     Args:
         model: from `rope_jax.create_model`.
@@ -149,7 +168,8 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
             f"pretrained={path!r} is not a safetensors file, or damaged: {error}"
         ) from None
     with file:
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a dictionary)
+        names = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
         shapes = {
             key: (tuple(s.get_shape()), jnp.dtype(_DTYPES.get(s.get_dtype(), "int8")))
             for key, s in slices.items()

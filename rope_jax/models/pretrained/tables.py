@@ -32,6 +32,9 @@ class Preprocessing:
     image is resized so that its short side is `resized(size)` pixels, cropped to size x size at the
     centre, scaled to 0..1, and normalised: (image - mean) / std.
 
+    >>> Preprocessing(crop=0.9).crop_notation
+    'centre(crop=0.9,interpolation=bicubic)'
+
     Attributes:
         mean, std: of the channels red, green, blue, in 0..1.
         crop: fraction of the resized short side that the crop keeps.
@@ -43,10 +46,19 @@ class Preprocessing:
     crop: float = 0.875
     interpolation: str = "bicubic"
 
+    @property
+    def crop_notation(self) -> str:
+        """The crop as written for `rope_jax.data.load`."""
+        return f"centre(crop={self.crop},interpolation={self.interpolation})"
+
     def resized(self, size: int) -> int:
         """The short side in pixels before the crop to `size`, rounded down as by timm and DeiT.
 
-        248 for 224 with a crop of 0.9.
+        >>> Preprocessing(crop=0.9).resized(224)
+        248
+
+        Args:
+            size: side of the crop in pixels.
         """
         return math.floor(size / self.crop)
 
