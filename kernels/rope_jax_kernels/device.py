@@ -21,7 +21,7 @@ DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # NVIDIA's data sheets; of several variants, the slowest.
 KINDS = {
     "V100": (70, 900),
-    "T4": (75, 300),
+    "T4": (75, 320),
     "A100": (80, 1555),
     "A30": (80, 933),
     "A10": (86, 600),
