@@ -178,7 +178,7 @@ def test_the_choice_for_the_layers_of_models(kind, dtype, with_cudnn):
             ), reasons["cudnn"]
 
 
-def chosen(layer, dtype):
+def chosen(layer, dtype, sharding=None):
     """The choice for a layer, and what `explain` returns."""
     found = []
 
@@ -188,7 +188,9 @@ def chosen(layer, dtype):
         found.append(dispatch.resolve("attention_qkv", {"qkv": qkv} | terms))
         found.append(explain(attention_qkv, qkv, **terms))
 
-    jax.eval_shape(look, *layer.shapes(128, dtype).values())
+    qkv, *rest = layer.shapes(128, dtype).values()
+    qkv = jax.ShapeDtypeStruct(qkv.shape, qkv.dtype, sharding=sharding)
+    jax.eval_shape(look, qkv, *rest)
     return found
 
 
@@ -198,6 +200,17 @@ def test_without_cudnn_the_next_best_serves(monkeypatch):
         with jax.sharding.use_abstract_mesh(mesh_of(kind)):
             choice, reasons = chosen(LAYERS["vit_s"], "bfloat16")
         assert (choice, reasons["cudnn"]) == (expected, "cuDNN is not detected.")
+
+
+def test_xla_serves_where_shardings_are_types(with_cudnn):
+    mesh = mesh_of(devices=8).update(axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec("d")
+    with jax.sharding.use_abstract_mesh(mesh):
+        choice, reasons = chosen(
+            LAYERS["vit_s"], "bfloat16", jax.sharding.NamedSharding(mesh, spec)
+        )
+    assert choice == "xla"
+    assert "Explicit" in reasons["cudnn"]
 
 
 @pytest.mark.parametrize(
