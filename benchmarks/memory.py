@@ -95,8 +95,8 @@ def compile_step(
     number = jax.ShapeDtypeStruct((count,), jnp.int32)
     arrays = {"image": image, "label": number, "epoch": number, "index": number}
     names = () if implementation is None else ("attention", "attention_qkv")
-    forced = dict.fromkeys(names, (implementation,))
-    with use_mesh(run.mesh), mock.patch.dict(dispatch.PREFERENCE["gpu"], forced):
+    forced = {op: {implementation: range(1000)} for op in names}
+    with use_mesh(run.mesh), mock.patch.dict(dispatch.PREFERENCE, forced):
         state = with_shardings(state, state_shardings(state, run.mesh))
         lowered = make_step(run).trace(state, with_shardings(arrays, split_batch(run.mesh))).lower()
     compiled = lowered.compile(compiler_options=OPTIONS)
@@ -211,14 +211,30 @@ def passes(call: tuple, implementation: str | None) -> tuple[Callable, Callable,
     return forward, both, (rotation, learned, cotangent)
 
 
+def chosen(call: tuple) -> str:
+    """The implementation that None resolves to in a program for the target.
+
+    A call with None also lists what a CPU would save, which no program for a GPU does.
+    """
+    pattern, *operands, scale = call
+    names = []
+
+    def choose(qkv: jax.Array, rotation: Any, bias: jax.Array | None) -> None:
+        arguments = {"qkv": qkv, "pattern": pattern, "rotation": rotation, "bias": bias}
+        names.append(dispatch.resolve("attention_qkv", arguments | {"scale": scale}))
+
+    jax.eval_shape(choose, *operands)
+    return names[0]
+
+
 def saved_bytes(call: tuple, implementation: str | None) -> int:
     """Bytes that a layer saves for the backward pass, including operands and output."""
-    forward, _, (*operands, _) = passes(call, implementation)
-
-    def saved(*operands: Any) -> list[jax.Array]:
-        return jax.tree.leaves(forward(*operands)[1])
-
     with jax.sharding.use_abstract_mesh(make_mesh(devices=gpus(1)[:1]).abstract_mesh):
+        forward, _, (*operands, _) = passes(call, implementation or chosen(call))
+
+        def saved(*operands: Any) -> list[jax.Array]:
+            return jax.tree.leaves(forward(*operands)[1])
+
         variables = jax.make_jaxpr(saved)(*operands).jaxpr.outvars
     # An array that is saved twice is one variable.
     return sum({id(x): x.aval.size * x.aval.dtype.itemsize for x in variables}.values())

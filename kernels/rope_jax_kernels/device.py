@@ -17,14 +17,64 @@ from jaxtyping import Array
 INTERPRET = "ROPE_JAX_INTERPRET"
 GENERATIONS = {"Ampere": 80, "Hopper": 90, "Blackwell": 100}  # lowest compute capability
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+# Word of a device's kind -> compute capability (times 10) and memory bandwidth in GB/s, from
+# NVIDIA's data sheets; of several variants, the slowest.
+KINDS = {
+    "V100": (70, 900),
+    "T4": (75, 320),
+    "A100": (80, 1555),
+    "A30": (80, 933),
+    "A10": (86, 600),
+    "L4": (89, 300),
+    "L40": (89, 864),
+    "L40S": (89, 864),
+    "4090": (89, 1008),
+    "H100": (90, 2000),
+    "H200": (90, 4800),
+    "GH200": (90, 4000),
+    "B200": (100, 7700),
+    "GB200": (100, 7700),
+    "B300": (103, 7700),
+    "GB300": (103, 7700),
+}
+BANDWIDTH = 1000  # GB/s, of other GPUs
+
+
+def target() -> Any:
+    """The device for which a call is traced."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device or jax.config.jax_default_device or jax.local_devices()[0]
 
 
 def is_gpu() -> bool:
     """Whether the target is a GPU."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    if target is None:
-        target = jax.config.jax_default_device or jax.local_devices()[0]
-    return getattr(target, "platform", target) in ("gpu", "cuda", "rocm")
+    device = target()
+    return getattr(device, "platform", device) in ("gpu", "cuda", "rocm")
+
+
+def capability() -> int:
+    """Compute capability of the target, times 10: 90 for Hopper.
+
+    It is 0 without an NVIDIA GPU, and for an abstract one that `KINDS` does not list.
+    """
+    if not is_gpu():
+        return 0
+    found = getattr(target(), "compute_capability", "")  # abstract devices have none
+    if str(found).replace(".", "").isdigit():  # AMD's is the name of an architecture
+        major, _, minor = str(found).partition(".")
+        return 10 * int(major) + int(minor or 0)
+    return _known()[0]
+
+
+def bandwidth() -> float:
+    """Bytes per second between the target, a GPU, and its memory, as its data sheet has it."""
+    return 1e9 * _known()[1]
+
+
+def _known() -> tuple[int, int]:
+    """The entry of the target in `KINDS`."""
+    words = getattr(target(), "device_kind", "").replace("-", " ").split()
+    return next((KINDS[word] for word in words if word in KINDS), (0, BANDWIDTH))
 
 
 def interpreted() -> bool:
@@ -54,14 +104,10 @@ def refusal(generation: str = "Ampere") -> str | None:
         if interpreted():
             return None
         return f"it needs a GPU; set {INTERPRET}=1 to interpret it on the CPU"
-    from jax.experimental.pallas import triton
-
-    try:
-        capability = triton.get_gpu_info().compute_capability
-    except ValueError as error:
-        return f"it needs an NVIDIA GPU that jax knows ({error})"
-    # AMD's architectures have no compute capability and are reported as 0.
-    if capability < GENERATIONS[generation]:
+    if capability() == 0:
+        kind = getattr(target(), "device_kind", target())
+        return f"it needs an NVIDIA GPU of a known compute capability, and this is {kind}"
+    if capability() < GENERATIONS[generation]:
         return f"it needs an NVIDIA GPU of the {generation} generation or newer"
     return None
 

@@ -2,7 +2,8 @@
 
 Every operation has an implementation in plain jax.numpy, "xla", which supports every call. The
 others are GPU kernels that refuse unsupported calls with a reason. A call with
-`implementation=None` tries the kernels of `PREFERENCE` in order and falls back to "xla".
+`implementation=None` tries the kernels of `PREFERENCE` in order and falls back to "xla"; where its
+arrays turn out to be elsewhere than on a GPU, it computes by "xla" too.
 
 An implementation is a module with a function for each of its operations, called with the
 operation's arguments by name, and (except "xla") `refusal`, which takes the same arguments and
@@ -10,12 +11,14 @@ returns a sentence or None. Modules are imported when a call first needs them, s
 import no Pallas.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from rope_jax_kernels import device
 
@@ -39,45 +42,67 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "attention_qkv": _ATTENTION,
 }
 
-# Kind of device -> operation -> kernels that `implementation=None` tries, best first. Without an
-# entry it uses "xla". Decided by counting bytes and launches, not by measurements:
-# - attention: the kernels move q, k, v and the output once. XLA also writes logits, rolled maps,
-#   windows and halos of keys; cuDNN needs q, k and v as separate arrays.
-# - rotate, rotate_by_angles: only if the caller determines that a kernel halves the memory traffic.
-# - rotate_qkv and rotate_back_and_pack: XLA fuses them with the operations around them.
+FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, times 10
+
+# Operation -> kernels that `implementation=None` tries, best first -> compute capabilities on which
+# it does. After them, and without an entry, it uses "xla". Decided by counting the bytes and the
+# launches of compiled programs, and the instructions that machine code for 9.0 issues at least; not
+# by measurements:
+# - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates it moves no
+#   more bytes than the kernels here and issues far fewer instructions; XLA's own attention moves 4
+#   times the bytes.
+# - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
+#   also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times (NAT) as much.
+#   Its tiles are sized by the registers and the shared memory of 9.0. Older and consumer GPUs have
+#   less shared memory, and for Blackwell (10.x) no machine code of it was read: name it there.
+# - rotate, rotate_by_angles: only where `kernels_pay`.
+# - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
+# - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.
 # - mosaic: must be measured against triton first.
 # No kernel has a forward-mode derivative: name "xla" for `jax.jvp` on a GPU.
-PREFERENCE: dict[str, dict[str, tuple[str, ...]]] = {
-    "gpu": {
-        "rotate": ("triton",),
-        "rotate_by_angles": ("triton",),
-        "unpack_and_rotate": ("triton",),
-        "attention": ("triton",),
-        "attention_qkv": ("triton",),
-    },
+PREFERENCE: dict[str, dict[str, range]] = {
+    "rotate": {"triton": FROM_AMPERE},
+    "rotate_by_angles": {"triton": FROM_AMPERE},
+    "unpack_and_rotate": {"triton": FROM_AMPERE},
+    "attention": {"cudnn": FROM_AMPERE, "triton": HOPPER},
+    "attention_qkv": {"cudnn": FROM_AMPERE, "triton": HOPPER},
 }
+
+# Implementations that XLA can partition over devices; it gathers the operands of the others.
+PARTITIONED = ("xla", "cudnn")
 
 
 def candidates(op: str, kernels_pay: bool = True) -> tuple[str, ...]:
     """Implementations that `implementation=None` tries for a call of `op`, best first.
 
-    The last one is always "xla", and the only one if XLA may have to partition the call over
-    devices. Measured choices for single calls belong here, before `PREFERENCE`.
+    The last one is always "xla".
 
     Args:
         op: name of the operation.
         kernels_pay: whether kernels are worth their launch for this call.
     """
-    kind = "gpu" if device.is_gpu() else "cpu"
-    if not kernels_pay or device.may_be_partitioned():
-        return ("xla",)
-    return (*PREFERENCE.get(kind, {}).get(op, ()), "xla")
+    capability, together = device.capability(), device.may_be_partitioned()
+    kernels = PREFERENCE.get(op, {}).items() if kernels_pay else ()
+    tried = [name for name, served in kernels if capability in served]
+    return (*[name for name in tried if name in PARTITIONED or not together], "xla")
+
+
+def resolve(op: str, arguments: dict[str, Any], kernels_pay: bool = True) -> str:
+    """The implementation of a call with `implementation=None`: the first that does not refuse.
+
+    Args:
+        op: name of the operation.
+        arguments: the operation's arguments by name.
+        kernels_pay: see `candidates`.
+    """
+    tried = candidates(op, kernels_pay)
+    return next(name for name in tried if refusal(op, name, arguments) is None)
 
 
 def call(
     op: str, arguments: dict[str, Any], *, implementation: str | None, kernels_pay: bool = True
 ) -> Any:
-    """Computes `op` by the named implementation, or by the first candidate that does not refuse.
+    """Computes `op` by the named implementation, or by the one that `resolve` returns.
 
     Args:
         op: name of the operation.
@@ -89,19 +114,59 @@ def call(
         ValueError: the name is unknown, or the named implementation refuses the call.
     """
     if implementation is None:
-        tried = candidates(op, kernels_pay)
-        implementation = next(name for name in tried if refusal(op, name, arguments) is None)
-    elif implementation not in IMPLEMENTATIONS[op]:
+        name = resolve(op, arguments, kernels_pay)
+        if name != "xla" and device.is_gpu():
+            return _on_gpu_or_elsewhere(op, name, arguments)
+        return compute(op, name, arguments)
+    if implementation not in IMPLEMENTATIONS[op]:
         raise ValueError(
             f"implementation={implementation!r} is not one that {op} has; "
             f"use None or one of {sorted(IMPLEMENTATIONS[op])}"
         )
-    elif (reason := refusal(op, implementation, arguments)) is not None:
+    if (reason := refusal(op, implementation, arguments)) is not None:
         raise ValueError(
             f"implementation={implementation!r} cannot serve this call of {op}: {reason}; "
             "use None or 'xla'"
         )
+    return compute(op, implementation, arguments)
+
+
+def compute(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
+    """Computes `op` by an implementation that serves the call."""
     return getattr(_module(op, implementation), op)(**arguments)
+
+
+def _on_gpu_or_elsewhere(op: str, kernel: str, arguments: dict[str, Any]) -> Any:
+    """Computes `op` by a kernel where the program is lowered for CUDA, elsewhere by "xla".
+
+    A process with a GPU also computes on its CPU, and on which of them is determined only when a
+    program is lowered.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+    fixed = tuple(None if array else x for x, array in zip(leaves, is_array, strict=True))
+    arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
+    return _by_platform(op, kernel, tree, fixed, *device.vary_alike(*arrays))
+
+
+# Within `jit` also for a call outside of it, for which jax would look at the default device.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _by_platform(op: str, kernel: str, tree: Any, fixed: tuple, *arrays: jax.Array) -> Any:
+    """See `_on_gpu_or_elsewhere`; `fixed` has None where an array belongs.
+
+    Reverse mode differentiates both ways and saves the residuals of both, those of the other way as
+    zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
+    """
+
+    def by(implementation: str, *arrays: jax.Array) -> Any:
+        left = iter(arrays)
+        leaves = [next(left) if x is None else x for x in fixed]
+        return compute(op, implementation, jax.tree.unflatten(tree, leaves))
+
+    elsewhere = jax.checkpoint(functools.partial(by, "xla"))
+    return jax.lax.platform_dependent(
+        *arrays, cuda=functools.partial(by, kernel), default=elsewhere
+    )
 
 
 def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax_kernels import Global, attention, explain
+from rope_jax_kernels import Global, Neighborhood, attention, explain
 from rope_jax_kernels.model_shapes import LAYERS
 from tests.kernels import test_attention_triton as interpreted
 
@@ -89,6 +89,34 @@ def test_cudnn_agrees(name):
         for name in ("cudnn", "triton")
     )
     np.testing.assert_allclose(one, other, rtol=0, atol=2 * 2**-8 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("tokens", [196, 197, 1025])
+def test_cudnn_in_training(tokens, dtype):
+    """Odd numbers of tokens are padded."""
+    sizes = {"heads": 6, "head_dim": 64, "pairs": 32, "bias": False}
+    with jax.default_matmul_precision("highest"):
+        interpreted.check(Global(), (tokens,), dtype=dtype, implementation="cudnn", **sizes)
+
+
+@pytest.mark.parametrize("pattern", [Global(), Neighborhood((3, 3))], ids=["ViT", "NAT"])
+def test_arrays_on_the_cpu(pattern):
+    """By None, with and without jit, they are computed there."""
+    places = (17,) if pattern == Global() else (6, 6)
+    arrays = interpreted.operands(pattern, places, dtype=jnp.bfloat16, bias=False)
+    arrays = jax.device_put(arrays, jax.devices("cpu")[0])
+    run = lambda name: interpreted.outputs(
+        *arrays, pattern=pattern, pairing="half", implementation=name
+    )
+    result, expected = run(None), run("xla")
+    for name in ("out", "qkv", "freqs"):
+        assert result[name].devices() == {jax.devices("cpu")[0]}
+        np.testing.assert_allclose(
+            np.float32(result[name]), np.float32(expected[name]), rtol=0.02, atol=0.02
+        )
+    eager = attention(*jnp.unstack(arrays[0], axis=-3), pattern=pattern)
+    assert eager.devices() == {jax.devices("cpu")[0]}
 
 
 def test_two_runs_are_bit_equal():

@@ -1,11 +1,13 @@
 """Which implementation serves a call, with fake implementations and abstract devices."""
 
+import functools
 import subprocess
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import rope_jax_kernels
@@ -16,15 +18,20 @@ from rope_jax_kernels import (
     Window,
     attention,
     attention_qkv,
+    device,
     dispatch,
     explain,
     rotate,
     rotate_by_angles,
     rotate_qkv,
 )
+from rope_jax_kernels.attention import cudnn
+from rope_jax_kernels.model_shapes import LAYERS
 from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
+from tests.kernels.covering import covering
 
 X = jnp.ones((2, 6, 3, 64), jnp.bfloat16)
+MANY = jax.ShapeDtypeStruct((2**15, 6, 3, 64), jnp.bfloat16)
 QKV = jnp.stack([X, X, X], axis=2)
 SOME, ALL = (Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, r))) for r in (16, 32))
 CALLS = [
@@ -38,9 +45,23 @@ CALLS = [
 ]
 
 
-def h200(devices=1):
+def mesh_of(kind="NVIDIA H200", devices=1):
+    platform = "cpu" if kind == "cpu" else "gpu"
+    device = jax.sharding.AbstractDevice(kind, 1 if kind == "cpu" else 132, platform)
+    return jax.sharding.AbstractMesh((devices,), ("d",), abstract_device=device)
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """As if jax's CUDA plugin were installed."""
+    monkeypatch.setattr(cudnn, "missing", lambda: None)
+
+
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """As if jax's default device were an H200, while arrays are on the CPU."""
     gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-    return jax.sharding.AbstractMesh((devices,), ("d",), abstract_device=gpu)
+    monkeypatch.setattr(device, "target", lambda: gpu)
 
 
 @pytest.fixture
@@ -54,7 +75,9 @@ def fakes(monkeypatch):
         module.attention = lambda name=name, **arguments: (used.append(name), arguments["q"])[1]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention", {name: name for name in names})
-    monkeypatch.setitem(dispatch.PREFERENCE, "cpu", {"attention": ("first", "second")})
+    everywhere = range(1000)
+    preference = {"first": everywhere, "second": everywhere}
+    monkeypatch.setitem(dispatch.PREFERENCE, "attention", preference)
     return asked, used
 
 
@@ -101,9 +124,9 @@ def test_xla_is_the_default_on_a_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("f", "shape", "kernel"),
     [
-        (lambda q: rotate(q, q, SOME), X, True),
-        (lambda q: rotate(q, q, ALL), X, False),  # a kernel would move the bytes of a copy
-        (lambda q: rotate_by_angles(q, jnp.ones((3, 6, 16))), X, True),
+        (lambda q: rotate(q, q, SOME), MANY, True),
+        (lambda q: rotate(q, q, ALL), MANY, False),  # a kernel would move the bytes of a copy
+        (lambda q: rotate_by_angles(q, jnp.ones((3, 6, 16))), MANY, True),
         (lambda qkv: rotate_qkv(qkv, SOME), QKV, False),
         (lambda qkv: unpack_and_rotate(qkv, ALL), QKV, True),
         (lambda x: rotate_back_and_pack(x, x, x, SOME), X, False),
@@ -114,10 +137,182 @@ def test_xla_is_the_default_on_a_cpu(monkeypatch):
     ],
 )
 def test_none_on_a_gpu(f, shape, kernel):
-    with jax.sharding.use_abstract_mesh(h200()):
+    with jax.sharding.use_abstract_mesh(mesh_of()):
         assert ("pallas_call" in str(jax.make_jaxpr(f)(shape))) == kernel
-    with jax.sharding.use_abstract_mesh(h200(8)):  # XLA would gather a kernel's operands
+    with jax.sharding.use_abstract_mesh(mesh_of(devices=8)):  # XLA would gather a kernel's operands
         assert "pallas_call" not in str(jax.make_jaxpr(f)(shape))
+
+
+# Kind of device -> implementation by None: `Global` in 16 bits, `Global` in float32, the others.
+CHOICES = {
+    "NVIDIA H200": ("cudnn", "triton", "triton"),
+    "NVIDIA H100 80GB HBM3": ("cudnn", "triton", "triton"),
+    "NVIDIA A100-SXM4-80GB": ("cudnn", "xla", "xla"),
+    "NVIDIA L4": ("cudnn", "xla", "xla"),
+    "NVIDIA B200": ("cudnn", "xla", "xla"),
+    "Tesla T4": ("xla", "xla", "xla"),
+    "gfx942": ("xla", "xla", "xla"),
+    "cpu": ("xla", "xla", "xla"),
+}
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_choice_for_the_layers_of_models(kind, dtype, with_cudnn):
+    for_global, for_float32, for_maps = CHOICES[kind]
+    for_global = for_float32 if dtype == "float32" else for_global
+    for name, layer in LAYERS.items():
+        is_global = isinstance(layer.pattern, Global)
+        for devices in (1, 8):
+            expected = for_global if is_global else for_maps
+            with jax.sharding.use_abstract_mesh(mesh_of(kind, devices)):
+                choice, reasons = chosen(layer, dtype)
+            if devices > 1 and expected == "triton":
+                expected = "xla"
+            assert choice == expected, (name, devices)
+            assert reasons[choice] == "ok"
+            generation = kind not in ("Tesla T4", "gfx942", "cpu")
+            assert (reasons["triton"] == "ok") == generation
+            assert (reasons["cudnn"] == "ok") == (
+                generation and is_global and dtype != "float32"
+            ), reasons["cudnn"]
+
+
+def chosen(layer, dtype, sharding=None):
+    """The choice for a layer, and what `explain` returns."""
+    found = []
+
+    def look(qkv, coords, freqs, bias, _):
+        terms = {"pattern": layer.pattern, "rotation": Rotation(coords, freqs), "scale": None}
+        terms |= {"bias": bias if layer.bias else None}
+        found.append(dispatch.resolve("attention_qkv", {"qkv": qkv} | terms))
+        found.append(explain(attention_qkv, qkv, **terms))
+
+    qkv, *rest = layer.shapes(128, dtype).values()
+    qkv = jax.ShapeDtypeStruct(qkv.shape, qkv.dtype, sharding=sharding)
+    jax.eval_shape(look, qkv, *rest)
+    return found
+
+
+def test_without_cudnn_the_next_best_serves(monkeypatch):
+    monkeypatch.setattr(cudnn, "missing", lambda: "cuDNN is not detected.")
+    for kind, expected in (("NVIDIA H200", "triton"), ("NVIDIA A100", "xla")):
+        with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+            choice, reasons = chosen(LAYERS["vit_s"], "bfloat16")
+        assert (choice, reasons["cudnn"]) == (expected, "cuDNN is not detected.")
+
+
+def test_xla_serves_where_shardings_are_types(with_cudnn):
+    mesh = mesh_of(devices=8).update(axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec("d")
+    with jax.sharding.use_abstract_mesh(mesh):
+        choice, reasons = chosen(
+            LAYERS["vit_s"], "bfloat16", jax.sharding.NamedSharding(mesh, spec)
+        )
+    assert choice == "xla"
+    assert "Explicit" in reasons["cudnn"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "kernel"),
+    [
+        ("NVIDIA H200", 128, False),  # 38.5 MB, and 48 MB pass in 10 us
+        ("NVIDIA H200", 256, True),
+        ("NVIDIA L4", 16, True),
+        ("NVIDIA L4", 8, False),
+        ("Tesla T4", 256, False),
+    ],
+)
+def test_rotation_in_place_pays_from_ten_microseconds_on(kind, batch, kernel):
+    x = jax.ShapeDtypeStruct((batch, 196, 6, 64), jnp.bfloat16)
+    rotation = Rotation(jnp.ones((196, 2)), jnp.ones((6, 2, 16)))
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+        text = str(jax.make_jaxpr(lambda q, k: rotate(q, k, rotation))(x, x))
+    assert ("pallas_call" in text) == kernel
+
+
+MAP = jnp.linspace(-1, 1, 2 * 4 * 4 * 3 * 2 * 16).reshape(2, 4, 4, 3, 2, 16)
+
+
+def of_a_map(implementation, qkv, freqs, table):
+    rotation = Rotation(jnp.arange(32.0).reshape(16, 2), freqs)
+    terms = {"rotation": rotation, "bias": table, "implementation": implementation}
+    return attention_qkv(qkv, pattern=Neighborhood((3, 3)), **terms)
+
+
+FREQS_AND_TABLE = (jnp.linspace(0.1, 1, 2 * 2 * 4).reshape(2, 2, 4), jnp.ones((2, 5, 5)))
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize(
+    "transform", covering(["eager", "jit", "vmap", "checkpoint", "scan"], ["jit"])
+)
+def test_arrays_on_the_cpu_of_a_machine_with_a_gpu(transform, beside_a_gpu):
+    """Values and gradients are those of "xla"; the kernel is not lowered."""
+
+    def gradients(implementation, qkv, *learned):
+        f = functools.partial(of_a_map, implementation)
+        if transform == "checkpoint":
+            f = jax.checkpoint(f)
+        if transform == "vmap":
+            f = lambda qkv, *learned, f=f: jax.vmap(lambda x: f(x[None], *learned)[0])(qkv)
+        if transform == "scan":
+            once = f
+            f = lambda qkv, *learned: jax.lax.scan(
+                lambda total, x: (total + jnp.sum(once(x[None], *learned) ** 2), None),
+                jnp.zeros(()),
+                qkv,
+            )[0]
+        return jax.value_and_grad(lambda *x: jnp.sum(f(*x) ** 2), (0, 1, 2))(qkv, *learned)
+
+    text = str(jax.make_jaxpr(functools.partial(gradients, None))(MAP, *FREQS_AND_TABLE))
+    assert "pallas_call" in text
+    compiled = jax.jit(gradients, static_argnums=0)
+    run = gradients if transform == "eager" else compiled
+    for x, expected in zip(
+        jax.tree.leaves(run(None, MAP, *FREQS_AND_TABLE)),
+        jax.tree.leaves(compiled("xla", MAP, *FREQS_AND_TABLE)),
+        strict=True,
+    ):
+        assert (x.dtype, x.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_allclose(x, expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: rotate(x, x, SOME),
+        lambda x: rotate_by_angles(x, jnp.ones((1, 6, 16))),
+        lambda x: unpack_and_rotate(jnp.stack([x, x, x], 2), SOME),
+    ],
+)
+def test_rotations_on_the_cpu_of_a_machine_with_a_gpu(f, beside_a_gpu, monkeypatch):
+    monkeypatch.setattr(device, "bandwidth", lambda: 0.0)
+    assert "pallas_call" in str(jax.make_jaxpr(f)(X))
+    eager, compiled = f(X), jax.jit(f)(X)
+    monkeypatch.setattr(device, "target", lambda: jax.devices("cpu")[0])
+    expected = jax.tree.leaves(jax.jit(f)(X))
+    for result in (eager, compiled):
+        for x, y in zip(jax.tree.leaves(result), expected, strict=True):
+            assert jnp.array_equal(x, y)
+
+
+def test_a_named_kernel_is_not_replaced(beside_a_gpu):
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        jax.jit(functools.partial(of_a_map, "triton"))(MAP, *FREQS_AND_TABLE)
+
+
+def test_second_derivatives_name_the_way_out(beside_a_gpu):
+    f = lambda x: jnp.sum(of_a_map(None, x, *FREQS_AND_TABLE))
+    with pytest.raises(ValueError, match="first derivatives only; use implementation='xla'"):
+        jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))(MAP)
+
+
+def test_a_program_of_one_device_is_as_without_a_gpu():
+    """Nothing is left to the lowering on a machine without a GPU."""
+    assert "platform_index" not in str(
+        jax.make_jaxpr(functools.partial(of_a_map, None))(MAP, *FREQS_AND_TABLE)
+    )
 
 
 @pytest.mark.parametrize(("op", "args", "kwargs"), CALLS, ids=lambda x: getattr(x, "__name__", ""))
@@ -149,5 +344,27 @@ def test_a_cpu_program_imports_no_pallas():
         "x, rotation = jnp.ones((1, 2, 1, 4)), Rotation(jnp.ones((2, 1)), jnp.ones((1, 1, 2)))\n"
         "attention(*rotate(x, x, rotation), x, pattern=Global())\n"
         "sys.exit(any('pallas' in name for name in sys.modules))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.process
+def test_a_jax_without_pallas_serves_everything_else():
+    program = (
+        "import sys, jax, jax.numpy as jnp\n"
+        "sys.modules['jax.experimental.pallas'] = None\n"
+        "sys.modules['jax.experimental.pallas.triton'] = None\n"
+        "from rope_jax_kernels import *\n"
+        "x = jnp.ones((2, 4, 4, 2, 16))\n"
+        "attention(x, x, x, pattern=Window((2, 2)))\n"
+        "gpu = jax.sharding.AbstractDevice('NVIDIA H200', 132, 'gpu')\n"
+        "mesh = jax.sharding.AbstractMesh((1,), ('d',), abstract_device=gpu)\n"
+        "with jax.sharding.use_abstract_mesh(mesh):\n"
+        "    jax.eval_shape(lambda x: attention(x, x, x, pattern=Window((2, 2))), x)\n"
+        "    reasons = explain(attention, x, x, x, pattern=Window((2, 2)))\n"
+        "print(reasons)\n"
+        "assert reasons['xla'] == 'ok'\n"
+        "assert 'does not have what it needs' in reasons['triton']\n"
+        "assert 'pallas' in reasons['triton']\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

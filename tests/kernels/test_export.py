@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax_kernels import Rotation, rotate, rotate_by_angles, rotate_qkv
+from rope_jax_kernels import Rotation, device, rotate, rotate_by_angles, rotate_qkv
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import draw
 
@@ -78,3 +78,18 @@ def test_for_several_platforms():
     assert exported.platforms == ("cpu", "cuda")
     for x, expected in zip(exported.call(qkv, coords, freqs), f(qkv, coords, freqs), strict=True):
         np.testing.assert_array_equal(x, expected)
+
+
+def test_beside_a_gpu_the_default_is_exported_for_a_cpu(monkeypatch):
+    """Without the kernel. For several platforms at once jax 0.11.2 lowers Pallas for each."""
+    monkeypatch.setattr(device, "bandwidth", lambda: 0.0)
+    qkv, coords, freqs = map(jnp.asarray, draw(2, (2, 6, 3, 3, 64), (6, 2), (3, 2, 16)))
+    default = jax.jit(lambda x, *angles: rotate(x[:, :, 0], x[:, :, 1], Rotation(*angles)))
+    gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "pallas_call" in str(jax.make_jaxpr(default)(qkv, coords, freqs))
+        exported = jax.export.export(default, platforms=["cpu"])(qkv, coords, freqs)
+    expected = jax.jit(functools.partial(call, "rotate", "half"))(qkv, coords, freqs)
+    for x, y in zip(exported.call(qkv, coords, freqs), expected, strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -599,7 +599,12 @@ def test_mosaic_refuses_what_the_copy_engine_cannot_address(op, args, kwargs, re
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("NVIDIA H200", None), ("NVIDIA A100", None), ("Tesla T4", "Ampere"), ("Abacus", "jax knows")],
+    [
+        ("NVIDIA H200", None),
+        ("NVIDIA A100", None),
+        ("Tesla T4", "Ampere"),
+        ("Abacus", "this is Abacus"),
+    ],
 )
 def test_the_target_is_the_abstract_device(kind, reason):
     mesh = jax.sharding.AbstractMesh(

@@ -320,3 +320,34 @@ def test_refusals(interpreted, x64, unchecked_annotations):
         rotate_back_and_pack(q, k, v[:, :5], rotation)
     with pytest.raises(ValueError, match="describes 9 pairs"):
         unpack_and_rotate(qkv, Rotation(coords, jnp.ones((3, 2, 9))))
+
+
+@pytest.mark.parametrize("gradient", covering(["learned", "triton", "xla"], ["learned"]))
+def test_tokens_of_padding_are_zeros_without_a_gradient(gradient, interpreted, quick_compiles):
+    """In the same launch, and whatever is in the padding's own gradient."""
+    case = Case(batch=2, tokens=5, heads=3, head_dim=24, pairs=10)
+    qkv, coords, freqs = map(jnp.asarray, drawn(case))
+    cotangents = jnp.asarray(case.data(5, 3))
+    spoiled = jnp.pad(cotangents, ((0, 0), (0, 0), (0, 3), (0, 0), (0, 0)), constant_values=jnp.nan)
+    learned = (qkv, freqs) if gradient == "learned" else (qkv,)
+    backward = "xla" if gradient == "xla" else "triton"
+
+    def both(gs, implementation, padding):
+        def f(qkv, freqs=freqs):
+            options = {"implementation": implementation, "backward": backward, "padding": padding}
+            return unpacked(case, qkv, coords, freqs, **options)
+
+        out, pull_back = jax.vjp(f, *learned)
+        return out, pull_back(tuple(gs))
+
+    run = jax.jit(both, static_argnums=(1, 2))
+    plain, expected = run(cotangents, "xla", 0)
+    for implementation in ("triton", "xla"):
+        out, gradients = run(spoiled, implementation, 3)
+        for x, y in zip(out, plain, strict=True):
+            np.testing.assert_allclose(x[:, : case.tokens], y, rtol=1e-5, atol=5e-6)
+            assert np.array_equal(x[:, case.tokens :], np.zeros_like(y[:, :3]))
+        for x, y in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    with pytest.raises(ValueError, match="padding=-1 is negative"):
+        unpacked(case, qkv, coords, freqs, padding=-1)

@@ -3,9 +3,23 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import checks, dispatch
+from rope_jax_kernels import checks, device, dispatch
+from rope_jax_kernels.rotary import reference
 from rope_jax_kernels.rotary.tile_sizes import halves_traffic
 from rope_jax_kernels.rotation import Pairing, Rotation
+
+# Seconds of memory traffic from which an in-place kernel pays. A launch takes a few microseconds
+# whatever it moves, and XLA often saves one by fusing the rotation with its neighbours, so a
+# shorter kernel gains nothing by moving half the bytes.
+LEAST_SECONDS = 10e-6
+
+
+def in_place_pays(pairs: int, *arrays: Float[Array, "B _ _ D"]) -> bool:
+    """Whether one launch that turns `pairs` pairs of these arrays in place is worth it."""
+    moved = sum(4 * pairs * x.size // max(1, x.shape[-1]) * x.dtype.itemsize for x in arrays)
+    return moved >= LEAST_SECONDS * device.bandwidth() and all(
+        halves_traffic(pairs, x) for x in arrays
+    )
 
 
 def rotate(
@@ -51,7 +65,7 @@ def rotate(
         "rotate",
         {"q": q, "k": k, "rotation": rotation, "layout": layout},
         implementation=implementation,
-        kernels_pay=all(halves_traffic(rotation.freqs.shape[2], x) for x in (q, k)),
+        kernels_pay=in_place_pays(rotation.freqs.shape[2], q, k),
     )
 
 
@@ -132,7 +146,7 @@ def rotate_by_angles(
         "rotate_by_angles",
         {"x": x, "theta": theta, "pairing": pairing, "layout": layout},
         implementation=implementation,
-        kernels_pay=halves_traffic(theta.shape[2], x),
+        kernels_pay=in_place_pays(theta.shape[2], x),
     )
 
 
@@ -142,11 +156,12 @@ def unpack_and_rotate(
     *,
     implementation: str | None = None,
     backward: str = "xla",
-) -> tuple[Float[Array, "B L N D"], Float[Array, "B L N D"], Float[Array, "B L N D"]]:
+    padding: int = 0,
+) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
     """Splits a packed projection into q, k and v, and rotates q and k.
 
-    Equal to `rotate` on the parts, bit for bit. For attention that needs q, k and v as separate
-    arrays, such as cuDNN's.
+    Equal to `rotate` on the parts, bit for bit, followed by tokens of zeros. For attention that
+    needs q, k and v as separate arrays, such as cuDNN's.
 
     Example:
         >>> import jax.numpy as jnp
@@ -165,6 +180,7 @@ def unpack_and_rotate(
         backward: implementation of the kernel's gradient, "xla" or "triton". XLA moves the same
             bytes and sums the gradient of the projection's bias in the same pass. Gradients of
             coords or freqs are always computed by the kernel.
+        padding: tokens of zeros to append in the same pass; M = L + padding. They have no gradient.
 
     Returns:
         (q, k, v) in qkv's dtype.
@@ -174,12 +190,14 @@ def unpack_and_rotate(
         TypeError: an argument is not floating-point.
     """
     tokens, heads, head_dim = checks.check_packed(qkv)
+    if padding < 0:
+        raise ValueError(f"padding={padding} is negative; use the number of tokens to append, or 0")
     if rotation is None:
-        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        return tuple(reference.pad_tokens(qkv[:, :, part], padding) for part in range(3))
     if backward not in ("triton", "xla"):
         raise ValueError(f"backward={backward!r} is unknown; use 'xla' or 'triton'")
     checks.check_rotation(rotation, tokens, heads, head_dim, "qkv")
-    arguments = {"qkv": qkv, "rotation": rotation, "backward": backward}
+    arguments = {"qkv": qkv, "rotation": rotation, "backward": backward, "padding": padding}
     return dispatch.call("unpack_and_rotate", arguments, implementation=implementation)
 
 

@@ -38,6 +38,7 @@ class Rows:
         pairing: which channels turn together.
         direction: 1, or -1 to turn back.
         interpret: whether to run in interpret mode.
+        padding: tokens of zeros after the last one, of q, k and v apart (see `unpack`).
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class Rows:
     pairing: Pairing
     direction: int
     interpret: bool
+    padding: int = 0
 
     def token_and_head(self, index: Int[Array, "*n"]) -> tuple[Array, Array]:
         """Token and head of the index-th row that turns."""

@@ -56,10 +56,16 @@ def rotate_qkv(qkv: Float[Array, "B L 3 N D"], rotation: Rotation) -> Float[Arra
 
 
 def unpack_and_rotate(
-    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla"
-) -> tuple[Float[Array, "B L N D"], Float[Array, "B L N D"], Float[Array, "B L N D"]]:
+    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla", padding: int = 0
+) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
     """`rope_jax_kernels.rotary.unpack_and_rotate`; `backward` makes no difference."""
-    return *rotate(qkv[:, :, 0], qkv[:, :, 1], rotation, layout="BLND"), qkv[:, :, 2]
+    q, k = rotate(qkv[:, :, 0], qkv[:, :, 1], rotation, layout="BLND")
+    return pad_tokens(q, padding), pad_tokens(k, padding), pad_tokens(qkv[:, :, 2], padding)
+
+
+def pad_tokens(x: Float[Array, "B L N D"], padding: int) -> Float[Array, "B M N D"]:
+    """Appends `padding` tokens of zeros: M = L + padding."""
+    return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) if padding else x
 
 
 def rotate_back_and_pack(

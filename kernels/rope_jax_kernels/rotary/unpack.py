@@ -3,7 +3,8 @@
 For attention that needs separate operands, such as cuDNN's. The kernel reads and writes every
 channel once, in either direction; the gradient of one direction is the other. Rows, angles and
 their gradient are those of `kernel`. Nothing is in place, so the inputs that the gradient of
-learnable frequencies needs are saved without a copy.
+learnable frequencies needs are saved without a copy. Tokens of zeros that an attention needs after
+the last one are written in the same pass, and not read on the way back.
 """
 
 import dataclasses
@@ -74,7 +75,9 @@ def moving_kernel(
 
     index = pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
     pair = jnp.arange(tile.pairs, dtype=jnp.int32)
-    in_tile = (index < rows.tokens * rows.heads)[:, None]
+    in_tile = written = (index < rows.tokens * rows.heads)[:, None]
+    if rows.padding and sources == 1:
+        written = (index < (rows.tokens + rows.padding) * rows.heads)[:, None]
     inside = in_tile & (pair < pairs)[None, :]
     token, head = rows.token_and_head(index)
     theta = tile_angles(rows, angle_refs, token, head, pair, inside)
@@ -82,10 +85,16 @@ def moving_kernel(
     q, k = rows.rows(index)
     packed_rows = (q, k, k + rows.heads)
 
-    def up_to(end: int, start: int = 0, width: int | None = None) -> list[tuple[Array, Array]]:
-        """Channels from start to end, if any, with the mask that ends them."""
+    def up_to(end: int, start: int = 0, width: int | None = None) -> list[tuple[Array, ...]]:
+        """Channels from start to end, if any, with the masks of what is read and what is written.
+
+        They differ in the padding, whose zeros are those of masked loads.
+        """
         c = start + jnp.arange(width or power_of_two(max(1, end - start)), dtype=jnp.int32)
-        return [(c, in_tile & (c < end)[None, :])] if start < end else []
+        if start >= end:
+            return []
+        mask = in_tile & (c < end)[None, :]
+        return [(c, mask, mask if written is in_tile else written & (c < end)[None, :])]
 
     if rows.pairing == "half":
         turning = up_to(pairs, 0, tile.pairs) + up_to(2 * pairs, pairs, tile.pairs)
@@ -102,7 +111,7 @@ def moving_kernel(
         # Zeros outside, so that sums over batch items need no mask of their own.
         return [
             plt.load(at(arrays, part, item, c), mask=mask & (item < batch), other=0)
-            for c, mask in channels
+            for c, mask, _ in channels
         ]
 
     def members(chunks: list[Array]) -> tuple[Array, Array]:
@@ -144,7 +153,7 @@ def moving_kernel(
             for part, (chunks, before) in zip(some, loaded, strict=True):
                 if part < 2:
                     chunks, dtheta = turned(chunks, dtheta, before)
-                for x, (c, mask) in zip(chunks, parts[part], strict=True):
+                for x, (c, _, mask) in zip(chunks, parts[part], strict=True):
                     plt.store(at(given, part, item, c), x, mask=mask & (item < batch))
         return dtheta
 
@@ -162,7 +171,9 @@ def moving_kernel(
 def launch(
     rows: Rows, arrays: tuple, angles: tuple, saved: tuple = ()
 ) -> tuple[tuple, Array | None]:
-    """Splits (qkv [B, L * 3 * N, D],) into q, k, v [B, L * N, D], or packs these; q and k turn.
+    """Splits (qkv [B, L * 3 * N, D],) into q, k, v [B, M * N, D], or packs these; q and k turn.
+
+    M is L and the padding.
 
     Returns:
         The arrays, and with `saved` the partial sums of the gradient of theta, [G, L * N, R]
@@ -170,13 +181,14 @@ def launch(
     """
     batch, _, head_dim = arrays[0].shape
     count, pairs, dtype = rows.tokens * rows.heads, angles[1].shape[2], arrays[0].dtype
-    tile = tile_of(batch, count, pairs, head_dim, dtype.itemsize, rows.pairing)
-    grid = (pl.cdiv(count, tile.rows), pl.cdiv(batch, tile.batch))
+    written = count + rows.padding * rows.heads if len(arrays) == 1 else count
+    tile = tile_of(batch, written, pairs, head_dim, dtype.itemsize, rows.pairing)
+    grid = (pl.cdiv(written, tile.rows), pl.cdiv(batch, tile.batch))
     shape = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(arrays[0]).manual_axis_type
     )
     shapes = (
-        [shape((batch, count, head_dim), dtype)] * 3
+        [shape((batch, written, head_dim), dtype)] * 3
         if len(arrays) == 1
         else [shape((batch, 3 * count, head_dim), dtype)]
     )
@@ -228,9 +240,10 @@ def move_backward(
         rotation = Rotation(*angles, rows.pairing)
         if len(gradients) == 1:
             packed = gradients[0].reshape(batch, rows.tokens, 3, rows.heads, head_dim)
-            moved = reference.unpack_and_rotate(packed, rotation)
+            moved = reference.unpack_and_rotate(packed, rotation, padding=rows.padding)
         else:
-            parts = [g.reshape(batch, rows.tokens, rows.heads, head_dim) for g in gradients]
+            parts = [g.reshape(batch, -1, rows.heads, head_dim) for g in gradients]
+            parts = [g[:, : rows.tokens] if rows.padding else g for g in parts]
             moved = (reference.rotate_back_and_pack(*parts, rotation),)
         return tuple(x.reshape(batch, -1, head_dim) for x in moved), None
     back = dataclasses.replace(rows, direction=-rows.direction)
@@ -244,15 +257,15 @@ move.defvjp(move_forward, move_backward, symbolic_zeros=True)
 
 
 def unpack_and_rotate(
-    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla"
-) -> tuple[Float[Array, "B L N D"], Float[Array, "B L N D"], Float[Array, "B L N D"]]:
+    qkv: Float[Array, "B L 3 N D"], rotation: Rotation, backward: str = "xla", padding: int = 0
+) -> tuple[Float[Array, "B M N D"], Float[Array, "B M N D"], Float[Array, "B M N D"]]:
     """`rope_jax_kernels.rotary.unpack_and_rotate`."""
     batch, tokens, _, heads, head_dim = qkv.shape
     as_rows = (qkv.reshape(batch, -1, head_dim),)
     arrays, angles = vary_alike(as_rows, (rotation.coords, rotation.freqs))
-    rows = Rows(tokens, heads, "L3N", rotation.pairing, 1, device.interpreted())
+    rows = Rows(tokens, heads, "L3N", rotation.pairing, 1, device.interpreted(), padding)
     parts = move(rows, backward, arrays, angles)
-    return tuple(x.reshape(batch, tokens, heads, head_dim) for x in parts)
+    return tuple(x.reshape(batch, tokens + padding, heads, head_dim) for x in parts)
 
 
 def rotate_back_and_pack(
@@ -270,7 +283,9 @@ def rotate_back_and_pack(
     return packed.reshape(batch, tokens, 3, heads, head_dim)
 
 
-def refusal(*, rotation: Rotation, backward: str | None = None, **arrays: Any) -> str | None:
+def refusal(
+    *, rotation: Rotation, backward: str | None = None, padding: int = 0, **arrays: Any
+) -> str | None:
     """Why the kernel cannot serve a call with these arguments, or None."""
-    del backward
+    del backward, padding
     return triton.refusal(rotation=rotation, **arrays)

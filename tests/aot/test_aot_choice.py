@@ -1,0 +1,212 @@
+"""The default of attention, and all that it could be, compiled and trained at the layers of models.
+
+A kernel that explains itself as "ok" and then does not compile would end a training.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from benchmarks._program import compile_ahead
+from rope_jax_kernels import Global, Rotation, attention_qkv, explain
+from rope_jax_kernels.model_shapes import LAYERS
+from tests.kernels.covering import covering
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+H200, A100, L4, T4 = KINDS = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Tesla T4")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
+
+
+def attend(layer, implementation, qkv, coords, freqs, bias):
+    return attention_qkv(
+        qkv,
+        pattern=layer.pattern,
+        rotation=Rotation(coords, freqs),
+        bias=bias if layer.bias else None,
+        implementation=implementation,
+    )
+
+
+def train(layer, implementation, qkv, coords, freqs, bias, cotangent):
+    """The output and the gradients of qkv, freqs and, where there is one, bias."""
+    learned = (qkv, freqs, bias) if layer.bias else (qkv, freqs)
+    out, pull_back = jax.vjp(
+        lambda qkv, freqs, bias=bias: attend(layer, implementation, qkv, coords, freqs, bias),
+        *learned,
+    )
+    return out, pull_back(cotangent)
+
+
+def compiled(layer, implementation, gpu, dtype="bfloat16"):
+    shapes = list(layer.shapes(4, dtype).values())
+    return compile_ahead(functools.partial(train, layer, implementation), shapes, gpu)
+
+
+def kernels_of(program):
+    """Kernels of attention in a program: "cudnn", "triton"."""
+    targets = set(re.findall(r'custom_call_target="([^"]*)"', program.as_text()))
+    names = {"__cudnn$fmha": "cudnn", "triton": "triton"}
+    return {name for part, name in names.items() if any(part in target for target in targets)}
+
+
+def holds_weights(layer, program):
+    """Whether a program holds an array of logits or weights of `Global`."""
+    sizes = (layer.tokens, layer.tokens + layer.tokens % 2)
+    return any(f",{n},{n}]" in program.as_text() for n in sizes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        [(kind, name) for kind in KINDS for name in LAYERS],
+        [(H200, name) for name in LAYERS] + [(kind, name) for kind in KINDS for name in SOME],
+    ),
+    ids=" ".join,
+)
+def test_the_default_trains(case, gpu_of):
+    kind, name = case
+    layer = LAYERS[name]
+    program = compiled(layer, None, gpu_of(kind))
+    if isinstance(layer.pattern, Global):
+        # Beside cuDNN is the kernel that unpacks and rotates.
+        expected = set() if kind == T4 else {"cudnn", "triton"}
+        assert holds_weights(layer, program) == (kind == T4)
+    else:
+        expected = {"triton"} if kind == H200 else set()
+    assert kernels_of(program) == expected
+
+
+@pytest.mark.parametrize("kind", [A100, L4, T4])
+def test_without_sixteen_bits_older_gpus_take_xla(kind, gpu_of):
+    layer = LAYERS["vit_s_class_token"]
+    assert kernels_of(compiled(layer, None, gpu_of(kind), "float32")) == set()
+
+
+GLOBAL = [name for name, layer in LAYERS.items() if isinstance(layer.pattern, Global)]
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize("kind", covering([H200, A100, L4], [H200]))
+def test_cudnn_trains_at_the_numbers_of_tokens_of_models(kind, name, biased, gpu_of):
+    layer = dataclasses.replace(LAYERS[name], bias=biased)
+    program = compiled(layer, "cudnn", gpu_of(kind))
+    assert kernels_of(program) == {"cudnn", "triton"}
+    assert "fmha" + ("ScaleBias" if biased else "") + "Softmax" in program.as_text()
+    assert biased or not holds_weights(layer, program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_whatever_serves_a_layer_trains(name, gpus):
+    """Each by its name, on an H200; the others' defaults are above."""
+    layer = LAYERS[name]
+    reasons = {}
+
+    def look(qkv, coords, freqs, bias, _):
+        terms = {"pattern": layer.pattern, "rotation": Rotation(coords, freqs)}
+        reasons.update(explain(attention_qkv, qkv, bias=bias if layer.bias else None, **terms))
+
+    compile_ahead(look, list(layer.shapes(4).values()), gpus[0])
+    serving = {name for name, reason in reasons.items() if reason == "ok"}
+    local = {"xla", "triton"}
+    assert serving == (local | {"cudnn", "mosaic"} if name in GLOBAL else local)
+    for implementation in serving:
+        compiled(layer, implementation, gpus[0])
+
+
+def layers(layer, implementation, depth, x, w, freqs, coords):
+    """The gradient of `depth` layers in a scan, each a projection and attention."""
+
+    def block(x, w):
+        qkv = (x @ w).reshape(*x.shape[:-1], 3, layer.heads, layer.head_dim)
+        return attend(layer, implementation, qkv, coords, freqs, None).reshape(x.shape), None
+
+    def loss(w, freqs):
+        return jnp.sum(jax.lax.scan(block, x, w, length=depth)[0].astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, (0, 1))(w, freqs)
+
+
+@pytest.mark.parametrize(
+    ("name", "by"), [("vit_s_class_token", "cudnn"), ("dinat_mini_1", "triton")]
+)
+def test_what_a_cpu_would_save_costs_a_gpu_nothing(name, by, gpus):
+    """The program of a scan of layers is that of the named kernel, with its memory."""
+    layer, depth = LAYERS[name], 4
+    channels = layer.heads * layer.head_dim
+    of = layer.shapes(16)
+    shapes = [
+        jax.ShapeDtypeStruct((16, *layer.places, channels), jnp.bfloat16),
+        jax.ShapeDtypeStruct((depth, channels, 3 * channels), jnp.bfloat16),
+        of["freqs"],
+        of["coords"],
+    ]
+    default, named = (
+        compile_ahead(functools.partial(layers, layer, name, depth), shapes, gpus[0])
+        for name in (None, by)
+    )
+    memory = [x.memory_analysis().temp_size_in_bytes for x in (default, named)]
+    assert memory[0] == memory[1] > 0
+    count = lambda program: len(re.findall("custom_call_target", program.as_text()))
+    assert count(default) == count(named) > 0
+    assert not holds_weights(layer, default)
+
+
+@pytest.mark.parametrize("form", ["jit", "shard_map"])
+def test_several_gpus(form, compile_for):
+    """cuDNN's call is partitioned by jax over batch and heads, without communication."""
+    layer = LAYERS["vit_s_class_token"]
+    data = P("data", None, None, "heads")
+    specs = (data, P(), P("heads"), P(), P("data", None, "heads"))
+    f = functools.partial(attend, layer, None)
+    if form == "shard_map":
+        f = jax.shard_map(f, in_specs=specs[:4], out_specs=specs[4])
+
+    def step(qkv, coords, freqs, bias, cotangent):
+        out, pull_back = jax.vjp(lambda qkv: f(qkv, coords, freqs, bias), qkv)
+        return out, pull_back(cotangent)
+
+    program = compile_for((2, 3), step, *layer.shapes(8).values(), specs=specs)
+    assert any("fmha" in x and "Backward" in x for x in program.operations)
+    assert program.launches() == (1 if form == "shard_map" else 0)
+    assert not any(word in program.text for word in COLLECTIVES)
+    assert "bf16[4,2,198,64]" in program.text  # a GPU's share of the batch and of the heads
+
+
+def test_a_bias_that_all_examples_share_in_shard_map(compile_for):
+    """Its gradient is summed over the GPUs that have other examples, and only it."""
+    layer = dataclasses.replace(LAYERS["vit_s_class_token"], bias=True)
+    data = P("data", None, None, "heads")
+    specs = (data, P(), P("heads"), P("heads"), P("data", None, "heads"))
+    f = jax.shard_map(
+        functools.partial(attend, layer, None), in_specs=specs[:4], out_specs=specs[4]
+    )
+
+    def step(qkv, coords, freqs, bias, cotangent):
+        pull_back = jax.vjp(lambda qkv, bias: f(qkv, coords, freqs, bias), qkv, bias)[1]
+        return pull_back(cotangent)
+
+    program = compile_for((2, 3), step, *layer.shapes(8).values(), specs=specs)
+    assert sum(x.startswith("all-reduce") for x in program.operations) in (1, 2)  # start and done
+    assert "all-gather" not in program.text
+
+
+def test_the_same_program_for_a_cpu(gpus):
+    """What is traced beside a GPU is lowered for a CPU too, without a kernel."""
+    layer = LAYERS["vit_s_class_token"]
+    mesh = jax.sharding.Mesh(gpus[:1], ("data",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(functools.partial(train, layer, None)).trace(*layer.shapes(4).values())
+        text = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "custom_call" not in text.replace("@Sharding", "")
+    assert "197x197" in text
