@@ -105,6 +105,7 @@ def get_config(arguments: str | None = None):
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0
+    config.mix.groups = 64 if args.variant == "l" else 8  # GPUs of the original
 
     config.optim.name = "adamw" if finetune else "lamb"
     config.optim.learning_rate = rate

@@ -72,6 +72,7 @@ def get_config(arguments: str | None = None):
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0
+    config.mix.groups = 8  # GPUs of the original
     config.mix.before_erasing = family == "t2t"
 
     config.optim.learning_rate = rate

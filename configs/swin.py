@@ -54,6 +54,7 @@ def get_config(arguments: str | None = None):
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0
+    config.mix.groups = 8  # GPUs of the original
 
     scale = args.batch_size / 512  # of all three rates
     config.optim.learning_rate = 5e-4 * scale

@@ -52,6 +52,11 @@ def test_a_misspelt_key_is_refused_in_recipes_and_files():
             {"optim": {"learning_rate": 1e-6}},
             "min_learning_rate=1e-05 is above --config.optim.learning_rate=1e-06",
         ),
+        (
+            {"batch_size": 100, "mix": {"mixup": 0.8, "groups": 8}},
+            "batch_size=100 .*mix.groups=8 .* a batch of 96 or 104, or --config.mix.groups=1",
+        ),
+        ({"batch_size": 8, "mix": {"cutmix": 1.0, "groups": 8}}, "at least 2 .* of 16 or 24"),
     ],
 )
 def test_bad_values_name_the_flag(values, message):
