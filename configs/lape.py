@@ -19,8 +19,8 @@ from rope_jax import config as cfg
 # Family -> batch size, learning rate and its minimum, weight decay, epochs of warmup and of
 # cooldown, evaluation crop.
 FAMILIES = {
-    "deit": (1024, 1e-3, 1e-5, 0.05, 5.0, 0.0, 0.875),  # 5e-4 x 1024 / 512
-    "ceit": (1024, 5e-4, 1e-5, 0.05, 5.0, 0.0, 0.875),
+    "deit": (1024, 1e-3, 1e-5, 0.05, 5.0, 0.0, 0.875),  # 5e-4 x 1024 / 512, as in its main.py
+    "ceit": (1024, 1e-3, 1e-5, 0.05, 5.0, 0.0, 0.875),
     "t2t": (1024, 1e-3, 1e-5, 0.03, 10.0, 10.0, 0.9),
     "swin": (512, 5e-4, 5e-6, 0.05, 20.0, 0.0, 0.875),
 }
