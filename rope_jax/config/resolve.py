@@ -268,7 +268,8 @@ def _describe(kind: Any) -> str:
         return "a number of pixels or a pair (height, width)"
     if typing.get_origin(kind) is tuple:
         element, *rest = typing.get_args(kind)
-        return "a tuple of sizes in pixels" if element == Size else f"{1 + len(rest)} numbers"
+        tuples = {Size: "a tuple of sizes in pixels", str: "a tuple of texts"}
+        return tuples.get(element, f"{1 + len(rest)} numbers")
     return {int: "a whole number", float: "a number", str: "text", bool: "True or False"}[kind]
 
 

@@ -192,6 +192,17 @@ class EvalConfig:
         "with the share of the resized image that is kept, or stretch(interpolation=bilinear)",
         resumable=True,
     )
+    frames: tuple[str, ...] = _setting(
+        (),
+        "further crops, with each of which every resolution is evaluated as well",
+        resumable=True,
+    )
+    scale_windows: bool = _setting(
+        False,
+        "Swin: evaluate with windows of a thirty-second of the image (Heo et al.), not with those "
+        "of training and padded maps",
+        resumable=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
