@@ -176,8 +176,8 @@ VALUES = {
     ("thesis", ""): {
         "batch_size": 1024, "epochs": 310, "cooldown": 10, "warmup": 20, "ema": None, "rate": 1e-3,
         "least": 5e-6, "start": 1e-6, "decay": 0.05, "clip": 5, "smoothing": 0.1, "mixup": 0.8,
-        "cutmix": 1, "groups": 8, "step": "iteration", "prefix": False, "before_erasing": True, "frame":
-        "centre(crop=0.875,interpolation=bicubic)",
+        "cutmix": 1, "groups": 8, "step": "iteration", "prefix": False, "before_erasing": True,
+        "frame": "centre(crop=0.875,interpolation=bicubic)",
     },
     ("thesis", "variant=nat_base"): {"batch_size": 1024, "warmup": 50, "ema": 0.9998, "rate": 1e-3},
     ("thesis", "variant=nat_base,base=nat"): {"warmup": 20, "ema": None},
