@@ -17,8 +17,12 @@ Expected top-1 in percent (Yu et al., arXiv 2212.05262, main text), not trained 
     ceit_t         76.52   76.87
     ceit_s         81.88   82.12
 
-    imagenet 224   sincos1d   lape(sincos1d)
-    t2t_vit_7      71.69      71.92
+    imagenet 224   sincos1d   lape(sincos1d)   rpb(std=0,decay=True)
+    deit_ti16      67.70      72.52            72.82
+    t2t_vit_7      71.69      71.92            -
+
+    imagenet 224   sincos2d(order=lape)   lape(sincos2d(order=lape))
+    deit_ti16      71.46                  72.68
 
     imagenet 224   rpb     ape     lape(ape)   lape(ape)+rpb
     swin_t         81.12   80.92   81.25       81.49

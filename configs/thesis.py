@@ -11,7 +11,7 @@ to 15,000 images per second: use packed images if the cores cannot decode that m
 
 Expected top-1 in percent (Kane, thesis, table 4.1), not trained here:
 
-    imagenet 224   rpb(decay=True)   none   axial_rope(k_rope=2)
+    imagenet 224   rpb(decay=True)   none   axial_rope
     vit_s16        81.2              79.0   81.4
     vit_b16        82.6              81.2   82.8
     swin_t         81.2              80.2   81.5
@@ -48,7 +48,7 @@ def get_config(arguments: str | None = None):
     args = cfg.recipe_arguments(
         arguments,
         variant="nat_mini",
-        position="axial_rope(k_rope=2)",
+        position="axial_rope",
         resolution=224,
         epochs=300.0,
         base="table",
