@@ -125,7 +125,7 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
     optimizer = optim.make_optimizer(settings.optim, schedule, params)
     images = data.load("digits", None, "train", (8, 8))  # not used by the step
     parts = (images, images, graph, rest, optimizer, schedule)
-    run = Setup(settings, mesh, *parts, total_steps=300 * 1251)
+    run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None)
     return run, jax.eval_shape(lambda: initial_state(run, make()))
 
 

@@ -15,14 +15,18 @@ original; `--config.accumulate=8` on 8). Hours: estimated, not measured, from si
 multiply-adds per image at 40 % of an A100's 312 TFLOP/s on each of 8 GPUs: s 4, b 11 and 0.8 to
 finetune, l 39 and 2.6.
 
-Expected top-1 in percent at 224 and 384 pixels (README of naver-ai/rope-vit; not trained here):
+Expected top-1 in percent (Heo et al., arXiv 2403.13298, published results of the code), not trained
+here:
 
-                         s             b             l
-    ape             80.4, 79.4    83.4, 82.8    84.6, 84.2
-    rope2d          80.9, 80.0    83.6, 83.9    84.7, 85.1
-    rope_mixed      80.9, 81.8    83.8, 84.4    84.8, 85.6
-    rope2d+ape      80.7, 81.2    83.7, 83.8    84.7, 85.1
-    rope_mixed+ape  80.9, 81.7    83.8, 84.3    84.9, 85.5
+    imagenet 224, 384   ape          rope2d       rope_mixed   rope2d+ape   rope_mixed+ape
+    deit3_s16           80.4, 79.4   80.9, 80.0   80.9, 81.8   80.7, 81.2   80.9, 81.7
+    deit3_b16           83.4, 82.8   83.6, 83.9   83.8, 84.4   83.7, 83.8   83.8, 84.3
+    deit3_l16           84.6, 84.2   84.7, 85.1   84.8, 85.6   84.7, 85.1   84.9, 85.5
+
+Deviations from the original, as far as known:
+
+- Activations are bfloat16, not float16.
+- Variant ti has the settings of s; the original has none.
 
 As in the original, the raw weights are evaluated, although averaged weights are kept, and the
 learning rate changes after each epoch, so that the first two share it.
@@ -105,6 +109,7 @@ def get_config(arguments: str | None = None):
 
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0
+    config.mix.groups = 64 if args.variant == "l" else 8  # GPUs of the original
 
     config.optim.name = "adamw" if finetune else "lamb"
     config.optim.learning_rate = rate

@@ -15,9 +15,8 @@ from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
 from rope_jax.evaluate import (
     evaluate_state,
-    protocol,
+    planned_rows,
     read_results,
-    resolutions,
     results_table,
     rows_by_line,
     same_rows,
@@ -203,12 +202,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[],
     """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
     config, step = setup.config, int(state["step"])
     results = read_results(workdir)
-    how = protocol(setup.held_out, config)
-    wanted = [
-        {"resolution": list(size), "protocol": how} | label
-        for size in resolutions(config)
-        for label in seeds.row_labels(config)
-    ]
+    wanted = planned_rows(setup)
     if from_first_process(
         results is None or results["step"] != step or not same_rows(results, wanted)
     ):

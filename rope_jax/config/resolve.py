@@ -221,6 +221,9 @@ def _check_combinations(config: Config) -> None:
             "--config.loss=binary, whose targets are 0 or 1: set the smoothing to 0, or use "
             "--config.loss=softmax"
         )
+    mix = config.mix
+    if (mix.mixup or mix.cutmix) and mix.groups > 1:
+        _check_groups(config.batch_size, mix.groups)
     if config.seeds > 1 and not config.data.on_device:
         raise ConfigError(
             f"{several} needs the images on the device: add --config.data.on_device=True, or use "
@@ -235,6 +238,18 @@ def _check_combinations(config: Config) -> None:
             f"{several} from --config.seed={config.seed} on reach beyond 2**32 - 1: use a "
             "smaller seed"
         )
+
+
+def _check_groups(batch_size: int, groups: int) -> None:
+    """Rejects batches that cannot be divided into equal groups of two or more images."""
+    if batch_size % groups == 0 and batch_size >= 2 * groups:
+        return
+    below = max(batch_size // groups, 2) * groups
+    raise ConfigError(
+        f"--config.batch_size={batch_size} cannot be divided into --config.mix.groups={groups} "
+        f"equal groups of at least 2 images: use a batch of {below} or {below + groups}, or "
+        "--config.mix.groups=1"
+    )
 
 
 def _split_optional(annotation: Any) -> tuple[Any, bool]:
@@ -253,7 +268,8 @@ def _describe(kind: Any) -> str:
         return "a number of pixels or a pair (height, width)"
     if typing.get_origin(kind) is tuple:
         element, *rest = typing.get_args(kind)
-        return "a tuple of sizes in pixels" if element == Size else f"{1 + len(rest)} numbers"
+        tuples = {Size: "a tuple of sizes in pixels", str: "a tuple of texts"}
+        return tuples.get(element, f"{1 + len(rest)} numbers")
     return {int: "a whole number", float: "a number", str: "text", bool: "True or False"}[kind]
 
 

@@ -109,13 +109,19 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MixConfig:
-    """Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), with one draw per batch."""
+    """Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), with one draw per group."""
 
     mixup: float = _setting(0.0, "alpha of mixup's Beta(alpha, alpha); 0 for none", low=0)
     cutmix: float = _setting(0.0, "alpha of CutMix's Beta(alpha, alpha); 0 for none", low=0)
-    prob: float = _setting(1.0, "probability that a batch is mixed", low=0, high=1)
+    prob: float = _setting(1.0, "probability that a group is mixed", low=0, high=1)
     switch_prob: float = _setting(
         0.5, "probability of CutMix rather than mixup, where both are on", low=0, high=1
+    )
+    groups: int = _setting(
+        1,
+        "equal parts of a batch, each mixed with itself by a draw of its own; official runs have "
+        "one per GPU, here the number of devices does not matter",
+        low=1,
     )
     off_epoch: float | None = _setting(None, "epoch after which nothing is mixed", low=0)
     before_erasing: bool = _setting(
@@ -147,8 +153,12 @@ class OptimConfig:
         True, "start the cosine after the warmup (Swin), or at step 0 (timm's default)"
     )
     cooldown_epochs: float = _setting(0.0, "the last of `epochs`, at `min_learning_rate`", low=0)
-    weight_decay: float = _setting(
-        0.05, "of matrices; not of biases, norms, and what a scheme exempts", low=0
+    weight_decay: float = _setting(0.05, "of all parameters that `exempt` does not exempt", low=0)
+    exempt: str = _setting(
+        "declared",
+        "what is not decayed: vectors (biases and norms, as timm does for models that name nothing "
+        "else); these and what model and scheme declare (positions, class tokens); or nothing",
+        words=("declared", "vectors", "nothing"),
     )
     layer_decay: float = _setting(
         1.0, "factor on the learning rate from each block to the one below", above=0, high=1
@@ -180,6 +190,17 @@ class EvalConfig:
         "centre",
         "crop of images that are read one at a time: centre(crop=0.875,interpolation=bicubic), "
         "with the share of the resized image that is kept, or stretch(interpolation=bilinear)",
+        resumable=True,
+    )
+    frames: tuple[str, ...] = _setting(
+        (),
+        "further crops, with each of which every resolution is evaluated as well",
+        resumable=True,
+    )
+    scale_windows: bool = _setting(
+        False,
+        "Swin: evaluate with windows of a thirty-second of the image (Heo et al.), not with those "
+        "of training and padded maps",
         resumable=True,
     )
 

@@ -5,6 +5,7 @@ from rope_jax.evaluate.accuracy import (
     evaluate_files,
     evaluate_split,
     evaluate_state,
+    planned_rows,
     protocol,
     resolutions,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "evaluate_split",
     "evaluate_state",
     "main",
+    "planned_rows",
     "protocol",
     "read_evaluations",
     "read_results",

@@ -114,14 +114,47 @@ def resolutions(config: Config) -> list[tuple[int, int]]:
     return list(dict.fromkeys(sizes))
 
 
-def protocol(images: data.Images | data.Streamed, config: Config) -> str:
-    """A description of the resizing of test images and of the evaluated weights.
+def protocol(
+    images: data.Images | data.Streamed, config: Config, windows: str | None = None
+) -> str:
+    """A description of the resizing of test images, of windows and of the evaluated weights.
 
     >>> protocol(data.load("digits", split="test"), Config())
     'whole image, ...; weights of the last step'
+
+    Args:
+        images: the test split.
+        config: of the run.
+        windows: `Backbone.window_rule` of the model.
     """
     weights = "averaged weights (EMA)" if config.averaged else "weights of the last step"
-    return f"{images.protocol}; {weights}"
+    return "; ".join(filter(None, (images.protocol, windows, weights)))
+
+
+def protocols(setup: Setup) -> dict[str, Config]:
+    """The protocols of a run's evaluation, each with the config for it.
+
+    There is one for each crop, unless the images are in memory, where crops make no difference.
+    """
+    found: dict[str, Config] = {}
+    options = setup.config.eval
+    for frame in (options.frame, *options.frames):
+        config = dataclasses.replace(setup.config, eval=dataclasses.replace(options, frame=frame))
+        images = setup.held_out
+        if frame != options.frame and not images.in_memory:
+            images = dataclasses.replace(images, crop=frame)
+        found.setdefault(protocol(images, config, setup.windows), config)
+    return found
+
+
+def planned_rows(setup: Setup) -> list[Row]:
+    """Resolution, protocol and seed of each row that `evaluate_state` returns, in its order."""
+    return [
+        {"resolution": list(size), "protocol": how} | label
+        for how, config in protocols(setup).items()
+        for size in resolutions(config)
+        for label in seeds.row_labels(config)
+    ]
 
 
 def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> list[Row]:
@@ -131,11 +164,18 @@ def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> l
     weights = (params, state.get("stats", {}), rest)
 
     def apply(weights: Any, images: Array) -> Array:
-        return setup.apply(*weights, images)[0]
+        if not setup.config.eval.scale_windows:
+            return setup.apply(*weights, images)[0]
+        model = nnx.merge(setup.graph, *weights)
+        model.scale_windows()
+        model.resize(images.shape[1:3])
+        with use_mesh(setup.mesh):
+            return model(images)
 
     rows = []
-    for size in resolutions(setup.config):
-        rows += evaluate_split(apply, weights, setup.config, size, setup.mesh, poll=poll)
+    for how, config in protocols(setup).items():
+        for size in resolutions(config):
+            rows += evaluate_split(apply, weights, config, size, setup.mesh, how, poll=poll)
     return rows
 
 
@@ -145,6 +185,7 @@ def evaluate_split(
     config: Config,
     size: tuple[int, int],
     mesh: Mesh,
+    how: str,
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Row]:
@@ -152,15 +193,17 @@ def evaluate_split(
 
     >>> from rope_jax.sharding import make_mesh
     >>> apply = lambda weights, images: images.mean((1, 2)) @ weights
-    >>> (row,) = evaluate_split(apply, jnp.zeros((3, 10)), Config(), (8, 8), make_mesh())
-    >>> row["dataset"], row["resolution"], row["count"]
-    ('digits', [8, 8], 360)
+    >>> weights, mesh = jnp.zeros((3, 10)), make_mesh()
+    >>> (row,) = evaluate_split(apply, weights, Config(), (8, 8), mesh, "whole image")
+    >>> row["dataset"], row["resolution"], row["count"], row["protocol"]
+    ('digits', [8, 8], 360, 'whole image')
+
+    `how` is the rows' protocol.
     """
-    images = load_split(config, "test", size)
     rows = accuracies(
         apply,
         weights,
-        images,
+        load_split(config, "test", size),
         mean=config.data.mean,
         std=config.data.std,
         batch_size=config.eval.batch_size,
@@ -168,8 +211,8 @@ def evaluate_split(
         config=config,
         poll=lambda images: poll(),
     )
-    how = {"protocol": protocol(images, config)}
-    return [row | how | label for row, label in zip(rows, seeds.row_labels(config), strict=True)]
+    labels = seeds.row_labels(config)
+    return [row | {"protocol": how} | label for row, label in zip(rows, labels, strict=True)]
 
 
 def on_all_devices(model: nnx.Module, mesh: Mesh) -> tuple[Apply, Any]:
@@ -191,6 +234,7 @@ def evaluate_files(
     mesh: Mesh,
     *,
     batch_size: int,
+    windows: str | None = None,
     poll: Callable[[int], None] = lambda images: None,
 ) -> Row:
     """Evaluates a model on image files at one resolution: a row with its preprocessing.
@@ -215,6 +259,7 @@ def evaluate_files(
         preprocessing: resizing, crop and normalisation.
         mesh: the devices.
         batch_size: images per step on all devices together.
+        windows: `Backbone.window_rule` of the model, for the protocol.
         poll: called after each step with the number of images so far.
     """
     crop, interpolation = preprocessing.crop, preprocessing.interpolation
@@ -231,8 +276,9 @@ def evaluate_files(
     )
     height, width = (preprocessing.resized(side) for side in size)
     resized = f"{height} pixels" if size[0] == size[1] else f"{height} x {width} pixels at least"
-    row["protocol"] = (
+    resizing = (
         f"short side resized to {resized} ({interpolation}, antialiased), centre cropped (ratio "
-        f"{crop:g}); {found.note}"
+        f"{crop:g})"
     )
+    row["protocol"] = "; ".join(filter(None, (resizing, windows, found.note)))
     return row | dataclasses.asdict(preprocessing)

@@ -23,11 +23,18 @@ from jax.sharding import Mesh
 from rope_jax import data
 from rope_jax.config import ConfigError, blame
 from rope_jax.data.images.crops import INTERPOLATIONS
-from rope_jax.evaluate.accuracy import Row, evaluate_files, evaluate_split, on_all_devices
+from rope_jax.evaluate.accuracy import (
+    Row,
+    evaluate_files,
+    evaluate_split,
+    on_all_devices,
+    protocol,
+)
 from rope_jax.evaluate.results import add_evaluation, read_evaluations, results_table
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.sharding import from_first_process, make_mesh, share
 from rope_jax.text import image_pair
+from rope_jax.training.setup import load_split
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,7 +64,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--resolutions", help="224,384,224x320; the training resolution is the default")
     add("--crop", type=float, help="share of the resized image to keep; default: the weights' or 1")
     add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
-    add("--scale_windows", action="store_true", help="Swin: windows of 1/32 of the image")
+    add(
+        "--scale_windows",
+        action=argparse.BooleanOptionalAction,
+        help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
+    )
     add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
     add("--batch_size", type=int, default=128)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
@@ -84,6 +95,8 @@ def _check(asked: argparse.Namespace, has_split: bool) -> None:
 
 def _evaluate(asked: argparse.Namespace) -> None:
     about = load_model(asked)
+    if asked.scale_windows is None:
+        asked.scale_windows = about.config is not None and about.config.eval.scale_windows
     _check(asked, about.config is not None)
     given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
     preprocessing = dataclasses.replace(
@@ -115,6 +128,7 @@ def _evaluate(asked: argparse.Namespace) -> None:
                     preprocessing,
                     mesh,
                     batch_size=asked.batch_size,
+                    windows=model.window_rule(),
                     poll=functools.partial(_show_progress, len(found.labels)),
                 )
                 print(file=sys.stderr)
@@ -165,7 +179,9 @@ def _own_split(
     config = about.config
     options = dataclasses.replace(config.eval, batch_size=batch_size)
     apply, weights = on_all_devices(model, mesh)
-    (row,) = evaluate_split(apply, weights, dataclasses.replace(config, eval=options), size, mesh)
+    config = dataclasses.replace(config, eval=options)
+    how = protocol(load_split(config, "test", size), config, model.window_rule())
+    (row,) = evaluate_split(apply, weights, config, size, mesh, how)
     return row
 
 

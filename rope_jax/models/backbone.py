@@ -90,6 +90,14 @@ class Backbone(nnx.Module):
             "none: leave it out"
         )
 
+    def window_rule(self, *, scaled: bool = False) -> str | None:
+        """The size of windows on maps of any size, in words; None for models without windows.
+
+        Args:
+            scaled: after `scale_windows`.
+        """
+        return None
+
     def places(self, image_size: Grid) -> dict[str, int]:
         """How often the weights of a module are applied to an image, by prefix of its name.
 

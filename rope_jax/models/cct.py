@@ -142,8 +142,8 @@ class CCT(ViT):
     """ViT-Lite, CVT or CCT, by its options. CCT takes images of any size, the others whole patches.
 
     Without a class token, the head reads a mean of the tokens weighted by a learned softmax.
-    Positions and class token are exempt from weight decay, as in all models here; the official
-    recipe decays them.
+    Positions and class token are exempt from weight decay, as in all models here, unless
+    `optim.exempt` is "vectors", as in the official recipe and configs/cct.py.
     """
 
     block = CompactBlock

@@ -328,6 +328,12 @@ class Swin(Hierarchy):
     def scale_windows(self) -> None:
         self.options = dataclasses.replace(self.options, window_size=None)
 
+    def window_rule(self, *, scaled: bool = False) -> str:
+        side = self.options.window_size
+        if scaled or side is None:
+            return "windows of 1/32 of the image"
+        return f"windows of {side} x {side} tokens, maps padded to whole windows"
+
     def pattern(self) -> SwinWindow:
         return SwinWindow(self.window)
 

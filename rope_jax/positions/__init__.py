@@ -12,18 +12,27 @@ Its class declares its source and properties; tests measure the properties, and
 To add one, write it in the file of its family and give it a name; keyword-only parameters of its
 constructor are its options. It then works in every backbone, recipe and command:
 
-    @scheme("rope_log")
-    class LogRope(Rotary):
-        \"\"\"2-D RoPE on the logarithm of row and column.\"\"\"
-
-        equation = "theta = log(1 + x) f or log(1 + y) f"
-        relative = False
-
-        def coords(self, grid):
-            return np.log1p(grids.absolute(grid))
-
-        def freqs(self):
-            return frequencies.two_axes(frequencies.ladder(self.pairs // 2, 100.0), "xy")
+    >>> import jax, numpy as np, rope_jax
+    >>> from rope_jax.positions import frequencies, grids
+    >>> from rope_jax.positions.rotary import Rotary
+    >>> from rope_jax.positions.scheme import SCHEMES, scheme
+    >>> @scheme("rope_log")
+    ... class LogRope(Rotary):
+    ...     \"\"\"2-D RoPE on the logarithm of row and column.\"\"\"
+    ...
+    ...     equation = "theta = log(1 + x) f or log(1 + y) f"
+    ...     relative = False
+    ...
+    ...     def coords(self, grid):
+    ...         return np.log1p(grids.absolute(grid))
+    ...
+    ...     def freqs(self):
+    ...         return frequencies.two_axes(frequencies.ladder(self.pairs // 2, 100.0), "xy")
+    >>> images = jax.numpy.zeros((1, 64, 96, 3))
+    >>> create = lambda: rope_jax.create_model("swin_t", position="rope_log", num_classes=10)
+    >>> jax.eval_shape(lambda: create()(images)).shape
+    (1, 10)
+    >>> del SCHEMES["rope_log"]  # in this example only
 """
 
 import fnmatch

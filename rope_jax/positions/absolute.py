@@ -156,6 +156,8 @@ class Cape(Absolute):
         local_shift: of each token along each axis, uniform in +-local_shift of the distance between
             tokens, 0.5.
         global_scale: then a factor for both axes, 1/global_scale .. global_scale, log-uniform, 1.4.
+        axis_order: "xy": x is the column, as in the paper; "yx": the formula's x is the row, the
+            first axis of the map, as in the authors' code.
     """
 
     paper = "Likhomanenko et al., arXiv 2106.03143"
@@ -173,9 +175,11 @@ class Cape(Absolute):
         global_shift: float = 0.5,
         local_shift: float = 0.5,
         global_scale: float = 1.4,
+        axis_order: str = "xy",
     ):
         super().__init__(stage, rngs=rngs)
         check_channels(stage, 2)
+        self.axis_order = check_option("axis_order", axis_order, ("xy", "yx"))
         self.global_shift = check_finite("global_shift", global_shift, zero=True)
         self.local_shift = check_finite("local_shift", local_shift, zero=True)
         self.global_scale = check_factor("global_scale", global_scale)
@@ -184,8 +188,10 @@ class Cape(Absolute):
     def _waves(self, coords: Float[Array, "... 2"]) -> Float[Array, "... C"]:
         count = self.stage.channels // 2
         turn, rho = np.arange(count), 10 ** np.linspace(0, 1, count)
-        # y first, like coordinates
-        waves = jnp.asarray(np.pi * rho * np.stack([np.sin(turn), np.cos(turn)]), coords.dtype)
+        of_axis = {"x": np.cos(turn), "y": np.sin(turn)}
+        # Coordinates are (row, column).
+        directions = np.stack([of_axis[axis] for axis in reversed(self.axis_order)])
+        waves = jnp.asarray(np.pi * rho * directions, coords.dtype)
         phase = jnp.einsum("...a,ac->...c", coords, waves, precision="highest")
         return jnp.concatenate([jnp.cos(phase), jnp.sin(phase)], axis=-1)
 

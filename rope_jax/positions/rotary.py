@@ -4,6 +4,8 @@ A scheme defines the tokens' coordinates (`coords`) and the frequency of each pa
 each axis (`freqs`): theta[n, l, r] = sum_a coords[l, a] * freqs[n, a, r].
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -24,7 +26,7 @@ from rope_jax.positions.scheme import (
     check_option,
     scheme,
 )
-from rope_jax_kernels import Global, Rotation, Window
+from rope_jax_kernels import Global, Rotation, Window, rotate
 
 
 class Rotary(Position):
@@ -66,11 +68,32 @@ class Rotary(Position):
         raise NotImplementedError
 
     def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:
-        coords = token_coords(self.coords(grid), self.stage, self.prefix_coords(grid))
         freqs = self.freqs()
         if not isinstance(freqs, PerLayer):
             freqs = jnp.asarray(freqs, self.stage.dtype)
+        if isinstance(self.stage.pattern, Window) and not self.relative:
+            # No window represents the others: q and k are rotated on the map.
+            coords = whole_map(self.coords(grid), self.stage)
+            return Terms(transform=RotateMap(Rotation(coords, freqs, self.pairing)))
+        coords = token_coords(self.coords(grid), self.stage, self.prefix_coords(grid))
         return Terms(rotation=Rotation(coords, freqs, self.pairing))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RotateMap:
+    """A `Terms.transform` that rotates q and k by the coordinates of the whole map.
+
+    Attributes:
+        rotation: of all tokens of the map, [H*W, A].
+    """
+
+    rotation: Rotation
+
+    def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
+        in_order = lambda x: x.reshape(x.shape[0], -1, *x.shape[-2:])
+        turned_q, turned_k = rotate(in_order(q), in_order(k), self.rotation)
+        return attend(turned_q.reshape(q.shape), turned_k.reshape(k.shape), v)
 
 
 def token_coords(
@@ -80,8 +103,9 @@ def token_coords(
 ) -> Float[Array, "L A"]:
     """Coordinates of a map as attention expects them for the stage's pattern.
 
-    Scores depend on differences of coordinates only, so one window represents all of them, shifted
-    or not: its coordinates are the map's first ones, with the map's spacing.
+    For relative schemes, whose scores depend on differences of coordinates only: one window
+    represents all of them, shifted or not. Its coordinates are the map's first ones, with the map's
+    spacing.
 
     Args:
         coords: of a map [H, W, A] or a video [T, H, W, A].

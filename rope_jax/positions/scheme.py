@@ -138,7 +138,8 @@ class Position(nnx.Module):
         acts: where it acts, a key of `ACTS`.
         resolution: what happens on a map of another size, a key of `RESOLUTION`.
         relative: a key's contribution to a query depends on their offset only (and on the contents
-            of the two tokens).
+            of the two tokens). Rotary schemes that are not relative must declare it: in windows,
+            they rotate q and k on the whole map.
         keeps_norms: the lengths of queries and keys do not change.
         per_head: heads differ.
         per_layer: layers differ.
@@ -254,6 +255,12 @@ class Combined(Position):
         joined = Terms()
         for part, part_key in self._keyed(key):
             terms = part.terms(grid, part_key)
+            if joined.transform and terms.transform:
+                raise ValueError(
+                    "position combines several schemes that wrap attention (in windows, rotary "
+                    "schemes that are not relative do so): remove one, or use a model without "
+                    "windows"
+                )
             joined = Terms(
                 rotation=joined.rotation or terms.rotation,
                 bias=_add(joined.bias, terms.bias),

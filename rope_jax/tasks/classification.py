@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from rope_jax.config import Config
 from rope_jax.data import split_augment
 from rope_jax.data.device_batches import take
-from rope_jax.data.images import device
+from rope_jax.data.images import device, mixing
 
 
 def softmax_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> Float[Array, ""]:
@@ -46,14 +46,18 @@ LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
 
 
 def soft_targets(
-    first: Array, second: Array, share: Float[Array, ""] | float, classes: int, smoothing: float
+    first: Int[Array, " B"],
+    second: Int[Array, " B"],
+    share: Float[Array, "B 1"] | float,
+    classes: int,
+    smoothing: float,
 ) -> Float[Array, "B K"]:
     """Smoothed targets of mixed examples: `share` of the first label, the rest of the second.
 
     Args:
         first: int [B], labels in [0, classes).
         second: int [B], likewise.
-        share: of the first label, 0 to 1.
+        share: [B, 1], of each first label, 0 to 1; or one number for all.
         classes: number of classes.
         smoothing: label smoothing in [0, 1).
 
@@ -97,16 +101,17 @@ def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[A
     if augment.erasing and not m.before_erasing:
         images = device.apply_erasing(images, keys, augment.erasing)
     if m.mixup or m.cutmix:
-        images, share = device.mix(
+        images, others, share = mixing.mix_groups(
             images,
+            labels,
             jax.random.fold_in(key, zlib.crc32(b"mix")),
+            m.groups,
             mixup=m.mixup,
             cutmix=m.cutmix,
             prob=m.prob,
             switch_prob=m.switch_prob,
             enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
         )
-        others = labels[::-1]
     if augment.erasing and m.before_erasing:
         images = device.apply_erasing(images, keys, augment.erasing)
     targets = soft_targets(labels, others, share, config.model.num_classes, config.label_smoothing)

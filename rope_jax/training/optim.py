@@ -61,21 +61,28 @@ def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> opt
         main = optax.constant_schedule(end)
     if not warmup:
         return after
-    return optax.join_schedules(
-        [optax.linear_schedule(options.warmup_learning_rate, peak, warmup), after], [warmup]
-    )
+    low = options.warmup_learning_rate
+
+    def before(time: Any) -> Any:  # from `low` up, so that float32 keeps its digits
+        return low + (peak - low) * jnp.asarray(time, jnp.float32) / warmup
+
+    return optax.join_schedules([before, after], [warmup])
 
 
-def decay_mask(params: nnx.State) -> Any:
+def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
     """Which parameters are decayed, as a pure dict of booleans.
 
-    A parameter may declare it (`nnx.Param(value, decay=False)`: positional schemes, class
-    tokens); otherwise parameters with more than one axis are decayed, not counting the axis of a
-    layer stack.
+    Args:
+        params: of a model.
+        exempt: "vectors": parameters with one axis or none, not counting that of layers;
+            "declared": these, unless a parameter declares it (`nnx.Param(value, decay=False)`:
+            positional schemes, class tokens); "nothing": none.
     """
 
-    def decays(leaf: nnx.Variable) -> bool:
-        return bool(leaf.get_metadata().get("decay", len(leaf.shape) - _stacked(leaf) > 1))
+    def decays(path: tuple, leaf: nnx.Variable) -> bool:
+        matrix = len(leaf.shape) - _stacked(path, leaf) > 1
+        declared = leaf.get_metadata().get("decay", matrix)
+        return {"declared": declared, "vectors": matrix, "nothing": True}[exempt]
 
     return _of_each(decays, params)
 
@@ -85,14 +92,15 @@ def stacked(params: nnx.State) -> Any:
     return _of_each(_stacked, params)
 
 
-def _stacked(leaf: nnx.Variable) -> bool:
-    return bool(leaf.get_metadata().get("layers", False))
+def _stacked(path: tuple, leaf: nnx.Variable) -> bool:
+    """Blocks in a scan are marked with `layers`; tables of schemes have the axis if unmarked."""
+    return bool(leaf.get_metadata().get("layers", "position" in path))
 
 
-def _of_each(function: Callable[[nnx.Variable], Any], params: nnx.State) -> Any:
-    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+def _of_each(function: Callable[[tuple, nnx.Variable], Any], params: nnx.State) -> Any:
+    flat = nnx.to_flat_state(params)
     return nnx.to_pure_dict(
-        jax.tree.map(lambda leaf: leaf.replace(function(leaf)), params, is_leaf=is_param)
+        nnx.from_flat_state([(path, leaf.replace(function(path, leaf))) for path, leaf in flat])
     )
 
 
@@ -102,7 +110,8 @@ def layer_rates(params: nnx.State, layer_decay: float) -> Any:
     The factor is 1 for the head and the last norm, `layer_decay` for the last block, its square for
     the block below, and so on through all stages; downsampling counts with the block before it. The
     stem, class tokens and embeddings added to tokens are below the first block. Per-layer tables of
-    a scheme count with their layers.
+    a scheme count with their layers. BEiT and MAE count so; timm's `param_groups_layer_decay` gives
+    the last norm the factor of the last block.
 
     Returns:
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.
@@ -144,9 +153,7 @@ def layer_rates(params: nnx.State, layer_decay: float) -> Any:
                 return layer_decay ** (top - first)
         return layer_decay**top if own.split(".")[0] in _STEM else 1.0
 
-    return nnx.to_pure_dict(
-        nnx.from_flat_state([(path, leaf.replace(rate(path, leaf))) for path, leaf in flat])
-    )
+    return _of_each(rate, params)
 
 
 _STEM = ("patch_embed", "class_token", "registers", "position")
@@ -169,7 +176,7 @@ def make_optimizer(
         schedule: of the learning rate.
         params: of the model; their metadata declare decay and layer stacks.
     """
-    mask, o = decay_mask(params), options
+    mask, o = decay_mask(params, options.exempt), options
     if o.name == "adamw":
         parts = [
             optax.adamw(

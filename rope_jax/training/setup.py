@@ -21,6 +21,7 @@ from rope_jax import data, restore, seeds
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data import order
 from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
 from rope_jax.sharding import AnyMesh, make_mesh, replicated, share, state_shardings, use_mesh
 from rope_jax.text import image_pair
@@ -43,6 +44,7 @@ class Setup:
             `rest` is stacked.
         optimizer, schedule: of the parameters, and of the learning rate.
         total_steps: of the whole run.
+        windows: the size of windows in evaluation, in words; None for models without windows.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Setup:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     total_steps: int
+    windows: str | None
 
     def apply(
         self, params: Any, stats: Any, rest: Any, images: Float[Array, "B H W 3"], **options: Any
@@ -95,9 +98,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     _check_data(config, images, held_out)
     config = _complete(config, images)
     model = seeds.create_models(config, restore.create)
-    with blame("--config.eval.resolutions"):
-        for size in config.eval.resolutions:
-            model.grids(image_pair(size))
+    _check_evaluation(config, model)
     return assemble(config, mesh, images, held_out, model), model
 
 
@@ -146,6 +147,23 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         )
 
 
+def _check_evaluation(config: Config, model: nnx.Module) -> None:
+    """Rejects resolutions, crops and windows that do not suit the model or the images."""
+    sizes = [image_pair(size) for size in (config.data.image_size, *config.eval.resolutions)]
+    with blame("--config.eval.resolutions"):
+        for size in sizes:
+            model.grids(size)
+    for frame in config.eval.frames:
+        with blame("--config.eval.frames"):
+            parse_crop(frame)
+    if config.eval.scale_windows:
+        with blame("--config.eval.scale_windows"):
+            scaled = nnx.clone(model)
+            scaled.scale_windows()
+            for size in sizes:
+                scaled.prepare(size)
+
+
 def _check_class_names(images: Split, held_out: Split) -> None:
     """Rejects splits with different classes (data sets in memory have no class names)."""
     here, there = images.class_names, held_out.class_names
@@ -183,7 +201,8 @@ def assemble(
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     one = seeds.take(params, config)  # decay and layer rates depend on shapes
     optimizer = optim.make_optimizer(config.optim, schedule, one)
-    return Setup(config, mesh, images, held_out, graph, rest, optimizer, schedule, total)
+    windows = model.window_rule(scaled=config.eval.scale_windows)
+    return Setup(config, mesh, images, held_out, graph, rest, optimizer, schedule, total, windows)
 
 
 def initial_state(setup: Setup, model: nnx.Module) -> State:

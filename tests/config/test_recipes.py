@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +44,6 @@ def resolved(name, arguments="", **changes):
 
 def test_the_list_of_recipes():
     assert RECIPES == ["cat", "cct", "deit3", "lape", "swin", "thesis"]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_tells_what_it_costs_and_gives(name):
-    raw, text = recipe(name, "position=rope2d,resolution=64")
-    assert raw.model.position == "rope2d"
-    assert raw.data.image_size == 64
-    assert f"--config=configs/{name}.py" in text
-    assert re.search(r"Hours: estimated, not\s+measured", text)
-    assert re.search(r"Expected top-1 in percent", text)
-    assert "Hardware:" in text
 
 
 def traced(config, images_in_set=1_281_167, classes=1000):
@@ -161,50 +149,66 @@ VALUES = {
         "drop_path": 0, "name": "lamb", "rate": 4e-3, "least": 1e-5, "start": 1e-6, "warmup": 5,
         "decay": 0.03, "clip": 1, "repeats": 3, "step": "late_epoch", "prefix": False, "frame":
         "centre(crop=1.0,interpolation=bicubic)", "augment":
-        "resized_crop(interpolation=bicubic)+flip+three_augment+color_jitter",
+        "resized_crop(interpolation=bicubic)+flip+three_augment+color_jitter", "groups": 8,
     },
     ("deit3", "variant=b"): {"image_size": 192, "drop_path": 0.1, "rate": 3e-3},
-    ("deit3", "variant=l"): {"image_size": 192, "drop_path": 0.4, "rate": 3e-3},
+    ("deit3", "variant=l"): {"image_size": 192, "drop_path": 0.4, "rate": 3e-3, "groups": 64},
     ("deit3", "variant=b,stage=finetune,init_from=x"): {
         "image_size": 224, "drop_path": 0.2, "epochs": 20,
     },
     ("deit3", "variant=l,stage=finetune,init_from=x"): {
         "batch_size": 512, "loss": "softmax", "smoothing": 0.1, "drop_path": 0.45, "name": "adamw",
         "rate": 1e-5, "decay": 0.1, "clip": None, "repeats": 1, "mixup": 0.8, "cutmix": 1,
+        "groups": 64,
     },
     ("thesis", ""): {
         "batch_size": 1024, "epochs": 310, "cooldown": 10, "warmup": 20, "ema": None, "rate": 1e-3,
         "least": 5e-6, "start": 1e-6, "decay": 0.05, "clip": 5, "smoothing": 0.1, "mixup": 0.8,
-        "cutmix": 1, "step": "iteration", "prefix": False, "before_erasing": True, "frame":
-        "centre(crop=0.875,interpolation=bicubic)",
+        "cutmix": 1, "groups": 8, "step": "iteration", "prefix": False, "before_erasing": True,
+        "frame": "centre(crop=0.875,interpolation=bicubic)",
     },
+    ("thesis", "position=rpb+ape"): {"position": "rpb(decay=True)+ape"},
     ("thesis", "variant=nat_base"): {"batch_size": 1024, "warmup": 50, "ema": 0.9998, "rate": 1e-3},
     ("thesis", "variant=nat_base,base=nat"): {"warmup": 20, "ema": None},
     ("swin", ""): {
         "rate": 1e-3, "least": 1e-5, "start": 1e-6, "warmup": 20, "prefix": True, "clip": 5,
-        "decay": 0.05, "before_erasing": False,
+        "decay": 0.05, "before_erasing": False, "groups": 8, "scaled": True,
     },
     ("swin", "batch_size=2048"): {"rate": 2e-3, "least": 2e-5, "start": 2e-6, "batch_size": 2048},
     ("lape", ""): {
         "rate": 1e-3, "least": 1e-5, "decay": 0.05, "batch_size": 1024, "epochs": 300, "warmup": 5,
-        "repeats": 3,
+        "repeats": 3, "groups": 8, "ema": None, "position": "lape(ape)",
+        "frame": "centre(crop=1.0,interpolation=bicubic)",
+        "frames": "centre(crop=0.875,interpolation=bicubic)",
     },
     ("lape", "variant=ceit_t"): {
-        "rate": 5e-4, "least": 1e-5, "decay": 0.05, "batch_size": 1024, "epochs": 300, "warmup": 5,
+        "rate": 1e-3, "least": 1e-5, "decay": 0.05, "batch_size": 1024, "epochs": 300, "warmup": 5,
+        "step": "late_epoch", "prefix": False, "start": 1e-6, "clip": None, "repeats": 3,
     },
     ("lape", "variant=swin_t"): {
         "rate": 5e-4, "least": 5e-6, "decay": 0.05, "batch_size": 512, "epochs": 300, "warmup": 20,
     },
     ("lape", "variant=t2t_vit_7"): {
         "rate": 1e-3, "least": 1e-5, "decay": 0.03, "batch_size": 1024, "epochs": 310, "warmup": 10,
+        "ema": 0.99996, "position": "lape(sincos1d)", "step": "epoch", "cooldown": 10, "augment":
+        "resized_crop(interpolation=random)+flip"
+        "+rand_augment(m=9,mstd=0.5,inc=True,interpolation=random)+erase(p=0.25)",
+    },
+    ("cct", "erasing=0.0"): {
+        "augment": "resized_crop(scale_min=0.8,interpolation=random)+flip"
+        "+rand_augment(m=9,mstd=0.5,inc=True)",
     },
     ("cct", "dataset=cifar100"): {"rate": 6e-4, "start": 1e-6, "off": None, "decay": 0.06},
     ("cct", ""): {
         "rate": 5.5e-4, "least": 1e-5, "start": 1e-5, "off": 175, "batch_size": 128, "decay": 0.06,
-        "epochs": 310, "warmup": 10, "cooldown": 10, "step": "epoch",
+        "epochs": 310, "warmup": 10, "cooldown": 10, "step": "epoch", "groups": 1,
+        "exempt": "vectors",
+        "augment": "resized_crop(scale_min=0.8,interpolation=random)+flip"
+        "+rand_augment(m=9,mstd=0.5,inc=True)+erase(p=0.25)", "position": None,
     },
     ("cat", ""): {
-        "rate": 3e-4, "least": 0, "warmup": 0, "decay": 0.01, "batch_size": 128, "epochs": 10,
+        "rate": 3e-4, "least": 0, "warmup": 0, "decay": 0.01, "exempt": "nothing",
+        "batch_size": 128, "epochs": 10,
         "mixup": 0, "cutmix": 0, "smoothing": 0, "augment": "stretch(interpolation=bilinear)",
         "frame": "stretch(interpolation=bilinear)",
     },
@@ -228,6 +232,7 @@ def test_values_of_the_recipes(name, arguments):
         "ema": config.ema_decay,
         "off": config.mix.off_epoch,
         "mixup": config.mix.mixup,
+        "groups": config.mix.groups,
         "cutmix": config.mix.cutmix,
         "before_erasing": config.mix.before_erasing,
         "epochs": config.epochs,
@@ -239,6 +244,10 @@ def test_values_of_the_recipes(name, arguments):
         "repeats": config.data.repeats,
         "augment": config.data.augment,
         "frame": config.eval.frame,
+        "frames": "+".join(config.eval.frames),
+        "position": config.model.position,
+        "exempt": config.optim.exempt,
+        "scaled": config.eval.scale_windows,
     }
     wanted = VALUES[name, arguments]
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)

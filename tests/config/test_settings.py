@@ -44,6 +44,7 @@ def test_a_misspelt_key_is_refused_in_recipes_and_files():
         ({"data": {"std": (0.5, 0.0, 0.5)}}, "data.std.*must be above 0"),
         ({"data": {"mean": (0.5, 0.5)}}, "must be 3 numbers"),
         ({"eval": {"resolutions": (8, "x")}}, "a tuple of sizes in pixels"),
+        ({"eval": {"frames": "centre"}}, "must be a tuple of texts"),
         ({"model": {"name": None}}, "must be text"),
         ({"optim": {"b1": float("nan")}}, "must be finite"),
         ({"epochs": float("inf")}, "must be finite"),
@@ -52,6 +53,11 @@ def test_a_misspelt_key_is_refused_in_recipes_and_files():
             {"optim": {"learning_rate": 1e-6}},
             "min_learning_rate=1e-05 is above --config.optim.learning_rate=1e-06",
         ),
+        (
+            {"batch_size": 100, "mix": {"mixup": 0.8, "groups": 8}},
+            "batch_size=100 .*mix.groups=8 .* a batch of 96 or 104, or --config.mix.groups=1",
+        ),
+        ({"batch_size": 8, "mix": {"cutmix": 1.0, "groups": 8}}, "at least 2 .* of 16 or 24"),
     ],
 )
 def test_bad_values_name_the_flag(values, message):
@@ -67,7 +73,7 @@ def test_differences_name_every_field_that_matters():
     assert cfg.differences(before, after) == ["model.position: None -> 'rope2d'", "seed: 0 -> 1"]
 
 
-OTHERS = ("something else", 7, 7.5, True, False, (8, 9), (0.1, 0.2, 0.3), ((8, 9),))
+OTHERS = ("something else", 7, 7.5, True, False, (8, 9), (0.1, 0.2, 0.3), ((8, 9),), ("centre",))
 SETTINGS = cfg.settings()
 
 
@@ -97,7 +103,8 @@ def test_resumable_settings():
     """A setting that changes the numbers of a run must not get onto this list."""
     assert {name for name, field in SETTINGS.items() if field.metadata["rule"].resumable} == {
         "data.path", "data.bad_images", "data.workers", "data.on_device", "eval.resolutions",
-        "eval.batch_size", "eval.ema", "eval.frame", "mesh.fsdp", "log_every", "checkpoint_every",
+        "eval.batch_size", "eval.ema", "eval.frame", "eval.frames",
+        "eval.scale_windows", "mesh.fsdp", "log_every", "checkpoint_every",
         "keep_checkpoints", "non_finite", "profile_at", "tensorboard",
     }  # fmt: skip
 

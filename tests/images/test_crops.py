@@ -1,5 +1,6 @@
 import io
 import math
+import zlib
 from functools import partial
 
 import numpy as np
@@ -102,22 +103,33 @@ def test_centre_is_resize_then_crop(shape, size, crop):
     expected = resized[top : top + size[0], left : left + size[1]].astype(int)
     got = crop_pixels(image, partial(centre, crop=crop), size)
     assert got.shape == (*size, 3)
-    # Pillow rounds between rows and columns, whichever come first.
-    assert np.abs(got - expected).max() <= 1
-    assert np.abs((got - expected).mean()) < 0.02
+    np.testing.assert_array_equal(got, expected)
 
 
-def test_the_resized_side_is_that_of_the_field():
-    for size, crop, short in [
-        (224, 0.875, 256),
-        (224, 0.9, 248),
-        (384, 1.0, 384),
-        (224, 224 / 256, 256),
-        (240, 0.95, 252),
-    ]:
-        left, top, right, _ = centre(1000, 1000, (size, size), crop=crop).edges
-        assert (right - left) / 1000 == pytest.approx(size / short)
-        assert left == top
+# Width and height of a picture, side of the result and crop; resized (width, height) and corner
+# (left, top) of torchvision's Resize and CenterCrop, and the checksum of their pixels.
+TORCHVISION = [
+    ((500, 375), 224, 0.875, (341, 256), (58, 16), 0x7B624C03),
+    ((375, 500), 224, 0.875, (256, 341), (16, 58), 0x857880E2),
+    ((333, 500), 224, 0.9, (248, 372), (12, 74), 0x4D11EA31),
+    ((640, 427), 384, 1.0, (575, 384), (96, 0), 0xB8B65811),
+    ((77, 50), 32, 1.0, (49, 32), (8, 0), 0xED856C57),
+    ((301, 299), 160, 0.875, (183, 182), (12, 11), 0x17788526),
+    ((43, 532), 96, 0.9, (106, 1311), (5, 608), 0xF25B0CC3),
+    ((1000, 1000), 224, 224 / 256, (256, 256), (16, 16), None),
+    ((1000, 1000), 240, 0.95, (252, 252), (6, 6), None),
+]
+
+
+@pytest.mark.parametrize(("shape", "side", "crop", "resized", "corner", "checksum"), TORCHVISION)
+def test_pixels_are_those_of_torchvision(shape, side, crop, resized, corner, checksum):
+    box = centre(*shape, (side, side), crop=crop)
+    assert (box.resized, box.edges[:2]) == (resized, corner)
+    if checksum is not None:
+        y, x = np.mgrid[: shape[1], : shape[0]]
+        pattern = np.stack([(x * 7 + y * 3) % 256, (x * x // 5 + y) % 256, (x ^ y) % 256], axis=-1)
+        found = crop_pixels(pattern.astype(np.uint8), partial(centre, crop=crop), (side, side))
+        assert zlib.crc32(found.tobytes()) == checksum
 
 
 def test_a_thin_strip_needs_little_memory():

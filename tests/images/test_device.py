@@ -167,49 +167,6 @@ def test_erasing():
     assert 0.25 < (tall / wide).min() < 0.4 < 2.5 < (tall / wide).max() < 4
 
 
-@pytest.fixture(scope="module")
-def mixed():
-    """10,000 batches of a white and a black image: their images, and shares of the own label."""
-    images = jnp.stack([jnp.ones((12, 16, 3)), jnp.zeros((12, 16, 3))])
-    options = {"mixup": 0.8, "cutmix": 1.0, "prob": 0.6, "switch_prob": 0.25}
-    draw = jax.jit(jax.vmap(functools.partial(device.mix, images, **options)))
-    images, shares = draw(jax.random.split(jax.random.key(0), 10_000))
-    images, shares = np.asarray(images)[..., 0], np.asarray(shares)
-    alone = shares == 1
-    cut = ~alone & ((images == 0) | (images == 1)).all(axis=(1, 2, 3))
-    return images, shares, alone, cut
-
-
-def test_mixup_cutmix_or_neither(mixed):
-    _, _, alone, cut = mixed
-    assert 0.38 < alone.mean() < 0.44  # 0.4, and boxes of no pixel
-    assert 0.12 < cut.mean() < 0.16  # 0.15 without those
-
-
-def test_mixup_shares_are_of_a_beta_distribution(mixed):
-    images, shares, alone, cut = mixed
-    images, shares = images[~alone & ~cut], shares[~alone & ~cut]
-    expected = np.stack([shares, 1 - shares], 1)[..., None, None]
-    np.testing.assert_allclose(images, np.broadcast_to(expected, images.shape), atol=1e-6)
-    assert abs(shares.mean() - 0.5) < 0.02
-    assert abs(shares.var() - 1 / (4 * (2 * 0.8 + 1))) < 0.005  # of Beta(a, a)
-
-
-def test_cutmix_pastes_one_box_and_counts_its_pixels(mixed):
-    images, shares, _, cut = mixed
-    own, shares = images[cut][:, 0], shares[cut]
-    np.testing.assert_array_equal(images[cut][:, 1], 1 - own)
-    np.testing.assert_allclose(shares, own.mean(axis=(1, 2)), atol=1e-6)
-    box = own == 0
-    sides = box.any(axis=1).sum(axis=1) * box.any(axis=2).sum(axis=1)
-    np.testing.assert_array_equal(box.sum(axis=(1, 2)), sides)
-    # A box of sides sqrt(1 - share) around any place, cut at the border: each side keeps
-    # s - s^2 / 4 of the whole on average. Sides are cut down to even numbers of pixels.
-    side = np.sqrt(np.linspace(0, 1, 10001))
-    expected = 1 - np.mean((side - side**2 / 4) ** 2)
-    assert 0 < shares.mean() - expected < 0.06
-
-
 TEXT = "crop(pad=2)+flip+three_augment+color_jitter+erase(p=0.5)"
 
 

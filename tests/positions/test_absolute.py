@@ -117,6 +117,13 @@ def test_cape():
     np.testing.assert_allclose(got, want, **EXACT)
 
 
+def test_cape_of_the_authors_code_exchanges_rows_and_columns():
+    ours, theirs = (scheme(f"cape{options}") for options in ("", "(axis_order=yx)"))
+    there = np.asarray(theirs.table((3, 5))).reshape(3, 5, -1)
+    here = np.asarray(ours.table((5, 3))).reshape(5, 3, -1)
+    np.testing.assert_allclose(there, here.swapaxes(0, 1), rtol=0, atol=1e-12)
+
+
 def test_cape_augments_each_example_within_its_limits():
     grid, batch = (2, 3), 400
     still = np.array([x for _, x in itertools.product((-1, 1), (-1, 0, 1))])

@@ -8,7 +8,6 @@ on the map in any scheme. All of it is float64.
 import doctest
 import functools
 import itertools
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import pytest
 from flax import nnx
 
 from rope_jax import positions
-from rope_jax.positions import list_positions, rotary
+from rope_jax.positions import list_positions
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
 from rope_jax_kernels import window_bias
 from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, covering, params, scheme, trained
@@ -235,15 +234,10 @@ def test_liere_extrapolates_nearly():
     np.testing.assert_allclose(position.coords((6, 9))[-1, -1], [2, 3], rtol=1e-12)
 
 
-def test_the_example_of_the_packages_docstring_is_a_scheme():
-    example = textwrap.dedent(positions.__doc__.split("recipe and command:")[1])
-    try:
-        exec(example, dict(vars(rotary)))  # it is written for the file of its family
-        position = scheme("rope_log(pairing=interleaved)")
-        assert (is_relative(position), acts(position)) == (position.relative, {position.acts})
-        assert SCHEMES["rope_log"].__doc__ == "2-D RoPE on the logarithm of row and column."
-    finally:
-        SCHEMES.pop("rope_log", None)
+def test_the_example_of_the_packages_docstring_is_a_scheme(rope_log):
+    position = scheme(f"{rope_log}(pairing=interleaved)")
+    assert (is_relative(position), acts(position)) == (position.relative, {position.acts})
+    assert SCHEMES[rope_log].__doc__ == "2-D RoPE on the logarithm of row and column."
 
 
 @pytest.mark.parametrize("name", positions.__all__)

@@ -156,7 +156,8 @@ from rope_jax.workdir.checkpoint import Checkpoints, tree_hash
 from tests.training.recipe import tiny
 
 sharding.SMALLEST = 64
-config = tiny(mesh__fsdp=2, ema_decay=0.9)
+mix = {"mix__mixup": 0.8, "mix__cutmix": 1.0, "mix__groups": 6}  # across the parts of 4 devices
+config = tiny(mesh__fsdp=2, ema_decay=0.9, **mix)
 run, model = prepare(config)
 run = dataclasses.replace(run, mesh=sharding.make_mesh(2, devices=jax.devices()[:4]))
 assert dict(run.mesh.shape) == {"data": 2, "fsdp": 2}

@@ -107,7 +107,7 @@ DROPPING = {"model__options": "depth=2,width=16,heads=1,drop_path=0.5"}
     "changes",
     [
         DROPPING | {"accumulate": 2, "data__augment": "flip+erase(p=0.5)", "non_finite": "skip"},
-        DROPPING | {"mix__mixup": 0.8, "mix__cutmix": 1.0},
+        DROPPING | {"mix__mixup": 0.8, "mix__cutmix": 1.0, "mix__groups": 4},
         CEIT | {"accumulate": 2, "optim__name": "lamb"},
     ],
     ids=["parts, erasing, drop path", "mixing", "batch statistics"],

@@ -67,11 +67,13 @@ def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
     photographs, tmp_path, monkeypatch
 ):
     changes = streamed(photographs)
-    run(tmp_path / "whole", **changes)
+    run(tmp_path / "whole", **changes, eval__frames=("centre(crop=1.0)",))
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6  # 2.5 epochs of 80 images
     rows = json.loads((tmp_path / "whole" / "results.json").read_text())["eval"]
-    assert [row["resolution"] for row in rows] == [[12, 12], [16, 16]]
-    assert all(row["count"] == 20 and "centre(crop=0.875)" in row["protocol"] for row in rows)
+    assert [row["resolution"] for row in rows] == [[12, 12], [16, 16]] * 2
+    crops = [row["protocol"].partition(" of each image")[0] for row in rows]
+    assert crops == ["centre(crop=0.875)"] * 2 + ["centre(crop=1.0)"] * 2
+    assert all(row["count"] == 20 for row in rows)
     with monkeypatch.context() as patched:
         interrupt_at(patched, step=4)
         with pytest.raises(Interrupted):

@@ -51,7 +51,10 @@ def _read(name: str) -> tuple[Entry, ...]:
 
 
 def find(*, model: str, position: str, dataset: str, resolution: list[int]) -> list[Entry]:
-    """Accuracies of a model with a scheme; the order of a scheme's options does not matter.
+    """Accuracies of a model with a scheme.
+
+    The order of a scheme's options does not matter, and neither do those that tables of results do
+    not name: weight decay, initial values and resampling.
 
     >>> asked = {"model": "vit_s16", "position": "rope2d(k_rope=4)", "resolution": [512, 512]}
     >>> [entry["top1"] for entry in find(**asked, dataset="imagenet")]
@@ -74,7 +77,15 @@ def _canonical(position: str) -> frozenset:
     return _as_set(parse(position, "position"))
 
 
+_UNNAMED = ("decay", "std", "resize")
+
+
 def _as_set(calls: tuple[Call, ...]) -> frozenset:
     return frozenset(
-        (call.name, frozenset(call.options), tuple(map(_as_set, call.inner))) for call in calls
+        (
+            call.name,
+            frozenset(option for option in call.options if option[0] not in _UNNAMED),
+            tuple(map(_as_set, call.inner)),
+        )
+        for call in calls
     )

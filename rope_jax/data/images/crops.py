@@ -27,6 +27,7 @@ _TRIES = 10
 # A box that shrinks is first reduced in the JPEG transform, as far as it stays so many times larger
 # than the result. At 2 the images are close to those without (Pillow's docs on `reducing_gap`).
 _GAP = 2
+_WHOLE = 2**26  # pixels; with more, a picture is not resized as a whole
 
 
 class Box(NamedTuple):
@@ -38,12 +39,15 @@ class Box(NamedTuple):
         alone: whether the box is cut out before it is resized, so that pixels outside it have no
             influence; the edges are then whole numbers.
         reducible: whether the picture may be decoded at a fraction of its size.
+        resized: (width, height) to which the whole picture is resized first. The edges are then
+            whole numbers, of pixels of the resized picture; they are not resized again.
     """
 
     edges: tuple[float, float, float, float]
     interpolation: Image.Resampling
     alone: bool = False
     reducible: bool = False
+    resized: tuple[int, int] | None = None
 
 
 Crop = Callable[..., Box]  # (width, height, (h, w) of the result, a 64-bit draw) -> Box
@@ -118,9 +122,8 @@ def centre(
 ) -> Box:
     """The centre after a resize that keeps the aspect ratio: torchvision's Resize and CenterCrop.
 
-    Only the part that is kept is resized. Pillow may then take rows before columns rather than
-    after them; it rounds in between, so that a few pixels differ by one level from a resize of
-    the whole.
+    To the same pixels. Where the whole would have more than 2**26, as with pictures of a few rows,
+    only the part that is kept is resized, with other roundings between rows and columns.
 
     Args:
         width: of the picture, in pixels.
@@ -143,9 +146,12 @@ def centre(
     else:
         resized_height, resized_width = max(rows, height * columns // width), columns
     top, left = round((resized_height - size[0]) / 2), round((resized_width - size[1]) / 2)
+    right, bottom, resample = left + size[1], top + size[0], _interpolation(interpolation)
+    if resized_width * resized_height <= _WHOLE:
+        resized = (resized_width, resized_height)
+        return Box((left, top, right, bottom), resample, resized=resized)
     x, y = width / resized_width, height / resized_height
-    right, bottom = min((left + size[1]) * x, width), min((top + size[0]) * y, height)
-    return Box((left * x, top * y, right, bottom), _interpolation(interpolation))
+    return Box((left * x, top * y, min(right * x, width), min(bottom * y, height)), resample)
 
 
 def stretch(
@@ -237,6 +243,8 @@ def resize(
 
 
 def _resized(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarray:
+    if box.resized is not None:
+        return np.asarray(picture.resize(box.resized, box.interpolation).crop(box.edges))
     return np.asarray(picture.resize(size[::-1], box.interpolation, box=box.edges))
 
 

@@ -1,0 +1,69 @@
+"""The rows of a run: their windows, crops and protocols."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rope_jax import evaluate, seeds
+from rope_jax.config import ConfigError
+from rope_jax.training.setup import initial_state, load_split, prepare
+from tests.models.small import filled
+from tests.training.recipe import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SWIN = {
+    "model__name": "swin_t",
+    "model__options": "width=8,depths=(1,),heads=(1,),window_size=3",
+    "model__position": "rpb",
+    "data__image_size": 32,
+    "data__augment": "none",
+    "data__on_device": True,
+    "eval__resolutions": (64,),
+    "eval__batch_size": 360,
+    "eval__scale_windows": True,
+}
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_windows_of_a_run_are_scaled_with_the_image(count):
+    setup, model = prepare(tiny(seeds=count, **SWIN))
+    state = initial_state(setup, filled(model))
+    rows = evaluate.evaluate_state(setup, state, poll=lambda: None)
+    assert [row["resolution"] for row in rows] == [[32, 32]] * count + [[64, 64]] * count
+    assert all("; windows of 1/32 of the image; " in row["protocol"] for row in rows)
+    wanted = evaluate.planned_rows(setup)
+    assert evaluate.same_rows({"eval": rows}, wanted)
+    images = load_split(setup.config, "test", (64, 64))
+    x = jnp.asarray((images.images / np.float32(255) - 0.5) / 0.5, jnp.float32)
+    measured = {True: [], False: []} if count > 1 else {True: []}
+    for params in seeds.split(state["params"], setup.config):
+        alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, setup.config))
+        for scaled, found in measured.items():
+            large = evaluate.at_resolution(alone, (64, 64), scale_windows=scaled)
+            logits = jax.jit(lambda x, large=large: large(x))(x)
+            found.append(float((np.asarray(logits).argmax(-1) == images.labels).mean()))
+    assert [row["top1"] for row in rows[count:]] == pytest.approx(measured[True], abs=1e-9)
+    assert measured[True] != measured.get(False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval__resolutions": (48,)}, r"does not allow: .* \[--config.eval.scale_windows\]"),
+        ({"model__name": "vit_digits", "model__options": ""}, "for models with windows, which ViT"),
+        ({"eval__frames": ("middle",)}, r"'middle' is unknown.*\[--config.eval.frames\]"),
+    ],
+)
+def test_evaluations_that_are_impossible_are_refused_before_training(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(tiny(**SWIN | changes))
+
+
+def test_rows_name_the_windows_that_are_kept():
+    setup, _ = prepare(tiny(**SWIN | {"eval__scale_windows": False}))
+    protocols = {row["protocol"] for row in evaluate.planned_rows(setup)}
+    assert len(protocols) == 1
+    assert "windows of 3 x 3 tokens, maps padded to whole windows" in protocols.pop()

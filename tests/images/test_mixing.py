@@ -1,0 +1,131 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax.data import order
+from rope_jax.data.images import mixing
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """10,000 batches of a white and a black image: their images, and shares of the own label."""
+    images = jnp.stack([jnp.ones((12, 16, 3)), jnp.zeros((12, 16, 3))])
+    options = {"mixup": 0.8, "cutmix": 1.0, "prob": 0.6, "switch_prob": 0.25}
+    draw = jax.jit(jax.vmap(functools.partial(mixing.mix, images, **options)))
+    images, shares = draw(jax.random.split(jax.random.key(0), 10_000))
+    images, shares = np.asarray(images)[..., 0], np.asarray(shares)
+    alone = shares == 1
+    cut = ~alone & ((images == 0) | (images == 1)).all(axis=(1, 2, 3))
+    return images, shares, alone, cut
+
+
+def test_mixup_cutmix_or_neither(mixed):
+    _, _, alone, cut = mixed
+    assert 0.38 < alone.mean() < 0.44  # 0.4, and boxes of no pixel
+    assert 0.12 < cut.mean() < 0.16  # 0.15 without those
+
+
+def test_mixup_shares_are_of_a_beta_distribution(mixed):
+    images, shares, alone, cut = mixed
+    images, shares = images[~alone & ~cut], shares[~alone & ~cut]
+    expected = np.stack([shares, 1 - shares], 1)[..., None, None]
+    np.testing.assert_allclose(images, np.broadcast_to(expected, images.shape), atol=1e-6)
+    assert abs(shares.mean() - 0.5) < 0.02
+    assert abs(shares.var() - 1 / (4 * (2 * 0.8 + 1))) < 0.005  # of Beta(a, a)
+
+
+def test_cutmix_pastes_one_box_and_counts_its_pixels(mixed):
+    images, shares, _, cut = mixed
+    own, shares = images[cut][:, 0], shares[cut]
+    np.testing.assert_array_equal(images[cut][:, 1], 1 - own)
+    np.testing.assert_allclose(shares, own.mean(axis=(1, 2)), atol=1e-6)
+    box = own == 0
+    sides = box.any(axis=1).sum(axis=1) * box.any(axis=2).sum(axis=1)
+    np.testing.assert_array_equal(box.sum(axis=(1, 2)), sides)
+    # A box of sides sqrt(1 - share) around any place, cut at the border: each side keeps
+    # s - s^2 / 4 of the whole on average. Sides are cut down to even numbers of pixels.
+    side = np.sqrt(np.linspace(0, 1, 10001))
+    expected = 1 - np.mean((side - side**2 / 4) ** 2)
+    assert 0 < shares.mean() - expected < 0.06
+
+
+def test_each_group_is_mixed_with_itself_by_its_own_draw():
+    """Three groups of four: each equals a batch of its own with the key of its number."""
+    images = jax.random.uniform(jax.random.key(1), (12, 6, 8, 3))
+    labels, key = jnp.arange(12), jax.random.key(2)
+    mix_groups = functools.partial(mixing.mix_groups, mixup=0.8, cutmix=1.0)
+    mix_groups = jax.jit(mix_groups, static_argnums=3)
+    mixed, others, shares = mix_groups(images, labels, key, 3)
+    assert len(np.unique(shares)) == 3
+    for group in range(3):
+        rows = slice(4 * group, 4 * group + 4)
+        own_key = jax.random.fold_in(key, group)
+        alone, partners, share = mix_groups(images[rows], labels[rows], own_key, 1)
+        np.testing.assert_array_equal(mixed[rows], alone)
+        np.testing.assert_array_equal(shares[rows], share)
+        np.testing.assert_array_equal(others[rows], partners)
+        np.testing.assert_array_equal(partners, labels[rows][::-1])
+
+
+@pytest.mark.parametrize("groups", [8, 64])
+def test_copies_of_an_image_are_not_mixed_with_each_other(groups):
+    """As on as many GPUs, none of which has an image of an epoch twice in a batch."""
+    options = {"batch_size": 2048, "seed": 0, "count": 10_000, "repeats": 3}
+    for step in range(8):
+        epochs, indices = order.batch_examples(step, **options)
+        ids = epochs * 10_000 + indices % 10_000
+        assert len(np.unique(ids)) < 2048 / 2
+        assert all(len(np.unique(group)) == 2048 // groups for group in ids.reshape(groups, -1))
+
+
+@pytest.mark.slow
+def test_one_group_is_the_batch_with_the_key_itself():
+    images, key = jax.random.uniform(jax.random.key(1), (12, 6, 8, 3)), jax.random.key(2)
+    options = {"mixup": 0.8, "cutmix": 1.0, "prob": 0.9}
+    alone, share = jax.jit(functools.partial(mixing.mix, **options))(images, key)
+    mix_groups = jax.jit(functools.partial(mixing.mix_groups, groups=1, **options))
+    mixed, others, shares = mix_groups(images, jnp.arange(12), key)
+    np.testing.assert_array_equal(mixed, alone)
+    np.testing.assert_array_equal(others, np.arange(12)[::-1])
+    np.testing.assert_array_equal(shares, np.full((12, 1), share))
+
+
+def shares_of_timm(count, side):
+    """The own label's share in `count` batches: timm's rand_bbox, its corners clipped."""
+    rng = np.random.default_rng(0)
+    cut = rng.random(count) < 0.5
+    share = np.where(cut, rng.beta(1.0, 1.0, count), rng.beta(0.8, 0.8, count))
+    half = (side * np.sqrt(1 - share)).astype(int) // 2
+    middle = rng.integers(0, side, (2, count))
+    tall, wide = np.clip(middle + half, 0, side) - np.clip(middle - half, 0, side)
+    return np.where(cut, 1 - tall * wide / side**2, share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("groups", "steps", "spread"), [(1, 12_000, 0.272), (8, 3000, 0.096), (64, 1500, 0.034)]
+)
+def test_the_mean_share_of_a_step_varies_as_with_as_many_processes(groups, steps, spread):
+    """Before boxes are cut at the border, the deviations are 0.30, 0.107 and 0.038."""
+    side = 112
+    images, labels = jnp.zeros((2 * groups, side, side, 3)), jnp.zeros(2 * groups, jnp.int32)
+
+    @jax.jit
+    def mean_share(key):
+        *_, shares = mixing.mix_groups(images, labels, key, groups, mixup=0.8, cutmix=1.0)
+        return shares.mean()
+
+    keys = jax.random.split(jax.random.key(0), steps)
+    ours = np.asarray(jax.lax.map(mean_share, keys, batch_size=100))
+    theirs = shares_of_timm(100_000 * groups, side).reshape(-1, groups).mean(axis=1)
+    assert theirs.std() == pytest.approx(spread, abs=0.001)
+    assert ours.std() == pytest.approx(theirs.std(), rel=0.05)
+    assert ours.mean() == pytest.approx(theirs.mean(), abs=0.01)
+    nearly_unmixed = [((means > 0.9) | (means < 0.1)).mean() for means in (ours, theirs)]
+    assert nearly_unmixed[0] == pytest.approx(nearly_unmixed[1], abs=0.01)
+    assert nearly_unmixed[0] == pytest.approx(0.2 if groups == 1 else 0.0, abs=0.015)

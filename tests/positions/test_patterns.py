@@ -1,0 +1,164 @@
+"""Every scheme in every attention pattern, against dense attention by definition, in float64.
+
+The dense attention has all pairs of tokens. Which of them a pattern allows, and which entry of a
+bias table a pair has, is counted out here; rotations and transforms are those of the scheme in
+global attention, on the whole map.
+"""
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rope_jax.models.attention import SelfAttention
+from rope_jax.positions import list_positions
+from rope_jax_kernels import Global, Neighborhood, Window
+from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, scheme
+
+pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+
+GRID = (5, 8)
+PATTERNS = {
+    "global": Global(),
+    "windows": Window((3, 3)),
+    "shifted windows": Window((2, 3), (1, 1)),
+    "dilated neighbourhoods": Neighborhood((3, 3), (1, 2)),
+}
+TEXTS = {"lape": "lape(ape)", "cpb": "cpb(hidden=8)"}
+NAMES = ["rope_log", *list_positions()]
+PAIRS = [(name, pattern) for name in NAMES for pattern in PATTERNS]
+# A rotation on the map, one by windows, a table of each kind.
+FAST = [
+    ("rope_log", "shifted windows"),
+    ("rope_log", "dilated neighbourhoods"),
+    ("rope_mixed", "windows"),
+    ("rpb", "shifted windows"),
+    ("rpb", "dilated neighbourhoods"),
+]
+
+
+def different(text, pattern):
+    """A scheme with other parameters than those of initialisation, the same in any pattern."""
+    position = scheme(text, depth=2, grid=GRID, pattern=pattern)
+    for path, param in nnx.to_flat_state(nnx.state(position, nnx.Param)):
+        rng = np.random.default_rng(zlib.crc32(repr(path).encode()))
+        param.set_value(jnp.asarray(0.5 * rng.standard_normal(param.shape)))
+    return position
+
+
+def of_axis(pattern, n, axis):
+    """Along one axis: whether [query, key] is allowed, and its index in a bias table."""
+    q, k = np.arange(n)[:, None], np.arange(n)
+    if isinstance(pattern, Global):
+        return np.full((n, n), True), q - k + n - 1
+    if isinstance(pattern, Window):
+        fitted = pattern.fit(GRID)
+        size, shift = fitted.size[axis], fitted.shift[axis]
+        window = (np.arange(n) - shift) % (-(-n // size) * size) // size
+        wrapped = np.arange(n) < shift
+        allowed = (window[:, None] == window) & (wrapped[:, None] == wrapped)
+        return allowed, q - k + size - 1
+    size, step = pattern.size[axis], pattern.dilation[axis]
+    allowed = np.full((n, n), False)
+    for i in range(n):
+        members = np.arange(i % step, n, step)
+        first = np.clip(i // step - size // 2, 0, max(len(members) - size, 0))
+        allowed[i, members[first : first + size]] = True
+    return allowed, (k - q) // step + size - 1
+
+
+def mask_and_bias(pattern, table):
+    """[L, L] of minus infinity where a pair is not allowed; and the biases of all pairs."""
+    (rows, y), (columns, x) = (of_axis(pattern, n, axis) for axis, n in enumerate(GRID))
+    length = GRID[0] * GRID[1]
+    pairs = lambda of_rows, of_columns: (
+        np.broadcast_to(array, (GRID[0], GRID[1], GRID[0], GRID[1])).reshape(length, length)
+        for array in (of_rows[:, None, :, None], of_columns[None, :, None, :])
+    )
+    of_row, of_column = pairs(rows, columns)
+    allowed = of_row & of_column
+    assert allowed.any(axis=1).all()
+    mask = np.where(allowed, 0.0, -np.inf)
+    if table is None or table.shape[-2:] == (length, length):
+        return mask, 0.0 if table is None else np.asarray(table)
+    y, x = (np.where(allowed, index, 0) for index in pairs(y, x))
+    if isinstance(pattern, Neighborhood):
+        return mask, np.asarray(table)[:, y, x]
+    width = GRID[1] if isinstance(pattern, Global) else pattern.fit(GRID).size[1]
+    return mask, np.asarray(table)[:, y * (2 * width - 1) + x]
+
+
+def turned(x, rotation):
+    """[B, L, N, D] rotated by coordinates times frequencies, in halves or neighbouring pairs."""
+    theta = np.einsum("la,nar->lnr", np.asarray(rotation.coords), np.asarray(rotation.freqs))
+    pairs, out = theta.shape[-1], np.array(x)
+    halves = np.arange(pairs), np.arange(pairs, 2 * pairs)
+    first, second = (
+        halves if rotation.pairing == "half" else (2 * np.arange(pairs), 2 * np.arange(pairs) + 1)
+    )
+    out[..., first] = x[..., first] * np.cos(theta) - x[..., second] * np.sin(theta)
+    out[..., second] = x[..., second] * np.cos(theta) + x[..., first] * np.sin(theta)
+    return out
+
+
+def dense(attention, tokens, terms, mask, bias):
+    """The layer by its definition; `terms` of global attention, without their bias."""
+    x = tokens if terms.add is None else tokens + np.asarray(terms.add)
+    qkv = x @ np.asarray(attention.qkv.kernel[...]) + np.asarray(attention.qkv.bias[...])
+    q, k, v = np.moveaxis(qkv.reshape(*x.shape[:2], 3, HEADS, HEAD_DIM), 2, 0)
+
+    xp = np if terms.transform is None else jnp  # a transform may be vectorised over examples
+
+    def attend(q, k, v, added=0.0):
+        if terms.rotation is not None:
+            q, k = turned(q, terms.rotation), turned(k, terms.rotation)
+        logits = xp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5 + bias + added + mask
+        weights = xp.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return xp.einsum("bnqk,bknd->bqnd", weights, v)
+
+    if terms.transform is None:
+        out = attend(q, k, v)
+    else:
+        out = np.asarray(terms.transform(*map(jnp.asarray, (q, k, v)), attend))
+    return out.reshape(x.shape) @ np.asarray(attention.proj.kernel[...])
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [pair if pair in FAST else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS],
+)
+def test_a_scheme_in_a_pattern_is_dense_attention_of_allowed_pairs(name, pattern, rope_log):
+    text, pattern = TEXTS.get(name, name), PATTERNS[pattern]
+    plain = dataclasses.replace(pattern, shift=(0, 0)) if isinstance(pattern, Window) else pattern
+    try:
+        position = different(text, plain)
+    except ValueError:
+        # Biases that depend on queries are not for windows.
+        assert (name, isinstance(pattern, Global)) == ("irpe", False)
+        return
+    on_map = different(text, Global())
+    rng = np.random.default_rng(1)
+    dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    attention = SelfAttention(CHANNELS, HEADS, rngs=nnx.Rngs(0), dtypes=dtypes)
+    for layer in (attention.qkv, attention.proj):
+        layer.kernel.set_value(jnp.asarray(0.3 * rng.standard_normal(layer.kernel.shape)))
+    tokens = rng.standard_normal((2, GRID[0] * GRID[1], CHANNELS))
+    ours = jax.jit(lambda tokens, terms: attention(tokens, GRID, pattern, terms))
+    of_pattern, of_map = position.terms(GRID), on_map.terms(GRID)
+    for layer in range(2):
+        terms = of_pattern.layer(layer)
+        theirs = dense(attention, tokens, of_map.layer(layer), *mask_and_bias(pattern, terms.bias))
+        assert theirs.std() > 1
+        np.testing.assert_allclose(ours(jnp.asarray(tokens), terms), theirs, rtol=0, atol=1e-10)
+
+
+def test_two_schemes_that_wrap_attention_are_refused_in_windows(rope_log):
+    scheme(f"{rope_log}+lpe", grid=GRID).terms(GRID)
+    position = scheme(f"{rope_log}+lpe", grid=GRID, pattern=Window((3, 3)))
+    with pytest.raises(ValueError, match="several schemes that wrap attention"):
+        position.terms(GRID)
