@@ -6,6 +6,7 @@ determined when a call is traced, as is the environment variable `ROPE_JAX_INTER
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,31 @@ DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 def is_gpu() -> bool:
     """Whether the target is a GPU."""
+    target = _target()
+    return getattr(target, "platform", target) in ("gpu", "cuda", "rocm")
+
+
+def kind() -> str:
+    """The kind of the target as jax names it: "NVIDIA H200", "cpu"."""
+    target = _target()
+    return (
+        jax.local_devices(backend=target)[0].device_kind
+        if isinstance(target, str)
+        else target.device_kind
+    )
+
+
+def _target() -> Any:
+    """A device, an abstract device, or the name of a platform."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     if target is None:
         target = jax.config.jax_default_device or jax.local_devices()[0]
-    return getattr(target, "platform", target) in ("gpu", "cuda", "rocm")
+    return target
+
+
+def say(message: str) -> None:
+    """Prints one line to standard error."""
+    print(f"rope_jax_kernels: {message}", file=sys.stderr, flush=True)
 
 
 def interpreted() -> bool:

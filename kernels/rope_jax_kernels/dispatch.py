@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from rope_jax_kernels import device
+from rope_jax_kernels import choices, device
 
 _ROTARY = {"xla": "rotary.reference", "triton": "rotary.triton", "mosaic": "rotary.mosaic"}
 _ATTENTION = {
@@ -62,7 +62,7 @@ def candidates(op: str, kernels_pay: bool = True) -> tuple[str, ...]:
     """Implementations that `implementation=None` tries for a call of `op`, best first.
 
     The last one is always "xla", and the only one if XLA may have to partition the call over
-    devices. Measured choices for single calls belong here, before `PREFERENCE`.
+    devices. Measured choices for single calls (`choices`) come before these.
 
     Args:
         op: name of the operation.
@@ -90,18 +90,24 @@ def call(
     """
     if implementation is None:
         tried = candidates(op, kernels_pay)
-        implementation = next(name for name in tried if refusal(op, name, arguments) is None)
-    elif implementation not in IMPLEMENTATIONS[op]:
+        default = next(name for name in tried if refusal(op, name, arguments) is None)
+        return choices.call(op, arguments, default, run=run, refusal=refusal)
+    if implementation not in IMPLEMENTATIONS[op]:
         raise ValueError(
             f"implementation={implementation!r} is not one that {op} has; "
             f"use None or one of {sorted(IMPLEMENTATIONS[op])}"
         )
-    elif (reason := refusal(op, implementation, arguments)) is not None:
+    if (reason := refusal(op, implementation, arguments)) is not None:
         raise ValueError(
             f"implementation={implementation!r} cannot serve this call of {op}: {reason}; "
             "use None or 'xla'"
         )
-    return getattr(_module(op, implementation), op)(**arguments)
+    return run(op, implementation, arguments)
+
+
+def run(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
+    """Computes `op` by an implementation that does not refuse."""
+    return getattr(module_of(op, implementation), op)(**arguments)
 
 
 def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:
@@ -109,13 +115,14 @@ def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | No
     if implementation == "xla":
         return None
     try:
-        module = _module(op, implementation)
+        module = module_of(op, implementation)
     except ImportError as error:
         return f"jax {jax.__version__} does not have what it needs ({error})"
     return module.refusal(**arguments)
 
 
-def _module(op: str, implementation: str) -> Any:
+def module_of(op: str, implementation: str) -> Any:
+    """The module of an implementation, imported when it is first needed."""
     return importlib.import_module(f"{__package__}.{IMPLEMENTATIONS[op][implementation]}")
 
 
