@@ -80,12 +80,6 @@ class Measured:
     microseconds: dict[str, float]
     left_out: dict[str, str]
 
-    @property
-    def gain(self) -> float | None:
-        """Time of the default over that of the choice; None if the default was not timed."""
-        before = self.microseconds.get(self.default)
-        return None if before is None else before / self.microseconds[self.choice.name]
-
 
 @dataclasses.dataclass(eq=False)
 class Choices:
@@ -125,11 +119,15 @@ class Choices:
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
 
+    def fits_device(self) -> bool:
+        """Whether the choices were measured on the target's kind of device, or on none."""
+        return self.device in ("", device.kind())
+
     def of(self, key: str) -> dict[str, Choice]:
         """Direction -> choice, for a call on the target device."""
         if self.everywhere is not None:
             return {FORWARD: Choice(self.everywhere)}
-        if key not in self.calls or self.device != device.kind():
+        if key not in self.calls or not self.fits_device():
             return {}
         return {name: measured.choice for name, measured in self.calls[key].items()}
 

@@ -114,6 +114,8 @@ def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | No
     """Why an implementation cannot serve a call of `op`, or None if it can."""
     if implementation == "xla":
         return None
+    if implementation not in IMPLEMENTATIONS[op]:
+        return f"{op} has no implementation of this name"
     try:
         module = module_of(op, implementation)
     except ImportError as error:

@@ -31,6 +31,13 @@ FAR = 2.0  # times the best: measured once only
 Results = dict[str, jax.Array]
 
 
+def on_one_device() -> Any:
+    """A context of calls that XLA need not partition, as each of several devices makes them."""
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    )
+
+
 class Wrong(Exception):
     """A candidate computes something else."""
 
@@ -76,14 +83,21 @@ class Problem:
 
     def candidates(self) -> list[Choice]:
         """The default, "xla", and all that do not refuse, with their planned and other tiles."""
-        op, arguments = self.call.op, self.call.arguments
-        found = [Choice(self.call.default), Choice("xla")]
-        for name in dispatch.IMPLEMENTATIONS[op]:
-            if dispatch.refusal(op, name, arguments) is None:
-                found.append(Choice(name))
-                more = getattr(dispatch.module_of(op, name), "other_tiles", lambda *_: ())
-                tiles = more(self.direction != FORWARD, arguments)
-                found += [Choice(name, tile) for tile in tiles]
+        op, found = self.call.op, [Choice(self.call.default), Choice("xla")]
+
+        def find(*operands: jax.Array) -> None:
+            arguments = self.arrays.put(operands)
+            for name in dispatch.IMPLEMENTATIONS[op]:
+                if dispatch.refusal(op, name, arguments) is None:
+                    found.append(Choice(name))
+                    module = dispatch.module_of(op, name)
+                    tiles = getattr(module, "other_tiles", lambda *_: [])
+                    found.extend(
+                        Choice(name, tile) for tile in tiles(self.direction != FORWARD, arguments)
+                    )
+
+        with on_one_device():
+            jax.eval_shape(find, *self.arrays.values)
         return list(dict.fromkeys(found))
 
     def step(self, choice: Choice, operands: tuple, cotangents: tuple) -> tuple[tuple, tuple]:
@@ -143,11 +157,9 @@ class Problem:
 
     def compile(self, choice: Choice, operands: Sequence, cotangents: Sequence) -> Callable:
         """The compiled loop of a candidate, for operands of these shapes."""
-        mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
 
         def run(operands: tuple, cotangents: tuple, count: jax.Array) -> Results:
-            # On one device, as each device of several computes its share.
-            with Choices(), jax.sharding.use_abstract_mesh(mesh):
+            with Choices(), on_one_device():
                 return self.loop(choice, operands, cotangents, count)
 
         shaped = [

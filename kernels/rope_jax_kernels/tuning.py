@@ -72,11 +72,8 @@ def tune(
         The choices, of calls for which there was more than one candidate.
     """
     choices = Choices(device.kind())
-    if not (device.is_gpu() or device.interpreted()):
-        say(
-            f"nothing to tune: kernels need a GPU, and this is {choices.device}; "
-            '"xla" serves every call'
-        )
+    if reason := nothing_to_tune():
+        say(reason)
         return choices
     start, reports = time.monotonic(), _Reports(say)
     problems = [Problem(call, name) for call in calls for name in call.directions]
@@ -102,6 +99,15 @@ def tune(
             "their defaults"
         )
     return choices
+
+
+def nothing_to_tune() -> str | None:
+    """Why nothing can be measured on the current device; None if kernels run on it."""
+    if device.is_gpu() or device.interpreted():
+        return None
+    return (
+        f'nothing to tune: kernels need a GPU, and this is {device.kind()}; "xla" serves every call'
+    )
 
 
 class _Reports:
@@ -186,9 +192,7 @@ def _measure(
             leave_out(choice, "is wrong", str(error))
         except TimeoutError:
             leave_out(choice, "does not end", f"no result within {limit_s:g} s")
-            try:
-                _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
-            except TimeoutError:
+            if not device_answers():
                 raise Stuck(f"the device does not answer after {choice.name}") from None
         except Exception as error:  # whatever a kernel raises
             leave_out(choice, "crashes", _one_line(error))
@@ -224,6 +228,15 @@ def _measure(
         chosen = default
     by_name = {choice.name: round(time, 3) for choice, time in times.items()}
     return Measured(chosen, default.name, by_name, left_out)
+
+
+def device_answers() -> bool:
+    """Whether the device still computes, after a candidate that did not end."""
+    try:
+        _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
+    except TimeoutError:
+        return False
+    return True
 
 
 def _within(limit_s: float, work: Callable[[], Any]) -> Any:
