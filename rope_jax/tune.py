@@ -25,7 +25,7 @@ from rope_jax_kernels.tuning import nothing_to_tune
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints the table, and saves the choices."""
-    asked = _parse(arguments)
+    asked = parse(arguments)
     try:
         calls = calls_of_model(asked)
         if reason := nothing_to_tune():
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"rope_jax.tune: {' '.join(str(error).split())}")
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m rope_jax.tune",
         description=__doc__,
@@ -67,7 +68,7 @@ def calls_of_model(asked: argparse.Namespace) -> list[Call]:
     """The calls of kernels in one step of the model, traced with shapes only."""
     if asked.batch < 1:
         raise ConfigError(f"--batch={asked.batch} must be at least 1")
-    with blame("--model"):
+    with blame("--model, --position, --options or --resolution"):
         size = image_pair(asked.resolution or find_model(asked.model).image_size)
         options = {"dtype": jnp.dtype(asked.dtype), **model_overrides(asked.options)}
 
