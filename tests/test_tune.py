@@ -25,12 +25,12 @@ def test_on_a_cpu_it_says_that_there_is_nothing_to_do(capsys, tmp_path, monkeypa
 def test_calls_of_evaluation_and_of_training():
     (call,) = calls("--position=axial_rope")
     assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] pattern=Global()")
-    assert (call.count, call.directions) == (2, ["forward"])
+    assert call.directions == {"forward": 2}
     (call,) = calls("--position=axial_rope", "--train", "--dtype=float32", "--resolution=8x12")
     assert call.key.startswith("attention_qkv qkv=float32[4,24,3,1,16]")
-    assert call.directions == ["gradient of qkv"]
+    assert list(call.directions) == ["gradient of qkv"]
     (call,) = calls("--position=rope_mixed", "--train")
-    assert call.directions == ["gradient of qkv, rotation.freqs"]
+    assert list(call.directions) == ["gradient of qkv, rotation.freqs"]
 
 
 def choices():

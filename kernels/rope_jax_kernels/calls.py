@@ -1,8 +1,9 @@
 """Calls noted while programs are traced, for `tune` to measure."""
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +25,13 @@ class Call:
         op: name of the operation.
         arguments: its arguments by name, with shapes in place of arrays.
         default: the implementation that it uses without a measurement.
-        count: how often it was traced.
-        differentiated: directions other than "forward" (see `direction`), and how often each.
+        traced: for each time that it was traced, the arrays whose gradients were taken then.
     """
 
     op: str
     arguments: dict[str, Any]
     default: str
-    count: int = 0
-    differentiated: dict[str, int] = dataclasses.field(default_factory=dict)
+    traced: list[set[str]] = dataclasses.field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -40,13 +39,17 @@ class Call:
         return key_of(self.op, self.arguments)
 
     @property
-    def directions(self) -> list[str]:
-        """Directions in which the call was traced."""
-        alone = self.count > sum(self.differentiated.values())
-        return [FORWARD] * alone + list(self.differentiated)
+    def count(self) -> int:
+        """How often it was traced."""
+        return len(self.traced)
+
+    @property
+    def directions(self) -> dict[str, int]:
+        """Directions (see `direction`) in which it was traced, and how often in each."""
+        return dict(collections.Counter(map(direction, self.traced)))
 
 
-def direction(wanted: Sequence[str]) -> str:
+def direction(wanted: Iterable[str]) -> str:
     """The name of a direction: "forward", or "gradient of qkv, rotation.freqs"."""
     return f"gradient of {', '.join(sorted(wanted))}" if wanted else FORWARD
 
@@ -124,32 +127,38 @@ class Recorder:
         self._by_key: dict[str, Call] = {}
 
     def note(self, op: str, arguments: dict[str, Any], default: str) -> dict[str, Any]:
-        """Notes a call; returns its arguments, with a rule that notes a derivative."""
+        """Notes a call; returns its arguments, watched for their gradients."""
         arrays = arrays_of(arguments)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values]
         call = Call(op, arrays.put(shapes), default)
         if call.key not in self._by_key:
             self._by_key[call.key] = call
             self.calls.append(call)
-        call = self._by_key[call.key]
-        call.count += 1
+        wanted = set()
+        self._by_key[call.key].traced.append(wanted)
+        watched = [
+            _watched(x, name, wanted) for name, x in zip(arrays.names, arrays.values, strict=True)
+        ]
+        return arrays.put(watched)
 
-        @jax.custom_vjp
-        def unchanged(*values: Array) -> tuple:
-            return values
 
-        def forward(*values: Any) -> tuple[tuple, None]:
-            wanted = [n for n, x in zip(arrays.names, values, strict=True) if x.perturbed]
-            if wanted:
-                name = direction(wanted)
-                call.differentiated[name] = call.differentiated.get(name, 0) + 1
-            return tuple(x.value for x in values), None
+def _watched(x: Array, name: str, wanted: set[str]) -> Array:
+    """The array itself, with a rule that adds its name to a set where its gradient is taken."""
 
-        def backward(_: None, gradients: tuple) -> tuple:
-            return tuple(None if isinstance(g, SymbolicZero) else g for g in gradients)
+    @jax.custom_vjp
+    def unchanged(x: Array) -> Array:
+        return x
 
-        unchanged.defvjp(forward, backward, symbolic_zeros=True)
-        return arrays.put(unchanged(*arrays.values))
+    def forward(x: Any) -> tuple[Array, None]:
+        if x.perturbed:
+            wanted.add(name)
+        return x.value, None
+
+    def backward(_: None, gradient: Any) -> tuple:
+        return (None if isinstance(gradient, SymbolicZero) else gradient,)
+
+    unchanged.defvjp(forward, backward, symbolic_zeros=True)
+    return unchanged(x)
 
 
 @contextlib.contextmanager
@@ -166,8 +175,8 @@ def record() -> Iterator[list[Call]]:
         >>> loss = lambda x: attention(x, x, x, pattern=Global()).sum()
         >>> with record() as calls:
         ...     gradient = jax.eval_shape(jax.grad(loss), x)
-        >>> [(call.op, call.count, call.directions) for call in calls]
-        [('attention', 1, ['gradient of k, q, v'])]
+        >>> [(call.op, call.directions) for call in calls]
+        [('attention', {'gradient of k, q, v': 1})]
 
     Yields:
         A list that grows while programs are traced. Tracing with shapes (`jax.eval_shape`) is

@@ -78,8 +78,9 @@ class Problem:
     @property
     def weight(self) -> int:
         """Estimate of the time that a program spends in this call: its bytes, times its count."""
-        count = self.call.differentiated.get(self.direction, self.call.count)
-        return count * sum(x.size * x.dtype.itemsize for x in self.arrays.values)
+        return self.call.directions[self.direction] * sum(
+            x.size * x.dtype.itemsize for x in self.arrays.values
+        )
 
     def candidates(self) -> list[Choice]:
         """The default, "xla", and all that do not refuse, with their planned and other tiles."""

@@ -65,7 +65,7 @@ def test_a_resumed_run_uses_the_choices_of_its_workdir(
     run(tmp_path, **SHORT)
     (call,) = tuned
     assert call.key.startswith("attention_qkv qkv=float32[120,16,3,1,16] pattern=Global()")
-    assert call.directions == ["gradient of qkv, rotation.freqs"]
+    assert list(call.directions) == ["gradient of qkv, rotation.freqs"]
     assert (120, 16, 3, 1, 16) in other
     whole = tree_hash(final_state(tmp_path, **SHORT))
     shutil.rmtree(tmp_path / "checkpoints" / "6")
