@@ -33,9 +33,9 @@ Results = dict[str, jax.Array]
 
 def on_one_device() -> Any:
     """A context of calls that XLA need not partition, as each of several devices makes them."""
-    return jax.sharding.use_abstract_mesh(
-        AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
-    )
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=target)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 class Wrong(Exception):
@@ -67,8 +67,8 @@ class Problem:
 
     @property
     def data(self) -> list[int]:
-        """Positions of the operands with a batch axis."""
-        return [i for i, name in enumerate(self.arrays.names) if name in DATA]
+        """Positions of the operands with a batch axis, in the order of a rotation's outputs."""
+        return [self.arrays.names.index(name) for name in DATA if name in self.arrays.names]
 
     @property
     def dtype(self) -> Any:
@@ -156,18 +156,20 @@ class Problem:
             by_place |= dict(zip(self.data, cotangents, strict=True))
         return results | {f"gradient of {self.arrays.names[i]}": by_place[i] for i in self.wanted}
 
-    def compile(self, choice: Choice, operands: Sequence, cotangents: Sequence) -> Callable:
-        """The compiled loop of a candidate, for operands of these shapes."""
+    def shapes(self) -> tuple[tuple, tuple]:
+        """Shapes of the operands and, if gradients are wanted, of the cotangents."""
+        operands = self.arrays.values
+        return operands, self.outputs(operands) if self.wanted else ()
+
+    def compile(self, choice: Choice, shapes: tuple[tuple, tuple] | None = None) -> Callable:
+        """The compiled loop of a candidate, for operands and cotangents of other shapes if given."""
 
         def run(operands: tuple, cotangents: tuple, count: jax.Array) -> Results:
             with Choices(), on_one_device():
                 return self.loop(choice, operands, cotangents, count)
 
-        shaped = [
-            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some)
-            for some in (operands, cotangents)
-        ]
-        return jax.jit(run).lower(*shaped, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.jit(run).lower(*(shapes or self.shapes()), count).compile()
 
 
 @dataclasses.dataclass
@@ -206,23 +208,17 @@ class Sample:
         return {name: error(kept[name], exact) for name, exact in self.exact.items()}
 
 
-def exact_shapes(problem: Problem) -> tuple[list, list]:
-    """Shapes of the operands and cotangents of `exact_results`: float64, and few examples."""
-    batch = problem.arrays.values[problem.data[0]].shape[0]
-    rows = len(_ends(batch))
-
-    def few(x: Any, is_data: bool) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]) if is_data else x.shape, jnp.float64)
-
-    operands = [few(x, i in problem.data) for i, x in enumerate(problem.arrays.values)]
-    outputs = problem.outputs(problem.arrays.values) if problem.wanted else ()
-    return operands, [few(x, True) for x in outputs]
-
-
 def compile_exact(problem: Problem) -> Callable:
     """The compiled reference: "xla" in float64, for the first and last examples."""
+    operands, cotangents = problem.shapes()
+    rows = len(_ends(operands[problem.data[0]].shape[0]))
+
+    def few(x: Any, has_batch: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]) if has_batch else x.shape, jnp.float64)
+
     with jax.enable_x64(True):
-        return problem.compile(Choice("xla"), *exact_shapes(problem))
+        wide = tuple(few(x, i in problem.data) for i, x in enumerate(operands))
+        return problem.compile(Choice("xla"), (wide, tuple(few(x, True) for x in cotangents)))
 
 
 def _ends(batch: int) -> np.ndarray:
@@ -243,9 +239,8 @@ def sample(problem: Problem, exact: Callable, plain: Callable) -> Sample:
     def draw(seed: int, x: Any) -> np.ndarray:
         return np.resize(np.roll(draws, 1009 * seed).astype(x.dtype), x.shape)
 
-    shapes = problem.arrays.values
+    shapes, outputs = problem.shapes()
     operands = [draw(i, x) for i, x in enumerate(shapes)]
-    outputs = problem.outputs(shapes) if problem.wanted else ()
     cotangents = [draw(len(shapes) + i, x) for i, x in enumerate(outputs)]
     rows = _ends(shapes[problem.data[0]].shape[0])
     checked = [np.zeros_like(x) for x in cotangents]

@@ -135,7 +135,9 @@ def _compile_all(
     What has not been compiled in time is missing. Threads cannot be ended: one that hangs is left
     behind, and does not keep the process from ending.
     """
-    waiting = collections.deque((p, choice) for p in problems for choice in (EXACT, *candidates[p]))
+    tasks = [(p, choice) for p in problems for choice in (EXACT, *candidates[p])]
+    # All implementations of all calls come before other tiles of any.
+    waiting = collections.deque(sorted(tasks, key=lambda task: bool(task[1].tile)))
     programs: dict[tuple[Problem, Choice], Program] = {}
     total, changed = len(waiting), threading.Condition()
 
@@ -146,16 +148,7 @@ def _compile_all(
             except IndexError:
                 return
             try:
-                exact = choice is EXACT
-                program = (
-                    compile_exact(problem)
-                    if exact
-                    else problem.compile(
-                        choice,
-                        problem.arrays.values,
-                        problem.outputs(problem.arrays.values) if problem.wanted else (),
-                    )
-                )
+                program = compile_exact(problem) if choice is EXACT else problem.compile(choice)
             except Exception as error:  # whatever a compiler raises
                 program = error
             with changed:
@@ -207,7 +200,10 @@ def _measure(
     if drawn is None:
         return None
     for choice in candidates:
-        program = programs.get((problem, choice), TimeoutError("no time was left"))
+        program = programs.get((problem, choice))
+        if program is None:
+            leave_out(choice, "is not measured", "no time was left to compile it")
+            continue
         if not callable(program):
             leave_out(choice, "does not compile", _one_line(program))
             continue
