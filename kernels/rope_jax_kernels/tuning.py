@@ -20,7 +20,6 @@ from rope_jax_kernels.calls import Call
 from rope_jax_kernels.choices import Choice, Choices, Measured
 from rope_jax_kernels.measure import (
     Problem,
-    Sample,
     Wrong,
     check,
     compile_exact,
@@ -30,11 +29,8 @@ from rope_jax_kernels.measure import (
 
 COMPILING = 0.7  # largest share of the time in which programs are compiled
 WORTH = 0.98  # of the default's time; what is not faster than that is noise
+ENDLESS = "does not end"
 ALIVE_S = 10.0  # in which a device must answer after a candidate that did not
-
-
-class Stuck(Exception):
-    """The device no longer answers."""
 
 
 def tune(
@@ -86,13 +82,12 @@ def tune(
         if time.monotonic() - start > seconds:
             left += 1
             continue
-        try:
-            measured = _measure(problem, candidates[problem], programs, limit_s, clock, reports)
-        except Stuck as error:
-            say(f"{error}; tuning ends here, and the calls that are left keep their defaults")
-            break
+        measured, stuck = _measure(problem, candidates[problem], programs, limit_s, clock, reports)
         if measured is not None:
             choices.calls.setdefault(problem.call.key, {})[problem.direction] = measured
+        if stuck is not None:
+            say(f"{stuck}; tuning ends here, and the calls that are left keep their defaults")
+            break
     if left:
         say(
             f"{left} of {len(open_problems)} calls were not measured within {seconds:g} s and keep "
@@ -130,7 +125,7 @@ EXACT = Choice("exact")  # stands for the program of `compile_exact`
 def _compile_all(
     problems: list[Problem], candidates: dict[Problem, list[Choice]], until: float
 ) -> dict[tuple[Problem, Choice], Program]:
-    """Compiled programs, or why there is none, in as many threads as there are processors.
+    """Compiled programs, or why there is none, by as many threads as there are processors (or 4).
 
     What has not been compiled in time is missing. Threads cannot be ended: one that hangs is left
     behind, and does not keep the process from ending.
@@ -155,7 +150,7 @@ def _compile_all(
                 programs[problem, choice] = program
                 changed.notify()
 
-    for _ in range(min(total, os.cpu_count() or 1)):
+    for _ in range(min(total, max(4, os.cpu_count() or 1))):
         threading.Thread(target=work, daemon=True).start()
     with changed:
         changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
@@ -169,44 +164,25 @@ def _measure(
     limit_s: float,
     clock: Callable[[], float],
     reports: _Reports,
-) -> Measured | None:
-    """Compares and times all candidates of a problem; None if there is nothing to compare with."""
-    times, left_out = {}, {}
+) -> tuple[Measured | None, str | None]:
+    """Compares and times all candidates of a problem.
 
-    def leave_out(choice: Choice, kind: str, reason: str) -> None:
-        left_out[choice.name] = f"{kind}: {reason}"
-        reports(problem, choice, kind, reason)
-
-    def bounded(choice: Choice, work: Callable[[], Any]) -> Any:
-        """The result of the work; None if the candidate is left out."""
-        try:
-            return _within(limit_s, work)
-        except Wrong as error:
-            leave_out(choice, "is wrong", str(error))
-        except TimeoutError:
-            leave_out(choice, "does not end", f"no result within {limit_s:g} s")
-            if not device_answers():
-                raise Stuck(f"the device does not answer after {choice.name}") from None
-        except Exception as error:  # whatever a kernel raises
-            leave_out(choice, "crashes", _one_line(error))
-        return None
-
+    Returns:
+        What was measured, None if there is nothing to compare with; and why the device no longer
+        answers, None if it does.
+    """
     plain, exact = programs.get((problem, Choice("xla"))), programs.get((problem, EXACT))
     if not callable(plain) or not callable(exact):
         reason = next((x for x in (plain, exact) if isinstance(x, Exception)), "no time was left")
         reports(problem, Choice("xla"), "is not compiled", _one_line(reason))
-        return None
-    drawn: Sample | None = bounded(Choice("xla"), lambda: sample(problem, exact, plain))
-    if drawn is None:
-        return None
+        return None, None
+    drawn, failure = _attempt(limit_s, lambda: sample(problem, exact, plain))
+    if failure is not None:
+        reports(problem, Choice("xla"), *failure)
+        return None, None
+    times, left_out, stuck = {}, {}, None
     for choice in candidates:
         program = programs.get((problem, choice))
-        if program is None:
-            leave_out(choice, "is not measured", "no time was left to compile it")
-            continue
-        if not callable(program):
-            leave_out(choice, "does not compile", _one_line(program))
-            continue
         best = min(times.values(), default=float("inf"))
 
         def check_and_time(choice=choice, program=program, best=best) -> float:
@@ -214,16 +190,46 @@ def _measure(
                 check(drawn, program)
             return time_of(drawn, program, clock, best)
 
-        if (microseconds := bounded(choice, check_and_time)) is not None:
-            times[choice] = microseconds
+        if program is None:
+            failure = "is not measured", "no time was left to compile it"
+        elif not callable(program):
+            failure = "does not compile", _one_line(program)
+        else:
+            times[choice], failure = _attempt(limit_s, check_and_time)
+        if failure is not None:
+            times.pop(choice, None)
+            left_out[choice.name] = ": ".join(failure)
+            reports(problem, choice, *failure)
+            if failure[0] == ENDLESS and not device_answers():
+                stuck = f"the device does not answer after {choice.name}"
+                break
+    return _chosen(problem, times, left_out), stuck
+
+
+def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
+    """The result of the work, and None; or None, and the kind of failure with its reason."""
+    try:
+        return _within(limit_s, work), None
+    except Wrong as error:
+        return None, ("is wrong", str(error))
+    except TimeoutError:
+        return None, (ENDLESS, f"no result within {limit_s:g} s")
+    except Exception as error:  # whatever a kernel raises
+        return None, ("crashes", _one_line(error))
+
+
+def _chosen(
+    problem: Problem, times: dict[Choice, float], left_out: dict[str, str]
+) -> Measured | None:
+    """The fastest candidate, or the default if that is about as fast; None if none is right."""
     if not times:
         return None
     default = Choice(problem.call.default)
-    chosen = min(times, key=times.get)
-    if default in times and WORTH * times[default] <= times[chosen]:
-        chosen = default
+    fastest = min(times, key=times.get)
+    if default in times and WORTH * times[default] <= times[fastest]:
+        fastest = default
     by_name = {choice.name: round(time, 3) for choice, time in times.items()}
-    return Measured(chosen, default.name, by_name, left_out)
+    return Measured(fastest, default.name, by_name, left_out)
 
 
 def device_answers() -> bool:
