@@ -25,6 +25,7 @@ from rope_jax.evaluate import (
 from rope_jax.files import locked, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
+from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
@@ -78,10 +79,13 @@ def train(
             write_file(workdir / "config.json", to_json(config) + "\n")
         step = int(state["step"])
         if step < setup.total_steps:
+            stack.enter_context(choices_for_training(setup, state, workdir))
             with MetricsWriter(
                 workdir, restored_step=step, tensorboard=config.tensorboard
             ) as writer:
                 state = train_loop(setup, state, checkpoints, writer, signals, workdir)
+        else:
+            stack.enter_context(_stored_kernels(config, workdir))
         finish(setup, state, workdir, signals)
 
 
@@ -114,7 +118,13 @@ def evaluate_newest(
             )
         if state is None:
             raise ConfigError(missing)
-        finish(setup, state, workdir, signals)
+        with _stored_kernels(setup.config, workdir):
+            finish(setup, state, workdir, signals)
+
+
+def _stored_kernels(config: Config, workdir: pathlib.Path) -> contextlib.AbstractContextManager:
+    """The choices of kernels that the run was trained with, if there are any."""
+    return stored_choices(config, workdir) or contextlib.nullcontext()
 
 
 @contextlib.contextmanager

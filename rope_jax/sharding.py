@@ -149,6 +149,17 @@ def from_first_process(value: bool) -> bool:
     )
 
 
+def text_of_first(text: str) -> str:
+    """The first process's text, in all processes."""
+    if jax.process_count() == 1:
+        return text
+    first = jax.process_index() == 0
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    sent = data if first else np.zeros(size, np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(sent)).decode() if size else ""
+
+
 class MaximumOverProcesses:
     """Maximum of a number over all processes, without waiting: a call returns the previous one's.
 

@@ -79,6 +79,7 @@ FLOORS = {
     "rope_jax.workdir": ("files text", f"{ARRAYS} orbax tensorboardX"),
     "rope_jax.restore": ("seeds models workdir", f"{ARRAYS} flax.nnx"),
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),
+    "rope_jax.tune": ("config models", f"{ARRAYS} flax.nnx"),
     "rope_jax.training": ("restore tasks", f"{ARRAYS} flax.nnx optax"),
     "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),

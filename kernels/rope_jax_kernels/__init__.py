@@ -21,11 +21,16 @@ from rope_jax_kernels.attention import (
     attention_qkv,
     window_bias,
 )
+from rope_jax_kernels.calls import Call, record
+from rope_jax_kernels.choices import Choices
 from rope_jax_kernels.dispatch import explain
 from rope_jax_kernels.rotary import rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotation import Pairing, Rotation
+from rope_jax_kernels.tuning import tune
 
 __all__ = [
+    "Call",
+    "Choices",
     "Global",
     "Neighborhood",
     "Pairing",
@@ -35,8 +40,10 @@ __all__ = [
     "attention",
     "attention_qkv",
     "explain",
+    "record",
     "rotate",
     "rotate_by_angles",
     "rotate_qkv",
+    "tune",
     "window_bias",
 ]

@@ -6,6 +6,7 @@ determined when a call is traced, as is the environment variable `ROPE_JAX_INTER
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,19 @@ def _known() -> tuple[int, int]:
     """The entry of the target in `KINDS`."""
     words = getattr(target(), "device_kind", "").replace("-", " ").split()
     return next((KINDS[word] for word in words if word in KINDS), (0, BANDWIDTH))
+
+
+def kind() -> str:
+    """The kind of the target as jax names it: "NVIDIA H200", "cpu"."""
+    device = target()
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return device.device_kind
+
+
+def say(message: str) -> None:
+    """Prints one line to standard error."""
+    print(f"rope_jax_kernels: {message}", file=sys.stderr, flush=True)
 
 
 def interpreted() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax_kernels import device
+from rope_jax_kernels import choices, device
 
 _ROTARY = {"xla": "rotary.reference", "triton": "rotary.triton", "mosaic": "rotary.mosaic"}
 _ATTENTION = {
@@ -75,7 +75,7 @@ PARTITIONED = ("xla", "cudnn")
 def candidates(op: str, kernels_pay: bool = True) -> tuple[str, ...]:
     """Implementations that `implementation=None` tries for a call of `op`, best first.
 
-    The last one is always "xla".
+    The last one is always "xla". Measured choices for single calls (`choices`) come before these.
 
     Args:
         op: name of the operation.
@@ -114,10 +114,8 @@ def call(
         ValueError: the name is unknown, or the named implementation refuses the call.
     """
     if implementation is None:
-        name = resolve(op, arguments, kernels_pay)
-        if name != "xla" and device.is_gpu():
-            return _on_gpu_or_elsewhere(op, name, arguments)
-        return compute(op, name, arguments)
+        default = resolve(op, arguments, kernels_pay)
+        return choices.call(op, arguments, default, run=_run_by_platform, refusal=_refusal_here)
     if implementation not in IMPLEMENTATIONS[op]:
         raise ValueError(
             f"implementation={implementation!r} is not one that {op} has; "
@@ -128,31 +126,33 @@ def call(
             f"implementation={implementation!r} cannot serve this call of {op}: {reason}; "
             "use None or 'xla'"
         )
-    return compute(op, implementation, arguments)
+    return run(op, implementation, arguments)
 
 
-def compute(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
+def run(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
     """Computes `op` by an implementation that serves the call."""
-    return getattr(_module(op, implementation), op)(**arguments)
+    return getattr(module_of(op, implementation), op)(**arguments)
 
 
-def _on_gpu_or_elsewhere(op: str, kernel: str, arguments: dict[str, Any]) -> Any:
-    """Computes `op` by a kernel where the program is lowered for CUDA, elsewhere by "xla".
+def _run_by_platform(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
+    """`run` with "xla" in place of a kernel where the program is not lowered for CUDA.
 
     A process with a GPU also computes on its CPU, and on which of them is determined only when a
     program is lowered.
     """
+    if implementation == "xla" or not device.is_gpu():
+        return run(op, implementation, arguments)
     leaves, tree = jax.tree.flatten(arguments)
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
     fixed = tuple(None if array else x for x, array in zip(leaves, is_array, strict=True))
     arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
-    return _by_platform(op, kernel, tree, fixed, *device.vary_alike(*arrays))
+    return _by_platform(op, implementation, tree, fixed, *device.vary_alike(*arrays))
 
 
 # Within `jit` also for a call outside of it, for which jax would look at the default device.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _by_platform(op: str, kernel: str, tree: Any, fixed: tuple, *arrays: jax.Array) -> Any:
-    """See `_on_gpu_or_elsewhere`; `fixed` has None where an array belongs.
+    """See `_run_by_platform`; `fixed` has None where an array belongs.
 
     Reverse mode differentiates both ways and saves the residuals of both, those of the other way as
     zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
@@ -161,7 +161,7 @@ def _by_platform(op: str, kernel: str, tree: Any, fixed: tuple, *arrays: jax.Arr
     def by(implementation: str, *arrays: jax.Array) -> Any:
         left = iter(arrays)
         leaves = [next(left) if x is None else x for x in fixed]
-        return compute(op, implementation, jax.tree.unflatten(tree, leaves))
+        return run(op, implementation, jax.tree.unflatten(tree, leaves))
 
     elsewhere = jax.checkpoint(functools.partial(by, "xla"))
     return jax.lax.platform_dependent(
@@ -173,14 +173,24 @@ def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | No
     """Why an implementation cannot serve a call of `op`, or None if it can."""
     if implementation == "xla":
         return None
+    if implementation not in IMPLEMENTATIONS[op]:
+        return f"{op} has no implementation of this name"
     try:
-        module = _module(op, implementation)
+        module = module_of(op, implementation)
     except ImportError as error:
         return f"jax {jax.__version__} does not have what it needs ({error})"
     return module.refusal(**arguments)
 
 
-def _module(op: str, implementation: str) -> Any:
+def _refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:
+    """`refusal`, or why XLA would have to gather the operands first."""
+    if implementation not in PARTITIONED and device.may_be_partitioned():
+        return "XLA would have to partition it over devices"
+    return refusal(op, implementation, arguments)
+
+
+def module_of(op: str, implementation: str) -> Any:
+    """The module of an implementation, imported when it is first needed."""
     return importlib.import_module(f"{__package__}.{IMPLEMENTATIONS[op][implementation]}")
 
 

@@ -253,6 +253,12 @@ class Config:
     dtype: str = _setting(
         "float32", "dtype of activations; parameters are float32", words=("float32", "bfloat16")
     )
+    kernels: str = _setting(
+        "tuned",
+        "implementations of attention and rotation: measured at the start on a GPU and kept in "
+        "kernels.json of the workdir; the built-in preferences; or one wherever it serves",
+        words=("tuned", "default", "xla", "cudnn", "triton", "mosaic"),
+    )
     loss: str = _setting(
         "softmax",
         "cross entropy of the softmax, or of each class (binary), see rope_jax.tasks",

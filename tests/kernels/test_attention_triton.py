@@ -1,8 +1,6 @@
 """The attention kernels in interpret mode, against "xla" in float64 and its error in their dtype.
 
-The error of a kernel may be that of "xla" in the same dtype and two roundings more, that of its
-gradients twice as much (both from the float64 result on the same inputs, relative to its largest
-element).
+`rope_jax_kernels.accuracy` has the rule.
 """
 
 import functools
@@ -23,6 +21,7 @@ from rope_jax_kernels import (
     attention_qkv,
     explain,
 )
+from rope_jax_kernels.accuracy import allowed_error, error
 from rope_jax_kernels.attention.triton_kernels import cos_sin
 from tests.kernels.attention_pairs import pairs
 from tests.kernels.covering import covering
@@ -98,17 +97,12 @@ def check(
         exact = outputs(*wide, pattern=pattern, pairing=pairing, implementation="xla")
     run = functools.partial(outputs, *arrays, pattern=pattern, pairing=pairing, packed=packed)
     plain, kernel = (run(implementation=name) for name in ("xla", implementation))
-    rounding = float(jnp.finfo(dtype).eps)
     for name, want in exact.items():
         if want is None:
             continue
-        want = np.asarray(want)
-        error = lambda got, name=name, want=want: (
-            np.abs(np.asarray(got[name], np.float64) - want).max() / max(np.abs(want).max(), 1)
-        )
         assert kernel[name].dtype == plain[name].dtype
-        allowed = error(plain) + 2 * rounding if name == "out" else 2 * error(plain) + 2 * rounding
-        assert error(kernel) <= allowed, name
+        allowed = allowed_error(error(plain[name], want), dtype, gradient=name != "out")
+        assert error(kernel[name], want) <= allowed, name
 
 
 CASES = {

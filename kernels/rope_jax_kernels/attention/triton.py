@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import device
+from rope_jax_kernels import choices, device
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern
 from rope_jax_kernels.attention.tiles import Tiles, cut
 from rope_jax_kernels.attention.triton_kernels import (
@@ -46,6 +46,17 @@ HEAD_DIMS = (16, 128)  # smallest and largest
 # Most neighbours along one axis. A tile is at least half as long, and has at most 64 queries then.
 NEIGHBORS = 16
 PROGRAMS = 1024  # of the gradient of a bias: several for each of a GPU's multiprocessors
+Sizes = tuple[int, int, int, int]  # rows, columns, warps, stages
+SMALLEST = 16  # side of a tile, for the matrix instructions
+
+# From planned sizes to others that are measured.
+CHANGES: tuple[Callable[..., Sizes], ...] = (
+    lambda rows, columns, warps, _: (rows, columns, warps, 2),
+    lambda rows, columns, warps, _: (rows, columns, max(2, warps // 2), 1),
+    lambda rows, columns, warps, _: (max(SMALLEST, rows // 2), columns, max(2, warps // 2), 1),
+    lambda rows, columns, warps, _: (rows, max(SMALLEST, columns // 2), warps, 1),
+    lambda rows, columns, warps, _: (rows, 2 * columns, warps, 1),
+)
 
 
 def run(
@@ -67,7 +78,7 @@ def run(
         grid=grid,
         out_shape=shapes,
         input_output_aliases=aliases or {},
-        compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=launch.task.interpret,
         name=f"attention_{kernel.func.__name__}",
     )
@@ -92,14 +103,8 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
     return once
 
 
-def plan(task: Task, itemsize: int, part: str) -> Launch:
-    """Tiles and warps of a kernel: as large as registers allow without spilling, on sm_90a.
-
-    Args:
-        task: of the kernel.
-        itemsize: bytes of a number of q, k and v.
-        part: "forward", "queries", "keys" or "bias".
-    """
+def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
+    """Rows and columns of a tile, warps and stages: as large as registers allow, on sm_90a."""
     wide, everywhere = itemsize == 4 or task.head_dim > 64, isinstance(task.pattern, Global)
     if part == "forward" and itemsize == 4 and task.head_dim > 32:
         size = (32, 16, 8)
@@ -112,8 +117,49 @@ def plan(task: Task, itemsize: int, part: str) -> Launch:
         size = (16 if part == "keys" else 32, 16, 16 if itemsize == 4 and not everywhere else 8)
     else:
         size = (32 if part == "keys" else 64, 64, 8) if everywhere else (64, 32, 8)
-    rows, columns, warps = size
-    return Launch(task, cut(task.pattern, task.places, rows=rows, columns=columns), warps)
+    return (*size, 1)
+
+
+def plan(task: Task, itemsize: int, part: str) -> Launch:
+    """Tiles, warps and stages of a kernel: measured ones, or else those without spills on sm_90a.
+
+    Args:
+        task: of the kernel.
+        itemsize: bytes of a number of q, k and v.
+        part: "forward", "queries", "keys" or "bias".
+    """
+    sizes = dict(task.tile).get(part) or planned_sizes(task, itemsize, part)
+    rows, columns, warps, stages = sizes
+    tiles = cut(task.pattern, task.places, rows=rows, columns=columns)
+    return Launch(task, tiles, warps, stages)
+
+
+def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]:
+    """Tiles worth measuring for a call beside the planned ones: near them, one part at a time.
+
+    Args:
+        training: whether gradients are taken.
+        arguments: of the call, by name; shapes suffice.
+    """
+    terms = {name: arguments[name] for name in ("pattern", "rotation", "scale")}
+    arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)
+    task, itemsize = task_of(arrays, "triton", **terms), arrays[0].dtype.itemsize
+    parts = [("forward",), ("queries", "keys")] if training else [("forward",)]
+    found = {}
+    for together in parts:
+        planned = {part: planned_sizes(task, itemsize, part) for part in together}
+        for change in CHANGES:
+            tile = tuple((part, change(*sizes)) for part, sizes in planned.items())
+            changed = dataclasses.replace(task, tile=tile)
+            launches = [plan(changed, itemsize, part) for part in together]
+            same = [plan(task, itemsize, part) for part in together]
+            # Small patterns cut several sizes into the same tiles.
+            launches, same = (
+                tuple((x.tiles, x.warps, x.stages) for x in some) for some in (launches, same)
+            )
+            if launches != same:
+                found.setdefault(launches, tile)
+    return list(found.values())
 
 
 def views(task: Task, arrays: tuple) -> tuple:
@@ -264,12 +310,28 @@ def attend_all(
     implementation: str = "triton",
 ) -> Float[Array, "B *places N D"]:
     """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
+    task = task_of(arrays, implementation, pattern=pattern, rotation=rotation, scale=scale)
+    turning = () if rotation is None else (rotation.coords, rotation.freqs)
+    added = () if bias is None else (bias.reshape(task.heads, -1),)
+    arrays, turning, added = vary_alike(arrays, turning, added)
+    out = attend(task, arrays, turning, added)
+    return out.reshape(arrays[0].shape[0], *task.places, task.heads, task.head_dim)
+
+
+def task_of(
+    arrays: tuple,
+    implementation: str,
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    scale: float | None,
+) -> Task:
+    """The task of (qkv,) or (q, k, v), with the tile in force."""
     packed = len(arrays) == 1
     heads, head_dim = arrays[0].shape[-2:]
-    places = arrays[0].shape[1 : -3 if packed else -2]
-    task = Task(
+    return Task(
         pattern=pattern,
-        places=places,
+        places=arrays[0].shape[1 : -3 if packed else -2],
         heads=heads,
         head_dim=head_dim,
         packed=packed,
@@ -278,12 +340,8 @@ def attend_all(
         scale=head_dim**-0.5 if scale is None else float(scale),
         interpret=device.interpreted(),
         implementation=implementation,
+        tile=choices.tile_in_force(),
     )
-    turning = () if rotation is None else (rotation.coords, rotation.freqs)
-    added = () if bias is None else (bias.reshape(heads, -1),)
-    arrays, turning, added = vary_alike(arrays, turning, added)
-    out = attend(task, arrays, turning, added)
-    return out.reshape(arrays[0].shape[0], *places, heads, head_dim)
 
 
 def attention(

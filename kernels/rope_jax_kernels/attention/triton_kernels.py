@@ -42,6 +42,7 @@ class Task:
         interpret: whether to run in interpret mode.
         implementation: of the forward kernel, "triton" or "mosaic"; the backward kernels are
             Triton's.
+        tile: measured sizes of the kernels' tiles by part, see `triton.plan`; () for its own.
     """
 
     pattern: Pattern
@@ -54,6 +55,7 @@ class Task:
     scale: float
     interpret: bool
     implementation: str = "triton"
+    tile: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -67,11 +69,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A task, its tiles and the warps of a program. Static."""
+    """A task, its tiles, and the warps and pipeline stages of a program. Static."""
 
     task: Task
     tiles: Tiles
     warps: int
+    stages: int = 1
 
     @property
     def closed(self) -> bool:

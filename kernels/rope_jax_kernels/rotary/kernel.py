@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rope_jax_kernels import device
+from rope_jax_kernels import choices, device
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.device import vary_alike, without_symbolic_zeros
 from rope_jax_kernels.rotation import Pairing, Rotation
@@ -39,6 +39,7 @@ class Rows:
         direction: 1, or -1 to turn back.
         interpret: whether to run in interpret mode.
         padding: tokens of zeros after the last one, of q, k and v apart (see `unpack`).
+        tile: measured sizes of the kernel's tile; () for its own.
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class Rows:
     direction: int
     interpret: bool
     padding: int = 0
+    tile: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def token_and_head(self, index: Int[Array, "*n"]) -> tuple[Array, Array]:
         """Token and head of the index-th row that turns."""
@@ -146,7 +148,8 @@ class Kernel:
         """Turns arrays of one shape, in any layout, in one launch."""
         arrays, angles = vary_alike(arrays, angles)
         shape = arrays[0].shape
-        rows = Rows(angles[0].shape[-2], heads, order, pairing, 1, device.interpreted())
+        tokens, tile = angles[0].shape[-2], choices.tile_in_force()
+        rows = Rows(tokens, heads, order, pairing, 1, device.interpreted(), tile)
         as_rows = tuple(x.reshape(shape[0], -1, shape[-1]) for x in arrays)
         return tuple(x.reshape(shape) for x in turn(self.launch, rows, as_rows, angles))
 

@@ -1,6 +1,7 @@
 """The rotary operations by one in-place Pallas-Triton kernel; see `kernel`."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax_kernels import device
+from rope_jax_kernels import choices, device
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Kernel, Rows, named_angles
 from rope_jax_kernels.rotation import Pairing, Rotation
@@ -138,6 +139,10 @@ def launch(
     tile = tile_sizes.tile_of(
         batch, rows.tokens * rows.heads, pairs, head_dim, itemsize, rows.pairing
     )
+    warps = tile_sizes.WARPS
+    if rows.tile:
+        ((_, (tile_rows, items, steps, warps)),) = rows.tile
+        tile = tile_sizes.Tile(tile_rows, tile.pairs, items, steps)
     grid = (pl.cdiv(rows.tokens * rows.heads, tile.rows), pl.cdiv(batch, tile.batch))
     varying = jax.typeof(arrays[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in arrays]
@@ -161,11 +166,36 @@ def launch(
         grid=grid,
         out_shape=shapes,
         input_output_aliases={i: i for i in range(len(arrays))} if in_place else {},
-        compiler_params=plt.CompilerParams(num_warps=tile_sizes.WARPS),
+        compiler_params=plt.CompilerParams(num_warps=warps),
         interpret=rows.interpret,
         name="rotary",
     )(*arrays, *angles, *saved)
     return tuple(outputs[: len(arrays)]), outputs[-1] if saved else None
+
+
+def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]:
+    """Tiles worth measuring for a call beside the planned one: (rows, items, steps, warps).
+
+    Args:
+        training: whether gradients are taken; the backward pass has the tile of the forward pass.
+        arguments: of the call, by name; shapes suffice.
+    """
+    del training
+    x = next(arguments[name] for name in ("q", "qkv", "x") if name in arguments)
+    angles = named_angles(arguments.get("rotation"), arguments.get("theta"))
+    pairs, head_dim = list(angles.values())[-1].shape[-1], x.shape[-1]
+    pairing = arguments["pairing"] if "pairing" in arguments else arguments["rotation"].pairing
+    rows = math.prod(x.shape[1:-1]) // (3 if x.ndim == 5 else 1)
+    tile = tile_sizes.tile_of(x.shape[0], rows, pairs, head_dim, x.dtype.itemsize, pairing)
+    sizes = tile.rows, tile.items, tile.steps, tile_sizes.WARPS
+    changed = (
+        (2 * tile.rows, tile.items, tile.steps, 2 * tile_sizes.WARPS),
+        (2 * tile.rows, max(1, tile.items // 2), tile.steps, tile_sizes.WARPS),
+        (max(1, tile.rows // 2), tile.items, tile.steps, tile_sizes.WARPS),
+        (tile.rows, max(1, tile.items // 2), 2 * tile.steps, tile_sizes.WARPS),
+        (tile.rows, tile.items, 1, tile_sizes.WARPS),
+    )
+    return [(("rows", other),) for other in dict.fromkeys(changed) if other != sizes]
 
 
 KERNEL = Kernel(launch)

@@ -1,0 +1,272 @@
+"""Measuring on this device which implementation and which tile serve each call best.
+
+A candidate must first be right: within the tolerances of the tests of "xla" in float64, equal bits
+in two runs, and examples independent of one another. One that is wrong, crashes, does not compile
+or does not end is left out. What is fastest of the others is chosen.
+"""
+
+import collections
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rope_jax_kernels import device
+from rope_jax_kernels.calls import Call
+from rope_jax_kernels.choices import Choice, Choices, Measured
+from rope_jax_kernels.measure import (
+    Problem,
+    Wrong,
+    check,
+    compile_exact,
+    sample,
+    time_of,
+)
+
+COMPILING = 0.7  # largest share of the time in which programs are compiled
+WORTH = 0.98  # of the default's time; what is not faster than that is noise
+ENDLESS = "does not end"
+ALIVE_S = 10.0  # in which a device must answer after a candidate that did not
+
+
+def tune(
+    calls: Iterable[Call],
+    *,
+    seconds: float = 60.0,
+    limit_s: float = 20.0,
+    clock: Callable[[], float] = time.perf_counter,
+    say: Callable[[str], None] = device.say,
+) -> Choices:
+    """Measures calls on the current device, in the directions in which they were traced.
+
+    Candidates are all implementations that serve a call, Triton's with several tiles; they are
+    compiled side by side. On a device without kernels, such as a CPU, there is nothing to measure.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from rope_jax_kernels import Global, attention, record, tune
+        >>> x = jax.ShapeDtypeStruct((2, 5, 3, 16), jnp.float32)
+        >>> with record() as calls:
+        ...     shape = jax.eval_shape(lambda x: attention(x, x, x, pattern=Global()), x)
+        >>> with tune(calls, say=print) as choices:  # in force inside
+        ...     pass
+        nothing to tune: kernels need a GPU, and this is cpu; "xla" serves every call
+
+    Args:
+        calls: from `record`.
+        seconds: for everything. The calls that take longest come first; those that are left keep
+            their defaults.
+        limit_s: seconds in which a candidate must have been compared and timed.
+        clock: seconds, for the timing of candidates.
+        say: takes one sentence about what is left out, and why.
+
+    Returns:
+        The choices, of calls for which there was more than one candidate.
+    """
+    choices = Choices(device.kind())
+    if reason := nothing_to_tune():
+        say(reason)
+        return choices
+    start, reports = time.monotonic(), _Reports(say)
+    problems = [Problem(call, name) for call in calls for name in call.directions]
+    problems.sort(key=lambda problem: -problem.weight)
+    candidates = {problem: problem.candidates() for problem in problems}
+    open_problems = [problem for problem in problems if len(candidates[problem]) > 1]
+    programs = _compile_all(open_problems, candidates, start + COMPILING * seconds)
+    left = 0
+    for problem in open_problems:
+        if time.monotonic() - start > seconds:
+            left += 1
+            continue
+        measured, stuck = _measure(problem, candidates[problem], programs, limit_s, clock, reports)
+        if measured is not None:
+            choices.calls.setdefault(problem.call.key, {})[problem.direction] = measured
+        if stuck is not None:
+            say(f"{stuck}; tuning ends here, and the calls that are left keep their defaults")
+            break
+    if left:
+        say(
+            f"{left} of {len(open_problems)} calls were not measured within {seconds:g} s and keep "
+            "their defaults"
+        )
+    return choices
+
+
+def nothing_to_tune() -> str | None:
+    """Why nothing can be measured on the current device; None if kernels run on it."""
+    if device.is_gpu() or device.interpreted():
+        return None
+    return (
+        f'nothing to tune: kernels need a GPU, and this is {device.kind()}; "xla" serves every call'
+    )
+
+
+class _Reports:
+    """Says once for each implementation and kind of failure that candidates are left out."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[tuple[str, str]] = set()
+
+    def __call__(self, problem: Problem, choice: Choice, kind: str, reason: str) -> None:
+        if (choice.implementation, kind) not in self._said:
+            self._said.add((choice.implementation, kind))
+            self._say(f"{choice.name} {kind} and is left out of {problem.call.key}: {reason}")
+
+
+Program = Callable | Exception
+EXACT = Choice("exact")  # stands for the program of `compile_exact`
+
+
+def _compile_all(
+    problems: list[Problem], candidates: dict[Problem, list[Choice]], until: float
+) -> dict[tuple[Problem, Choice], Program]:
+    """Compiled programs, or why there is none, by as many threads as there are processors (or 4).
+
+    What has not been compiled in time is missing. Threads cannot be ended: one that hangs is left
+    behind, and does not keep the process from ending.
+    """
+    tasks = [(p, choice) for p in problems for choice in (EXACT, *candidates[p])]
+    # All implementations of all calls come before other tiles of any.
+    waiting = collections.deque(sorted(tasks, key=lambda task: bool(task[1].tile)))
+    programs: dict[tuple[Problem, Choice], Program] = {}
+    total, changed = len(waiting), threading.Condition()
+
+    def work() -> None:
+        while time.monotonic() < until:
+            try:
+                problem, choice = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                program = compile_exact(problem) if choice is EXACT else problem.compile(choice)
+            except Exception as error:  # whatever a compiler raises
+                program = error
+            with changed:
+                programs[problem, choice] = program
+                changed.notify()
+
+    for _ in range(min(total, max(4, os.cpu_count() or 1))):
+        threading.Thread(target=work, daemon=True).start()
+    with changed:
+        changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
+        return dict(programs)
+
+
+def _measure(
+    problem: Problem,
+    candidates: list[Choice],
+    programs: dict[tuple[Problem, Choice], Program],
+    limit_s: float,
+    clock: Callable[[], float],
+    reports: _Reports,
+) -> tuple[Measured | None, str | None]:
+    """Compares and times all candidates of a problem.
+
+    Returns:
+        What was measured, None if there is nothing to compare with; and why the device no longer
+        answers, None if it does.
+    """
+    plain, exact = programs.get((problem, Choice("xla"))), programs.get((problem, EXACT))
+    if not callable(plain) or not callable(exact):
+        reason = next((x for x in (plain, exact) if isinstance(x, Exception)), "no time was left")
+        reports(problem, Choice("xla"), "is not compiled", _one_line(reason))
+        return None, None
+    drawn, failure = _attempt(limit_s, lambda: sample(problem, exact, plain))
+    if failure is not None:
+        reports(problem, Choice("xla"), *failure)
+        return None, None
+    times, left_out, stuck = {}, {}, None
+    for choice in candidates:
+        program = programs.get((problem, choice))
+        best = min(times.values(), default=float("inf"))
+
+        def check_and_time(choice=choice, program=program, best=best) -> float:
+            if choice != Choice("xla"):
+                check(drawn, program)
+            return time_of(drawn, program, clock, best)
+
+        if program is None:
+            failure = "is not measured", "no time was left to compile it"
+        elif not callable(program):
+            failure = "does not compile", _one_line(program)
+        else:
+            times[choice], failure = _attempt(limit_s, check_and_time)
+        if failure is not None:
+            times.pop(choice, None)
+            left_out[choice.name] = ": ".join(failure)
+            reports(problem, choice, *failure)
+            if failure[0] == ENDLESS and not device_answers():
+                stuck = f"the device does not answer after {choice.name}"
+                break
+    return _chosen(problem, times, left_out), stuck
+
+
+def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
+    """The result of the work, and None; or None, and the kind of failure with its reason."""
+    try:
+        return _within(limit_s, work), None
+    except Wrong as error:
+        return None, ("is wrong", str(error))
+    except TimeoutError:
+        return None, (ENDLESS, f"no result within {limit_s:g} s")
+    except Exception as error:  # whatever a kernel raises
+        return None, ("crashes", _one_line(error))
+
+
+def _chosen(
+    problem: Problem, times: dict[Choice, float], left_out: dict[str, str]
+) -> Measured | None:
+    """The fastest candidate, or the default if that is about as fast; None if none is right."""
+    if not times:
+        return None
+    default = Choice(problem.call.default)
+    fastest = min(times, key=times.get)
+    if default in times and WORTH * times[default] <= times[fastest]:
+        fastest = default
+    by_name = {choice.name: round(time, 3) for choice, time in times.items()}
+    return Measured(fastest, default.name, by_name, left_out)
+
+
+def device_answers() -> bool:
+    """Whether the device still computes, after a candidate that did not end."""
+    try:
+        _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
+    except TimeoutError:
+        return False
+    return True
+
+
+def _within(limit_s: float, work: Callable[[], Any]) -> Any:
+    """The result of the work, in a thread that is given up after `limit_s` seconds.
+
+    Raises:
+        TimeoutError: there is no result yet.
+    """
+    done, outcome = threading.Event(), []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except Exception as error:
+            outcome.append((None, error))
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    if not done.wait(limit_s):
+        raise TimeoutError(f"no result within {limit_s:g} s")
+    ((result, error),) = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def _one_line(error: Any) -> str:
+    """The kind and the beginning of an error's message."""
+    text = " ".join(str(error).split())
+    kind = f"{type(error).__name__}: " if isinstance(error, Exception) else ""
+    return kind + (text if len(text) <= 160 else text[:157] + "...")

@@ -1,0 +1,96 @@
+"""The kernels that a run uses, by its setting `kernels`.
+
+With "tuned" they are measured before the first step and kept in the workdir, so that a resumed run
+computes the same bits.
+"""
+
+import pathlib
+
+import jax
+
+from rope_jax.config import Config, ConfigError
+from rope_jax.files import warn, write_file
+from rope_jax.sharding import put_batch, text_of_first
+from rope_jax.training.setup import Setup, State, training_batches
+from rope_jax.training.step import make_step
+from rope_jax_kernels import Call, Choices, record, tune
+from rope_jax_kernels.tuning import device_answers, nothing_to_tune
+
+FILE = "kernels.json"
+
+
+def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
+    """The choices that follow from the config or are in the workdir.
+
+    Returns:
+        The choices; None for those that have yet to be measured, or need not be, without kernels.
+
+    Raises:
+        ConfigError: the file in the workdir is damaged.
+    """
+    if config.kernels == "default":
+        return Choices()
+    if config.kernels != "tuned":
+        return Choices(everywhere=config.kernels)
+    path = workdir / FILE
+    try:
+        own = path.read_text() if jax.process_index() == 0 and path.exists() else ""
+        text = text_of_first(own)
+        choices = Choices.from_json(text) if text else None
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{path} cannot be used ({error}): restore it, or delete it to measure the kernels "
+            "again, which may change the last bits of the results [--workdir]"
+        ) from error
+    if choices is not None and not choices.fits_device():
+        warn(
+            f"WARNING: {path} was measured on another kind of device, {choices.device}: its "
+            "choices are not used"
+        )
+        return None
+    return choices
+
+
+def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> Choices:
+    """The choices for a run's steps: the stored ones, or measured now by the first process.
+
+    Raises:
+        ConfigError: the file in the workdir is damaged, or a candidate made the device hang.
+        SaveFailed: the choices could not be written to the workdir.
+    """
+    choices = stored_choices(setup.config, workdir)
+    if choices is not None:
+        return choices
+    if nothing_to_tune():
+        return Choices()
+    first = jax.process_index() == 0
+    choices = Choices.from_json(text_of_first(_measured(setup, state).to_json() if first else ""))
+    if first:
+        write_file(workdir / FILE, choices.to_json())
+    if first and not device_answers():
+        raise ConfigError(
+            "the device does not answer any more: end all its processes and start again, with the "
+            f"choices so far in {workdir / FILE}, or with --config.kernels=default"
+        )
+    return choices
+
+
+def _measured(setup: Setup, state: State) -> Choices:
+    print("measuring the kernels on this device", flush=True)
+    try:
+        return tune(calls_of_step(setup, state), say=warn)
+    except Exception as error:  # nothing that happens here may stop a training
+        warn(f"WARNING: the kernels could not be measured ({error!r}): built-in preferences")
+        return Choices()
+
+
+def calls_of_step(setup: Setup, state: State) -> list[Call]:
+    """The calls of kernels in a training step, as each device makes them."""
+    batches, resident = training_batches(setup, int(state["step"]))
+    try:
+        batch = put_batch(next(batches), setup.mesh) | resident
+    finally:
+        batches.close()
+    with record() as calls:
+        jax.eval_shape(make_step(setup), state, batch)
+    return calls

@@ -1,0 +1,64 @@
+"""The loops that `tune` times, as programs for Hopper: nothing but the call in their bodies."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rope_jax_kernels import Rotation, attention_qkv, record, rotate
+from rope_jax_kernels.choices import Choice, Choices
+from rope_jax_kernels.measure import Problem
+from rope_jax_kernels.model_shapes import LAYERS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+
+def attended(layer, qkv, coords, freqs):
+    rotation = Rotation(coords, freqs)
+    return attention_qkv(qkv, pattern=layer.pattern, rotation=rotation).astype(jnp.float32).sum()
+
+
+def rotated(layer, qkv, coords, freqs):
+    q, k, _ = jnp.moveaxis(qkv, 2, 0)
+    return sum(x.astype(jnp.float32).sum() for x in rotate(q, k, Rotation(coords, freqs)))
+
+
+@pytest.mark.parametrize(
+    ("f", "name", "implementation", "training"),
+    [
+        (rotated, "vit_s", "triton", False),
+        (rotated, "vit_s", "triton", True),
+        (attended, "vit_s", "cudnn", False),
+        (attended, "vit_s", "triton", True),
+        (attended, "swin_t_1", "triton", True),
+    ],
+)
+def test_the_body_of_a_loop_has_no_copies(compile_for, f, name, implementation, training):
+    layer = LAYERS[name]
+    shapes = layer.shapes(batch=16)
+    loss = lambda *operands: f(layer, *operands)
+    gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh), record() as calls:
+        operands = [shapes[name] for name in ("qkv", "coords", "freqs")]
+        jax.eval_shape(jax.grad(loss) if training else loss, *operands)
+    (call,) = calls
+    problem = Problem(call, *call.directions)
+    known, cotangents = problem.shapes()
+
+    def loop(count, *arrays):
+        with Choices():
+            return problem.loop(
+                Choice(implementation), arrays[: len(known)], arrays[len(known) :], count
+            )
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    program = compile_for((1, 1), loop, count, *known, *cotangents)
+    (body,) = re.findall(r"body=%?([\w.]+)", program.text)
+    text = re.search(rf"\n%?{re.escape(body)} .*?\n}}", program.text, re.S)[0]
+    assert "custom-call(" in text
+    copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", text)
+    assert [shape for shape in copied if shape] == []

@@ -1,0 +1,195 @@
+"""The setting `kernels`: measured at the start, kept in the workdir, and used by a resumed run."""
+
+import dataclasses
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+
+from rope_jax.config import ConfigError, differences, resolve
+from rope_jax.training import kernels
+from rope_jax.training.setup import initial_state, prepare
+from rope_jax.workdir.checkpoint import tree_hash
+from rope_jax_kernels import Choices, dispatch
+from rope_jax_kernels.attention import reference
+from rope_jax_kernels.choices import Choice, Measured
+from tests.training.recipe import final_state, run, tiny
+
+SHORT = {"epochs": 0.5, "checkpoint_every": 3, "eval__resolutions": ()}  # 6 steps
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """A second implementation of attention with other bits; returns how often it was traced."""
+    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
+    traced = []
+
+    def attention_qkv(qkv, **terms):
+        traced.append(qkv.shape)
+        return reference.attention_qkv(qkv * 1.0001, **terms)
+
+    module = types.ModuleType("rope_jax_kernels.other")
+    module.attention_qkv, module.refusal = attention_qkv, lambda **_: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    own = {"xla": "attention.reference", "triton": "other"}
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention_qkv", own)
+    return traced
+
+
+def prefer(monkeypatch, name):
+    """A tuner that chooses one implementation for every call; returns the calls."""
+    tuned = []
+
+    def tune(calls, say):
+        tuned.extend(calls)
+        times = {"xla": 2.0, name: 1.0}
+        found = {
+            call.key: {way: Measured(Choice(name), "xla", times, {}) for way in call.directions}
+            for call in calls
+        }
+        return Choices("cpu", "", found)
+
+    monkeypatch.setattr(kernels, "tune", tune)
+    return tuned
+
+
+def test_a_resumed_run_uses_the_choices_of_its_workdir(
+    tmp_path, monkeypatch, other, quick_compiles
+):
+    """Also where a new measurement would choose otherwise: it ends in the same bits."""
+    tuned = prefer(monkeypatch, "triton")
+    run(tmp_path, **SHORT)
+    (call,) = tuned
+    assert call.key.startswith("attention_qkv qkv=float32[120,16,3,1,16] pattern=Global()")
+    assert list(call.directions) == ["gradient of qkv, rotation.freqs"]
+    assert (120, 16, 3, 1, 16) in other
+    whole = tree_hash(final_state(tmp_path, **SHORT))
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    tuned = prefer(monkeypatch, "xla")
+    other.clear()
+    run(tmp_path, **SHORT)
+    assert (120, 16, 3, 1, 16) in other
+    assert tuned == []
+    assert tree_hash(final_state(tmp_path, **SHORT)) == whole
+
+
+@pytest.fixture(scope="module")
+def ready():
+    """A run before its first step."""
+    setup, model = prepare(tiny())
+    return setup, initial_state(setup, model)
+
+
+def chosen(ready, workdir, **settings):
+    setup, state = ready
+    setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, **settings))
+    return kernels.choices_for_training(setup, state, workdir)
+
+
+def test_measured_choices_are_written(ready, tmp_path, monkeypatch, other):
+    prefer(monkeypatch, "triton")
+    choices = chosen(ready, tmp_path)
+    assert Choices.load(tmp_path / kernels.FILE).calls == choices.calls
+    assert [path.name for path in tmp_path.iterdir()] == [kernels.FILE]
+
+
+def test_a_real_measurement_at_the_start(ready, tmp_path, other, quick_compiles):
+    """Where the other implementation is wrong: it is left out, and the run goes on with "xla"."""
+    choices = chosen(ready, tmp_path)
+    ((measured,),) = (found.values() for found in choices.calls.values())
+    assert measured.choice.implementation == "xla"
+    assert "is off by" in measured.left_out["triton"]
+
+
+def test_a_measurement_that_fails_does_not_stop_the_run(
+    ready, tmp_path, monkeypatch, other, capsys
+):
+    def tune(calls, say):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(kernels, "tune", tune)
+    assert chosen(ready, tmp_path).calls == {}
+    assert "could not be measured (RuntimeError('out of memory'))" in capsys.readouterr().err
+
+
+def test_a_device_that_hangs_stops_the_run_with_the_choices_so_far(
+    ready, tmp_path, monkeypatch, other
+):
+    prefer(monkeypatch, "triton")
+    monkeypatch.setattr(kernels, "device_answers", lambda: False)
+    with pytest.raises(ConfigError, match="end all its processes and start again"):
+        chosen(ready, tmp_path)
+    assert Choices.load(tmp_path / kernels.FILE).calls
+    assert chosen(ready, tmp_path).calls  # the next start uses them
+
+
+def test_a_damaged_file_stops_the_run(ready, tmp_path):
+    (tmp_path / kernels.FILE).write_text('{"format": 1')
+    with pytest.raises(ConfigError, match=r"kernels\.json cannot be used .* delete it to measure"):
+        chosen(ready, tmp_path)
+    with pytest.raises(ConfigError, match=r"kernels\.json cannot be used"):
+        kernels.stored_choices(resolve({}), tmp_path)
+
+
+def test_choices_of_another_device_are_measured_again(ready, tmp_path, monkeypatch, other, capsys):
+    Choices("NVIDIA L4", "0.11.2").save(tmp_path / kernels.FILE)
+    prefer(monkeypatch, "triton")
+    assert chosen(ready, tmp_path).device == "cpu"
+    assert "another kind of device, NVIDIA L4" in capsys.readouterr().err
+    assert Choices.load(tmp_path / kernels.FILE).device == "cpu"
+
+
+@pytest.mark.parametrize(("setting", "everywhere"), [("default", None), ("xla", "xla")])
+def test_other_settings_measure_nothing(ready, tmp_path, monkeypatch, other, setting, everywhere):
+    tuned = prefer(monkeypatch, "triton")
+    choices = chosen(ready, tmp_path, kernels=setting)
+    assert (choices.calls, choices.everywhere) == ({}, everywhere)
+    assert tuned == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_measured_on_a_cpu(ready, tmp_path, monkeypatch):
+    monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
+    assert chosen(ready, tmp_path).calls == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_from_before_the_setting_resumes():
+    stored = dataclasses.asdict(tiny())
+    del stored["kernels"]
+    assert differences(resolve(stored), tiny()) == []
+
+
+PROGRAM = """
+import jax
+from rope_jax.sharding import join, text_of_first
+join(10)
+for text in ("chosen by the first", ""):
+    own = text if jax.process_index() == 0 else "by another"
+    assert text_of_first(own) == text, text_of_first(own)
+"""
+
+
+@pytest.mark.process
+def test_all_processes_get_the_choices_of_the_first():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | variables | {"JAX_PROCESS_ID": str(number)},
+        )
+        for number in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
