@@ -30,7 +30,7 @@ from rope_jax_kernels.attention import reference
 from rope_jax_kernels.calls import key_of
 from rope_jax_kernels.choices import Choice, Measured
 from rope_jax_kernels.rotary import triton
-from tests.kernels.test_dispatch import h200
+from tests.kernels.test_dispatch import mesh_of
 
 X = jax.ShapeDtypeStruct((3, 5, 1, 8), jnp.float32)
 
@@ -270,9 +270,9 @@ def test_calls_are_noted_once_with_their_gradients():
 
 
 def test_calls_that_xla_may_partition_are_not_noted():
-    with jax.sharding.use_abstract_mesh(h200(8)):
+    with jax.sharding.use_abstract_mesh(mesh_of(devices=8)):
         assert calls_of(attend, X) == []
-    with jax.sharding.use_abstract_mesh(h200()):
+    with jax.sharding.use_abstract_mesh(mesh_of()):
         assert len(calls_of(attend, X)) == 1
 
 
@@ -366,7 +366,7 @@ MAP = jax.ShapeDtypeStruct((4, 14, 14, 3, 2, 32), jnp.bfloat16)
 
 
 def kernels_of(f, *shapes):
-    with jax.sharding.use_abstract_mesh(h200()):
+    with jax.sharding.use_abstract_mesh(mesh_of()):
         traced = jax.make_jaxpr(lambda *x: f(*x))(*shapes)  # anew: a cached trace reads no file
         return str(traced).count("pallas_call")
 
@@ -375,7 +375,7 @@ def test_none_reads_the_cache_folder_and_what_ships(tmp_path, monkeypatch, capsy
     def windows(x):
         return attention_qkv(x, pattern=Window((7, 7)))
 
-    with jax.sharding.use_abstract_mesh(h200()):
+    with jax.sharding.use_abstract_mesh(mesh_of()):
         (call,) = calls_of(windows, MAP)
     own = {"xla": Choice("xla"), "triton": Choice("triton")}
     makes = lambda name: choices_for(call.key, "NVIDIA H200", forward=own[name])
@@ -407,13 +407,13 @@ def test_measured_tiles_of_attention_reach_all_kernels():
         out = attention_qkv(x, pattern=Neighborhood((7, 7)), rotation=rotation)
         return out.astype(jnp.float32).sum()
 
-    with jax.sharding.use_abstract_mesh(h200()):
+    with jax.sharding.use_abstract_mesh(mesh_of()):
         (call,) = calls_of(jax.grad(loss), MAP)
     (direction,) = call.directions
     chosen = Choice("triton", (("forward", (32, 32, 2, 3)), *TILE))
     measured = Measured(chosen, "triton", {chosen.name: 1.0}, {})
     choices = Choices("NVIDIA H200", "", {call.key: {direction: measured}})
-    with choices, jax.sharding.use_abstract_mesh(h200()):
+    with choices, jax.sharding.use_abstract_mesh(mesh_of()):
         jaxpr = str(jax.make_jaxpr(jax.grad(loss))(MAP))
     assert [jaxpr.count(f"num_stages={n}") for n in (1, 2, 3)] == [0, 2, 1]
 

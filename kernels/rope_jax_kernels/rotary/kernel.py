@@ -149,7 +149,7 @@ class Kernel:
         arrays, angles = vary_alike(arrays, angles)
         shape = arrays[0].shape
         tokens, tile = angles[0].shape[-2], choices.tile_in_force()
-        rows = Rows(tokens, heads, order, pairing, 1, device.interpreted(), tile)
+        rows = Rows(tokens, heads, order, pairing, 1, device.interpreted(), tile=tile)
         as_rows = tuple(x.reshape(shape[0], -1, shape[-1]) for x in arrays)
         return tuple(x.reshape(shape) for x in turn(self.launch, rows, as_rows, angles))
 

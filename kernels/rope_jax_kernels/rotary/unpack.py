@@ -263,7 +263,7 @@ def unpack_and_rotate(
     batch, tokens, _, heads, head_dim = qkv.shape
     as_rows = (qkv.reshape(batch, -1, head_dim),)
     arrays, angles = vary_alike(as_rows, (rotation.coords, rotation.freqs))
-    rows = Rows(tokens, heads, "L3N", rotation.pairing, 1, device.interpreted(), padding)
+    rows = Rows(tokens, heads, "L3N", rotation.pairing, 1, device.interpreted(), padding=padding)
     parts = move(rows, backward, arrays, angles)
     return tuple(x.reshape(batch, tokens + padding, heads, head_dim) for x in parts)
 
