@@ -92,11 +92,17 @@ def test_machine_code(name, compile_for):
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "Swin", "DiNAT"])
-def test_the_forward_pass_is_one_launch_and_nothing_else(name, compile_for):
+def test_the_forward_pass_is_one_launch_after_one_table_of_angles(name, compile_for):
     case = CASES[name]
     program = compile_for((1, 1), functools.partial(forward, case), *case.shapes())
     assert program.launches() == 1
-    assert len(program.operations) == 1, program.operations
+    # One operation computes all cosines and sines; its results have no batch dimension.
+    assert len(program.operations) == 2, program.operations
+    assert program.operations[0] == "fusion"
+    _, _, freqs, _, _ = case.shapes()
+    heads, _, pairs = freqs.shape
+    table = rf"f32\[{heads},{case.layer.pattern.rotated_tokens(case.layer.places)},{pairs}\]"
+    assert re.search(rf"= \({table}\S*, {table}\S*\) fusion\(", program.text)
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "Swin", "NAT"])

@@ -174,45 +174,33 @@ def cos_sin(
 
 
 class Turner:
-    """The rotation of a kernel's rows, from refs (coords [T, A], freqs [N or 1, A, R]) or ()."""
+    """The rotation of a kernel's rows, from refs (cos, sin) [N or 1, T, R] or ().
+
+    Where the gradient of the frequencies is wanted, (cos, sin, coords), with coords [T, A].
+    """
 
     def __init__(self, task: Task, refs: tuple, head: Int[Array, ""]):
-        self.task, self.refs = task, refs
         self.columns = pieces_of(task)
-        if refs:
-            coords, freqs = refs
-            pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
-            head = head if freqs.shape[0] > 1 else 0
-            inside = pair < task.pairs
-            self.freqs = [
-                plt.load(freqs.at[head, a, pair], mask=inside, other=0).astype(jnp.float32)
-                for a in range(coords.shape[1])
-            ]
+        self.tables, self.coords = refs[:2], refs[2:]
+        self.head = head if refs and refs[0].shape[0] > 1 else 0
 
-    def along(self, slots: Slots, axis: int) -> Float[Array, " slots"]:
-        """One coordinate of each slot, float32."""
-        place = self.refs[0].at[slots.coord, axis]
-        return plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)
-
-    def angles(
-        self, slots: Slots
-    ) -> tuple[Float[Array, "slots R"], Float[Array, "slots R"]] | None:
-        """Cosine and sine of the slots' angles, or None without rotation."""
-        if not self.refs:
-            return None
-        theta = sum(
-            self.along(slots, axis)[:, None] * freq[None, :] for axis, freq in enumerate(self.freqs)
-        )
-        return cos_sin(theta)
+    def turns(self, slots: Slots) -> list[Float[Array, "slots R"]]:
+        """Cosine and sine of the slots' angles; empty without rotation."""
+        pairs = self.columns[0]
+        mask = slots.exists[:, None] & pairs.inside[None, :]
+        pair = jnp.arange(mask.shape[1], dtype=jnp.int32)
+        return [
+            plt.load(ref.at[self.head, slots.coord[:, None], pair[None, :]], mask=mask, other=0)
+            for ref in self.tables
+        ]
 
     def load(
         self, ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""]
     ) -> list[Array]:
         """The pieces of rows of queries or keys, turned."""
         pieces = [load(ref, item, slots, head, columns) for columns in self.columns]
-        angles = self.angles(slots)
-        if angles is not None:
-            (cos, sin), dtype = angles, pieces[0].dtype
+        if self.tables:
+            (cos, sin), dtype = self.turns(slots), pieces[0].dtype
             a, b = (piece.astype(jnp.float32) for piece in pieces[:2])
             pieces[:2] = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
         return pieces
@@ -226,9 +214,8 @@ class Turner:
         pieces: list[Array],
     ) -> None:
         """Turns the gradient of turned rows back and writes it."""
-        angles = self.angles(slots)
-        if angles is not None:
-            (cos, sin), (a, b) = angles, pieces[:2]
+        if self.tables:
+            (cos, sin), (a, b) = self.turns(slots), pieces[:2]
             pieces = [a * cos + b * sin, b * cos - a * sin, *pieces[2:]]
         for columns, piece in zip(self.columns, pieces, strict=True):
             store(ref, item, slots, head, columns, piece)
@@ -240,10 +227,22 @@ class Turner:
         """
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
         dtheta = db * a - da * b
+        (coords,) = self.coords
         return [
-            jnp.sum(self.along(slots, axis)[:, None] * dtheta, axis=0)
-            for axis in range(len(self.freqs))
+            jnp.sum(self._along(coords, axis, slots)[:, None] * dtheta, axis=0)
+            for axis in range(coords.shape[1])
         ]
+
+    def no_gradient(self) -> list[Array]:
+        """Zeros of the shapes of `gradient`; empty where that is not wanted."""
+        axes = self.coords[0].shape[1] if self.coords else 0
+        return [jnp.zeros(self.columns[0].channel.shape, jnp.float32)] * axes
+
+    @staticmethod
+    def _along(coords: Any, axis: int, slots: Slots) -> Float[Array, " slots"]:
+        """One coordinate of each slot, float32."""
+        place = coords.at[slots.coord, axis]
+        return plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)
 
 
 def dot(
@@ -286,12 +285,12 @@ def over_blocks(count: int, body: Any, carry: Any) -> Any:
 def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """One tile of queries: the output and lse."""
     (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
-    angles, refs = refs[:rotated], refs[rotated:]
+    turning, refs = refs[:rotated], refs[rotated:]
     bias, (out_ref, lse_ref) = refs[:biased], refs[biased:]
     task, tiles = launch.task, launch.tiles
     head, tile, item = (pl.program_id(axis) for axis in range(3))
     q_head, k_head, v_head = (head + offset for offset in task.offsets())
-    turner, row = Turner(task, angles, head), whole_row(task)
+    turner, row = Turner(task, turning, head), whole_row(task)
     q_slots = tiles.tile(tile)
     q = turner.load(q_ref, item, q_slots, q_head)
 
@@ -323,19 +322,19 @@ class Backward:
     """The operands of a backward kernel, and the gradients of one block of logits.
 
     Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the
-    sum over channels of the output times its gradient), then rotation and bias.
+    sum over channels of the output times its gradient), then those of `Turner` and the bias.
     """
 
     def __init__(self, refs: tuple, *, launch: Launch, rotated: int, biased: int):
         self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
         self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
-        angles, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
+        turning, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
         self.bias, self.targets = refs[:biased], refs[biased:]
         self.head, self.tile, self.item = (pl.program_id(axis) for axis in range(3))
         self.q_head, self.k_head, self.v_head = (
             self.head + offset for offset in self.task.offsets()
         )
-        self.turner, self.row = Turner(self.task, angles, self.head), whole_row(self.task)
+        self.turner, self.row = Turner(self.task, turning, self.head), whole_row(self.task)
 
     def queries(self, slots: Slots) -> tuple:
         """(turned q, gradient of the output) of a tile or block."""
@@ -397,7 +396,7 @@ class Backward:
             )
 
 
-def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """All gradients of a tile whose queries are all those that attend to its keys."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
@@ -416,7 +415,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
         dlogits = dlogits.astype(dout.dtype)
         dk = b.scaled([dot(dlogits, piece, (0, 0)) for piece in q])
         b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
-        if freqs:
+        if sums:
             sums = [
                 total + new
                 for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)
@@ -425,11 +424,11 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
             total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)
         ], sums
 
-    sums = [jnp.zeros_like(freq) for freq in b.turner.freqs] if freqs else []
+    sums = b.turner.no_gradient()
     dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
     dq = b.scaled(dq)
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
-    if freqs:
+    if b.turner.coords:
         b.finish(
             [
                 total + new
@@ -438,7 +437,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
         )
 
 
-def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """The gradient of a tile of queries, and delta."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     dq_ref, delta_ref = b.targets[:2]
@@ -456,11 +455,11 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: b
 
     dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
-    if freqs:
+    if b.turner.coords:
         b.finish(b.turner.gradient(q_slots, q, dq))
 
 
-def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     # The packed gradient is an input, with dq in it, and an output.
@@ -487,7 +486,7 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: boo
     dk = b.scaled(dk)
     b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
     store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
-    if freqs:
+    if b.turner.coords:
         b.finish(b.turner.gradient(k_slots, k, dk))
 
 
