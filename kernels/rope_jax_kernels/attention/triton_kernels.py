@@ -84,10 +84,22 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Channels of one piece, padded to a power of two, and which of them exist."""
+    """Channels of one piece, padded to a power of two, and which of them exist: None if all do."""
 
     channel: Int[Array, " C"]
-    inside: Bool[Array, " C"]
+    inside: Bool[Array, " C"] | None
+
+    @classmethod
+    def of(cls, channel: Int[Array, " C"], count: int) -> "Columns":
+        """The first `count` of these channels."""
+        (size,) = channel.shape
+        inside = None if count == size else jnp.arange(size, dtype=jnp.int32) < count
+        return cls(channel, inside)
+
+    def mask(self, slots: Slots) -> Bool[Array, "slots C"]:
+        """Which numbers of the rows of a tile or block exist."""
+        exists = jnp.broadcast_to(slots.exists[:, None], (slots.exists.size, self.channel.size))
+        return exists if self.inside is None else exists & self.inside[None, :]
 
 
 def pieces_of(task: Task) -> list[Columns]:
@@ -95,29 +107,27 @@ def pieces_of(task: Task) -> list[Columns]:
     runs = []
     if task.pairs:
         pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
-        inside = pair < task.pairs
         members = (pair, task.pairs + pair) if task.pairing == "half" else (2 * pair, 2 * pair + 1)
-        runs = [Columns(member, inside) for member in members]
+        runs = [Columns.of(member, task.pairs) for member in members]
     rest = task.head_dim - 2 * task.pairs
     if rest:
         column = jnp.arange(padded_size(rest), dtype=jnp.int32)
-        runs.append(Columns(2 * task.pairs + column, column < rest))
+        runs.append(Columns.of(2 * task.pairs + column, rest))
     return runs
 
 
 def whole_row(task: Task) -> Columns:
     """All channels as one piece."""
     column = jnp.arange(padded_size(task.head_dim), dtype=jnp.int32)
-    return Columns(column, column < task.head_dim)
+    return Columns.of(column, task.head_dim)
 
 
 def load(
     ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""], columns: Columns
 ) -> Float[Array, "slots C"]:
     """A piece of the rows of a tile or block, with zeros for missing tokens."""
-    mask = slots.exists[:, None] & columns.inside[None, :]
     place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
-    return plt.load(place, mask=mask, other=0)
+    return plt.load(place, mask=columns.mask(slots), other=0)
 
 
 def store(
@@ -129,9 +139,8 @@ def store(
     value: Float[Array, "slots C"],
 ) -> None:
     """Writes a piece, rounded once."""
-    mask = slots.exists[:, None] & columns.inside[None, :]
     place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
-    plt.store(place, value.astype(ref.dtype), mask=mask)
+    plt.store(place, value.astype(ref.dtype), mask=columns.mask(slots))
 
 
 def _round(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -180,14 +189,13 @@ class Turner:
     """
 
     def __init__(self, task: Task, refs: tuple, head: Int[Array, ""]):
-        self.columns = pieces_of(task)
+        self.task, self.columns = task, pieces_of(task)
         self.tables, self.coords = refs[:2], refs[2:]
         self.head = head if refs and refs[0].shape[0] > 1 else 0
 
     def turns(self, slots: Slots) -> list[Float[Array, "slots R"]]:
         """Cosine and sine of the slots' angles; empty without rotation."""
-        pairs = self.columns[0]
-        mask = slots.exists[:, None] & pairs.inside[None, :]
+        mask = self.columns[0].mask(slots)
         pair = jnp.arange(mask.shape[1], dtype=jnp.int32)
         return [
             plt.load(ref.at[self.head, slots.coord[:, None], pair[None, :]], mask=mask, other=0)
@@ -202,7 +210,8 @@ class Turner:
         if self.tables:
             (cos, sin), dtype = self.turns(slots), pieces[0].dtype
             a, b = (piece.astype(jnp.float32) for piece in pieces[:2])
-            pieces[:2] = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
+            turned = fma(self.task, a, cos, -b * sin), fma(self.task, b, cos, a * sin)
+            pieces[:2] = [x.astype(dtype) for x in turned]
         return pieces
 
     def store_back(
@@ -216,7 +225,8 @@ class Turner:
         """Turns the gradient of turned rows back and writes it."""
         if self.tables:
             (cos, sin), (a, b) = self.turns(slots), pieces[:2]
-            pieces = [a * cos + b * sin, b * cos - a * sin, *pieces[2:]]
+            turned = fma(self.task, a, cos, b * sin), fma(self.task, b, cos, -a * sin)
+            pieces = [*turned, *pieces[2:]]
         for columns, piece in zip(self.columns, pieces, strict=True):
             store(ref, item, slots, head, columns, piece)
 
@@ -226,7 +236,7 @@ class Turner:
         Computed from the turned rows and their gradients.
         """
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
-        dtheta = db * a - da * b
+        dtheta = fma(self.task, db, a, -da * b)
         (coords,) = self.coords
         return [
             jnp.sum(self._along(coords, axis, slots)[:, None] * dtheta, axis=0)
@@ -254,6 +264,36 @@ def dot(
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
+def fma(task: Task, a: Any, b: Any, c: Any) -> Float[Array, "*n"]:
+    """a * b + c, rounded once; the compiler would keep two instructions. Float32, broadcast."""
+    if task.interpret:
+        return a * b + c
+    (result,) = plt.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=jnp.broadcast_arrays(*(jnp.asarray(x, jnp.float32) for x in (a, b, c))),
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[
+            jax.ShapeDtypeStruct(jnp.broadcast_shapes(*map(jnp.shape, (a, b, c))), jnp.float32)
+        ],
+    )
+    return result
+
+
+def exp2(task: Task, x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """2 to the power x in one instruction; results under 2^-126 are 0."""
+    if task.interpret:
+        return jnp.exp2(x)
+    (result,) = plt.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
 def logits_of(
     launch: Launch,
     q: list[Array],
@@ -263,18 +303,23 @@ def logits_of(
     bias: tuple,
     head: Int[Array, ""],
 ) -> tuple:
-    """Logits in units of log 2, `MASKED` for pairs that are not allowed, and the allowed pairs."""
+    """Logits, -inf for pairs that are not allowed, and the positive factor to units of log 2.
+
+    The factor is left to the multiply-add that subtracts their maximum. Rows of missing queries
+    have any finite logits.
+    """
     task, tiles = launch.task, launch.tiles
-    logits = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True))
-    logits *= np.float32(task.scale * LOG2E)
-    allowed = k_slots.exists[None, :] & q_slots.exists[:, None]
-    sees = tiles.sees(q_slots, k_slots)
-    allowed = allowed if sees is None else allowed & sees
+    logits, unit = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)), 1.0
+    if task.scale > 0 and not bias:
+        unit = task.scale * LOG2E
+    else:
+        logits *= np.float32(task.scale * LOG2E)
     if bias:
         entry = tiles.entry(q_slots, k_slots)
-        added = plt.load(bias[0].at[head, entry], mask=allowed, other=0)
-        logits += LOG2E * added.astype(jnp.float32)
-    return jnp.where(allowed, logits, MASKED), allowed
+        mask = q_slots.exists[:, None] & k_slots.exists[None, :]
+        added = plt.load(bias[0].at[head, entry], mask=mask, other=0)
+        logits = fma(task, added.astype(jnp.float32), LOG2E, logits)
+    return jnp.where(tiles.sees(q_slots, k_slots), logits, -np.float32(np.inf)), np.float32(unit)
 
 
 def over_blocks(count: int, body: Any, carry: Any) -> Any:
@@ -299,10 +344,10 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
         k_slots = tiles.block(tile, block)
         k = turner.load(k_ref, item, k_slots, k_head)
         v = load(v_ref, item, k_slots, v_head, row)
-        logits, allowed = logits_of(launch, q, k, q_slots, k_slots, bias, head)
-        higher = jnp.maximum(top, jnp.max(logits, axis=1))
-        weights = jnp.where(allowed, jnp.exp2(logits - higher[:, None]), 0)
-        shrink = jnp.exp2(top - higher)
+        logits, unit = logits_of(launch, q, k, q_slots, k_slots, bias, head)
+        higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
+        weights = exp2(task, fma(task, logits, unit, -higher[:, None]))
+        shrink = exp2(task, top - higher)
         out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
         return higher, total * shrink + jnp.sum(weights, axis=1), out
 
@@ -314,7 +359,7 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
     )
     top, total, out = over_blocks(tiles.blocks, step, start)
     total = jnp.where(q_slots.exists, total, 1)
-    store(out_ref, item, q_slots, head, row, out / total[:, None])
+    store(out_ref, item, q_slots, head, row, out * (1 / total)[:, None])
     plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
 
 
@@ -367,8 +412,8 @@ class Backward:
         delta: Array,
     ) -> tuple:
         """(weights, gradient of the scaled logits), float32 [queries, keys]."""
-        logits, allowed = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
-        weights = jnp.where(allowed, jnp.exp2(logits - lse[:, None]), 0)
+        logits, unit = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
+        weights = exp2(self.task, fma(self.task, logits, unit, -lse[:, None]))
         return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
 
     def zeros(self, slots: Slots) -> list[Array]:
