@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
-from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern
+from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
 from rope_jax_kernels.attention.tiles import Tiles, cut
 from rope_jax_kernels.attention.triton_kernels import (
     Launch,
@@ -101,20 +101,41 @@ def plan(task: Task, itemsize: int, part: str) -> Launch:
         itemsize: bytes of a number of q, k and v.
         part: "forward", "queries", "keys" or "bias".
     """
-    wide, everywhere = itemsize == 4 or task.head_dim > 64, isinstance(task.pattern, Global)
-    if part == "forward" and itemsize == 4 and task.head_dim > 32:
-        size = (32, 16, 8)
+    if itemsize == 4 or task.head_dim > 64:
+        size = _wide_size(task, itemsize, part)
+    elif task.biased:
+        size = _biased_size(task, part)
     elif part == "forward":
-        # Tall tiles turn keys fewer times.
-        size = (128, 64, 8) if everywhere and not wide else (64, 32, 4)
-    elif part == "bias":
-        size = (32, 16, 8) if wide else (64, 32, 4)
-    elif wide:
-        size = (16 if part == "keys" else 32, 16, 16 if itemsize == 4 and not everywhere else 8)
+        # Tall tiles turn keys fewer times; windows of up to 64 tokens are one block.
+        rows = 128 if isinstance(task.pattern, Global) else 64
+        size = (rows, 32 if isinstance(task.pattern, Neighborhood) else 64, 4)
     else:
-        size = (32 if part == "keys" else 64, 64, 8) if everywhere else (64, 32, 8)
+        # Of windows, the queries' kernel may be the only one, with all gradients.
+        size = (64, 64 if part == "keys" or isinstance(task.pattern, Window) else 32, 4)
     rows, columns, warps = size
     return Launch(task, cut(task.pattern, task.places, rows=rows, columns=columns), warps)
+
+
+def _wide_size(task: Task, itemsize: int, part: str) -> tuple[int, int, int]:
+    """Rows, columns and warps where a row of channels takes many registers."""
+    everywhere = isinstance(task.pattern, Global)
+    if part == "bias" or (part == "forward" and itemsize == 4 and task.head_dim > 32):
+        return 32, 16, 8
+    if part == "forward":
+        return 64, 32, 4
+    if itemsize == 4 and not everywhere:
+        return 16 if part == "keys" else 32, 16, 16
+    return (16, 16, 4 if itemsize == 4 else 8) if part == "keys" else (32, 16, 8)
+
+
+def _biased_size(task: Task, part: str) -> tuple[int, int, int]:
+    """Rows, columns and warps with a bias, whose indices take registers for each logit."""
+    everywhere = isinstance(task.pattern, Global)
+    if part == "keys":
+        return (32, 64, 4) if everywhere else (64, 32, 4)
+    if part == "queries" and isinstance(task.pattern, Window):
+        return 64, 32, 8
+    return 64, 64 if part == "forward" and everywhere else 32, 4
 
 
 def views(task: Task, arrays: tuple) -> tuple:
@@ -292,6 +313,7 @@ def attend_all(
         packed=packed,
         pairs=0 if rotation is None else rotation.freqs.shape[2],
         pairing="half" if rotation is None else rotation.pairing,
+        biased=bias is not None,
         scale=head_dim**-0.5 if scale is None else float(scale),
         interpret=device.interpreted(),
         implementation=implementation,

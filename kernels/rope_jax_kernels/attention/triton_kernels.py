@@ -42,6 +42,7 @@ class Task:
         interpret: whether to run in interpret mode.
         implementation: of the forward kernel, "triton" or "mosaic"; the backward kernels are
             Triton's.
+        biased: whether there is a bias.
     """
 
     pattern: Pattern
@@ -54,6 +55,7 @@ class Task:
     scale: float
     interpret: bool
     implementation: str = "triton"
+    biased: bool = False
 
     @property
     def tokens(self) -> int:
