@@ -4,7 +4,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,11 @@ def absent_gpus(hosts: int = 1, gpus_per_host: int = 1) -> list:
 
 
 def compile_ahead(
-    f: Callable, shapes: Sequence[Any], device: jax.Device, donate: tuple[int, ...] = ()
+    f: Callable,
+    shapes: Sequence[Any],
+    device: jax.Device,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] = {},
 ) -> jax.stages.Compiled:
     """Compiles f for a GPU.
 
@@ -46,6 +50,7 @@ def compile_ahead(
         shapes: of its arguments, trees of `jax.ShapeDtypeStruct`.
         device: the GPU.
         donate: arguments that it may overwrite.
+        options: of the compiler, beside `OPTIONS`.
     """
     mesh = Mesh(np.array([device]), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -55,7 +60,7 @@ def compile_ahead(
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(f, donate_argnums=donate).trace(*jax.tree.map(place, tuple(shapes)))
-        return traced.lower().compile(compiler_options=OPTIONS)
+        return traced.lower().compile(compiler_options={**OPTIONS, **options})
 
 
 def sizes(shape: str) -> tuple[int, ...]:
