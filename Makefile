@@ -64,7 +64,7 @@ test-aot: .venv-cuda/ready
 .venv-cuda/ready: pyproject.toml constraints.txt
 	$(or $(PYTHON),python3) -m venv .venv-cuda
 	@echo '*' > .venv-cuda/.gitignore
-	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,cuda13]'
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,aot]'
 	@touch $@
 
 lint: setup

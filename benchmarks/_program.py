@@ -4,7 +4,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,11 @@ def absent_gpus(hosts: int = 1, gpus_per_host: int = 1) -> list:
 
 
 def compile_ahead(
-    f: Callable, shapes: Sequence[Any], device: jax.Device, donate: tuple[int, ...] = ()
+    f: Callable,
+    shapes: Sequence[Any],
+    device: jax.Device,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] = {},
 ) -> jax.stages.Compiled:
     """Compiles a function for one GPU.
 
@@ -50,6 +54,7 @@ def compile_ahead(
         shapes: trees of `jax.ShapeDtypeStruct`, one per argument.
         device: a device from `absent_gpus`.
         donate: indices of donated arguments.
+        options: of the compiler, beside `OPTIONS`.
     """
     mesh = Mesh(np.array([device]), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -59,7 +64,7 @@ def compile_ahead(
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(f, donate_argnums=donate).trace(*jax.tree.map(place, tuple(shapes)))
-        return traced.lower().compile(compiler_options=OPTIONS)
+        return traced.lower().compile(compiler_options={**OPTIONS, **options})
 
 
 def sizes(shape: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import models, rotary, startup
+from benchmarks import machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
 from experiments.evidence import PARTS, accuracies, interval, judge, sides
@@ -192,6 +192,13 @@ def memory(results: Sequence[Result]) -> str:
     return f"{text}\nPlanned by XLA for {origin(result)}.\n"
 
 
+def machine_codes(results: Sequence[Result]) -> str:
+    """Instructions of the attention kernels, and the least time that issuing them takes."""
+    if (result := newest(results, "machine_code")) is None:
+        return no_result("benchmarks machine_code")
+    return f"{machine_code.table(result)}\n{origin(result)}.\n"
+
+
 def attention_memory(layers: Sequence[dict]) -> str:
     """Memory of the attention layers of each model, with the kernels / with XLA."""
     rows = []
@@ -304,6 +311,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "models": model_tables,
     "startup": startup_tables,
     "memory": memory,
+    "machine_code": machine_codes,
     "goals": goals,
     "commands": commands,
 }

@@ -5,9 +5,10 @@ import importlib.util
 import os
 import pathlib
 import re
-import shutil
 
 import pytest
+
+from benchmarks.machine_code import tool_path
 
 HERE = pathlib.Path(__file__).parent
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -24,24 +25,13 @@ def pytest_collection_modifyitems(items):
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 is not set, so the CUDA plugin would need a driver; "
             "run `make test-aot`"
         )
-    elif ptxas() is None:
+    elif tool_path("ptxas") is None:
         reason = "there is no ptxas, neither in the nvidia wheels nor on PATH; run `make test-aot`"
     else:
         return
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def ptxas() -> str | None:
-    """The assembler of the nvidia wheels (nvidia-cuda-nvcc), or the one on PATH."""
-    found = importlib.util.find_spec("nvidia")
-    wheels = [
-        path
-        for root in (found.submodule_search_locations if found else [])
-        for path in pathlib.Path(root).glob("*/bin/ptxas")
-    ]
-    return str(wheels[0]) if wheels else shutil.which("ptxas")
 
 
 # How other GPUs differ from the H200 of tests/data: NVIDIA's data sheets, and "Technical
@@ -125,6 +115,7 @@ def compile_for(gpus, tmp_path):
     from tests.aot.program import compile_program
 
     def compile_one(mesh_shape, f, *shapes, **kwargs):
-        return compile_program(gpus, mesh_shape, tmp_path, ptxas(), f, shapes, **kwargs)
+        assembler = tool_path("ptxas")
+        return compile_program(gpus, mesh_shape, tmp_path, assembler, f, shapes, **kwargs)
 
     return compile_one

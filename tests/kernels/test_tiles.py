@@ -44,9 +44,8 @@ def slots_of_all(tiles, transposed):
     def look(index, step):
         tile, block = view.tile(index), view.block(index, step)
         q, k = (block, tile) if transposed else (tile, block)
-        seen = q.exists[:, None] & k.exists[None, :]
-        sees = tiles.sees(q, k)
-        return tile, block, seen if sees is None else seen & sees, tiles.entry(q, k)
+        seen = q.exists[:, None] & tiles.sees(q, k)
+        return tile, block, seen, tiles.entry(q, k)
 
     over_tiles = jax.jit(jax.vmap(look, (0, None), (0, 0, 0, 0)))
     blocks = [

@@ -12,12 +12,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import divide, power_of_two
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pair, Pattern, Window
+
+MISSING = np.int32(-(2**20))  # the row of a missing token of a neighbourhood: far from all others
 
 
 class Slots(NamedTuple):
@@ -79,8 +82,8 @@ class Tiles:
         """The slots of the step-th block of a tile."""
         raise NotImplementedError
 
-    def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"] | None:
-        """Whether queries attend to keys, both of which exist; None if all do."""
+    def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
+        """Whether queries attend to keys, which exist; anything for queries that do not."""
         raise NotImplementedError
 
     def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
@@ -130,8 +133,8 @@ class GlobalTiles(Tiles):
     def _slots(self, token: Int[Array, " slots"]) -> Slots:
         return Slots(token < self.length, token, token, (token,))
 
-    def sees(self, q: Slots, k: Slots) -> None:
-        return None
+    def sees(self, q: Slots, k: Slots) -> Bool[Array, "1 columns"]:
+        return k.exists[None, :]
 
     def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
         return q.token[:, None] * self.length + k.token[None, :]
@@ -215,11 +218,15 @@ class WindowTiles(Tiles):
             where.append(place)
             region = 2 * region + carried.astype(jnp.int32)
         token = where[0] * width + where[1]
+        region = jnp.where(exists, region, -1)
         return slots_of(exists, token, height * width, inside, row, column, region)
 
-    def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"] | None:
+    def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
+        if self.window.shift == (0, 0):
+            return k.exists[None, :]
         # Tokens that the roll brought together from opposite sides do not attend to each other.
-        return None if self.window.shift == (0, 0) else q.place[2][:, None] == k.place[2][None, :]
+        # Missing ones are a region of their own.
+        return q.place[2][:, None] == k.place[2][None, :]
 
     def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
         h, w = self.window.size
@@ -383,13 +390,16 @@ class NeighborhoodTiles(Tiles):
         column, column_exists = of(across, residue_x, x, column)
         map_row = residue_y + down.dilation * row
         token = map_row * across.length + residue_x + across.dilation * column
-        place = row, column, down.window(residue_y, row), across.window(residue_x, column)
         exists = row_exists & column_exists
+        first = down.window(residue_y, row), across.window(residue_x, column)
+        place = jnp.where(exists, row, MISSING), column, *first
         return slots_of(exists, token, down.length * across.length, token, *place)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"]:
         def inside(first: Array, key: Array, kernel: int) -> Bool[Array, "rows columns"]:
-            return (first[:, None] <= key[None, :]) & (key[None, :] < first[:, None] + kernel)
+            # Negative differences are large without a sign: one comparison for both ends.
+            distance = key[None, :] - first[:, None]
+            return jax.lax.bitcast_convert_type(distance, jnp.uint32) < np.uint32(kernel)
 
         in_rows = inside(q.place[2], k.place[0], self.down.kernel)
         return in_rows & inside(q.place[3], k.place[1], self.across.kernel)

@@ -1,7 +1,8 @@
 """Attention as Pallas-Triton kernels, with the rotation inside.
 
-q, k and v are read directly from the projection and rotated in registers. The backward pass
-needs only the operands, the output, and the logarithm of each query's sum of exponentials (lse).
+q, k and v are read directly from the projection and rotated in registers, by tables of cosines and
+sines that XLA computes before (`tables`). The backward pass needs only the operands, the output,
+and the logarithm of each query's sum of exponentials (lse).
 
 A program computes a tile of queries of one head and one example, over the blocks of keys that
 `tiles` lists, with an online softmax (FlashAttention, arXiv 2205.14135). Rotated queries and
@@ -27,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import choices, device
-from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern
+from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
 from rope_jax_kernels.attention.tiles import Tiles, cut
 from rope_jax_kernels.attention.triton_kernels import (
     Launch,
@@ -52,8 +53,8 @@ SMALLEST = 16  # side of a tile, for the matrix instructions
 # From planned sizes to others that are measured.
 CHANGES: tuple[Callable[..., Sizes], ...] = (
     lambda rows, columns, warps, _: (rows, columns, warps, 2),
-    lambda rows, columns, warps, _: (rows, columns, max(2, warps // 2), 1),
-    lambda rows, columns, warps, _: (max(SMALLEST, rows // 2), columns, max(2, warps // 2), 1),
+    lambda rows, columns, warps, _: (rows, columns, 2 * warps, 1),
+    lambda rows, columns, warps, _: (max(SMALLEST, rows // 2), columns, warps, 1),
     lambda rows, columns, warps, _: (rows, max(SMALLEST, columns // 2), warps, 1),
     lambda rows, columns, warps, _: (rows, 2 * columns, warps, 1),
 )
@@ -104,19 +105,21 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
 
 
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Rows and columns of a tile, warps and stages: as large as registers allow, on sm_90a."""
-    wide, everywhere = itemsize == 4 or task.head_dim > 64, isinstance(task.pattern, Global)
-    if part == "forward" and itemsize == 4 and task.head_dim > 32:
-        size = (32, 16, 8)
+    """Rows and columns of a tile, warps and stages: as large as registers allow, on sm_90a.
+
+    Arguments as in `plan`.
+    """
+    if itemsize == 4 or task.head_dim > 64:
+        size = _wide_size(task, itemsize, part)
+    elif task.biased:
+        size = _biased_size(task, part)
     elif part == "forward":
-        # Tall tiles turn keys fewer times.
-        size = (128, 64, 8) if everywhere and not wide else (64, 32, 4)
-    elif part == "bias":
-        size = (32, 16, 8) if wide else (64, 32, 4)
-    elif wide:
-        size = (16 if part == "keys" else 32, 16, 16 if itemsize == 4 and not everywhere else 8)
+        # Tall tiles turn keys fewer times; windows of up to 64 tokens are one block.
+        rows = 128 if isinstance(task.pattern, Global) else 64
+        size = (rows, 32 if isinstance(task.pattern, Neighborhood) else 64, 4)
     else:
-        size = (32 if part == "keys" else 64, 64, 8) if everywhere else (64, 32, 8)
+        # Of windows, the queries' kernel may be the only one, with all gradients.
+        size = (64, 64 if part == "keys" or isinstance(task.pattern, Window) else 32, 4)
     return (*size, 1)
 
 
@@ -141,7 +144,7 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
         training: whether gradients are taken.
         arguments: of the call, by name; shapes suffice.
     """
-    terms = {name: arguments[name] for name in ("pattern", "rotation", "scale")}
+    terms = {name: arguments[name] for name in ("pattern", "rotation", "bias", "scale")}
     arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)
     task, itemsize = task_of(arrays, "triton", **terms), arrays[0].dtype.itemsize
     parts = [("forward",), ("queries", "keys")] if training else [("forward",)]
@@ -162,10 +165,48 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
     return list(found.values())
 
 
+def _wide_size(task: Task, itemsize: int, part: str) -> tuple[int, int, int]:
+    """Rows, columns and warps where a row of channels takes many registers."""
+    everywhere = isinstance(task.pattern, Global)
+    if part == "bias" or (part == "forward" and itemsize == 4 and task.head_dim > 32):
+        return 32, 16, 8
+    if part == "forward":
+        return 64, 32, 4
+    if itemsize == 4 and not everywhere:
+        return 16 if part == "keys" else 32, 16, 16
+    return (16, 16, 4 if itemsize == 4 else 8) if part == "keys" else (32, 16, 8)
+
+
+def _biased_size(task: Task, part: str) -> tuple[int, int, int]:
+    """Rows, columns and warps with a bias, whose indices take registers for each logit."""
+    everywhere = isinstance(task.pattern, Global)
+    if part == "keys":
+        return (32, 64, 4) if everywhere else (64, 32, 4)
+    if part == "queries" and isinstance(task.pattern, Window):
+        return 64, 32, 8
+    return 64, 64 if part == "forward" and everywhere else 32, 4
+
+
 def views(task: Task, arrays: tuple) -> tuple:
     """q, k and v as [B, T, heads, D], three times the same array if packed."""
     shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in arrays]
     return tuple(shaped * 3 if task.packed else shaped)
+
+
+def tables(
+    rotation: tuple,
+) -> tuple[Float[Array, "heads T R"], Float[Array, "heads T R"]] | tuple[()]:
+    """Cosines and sines of the angles of (coords, freqs), float32, N or 1 heads; () of ().
+
+    8 N T R bytes, the same for all examples, read by all programs through the L2 cache: for ViT-S
+    with 197 tokens, 6 heads and 16 pairs 0.15 MB, where q, k, v and the output of a batch of 256
+    are 155 MB. Inside the kernels, each block of keys of each program would compute them again, and
+    the compiler repeats the computation for every layout in registers that uses them.
+    """
+    if not rotation:
+        return ()
+    theta = Rotation(*rotation).angles()
+    return jnp.cos(theta), jnp.sin(theta)
 
 
 def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, Array]:
@@ -177,17 +218,17 @@ def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Ar
 
         by_mosaic = functools.partial(mosaic_kernel.forward, task)
         return differentiated_once(by_mosaic, task)((q, k, v), rotation)
-    launch = plan(task, q.dtype.itemsize, "forward")
+    launch, turning = plan(task, q.dtype.itemsize, "forward"), tables(rotation)
     batch, tokens = q.shape[:2]
     kernel = functools.partial(
-        forward_kernel, launch=launch, rotated=len(rotation), biased=len(bias)
+        forward_kernel, launch=launch, rotated=len(turning), biased=len(bias)
     )
     shapes = [
         ((batch, tokens, task.heads, task.head_dim), q.dtype),
         ((batch, task.heads, tokens), jnp.float32),
     ]
     out, lse = run(
-        kernel, launch, (task.heads, launch.tiles.tiles, batch), shapes, (q, k, v, *rotation, *bias)
+        kernel, launch, (task.heads, launch.tiles.tiles, batch), shapes, (q, k, v, *turning, *bias)
     )
     return out, lse
 
@@ -230,9 +271,9 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     dout = without_symbolic_zeros(dout)
     _, dout = vary_alike(arrays, dout)  # new zeros do not vary yet
     launch = plan(task, q.dtype.itemsize, "queries")
-    tiles, batch, terms = launch.tiles, q.shape[0], (*rotation, *bias)
-    options = {"rotated": len(rotation), "biased": len(bias)}
-    options_freqs = options | {"freqs": wanted.freqs}
+    tiles, batch = launch.tiles, q.shape[0]
+    turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
+    terms, options = (*turning, *bias), {"rotated": len(turning), "biased": len(bias)}
     gradient = [(q.shape, q.dtype)]
 
     def grid(tiles: Tiles) -> tuple[int, int, int]:
@@ -244,19 +285,19 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
         return [((batch, tiles.tiles, task.heads, *rotation[1].shape[1:]), jnp.float32)]
 
     if launch.closed:
-        kernel = functools.partial(closed_kernel, launch=launch, **options_freqs)
+        kernel = functools.partial(closed_kernel, launch=launch, **options)
         shapes = gradient * (1 if task.packed else 3) + sums(tiles)
         gradients = run(kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms))
         partial = [gradients.pop()] if wanted.freqs else []
     else:
-        kernel = functools.partial(query_kernel, launch=launch, **options_freqs)
+        kernel = functools.partial(query_kernel, launch=launch, **options)
         shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
         dq, delta, *partial = run(
             kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms)
         )
         turned = plan(task, q.dtype.itemsize, "keys")
         turned = dataclasses.replace(turned, tiles=turned.tiles.transposed())
-        kernel = functools.partial(key_kernel, launch=turned, **options_freqs)
+        kernel = functools.partial(key_kernel, launch=turned, **options)
         operands = (q, k, v, dout, lse, delta, *terms)
         shapes, aliases = gradient * (1 if task.packed else 2) + sums(turned.tiles), {}
         if task.packed:
@@ -310,7 +351,8 @@ def attend_all(
     implementation: str = "triton",
 ) -> Float[Array, "B *places N D"]:
     """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
-    task = task_of(arrays, implementation, pattern=pattern, rotation=rotation, scale=scale)
+    terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
+    task = task_of(arrays, implementation, **terms)
     turning = () if rotation is None else (rotation.coords, rotation.freqs)
     added = () if bias is None else (bias.reshape(task.heads, -1),)
     arrays, turning, added = vary_alike(arrays, turning, added)
@@ -324,6 +366,7 @@ def task_of(
     *,
     pattern: Pattern,
     rotation: Rotation | None,
+    bias: Float[Array, "N ..."] | None,
     scale: float | None,
 ) -> Task:
     """The task of (qkv,) or (q, k, v), with the tile in force."""
@@ -337,6 +380,7 @@ def task_of(
         packed=packed,
         pairs=0 if rotation is None else rotation.freqs.shape[2],
         pairing="half" if rotation is None else rotation.pairing,
+        biased=bias is not None,
         scale=head_dim**-0.5 if scale is None else float(scale),
         interpret=device.interpreted(),
         implementation=implementation,

@@ -42,6 +42,7 @@ class Task:
         interpret: whether to run in interpret mode.
         implementation: of the forward kernel, "triton" or "mosaic"; the backward kernels are
             Triton's.
+        biased: whether there is a bias.
         tile: measured sizes of the kernels' tiles by part, see `triton.plan`; () for its own.
     """
 
@@ -55,6 +56,7 @@ class Task:
     scale: float
     interpret: bool
     implementation: str = "triton"
+    biased: bool = False
     tile: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
@@ -87,10 +89,22 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Channels of one piece, padded to a power of two, and which of them exist."""
+    """Channels of one piece, padded to a power of two, and which of them exist: None if all do."""
 
     channel: Int[Array, " C"]
-    inside: Bool[Array, " C"]
+    inside: Bool[Array, " C"] | None
+
+    @classmethod
+    def of(cls, channel: Int[Array, " C"], count: int) -> "Columns":
+        """The first `count` of these channels."""
+        (size,) = channel.shape
+        inside = None if count == size else jnp.arange(size, dtype=jnp.int32) < count
+        return cls(channel, inside)
+
+    def mask(self, slots: Slots) -> Bool[Array, "slots C"]:
+        """Which numbers of the rows of a tile or block exist."""
+        exists = jnp.broadcast_to(slots.exists[:, None], (slots.exists.size, self.channel.size))
+        return exists if self.inside is None else exists & self.inside[None, :]
 
 
 def pieces_of(task: Task) -> list[Columns]:
@@ -98,29 +112,27 @@ def pieces_of(task: Task) -> list[Columns]:
     runs = []
     if task.pairs:
         pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
-        inside = pair < task.pairs
         members = (pair, task.pairs + pair) if task.pairing == "half" else (2 * pair, 2 * pair + 1)
-        runs = [Columns(member, inside) for member in members]
+        runs = [Columns.of(member, task.pairs) for member in members]
     rest = task.head_dim - 2 * task.pairs
     if rest:
         column = jnp.arange(padded_size(rest), dtype=jnp.int32)
-        runs.append(Columns(2 * task.pairs + column, column < rest))
+        runs.append(Columns.of(2 * task.pairs + column, rest))
     return runs
 
 
 def whole_row(task: Task) -> Columns:
     """All channels as one piece."""
     column = jnp.arange(padded_size(task.head_dim), dtype=jnp.int32)
-    return Columns(column, column < task.head_dim)
+    return Columns.of(column, task.head_dim)
 
 
 def load(
     ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""], columns: Columns
 ) -> Float[Array, "slots C"]:
     """A piece of the rows of a tile or block, with zeros for missing tokens."""
-    mask = slots.exists[:, None] & columns.inside[None, :]
     place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
-    return plt.load(place, mask=mask, other=0)
+    return plt.load(place, mask=columns.mask(slots), other=0)
 
 
 def store(
@@ -132,9 +144,8 @@ def store(
     value: Float[Array, "slots C"],
 ) -> None:
     """Writes a piece, rounded once."""
-    mask = slots.exists[:, None] & columns.inside[None, :]
     place = ref.at[item, slots.token[:, None], head, columns.channel[None, :]]
-    plt.store(place, value.astype(ref.dtype), mask=mask)
+    plt.store(place, value.astype(ref.dtype), mask=columns.mask(slots))
 
 
 def _round(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -177,47 +188,35 @@ def cos_sin(
 
 
 class Turner:
-    """The rotation of a kernel's rows, from refs (coords [T, A], freqs [N or 1, A, R]) or ()."""
+    """The rotation of a kernel's rows, from refs (cos, sin) [N or 1, T, R] or ().
+
+    Where the gradient of the frequencies is wanted, (cos, sin, coords), with coords [T, A].
+    """
 
     def __init__(self, task: Task, refs: tuple, head: Int[Array, ""]):
-        self.task, self.refs = task, refs
-        self.columns = pieces_of(task)
-        if refs:
-            coords, freqs = refs
-            pair = jnp.arange(padded_size(task.pairs), dtype=jnp.int32)
-            head = head if freqs.shape[0] > 1 else 0
-            inside = pair < task.pairs
-            self.freqs = [
-                plt.load(freqs.at[head, a, pair], mask=inside, other=0).astype(jnp.float32)
-                for a in range(coords.shape[1])
-            ]
+        self.task, self.columns = task, pieces_of(task)
+        self.tables, self.coords = refs[:2], refs[2:]
+        self.head = head if refs and refs[0].shape[0] > 1 else 0
 
-    def along(self, slots: Slots, axis: int) -> Float[Array, " slots"]:
-        """One coordinate of each slot, float32."""
-        place = self.refs[0].at[slots.coord, axis]
-        return plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)
-
-    def angles(
-        self, slots: Slots
-    ) -> tuple[Float[Array, "slots R"], Float[Array, "slots R"]] | None:
-        """Cosine and sine of the slots' angles, or None without rotation."""
-        if not self.refs:
-            return None
-        theta = sum(
-            self.along(slots, axis)[:, None] * freq[None, :] for axis, freq in enumerate(self.freqs)
-        )
-        return cos_sin(theta)
+    def turns(self, slots: Slots) -> list[Float[Array, "slots R"]]:
+        """Cosine and sine of the slots' angles; empty without rotation."""
+        mask = self.columns[0].mask(slots)
+        pair = jnp.arange(mask.shape[1], dtype=jnp.int32)
+        return [
+            plt.load(ref.at[self.head, slots.coord[:, None], pair[None, :]], mask=mask, other=0)
+            for ref in self.tables
+        ]
 
     def load(
         self, ref: Any, item: Int[Array, ""], slots: Slots, head: Int[Array, ""]
     ) -> list[Array]:
         """The pieces of rows of queries or keys, turned."""
         pieces = [load(ref, item, slots, head, columns) for columns in self.columns]
-        angles = self.angles(slots)
-        if angles is not None:
-            (cos, sin), dtype = angles, pieces[0].dtype
+        if self.tables:
+            (cos, sin), dtype = self.turns(slots), pieces[0].dtype
             a, b = (piece.astype(jnp.float32) for piece in pieces[:2])
-            pieces[:2] = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)]
+            turned = fma(self.task, a, cos, -b * sin), fma(self.task, b, cos, a * sin)
+            pieces[:2] = [x.astype(dtype) for x in turned]
         return pieces
 
     def store_back(
@@ -229,10 +228,10 @@ class Turner:
         pieces: list[Array],
     ) -> None:
         """Turns the gradient of turned rows back and writes it."""
-        angles = self.angles(slots)
-        if angles is not None:
-            (cos, sin), (a, b) = angles, pieces[:2]
-            pieces = [a * cos + b * sin, b * cos - a * sin, *pieces[2:]]
+        if self.tables:
+            (cos, sin), (a, b) = self.turns(slots), pieces[:2]
+            turned = fma(self.task, a, cos, b * sin), fma(self.task, b, cos, -a * sin)
+            pieces = [*turned, *pieces[2:]]
         for columns, piece in zip(self.columns, pieces, strict=True):
             store(ref, item, slots, head, columns, piece)
 
@@ -242,11 +241,23 @@ class Turner:
         Computed from the turned rows and their gradients.
         """
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
-        dtheta = db * a - da * b
+        dtheta = fma(self.task, db, a, -da * b)
+        (coords,) = self.coords
         return [
-            jnp.sum(self.along(slots, axis)[:, None] * dtheta, axis=0)
-            for axis in range(len(self.freqs))
+            jnp.sum(self._along(coords, axis, slots)[:, None] * dtheta, axis=0)
+            for axis in range(coords.shape[1])
         ]
+
+    def no_gradient(self) -> list[Array]:
+        """Zeros of the shapes of `gradient`; empty where that is not wanted."""
+        axes = self.coords[0].shape[1] if self.coords else 0
+        return [jnp.zeros(self.columns[0].channel.shape, jnp.float32)] * axes
+
+    @staticmethod
+    def _along(coords: Any, axis: int, slots: Slots) -> Float[Array, " slots"]:
+        """One coordinate of each slot, float32."""
+        place = coords.at[slots.coord, axis]
+        return plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)
 
 
 def dot(
@@ -258,6 +269,36 @@ def dot(
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
+def fma(task: Task, a: Any, b: Any, c: Any) -> Float[Array, "*n"]:
+    """a * b + c, rounded once; the compiler would keep two instructions. Float32, broadcast."""
+    if task.interpret:
+        return a * b + c
+    (result,) = plt.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=jnp.broadcast_arrays(*(jnp.asarray(x, jnp.float32) for x in (a, b, c))),
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[
+            jax.ShapeDtypeStruct(jnp.broadcast_shapes(*map(jnp.shape, (a, b, c))), jnp.float32)
+        ],
+    )
+    return result
+
+
+def exp2(task: Task, x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """2 to the power x in one instruction; results under 2^-126 are 0."""
+    if task.interpret:
+        return jnp.exp2(x)
+    (result,) = plt.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
 def logits_of(
     launch: Launch,
     q: list[Array],
@@ -267,18 +308,23 @@ def logits_of(
     bias: tuple,
     head: Int[Array, ""],
 ) -> tuple:
-    """Logits in units of log 2, `MASKED` for pairs that are not allowed, and the allowed pairs."""
+    """Logits, -inf for pairs that are not allowed, and the positive factor to units of log 2.
+
+    The factor is left to the multiply-add that subtracts their maximum. Rows of missing queries
+    have any finite logits.
+    """
     task, tiles = launch.task, launch.tiles
-    logits = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True))
-    logits *= np.float32(task.scale * LOG2E)
-    allowed = k_slots.exists[None, :] & q_slots.exists[:, None]
-    sees = tiles.sees(q_slots, k_slots)
-    allowed = allowed if sees is None else allowed & sees
+    logits, unit = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)), 1.0
+    if task.scale > 0 and not bias:
+        unit = task.scale * LOG2E
+    else:
+        logits *= np.float32(task.scale * LOG2E)
     if bias:
         entry = tiles.entry(q_slots, k_slots)
-        added = plt.load(bias[0].at[head, entry], mask=allowed, other=0)
-        logits += LOG2E * added.astype(jnp.float32)
-    return jnp.where(allowed, logits, MASKED), allowed
+        mask = q_slots.exists[:, None] & k_slots.exists[None, :]
+        added = plt.load(bias[0].at[head, entry], mask=mask, other=0)
+        logits = fma(task, added.astype(jnp.float32), LOG2E, logits)
+    return jnp.where(tiles.sees(q_slots, k_slots), logits, -np.float32(np.inf)), np.float32(unit)
 
 
 def over_blocks(count: int, body: Any, carry: Any) -> Any:
@@ -289,12 +335,12 @@ def over_blocks(count: int, body: Any, carry: Any) -> Any:
 def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """One tile of queries: the output and lse."""
     (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
-    angles, refs = refs[:rotated], refs[rotated:]
+    turning, refs = refs[:rotated], refs[rotated:]
     bias, (out_ref, lse_ref) = refs[:biased], refs[biased:]
     task, tiles = launch.task, launch.tiles
     head, tile, item = (pl.program_id(axis) for axis in range(3))
     q_head, k_head, v_head = (head + offset for offset in task.offsets())
-    turner, row = Turner(task, angles, head), whole_row(task)
+    turner, row = Turner(task, turning, head), whole_row(task)
     q_slots = tiles.tile(tile)
     q = turner.load(q_ref, item, q_slots, q_head)
 
@@ -303,10 +349,10 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
         k_slots = tiles.block(tile, block)
         k = turner.load(k_ref, item, k_slots, k_head)
         v = load(v_ref, item, k_slots, v_head, row)
-        logits, allowed = logits_of(launch, q, k, q_slots, k_slots, bias, head)
-        higher = jnp.maximum(top, jnp.max(logits, axis=1))
-        weights = jnp.where(allowed, jnp.exp2(logits - higher[:, None]), 0)
-        shrink = jnp.exp2(top - higher)
+        logits, unit = logits_of(launch, q, k, q_slots, k_slots, bias, head)
+        higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
+        weights = exp2(task, fma(task, logits, unit, -higher[:, None]))
+        shrink = exp2(task, top - higher)
         out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
         return higher, total * shrink + jnp.sum(weights, axis=1), out
 
@@ -318,7 +364,7 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
     )
     top, total, out = over_blocks(tiles.blocks, step, start)
     total = jnp.where(q_slots.exists, total, 1)
-    store(out_ref, item, q_slots, head, row, out / total[:, None])
+    store(out_ref, item, q_slots, head, row, out * (1 / total)[:, None])
     plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
 
 
@@ -326,19 +372,19 @@ class Backward:
     """The operands of a backward kernel, and the gradients of one block of logits.
 
     Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the
-    sum over channels of the output times its gradient), then rotation and bias.
+    sum over channels of the output times its gradient), then those of `Turner` and the bias.
     """
 
     def __init__(self, refs: tuple, *, launch: Launch, rotated: int, biased: int):
         self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
         self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
-        angles, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
+        turning, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
         self.bias, self.targets = refs[:biased], refs[biased:]
         self.head, self.tile, self.item = (pl.program_id(axis) for axis in range(3))
         self.q_head, self.k_head, self.v_head = (
             self.head + offset for offset in self.task.offsets()
         )
-        self.turner, self.row = Turner(self.task, angles, self.head), whole_row(self.task)
+        self.turner, self.row = Turner(self.task, turning, self.head), whole_row(self.task)
 
     def queries(self, slots: Slots) -> tuple:
         """(turned q, gradient of the output) of a tile or block."""
@@ -371,8 +417,8 @@ class Backward:
         delta: Array,
     ) -> tuple:
         """(weights, gradient of the scaled logits), float32 [queries, keys]."""
-        logits, allowed = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
-        weights = jnp.where(allowed, jnp.exp2(logits - lse[:, None]), 0)
+        logits, unit = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
+        weights = exp2(self.task, fma(self.task, logits, unit, -lse[:, None]))
         return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
 
     def zeros(self, slots: Slots) -> list[Array]:
@@ -400,7 +446,7 @@ class Backward:
             )
 
 
-def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """All gradients of a tile whose queries are all those that attend to its keys."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
@@ -419,7 +465,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
         dlogits = dlogits.astype(dout.dtype)
         dk = b.scaled([dot(dlogits, piece, (0, 0)) for piece in q])
         b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
-        if freqs:
+        if sums:
             sums = [
                 total + new
                 for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)
@@ -428,11 +474,11 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
             total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)
         ], sums
 
-    sums = [jnp.zeros_like(freq) for freq in b.turner.freqs] if freqs else []
+    sums = b.turner.no_gradient()
     dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
     dq = b.scaled(dq)
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
-    if freqs:
+    if b.turner.coords:
         b.finish(
             [
                 total + new
@@ -441,7 +487,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: 
         )
 
 
-def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """The gradient of a tile of queries, and delta."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     dq_ref, delta_ref = b.targets[:2]
@@ -459,11 +505,11 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: b
 
     dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
-    if freqs:
+    if b.turner.coords:
         b.finish(b.turner.gradient(q_slots, q, dq))
 
 
-def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: bool) -> None:
+def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
     # The packed gradient is an input, with dq in it, and an output.
@@ -490,7 +536,7 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, freqs: boo
     dk = b.scaled(dk)
     b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
     store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
-    if freqs:
+    if b.turner.coords:
         b.finish(b.turner.gradient(k_slots, k, dk))
 
 

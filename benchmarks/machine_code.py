@@ -1,0 +1,279 @@
+"""What the attention kernels' machine code costs at least: instructions issued, and bytes moved.
+
+    python -m benchmarks machine_code --out benchmarks/results/machine_code_h200.json
+
+Compiles layers of ViT, Swin and NAT for an H200 that need not be there; this needs jax[cuda13], the
+wheel nvidia-cuda-nvdisasm, JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. No time is
+measured. Each of a multiprocessor's four schedulers issues at most one instruction of a warp in a
+cycle, so that a kernel takes at least
+
+    issue_us = warps * instructions of a warp / (multiprocessors * 4 * clock)
+
+and at least the time of copying what it must read and write (q, k, v, output, and backward their
+gradients). Both are bounds from below, and kernels take longer than the larger of them.
+
+The layers have no bias, and the backward pass includes the gradient of the frequencies.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+
+from benchmarks._program import absent_gpus, compile_ahead
+from benchmarks._runner import Keep, Result, record
+from rope_jax.text import markdown_table
+from rope_jax_kernels import Global, Neighborhood, Rotation, attention_qkv
+from rope_jax_kernels.attention import triton
+from rope_jax_kernels.model_shapes import LAYERS, Layer
+
+# Of an H200: multiprocessors, their schedulers, cycles in a microsecond, bytes copied in one (read
+# and written), and of a multiprocessor registers, bytes of shared memory and warps.
+MULTIPROCESSORS, SCHEDULERS, CYCLES, COPY_BYTES = 132, 4, 1980.0, 4.3e6
+REGISTERS, SHARED, WARPS = 65536, 227 * 1024, 64
+TWO_OVER_PI = "0.636619"  # how each sine or cosine begins: the quarter turns of its angle
+# Name -> layer of `model_shapes` and batch.
+CASES = {
+    "ViT, 6 heads of 64": ("vit_s_class_token", 256),
+    "ViT, 12 heads of 32": ("vit_s_12_heads", 256),
+    "Swin, stage 1": ("swin_t_1", 128),
+    "NAT, stage 1": ("nat_mini_1", 64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A kernel as machine code.
+
+    Attributes:
+        kernel: its name.
+        registers, spilled, shared: registers of a thread, bytes spilled by one, bytes of shared
+            memory of a block.
+        instructions, loop, rounds: all that are written, those of the longest loop, and how often
+            a warp runs through that.
+        blocks, warps: of the launch, and of a block.
+        sines: sines and cosines that are computed in the whole kernel.
+    """
+
+    kernel: str
+    registers: int
+    spilled: int
+    shared: int
+    instructions: int
+    loop: int
+    rounds: int
+    blocks: int
+    warps: int
+    sines: int
+
+    @property
+    def issued(self) -> int:
+        """Instructions that a warp issues."""
+        return self.instructions + (self.rounds - 1) * self.loop
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor holds at a time."""
+        by_registers = REGISTERS // (self.registers * self.warps * 32)
+        return min(by_registers, SHARED // max(1, self.shared), WARPS // self.warps)
+
+    @property
+    def issue_us(self) -> float:
+        """Microseconds that issuing all instructions takes at least."""
+        total = self.blocks * self.warps * self.issued
+        return total / (MULTIPROCESSORS * SCHEDULERS * CYCLES)
+
+
+def layer_and_batch(name: str) -> tuple[Layer, int]:
+    """A case's layer, without a bias, and its batch."""
+    layer, batch = CASES[name]
+    return dataclasses.replace(LAYERS[layer], bias=False), batch
+
+
+def train(layer: Layer, qkv: Any, coords: Any, freqs: Any, cotangent: Any) -> tuple:
+    """The output of a layer, and the gradients of qkv and freqs."""
+
+    def attend(qkv: jax.Array, freqs: jax.Array) -> jax.Array:
+        rotation = Rotation(coords, freqs)
+        kernels = {"rotation": rotation, "implementation": "triton"}
+        return attention_qkv(qkv, pattern=layer.pattern, **kernels)
+
+    out, pull_back = jax.vjp(attend, qkv, freqs)
+    return out, pull_back(cotangent)
+
+
+def pairs_of(layer: Layer) -> int:
+    """Pairs of query and key of one head of one example that the pattern allows."""
+    if isinstance(layer.pattern, Global):
+        return layer.tokens**2
+    if isinstance(layer.pattern, Neighborhood):
+        return layer.tokens * math.prod(layer.pattern.size)
+    return layer.tokens * math.prod(layer.pattern.fit(layer.places).size)
+
+
+def tool_path(name: str) -> str | None:
+    """The path of ptxas or nvdisasm, of the nvidia wheels or on PATH; None if there is neither."""
+    found = importlib.util.find_spec("nvidia")
+    for root in found.submodule_search_locations if found else ():
+        for path in pathlib.Path(root).glob(f"*/bin/{name}"):
+            return str(path)
+    return shutil.which(name)
+
+
+def tool(name: str) -> str:
+    """The path of ptxas or nvdisasm.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    if (path := tool_path(name)) is None:
+        wheel = {"ptxas": "nvidia-cuda-nvcc", "nvdisasm": "nvidia-cuda-nvdisasm"}[name]
+        raise RuntimeError(f"{name} is neither on PATH nor in a wheel: install {wheel}")
+    return path
+
+
+def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
+    """The report of ptxas on a PTX file for sm_90a, and the listing of nvdisasm."""
+    cubin = str(ptx.with_suffix(".cubin"))
+    command = [tool("ptxas"), "-arch=sm_90a", "-v", str(ptx), "-o", cubin]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    command = [tool("nvdisasm"), cubin]
+    return report, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions_of(listing: str) -> tuple[list[str], int]:
+    """The instructions of a listing, and how many are in the longest loop (0 without one)."""
+    labels, instructions, longest = {}, [], 0
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            first = labels.get(target[1], len(instructions) - 1) if target else 0
+            if target and first < len(instructions) - 1:  # back; the last one jumps to itself
+                longest = max(longest, len(instructions) - first)
+    return instructions, longest
+
+
+def kernels_of(layer: Layer, batch: int) -> list[Code]:
+    """Compiles both passes of a layer in bfloat16: the forward kernel, then the backward ones."""
+    shapes = layer.shapes(batch)
+    del shapes["bias"]
+    rounds = {}  # name of a kernel -> blocks of its tiles, through which it loops
+    launched = triton.run
+
+    def run(kernel: Any, launch: Any, *rest: Any, **options: Any) -> list[jax.Array]:
+        rounds[f"attention_{kernel.func.__name__}"] = launch.tiles.blocks
+        return launched(kernel, launch, *rest, **options)
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(triton, "run", run):
+        options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+        f, arguments = functools.partial(train, layer), list(shapes.values())
+        compile_ahead(f, arguments, absent_gpus()[0], options=options)
+        return read_dump(pathlib.Path(folder), rounds)
+
+
+def read_dump(folder: pathlib.Path, rounds: Mapping[str, int]) -> list[Code]:
+    """The attention kernels of a program that XLA has dumped as PTX, in the order of launches.
+
+    Args:
+        folder: of the dump.
+        rounds: of the loop of each kernel.
+    """
+    (thunks,) = folder.glob("*thunk_sequence.txt")
+    launches = re.findall(
+        r"\] (attention_\w+) grid: \[(.*?)\] threads: \[(.*?)\]\s+shared_memory: (\d+)",
+        thunks.read_text(),
+    )
+    listed = {}
+    for ptx in folder.glob("*.ptx"):
+        for name in re.findall(r"\.entry (attention_\w+)", ptx.read_text()):
+            listed[name] = machine_code(ptx)
+    codes = []
+    for name, grid, threads, shared in launches:
+        report, listing = listed[name]
+        instructions, loop = instructions_of(listing)
+        blocks, count = (math.prod(map(int, x.split(","))) for x in (grid, threads))
+        codes.append(
+            Code(
+                kernel=name,
+                registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
+                spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
+                shared=int(shared),
+                instructions=len(instructions),
+                loop=loop,
+                rounds=rounds[name] if loop else 1,
+                blocks=blocks,
+                warps=-(-count // 32),
+                sines=sum(TWO_OVER_PI in instruction for instruction in instructions),
+            )
+        )
+    return codes
+
+
+def rows_of(name: str, codes: Sequence[Code], layer: Layer, batch: int) -> list[dict[str, Any]]:
+    """A row for each pass of a layer, with all its kernels."""
+    moved = 2 * batch * layer.tokens * layer.heads * layer.head_dim  # q, in bfloat16
+    logits = batch * layer.heads * pairs_of(layer)
+    rows = []
+    for direction, of_pass, arrays in (("forward", codes[:1], 4), ("backward", codes[1:], 8)):
+        issued = sum(32 * code.blocks * code.warps * code.issued for code in of_pass)
+        rows.append(
+            {
+                "case": name,
+                "batch": batch,
+                "direction": direction,
+                "issue_us": sum(code.issue_us for code in of_pass),
+                "copy_us": arrays * moved / COPY_BYTES,
+                "instructions_per_logit": issued / logits,
+                "kernels": [
+                    dataclasses.asdict(code) | {"resident_warps": code.resident * code.warps}
+                    for code in of_pass
+                ],
+            }
+        )
+    return rows
+
+
+def table(result: Result) -> str:
+    """The rows of a result."""
+    header = ["layer", "pass", "issue, us", "copy, us", "instructions a logit", "kernel"]
+    header += ["instructions (loop x rounds)", "registers", "spilled, bytes", "resident warps"]
+    rows = []
+    for row in result["rows"]:
+        cells = [f"{row['case']}, batch {row['batch']}", row["direction"]]
+        cells += [f"{row['issue_us']:.0f}", f"{row['copy_us']:.0f}"]
+        cells.append(f"{row['instructions_per_logit']:.1f}")
+        for code in row["kernels"]:
+            loop = f"({code['loop']} x {code['rounds']})" if code["loop"] else ""
+            name = code["kernel"].removeprefix("attention_").removesuffix("_kernel")
+            counts = [code["registers"], code["spilled"], code["resident_warps"]]
+            rows.append([*cells, name, f"{code['instructions']} {loop}", *map(str, counts)])
+            cells = [""] * len(cells)
+    return markdown_table(header, rows)
+
+
+def run(keep: Keep) -> None:
+    """Compiles; keeps the figures after every layer.
+
+    Args:
+        keep: writes the result.
+    """
+    machine = record("machine_code", {})["machine"] | {"device": "NVIDIA H200 (compiled for)"}
+    rows: list[dict[str, Any]] = []
+    for name in CASES:
+        layer, batch = layer_and_batch(name)
+        rows += rows_of(name, kernels_of(layer, batch), layer, batch)
+        result = keep(settings={}, machine=machine, rows=rows)
+    print(table(result))
