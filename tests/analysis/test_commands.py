@@ -28,6 +28,7 @@ def command(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_attention_of_files(command, tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()

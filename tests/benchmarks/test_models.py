@@ -68,6 +68,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_a_short_run_says_what_it_measured(tmp_path, capsys):
     out = tmp_path / "models.json"
     positions = ["--positions", "none", "rope2d", "rpb(size=3)"]

@@ -80,6 +80,7 @@ def test_all_ways_to_pack_agree(monkeypatch):
         np.testing.assert_allclose(result, results[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_only_a_gpu_measures_runs(monkeypatch):
     """In interpret mode, where times mean nothing."""
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")

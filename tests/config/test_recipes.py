@@ -86,9 +86,9 @@ def traced(config, images_in_set=1_281_167, classes=1000):
 FULL = [
     ("cat", "", 32_691_256, 10),
     ("cct", "position=ape", 3_760_139, 310),
-    ("swin", "variant=swin_t,position=rpb", 28_288_354, 300),
 ]
 SLOW = [
+    ("swin", "variant=swin_t,position=rpb", 28_288_354, 300),
     ("thesis", "variant=nat_mini,position=rpb", 19_984_174, 310),
     ("lape", "variant=deit_ti16", 5_722_024, 300),
     ("deit3", "variant=s,position=rope_mixed", 21_988_840, 400),

@@ -127,7 +127,7 @@ CASES = {
 
 
 LOW_DTYPES = ("bfloat16", "float16")
-FAST = ["a prime", "window", "neighborhood dilated"]
+FAST = ["window", "neighborhood dilated"]  # `test_low_precision` has "a prime"
 
 
 @pytest.mark.parametrize("name", covering(CASES, FAST))
@@ -177,6 +177,7 @@ def test_many_shapes(data):
     check_any_shape(lambda low, high: data.draw(st.integers(low, high)))
 
 
+@pytest.mark.slow
 def test_packed_is_separate_and_one_run_is_another_bit_for_bit():
     pattern, places, _ = CASES["window"]
     arrays = operands(pattern, places, dtype=np.float32)
@@ -236,6 +237,7 @@ def test_vmap_over_what_describes_the_rotation():
             np.testing.assert_allclose(got[i], want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", covering([Global(), Neighborhood((3, 3))], [Global()]))
 def test_small_gradients_in_float16(pattern):
     """Their products with a scale below one would be subnormal."""

@@ -85,6 +85,7 @@ def test_every_pair_is_met_once_with_its_entry_of_the_bias(
     assert sorted(met(tiles, transposed)) == sorted(pairs(pattern, grid))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())
 def test_of_any_pattern(data):

@@ -74,6 +74,7 @@ def kernel(model, layer, path, scan):
     return value[layer] if scan else value
 
 
+@pytest.mark.slow
 def test_the_head_reads_the_normalised_mean_of_tokens_that_are_not_normalised():
     model, images = small(layer_scale=1.0), pictures(6, 10)
     model.norm.scale.set_value(jnp.linspace(0.5, 2, 24))

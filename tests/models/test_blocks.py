@@ -56,6 +56,7 @@ def gradients(model, images):
     return value, nnx.to_pure_dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(CASES, ["deit3_s16"]))
 def test_a_scan_gives_the_same_parameters_logits_and_gradients(name):
     listed, scanned = pair(name)

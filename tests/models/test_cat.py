@@ -223,6 +223,7 @@ def test_weights_go_out_and_come_back():
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_weights_for_one_pairing_serve_the_other_without_an_imprint_on_q_and_k():
     position, images = "cat_rope(mode=released,pairing={})", pictures(8, 8)
     half, interleaved = (
@@ -241,6 +242,7 @@ def test_weights_for_one_pairing_serve_the_other_without_an_imprint_on_q_and_k()
 # What cancels, and what it costs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("operator", some_slow(OPERATORS, ["released"]))
 def test_gamma_and_any_other_factor_on_the_keys_of_a_head_cancel(operator, monkeypatch):
@@ -362,6 +364,7 @@ def test_initial_weights_are_torchs():
 MAP = {"operator": "released", "image_size": (8, 12), "depth": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "position",
     some_slow(
@@ -433,6 +436,7 @@ def test_the_papers_operator_refuses_other_maps_in_calls_and_takes_larger_ones()
     assert jax.eval_shape(model, pictures(12, 12)).shape == (2, 5)
 
 
+@pytest.mark.slow
 def test_features_are_the_map_that_the_head_reads():
     model = small(operator="released", image_size=(8, 12))
     (features,) = model.features(pictures(6, 10))

@@ -40,7 +40,11 @@ np.save(sys.argv[3], jax.jit(model)(np.load(sys.argv[2])))
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("deit_ti16", {"depth": 1, "width": 24, "heads": 2, "position": "rope_mixed+ape"}),
+        pytest.param(
+            "deit_ti16",
+            {"depth": 1, "width": 24, "heads": 2, "position": "rope_mixed+ape"},
+            marks=pytest.mark.process,
+        ),
         pytest.param(
             "swin_t", {"depths": (1, 1), "heads": (1, 2), "width": 8}, marks=pytest.mark.slow
         ),

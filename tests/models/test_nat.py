@@ -61,7 +61,7 @@ CONVOLUTIONS = {"stem": stem, "downsample": downsample}
         ("nat_mini", "axial_rope", CONVOLUTIONS),
         pytest.param("dinat_base", "rpb", CONVOLUTIONS, marks=pytest.mark.slow),
         pytest.param("dinat_s_tiny", "axial_rope", {}, marks=pytest.mark.slow),
-        ("nat_s_tiny", "rpb", {}),
+        pytest.param("nat_s_tiny", "rpb", {}, marks=pytest.mark.slow),
     ],
 )
 def test_nat_is_its_definition_on_maps_of_any_size(name, position, parts):

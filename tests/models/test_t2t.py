@@ -253,6 +253,7 @@ def test_numbers_are_dropped_one_by_one_and_the_mean_stays():
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
+@pytest.mark.slow
 def test_only_training_drops_and_only_with_a_key():
     model, images = small(drop_path=0.0, depth=1), pictures(40, 70)
     run = jitted(model)

@@ -103,8 +103,8 @@ SUMS = ["gpe+lpe", "irpe+ape", "rope2d+rpb", "rope_mixed+ape"]
 ALL = [*DEFAULTS, *VARIANTS, *SUMS]
 
 
-def covering(*extra, leave_out=()):
-    """Every scheme as it comes and `extra`; the other texts are marked slow."""
+def covering(*extra, leave_out=(), slow=()):
+    """Every scheme as it comes but those in `slow`, and `extra`; other texts are marked slow."""
     texts = [text for text in ALL if not any(word in text for word in leave_out)]
-    fast = {*DEFAULTS, *extra}
+    fast = {*DEFAULTS, *extra} - {*slow}
     return [text if text in fast else pytest.param(text, marks=pytest.mark.slow) for text in texts]

@@ -204,6 +204,7 @@ def rule_on_another_map(position):
         "lape(sincos2d,join=share)",
         "rope2d+rpb",
         leave_out=["prefix=True"],
+        slow=["comrope", "irpe", "string"],
     ),
 )
 def test_a_scheme_is_as_declared(text):

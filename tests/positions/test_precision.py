@@ -74,12 +74,10 @@ def plain(position, tokens):
 # Embeddings and convolutions between layers are no part of a layer of attention.
 NO_PART = ("+", "interleaved", "ape", "sincos", "gpe", "peg", "none")
 FAST = {
-    "axial_rope",
     "rpb(prefix=True)",
     "lape(ape)",
     "lpe",
     "cat_rope(mode=released)",
-    "string",
 }
 TEXTS = [
     text for text in ALL if text.startswith("lape") or not any(word in text for word in NO_PART)

@@ -226,6 +226,7 @@ def broken(state):
     }
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_not_finite_is_skipped_alone_and_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rope_jax.run, "initial_state", lambda *given: broken(initial_state(*given)))
     with pytest.raises(
