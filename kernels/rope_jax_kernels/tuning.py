@@ -152,9 +152,12 @@ def _compile_all(
 
     for _ in range(min(total, max(4, os.cpu_count() or 1))):
         threading.Thread(target=work, daemon=True).start()
-    with changed:
-        changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
-        return dict(programs)
+    try:
+        with changed:
+            changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
+            return dict(programs)
+    finally:
+        waiting.clear()  # also where a signal ends the wait
 
 
 def _measure(
@@ -208,14 +211,15 @@ def _measure(
 
 def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
     """The result of the work, and None; or None, and the kind of failure with its reason."""
-    try:
-        return _within(limit_s, work), None
-    except Wrong as error:
-        return None, ("is wrong", str(error))
-    except TimeoutError:
+    outcome = _within(limit_s, work)
+    if outcome is None:
         return None, (ENDLESS, f"no result within {limit_s:g} s")
-    except Exception as error:  # whatever a kernel raises
+    result, error = outcome
+    if isinstance(error, Wrong):
+        return None, ("is wrong", str(error))
+    if error is not None:
         return None, ("crashes", _one_line(error))
+    return result, None
 
 
 def _chosen(
@@ -234,35 +238,32 @@ def _chosen(
 
 def device_answers() -> bool:
     """Whether the device still computes, after a candidate that did not end."""
-    try:
-        _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
-    except TimeoutError:
-        return False
-    return True
+    outcome = _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
+    return outcome is not None and outcome[1] is None
 
 
-def _within(limit_s: float, work: Callable[[], Any]) -> Any:
-    """The result of the work, in a thread that is given up after `limit_s` seconds.
+def _within(
+    limit_s: float, work: Callable[[], Any]
+) -> tuple[Any, None] | tuple[None, Exception] | None:
+    """The work's result and its error, in a thread that is given up after `limit_s` seconds.
 
-    Raises:
-        TimeoutError: there is no result yet.
+    Nothing that the work raises is raised here, so that an exception is one of this thread: a
+    signal that ends the program.
+
+    Returns:
+        The result and None, or None and the error; None if there is neither yet.
     """
     done, outcome = threading.Event(), []
 
     def run() -> None:
         try:
             outcome.append((work(), None))
-        except Exception as error:
+        except Exception as error:  # whatever a kernel raises
             outcome.append((None, error))
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    if not done.wait(limit_s):
-        raise TimeoutError(f"no result within {limit_s:g} s")
-    ((result, error),) = outcome
-    if error is not None:
-        raise error
-    return result
+    return outcome[0] if done.wait(limit_s) else None
 
 
 def _one_line(error: Any) -> str:

@@ -12,6 +12,7 @@ from rope_jax.config import Config, ConfigError
 from rope_jax.files import warn, write_file
 from rope_jax.sharding import put_batch, text_of_first
 from rope_jax.training.setup import Setup, State, training_batches
+from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, record, tune
 from rope_jax_kernels.tuning import device_answers, nothing_to_tune
@@ -56,6 +57,7 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
 
     Raises:
         ConfigError: the file in the workdir is damaged, or a candidate made the device hang.
+        Interrupted: a signal stopped the run; nothing is written.
         SaveFailed: the choices could not be written to the workdir.
     """
     choices = stored_choices(setup.config, workdir)
@@ -79,7 +81,9 @@ def _measured(setup: Setup, state: State) -> Choices:
     print("measuring the kernels on this device", flush=True)
     try:
         return tune(calls_of_step(setup, state), say=warn)
-    except Exception as error:  # nothing that happens here may stop a training
+    except Interrupted:
+        raise
+    except Exception as error:  # nothing else that happens here may stop a training
         warn(f"WARNING: the kernels could not be measured ({error!r}): built-in preferences")
         return Choices()
 

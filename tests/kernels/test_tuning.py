@@ -3,6 +3,7 @@
 The candidates are fake implementations of attention: the reference with a cost, and a fault.
 """
 
+import signal
 import sys
 import threading
 import types
@@ -178,6 +179,34 @@ def test_a_candidate_that_does_not_end_is_given_up(fakes, clock):
     assert only(choices).choice == Choice("fast")
     assert only(choices).left_out == {"hanging": "does not end: no result within 0.5 s"}
     assert len(said) == 1
+
+
+class Stopped(Exception):
+    """Raised by a signal handler, as that of a training is."""
+
+
+@pytest.mark.parametrize("phase", ["compiling", "measuring"])
+def test_a_signal_ends_tuning(fakes, clock, phase):
+    def stop(number, frame):
+        raise Stopped
+
+    sent = []
+
+    def interrupted_and_slow(out=0.0):
+        if not sent:
+            sent.append(signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1))
+        released.wait(10)
+        return out
+
+    if phase == "measuring":
+        EFFECTS.append(interrupted_and_slow)
+    fakes(slow=(0.1, interrupted_and_slow))
+    previous = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(Stopped):
+            measured_by(clock, calls_of(attend, X))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 def test_tuning_ends_where_the_device_no_longer_answers(fakes, clock, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from rope_jax.config import ConfigError, differences, resolve
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
+from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import tree_hash
 from rope_jax_kernels import Choices, dispatch
 from rope_jax_kernels.attention import reference
@@ -114,6 +115,16 @@ def test_a_measurement_that_fails_does_not_stop_the_run(
     monkeypatch.setattr(kernels, "tune", tune)
     assert chosen(ready, tmp_path).calls == {}
     assert "could not be measured (RuntimeError('out of memory'))" in capsys.readouterr().err
+
+
+def test_a_signal_stops_the_run(ready, tmp_path, monkeypatch, other):
+    def tune(calls, say):
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(kernels, "tune", tune)
+    with pytest.raises(Interrupted):
+        chosen(ready, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_device_that_hangs_stops_the_run_with_the_choices_so_far(
