@@ -65,22 +65,26 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
         return choices
     if nothing_to_tune():
         return Choices()
-    first = jax.process_index() == 0
-    choices = Choices.from_json(text_of_first(_measured(setup, state).to_json() if first else ""))
-    if first:
+    choices = _measured(setup, state)
+    # An error here ends the first process, and thereby the others, which wait for its choices.
+    if jax.process_index() == 0:
         write_file(workdir / FILE, choices.to_json())
-    if first and not device_answers():
-        raise ConfigError(
-            "the device does not answer any more: end all its processes and start again, with the "
-            f"choices so far in {workdir / FILE}, or with --config.kernels=default"
-        )
-    return choices
+        if not device_answers():
+            raise ConfigError(
+                "the device does not answer any more: end all its processes and start again, with "
+                f"the choices so far in {workdir / FILE}, or with --config.kernels=default"
+            )
+    return Choices.from_json(text_of_first(choices.to_json()))
 
 
 def _measured(setup: Setup, state: State) -> Choices:
-    print("measuring the kernels on this device", flush=True)
+    """Measured choices in the first process; none in the others, or if measuring fails."""
     try:
-        return tune(calls_of_step(setup, state), say=warn)
+        calls = calls_of_step(setup, state)  # in every process: it moves arrays to all devices
+        if jax.process_index() > 0:
+            return Choices()
+        print("measuring the kernels on this device", flush=True)
+        return tune(calls, say=warn)
     except Interrupted:
         raise
     except Exception as error:  # nothing else that happens here may stop a training

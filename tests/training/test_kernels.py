@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
 from rope_jax.config import ConfigError, differences, resolve
@@ -131,11 +132,28 @@ def test_a_device_that_hangs_stops_the_run_with_the_choices_so_far(
     ready, tmp_path, monkeypatch, other
 ):
     prefer(monkeypatch, "triton")
+    sent = []
     monkeypatch.setattr(kernels, "device_answers", lambda: False)
+    monkeypatch.setattr(kernels, "text_of_first", lambda text: sent.append(text) or text)
     with pytest.raises(ConfigError, match="end all its processes and start again"):
         chosen(ready, tmp_path)
+    assert sent == [""]  # what the workdir holds; other processes must not use the choices
     assert Choices.load(tmp_path / kernels.FILE).calls
     assert chosen(ready, tmp_path).calls  # the next start uses them
+
+
+def test_every_process_traces_the_step_and_the_first_measures(
+    ready, tmp_path, monkeypatch, other
+):
+    """A batch on all devices takes all processes."""
+    tuned, traced = prefer(monkeypatch, "triton"), []
+    sent = iter(["", Choices("cpu", "of the first").to_json()])
+    monkeypatch.setattr(kernels, "calls_of_step", lambda *_: traced.append("step") or [])
+    monkeypatch.setattr(kernels, "text_of_first", lambda text: next(sent))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert chosen(ready, tmp_path).jax == "of the first"
+    assert (traced, tuned) == (["step"], [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_file_stops_the_run(ready, tmp_path):
