@@ -29,8 +29,8 @@ from rope_jax_kernels.measure import (
 
 COMPILING = 0.7  # largest share of the time in which programs are compiled
 WORTH = 0.98  # of the default's time; what is not faster than that is noise
-ENDLESS = "does not end"
-ALIVE_S = 10.0  # in which a device must answer after a candidate that did not
+ENDLESS, NOT_MEASURED = "does not end", "is not measured"
+ALIVE_S = 10.0  # in which a device must answer after a candidate that failed
 
 
 def tune(
@@ -182,8 +182,8 @@ def _measure(
     drawn, failure = _attempt(limit_s, lambda: sample(problem, exact, plain))
     if failure is not None:
         reports(problem, Choice("xla"), *failure)
-        return None, None
-    times, left_out, stuck = {}, {}, None
+        return None, _stuck_after(Choice("xla"))
+    times, failures, stuck = {}, {}, None
     for choice in candidates:
         program = programs.get((problem, choice))
         best = min(times.values(), default=float("inf"))
@@ -194,19 +194,23 @@ def _measure(
             return time_of(drawn, program, clock, best)
 
         if program is None:
-            failure = "is not measured", "no time was left to compile it"
+            failure = NOT_MEASURED, "no time was left to compile it"
         elif not callable(program):
             failure = "does not compile", _one_line(program)
         else:
             times[choice], failure = _attempt(limit_s, check_and_time)
         if failure is not None:
             times.pop(choice, None)
-            left_out[choice.name] = ": ".join(failure)
+            failures[choice] = failure
             reports(problem, choice, *failure)
-            if failure[0] == ENDLESS and not device_answers():
-                stuck = f"the device does not answer after {choice.name}"
+            if stuck := _stuck_after(choice):
                 break
-    return _chosen(problem, times, left_out), stuck
+    return _chosen(problem, times, failures), stuck
+
+
+def _stuck_after(choice: Choice) -> str | None:
+    """That the device no longer answers after a failure of this candidate; None if it does."""
+    return None if device_answers() else f"the device does not answer after {choice.name}"
 
 
 def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
@@ -223,21 +227,32 @@ def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, s
 
 
 def _chosen(
-    problem: Problem, times: dict[Choice, float], left_out: dict[str, str]
+    problem: Problem, times: dict[Choice, float], failures: dict[Choice, tuple[str, str]]
 ) -> Measured | None:
-    """The fastest candidate, or the default if that is about as fast; None if none is right."""
+    """The fastest candidate; the default if that is about as fast or there was no time for it.
+
+    Args:
+        problem: the call.
+        times: candidate -> microseconds.
+        failures: candidate -> kind and reason.
+
+    Returns:
+        What was measured; None without any time.
+    """
     if not times:
         return None
     default = Choice(problem.call.default)
     fastest = min(times, key=times.get)
-    if default in times and WORTH * times[default] <= times[fastest]:
+    untimed = default not in times and failures.get(default, (NOT_MEASURED,))[0] == NOT_MEASURED
+    if untimed or (default in times and WORTH * times[default] <= times[fastest]):
         fastest = default
     by_name = {choice.name: round(time, 3) for choice, time in times.items()}
+    left_out = {choice.name: ": ".join(failure) for choice, failure in failures.items()}
     return Measured(fastest, default.name, by_name, left_out)
 
 
 def device_answers() -> bool:
-    """Whether the device still computes, after a candidate that did not end."""
+    """Whether the device still computes, after a candidate that did not end or crashed."""
     outcome = _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
     return outcome is not None and outcome[1] is None
 

@@ -3,6 +3,7 @@
 The candidates are fake implementations of attention: the reference with a cost, and a fault.
 """
 
+import itertools
 import signal
 import sys
 import threading
@@ -28,8 +29,9 @@ from rope_jax_kernels import (
     tuning,
 )
 from rope_jax_kernels.attention import reference
-from rope_jax_kernels.calls import key_of
+from rope_jax_kernels.calls import Call, key_of
 from rope_jax_kernels.choices import Choice, Measured
+from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.rotary import triton
 from tests.kernels.test_dispatch import mesh_of
 
@@ -84,7 +86,7 @@ def fakes(monkeypatch, clock, interpreted, quick_compiles):
     return register
 
 
-noise = iter(np.linspace(0, 1e-7, 1000))
+noise = itertools.cycle([0.0, 5e-8])
 released = threading.Event()
 
 
@@ -215,6 +217,38 @@ def test_tuning_ends_where_the_device_no_longer_answers(fakes, clock, monkeypatc
     choices, said = measured_by(clock, calls_of(attend, X), limit_s=0.5)
     assert only(choices).choice == Choice("xla")
     assert said[1].startswith("the device does not answer after hanging; tuning ends here")
+
+
+def test_tuning_ends_where_every_computation_fails(fakes, clock, monkeypatch):
+    """As after an illegal memory access."""
+    broken = []
+
+    def breaks():
+        broken.append(True)
+        raise RuntimeError("an illegal memory access")
+
+    def block_until_ready(x, wait=jax.block_until_ready):
+        if broken:
+            raise RuntimeError("an illegal memory access")
+        return wait(x)
+
+    EFFECTS.append(breaks)
+    fakes(breaking=(0.1, breaks), fast=(1.0, None))
+    monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
+    choices, said = measured_by(clock, calls_of(attend, X))
+    assert only(choices).choice == Choice("xla")
+    assert list(only(choices).left_out) == ["breaking"]
+    assert said[1].startswith("the device does not answer after breaking; tuning ends here")
+
+
+@pytest.mark.parametrize(("kind", "stays"), [(tuning.NOT_MEASURED, True), ("is wrong", False)])
+def test_a_default_for_which_no_time_was_left_stays(kind, stays):
+    call = Call("attention", {"q": X}, "default")
+    times = {Choice("xla"): 10.0, Choice("fast"): 1.0}
+    failures = {Choice("default"): (kind, "a reason")}
+    found = tuning._chosen(Problem(call, "forward"), times, failures)
+    assert found.choice == Choice("default" if stays else "fast")
+    assert found.left_out == {"default": f"{kind}: a reason"}
 
 
 def test_a_candidate_that_does_not_end_compiling_is_given_up(fakes, clock):
