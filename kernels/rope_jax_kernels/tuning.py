@@ -6,6 +6,7 @@ or does not end is left out. What is fastest of the others is chosen.
 """
 
 import collections
+import functools
 import os
 import threading
 import time
@@ -59,7 +60,7 @@ def tune(
     Args:
         calls: from `record`.
         seconds: for everything. The calls that take longest come first; those that are left keep
-            their defaults.
+            their defaults, and candidates that are left are not chosen.
         limit_s: seconds in which a candidate must have been compared and timed.
         clock: seconds, for the timing of candidates.
         say: takes one sentence about what is left out, and why.
@@ -72,6 +73,7 @@ def tune(
         say(reason)
         return choices
     start, reports = time.monotonic(), _Reports(say)
+    until = start + seconds
     problems = [Problem(call, name) for call in calls for name in call.directions]
     problems.sort(key=lambda problem: -problem.weight)
     candidates = {problem: problem.candidates() for problem in problems}
@@ -79,10 +81,11 @@ def tune(
     programs = _compile_all(open_problems, candidates, start + COMPILING * seconds)
     left = 0
     for problem in open_problems:
-        if time.monotonic() - start > seconds:
+        if time.monotonic() > until:
             left += 1
             continue
-        measured, stuck = _measure(problem, candidates[problem], programs, limit_s, clock, reports)
+        attempt = functools.partial(_attempt, limit_s, until)
+        measured, stuck = _measure(problem, candidates[problem], programs, attempt, clock, reports)
         if measured is not None:
             choices.calls.setdefault(problem.call.key, {})[problem.direction] = measured
         if stuck is not None:
@@ -164,11 +167,19 @@ def _measure(
     problem: Problem,
     candidates: list[Choice],
     programs: dict[tuple[Problem, Choice], Program],
-    limit_s: float,
+    attempt: Callable[[Callable], tuple[Any, tuple[str, str] | None]],
     clock: Callable[[], float],
     reports: _Reports,
 ) -> tuple[Measured | None, str | None]:
     """Compares and times all candidates of a problem.
+
+    Args:
+        problem: the call.
+        candidates: what may serve it.
+        programs: from `_compile_all`.
+        attempt: `_attempt` with its limits.
+        clock: seconds.
+        reports: of candidates that are left out.
 
     Returns:
         What was measured, None if there is nothing to compare with; and why the device no longer
@@ -179,7 +190,7 @@ def _measure(
         reason = next((x for x in (plain, exact) if isinstance(x, Exception)), "no time was left")
         reports(problem, Choice("xla"), "is not compiled", _one_line(reason))
         return None, None
-    drawn, failure = _attempt(limit_s, lambda: sample(problem, exact, plain))
+    drawn, failure = attempt(lambda _: sample(problem, exact, plain))
     if failure is not None:
         reports(problem, Choice("xla"), *failure)
         return None, _stuck_after(Choice("xla"))
@@ -188,17 +199,22 @@ def _measure(
         program = programs.get((problem, choice))
         best = min(times.values(), default=float("inf"))
 
-        def check_and_time(choice=choice, program=program, best=best) -> float:
+        def check_and_time(given_up, choice=choice, program=program, best=best) -> float:
+            def run(*operands: Any) -> Any:
+                if given_up.is_set():
+                    raise TimeoutError  # nobody waits, and others are timed
+                return program(*operands)
+
             if choice != Choice("xla"):
-                check(drawn, program)
-            return time_of(drawn, program, clock, best)
+                check(drawn, run)
+            return time_of(drawn, run, clock, best)
 
         if program is None:
             failure = NOT_MEASURED, "no time was left to compile it"
         elif not callable(program):
             failure = "does not compile", _one_line(program)
         else:
-            times[choice], failure = _attempt(limit_s, check_and_time)
+            times[choice], failure = attempt(check_and_time)
         if failure is not None:
             times.pop(choice, None)
             failures[choice] = failure
@@ -213,9 +229,20 @@ def _stuck_after(choice: Choice) -> str | None:
     return None if device_answers() else f"the device does not answer after {choice.name}"
 
 
-def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
-    """The result of the work, and None; or None, and the kind of failure with its reason."""
-    outcome = _within(limit_s, work)
+def _attempt(
+    limit_s: float, until: float, work: Callable[[threading.Event], Any]
+) -> tuple[Any, tuple[str, str] | None]:
+    """The result of the work, and None; or None, and the kind of failure with its reason.
+
+    Args:
+        limit_s: seconds in which the work must end.
+        until: when it must end at the latest, as `time.monotonic` has it.
+        work: see `_within`.
+    """
+    left = until - time.monotonic()
+    outcome = _within(min(limit_s, left), work) if left > 0 else None
+    if outcome is None and left < limit_s:
+        return None, (NOT_MEASURED, "no time was left to run it")
     if outcome is None:
         return None, (ENDLESS, f"no result within {limit_s:g} s")
     result, error = outcome
@@ -253,32 +280,39 @@ def _chosen(
 
 def device_answers() -> bool:
     """Whether the device still computes, after a candidate that did not end or crashed."""
-    outcome = _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
+    outcome = _within(ALIVE_S, lambda _: jax.block_until_ready(jnp.zeros(()) + 1))
     return outcome is not None and outcome[1] is None
 
 
 def _within(
-    limit_s: float, work: Callable[[], Any]
+    limit_s: float, work: Callable[[threading.Event], Any]
 ) -> tuple[Any, None] | tuple[None, Exception] | None:
     """The work's result and its error, in a thread that is given up after `limit_s` seconds.
 
     Nothing that the work raises is raised here, so that an exception is one of this thread: a
     signal that ends the program.
 
+    Args:
+        limit_s: seconds.
+        work: what to compute. Its argument is set when it is given up.
+
     Returns:
         The result and None, or None and the error; None if there is neither yet.
     """
-    done, outcome = threading.Event(), []
+    done, given_up, outcome = threading.Event(), threading.Event(), []
 
     def run() -> None:
         try:
-            outcome.append((work(), None))
+            outcome.append((work(given_up), None))
         except Exception as error:  # whatever a kernel raises
             outcome.append((None, error))
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    return outcome[0] if done.wait(limit_s) else None
+    try:
+        return outcome[0] if done.wait(limit_s) else None
+    finally:
+        given_up.set()
 
 
 def _one_line(error: Any) -> str:

@@ -7,6 +7,7 @@ import itertools
 import signal
 import sys
 import threading
+import time
 import types
 
 import jax
@@ -217,6 +218,32 @@ def test_tuning_ends_where_the_device_no_longer_answers(fakes, clock, monkeypatc
     choices, said = measured_by(clock, calls_of(attend, X), limit_s=0.5)
     assert only(choices).choice == Choice("xla")
     assert said[1].startswith("the device does not answer after hanging; tuning ends here")
+
+
+def test_a_candidate_is_given_up_where_the_time_ends(fakes, clock):
+    fakes(hanging=(0.1, hangs), fast=(1.0, None))
+    start = time.monotonic()
+    choices, _ = measured_by(clock, calls_of(attend, X), seconds=3.0, limit_s=60.0)
+    assert time.monotonic() - start < 6
+    reason = "is not measured: no time was left to run it"
+    assert only(choices).left_out == {"hanging": reason, "fast": reason}
+    assert only(choices).choice == Choice("xla")
+
+
+def test_a_candidate_that_was_given_up_runs_no_more(fakes, clock):
+    runs = []
+
+    def slowly():
+        runs.append(time.monotonic())
+        time.sleep(0.4)
+        return 0.0
+
+    EFFECTS.append(slowly)
+    fakes(slow=(0.1, slowly), fast=(1.0, None))
+    choices, _ = measured_by(clock, calls_of(attend, X), limit_s=0.5)
+    assert "does not end" in only(choices).left_out["slow"]
+    time.sleep(0.7)
+    assert len(runs) <= 2
 
 
 def test_tuning_ends_where_every_computation_fails(fakes, clock, monkeypatch):
