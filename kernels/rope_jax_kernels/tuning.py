@@ -154,7 +154,7 @@ def _compile_all(
                 changed.notify()
 
     for _ in range(min(total, max(4, os.cpu_count() or 1))):
-        threading.Thread(target=work, daemon=True).start()
+        _start_thread(work)
     try:
         with changed:
             changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
@@ -308,11 +308,27 @@ def _within(
             outcome.append((None, error))
         done.set()
 
-    threading.Thread(target=run, daemon=True).start()
+    _start_thread(run)
     try:
         return outcome[0] if done.wait(limit_s) else None
     finally:
         given_up.set()
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    """Runs work in a thread with this one's settings of jax; the process can end before it."""
+    default, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def run() -> None:
+        with (
+            jax.default_device(default),
+            jax.default_matmul_precision(precision),
+            jax.sharding.use_abstract_mesh(mesh),
+        ):
+            work()
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def _one_line(error: Any) -> str:
