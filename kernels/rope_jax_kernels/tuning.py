@@ -74,6 +74,12 @@ def tune(
         return choices
     start, reports = time.monotonic(), _Reports(say)
     until = start + seconds
+    calls = list(calls)
+    if not calls:
+        say(
+            "nothing to tune: no call was recorded. Calls with a named implementation, and those "
+            "that XLA may partition over several devices, are not"
+        )
     problems = [Problem(call, name) for call in calls for name in call.directions]
     problems.sort(key=lambda problem: -problem.weight)
     candidates = {problem: problem.candidates() for problem in problems}

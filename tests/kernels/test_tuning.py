@@ -533,6 +533,12 @@ def test_a_real_kernel_is_compared_and_timed(interpreted, quick_compiles, monkey
     assert min(found.microseconds.values()) > 0
 
 
+def test_without_calls_there_is_nothing_to_tune(interpreted, clock):
+    choices, (said,) = measured_by(clock, [])
+    assert choices.calls == {}
+    assert said.startswith("nothing to tune: no call was recorded.")
+
+
 def test_a_cpu_has_nothing_to_tune(clock, monkeypatch):
     monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
     choices, said = measured_by(clock, calls_of(attend, X))
