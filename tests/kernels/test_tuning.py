@@ -252,10 +252,12 @@ def test_threads_have_the_settings_of_jax():
         mesh = jax.sharding.get_abstract_mesh()
         return config.jax_default_matmul_precision, config.jax_default_device, mesh
 
-    default = jax.default_device(jax.devices()[0])
-    with default, jax.default_matmul_precision("highest"):
-        with jax.sharding.use_abstract_mesh(mesh_of(devices=8)):
-            assert tuning._within(10.0, settings) == (settings(None), None)
+    with (
+        jax.default_device(jax.devices()[0]),
+        jax.default_matmul_precision("highest"),
+        jax.sharding.use_abstract_mesh(mesh_of(devices=8)),
+    ):
+        assert tuning._within(10.0, settings) == (settings(None), None)
 
 
 def test_tuning_ends_where_every_computation_fails(fakes, clock, monkeypatch):

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from rope_jax.config import ConfigError, differences, resolve
+from rope_jax.run import _stored_kernels
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Interrupted
@@ -154,6 +155,11 @@ def test_every_process_traces_the_step_and_the_first_measures(
     assert chosen(ready, tmp_path).jax == "of the first"
     assert (traced, tuned) == (["step"], [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_without_a_file_uses_nothing_from_the_cache_folder(tmp_path):
+    found = _stored_kernels(resolve({}), tmp_path)
+    assert (found.calls, found.everywhere) == ({}, None)
 
 
 def test_a_damaged_file_stops_the_run(ready, tmp_path):
