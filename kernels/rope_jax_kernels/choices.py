@@ -3,7 +3,7 @@
 `record` notes calls, `tune` measures them, and the `Choices` that it returns are used by every call
 with `implementation=None` that is traced inside `with choices:`. Elsewhere such a call on a GPU
 uses the choices that `Choices.remember` wrote to the user's cache folder, or those that ship with
-this package in `measured/`, for this kind of device and version of jax.
+this package in `measured/`, for this kind of device, version of jax and sources of the kernels.
 
 Both contexts take part in the caches of `jax.jit`: a function is traced again in another context.
 A trace cannot see whether it will be differentiated, so a call with measured choices has a
@@ -13,6 +13,7 @@ derivative rule of its own, which uses the choice for the gradients that are wan
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -99,16 +100,18 @@ class Choices:
         jax: version of jax.
         calls: call (`Call.key`) -> direction -> what was measured.
         everywhere: an implementation for every call that it serves, or None.
+        sources: of the kernels that were measured, see `sources_of_kernels`.
     """
 
     device: str = ""
     jax: str = jax.__version__
     calls: dict[str, dict[str, Measured]] = dataclasses.field(default_factory=dict)
     everywhere: str | None = None
+    sources: str = dataclasses.field(default_factory=lambda: sources_of_kernels())
 
     def __post_init__(self):
         self._entered = []
-        self._refused = set()
+        self._said = set()
 
     def __enter__(self) -> "Choices":
         context = _IN_FORCE(self)
@@ -119,30 +122,42 @@ class Choices:
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
 
-    def fits_device(self) -> bool:
-        """Whether the choices were measured on the target's kind of device, or on none."""
-        return self.device in ("", device.kind())
+    def misfit(self) -> str | None:
+        """Why the choices say nothing about the target's calls; None if they do."""
+        if self.device not in ("", device.kind()):
+            return f"measured on another kind of device, {self.device}"
+        if self.calls and self.sources != sources_of_kernels():
+            return "measured with other sources of the kernels"
+        return None
 
     def of(self, key: str) -> dict[str, Choice]:
         """Direction -> choice, for a call on the target device."""
         if self.everywhere is not None:
             return {FORWARD: Choice(self.everywhere)}
-        if key not in self.calls or not self.fits_device():
+        if key not in self.calls:
+            return {}
+        if reason := self.misfit():
+            self._say_once(f"choices are not used: they were {reason}")
             return {}
         return {name: measured.choice for name, measured in self.calls[key].items()}
 
     def refused(self, choice: Choice, op: str, reason: str) -> None:
-        """Says once that an implementation wanted everywhere does not serve a call."""
-        if self.everywhere is not None and (op, reason) not in self._refused:
-            self._refused.add((op, reason))
-            device.say(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
+        """Says once that a chosen implementation does not serve a call."""
+        self._say_once(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            device.say(message)
 
     def updated(self, other: "Choices") -> "Choices":
         """These choices and newer ones for the same device, which take precedence."""
         calls = {key: dict(found) for key, found in self.calls.items()}
         for key, found in other.calls.items():
             calls.setdefault(key, {}).update(found)
-        return Choices(other.device, other.jax, calls)
+        found = Choices(other.device, other.jax, calls, sources=other.sources)
+        found._said = self._said
+        return found
 
     def to_json(self) -> str:
         """The choices as text; `from_json` reads it."""
@@ -150,7 +165,13 @@ class Choices:
             key: {name: dataclasses.asdict(measured) for name, measured in found.items()}
             for key, found in self.calls.items()
         }
-        content = {"format": 1, "device": self.device, "jax": self.jax, "calls": calls}
+        content = {
+            "format": 1,
+            "device": self.device,
+            "jax": self.jax,
+            "sources": self.sources,
+            "calls": calls,
+        }
         return json.dumps(content, indent=1) + "\n"
 
     @classmethod
@@ -168,7 +189,8 @@ class Choices:
                 key: {name: _measured(**fields) for name, fields in found.items()}
                 for key, found in content["calls"].items()
             }
-            return cls(str(content["device"]), str(content["jax"]), calls)
+            sources = str(content.get("sources", ""))
+            return cls(str(content["device"]), str(content["jax"]), calls, sources=sources)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"these are no choices of kernels: {error!r}") from error
 
@@ -197,7 +219,7 @@ class Choices:
 
     def remember(self) -> pathlib.Path:
         """Adds the choices to the user's cache folder, which `None` reads; returns the file."""
-        path = cache_folder() / file_name(self.device, self.jax)
+        path = cache_folder() / file_name(self.device, self.jax, self.sources)
         path.parent.mkdir(parents=True, exist_ok=True)
         before = _read(path)
         (self if before is None else before.updated(self)).save(path)
@@ -223,13 +245,31 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(caches, "rope_jax", "kernels")
 
 
-def file_name(kind: str, version: str) -> str:
-    """The file of a kind of device and a version of jax, in either folder.
+@functools.cache
+def sources_of_kernels() -> str:
+    """A short hash of this package's sources: what was measured with others no longer holds."""
+    folder, digest = pathlib.Path(__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
 
-    >>> file_name("NVIDIA H200", "0.11.2")
-    'nvidia_h200-jax0.11.2.json'
+
+def file_name(kind: str, version: str, sources: str) -> str:
+    """The file of a kind of device, a version of jax and of the kernels, in either folder.
+
+    >>> file_name("NVIDIA H200", "0.11.2", "0a1b2c3d")
+    'nvidia_h200-jax0.11.2-0a1b2c3d.json'
     """
-    return f"{re.sub('[^a-z0-9]+', '_', kind.lower())}-jax{version}.json"
+    return f"{word_of(kind)}-jax{version}-{sources}.json"
+
+
+def word_of(kind: str) -> str:
+    """A kind of device in names of files.
+
+    >>> word_of("NVIDIA H200")
+    'nvidia_h200'
+    """
+    return re.sub("[^a-z0-9]+", "_", kind.lower())
 
 
 def remembered() -> Choices | None:
@@ -240,7 +280,7 @@ def remembered() -> Choices | None:
     """
     if not device.is_gpu():
         return None
-    name = file_name(device.kind(), jax.__version__)
+    name = file_name(device.kind(), jax.__version__, sources_of_kernels())
     folders = [SHIPPED]
     if jax.process_count() == 1:
         with contextlib.suppress(RuntimeError):

@@ -14,10 +14,14 @@ from rope_jax.sharding import put_batch, text_of_first
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax_kernels import Call, Choices, record, tune
+from rope_jax_kernels import Call, Choices, device, record, tune
+from rope_jax_kernels.choices import word_of
 from rope_jax_kernels.tuning import device_answers, nothing_to_tune
 
-FILE = "kernels.json"
+
+def file_of(workdir: pathlib.Path) -> pathlib.Path:
+    """The file of the choices in a workdir: one for each kind of device on which it was trained."""
+    return workdir / f"kernels_{word_of(device.kind())}.json"
 
 
 def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
@@ -33,7 +37,7 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
         return Choices()
     if config.kernels != "tuned":
         return Choices(everywhere=config.kernels)
-    path = workdir / FILE
+    path = file_of(workdir)
     try:
         own = path.read_text() if jax.process_index() == 0 and path.exists() else ""
         text = text_of_first(own)
@@ -43,11 +47,13 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
             f"{path} cannot be used ({error}): restore it, or delete it to measure the kernels "
             "again, which may change the last bits of the results [--workdir]"
         ) from error
-    if choices is not None and not choices.fits_device():
+    if choices is None and (others := sorted(workdir.glob("kernels_*.json"))):
         warn(
-            f"WARNING: {path} was measured on another kind of device, {choices.device}: its "
-            "choices are not used"
+            f"WARNING: the choices of kernels in {others[0]} are for another kind of device and "
+            "are not used here, which may change the last bits of the results"
         )
+    if choices is not None and (reason := choices.misfit()):
+        warn(f"WARNING: the choices of kernels in {path} are not used: they were {reason}")
         return None
     return choices
 
@@ -68,11 +74,12 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
     choices = _measured(setup, state)
     # An error here ends the first process, and thereby the others, which wait for its choices.
     if jax.process_index() == 0:
-        write_file(workdir / FILE, choices.to_json())
+        write_file(file_of(workdir), choices.to_json())
         if not device_answers():
             raise ConfigError(
                 "the device does not answer any more: end all its processes and start again, with "
-                f"the choices so far in {workdir / FILE}, or with --config.kernels=default"
+                f"the choices so far in {file_of(workdir)}, or with --config.kernels=default "
+                "--resume_override=kernels"
             )
     return Choices.from_json(text_of_first(choices.to_json()))
 

@@ -3,6 +3,7 @@
 The candidates are fake implementations of attention: the reference with a cost, and a fault.
 """
 
+import dataclasses
 import itertools
 import signal
 import sys
@@ -31,7 +32,7 @@ from rope_jax_kernels import (
 )
 from rope_jax_kernels.attention import reference
 from rope_jax_kernels.calls import Call, key_of
-from rope_jax_kernels.choices import Choice, Measured
+from rope_jax_kernels.choices import Choice, Measured, sources_of_kernels
 from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.rotary import triton
 from tests.kernels.test_dispatch import mesh_of
@@ -423,12 +424,31 @@ def test_a_compiled_function_is_traced_again_in_another_context(fakes, clock):
         assert clock.now - before == seconds
 
 
-def test_choices_for_another_device_are_not_used(fakes, clock):
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"device": "NVIDIA L4"}, "measured on another kind of device, NVIDIA L4"),
+        ({"sources": "0a1b2c3d"}, "measured with other sources of the kernels"),
+    ],
+)
+def test_choices_measured_elsewhere_are_not_used(fakes, clock, capsys, changed, reason):
     fakes(fast=(1.0, None))
     (call,) = calls_of(attend, X)
-    with choices_for(call.key, "NVIDIA L4", forward=Choice("fast")):
+    choices = dataclasses.replace(choices_for(call.key, forward=Choice("fast")), **changed)
+    with Choices.from_json(choices.to_json()):
         jax.block_until_ready(jax.jit(attend)(jnp.ones(X.shape)))
+        jax.eval_shape(lambda x: attend(x) + attend(x), X)
     assert clock.now == 10
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith(f"choices are not used: they were {reason}")
+
+
+def test_a_choice_that_is_refused_is_reported_once(capsys):
+    (call,) = calls_of(attend, X)
+    with choices_for(call.key, forward=Choice("triton")):
+        jax.eval_shape(lambda x: attend(x) + attend(x), X)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "triton does not serve a call of attention: the head dimension is 8" in said
 
 
 def test_one_implementation_everywhere(fakes, clock, capsys):
@@ -485,7 +505,8 @@ def test_none_reads_the_cache_folder_and_what_ships(tmp_path, monkeypatch, capsy
     makes = lambda name: choices_for(call.key, "NVIDIA H200", forward=own[name])
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
     path = makes("xla").remember()
-    assert path == tmp_path / "kernels" / f"nvidia_h200-jax{jax.__version__}.json"
+    name = f"nvidia_h200-jax{jax.__version__}-{sources_of_kernels()}.json"
+    assert path == tmp_path / "kernels" / name
     assert kernels_of(windows, MAP) == 0
     with makes("triton"):
         assert kernels_of(windows, MAP) == 1
