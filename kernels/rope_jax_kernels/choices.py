@@ -19,7 +19,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -200,9 +200,14 @@ class Choices:
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
-            file.write(self.to_json())
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+            try:
+                file.write(self.to_json())
+                file.flush()  # where a full disk shows
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Choices":
@@ -221,8 +226,9 @@ class Choices:
         """Adds the choices to the user's cache folder, which `None` reads; returns the file."""
         path = cache_folder() / file_name(self.device, self.jax, self.sources)
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _read(path)
-        (self if before is None else before.updated(self)).save(path)
+        with _locked(path.parent):
+            before = _read(path)
+            (self if before is None else before.updated(self)).save(path)
         return path
 
 
@@ -243,6 +249,19 @@ def cache_folder() -> pathlib.Path:
         return pathlib.Path(chosen) / "kernels"
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(caches, "rope_jax", "kernels")
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Waits for other processes that change the files of a folder, and keeps them waiting."""
+    import fcntl  # which Windows does not have
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 The candidates are fake implementations of attention: the reference with a cost, and a fault.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import signal
@@ -32,7 +33,7 @@ from rope_jax_kernels import (
 )
 from rope_jax_kernels.attention import reference
 from rope_jax_kernels.calls import Call, key_of
-from rope_jax_kernels.choices import Choice, Measured, sources_of_kernels
+from rope_jax_kernels.choices import Choice, Measured, _read, sources_of_kernels
 from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.rotary import triton
 from tests.kernels.test_dispatch import mesh_of
@@ -475,6 +476,33 @@ def test_choices_survive_a_file(tmp_path):
     again = Choices.load(tmp_path / "choices.json")
     assert (again.device, again.jax, again.calls) == (choices.device, choices.jax, choices.calls)
     assert [path.name for path in tmp_path.iterdir()] == ["choices.json"]
+
+
+def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        Choices().save(tmp_path / "choices.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_choices_remembered_at_once_are_all_kept(tmp_path, monkeypatch):
+    """Each call waits for the one before, which is still reading."""
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
+
+    def slowly(path):
+        found = _read(path)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr("rope_jax_kernels.choices._read", slowly)
+    keys = ["one", "two", "three"]
+    found = [choices_for(key, "NVIDIA H200", forward=Choice("xla")) for key in keys]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (path,) = set(pool.map(Choices.remember, found))
+    assert set(Choices.load(path).calls) == set(keys)
 
 
 @pytest.mark.parametrize(
