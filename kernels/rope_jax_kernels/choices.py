@@ -86,9 +86,9 @@ class Measured:
 class Choices:
     """Measured choices of implementations and tiles for one kind of device.
 
-    As a context they are used, they alone, by the calls with `implementation=None` that are traced
-    inside; calls that were not measured, and all on another kind of device, use the built-in
-    preferences. `Choices()` has none.
+    Inside `with choices:`, calls traced with `implementation=None` use these choices and nothing
+    from the cache folder. Calls that were not measured, and all on another kind of device or with
+    changed kernels, use the built-in preferences. `Choices()` has none.
 
     Example:
         >>> from rope_jax_kernels import Choices

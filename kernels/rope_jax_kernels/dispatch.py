@@ -155,8 +155,8 @@ def _run_by_platform(op: str, implementation: str, arguments: dict[str, Any]) ->
 def _by_platform(op: str, kernel: str, tree: Any, fixed: tuple, *arrays: jax.Array) -> Any:
     """See `_run_by_platform`; `fixed` has None where an array belongs.
 
-    Reverse mode differentiates both ways and saves the residuals of both, those of the other way as
-    zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
+    Reverse mode differentiates both branches and saves the residuals of both, those of the other
+    one as zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
     """
 
     def by(implementation: str, *arrays: jax.Array) -> Any:
