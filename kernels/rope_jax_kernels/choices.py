@@ -13,19 +13,18 @@ derivative rule of its own, which uses the choice for the gradients that are wan
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import pathlib
-import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from rope_jax_kernels import device
+from rope_jax_kernels.cache import cache_folder, file_name, locked, sources_of_kernels
 from rope_jax_kernels.calls import FORWARD, RECORDER, Arrays, arrays_of, direction, key_of
 
 SHIPPED = pathlib.Path(__file__).parent / "measured"
@@ -107,7 +106,7 @@ class Choices:
     jax: str = jax.__version__
     calls: dict[str, dict[str, Measured]] = dataclasses.field(default_factory=dict)
     everywhere: str | None = None
-    sources: str = dataclasses.field(default_factory=lambda: sources_of_kernels())
+    sources: str = dataclasses.field(default_factory=sources_of_kernels)
 
     def __post_init__(self):
         self._entered = []
@@ -226,7 +225,7 @@ class Choices:
         """Adds the choices to the user's cache folder, which `None` reads; returns the file."""
         path = cache_folder() / file_name(self.device, self.jax, self.sources)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent):
+        with locked(path.parent):
             before = _read(path)
             (self if before is None else before.updated(self)).save(path)
         return path
@@ -236,59 +235,6 @@ def _measured(choice: dict, default: str, microseconds: dict, left_out: dict) ->
     tile = tuple((str(part), tuple(int(n) for n in size)) for part, size in choice["tile"])
     times = {name: float(time) for name, time in microseconds.items()}
     return Measured(Choice(str(choice["implementation"]), tile), str(default), times, left_out)
-
-
-def cache_folder() -> pathlib.Path:
-    """The folder of remembered choices: `kernels` in $ROPE_JAX_CACHE, else in rope_jax of
-    $XDG_CACHE_HOME or ~/.cache.
-
-    Raises:
-        RuntimeError: neither variable is set and the user has no home folder.
-    """
-    if chosen := os.environ.get("ROPE_JAX_CACHE"):
-        return pathlib.Path(chosen) / "kernels"
-    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(caches, "rope_jax", "kernels")
-
-
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-    """Waits for other processes that change the files of a folder, and keeps them waiting."""
-    import fcntl  # which Windows does not have
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@functools.cache
-def sources_of_kernels() -> str:
-    """A short hash of this package's sources: what was measured with others no longer holds."""
-    folder, digest = pathlib.Path(__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def file_name(kind: str, version: str, sources: str) -> str:
-    """The file of a kind of device, a version of jax and of the kernels, in either folder.
-
-    >>> file_name("NVIDIA H200", "0.11.2", "0a1b2c3d")
-    'nvidia_h200-jax0.11.2-0a1b2c3d.json'
-    """
-    return f"{word_of(kind)}-jax{version}-{sources}.json"
-
-
-def word_of(kind: str) -> str:
-    """A kind of device in names of files.
-
-    >>> word_of("NVIDIA H200")
-    'nvidia_h200'
-    """
-    return re.sub("[^a-z0-9]+", "_", kind.lower())
 
 
 def remembered() -> Choices | None:

@@ -30,6 +30,10 @@ from rope_jax_kernels.measure import (
 
 COMPILING = 0.7  # largest share of the time in which programs are compiled
 WORTH = 0.98  # of the default's time; what is not faster than that is noise
+NO_CALLS = (
+    "nothing to tune: no call was recorded. Calls with a named implementation, and those that XLA "
+    "may partition over several devices, are not"
+)
 ENDLESS, NOT_MEASURED = "does not end", "is not measured"
 ALIVE_S = 10.0  # in which a device must answer after a candidate that failed
 
@@ -68,18 +72,12 @@ def tune(
     Returns:
         The choices, of calls for which there was more than one candidate.
     """
-    choices = Choices(device.kind())
-    if reason := nothing_to_tune():
+    choices, calls = Choices(device.kind()), list(calls)
+    if reason := nothing_to_tune() or (None if calls else NO_CALLS):
         say(reason)
         return choices
     start, reports = time.monotonic(), _Reports(say)
     until = start + seconds
-    calls = list(calls)
-    if not calls:
-        say(
-            "nothing to tune: no call was recorded. Calls with a named implementation, and those "
-            "that XLA may partition over several devices, are not"
-        )
     problems = [Problem(call, name) for call in calls for name in call.directions]
     problems.sort(key=lambda problem: -problem.weight)
     candidates = {problem: problem.candidates() for problem in problems}

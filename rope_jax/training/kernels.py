@@ -15,7 +15,7 @@ from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
-from rope_jax_kernels.choices import word_of
+from rope_jax_kernels.cache import word_of
 from rope_jax_kernels.tuning import device_answers, nothing_to_tune
 
 

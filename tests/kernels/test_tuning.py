@@ -32,8 +32,9 @@ from rope_jax_kernels import (
     tuning,
 )
 from rope_jax_kernels.attention import reference
+from rope_jax_kernels.cache import sources_of_kernels
 from rope_jax_kernels.calls import Call, key_of
-from rope_jax_kernels.choices import Choice, Measured, _read, sources_of_kernels
+from rope_jax_kernels.choices import Choice, Measured, _read
 from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.rotary import triton
 from tests.kernels.test_dispatch import mesh_of
