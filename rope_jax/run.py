@@ -31,6 +31,7 @@ from rope_jax.training.setup import Setup, State, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table
+from rope_jax_kernels import Choices
 
 
 def train(
@@ -122,9 +123,9 @@ def evaluate_newest(
             finish(setup, state, workdir, signals)
 
 
-def _stored_kernels(config: Config, workdir: pathlib.Path) -> contextlib.AbstractContextManager:
-    """The choices of kernels that the run was trained with, if there are any."""
-    return stored_choices(config, workdir) or contextlib.nullcontext()
+def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
+    """The choices of kernels that the run was trained with; without any, built-in preferences."""
+    return stored_choices(config, workdir) or Choices()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from rope_jax.models.registry import create_model, find_model
 from rope_jax.text import format_table, image_pair
 from rope_jax_kernels import Call, Choices, record, tune
 from rope_jax_kernels.choices import Measured
+from rope_jax_kernels.measure import on_one_device
 from rope_jax_kernels.tuning import nothing_to_tune
 
 
@@ -65,7 +66,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def calls_of_model(asked: argparse.Namespace) -> list[Call]:
-    """The calls of kernels in one step of the model, traced with shapes only."""
+    """The calls of kernels in one step of the model on one GPU, traced with shapes only."""
     if asked.batch < 1:
         raise ConfigError(f"--batch={asked.batch} must be at least 1")
     with blame("--model, --position, --options or --resolution"):
@@ -84,7 +85,7 @@ def calls_of_model(asked: argparse.Namespace) -> list[Call]:
 
     step: Callable = jax.grad(loss) if asked.train else loss
     images = jax.ShapeDtypeStruct((asked.batch, *size, 3), jnp.float32)
-    with record() as calls:
+    with record() as calls, on_one_device():
         jax.eval_shape(step, params, rest, images)
     return calls
 

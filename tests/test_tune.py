@@ -33,6 +33,12 @@ def test_calls_of_evaluation_and_of_training():
     assert list(call.directions) == ["gradient of qkv, rotation.freqs"]
 
 
+def test_calls_are_those_of_one_of_several_devices(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    (call,) = calls("--position=axial_rope")
+    assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] ")
+
+
 def choices():
     times = {"xla": 40.0, "triton": 10.0, "triton forward=64x32x4x2": 8.0}
     choice = Choice("triton", (("forward", (64, 32, 4, 2)),))

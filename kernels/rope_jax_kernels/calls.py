@@ -166,7 +166,8 @@ def record() -> Iterator[list[Call]]:
     """Notes the calls with `implementation=None` of the programs that are traced inside.
 
     Distinct calls are noted once, with a count, and with the gradients that are taken. Calls that
-    XLA may have to partition over devices are left out: kernels cannot serve them.
+    XLA may have to partition over devices are left out; inside `jax.shard_map` they are noted
+    as each device makes them, and inside `jax.vmap` without the axis that is mapped.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -3,7 +3,7 @@
 `record` notes calls, `tune` measures them, and the `Choices` that it returns are used by every call
 with `implementation=None` that is traced inside `with choices:`. Elsewhere such a call on a GPU
 uses the choices that `Choices.remember` wrote to the user's cache folder, or those that ship with
-this package in `measured/`, for this kind of device and version of jax.
+this package in `measured/`, for this kind of device, version of jax and sources of the kernels.
 
 Both contexts take part in the caches of `jax.jit`: a function is traced again in another context.
 A trace cannot see whether it will be differentiated, so a call with measured choices has a
@@ -16,7 +16,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,7 @@ import jax
 from jaxtyping import Array
 
 from rope_jax_kernels import device
+from rope_jax_kernels.cache import cache_folder, file_name, locked, sources_of_kernels
 from rope_jax_kernels.calls import FORWARD, RECORDER, Arrays, arrays_of, direction, key_of
 
 SHIPPED = pathlib.Path(__file__).parent / "measured"
@@ -85,9 +85,9 @@ class Measured:
 class Choices:
     """Measured choices of implementations and tiles for one kind of device.
 
-    As a context they are used, they alone, by the calls with `implementation=None` that are traced
-    inside; calls that were not measured, and all on another kind of device, use the built-in
-    preferences. `Choices()` has none.
+    Inside `with choices:`, calls traced with `implementation=None` use these choices and nothing
+    from the cache folder. Calls that were not measured, and all on another kind of device or with
+    changed kernels, use the built-in preferences. `Choices()` has none.
 
     Example:
         >>> from rope_jax_kernels import Choices
@@ -99,16 +99,18 @@ class Choices:
         jax: version of jax.
         calls: call (`Call.key`) -> direction -> what was measured.
         everywhere: an implementation for every call that it serves, or None.
+        sources: of the kernels that were measured, see `sources_of_kernels`.
     """
 
     device: str = ""
     jax: str = jax.__version__
     calls: dict[str, dict[str, Measured]] = dataclasses.field(default_factory=dict)
     everywhere: str | None = None
+    sources: str = dataclasses.field(default_factory=sources_of_kernels)
 
     def __post_init__(self):
         self._entered = []
-        self._refused = set()
+        self._said = set()
 
     def __enter__(self) -> "Choices":
         context = _IN_FORCE(self)
@@ -119,30 +121,42 @@ class Choices:
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
 
-    def fits_device(self) -> bool:
-        """Whether the choices were measured on the target's kind of device, or on none."""
-        return self.device in ("", device.kind())
+    def misfit(self) -> str | None:
+        """Why the choices say nothing about the target's calls; None if they do."""
+        if self.device not in ("", device.kind()):
+            return f"measured on another kind of device, {self.device}"
+        if self.calls and self.sources != sources_of_kernels():
+            return "measured with other sources of the kernels"
+        return None
 
     def of(self, key: str) -> dict[str, Choice]:
         """Direction -> choice, for a call on the target device."""
         if self.everywhere is not None:
             return {FORWARD: Choice(self.everywhere)}
-        if key not in self.calls or not self.fits_device():
+        if key not in self.calls:
+            return {}
+        if reason := self.misfit():
+            self._say_once(f"choices are not used: they were {reason}")
             return {}
         return {name: measured.choice for name, measured in self.calls[key].items()}
 
     def refused(self, choice: Choice, op: str, reason: str) -> None:
-        """Says once that an implementation wanted everywhere does not serve a call."""
-        if self.everywhere is not None and (op, reason) not in self._refused:
-            self._refused.add((op, reason))
-            device.say(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
+        """Says once that a chosen implementation does not serve a call."""
+        self._say_once(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            device.say(message)
 
     def updated(self, other: "Choices") -> "Choices":
         """These choices and newer ones for the same device, which take precedence."""
         calls = {key: dict(found) for key, found in self.calls.items()}
         for key, found in other.calls.items():
             calls.setdefault(key, {}).update(found)
-        return Choices(other.device, other.jax, calls)
+        found = Choices(other.device, other.jax, calls, sources=other.sources)
+        found._said = self._said
+        return found
 
     def to_json(self) -> str:
         """The choices as text; `from_json` reads it."""
@@ -150,7 +164,13 @@ class Choices:
             key: {name: dataclasses.asdict(measured) for name, measured in found.items()}
             for key, found in self.calls.items()
         }
-        content = {"format": 1, "device": self.device, "jax": self.jax, "calls": calls}
+        content = {
+            "format": 1,
+            "device": self.device,
+            "jax": self.jax,
+            "sources": self.sources,
+            "calls": calls,
+        }
         return json.dumps(content, indent=1) + "\n"
 
     @classmethod
@@ -168,7 +188,8 @@ class Choices:
                 key: {name: _measured(**fields) for name, fields in found.items()}
                 for key, found in content["calls"].items()
             }
-            return cls(str(content["device"]), str(content["jax"]), calls)
+            sources = str(content.get("sources", ""))
+            return cls(str(content["device"]), str(content["jax"]), calls, sources=sources)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"these are no choices of kernels: {error!r}") from error
 
@@ -178,9 +199,14 @@ class Choices:
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
-            file.write(self.to_json())
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+            try:
+                file.write(self.to_json())
+                file.flush()  # where a full disk shows
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Choices":
@@ -197,10 +223,11 @@ class Choices:
 
     def remember(self) -> pathlib.Path:
         """Adds the choices to the user's cache folder, which `None` reads; returns the file."""
-        path = cache_folder() / file_name(self.device, self.jax)
+        path = cache_folder() / file_name(self.device, self.jax, self.sources)
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _read(path)
-        (self if before is None else before.updated(self)).save(path)
+        with locked(path.parent):
+            before = _read(path)
+            (self if before is None else before.updated(self)).save(path)
         return path
 
 
@@ -208,28 +235,6 @@ def _measured(choice: dict, default: str, microseconds: dict, left_out: dict) ->
     tile = tuple((str(part), tuple(int(n) for n in size)) for part, size in choice["tile"])
     times = {name: float(time) for name, time in microseconds.items()}
     return Measured(Choice(str(choice["implementation"]), tile), str(default), times, left_out)
-
-
-def cache_folder() -> pathlib.Path:
-    """The folder of remembered choices: `kernels` in $ROPE_JAX_CACHE, else in rope_jax of
-    $XDG_CACHE_HOME or ~/.cache.
-
-    Raises:
-        RuntimeError: neither variable is set and the user has no home folder.
-    """
-    if chosen := os.environ.get("ROPE_JAX_CACHE"):
-        return pathlib.Path(chosen) / "kernels"
-    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(caches, "rope_jax", "kernels")
-
-
-def file_name(kind: str, version: str) -> str:
-    """The file of a kind of device and a version of jax, in either folder.
-
-    >>> file_name("NVIDIA H200", "0.11.2")
-    'nvidia_h200-jax0.11.2.json'
-    """
-    return f"{re.sub('[^a-z0-9]+', '_', kind.lower())}-jax{version}.json"
 
 
 def remembered() -> Choices | None:
@@ -240,7 +245,7 @@ def remembered() -> Choices | None:
     """
     if not device.is_gpu():
         return None
-    name = file_name(device.kind(), jax.__version__)
+    name = file_name(device.kind(), jax.__version__, sources_of_kernels())
     folders = [SHIPPED]
     if jax.process_count() == 1:
         with contextlib.suppress(RuntimeError):

@@ -48,8 +48,8 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # it does. After them, and without an entry, it uses "xla". Decided by counting the bytes and the
 # launches of compiled programs, and the instructions that machine code for 9.0 issues at least; not
 # by measurements:
-# - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates, the bytes of a
-#   ViT-S layer's training take 0.27 ms on an H200. Triton's instructions take at least 0.20 ms
+# - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates, the bytes of
+#   a ViT-S layer's training take 0.27 ms on an H200. Triton's instructions take at least 0.20 ms
 #   (docs/benchmarks.md, machine_code), and a kernel seldom comes closer than 1.6 times to that
 #   bound. XLA's own attention moves 4 times the bytes.
 # - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
@@ -155,8 +155,8 @@ def _run_by_platform(op: str, implementation: str, arguments: dict[str, Any]) ->
 def _by_platform(op: str, kernel: str, tree: Any, fixed: tuple, *arrays: jax.Array) -> Any:
     """See `_run_by_platform`; `fixed` has None where an array belongs.
 
-    Reverse mode differentiates both ways and saves the residuals of both, those of the other way as
-    zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
+    Reverse mode differentiates both branches and saves the residuals of both, those of the other
+    one as zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
     """
 
     def by(implementation: str, *arrays: jax.Array) -> Any:

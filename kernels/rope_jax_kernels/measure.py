@@ -26,7 +26,7 @@ ENDS = 4  # examples at either end of the batch whose results are compared
 RUN_S = 0.01  # of one timed run
 RUNS = 5
 MOST_STEPS = 1000  # of one run
-FAR = 2.0  # times the best: measured once only
+FAR = 2.0  # slower than this times the best: timed once
 
 Results = dict[str, jax.Array]
 
@@ -48,7 +48,7 @@ class Problem:
 
     Attributes:
         call: what was traced.
-        direction: see `choices.direction`.
+        direction: see `calls.direction`.
     """
 
     call: Call

@@ -6,6 +6,7 @@ or does not end is left out. What is fastest of the others is chosen.
 """
 
 import collections
+import functools
 import os
 import threading
 import time
@@ -29,8 +30,12 @@ from rope_jax_kernels.measure import (
 
 COMPILING = 0.7  # largest share of the time in which programs are compiled
 WORTH = 0.98  # of the default's time; what is not faster than that is noise
-ENDLESS = "does not end"
-ALIVE_S = 10.0  # in which a device must answer after a candidate that did not
+NO_CALLS = (
+    "nothing to tune: no call was recorded. Calls with a named implementation, and those that XLA "
+    "may partition over several devices, are not"
+)
+ENDLESS, NOT_MEASURED = "does not end", "is not measured"
+ALIVE_S = 10.0  # in which a device must answer after a candidate that failed
 
 
 def tune(
@@ -59,7 +64,7 @@ def tune(
     Args:
         calls: from `record`.
         seconds: for everything. The calls that take longest come first; those that are left keep
-            their defaults.
+            their defaults, and candidates that are left are not chosen.
         limit_s: seconds in which a candidate must have been compared and timed.
         clock: seconds, for the timing of candidates.
         say: takes one sentence about what is left out, and why.
@@ -67,11 +72,12 @@ def tune(
     Returns:
         The choices, of calls for which there was more than one candidate.
     """
-    choices = Choices(device.kind())
-    if reason := nothing_to_tune():
+    choices, calls = Choices(device.kind()), list(calls)
+    if reason := nothing_to_tune() or (None if calls else NO_CALLS):
         say(reason)
         return choices
     start, reports = time.monotonic(), _Reports(say)
+    until = start + seconds
     problems = [Problem(call, name) for call in calls for name in call.directions]
     problems.sort(key=lambda problem: -problem.weight)
     candidates = {problem: problem.candidates() for problem in problems}
@@ -79,10 +85,11 @@ def tune(
     programs = _compile_all(open_problems, candidates, start + COMPILING * seconds)
     left = 0
     for problem in open_problems:
-        if time.monotonic() - start > seconds:
+        if time.monotonic() > until:
             left += 1
             continue
-        measured, stuck = _measure(problem, candidates[problem], programs, limit_s, clock, reports)
+        attempt = functools.partial(_attempt, limit_s, until)
+        measured, stuck = _measure(problem, candidates[problem], programs, attempt, clock, reports)
         if measured is not None:
             choices.calls.setdefault(problem.call.key, {})[problem.direction] = measured
         if stuck is not None:
@@ -151,21 +158,32 @@ def _compile_all(
                 changed.notify()
 
     for _ in range(min(total, max(4, os.cpu_count() or 1))):
-        threading.Thread(target=work, daemon=True).start()
-    with changed:
-        changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
-        return dict(programs)
+        _start_thread(work)
+    try:
+        with changed:
+            changed.wait_for(lambda: len(programs) == total, max(0.0, until - time.monotonic()))
+            return dict(programs)
+    finally:
+        waiting.clear()  # also where a signal ends the wait
 
 
 def _measure(
     problem: Problem,
     candidates: list[Choice],
     programs: dict[tuple[Problem, Choice], Program],
-    limit_s: float,
+    attempt: Callable[[Callable], tuple[Any, tuple[str, str] | None]],
     clock: Callable[[], float],
     reports: _Reports,
 ) -> tuple[Measured | None, str | None]:
     """Compares and times all candidates of a problem.
+
+    Args:
+        problem: the call.
+        candidates: what may serve it.
+        programs: from `_compile_all`.
+        attempt: `_attempt` with its limits.
+        clock: seconds.
+        reports: of candidates that are left out.
 
     Returns:
         What was measured, None if there is nothing to compare with; and why the device no longer
@@ -176,93 +194,145 @@ def _measure(
         reason = next((x for x in (plain, exact) if isinstance(x, Exception)), "no time was left")
         reports(problem, Choice("xla"), "is not compiled", _one_line(reason))
         return None, None
-    drawn, failure = _attempt(limit_s, lambda: sample(problem, exact, plain))
+    drawn, failure = attempt(lambda _: sample(problem, exact, plain))
     if failure is not None:
         reports(problem, Choice("xla"), *failure)
-        return None, None
-    times, left_out, stuck = {}, {}, None
+        return None, _stuck_after(Choice("xla"))
+    times, failures, stuck = {}, {}, None
     for choice in candidates:
         program = programs.get((problem, choice))
         best = min(times.values(), default=float("inf"))
 
-        def check_and_time(choice=choice, program=program, best=best) -> float:
+        def check_and_time(given_up, choice=choice, program=program, best=best) -> float:
+            def run(*operands: Any) -> Any:
+                if given_up.is_set():
+                    raise TimeoutError  # nobody waits, and others are timed
+                return program(*operands)
+
             if choice != Choice("xla"):
-                check(drawn, program)
-            return time_of(drawn, program, clock, best)
+                check(drawn, run)
+            return time_of(drawn, run, clock, best)
 
         if program is None:
-            failure = "is not measured", "no time was left to compile it"
+            failure = NOT_MEASURED, "no time was left to compile it"
         elif not callable(program):
             failure = "does not compile", _one_line(program)
         else:
-            times[choice], failure = _attempt(limit_s, check_and_time)
+            times[choice], failure = attempt(check_and_time)
         if failure is not None:
             times.pop(choice, None)
-            left_out[choice.name] = ": ".join(failure)
+            failures[choice] = failure
             reports(problem, choice, *failure)
-            if failure[0] == ENDLESS and not device_answers():
-                stuck = f"the device does not answer after {choice.name}"
+            if stuck := _stuck_after(choice):
                 break
-    return _chosen(problem, times, left_out), stuck
+    return _chosen(problem, times, failures), stuck
 
 
-def _attempt(limit_s: float, work: Callable[[], Any]) -> tuple[Any, tuple[str, str] | None]:
-    """The result of the work, and None; or None, and the kind of failure with its reason."""
-    try:
-        return _within(limit_s, work), None
-    except Wrong as error:
-        return None, ("is wrong", str(error))
-    except TimeoutError:
+def _stuck_after(choice: Choice) -> str | None:
+    """That the device no longer answers after a failure of this candidate; None if it does."""
+    return None if device_answers() else f"the device does not answer after {choice.name}"
+
+
+def _attempt(
+    limit_s: float, until: float, work: Callable[[threading.Event], Any]
+) -> tuple[Any, tuple[str, str] | None]:
+    """The result of the work, and None; or None, and the kind of failure with its reason.
+
+    Args:
+        limit_s: seconds in which the work must end.
+        until: when it must end at the latest, as `time.monotonic` has it.
+        work: see `_within`.
+    """
+    left = until - time.monotonic()
+    outcome = _within(min(limit_s, left), work) if left > 0 else None
+    if outcome is None and left < limit_s:
+        return None, (NOT_MEASURED, "no time was left to run it")
+    if outcome is None:
         return None, (ENDLESS, f"no result within {limit_s:g} s")
-    except Exception as error:  # whatever a kernel raises
+    result, error = outcome
+    if isinstance(error, Wrong):
+        return None, ("is wrong", str(error))
+    if error is not None:
         return None, ("crashes", _one_line(error))
+    return result, None
 
 
 def _chosen(
-    problem: Problem, times: dict[Choice, float], left_out: dict[str, str]
+    problem: Problem, times: dict[Choice, float], failures: dict[Choice, tuple[str, str]]
 ) -> Measured | None:
-    """The fastest candidate, or the default if that is about as fast; None if none is right."""
+    """The fastest candidate; the default if that is about as fast or there was no time for it.
+
+    Args:
+        problem: the call.
+        times: candidate -> microseconds.
+        failures: candidate -> kind and reason.
+
+    Returns:
+        What was measured; None without any time.
+    """
     if not times:
         return None
     default = Choice(problem.call.default)
     fastest = min(times, key=times.get)
-    if default in times and WORTH * times[default] <= times[fastest]:
+    untimed = default not in times and failures.get(default, (NOT_MEASURED,))[0] == NOT_MEASURED
+    if untimed or (default in times and WORTH * times[default] <= times[fastest]):
         fastest = default
     by_name = {choice.name: round(time, 3) for choice, time in times.items()}
+    left_out = {choice.name: ": ".join(failure) for choice, failure in failures.items()}
     return Measured(fastest, default.name, by_name, left_out)
 
 
 def device_answers() -> bool:
-    """Whether the device still computes, after a candidate that did not end."""
-    try:
-        _within(ALIVE_S, lambda: jax.block_until_ready(jnp.zeros(()) + 1))
-    except TimeoutError:
-        return False
-    return True
+    """Whether the device still computes, after a candidate that did not end or crashed."""
+    outcome = _within(ALIVE_S, lambda _: jax.block_until_ready(jnp.zeros(()) + 1))
+    return outcome is not None and outcome[1] is None
 
 
-def _within(limit_s: float, work: Callable[[], Any]) -> Any:
-    """The result of the work, in a thread that is given up after `limit_s` seconds.
+def _within(
+    limit_s: float, work: Callable[[threading.Event], Any]
+) -> tuple[Any, None] | tuple[None, Exception] | None:
+    """The work's result and its error, in a thread that is given up after `limit_s` seconds.
 
-    Raises:
-        TimeoutError: there is no result yet.
+    Nothing that the work raises is raised here, so that an exception is one of this thread: a
+    signal that ends the program.
+
+    Args:
+        limit_s: seconds.
+        work: what to compute. Its argument is set when it is given up.
+
+    Returns:
+        The result and None, or None and the error; None if there is neither yet.
     """
-    done, outcome = threading.Event(), []
+    done, given_up, outcome = threading.Event(), threading.Event(), []
 
     def run() -> None:
         try:
-            outcome.append((work(), None))
-        except Exception as error:
+            outcome.append((work(given_up), None))
+        except Exception as error:  # whatever a kernel raises
             outcome.append((None, error))
         done.set()
 
+    _start_thread(run)
+    try:
+        return outcome[0] if done.wait(limit_s) else None
+    finally:
+        given_up.set()
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    """Runs work in a thread with this one's settings of jax; the process can end before it."""
+    default, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def run() -> None:
+        with (
+            jax.default_device(default),
+            jax.default_matmul_precision(precision),
+            jax.sharding.use_abstract_mesh(mesh),
+        ):
+            work()
+
     threading.Thread(target=run, daemon=True).start()
-    if not done.wait(limit_s):
-        raise TimeoutError(f"no result within {limit_s:g} s")
-    ((result, error),) = outcome
-    if error is not None:
-        raise error
-    return result
 
 
 def _one_line(error: Any) -> str:

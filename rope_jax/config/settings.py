@@ -256,7 +256,7 @@ class Config:
     kernels: str = _setting(
         "tuned",
         "implementations of attention and rotation: measured at the start on a GPU and kept in "
-        "kernels.json of the workdir; the built-in preferences; or one wherever it serves",
+        "the workdir; the built-in preferences; or one wherever it serves",
         words=("tuned", "default", "xla", "cudnn", "triton", "mosaic"),
     )
     loss: str = _setting(

@@ -12,11 +12,16 @@ from rope_jax.config import Config, ConfigError
 from rope_jax.files import warn, write_file
 from rope_jax.sharding import put_batch, text_of_first
 from rope_jax.training.setup import Setup, State, training_batches
+from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax_kernels import Call, Choices, record, tune
+from rope_jax_kernels import Call, Choices, device, record, tune
+from rope_jax_kernels.cache import word_of
 from rope_jax_kernels.tuning import device_answers, nothing_to_tune
 
-FILE = "kernels.json"
+
+def file_of(workdir: pathlib.Path) -> pathlib.Path:
+    """The file of the choices in a workdir: one for each kind of device on which it was trained."""
+    return workdir / f"kernels_{word_of(device.kind())}.json"
 
 
 def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
@@ -32,7 +37,7 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
         return Choices()
     if config.kernels != "tuned":
         return Choices(everywhere=config.kernels)
-    path = workdir / FILE
+    path = file_of(workdir)
     try:
         own = path.read_text() if jax.process_index() == 0 and path.exists() else ""
         text = text_of_first(own)
@@ -42,11 +47,13 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
             f"{path} cannot be used ({error}): restore it, or delete it to measure the kernels "
             "again, which may change the last bits of the results [--workdir]"
         ) from error
-    if choices is not None and not choices.fits_device():
+    if choices is None and (others := sorted(workdir.glob("kernels_*.json"))):
         warn(
-            f"WARNING: {path} was measured on another kind of device, {choices.device}: its "
-            "choices are not used"
+            f"WARNING: the choices of kernels in {others[0]} are for another kind of device and "
+            "are not used here, which may change the last bits of the results"
         )
+    if choices is not None and (reason := choices.misfit()):
+        warn(f"WARNING: the choices of kernels in {path} are not used: they were {reason}")
         return None
     return choices
 
@@ -56,6 +63,7 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
 
     Raises:
         ConfigError: the file in the workdir is damaged, or a candidate made the device hang.
+        Interrupted: a signal stopped the run; nothing is written.
         SaveFailed: the choices could not be written to the workdir.
     """
     choices = stored_choices(setup.config, workdir)
@@ -63,23 +71,30 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
         return choices
     if nothing_to_tune():
         return Choices()
-    first = jax.process_index() == 0
-    choices = Choices.from_json(text_of_first(_measured(setup, state).to_json() if first else ""))
-    if first:
-        write_file(workdir / FILE, choices.to_json())
-    if first and not device_answers():
-        raise ConfigError(
-            "the device does not answer any more: end all its processes and start again, with the "
-            f"choices so far in {workdir / FILE}, or with --config.kernels=default"
-        )
-    return choices
+    choices = _measured(setup, state)
+    # An error here ends the first process, and thereby the others, which wait for its choices.
+    if jax.process_index() == 0:
+        write_file(file_of(workdir), choices.to_json())
+        if not device_answers():
+            raise ConfigError(
+                "the device does not answer any more: end all its processes and start again, with "
+                f"the choices so far in {file_of(workdir)}, or with --config.kernels=default "
+                "--resume_override=kernels"
+            )
+    return Choices.from_json(text_of_first(choices.to_json()))
 
 
 def _measured(setup: Setup, state: State) -> Choices:
-    print("measuring the kernels on this device", flush=True)
+    """Measured choices in the first process; none in the others, or if measuring fails."""
     try:
-        return tune(calls_of_step(setup, state), say=warn)
-    except Exception as error:  # nothing that happens here may stop a training
+        calls = calls_of_step(setup, state)  # in every process: it moves arrays to all devices
+        if jax.process_index() > 0:
+            return Choices()
+        print("measuring the kernels on this device", flush=True)
+        return tune(calls, say=warn)
+    except Interrupted:
+        raise
+    except Exception as error:  # nothing else that happens here may stop a training
         warn(f"WARNING: the kernels could not be measured ({error!r}): built-in preferences")
         return Choices()
 

@@ -3,8 +3,13 @@
 The candidates are fake implementations of attention: the reference with a cost, and a fault.
 """
 
+import concurrent.futures
+import dataclasses
+import itertools
+import signal
 import sys
 import threading
+import time
 import types
 
 import jax
@@ -27,8 +32,10 @@ from rope_jax_kernels import (
     tuning,
 )
 from rope_jax_kernels.attention import reference
-from rope_jax_kernels.calls import key_of
-from rope_jax_kernels.choices import Choice, Measured
+from rope_jax_kernels.cache import sources_of_kernels
+from rope_jax_kernels.calls import Call, key_of
+from rope_jax_kernels.choices import Choice, Measured, _read
+from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.rotary import triton
 from tests.kernels.test_dispatch import mesh_of
 
@@ -83,7 +90,7 @@ def fakes(monkeypatch, clock, interpreted, quick_compiles):
     return register
 
 
-noise = iter(np.linspace(0, 1e-7, 1000))
+noise = itertools.cycle([0.0, 5e-8])
 released = threading.Event()
 
 
@@ -180,12 +187,112 @@ def test_a_candidate_that_does_not_end_is_given_up(fakes, clock):
     assert len(said) == 1
 
 
+class Stopped(Exception):
+    """Raised by a signal handler, as that of a training is."""
+
+
+@pytest.mark.parametrize("phase", ["compiling", "measuring"])
+def test_a_signal_ends_tuning(fakes, clock, phase):
+    def stop(number, frame):
+        raise Stopped
+
+    sent = []
+
+    def interrupted_and_slow(out=0.0):
+        if not sent:
+            sent.append(signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1))
+        released.wait(10)
+        return out
+
+    if phase == "measuring":
+        EFFECTS.append(interrupted_and_slow)
+    fakes(slow=(0.1, interrupted_and_slow))
+    previous = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(Stopped):
+            measured_by(clock, calls_of(attend, X))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
 def test_tuning_ends_where_the_device_no_longer_answers(fakes, clock, monkeypatch):
     fakes(hanging=(0.1, hangs), fast=(1.0, None))
     monkeypatch.setattr(tuning, "device_answers", lambda: False)
     choices, said = measured_by(clock, calls_of(attend, X), limit_s=0.5)
     assert only(choices).choice == Choice("xla")
     assert said[1].startswith("the device does not answer after hanging; tuning ends here")
+
+
+def test_a_candidate_is_given_up_where_the_time_ends(fakes, clock):
+    fakes(hanging=(0.1, hangs), fast=(1.0, None))
+    start = time.monotonic()
+    choices, _ = measured_by(clock, calls_of(attend, X), seconds=3.0, limit_s=60.0)
+    assert time.monotonic() - start < 6
+    reason = "is not measured: no time was left to run it"
+    assert only(choices).left_out == {"hanging": reason, "fast": reason}
+    assert only(choices).choice == Choice("xla")
+
+
+def test_a_candidate_that_was_given_up_runs_no_more(fakes, clock):
+    runs = []
+
+    def slowly():
+        runs.append(time.monotonic())
+        time.sleep(0.4)
+        return 0.0
+
+    EFFECTS.append(slowly)
+    fakes(slow=(0.1, slowly), fast=(1.0, None))
+    choices, _ = measured_by(clock, calls_of(attend, X), limit_s=0.5)
+    assert "does not end" in only(choices).left_out["slow"]
+    time.sleep(0.7)
+    assert len(runs) <= 2
+
+
+def test_threads_have_the_settings_of_jax():
+    def settings(_):
+        config = jax.config
+        mesh = jax.sharding.get_abstract_mesh()
+        return config.jax_default_matmul_precision, config.jax_default_device, mesh
+
+    with (
+        jax.default_device(jax.devices()[0]),
+        jax.default_matmul_precision("highest"),
+        jax.sharding.use_abstract_mesh(mesh_of(devices=8)),
+    ):
+        assert tuning._within(10.0, settings) == (settings(None), None)
+
+
+def test_tuning_ends_where_every_computation_fails(fakes, clock, monkeypatch):
+    """As after an illegal memory access."""
+    broken = []
+
+    def breaks():
+        broken.append(True)
+        raise RuntimeError("an illegal memory access")
+
+    def block_until_ready(x, wait=jax.block_until_ready):
+        if broken:
+            raise RuntimeError("an illegal memory access")
+        return wait(x)
+
+    EFFECTS.append(breaks)
+    fakes(breaking=(0.1, breaks), fast=(1.0, None))
+    monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
+    choices, said = measured_by(clock, calls_of(attend, X))
+    assert only(choices).choice == Choice("xla")
+    assert list(only(choices).left_out) == ["breaking"]
+    assert said[1].startswith("the device does not answer after breaking; tuning ends here")
+
+
+@pytest.mark.parametrize(("kind", "stays"), [(tuning.NOT_MEASURED, True), ("is wrong", False)])
+def test_a_default_for_which_no_time_was_left_stays(kind, stays):
+    call = Call("attention", {"q": X}, "default")
+    times = {Choice("xla"): 10.0, Choice("fast"): 1.0}
+    failures = {Choice("default"): (kind, "a reason")}
+    found = tuning._chosen(Problem(call, "forward"), times, failures)
+    assert found.choice == Choice("default" if stays else "fast")
+    assert found.left_out == {"default": f"{kind}: a reason"}
 
 
 def test_a_candidate_that_does_not_end_compiling_is_given_up(fakes, clock):
@@ -319,12 +426,31 @@ def test_a_compiled_function_is_traced_again_in_another_context(fakes, clock):
         assert clock.now - before == seconds
 
 
-def test_choices_for_another_device_are_not_used(fakes, clock):
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"device": "NVIDIA L4"}, "measured on another kind of device, NVIDIA L4"),
+        ({"sources": "0a1b2c3d"}, "measured with other sources of the kernels"),
+    ],
+)
+def test_choices_measured_elsewhere_are_not_used(fakes, clock, capsys, changed, reason):
     fakes(fast=(1.0, None))
     (call,) = calls_of(attend, X)
-    with choices_for(call.key, "NVIDIA L4", forward=Choice("fast")):
+    choices = dataclasses.replace(choices_for(call.key, forward=Choice("fast")), **changed)
+    with Choices.from_json(choices.to_json()):
         jax.block_until_ready(jax.jit(attend)(jnp.ones(X.shape)))
+        jax.eval_shape(lambda x: attend(x) + attend(x), X)
     assert clock.now == 10
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith(f"choices are not used: they were {reason}")
+
+
+def test_a_choice_that_is_refused_is_reported_once(capsys):
+    (call,) = calls_of(attend, X)
+    with choices_for(call.key, forward=Choice("triton")):
+        jax.eval_shape(lambda x: attend(x) + attend(x), X)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "triton does not serve a call of attention: the head dimension is 8" in said
 
 
 def test_one_implementation_everywhere(fakes, clock, capsys):
@@ -351,6 +477,33 @@ def test_choices_survive_a_file(tmp_path):
     again = Choices.load(tmp_path / "choices.json")
     assert (again.device, again.jax, again.calls) == (choices.device, choices.jax, choices.calls)
     assert [path.name for path in tmp_path.iterdir()] == ["choices.json"]
+
+
+def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        Choices().save(tmp_path / "choices.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_choices_remembered_at_once_are_all_kept(tmp_path, monkeypatch):
+    """Each call waits for the one before, which is still reading."""
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
+
+    def slowly(path):
+        found = _read(path)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr("rope_jax_kernels.choices._read", slowly)
+    keys = ["one", "two", "three"]
+    found = [choices_for(key, "NVIDIA H200", forward=Choice("xla")) for key in keys]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (path,) = set(pool.map(Choices.remember, found))
+    assert set(Choices.load(path).calls) == set(keys)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +534,8 @@ def test_none_reads_the_cache_folder_and_what_ships(tmp_path, monkeypatch, capsy
     makes = lambda name: choices_for(call.key, "NVIDIA H200", forward=own[name])
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
     path = makes("xla").remember()
-    assert path == tmp_path / "kernels" / f"nvidia_h200-jax{jax.__version__}.json"
+    name = f"nvidia_h200-jax{jax.__version__}-{sources_of_kernels()}.json"
+    assert path == tmp_path / "kernels" / name
     assert kernels_of(windows, MAP) == 0
     with makes("triton"):
         assert kernels_of(windows, MAP) == 1
@@ -429,6 +583,12 @@ def test_a_real_kernel_is_compared_and_timed(interpreted, quick_compiles, monkey
     assert set(found.microseconds) == {"xla", "triton", other}
     assert found.left_out == {}
     assert min(found.microseconds.values()) > 0
+
+
+def test_without_calls_there_is_nothing_to_tune(interpreted, clock):
+    choices, (said,) = measured_by(clock, [])
+    assert choices.calls == {}
+    assert said.startswith("nothing to tune: no call was recorded.")
 
 
 def test_a_cpu_has_nothing_to_tune(clock, monkeypatch):

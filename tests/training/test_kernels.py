@@ -8,11 +8,14 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
 from rope_jax.config import ConfigError, differences, resolve
+from rope_jax.run import _stored_kernels
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
+from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import tree_hash
 from rope_jax_kernels import Choices, dispatch
 from rope_jax_kernels.attention import reference
@@ -57,6 +60,7 @@ def prefer(monkeypatch, name):
     return tuned
 
 
+@pytest.mark.slow
 def test_a_resumed_run_uses_the_choices_of_its_workdir(
     tmp_path, monkeypatch, other, quick_compiles
 ):
@@ -93,10 +97,11 @@ def chosen(ready, workdir, **settings):
 def test_measured_choices_are_written(ready, tmp_path, monkeypatch, other):
     prefer(monkeypatch, "triton")
     choices = chosen(ready, tmp_path)
-    assert Choices.load(tmp_path / kernels.FILE).calls == choices.calls
-    assert [path.name for path in tmp_path.iterdir()] == [kernels.FILE]
+    assert Choices.load(kernels.file_of(tmp_path)).calls == choices.calls
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels_cpu.json"]
 
 
+@pytest.mark.slow
 def test_a_real_measurement_at_the_start(ready, tmp_path, other, quick_compiles):
     """Where the other implementation is wrong: it is left out, and the run goes on with "xla"."""
     choices = chosen(ready, tmp_path)
@@ -116,31 +121,75 @@ def test_a_measurement_that_fails_does_not_stop_the_run(
     assert "could not be measured (RuntimeError('out of memory'))" in capsys.readouterr().err
 
 
+def test_a_signal_stops_the_run(ready, tmp_path, monkeypatch, other):
+    def tune(calls, say):
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(kernels, "tune", tune)
+    with pytest.raises(Interrupted):
+        chosen(ready, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_device_that_hangs_stops_the_run_with_the_choices_so_far(
     ready, tmp_path, monkeypatch, other
 ):
     prefer(monkeypatch, "triton")
+    sent = []
     monkeypatch.setattr(kernels, "device_answers", lambda: False)
+    monkeypatch.setattr(kernels, "text_of_first", lambda text: sent.append(text) or text)
     with pytest.raises(ConfigError, match="end all its processes and start again"):
         chosen(ready, tmp_path)
-    assert Choices.load(tmp_path / kernels.FILE).calls
+    assert sent == [""]  # what the workdir holds; other processes must not use the choices
+    assert Choices.load(kernels.file_of(tmp_path)).calls
     assert chosen(ready, tmp_path).calls  # the next start uses them
 
 
+def test_every_process_traces_the_step_and_the_first_measures(ready, tmp_path, monkeypatch, other):
+    """A batch on all devices takes all processes."""
+    tuned, traced = prefer(monkeypatch, "triton"), []
+    sent = iter(["", Choices("cpu", "of the first").to_json()])
+    monkeypatch.setattr(kernels, "calls_of_step", lambda *_: traced.append("step") or [])
+    monkeypatch.setattr(kernels, "text_of_first", lambda text: next(sent))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert chosen(ready, tmp_path).jax == "of the first"
+    assert (traced, tuned) == (["step"], [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_without_a_file_uses_nothing_from_the_cache_folder(tmp_path):
+    found = _stored_kernels(resolve({}), tmp_path)
+    assert (found.calls, found.everywhere) == ({}, None)
+
+
 def test_a_damaged_file_stops_the_run(ready, tmp_path):
-    (tmp_path / kernels.FILE).write_text('{"format": 1')
-    with pytest.raises(ConfigError, match=r"kernels\.json cannot be used .* delete it to measure"):
+    (kernels.file_of(tmp_path)).write_text('{"format": 1')
+    with pytest.raises(
+        ConfigError, match=r"kernels_cpu\.json cannot be used .* delete it to measure"
+    ):
         chosen(ready, tmp_path)
-    with pytest.raises(ConfigError, match=r"kernels\.json cannot be used"):
+    with pytest.raises(ConfigError, match=r"kernels_cpu\.json cannot be used"):
         kernels.stored_choices(resolve({}), tmp_path)
 
 
 def test_choices_of_another_device_are_measured_again(ready, tmp_path, monkeypatch, other, capsys):
-    Choices("NVIDIA L4", "0.11.2").save(tmp_path / kernels.FILE)
-    prefer(monkeypatch, "triton")
+    """And stay in the workdir, for a run that returns to it."""
+    own, tuned = tmp_path / "kernels_nvidia_l4.json", prefer(monkeypatch, "triton")
+    Choices("NVIDIA L4", "0.11.2").save(own)
     assert chosen(ready, tmp_path).device == "cpu"
-    assert "another kind of device, NVIDIA L4" in capsys.readouterr().err
-    assert Choices.load(tmp_path / kernels.FILE).device == "cpu"
+    assert len(tuned) == 1
+    assert f"{own} are for another kind of device" in capsys.readouterr().err
+    assert Choices.load(kernels.file_of(tmp_path)).device == "cpu"
+    assert Choices.load(own).device == "NVIDIA L4"
+
+
+def test_choices_of_changed_kernels_are_measured_again(ready, tmp_path, monkeypatch, other, capsys):
+    tuned = prefer(monkeypatch, "triton")
+    choices = chosen(ready, tmp_path)
+    dataclasses.replace(choices, sources="0a1b2c3d").save(kernels.file_of(tmp_path))
+    assert chosen(ready, tmp_path).misfit() is None
+    assert len(tuned) == 2
+    assert "measured with other sources of the kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("setting", "everywhere"), [("default", None), ("xla", "xla")])

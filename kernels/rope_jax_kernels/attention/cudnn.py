@@ -3,7 +3,7 @@
 jax 0.11.2 trains it on even numbers of tokens only: its check of lengths counts a bias even where
 there is none. An odd number, as with a class token, gets one more token of zeros in the pass that
 unpacks and rotates, or in the one that rotates. The output is cut to the tokens, so that whatever
-cuDNN writes for the padding has no gradient, and gets none.
+cuDNN writes for the padding neither reaches the result nor receives a gradient.
 """
 
 import functools
