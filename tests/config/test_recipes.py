@@ -174,6 +174,8 @@ VALUES = {
         "rate": 1e-3, "least": 1e-5, "start": 1e-6, "warmup": 20, "prefix": True, "clip": 5,
         "decay": 0.05, "before_erasing": False, "groups": 8, "scaled": True,
     },
+    ("swin", "resolution=224"): {"options": ""},
+    ("swin", "resolution=384"): {"options": "window_size=None"},
     ("swin", "batch_size=2048"): {"rate": 2e-3, "least": 2e-5, "start": 2e-6, "batch_size": 2048},
     ("lape", ""): {
         "rate": 1e-3, "least": 1e-5, "decay": 0.05, "batch_size": 1024, "epochs": 300, "warmup": 5,
@@ -246,11 +248,28 @@ def test_values_of_the_recipes(name, arguments):
         "frame": config.eval.frame,
         "frames": "+".join(config.eval.frames),
         "position": config.model.position,
+        "options": config.model.options,
         "exempt": config.optim.exempt,
         "scaled": config.eval.scale_windows,
     }
     wanted = VALUES[name, arguments]
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+
+
+def test_swin_is_trained_with_the_windows_of_its_first_row():
+    for resolution, side in ((224, 7), (384, 12)):
+        config = resolved("swin", f"resolution={resolution}")
+        options = cfg.model_overrides(config.model.options)
+        model = nnx.eval_shape(
+            lambda size=resolution, options=options: rope_jax.create_model(
+                "swin_t", image_size=size, **options
+            )
+        )
+        assert model.window == (side, side)
+        assert config.eval.scale_windows  # which leaves windows of the training resolution alone
+        model.scale_windows()
+        model.prepare((resolution, resolution))
+        assert model.window == (side, side)
 
 
 @pytest.mark.parametrize(
