@@ -244,9 +244,9 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     first = _all_runs(groups)[0].rows[0]
     text = Text(
         f"Top-1 accuracy in percent ({first['dataset']} {first['split']}, {first['count']:,} "
-        "images). The first resolution is that of training. Of runs that are evaluated with several "
-        "crops, the first counts; the others are below. Intervals are of 95 %: Student's t "
-        "over runs with several seeds, Wilson's over images for a single run."
+        "images). The first resolution is that of training. Of several evaluation crops the first "
+        "counts; the others are below. Intervals are of 95 %: Student's t over runs with several "
+        "seeds, Wilson's over images for a single run."
     )
     header, body = comparison(groups, percent_with_interval)
     header = [header[0], "seeds", *header[1:]]
