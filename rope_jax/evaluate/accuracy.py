@@ -275,9 +275,12 @@ def evaluate_files(
         poll=poll,
     )
     height, width = (preprocessing.resized(side) for side in size)
-    resized = f"{height} pixels" if size[0] == size[1] else f"{height} x {width} pixels at least"
+    square = size[0] == size[1]
+    resized = (
+        f"a short side of {height} pixels" if square else f"at least {height} x {width} pixels"
+    )
     resizing = (
-        f"short side resized to {resized} ({interpolation}, antialiased), centre cropped (ratio "
+        f"whole image resized to {resized} ({interpolation}, antialiased), centre cropped (ratio "
         f"{crop:g})"
     )
     row["protocol"] = "; ".join(filter(None, (resizing, windows, found.note)))

@@ -159,6 +159,7 @@ def _identity(
         "dataset": asked.dataset or config.data.source,
         "windows": "scaled" if asked.scale_windows else "kept",
         "rpb_shrink": asked.rpb_shrink,
+        "resizing": "whole image",  # of rows without it, pixels of some sizes differed
     }
     if about.sha256 is not None:  # other weights may replace these under the same name
         identity["sha256"] = about.sha256
