@@ -181,8 +181,9 @@ def _own_split(
     options = dataclasses.replace(config.eval, batch_size=batch_size)
     apply, weights = on_all_devices(model, mesh)
     config = dataclasses.replace(config, eval=options)
-    how = protocol(load_split(config, "test", size), config, model.window_rule())
-    (row,) = evaluate_split(apply, weights, config, size, mesh, how)
+    images = load_split(config, "test", size)
+    how = protocol(images, config, model.window_rule())
+    (row,) = evaluate_split(apply, weights, config, images, mesh, how)
     return row
 
 
