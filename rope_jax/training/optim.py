@@ -142,9 +142,7 @@ def layer_rates(params: nnx.State, layer_decay: float) -> Any:
             block = re.match(r"blocks\.(\d+)\.", own)
             if block:
                 return layer_decay ** (top - first - int(block[1]))
-            layers = own.startswith("position.") and leaf.get_metadata().get(
-                "layers", leaf.shape[0] == depth
-            )
+            layers = own.startswith("position.") and _stacked(path, leaf)
             if own.startswith("blocks.") or layers:
                 powers = layer_decay ** (top - first - np.arange(depth, dtype=np.float32))
                 return powers.reshape(depth, *(1,) * (len(leaf.shape) - 1))
