@@ -20,8 +20,9 @@ Deviations from the original, as far as known:
 - The rate does not lag one step behind, as in the official loop.
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
 
-At other resolutions windows are a thirty-second of the image, as in Heo et al.;
-`--config.eval.scale_windows=False` keeps those of 7 tokens and pads the maps.
+At other resolutions windows are a thirty-second of the image: in evaluation as in Heo et al.
+(`--config.eval.scale_windows=False` keeps those of training and pads the maps), and in training as
+in the official models of 384 pixels.
 """
 
 from rope_jax import config as cfg
@@ -49,6 +50,8 @@ def get_config(arguments: str | None = None):
 
     config.model.name = args.variant
     config.model.position = args.position
+    if args.resolution != 224:
+        config.model.options = "window_size=None"  # a thirty-second of the image: 12 tokens at 384
 
     config.data.source = args.source
     config.data.path = args.path

@@ -26,8 +26,8 @@ Expected top-1 in percent (Kane, thesis, table 4.1), not trained here:
     dinat_small    83.8              83.6   83.9
     dinat_base     84.4              84.1   84.5
 
-`position=rpb` is `rpb(decay=True)` here: NAT's optimizer decays the tables, because its timm does
-not read the keywords by which the models exempt them.
+`position=rpb` is `rpb(decay=True)` here, alone, with options, and in sums: NAT's optimizer decays
+the tables, because its timm does not read the keywords by which the models exempt them.
 
 Deviations from the original, as far as known:
 
@@ -37,7 +37,10 @@ Deviations from the original, as far as known:
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
 """
 
+import dataclasses
+
 from rope_jax import config as cfg
+from rope_jax.text import Call, parse
 
 
 def get_config(arguments: str | None = None):
@@ -68,8 +71,9 @@ def get_config(arguments: str | None = None):
     config.ema_decay = 0.9998 if table_base else None
 
     config.model.name = args.variant
-    parts = args.position.split("+")
-    config.model.position = "+".join("rpb(decay=True)" if p == "rpb" else p for p in parts)
+    with cfg.blame("--config=configs/thesis.py:position=..."):
+        schemes = parse(args.position, "position")
+    config.model.position = "+".join(str(_decayed(scheme)) for scheme in schemes)
 
     config.data.source = args.source
     config.data.path = args.path
@@ -98,3 +102,12 @@ def get_config(arguments: str | None = None):
     config.eval.frame = "centre(crop=0.875,interpolation=bicubic)"
     config.eval.resolutions = (128, 192, 256, 320, 384, 480, 512)
     return config
+
+
+def _decayed(scheme: Call) -> Call:
+    """`rpb` with decay=True, unless its decay is given; other schemes as they are."""
+    inner = tuple(tuple(_decayed(part) for part in parts) for parts in scheme.inner)
+    options = dict(scheme.options)
+    if scheme.name == "rpb":
+        options.setdefault("decay", True)
+    return dataclasses.replace(scheme, inner=inner, options=tuple(options.items()))

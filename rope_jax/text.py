@@ -39,6 +39,16 @@ class Call:
     inner: tuple[tuple["Call", ...], ...] = ()
     options: tuple[tuple[str, Value], ...] = ()
 
+    def __str__(self) -> str:
+        """The call in the notation.
+
+        >>> str(Call("rope2d", options=(("base", 50), ("k_rope", 4))))
+        'rope2d(base=50,k_rope=4)'
+        """
+        inside = ["+".join(map(str, calls)) for calls in self.inner]
+        inside += [f"{option}={value}" for option, value in self.options]
+        return f"{self.name}({','.join(inside)})" if inside else self.name
+
 
 def parse(text: str, what: str) -> tuple[Call, ...]:
     """Reads a sum of calls.

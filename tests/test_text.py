@@ -90,6 +90,7 @@ def tree_of(calls):
 def test_what_is_written_is_what_is_read(calls, random):
     read = parse(written(calls, lambda: random.choice(["", "", " ", "\n  "])), "position")
     assert repr(read) == repr(tree_of(calls))
+    assert repr(parse("+".join(map(str, read)), "position")) == repr(read)
 
 
 MALFORMED = {

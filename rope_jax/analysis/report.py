@@ -61,6 +61,16 @@ class RunResults:
     others: Sequence[Row]
     metrics: Sequence[dict[str, Any]]
 
+    @property
+    def compared(self) -> list[Row]:
+        """The rows of the first protocol, which are compared with other runs."""
+        return [row for row in self.rows if row["protocol"] == self.rows[0]["protocol"]]
+
+    @property
+    def listed(self) -> list[Row]:
+        """The rows of further protocols and other evaluations."""
+        return [row for row in self.rows if row not in self.compared] + list(self.others)
+
 
 Groups = Mapping[str, Sequence[RunResults]]  # label of a row -> its runs, one for each seed
 
@@ -182,12 +192,12 @@ def percent_with_interval(rows: Sequence[Row]) -> str:
 
 def sizes_of(runs: Sequence[RunResults]) -> list[tuple[int, int]]:
     """All resolutions, in the order of evaluation."""
-    return list(dict.fromkeys(tuple(row["resolution"]) for run in runs for row in run.rows))
+    return list(dict.fromkeys(tuple(row["resolution"]) for run in runs for row in run.compared))
 
 
 def rows_at(runs: Sequence[RunResults], size: tuple[int, int]) -> list[Row]:
-    """The rows of all runs at one resolution."""
-    return [row for run in runs for row in run.rows if tuple(row["resolution"]) == size]
+    """The rows of all runs at one resolution, of the first protocol of each run."""
+    return [row for run in runs for row in run.compared if tuple(row["resolution"]) == size]
 
 
 def comparison(
@@ -234,8 +244,9 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     first = _all_runs(groups)[0].rows[0]
     text = Text(
         f"Top-1 accuracy in percent ({first['dataset']} {first['split']}, {first['count']:,} "
-        "images). The first resolution is that of training. Intervals are of 95 %: Student's t "
-        "over runs with several seeds, Wilson's over images for a single run."
+        "images). The first resolution is that of training. Of several evaluation crops the first "
+        "counts; the others are below. Intervals are of 95 %: Student's t over runs with several "
+        "seeds, Wilson's over images for a single run."
     )
     header, body = comparison(groups, percent_with_interval)
     header = [header[0], "seeds", *header[1:]]
@@ -292,12 +303,12 @@ def _papers(groups: Groups) -> list[Block]:
 
 
 def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
-    """Results of `python -m rope_jax.evaluate`."""
+    """Results with further crops, and of `python -m rope_jax.evaluate`."""
     seeds_of = collections.Counter(run.workdir for run in runs)
     body = []
     for run in runs:
         seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
-        for row in run.others:
+        for row in run.listed:
             accuracies = percent_with_interval([row]), f"{100 * row['top5']:.1f}"
             size = _size_text(row["resolution"])
             name = f"{run.workdir.name}{seed}"

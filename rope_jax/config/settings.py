@@ -156,8 +156,8 @@ class OptimConfig:
     weight_decay: float = _setting(0.05, "of all parameters that `exempt` does not exempt", low=0)
     exempt: str = _setting(
         "declared",
-        "what is not decayed: vectors (biases and norms, as timm does for models that name nothing "
-        "else); these and what model and scheme declare (positions, class tokens); or nothing",
+        "what is not decayed. declared: biases, norms, and what models and schemes declare "
+        "(positions, class tokens); vectors: biases and norms only; nothing: everything is decayed",
         words=("declared", "vectors", "nothing"),
     )
     layer_decay: float = _setting(
@@ -194,7 +194,7 @@ class EvalConfig:
     )
     frames: tuple[str, ...] = _setting(
         (),
-        "further crops, with each of which every resolution is evaluated as well",
+        "more crops; every resolution is evaluated with each of them, too",
         resumable=True,
     )
     scale_windows: bool = _setting(

@@ -175,7 +175,8 @@ def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> l
     rows = []
     for how, config in protocols(setup).items():
         for size in resolutions(config):
-            rows += evaluate_split(apply, weights, config, size, setup.mesh, how, poll=poll)
+            images = load_split(config, "test", size)
+            rows += evaluate_split(apply, weights, config, images, setup.mesh, how, poll=poll)
     return rows
 
 
@@ -183,18 +184,19 @@ def evaluate_split(
     apply: Apply,
     weights: Any,
     config: Config,
-    size: tuple[int, int],
+    images: data.Images | data.Streamed,
     mesh: Mesh,
     how: str,
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Evaluates on the test split of a run's data at one resolution: one row per seed.
+    """Evaluates on the test split of a run's data, loaded at one resolution: one row per seed.
 
     >>> from rope_jax.sharding import make_mesh
     >>> apply = lambda weights, images: images.mean((1, 2)) @ weights
+    >>> images = load_split(Config(), "test", (8, 8))
     >>> weights, mesh = jnp.zeros((3, 10)), make_mesh()
-    >>> (row,) = evaluate_split(apply, weights, Config(), (8, 8), mesh, "whole image")
+    >>> (row,) = evaluate_split(apply, weights, Config(), images, mesh, "whole image")
     >>> row["dataset"], row["resolution"], row["count"], row["protocol"]
     ('digits', [8, 8], 360, 'whole image')
 
@@ -203,7 +205,7 @@ def evaluate_split(
     rows = accuracies(
         apply,
         weights,
-        load_split(config, "test", size),
+        images,
         mean=config.data.mean,
         std=config.data.std,
         batch_size=config.eval.batch_size,
@@ -275,9 +277,12 @@ def evaluate_files(
         poll=poll,
     )
     height, width = (preprocessing.resized(side) for side in size)
-    resized = f"{height} pixels" if size[0] == size[1] else f"{height} x {width} pixels at least"
+    square = size[0] == size[1]
+    resized = (
+        f"a short side of {height} pixels" if square else f"at least {height} x {width} pixels"
+    )
     resizing = (
-        f"short side resized to {resized} ({interpolation}, antialiased), centre cropped (ratio "
+        f"whole image resized to {resized} ({interpolation}, antialiased), centre cropped (ratio "
         f"{crop:g})"
     )
     row["protocol"] = "; ".join(filter(None, (resizing, windows, found.note)))

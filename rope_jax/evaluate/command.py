@@ -159,6 +159,7 @@ def _identity(
         "dataset": asked.dataset or config.data.source,
         "windows": "scaled" if asked.scale_windows else "kept",
         "rpb_shrink": asked.rpb_shrink,
+        "resizing": "whole image",  # of rows without it, pixels of some sizes differed
     }
     if about.sha256 is not None:  # other weights may replace these under the same name
         identity["sha256"] = about.sha256
@@ -180,8 +181,9 @@ def _own_split(
     options = dataclasses.replace(config.eval, batch_size=batch_size)
     apply, weights = on_all_devices(model, mesh)
     config = dataclasses.replace(config, eval=options)
-    how = protocol(load_split(config, "test", size), config, model.window_rule())
-    (row,) = evaluate_split(apply, weights, config, size, mesh, how)
+    images = load_split(config, "test", size)
+    how = protocol(images, config, model.window_rule())
+    (row,) = evaluate_split(apply, weights, config, images, mesh, how)
     return row
 
 

@@ -46,40 +46,49 @@ def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """Accuracy by resolution (and seed), for a terminal.
+    """Accuracy by resolution (and seed, and protocol), for a terminal.
 
     >>> print(results_table([{"resolution": [8, 12], "top1": 0.5, "top5": 1.0, "count": 360}]))
     resolution  top-1   top-5   images
     ----------  ------  ------  ------
           8x12  0.5000  1.0000     360
+
+    Args:
+        rows: where several are of one resolution and seed, a column has the words in which their
+            protocols differ.
     """
-    header = ["resolution", "top-1", "top-5", "images"]
-    cells = [
-        [
-            "x".join(map(str, row["resolution"])),
-            f"{row['top1']:.4f}",
-            f"{row['top5']:.4f}",
-            str(row["count"]),
-        ]
-        for row in rows
-    ]
+    columns = {
+        "resolution": ["x".join(map(str, row["resolution"])) for row in rows],
+        "top-1": [f"{row['top1']:.4f}" for row in rows],
+        "top-5": [f"{row['top5']:.4f}" for row in rows],
+        "images": [str(row["count"]) for row in rows],
+    }
     if "seed" in rows[0]:
-        header = ["seed", *header]
-        cells = [[str(row["seed"]), *line] for row, line in zip(rows, cells, strict=True)]
-    return format_table(header, cells)
+        columns = {"seed": [str(row["seed"]) for row in rows]} | columns
+    if len({(*row["resolution"], row.get("seed")) for row in rows}) < len(rows):
+        columns["protocol"] = _differences(rows)
+    return format_table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
-    """The rows of each line of the accuracy plot: one per seed.
+    """The rows of each line of the accuracy plot: one per seed and protocol.
 
     >>> list(rows_by_line("ape", [{"seed": 0}, {"seed": 1}]))
     ['ape, seed 0', 'ape, seed 1']
     """
     lines: dict[str, list[Row]] = {}
-    for row in rows:
-        name = f"{position}, seed {row['seed']}" if "seed" in row else position
+    for row, protocol in zip(rows, _differences(rows), strict=True):
+        seed = f"seed {row['seed']}" if "seed" in row else ""
+        name = ", ".join(filter(None, (position, seed, protocol)))
         lines.setdefault(name, []).append(row)
     return lines
+
+
+def _differences(rows: Sequence[Row]) -> list[str]:
+    """The words of each row's protocol that not all protocols have; nothing where all are equal."""
+    protocols = [row.get("protocol", "").split() for row in rows]
+    shared = set.intersection(*map(set, protocols))
+    return [" ".join(word for word in words if word not in shared) for words in protocols]
 
 
 def read_evaluations(path: pathlib.Path) -> list[Row]:

@@ -63,8 +63,9 @@ class LaPE(Position):
                 self.later = nnx.List(inner.another(rngs) for _ in range(stage.depth - 1))
             return
         shape = (stage.depth, stage.channels) if join == "lape" else (stage.channels,)
-        self.scale = nnx.Param(jnp.ones(shape, stage.dtype), decay=False)
-        self.bias = nnx.Param(jnp.zeros(shape, stage.dtype), decay=False)
+        declared = {"decay": False} if join == "lape" else {"decay": False, "layers": False}
+        self.scale = nnx.Param(jnp.ones(shape, stage.dtype), **declared)
+        self.bias = nnx.Param(jnp.zeros(shape, stage.dtype), **declared)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         if self.acts == "between":

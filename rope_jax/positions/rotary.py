@@ -55,6 +55,15 @@ class Rotary(Position):
             )
         self.pairs = head_dim // (2 * k_rope)
 
+    @property
+    def on_map(self) -> bool:
+        """Whether q and k are rotated on the whole map, as no window represents the others."""
+        return isinstance(self.stage.pattern, Window) and not self.relative
+
+    @property
+    def wraps_attention(self) -> bool:
+        return self.on_map or super().wraps_attention
+
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
         """Returns the coordinates of the tokens of a map; row and column unless overridden."""
         return grids.absolute(grid)
@@ -71,8 +80,7 @@ class Rotary(Position):
         freqs = self.freqs()
         if not isinstance(freqs, PerLayer):
             freqs = jnp.asarray(freqs, self.stage.dtype)
-        if isinstance(self.stage.pattern, Window) and not self.relative:
-            # No window represents the others: q and k are rotated on the map.
+        if self.on_map:
             coords = whole_map(self.coords(grid), self.stage)
             return Terms(transform=RotateMap(Rotation(coords, freqs, self.pairing)))
         coords = token_coords(self.coords(grid), self.stage, self.prefix_coords(grid))

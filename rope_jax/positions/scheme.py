@@ -169,6 +169,11 @@ class Position(nnx.Module):
         """Returns the parts of a combination `a+b`; of any other scheme, the scheme itself."""
         return [self]
 
+    @property
+    def wraps_attention(self) -> bool:
+        """Whether `terms` has a transform in the stage's pattern of attention."""
+        return self.acts == "transform"
+
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
         """Adds the scheme's embedding after the patch embedding.
 
@@ -213,11 +218,7 @@ RESOLUTION = {
     "resample": "interpolated: its table is resampled",
 }
 
-_ONCE = {
-    "rotation": "rotate q and k",
-    "layers": "add to every layer's tokens",
-    "transform": "wrap attention",
-}
+_ONCE = {"rotation": "rotate q and k", "layers": "add to every layer's tokens"}
 
 
 class Combined(Position):
@@ -234,6 +235,12 @@ class Combined(Position):
                     f"position combines several schemes that {action}; at most one of a sum may do "
                     "so: remove the others"
                 )
+        if sum(part.wraps_attention for part in parts) > 1:
+            raise ValueError(
+                "position combines several schemes that wrap attention (in windows, rotary "
+                "schemes that are not relative do so): remove one, or use a model without "
+                "windows"
+            )
         self.stage = stage
         self.parts = nnx.List(parts)
         self.relative = all(part.relative for part in parts)
@@ -255,12 +262,6 @@ class Combined(Position):
         joined = Terms()
         for part, part_key in self._keyed(key):
             terms = part.terms(grid, part_key)
-            if joined.transform and terms.transform:
-                raise ValueError(
-                    "position combines several schemes that wrap attention (in windows, rotary "
-                    "schemes that are not relative do so): remove one, or use a model without "
-                    "windows"
-                )
             joined = Terms(
                 rotation=joined.rotation or terms.rotation,
                 bias=_add(joined.bias, terms.bias),

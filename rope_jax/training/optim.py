@@ -74,9 +74,10 @@ def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
 
     Args:
         params: of a model.
-        exempt: "vectors": parameters with one axis or none, not counting that of layers;
-            "declared": these, unless a parameter declares it (`nnx.Param(value, decay=False)`:
-            positional schemes, class tokens); "nothing": none.
+        exempt: what is not decayed. "declared": biases, norms, and what models and schemes declare
+            (`nnx.Param(value, decay=False)`: positions, class tokens); "vectors": biases and norms
+            only, parameters with one axis or none, not counting that of layers; "nothing":
+            everything is decayed.
     """
 
     def decays(path: tuple, leaf: nnx.Variable) -> bool:
@@ -93,7 +94,7 @@ def stacked(params: nnx.State) -> Any:
 
 
 def _stacked(path: tuple, leaf: nnx.Variable) -> bool:
-    """Blocks in a scan are marked with `layers`; tables of schemes have the axis if unmarked."""
+    """Blocks in a scan are marked; parameters of a scheme have it unless marked `layers=False`."""
     return bool(leaf.get_metadata().get("layers", "position" in path))
 
 
@@ -141,9 +142,7 @@ def layer_rates(params: nnx.State, layer_decay: float) -> Any:
             block = re.match(r"blocks\.(\d+)\.", own)
             if block:
                 return layer_decay ** (top - first - int(block[1]))
-            layers = own.startswith("position.") and leaf.get_metadata().get(
-                "layers", leaf.shape[0] == depth
-            )
+            layers = own.startswith("position.") and _stacked(path, leaf)
             if own.startswith("blocks.") or layers:
                 powers = layer_decay ** (top - first - np.arange(depth, dtype=np.float32))
                 return powers.reshape(depth, *(1,) * (len(leaf.shape) - 1))

@@ -115,6 +115,27 @@ def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):
     }
 
 
+def test_the_crops_of_one_run_are_no_seeds(tmp_path):
+    """The first crop is compared, the second is listed."""
+    sizes = (8, 8), (12, 12)
+    first, second = rows((sizes[0], 0.9), (sizes[1], 0.8)), rows((sizes[0], 0.7), (sizes[1], 0.6))
+    second = [row | {"protocol": "smaller crop"} for row in second]
+    a = workdir(tmp_path / "a", "ape", first + second)
+    report.main([str(a)])
+    (run,) = report.read_runs(a)
+    assert report.rows_at([run], sizes[1]) == first[1:]
+    table = (tmp_path / "comparison.txt").read_text()
+    assert table.splitlines()[-1].split() == ["ape", "90.0", "80.0"]
+    low, high = report.wilson(0.8, 360)
+    text = (tmp_path / "report.md").read_text()
+    assert f"| ape | 1 | 90.0 [86.5, 92.7] | 80.0 [{100 * low:.1f}, {100 * high:.1f}] |" in text
+    listed = [line for line in text.splitlines() if "smaller crop |" in line]
+    assert [line.split(" | ")[2:4] for line in listed] == [
+        ["8x8", report.percent_with_interval(second[:1])],
+        ["12x12", report.percent_with_interval(second[1:])],
+    ]
+
+
 def test_workdirs_of_one_name_stay_apart(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()

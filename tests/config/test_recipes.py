@@ -168,12 +168,19 @@ VALUES = {
         "frame": "centre(crop=0.875,interpolation=bicubic)",
     },
     ("thesis", "position=rpb+ape"): {"position": "rpb(decay=True)+ape"},
+    ("thesis", "position= rpb + ape"): {"position": "rpb(decay=True)+ape"},
+    ("thesis", "position=rpb(std=0)"): {"position": "rpb(std=0,decay=True)"},
+    ("thesis", "position=ape+rpb(shrink=crop)"): {"position": "ape+rpb(shrink=crop,decay=True)"},
+    ("thesis", "position=rpb(decay=False)"): {"position": "rpb(decay=False)"},
+    ("thesis", "position=lape(sincos2d(order=lape))"): {"position": "lape(sincos2d(order=lape))"},
     ("thesis", "variant=nat_base"): {"batch_size": 1024, "warmup": 50, "ema": 0.9998, "rate": 1e-3},
     ("thesis", "variant=nat_base,base=nat"): {"warmup": 20, "ema": None},
     ("swin", ""): {
         "rate": 1e-3, "least": 1e-5, "start": 1e-6, "warmup": 20, "prefix": True, "clip": 5,
         "decay": 0.05, "before_erasing": False, "groups": 8, "scaled": True,
     },
+    ("swin", "resolution=224"): {"options": ""},
+    ("swin", "resolution=384"): {"options": "window_size=None"},
     ("swin", "batch_size=2048"): {"rate": 2e-3, "least": 2e-5, "start": 2e-6, "batch_size": 2048},
     ("lape", ""): {
         "rate": 1e-3, "least": 1e-5, "decay": 0.05, "batch_size": 1024, "epochs": 300, "warmup": 5,
@@ -246,11 +253,28 @@ def test_values_of_the_recipes(name, arguments):
         "frame": config.eval.frame,
         "frames": "+".join(config.eval.frames),
         "position": config.model.position,
+        "options": config.model.options,
         "exempt": config.optim.exempt,
         "scaled": config.eval.scale_windows,
     }
     wanted = VALUES[name, arguments]
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+
+
+def test_swin_is_trained_with_the_windows_of_its_first_row():
+    for resolution, side in ((224, 7), (384, 12)):
+        config = resolved("swin", f"resolution={resolution}")
+        options = cfg.model_overrides(config.model.options)
+        model = nnx.eval_shape(
+            lambda size=resolution, options=options: rope_jax.create_model(
+                "swin_t", image_size=size, **options
+            )
+        )
+        assert model.window == (side, side)
+        assert config.eval.scale_windows  # which leaves windows of the training resolution alone
+        model.scale_windows()
+        model.prepare((resolution, resolution))
+        assert model.window == (side, side)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +283,7 @@ def test_values_of_the_recipes(name, arguments):
         ("deit3", "variant=s,stage=finetune", "stage=finetune with variant b, l"),
         ("deit3", "variant=b,stage=finetune", "add init_from="),
         ("thesis", "base=none", "not one of table, nat"),
+        ("thesis", "position=rpb++ape", r"expected a name .*\[--config=configs/thesis.py:position"),
         ("cct", "dataset=mnist", "not one of cifar10, cifar100"),
         ("lape", "variant=nat_mini", "not one of deit, ceit, t2t, swin"),
         ("swin", "positon=rpb", "did you mean 'position'"),

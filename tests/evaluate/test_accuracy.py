@@ -53,7 +53,10 @@ def test_windows_of_a_run_are_scaled_with_the_image(count):
     ("changes", "message"),
     [
         ({"eval__resolutions": (48,)}, r"does not allow: .* \[--config.eval.scale_windows\]"),
-        ({"model__name": "vit_digits", "model__options": ""}, "for models with windows, which ViT"),
+        (
+            {"model__name": "vit_digits", "model__options": ""},
+            "needs a model with window attention, and ViT has none",
+        ),
         ({"eval__frames": ("middle",)}, r"'middle' is unknown.*\[--config.eval.frames\]"),
     ],
 )

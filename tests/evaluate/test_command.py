@@ -105,7 +105,7 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert row["count"] == 6
     assert row["asked"]["weights"].endswith("w.safetensors")
     assert row["protocol"].startswith(
-        "short side resized to 8 x 13 pixels at least (bicubic, antialiased), centre cropped (ratio"
+        "whole image resized to at least 8 x 13 pixels (bicubic, antialiased), centre cropped"
     )
     assert "8x12" in out
 
@@ -136,6 +136,16 @@ def test_weights_that_were_replaced_are_measured_anew(command, tmp_path):
     rows, _ = command()
     assert rows[0] == row
     assert len({row["asked"]["sha256"] for row in rows}) == len(rows) == 2
+
+
+def test_rows_from_before_the_exact_centre_crop_are_measured_anew(command, tmp_path):
+    (row,), _ = command()
+    assert row["protocol"].startswith("whole image resized to a short side of 8 pixels (bicubic")
+    old = row | {"top1": -1.0, "protocol": "short side resized to 8 pixels"}
+    old["asked"] = {key: value for key, value in row["asked"].items() if key != "resizing"}
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [old]}))
+    rows, _ = command()
+    assert [found["top1"] for found in rows] == [-1.0, row["top1"]]
 
 
 def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):

@@ -136,6 +136,19 @@ def test_a_thin_strip_needs_little_memory():
     assert crop_pixels(smooth(1, 60_000), centre, (224, 224)).shape == (224, 224, 3)
 
 
+def test_only_very_long_strips_are_not_resized_whole():
+    """The limit is of 2**24 pixels, a strip of 256:1 at 256 pixels."""
+    assert centre(256, 1, (256, 256)).resized == (2**16, 2**8)
+    box = centre(257, 1, (256, 256))
+    assert box.resized is None
+    assert box.edges == (128, 0, 129, 1)
+    image = smooth(1, 256)
+    whole = Image.fromarray(image).resize((2**16, 2**8), Image.Resampling.BICUBIC)
+    left = (2**16 - 2**8) // 2
+    expected = np.asarray(whole.crop((left, 0, left + 2**8, 2**8)))
+    np.testing.assert_array_equal(crop_pixels(image, centre, (256, 256)), expected)
+
+
 def test_stretch_takes_everything():
     image = smooth(30, 50)
     expected = np.asarray(Image.fromarray(image).resize((20, 20), Image.Resampling.BILINEAR))

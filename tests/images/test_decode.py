@@ -299,10 +299,14 @@ def test_scans_are_limited():
 PEAK = """
 import re, sys, warnings
 from rope_jax.data import decode_image
+from rope_jax.data.images.crops import centre, crop_file
+from rope_jax.data.images.decode import EncodedImage
 warnings.simplefilter("error")
+cropped = lambda data: crop_file(EncodedImage(data), centre, (490, 490))
 for path in sys.argv[1:]:
     try:
-        print(decode_image(open(path, "rb").read()).shape)
+        decode = cropped if "strip" in path else decode_image
+        print(decode(open(path, "rb").read()).shape)
     except ValueError as error:
         print("refused", error)
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024)
@@ -335,6 +339,16 @@ def test_peak_memory_of_bombs_and_of_the_largest_images(tmp_path):
     assert re.match(r"refused .*30000 x 30000 pixels are too many", results[0])
     assert results[1:] == ["(8000, 8000, 3)", "(5600, 5600, 3)"]
     assert peak < GIGABYTE
+
+
+@pytest.mark.process
+def test_peak_memory_of_a_strip_that_is_resized_whole(tmp_path):
+    """Both the file and the resized strip, 32901 x 490, are just inside their limits."""
+    strip = Image.new("L", (65_535, 976), 100)
+    (tmp_path / "strip.png").write_bytes(encode(strip, "PNG", compress_level=1))
+    results, peak = peak_memory([tmp_path / "strip.png"])
+    assert results == ["(490, 490, 3)"]
+    assert peak < 7 * GIGABYTE // 10
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rope_jax import create_model
 from rope_jax.models.attention import SelfAttention
 from rope_jax.positions import list_positions
 from rope_jax_kernels import Global, Neighborhood, Window
@@ -159,6 +160,14 @@ def test_a_scheme_in_a_pattern_is_dense_attention_of_allowed_pairs(name, pattern
 
 def test_two_schemes_that_wrap_attention_are_refused_in_windows(rope_log):
     scheme(f"{rope_log}+lpe", grid=GRID).terms(GRID)
-    position = scheme(f"{rope_log}+lpe", grid=GRID, pattern=Window((3, 3)))
     with pytest.raises(ValueError, match="several schemes that wrap attention"):
-        position.terms(GRID)
+        scheme(f"{rope_log}+lpe", grid=GRID, pattern=Window((3, 3)))
+    with pytest.raises(ValueError, match="several schemes that wrap attention"):
+        nnx.eval_shape(lambda: create_model("swin_t", position=f"{rope_log}+lpe"))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ["rope_log", "rope_mixed", "lpe"])
+def test_schemes_declare_that_they_wrap_attention(name, pattern, rope_log):
+    position = scheme(name, depth=2, grid=GRID, pattern=PATTERNS[pattern])
+    assert position.wraps_attention == (position.terms(GRID).transform is not None)

@@ -291,6 +291,15 @@ def test_layer_decay_tells_kernels_from_layers(position):
     assert {value for name, value in found.items() if name.startswith("position.")} == {0.0625}
 
 
+def test_a_norm_shared_by_all_layers_is_below_the_first():
+    """Its scale has an axis of channels alone, as many as there are layers here."""
+    position = "lape(ape,join=shared_norm)"
+    found = rates("vit_digits", position, depth=4, width=4, heads=1)
+    assert {value for name, value in found.items() if name.startswith("position.")} == {0.03125}
+    found = rates("vit_digits", "lape(ape)", depth=3, width=4, heads=1)
+    np.testing.assert_array_equal(np.ravel(found["position.scale"]), [0.125, 0.25, 0.5])
+
+
 def test_layer_decay_scales_steps_and_weight_decay():
     block = lambda: {"fc1": {"kernel": nnx.Param(jnp.ones((2, 2)))}}
     params = nnx.State(

@@ -147,7 +147,10 @@ def test_one_of_the_models_is_loaded(together, alone):
         rope_jax.load_checkpoint(str(alone), seed=4)
 
 
-def test_the_command_of_evaluation_takes_a_seed(together, capsys):
+def test_the_command_of_evaluation_takes_a_seed(together, capsys, monkeypatch):
+    loaded, load = [], rope_jax.training.setup.load_split
+    for module in (rope_jax.evaluate.command, rope_jax.evaluate.accuracy):
+        monkeypatch.setattr(module, "load_split", lambda *a: loaded.append(a) or load(*a))
     for seed in (
         [],
         ["--seed=5"],
@@ -161,6 +164,7 @@ def test_the_command_of_evaluation_takes_a_seed(together, capsys):
         (5, TINY),
     ]
     assert "seed 5, step 8" in capsys.readouterr().out
+    assert len(loaded) == len(found) == 2
     with pytest.raises(SystemExit, match=r"seed=1, but the run has seeds 4 to 5.*\[WORKDIR\]"):
         evaluate.main([str(together), "--seed=1"])
 

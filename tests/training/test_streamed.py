@@ -101,8 +101,8 @@ def test_packed_images_say_how_and_mean_the_same_in_both_splits(photographs, tmp
     changes = streamed(photographs) | {"data__source": "packed", "data__path": str(tmp_path)}
     prepared, _ = prepare(tiny(**changes))
     told = (
-        "centre(crop=0.875) of each image, with antialiasing; images packed beforehand: short side "
-        "at most 14 (bicubic); weights of the"
+        "centre(crop=0.875) of each image, resized whole and with antialiasing; images packed "
+        "beforehand: short side at most 14 (bicubic); weights of the"
     )
     held_out = load_split(prepared.config, "test")
     assert evaluate.protocol(held_out, prepared.config).startswith(told)

@@ -27,7 +27,7 @@ _TRIES = 10
 # A box that shrinks is first reduced in the JPEG transform, as far as it stays so many times larger
 # than the result. At 2 the images are close to those without (Pillow's docs on `reducing_gap`).
 _GAP = 2
-_WHOLE = 2**26  # pixels; with more, a picture is not resized as a whole
+_WHOLE = 2**24  # pixels; with more, a picture is not resized as a whole
 
 
 class Box(NamedTuple):
@@ -122,8 +122,8 @@ def centre(
 ) -> Box:
     """The centre after a resize that keeps the aspect ratio: torchvision's Resize and CenterCrop.
 
-    To the same pixels. Where the whole would have more than 2**26, as with pictures of a few rows,
-    only the part that is kept is resized, with other roundings between rows and columns.
+    The pixels equal torchvision's. If the resized picture would exceed 2**24 pixels (very long
+    strips), only the kept part is resized, and pixels may differ slightly.
 
     Args:
         width: of the picture, in pixels.

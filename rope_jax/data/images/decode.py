@@ -126,6 +126,7 @@ class EncodedImage:
             image = self._image
             if image.mode.startswith("I") or image.has_transparency_data:
                 return Image.fromarray(self.pixels())
+            del self._image  # so that only the converted or turned copy is left
             if reduce > 1 and self._orientation == 1:
                 image.draft(None, (image.width // reduce, image.height // reduce))
             image.load()

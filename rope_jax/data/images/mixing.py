@@ -64,7 +64,7 @@ def mix_groups(
 ) -> tuple[Float[Array, "B H W 3"], Int[Array, " B"], Float[Array, "B 1"]]:
     """`mix` within each of several groups, as official scripts mix within the batch of each GPU.
 
-    A group is a run of neighbours: the first are images 0 to B / groups - 1.
+    Groups are consecutive: the first holds images 0 to B / groups - 1.
 
     Args:
         images: [B, H, W, 3].

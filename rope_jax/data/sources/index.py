@@ -251,7 +251,7 @@ class Streamed:
     @property
     def protocol(self) -> str:
         """A description of crop and resizing, for the protocol of an evaluation."""
-        text = f"{self.crop} of each image, with antialiasing"
+        text = f"{self.crop} of each image, resized whole and with antialiasing"
         about = self.source.about
         if "resized" in about:
             text += f"; images packed beforehand: {about['resized']} ({about['interpolation']})"
