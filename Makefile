@@ -11,7 +11,7 @@ RUN = .venv/bin/python
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare                      train with six positional schemes: a table and a plot"
-	@echo "make test | lint | format         checks for every change (tests: six minutes on two cores)"
+	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
 	@echo "make test-faults                  fault injection: kills, damaged checkpoints, signals (five minutes)"
