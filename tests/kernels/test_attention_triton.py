@@ -152,9 +152,8 @@ def check_any_shape(draw):
     size, grid, head_dim = pair(1, 7), pair(1, 12), (16, 20, 32)[draw(0, 2)]
     shift = tuple(draw(0, n - 1) for n in size)
     pattern = (Neighborhood(size, pair(1, 4)), Window(size, shift), Global())[draw(0, 2)]
-    # Where every token attends to itself alone, the gradients of q, k and the bias are zero in XLA
-    # and the rounding of terms that cancel in the kernels: see the case "one token".
-    hypothesis.assume(len(pairs(pattern, grid)) > grid[0] * grid[1])
+    # Where every token attends to itself alone, the gradient of a bias is zero.
+    alone = len(pairs(pattern, grid)) == grid[0] * grid[1]
     check(
         pattern,
         (grid[0] * grid[1],) if isinstance(pattern, Global) else grid,
@@ -162,7 +161,7 @@ def check_any_shape(draw):
         head_dim=head_dim,
         pairs=draw(0, head_dim // 2),
         shared=draw(0, 1) == 1,
-        bias=draw(0, 1) == 1,
+        bias=draw(0, 1) == 1 and not alone,
         pairing=("half", "interleaved")[draw(0, 1)],
         packed=draw(0, 1) == 1,
         batch=1,
@@ -171,7 +170,7 @@ def check_any_shape(draw):
 
 # Each compiles four or five kernels, which takes seconds. test_tiles draws many more patterns.
 @pytest.mark.slow
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())
 def test_many_shapes(data):
     check_any_shape(lambda low, high: data.draw(st.integers(low, high)))

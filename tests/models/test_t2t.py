@@ -195,7 +195,7 @@ def test_parameters_and_multiply_adds_are_those_of_the_official_model():
 
 @pytest.mark.parametrize(
     ("size", "grid"),
-    [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3))],
+    [((224, 224), (14, 14)), ((3, 6), (1, 1)), ((50, 37), (3, 3)), ((225, 227), (14, 15))],
 )
 def test_images_of_any_size_become_tokens(size, grid):
     model = small(image_size=size)

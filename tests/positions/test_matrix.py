@@ -94,7 +94,7 @@ def random_skew(size, largest, count=40):
     return skew * (np.linspace(0, largest, count) / angles)[:, None, None]  # the first is zero
 
 
-@pytest.mark.parametrize(("size", "largest"), [(3, 0.7), (8, 300.0)])
+@pytest.mark.parametrize(("size", "largest"), [(3, 0.7), (2, 30.0), (8, 30.0), (8, 300.0)])
 def test_expm(size, largest):
     skew = random_skew(size, largest)
     want = exponential(skew)
