@@ -48,10 +48,10 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # it does. After them, and without an entry, it uses "xla". Decided by counting the bytes and the
 # launches of compiled programs, and the instructions that machine code for 9.0 issues at least; not
 # by measurements:
-# - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates, the bytes of
-#   a ViT-S layer's training take 0.27 ms on an H200. Triton's instructions take at least 0.20 ms
-#   (docs/benchmarks.md, machine_code), and a kernel seldom comes closer than 1.6 times to that
-#   bound. XLA's own attention moves 4 times the bytes.
+# - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates it moves no
+#   more bytes than Triton, whose instructions take at least 0.20 ms for both passes of a ViT-S
+#   layer on an H200 (docs/benchmarks.md, machine_code) and by estimate 1.6 to 2.2 times that. XLA's
+#   own attention moves 4 times the bytes.
 # - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
 #   also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times (NAT) as much.
 #   Its tiles are sized by the registers and the shared memory of 9.0. Older and consumer GPUs have
