@@ -53,10 +53,10 @@ def operands(
         draw(*table) if bias else None,
     )
     rounded = [
-        None if x is None else np.asarray(jnp.asarray(x, t)).astype(t)
+        None if x is None else x.astype(t)
         for x, t in zip(arrays, (dtype, *[np.float32] * 3), strict=True)
     ]
-    return *rounded, np.asarray(jnp.asarray(draw(batch, *places, heads, head_dim), dtype))
+    return *rounded, draw(batch, *places, heads, head_dim).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "pairing", "implementation", "packed"))

@@ -53,7 +53,8 @@ def small(name, position, *, seed=0, image_size=64, **options):
     )
     model, rng = nnx.eval_shape(make), np.random.default_rng(seed)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        variable.set_value(jnp.asarray(0.3 * rng.standard_normal(variable.shape), variable.dtype))
+        values = 0.3 * rng.standard_normal(variable.shape)
+        variable.set_value(jax.device_put(values.astype(variable.dtype)))
     return model
 
 

@@ -64,6 +64,7 @@ def test_models_without_batch_norms_have_no_statistics():
     assert set(shapes) == {"step", "params", "opt"}
 
 
+@pytest.mark.slow
 def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(finished):
     model, config = rope_jax.load_checkpoint(str(finished))
     stats = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))

@@ -552,7 +552,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypat
     )  # nothing is left where nothing had begun
 
 
-@pytest.mark.parametrize("saved", [8, 24])
+@pytest.mark.parametrize("saved", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypatch, saved):
     write, begun = Checkpoints._write, threading.Event()
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -138,7 +139,7 @@ def convert_state_dict(
         array = link.rule.read(array.astype(variable.dtype), slot)
         slot.of(value)[...] = array if slot.grid is None else _resized(array, slot)
     for path, value in values.items():
-        variables[path].set_value(jnp.asarray(value))
+        variables[path].set_value(jax.device_put(value))
 
 
 def _resized(table: np.ndarray, slot: Slot) -> np.ndarray:
