@@ -12,6 +12,7 @@ from rope_jax.config.resolve import (
     settings,
     settings_table,
     to_json,
+    with_options,
 )
 from rope_jax.config.settings import (
     IMAGENET_MEAN,
@@ -38,4 +39,5 @@ __all__ = [
     "settings",
     "settings_table",
     "to_json",
+    "with_options",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.settings import Config, Rule, Size
-from rope_jax.text import assignments, closest, format_table, literal
+from rope_jax.text import Call, Value, assignments, closest, format_table, literal, parse
 
 
 class ConfigError(Exception):
@@ -84,6 +84,32 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
         with arguments.ignore_type():
             arguments[key] = value
     return arguments
+
+
+def with_options(position: str, name: str, **options: Value) -> str:
+    """A positional scheme whose parts called `name` have these options, unless they are given.
+
+    >>> with_options("lape(ape)+rpb(std=0.1)", "rpb", std=0.02, decay=True)
+    'lape(ape)+rpb(std=0.1,decay=True)'
+
+    Args:
+        position: a recipe's argument, as in `rope_jax.positions`.
+        name: of a scheme, also in sums and inside wrappers.
+        **options: of that scheme.
+
+    Raises:
+        ConfigError: `position` does not follow the notation.
+    """
+
+    def completed(call: Call) -> Call:
+        inner = tuple(tuple(map(completed, calls)) for calls in call.inner)
+        given = dict(call.options)
+        missing = {key: value for key, value in options.items() if key not in given}
+        own = given | missing if call.name == name else given
+        return Call(call.name, inner, tuple(own.items()))
+
+    with blame("recipe argument position"):
+        return "+".join(str(completed(call)) for call in parse(position, "position"))
 
 
 def model_overrides(options: str) -> dict[str, Any]:

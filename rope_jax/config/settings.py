@@ -163,6 +163,12 @@ class OptimConfig:
     layer_decay: float = _setting(
         1.0, "factor on the learning rate from each block to the one below", above=0, high=1
     )
+    last_norm: str = _setting(
+        "head",
+        "with layer_decay, the last norm has the rate of the head (BEiT, MAE) or of the last block "
+        "(timm)",
+        words=("head", "block"),
+    )
     b1: float = _setting(0.9, "decay of the first moment (AdamW, LAMB)", low=0, below=1)
     b2: float = _setting(0.999, "decay of the second moment (AdamW, LAMB)", low=0, below=1)
     eps: float = _setting(1e-8, "added to the denominator (AdamW, LAMB)", low=0)

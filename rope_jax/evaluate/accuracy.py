@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from rope_jax import data, seeds
-from rope_jax.config import Config
+from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
 from rope_jax.models.pretrained import Preprocessing
@@ -164,13 +164,10 @@ def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> l
     weights = (params, state.get("stats", {}), rest)
 
     def apply(weights: Any, images: Array) -> Array:
-        if not setup.config.eval.scale_windows:
-            return setup.apply(*weights, images)[0]
-        model = nnx.merge(setup.graph, *weights)
-        model.scale_windows()
-        model.resize(images.shape[1:3])
+        trained = nnx.merge(setup.graph, *weights)
+        size, scaled = images.shape[1:3], setup.config.eval.scale_windows
         with use_mesh(setup.mesh):
-            return model(images)
+            return at_resolution(trained, size, scale_windows=scaled)(images)
 
     rows = []
     for how, config in protocols(setup).items():
@@ -178,6 +175,47 @@ def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> l
             images = load_split(config, "test", size)
             rows += evaluate_split(apply, weights, config, images, setup.mesh, how, poll=poll)
     return rows
+
+
+def at_resolution(
+    model: nnx.Module,
+    size: tuple[int, int],
+    *,
+    scale_windows: bool = False,
+    rpb_shrink: str | None = None,
+) -> nnx.Module:
+    """A copy of a model for images of another size; position tables are resized by their rule.
+
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="ape", depth=1, width=16, heads=2)
+    >>> copy = at_resolution(model, (16, 8))
+    >>> model.position.embedding.shape, copy.position.embedding.shape
+    ((16, 16), (32, 16))
+
+    Args:
+        model: not changed.
+        size: (h, w) in pixels.
+        scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
+        rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
+            model's own rule.
+    """
+    copy = nnx.clone(model)
+    if rpb_shrink is not None:
+        tables = [m for _, m in nnx.iter_modules(copy) if getattr(m, "shrink", None) is not None]
+        if not tables:
+            raise ConfigError(
+                f"--rpb_shrink={rpb_shrink} is for models with the scheme rpb: leave it out"
+            )
+        for table in tables:
+            table.shrink = rpb_shrink
+    if scale_windows:
+        try:
+            copy.scale_windows()
+        except ValueError as error:
+            raise ConfigError(f"--{error}") from error
+    with blame("--resolutions"):
+        copy.resize(size)
+    return copy
 
 
 def evaluate_split(

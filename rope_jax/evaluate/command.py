@@ -21,10 +21,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rope_jax import data
-from rope_jax.config import ConfigError, blame
+from rope_jax.config import ConfigError
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import (
     Row,
+    at_resolution,
     evaluate_files,
     evaluate_split,
     on_all_devices,
@@ -185,44 +186,3 @@ def _own_split(
     how = protocol(images, config, model.window_rule())
     (row,) = evaluate_split(apply, weights, config, images, mesh, how)
     return row
-
-
-def at_resolution(
-    model: nnx.Module,
-    size: tuple[int, int],
-    *,
-    scale_windows: bool = False,
-    rpb_shrink: str | None = None,
-) -> nnx.Module:
-    """A copy of a model for images of another size; position tables are resized by their rule.
-
-    >>> import rope_jax
-    >>> model = rope_jax.create_model("vit_digits", position="ape", depth=1, width=16, heads=2)
-    >>> copy = at_resolution(model, (16, 8))
-    >>> model.position.embedding.shape, copy.position.embedding.shape
-    ((16, 16), (32, 16))
-
-    Args:
-        model: not changed.
-        size: (h, w) in pixels.
-        scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
-        rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
-            model's own rule.
-    """
-    copy = nnx.clone(model)
-    if rpb_shrink is not None:
-        tables = [m for _, m in nnx.iter_modules(copy) if getattr(m, "shrink", None) is not None]
-        if not tables:
-            raise ConfigError(
-                f"--rpb_shrink={rpb_shrink} is for models with the scheme rpb: leave it out"
-            )
-        for table in tables:
-            table.shrink = rpb_shrink
-    if scale_windows:
-        try:
-            copy.scale_windows()
-        except ValueError as error:
-            raise ConfigError(f"--{error}") from error
-    with blame("--resolutions"):
-        copy.resize(size)
-    return copy

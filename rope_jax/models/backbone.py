@@ -79,6 +79,13 @@ class Backbone(nnx.Module):
         for position, grid in self.positions(image_size):
             position.resize(grid)
 
+    def prepare(self, image_size: Grid) -> None:
+        """Sets what depends on the image size and has no parameters; part of `resize`.
+
+        Raises:
+            ValueError: the model does not allow that size.
+        """
+
     def scale_windows(self) -> None:
         """Sets windows to a thirty-second of the image, from the next `resize` on.
 

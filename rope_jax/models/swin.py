@@ -198,9 +198,6 @@ class Hierarchy(Backbone):
         self.norm = layer_norm(block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         self.head = linear(block.width, num_classes, rngs=rngs, dtypes=dtypes)
 
-    def prepare(self, image_size: Grid) -> None:
-        """Sets parameter-free attributes that depend on the image size."""
-
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the patch embedding: images [B, H, W, 3] to tokens of the first stage."""
         width, epsilon = self.options.width, self.options.norm_epsilon

@@ -119,9 +119,19 @@ def token_coords(
         coords: of a map [H, W, A] or a video [T, H, W, A].
         stage: its prefix tokens come first (global attention only).
         prefix: their coordinates; None for the origin.
+
+    Raises:
+        ValueError: for windows, coordinates that are not evenly spaced.
     """
     if isinstance(stage.pattern, Window):
         height, width = stage.pattern.fit(coords.shape[:2]).size
+        steps = [np.diff(coords, axis=axis) for axis in (0, 1)]
+        even = all(np.allclose(step, step[:1, :1]) for step in steps)
+        if (height, width) != coords.shape[:2] and not even:
+            raise ValueError(
+                "the coordinates of a rotary scheme are not evenly spaced, so that no window "
+                "represents the others: declare `relative = False` in its class"
+            )
         coords = coords[:height, :width]
     if not isinstance(stage.pattern, Global):
         prefix = np.zeros((0, coords.shape[-1]))

@@ -156,12 +156,13 @@ def _check_evaluation(config: Config, model: nnx.Module) -> None:
     for frame in config.eval.frames:
         with blame("--config.eval.frames"):
             parse_crop(frame)
-    if config.eval.scale_windows:
-        with blame("--config.eval.scale_windows"):
-            scaled = nnx.clone(model)
-            scaled.scale_windows()
-            for size in sizes:
-                scaled.prepare(size)
+    scaled = config.eval.scale_windows
+    with blame(f"--config.eval.{'scale_windows' if scaled else 'resolutions'}"):
+        evaluated = nnx.clone(model)
+        if scaled:
+            evaluated.scale_windows()
+        for size in sizes:
+            evaluated.prepare(size)
 
 
 def _check_class_names(images: Split, held_out: Split) -> None:
