@@ -27,7 +27,7 @@ def test_a_file_is_not_touched_by_a_change_that_fails(tmp_path):
     path = tmp_path / "results.json"
     write_file(path, "old")
     with pytest.raises(json.JSONDecodeError):
-        update_file(path, json.loads)
+        update_file(path, lambda: json.loads(path.read_text()))
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("results.json", "old")]
 
 
