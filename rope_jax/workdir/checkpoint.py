@@ -31,6 +31,7 @@ from rope_jax.workdir.integrity import (
     manifest,
     problem_of,
 )
+from rope_jax.workdir.quiet import quiet_failures
 from rope_jax.workdir.trees import check_tree, not_finite
 
 _STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
@@ -59,10 +60,12 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="rope_jax.workdir.checkpoint"
         )
+        self._quiet = contextlib.ExitStack()
         self._pending: concurrent.futures.Future | None = None
         self.on_saved: Callable[[int, int, float], None] = lambda step, size, seconds: None
 
     def __enter__(self) -> "Checkpoints":
+        self._quiet.enter_context(quiet_failures())
         return self
 
     def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
@@ -74,6 +77,7 @@ class Checkpoints:
             warn(str(error))  # the exception that ended the run is reported elsewhere
         finally:
             self._thread.shutdown()
+            self._quiet.close()
 
     def steps(self) -> list[int]:
         """All steps, valid or not, ascending.
