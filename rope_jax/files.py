@@ -146,6 +146,14 @@ def set_aside(path: pathlib.Path, why: object) -> pathlib.Path:
     return target
 
 
+def make_folder(path: pathlib.Path) -> pathlib.Path:
+    """Creates a folder, unless it exists, and returns its path; a file of that name is set aside."""
+    if os.path.lexists(path) and not path.is_dir():
+        set_aside(path, f"{path} is no folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def file_sha256(path: str | os.PathLike) -> str:
     """The sha256 of a regular file's content, in hexadecimal."""
     with open_regular(path) as file:
@@ -263,8 +271,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             ) from None
         with naming(path):
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            file.flush()
+            # Not buffered: closing the file would write what is left, and fail without a name.
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         try:
             yield
         finally:

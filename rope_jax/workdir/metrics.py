@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax.files import SaveFailed, read_regular, set_aside, warn, write_file
+from rope_jax.files import (
+    SaveFailed,
+    make_folder,
+    read_regular,
+    set_aside,
+    warn,
+    write_file,
+)
 from rope_jax.text import format_table
 
 _LARGEST = 1 << 30  # bytes of a log: about three million lines
@@ -43,9 +50,7 @@ class MetricsWriter:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            board = workdir / "tensorboard"
-            if os.path.lexists(board) and not board.is_dir():
-                set_aside(board, f"{board} is no folder")
+            board = make_folder(workdir / "tensorboard")
             self._board = SummaryWriter(str(board), purge_step=restored_step + 1)
 
     def __enter__(self) -> "MetricsWriter":
@@ -176,7 +181,7 @@ class Profiler:
         """Starts recording; False if it is recording already."""
         if self._until is not None:
             return False
-        jax.profiler.start_trace(str(self._folder))
+        jax.profiler.start_trace(str(make_folder(self._folder)))
         self._until = step + self.STEPS
         return True
 

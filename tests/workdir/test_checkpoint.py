@@ -541,7 +541,7 @@ def test_too_few_file_handles_are_told_as_such(two):
             resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1])
         )
         try:
-            with pytest.raises(OSError, match="Too many open files|ulimit -n"):
+            with pytest.raises(OSError, match=r"Too many open files|ulimit -n"):
                 checkpoints.load(2, shapes(state()))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
