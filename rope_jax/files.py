@@ -147,7 +147,7 @@ def set_aside(path: pathlib.Path, why: object) -> pathlib.Path:
 
 
 def make_folder(path: pathlib.Path) -> pathlib.Path:
-    """Creates a folder, unless it exists, and returns its path; a file of that name is set aside."""
+    """Creates a folder, unless it exists; a file of that name is set aside. Returns the path."""
     if os.path.lexists(path) and not path.is_dir():
         set_aside(path, f"{path} is no folder")
     path.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,9 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        if error.errno is None:  # of NumPy, for a file that it could not write as a whole
+            raise OSError(f"{os.fspath(path)}: {error}") from error
+        if error.filename is None:
             error.filename = os.fspath(path)
         raise
 

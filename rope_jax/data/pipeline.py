@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rope_jax.data.checking import FileCheck
 from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import CROP, Augmentation, parse_loader
 from rope_jax.data.images.crops import crop_pixels
@@ -170,12 +171,21 @@ class Batches(Iterator[Batch]):
         skipped: ids of the images that could not be used so far; only with `bad_images="skip"`.
     """
 
-    def __init__(self, make: Iterator[Batch], count: int):
-        self._make, self._count = make, count
+    def __init__(self, make: Iterator[Batch], images: Images | Streamed, epoch: int):
+        """Batches of a set; within the first `epoch` of them its files are checked."""
+        self._make, self._count, self._left = make, len(images.labels), epoch
+        self._check = FileCheck(images)
         self.skipped: set[int] = set()
 
     def __next__(self) -> Batch:
-        batch = next(self._make)
+        try:
+            batch = next(self._make)
+        except StopIteration:
+            self._check(wait=True)
+            raise
+        self._left -= 1
+        if self._left >= 0:
+            self._check(wait=self._left == 0)
         self.skipped.update(batch.pop("bad").tolist())
         if len(self.skipped) > _allowed(self._count):
             self.close()
@@ -189,6 +199,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends processes and threads."""
+        self._check.close()
         self._make.close()
 
     def __enter__(self) -> "Batches":
@@ -257,7 +268,7 @@ def batches(
         else:
             one(blank, np.zeros(1, np.uint64))
     made = _produced(make, size, itertools.count(start_step), ahead=ahead, workers=workers)
-    return Batches(made, len(images.labels))
+    return Batches(made, images, epoch=-(-len(images.labels) // batch_size))
 
 
 def evaluation_batches(
@@ -300,7 +311,7 @@ def evaluation_batches(
     make = Evaluation(images, batch_size, shard, bad_images, threads)
     steps = range(-(-count // batch_size))
     made = _produced(make, batch_size // shard[1], steps, ahead=ahead, workers=workers)
-    return Batches(made, count)
+    return Batches(made, images, epoch=len(steps))
 
 
 def _check_policy(bad_images: str, workers: int) -> None:
