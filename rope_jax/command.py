@@ -1,13 +1,18 @@
 """Flags, compilation cache, one-line errors and exit statuses of `python -m rope_jax.main`."""
 
 import contextlib
+import io
+import multiprocessing
 import os
 import pathlib
 import shlex
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from absl import flags, logging
@@ -15,9 +20,11 @@ from absl import flags, logging
 from rope_jax.config import ConfigError
 from rope_jax.files import SaveFailed, cache_folder
 from rope_jax.text import assignments
-from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.checkpoint import NonFinite
 
+# Seconds. When the first process ends, jax aborts the others, which may have a reason to print.
+_LAST_WORDS = 2
 _REQUIRED = {"config": "configs/digits.py", "workdir": "runs/digits"}
 
 
@@ -75,6 +82,11 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
     except (NonFinite, SaveFailed) as error:
         _stop(1, str(error), at_once=distributed)
     except Interrupted as error:
+        if error.alone:
+            status = 128 + signal.Signals[str(error)]
+            message = f"stopped by {error} without saving, as other processes wait for this one: "
+            message += "the same command goes on from the newest checkpoint"
+            _stop(status, message, at_once=True)
         if not error.saved:
             status = 128 + signal.Signals[str(error)]
             message = f"stopped by {error} before there was anything to save"
@@ -82,9 +94,77 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         print(f"stopped by {error}; saved in {workdir}: run the same command to go on")
     except KeyboardInterrupt:  # before the run handles signals
         _stop(130, "stopped before anything had begun", at_once=distributed)
+    except jax.errors.JaxRuntimeError as error:
+        if not distributed or "RESOURCE_EXHAUSTED" in str(error):
+            traceback.print_exc()
+            _exit(1, at_once=distributed)
+        first_line = str(error).strip().partition("\n")[0]
+        _stop(
+            1,
+            "the connection to another process is lost; most likely that process has ended, and "
+            "its own output has the reason. The same command goes on from the newest checkpoint "
+            f"({first_line[:200]})",
+            at_once=True,
+        )
     except Exception:
         traceback.print_exc()
         _exit(1, at_once=distributed)
+
+
+@contextlib.contextmanager
+def ended_soon(seconds: float) -> Iterator[None]:
+    """Bounds the time that the process takes to end after this context.
+
+    A thread that reads from a file system which does not answer, or a process that was stopped,
+    would delay the end for ever. What is left is then killed; the exit status stays.
+    """
+    status = 0
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code
+        raise
+    finally:
+        threading.Thread(target=_end_after, args=(seconds, status), daemon=True).start()
+
+
+def _end_after(seconds: float, status: int) -> None:
+    time.sleep(seconds)
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+class _Unread(io.FileIO):
+    """A descriptor whose errors are ignored: a closed terminal, a pipe that nobody reads."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def keep_going_unread() -> None:
+    """Keeps the standard output and error from stopping the run: what they lose is in its files.
+
+    After `| head` has ended, the terminal was closed, or the disk of a log is full, every print
+    would raise an error.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # none, or no descriptor
+            stream.flush()
+            binary = io.BufferedWriter(_Unread(stream.fileno(), "w", closefd=False))
+            lines = name == "stderr" or stream.line_buffering
+            text = io.TextIOWrapper(
+                binary,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=lines,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, text)
 
 
 def _stop(status: int, message: str, *, at_once: bool = False) -> None:
@@ -95,6 +175,8 @@ def _stop(status: int, message: str, *, at_once: bool = False) -> None:
 def _exit(status: int, *, at_once: bool) -> None:
     if at_once:  # a normal exit would wait for the other processes
         sys.stderr.flush()
+        if jax.distributed.is_initialized() and jax.process_index() == 0:
+            time.sleep(_LAST_WORDS)
         os._exit(status)
     sys.exit(status)
 

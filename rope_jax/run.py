@@ -6,7 +6,7 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 from flax import nnx
@@ -26,9 +26,10 @@ from rope_jax.evaluate import (
 from rope_jax.files import locked, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
+from rope_jax.training.agreement import prepare_together, require_equal_weights
 from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
-from rope_jax.training.setup import Setup, State, initial_state, prepare
+from rope_jax.training.setup import Setup, State, initial_state
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table
@@ -58,7 +59,13 @@ def train(
     """
     with _held(workdir) as signals, contextlib.ExitStack() as stack:
         signals.saved = any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
-        setup, model = prepare(config)
+        setup, model = prepare_together(
+            config,
+            workdir,
+            mode="train",
+            strict_restore=strict_restore,
+            resume_override=resume_override,
+        )
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
@@ -108,7 +115,13 @@ def evaluate_newest(
         raise ConfigError(missing)
     with _held(workdir) as signals:
         signals.saved = True
-        setup, model = prepare(config)
+        setup, model = prepare_together(
+            config,
+            workdir,
+            mode="evaluate",
+            strict_restore=strict_restore,
+            resume_override=resume_override,
+        )
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
                 setup,
@@ -148,6 +161,7 @@ def _fresh_state(setup: Setup, model: nnx.Module, workdir: pathlib.Path) -> Stat
         set_aside(results, f"{results} is of a run whose checkpoints are gone")
     if config.init_from is not None:
         _start_from_weights(model, config)
+    require_equal_weights(model)
     state = initial_state(setup, model)
     print(parameter_table(seeds.take(state["params"], config)))
     return state
@@ -211,7 +225,7 @@ def load_newest(
     return state
 
 
-def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[], None]) -> None:
+def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) -> None:
     """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
     config, step = setup.config, int(state["step"])
     first, wanted = jax.process_index() == 0, planned_rows(setup)
@@ -219,7 +233,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[],
     if results is None or results["step"] != step or not same_rows(results, wanted):
         results = None
     if from_first_process(results is None):
-        rows = evaluate_state(setup, state, poll=poll)
+        rows = evaluate_state(setup, state, signals=signals)
         if first:
             write_results(workdir, step, rows)
     if not first:

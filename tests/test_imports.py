@@ -63,6 +63,7 @@ FLOORS = {
     "rope_jax.files": ("", ""),
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.sharding": ("", ARRAYS),
+    "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
     "rope_jax.positions": ("rope_jax_kernels text initializers", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
@@ -81,7 +82,7 @@ FLOORS = {
     "rope_jax.restore": ("seeds models workdir", f"{ARRAYS} flax.nnx"),
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),
     "rope_jax.tune": ("config models", f"{ARRAYS} flax.nnx"),
-    "rope_jax.training": ("restore tasks", f"{ARRAYS} flax.nnx optax"),
+    "rope_jax.training": ("restore tasks processes", f"{ARRAYS} flax.nnx optax"),
     "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),

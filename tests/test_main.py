@@ -16,8 +16,8 @@ from rope_jax import command
 from rope_jax.config import ConfigError
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
-from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import read_metrics
 from tests.faults.processes import Run
 

@@ -1,6 +1,8 @@
 """The checksums of an image set, compared in the background while its images are used."""
 
+import itertools
 import threading
+from collections.abc import Callable
 
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages
@@ -12,9 +14,14 @@ class FileCheck:
     Sets without checksums pass at once. hashlib computes about 2 GB/s, beside Python's own work.
     """
 
-    def __init__(self, images: Images | Streamed):
-        """Starts the thread, which ends with the process."""
-        self._images, self._stop = images, threading.Event()
+    def __init__(self, images: Images | Streamed, waiting: Callable[[int], None]):
+        """Starts the thread, which ends with the process.
+
+        Args:
+            images: the set.
+            waiting: called once a second while the end is awaited, with the seconds so far.
+        """
+        self._images, self._waiting, self._stop = images, waiting, threading.Event()
         self._damaged: list[str] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -38,8 +45,11 @@ class FileCheck:
         """
         if self._images.in_memory:
             return
-        if wait:
-            self._thread.join()
+        for seconds in itertools.count(1):
+            if not wait or not self._thread.is_alive():
+                break
+            self._thread.join(1.0)
+            self._waiting(seconds)
         if self._thread.is_alive():
             return
         if self._error is not None:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -220,10 +221,13 @@ def initial_state(setup: Setup, model: nnx.Module) -> State:
     return jax.device_put(state, state_shardings(state, setup.mesh))
 
 
-def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
+def training_batches(
+    setup: Setup, first: int, *, waiting: Callable[[int], None] = lambda seconds: None
+) -> tuple[Any, dict[str, Any]]:
     """The batches of this process from step `first` on, and arrays to be added to each of them.
 
-    The latter are the images themselves, if the data set is kept on the device.
+    The latter are the images themselves, if the data set is kept on the device. For `waiting` see
+    `rope_jax.data.batches`.
     """
     config, images = setup.config, setup.images
     options = {
@@ -243,6 +247,7 @@ def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
         ahead=not images.in_memory,
         workers=config.data.workers,
         bad_images=config.data.bad_images,
+        waiting=waiting,
         **options,
     )
     return stream, {}

@@ -43,6 +43,10 @@ _TOO_FEW = "its files verify, so the system may lack file handles (ulimit -n) or
 _SPARE = 1.2  # free space to have, in sizes of the next checkpoint
 
 
+class NonFinite(ArithmeticError):
+    """The loss, a gradient or a weight is not finite; the message names the step."""
+
+
 class Checkpoints:
     """The checkpoints of a run, in `folder/<step>/`; leaving the context waits for the last save.
 
@@ -70,11 +74,11 @@ class Checkpoints:
 
     def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
         try:
-            self.wait()
-        except SaveFailed as error:
             if exception is None:
-                raise
-            warn(str(error))  # the exception that ended the run is reported elsewhere
+                self.wait()
+            # Other processes may not have met this exception: nothing to agree on with them.
+            elif self._pending is not None and (error := self._pending.exception()) is not None:
+                warn(str(error))  # the exception that ended the run is reported elsewhere
         finally:
             self._thread.shutdown()
             self._quiet.close()
@@ -177,7 +181,7 @@ class Checkpoints:
         The arrays may be donated as soon as this returns. Waits for the previous save.
 
         Raises:
-            ValueError: a value is not finite; nothing is written.
+            NonFinite: a value is not finite; nothing is written.
             SaveFailed: the previous save failed.
         """
         self.wait()
@@ -186,7 +190,7 @@ class Checkpoints:
         bad = not_finite(state)
         if bad:
             names = ", ".join(bad[:3]) + (" is" if len(bad) == 1 else " are")
-            raise ValueError(f"step {step} is not saved: {names} not finite")
+            raise NonFinite(f"step {step} is not saved: {names} not finite")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         path = self._folder / f"{step}.writing"
         begin = lambda state: ocp.save_checkpointables_async(path, state, custom_metadata=about)

@@ -36,7 +36,7 @@ from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_events, read_metrics
 from rope_jax.workdir.trees import tree_hash
-from tests.faults.attacks import Absent, all_attacks, expect
+from tests.faults.attacks import Absent, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
 
 EVERY = 8  # steps between checkpoints
@@ -93,24 +93,6 @@ def outcome(workdir: pathlib.Path) -> dict[str, Any]:
         "losses": [(line["step"], line["loss"]) for line in lines],
         "results": json.loads((workdir / "results.json").read_text()),
     }
-
-
-def durable(workdir: pathlib.Path) -> int:
-    """The newest step on disk that verifies, 0 for none.
-
-    Raises:
-        ValueError: a checkpoint is damaged.
-    """
-    folder = workdir / "checkpoints"
-    if not folder.is_dir():
-        return 0
-    with Checkpoints(folder) as checkpoints:
-        return checkpoints.newest_verified(strict=True) or 0
-
-
-def last_logged(workdir: pathlib.Path) -> int:
-    """The last step in metrics.jsonl, 0 for none."""
-    return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
 
 
 def kills(

@@ -286,9 +286,7 @@ def test_compressed_files_with_a_wrong_bit_are_refused(tmp_path):
         (tmp_path / "model.npz").write_bytes(
             content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]
         )
-        with pytest.raises(
-            ValueError, match=r"array blocks.*fc1\.weight of .* cannot be read"
-        ):
+        with pytest.raises(ValueError, match=r"array blocks.*fc1\.weight of .* cannot be read"):
             load_pretrained(model, tmp_path / "model.npz")
 
 

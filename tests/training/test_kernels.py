@@ -215,8 +215,8 @@ def test_a_config_from_before_the_setting_resumes():
 
 PROGRAM = """
 import jax
-from rope_jax.sharding import join, text_of_first
-join(10)
+from rope_jax.processes import join, text_of_first
+join(10, 60)
 for text in ("chosen by the first", ""):
     own = text if jax.process_index() == 0 else "by another"
     assert text_of_first(own) == text, text_of_first(own)

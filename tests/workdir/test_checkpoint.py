@@ -22,7 +22,7 @@ import pytest
 from rope_jax.files import SaveFailed, write_file
 from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.workdir import checkpoint, integrity
-from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.integrity import Damaged
 from rope_jax.workdir.trees import check_tree, tree_hash
 from tests.faults.long import DAMAGES, damage
@@ -73,7 +73,7 @@ def test_a_step_is_never_overwritten(tmp_path):
 def test_numbers_that_are_not_finite_are_never_written(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(
-            ValueError, match=r"step 1 is not saved: params.blocks.0.kernel is not finite"
+            NonFinite, match=r"step 1 is not saved: params.blocks.0.kernel is not finite"
         ):
             checkpoints.save(1, state(np.nan), about={})
         assert checkpoints.steps() == []

@@ -20,6 +20,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.metrics import read_metrics
+
 
 class Absent(Exception):
     """A program that an attack needs is not installed; the message names it."""
@@ -66,3 +69,21 @@ def expect(condition: bool, message: str) -> None:
     """Raises AssertionError with the message unless the condition holds."""
     if not condition:
         raise AssertionError(message)
+
+
+def durable(workdir: pathlib.Path) -> int:
+    """The newest step on disk that verifies, 0 for none.
+
+    Raises:
+        ValueError: a checkpoint is damaged.
+    """
+    folder = workdir / "checkpoints"
+    if not folder.is_dir():
+        return 0
+    with Checkpoints(folder) as checkpoints:
+        return checkpoints.newest_verified(strict=True) or 0
+
+
+def last_logged(workdir: pathlib.Path) -> int:
+    """The last step in metrics.jsonl, 0 for none."""
+    return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
