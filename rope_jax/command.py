@@ -1,4 +1,4 @@
-"""Flags, compilation cache, one-line errors and exit statuses of `python -m rope_jax.main`."""
+"""Flags, one-line errors and exit statuses of `python -m rope_jax.main`."""
 
 import contextlib
 import io
@@ -18,13 +18,20 @@ import jax
 from absl import flags, logging
 
 from rope_jax.config import ConfigError
-from rope_jax.files import SaveFailed, cache_folder
+from rope_jax.data import BadImages
+from rope_jax.data.workers import DeadWorker
+from rope_jax.files import SaveFailed
 from rope_jax.text import assignments
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import NonFinite
 
 # Seconds. When the first process ends, jax aborts the others, which may have a reason to print.
 _LAST_WORDS = 2
+_BAD_IMAGES = (
+    "`python -m rope_jax.data.verify` lists all that cannot be used, and "
+    "--config.data.bad_images=skip goes on without them"
+)
+_LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
 _REQUIRED = {"config": "configs/digits.py", "workdir": "runs/digits"}
 
 
@@ -50,23 +57,6 @@ def parse_flags(arguments: list[str]) -> list[str]:
         _stop(2, str(error))
 
 
-def keep_compiled() -> None:
-    """Enables jax's persistent compilation cache, in `xla` of the cache folder.
-
-    The environment variables of jax take precedence: JAX_COMPILATION_CACHE_DIR sets another folder,
-    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Without a writable folder there is no
-    cache.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    try:
-        folder = cache_folder() / "xla"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
 @contextlib.contextmanager
 def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
     """Turns exceptions into one line and the exit statuses that `rope_jax.main` documents.
@@ -79,8 +69,12 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         yield
     except ConfigError as error:
         _stop(2, str(error), at_once=distributed)
-    except (NonFinite, SaveFailed) as error:
+    except (NonFinite, SaveFailed, DeadWorker) as error:
         _stop(1, str(error), at_once=distributed)
+    except BadImages as error:
+        _stop(1, f"{error}; {_BAD_IMAGES}", at_once=distributed)
+    except MemoryError as error:
+        _stop(1, f"there is too little memory ({error}); {_LESS_MEMORY}", at_once=distributed)
     except Interrupted as error:
         if error.alone:
             status = 128 + signal.Signals[str(error)]
@@ -95,10 +89,16 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
     except KeyboardInterrupt:  # before the run handles signals
         _stop(130, "stopped before anything had begun", at_once=distributed)
     except jax.errors.JaxRuntimeError as error:
-        if not distributed or "RESOURCE_EXHAUSTED" in str(error):
+        first_line = str(error).strip().partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" in first_line:
+            _stop(
+                1,
+                f"the device has too little memory ({first_line[:200]}); {_LESS_MEMORY}",
+                at_once=distributed,
+            )
+        if not distributed:
             traceback.print_exc()
             _exit(1, at_once=distributed)
-        first_line = str(error).strip().partition("\n")[0]
         _stop(
             1,
             "the connection to another process is lost; most likely that process has ended, and "

@@ -23,14 +23,14 @@ from rope_jax import run
 from rope_jax.command import (
     ended_soon,
     exit_statuses,
-    keep_compiled,
     keep_going_unread,
     next_command,
     parse_flags,
 )
+from rope_jax.compilation import keep_compiled
 from rope_jax.config import blame, resolve
 from rope_jax.processes import join
-from rope_jax.sharding import share
+from rope_jax.sharding import require_devices, share
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "recipe, with its arguments: configs/digits.py:position=rope2d"
@@ -64,6 +64,8 @@ def main(_: list[str]) -> None:
                 join(_HEARTBEAT.value, _JOIN.value)
             if share()[0] > 0:  # the first process prints; all print warnings and errors
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        with blame("JAX_PLATFORMS"):
+            require_devices()
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
         if _MODE.value == "train":

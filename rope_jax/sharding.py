@@ -23,6 +23,22 @@ AnyMesh = Mesh | AbstractMesh
 SMALLEST = 2**14
 
 
+def require_devices() -> None:
+    """Starts jax's devices, which other functions would do at their first use.
+
+    Raises:
+        ValueError: there are none of the kind that JAX_PLATFORMS names.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter without a word, of a known kind
+        reason = str(error).strip().partition("\n")[0] or jax.config.jax_platforms
+        raise ValueError(
+            f"jax has no device ({reason}): install its support for this device, or set "
+            "JAX_PLATFORMS=cpu"
+        ) from error
+
+
 def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:
     """The mesh ("data", "fsdp") of all devices, with those of one process adjacent.
 

@@ -61,6 +61,7 @@ FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.text": ("", "numpy"),
     "rope_jax.files": ("", ""),
+    "rope_jax.interrupts": ("", ""),
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.sharding": ("", ARRAYS),
     "rope_jax.processes": ("files", ARRAYS),
@@ -86,9 +87,10 @@ FLOORS = {
     "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),
+    "rope_jax.compilation": ("files", "jax"),
     "rope_jax.command": ("run", "absl jax"),
-    "rope_jax.main": ("command", "absl ml_collections"),
-    "rope_jax": ("main", ""),  # __init__ alone: the public names
+    "rope_jax.main": ("command compilation", "absl ml_collections"),
+    "rope_jax": ("main interrupts", ""),  # __init__ alone: the public names
     "configs": ("config", "ml_collections"),
 }
 

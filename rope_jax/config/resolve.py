@@ -18,6 +18,9 @@ import ml_collections
 from rope_jax.config.settings import Config, Rule, Size
 from rope_jax.text import assignments, closest, format_table, literal
 
+# Arguments of `create_model` that other settings give.
+_NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
+
 
 class ConfigError(Exception):
     """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
@@ -25,11 +28,13 @@ class ConfigError(Exception):
 
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns a ValueError or OSError into a ConfigError that names the flag to change."""
+    """Turns an error of a value, a file or its size into a ConfigError that names the flag."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise ConfigError(f"{error} [{flag}]") from error
+    except (OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"a value is too large: {error} [{flag}]") from error
 
 
 def default() -> ml_collections.ConfigDict:
@@ -45,12 +50,12 @@ def default() -> ml_collections.ConfigDict:
 def _to_dict(cls: type) -> ml_collections.ConfigDict:
     values = {}
     for field in dataclasses.fields(cls):
-        kind, _ = _split_optional(field.type)
+        kind, optional = _split_optional(field.type)
         if dataclasses.is_dataclass(kind):
             values[field.name] = _to_dict(kind)
-        elif field.default is None:
-            plain = kind if kind in (int, float, str) else object
-            values[field.name] = ml_collections.config_dict.placeholder(plain)
+        elif optional:  # numbers as objects, so that None can be given on the command line
+            plain = str if kind is str else object
+            values[field.name] = ml_collections.FieldReference(field.default, field_type=plain)
         else:
             values[field.name] = field.default
     return ml_collections.ConfigDict(values)
@@ -93,7 +98,15 @@ def model_overrides(options: str) -> dict[str, Any]:
     {'depth': 6, 'attention': 'global'}
     """
     found = _assignments(options, "--config.model.options:")
-    return {key: literal(value) for key, value in found.items()}
+    if own := sorted(_NOT_OPTIONS & found.keys()):
+        raise ConfigError(
+            f"--config.model.options: {own[0]} is a setting of its own, not an option"
+        )
+    values = {key: literal(value) for key, value in found.items()}
+    for key, value in values.items():
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise ConfigError(f"--config.model.options: {key}={value} is too large")
+    return values
 
 
 def _assignments(text: str, what: str) -> dict[str, str]:
@@ -133,7 +146,7 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
         kind, optional = _split_optional(fields[key].type)
         if dataclasses.is_dataclass(kind):
             values[key] = _resolve_section(kind, value, f"{key}.")
-        elif value is None and optional:
+        elif optional and value in (None, "None"):
             values[key] = None
         else:
             values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])

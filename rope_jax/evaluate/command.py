@@ -32,7 +32,7 @@ from rope_jax.evaluate.accuracy import (
 )
 from rope_jax.evaluate.results import add_evaluation, results_table, usable_evaluations
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.sharding import from_first_process, make_mesh, share
+from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
 from rope_jax.text import image_pair
 from rope_jax.training.setup import load_split
 
@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     asked = _parse(arguments)
     try:
+        require_devices()
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")

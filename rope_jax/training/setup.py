@@ -197,6 +197,11 @@ def assemble(
     """The setup of a complete config. The model may be abstract (`nnx.eval_shape`)."""
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
     total = max(1, round(config.epochs * steps_per_epoch))
+    if total >= 2**31:
+        raise ConfigError(
+            f"--config.epochs={config.epochs:g} are {total:.3g} steps, which are counted up to "
+            "2**31 - 1: use fewer epochs"
+        )
     schedule = optim.learning_rate_schedule(
         config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch
     )
