@@ -13,7 +13,7 @@ def cases():
         yield pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else [])
 
 
-@pytest.mark.parametrize("attack", cases())
+@pytest.mark.parametrize("attack", list(cases()))
 def test_a_run_survives(attack, tmp_path):
     try:
         attack.run(tmp_path, np.random.default_rng(0))
