@@ -67,6 +67,7 @@ def test_a_saved_stop_is_no_failure(capsys):
 def test_one_of_several_processes_ends_at_once(monkeypatch, capsys):
     """A normal exit would wait for the others."""
     ended = []
+    monkeypatch.setattr(command, "_LAST_WORDS", 0)
     monkeypatch.setattr(os, "_exit", ended.append)
     with pytest.raises(SystemExit), command.exit_statuses("runs/x", distributed=True):
         raise ConfigError("a mistake")
