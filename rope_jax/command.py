@@ -155,7 +155,7 @@ def keep_going_unread() -> None:
         stream = getattr(sys, name)
         with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # none, or no descriptor
             stream.flush()
-            binary = io.BufferedWriter(_Unread(stream.fileno(), "w", closefd=False))
+            binary = io.BufferedWriter(_Unread(os.dup(stream.fileno()), "w"))
             lines = name == "stderr" or stream.line_buffering
             text = io.TextIOWrapper(
                 binary,

@@ -37,6 +37,7 @@ def start(
     folder,
     each: Sequence[Sequence[str]],
     *,
+    settings: Sequence[str] = SMALL,
     environments: Sequence[dict[str, str]] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> list[Run]:
@@ -48,7 +49,7 @@ def start(
             "JAX_NUM_PROCESSES": str(len(each)),
             "JAX_PROCESS_ID": str(number),
         }
-        given = [*SMALL, f"--workdir={folder / 'run'}", *arguments]
+        given = [*settings, f"--workdir={folder / 'run'}", *arguments]
         variables |= environments[number] if environments else {}
         log = folder / f"{number}.txt"
         runs.append(Run(given, log, environment=variables, prepare=prepare))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from rope_jax.data.sources import Streamed
 from tests.faults.attacks import attack, durable, expect, last_logged
-from tests.faults.attacks.several import SMALL, ended, said, start
+from tests.faults.attacks.several import ended, said, start
 from tests.faults.processes import ROOT, Run
 
 SETTINGS = [
@@ -101,11 +101,14 @@ def stalled_file_system(folder, rng):
 
 @attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2)
 def stalled_process(folder, rng):
-    given = [*SETTINGS, pictures(folder, rng), "--config.checkpoint_every=4", *SMALL[-2:]]
+    often = [word.replace("=100000", "=4") for word in SETTINGS]
+    settings = [*often, pictures(folder, rng), "--distributed", "--heartbeat=10"]
     reads = {"TEST_READS": str(rng.integers(100, 400))}
-    runs = start(folder, [given, given], environments=[{}, reads], prepare=_stalled_reads)
+    both, environments = [[], []], [{}, reads]
+    runs = start(folder, both, settings=settings, environments=environments, prepare=_stalled_reads)
     runs[0].wait_for("\nsaved step 4:")
     time.sleep(5)
+    expect([run.returncode for run in runs] == [None, None], said(runs))
     for run in runs:
         run.send(signal.SIGTERM)
     statuses = ended(runs)
