@@ -25,7 +25,7 @@ from rope_jax.text import assignments
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import NonFinite
 
-# Seconds. When the first process ends, jax aborts the others, which may have a reason to print.
+# Seconds. When the first process ends, jax aborts the others, which may have an error to print.
 _LAST_WORDS = 2
 _BAD_IMAGES = (
     "`python -m rope_jax.data.verify` lists all that cannot be used, and "
@@ -155,7 +155,7 @@ def keep_going_unread() -> None:
         stream = getattr(sys, name)
         with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # none, or no descriptor
             stream.flush()
-            binary = io.BufferedWriter(_Unread(stream.fileno(), "w", closefd=False))
+            binary = io.BufferedWriter(_Unread(os.dup(stream.fileno()), "w"))
             lines = name == "stderr" or stream.line_buffering
             text = io.TextIOWrapper(
                 binary,
@@ -175,8 +175,7 @@ def _stop(status: int, message: str, *, at_once: bool = False) -> None:
 def _exit(status: int, *, at_once: bool) -> None:
     if at_once:  # a normal exit would wait for the other processes
         sys.stderr.flush()
-        if jax.distributed.is_initialized() and jax.process_index() == 0:
-            time.sleep(_LAST_WORDS)
+        time.sleep(_LAST_WORDS)
         os._exit(status)
     sys.exit(status)
 

@@ -15,6 +15,10 @@ from rope_jax.files import warn
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+_NO_PORT = (
+    "the first process cannot listen on the port of {}; most likely another program does: choose "
+    f"another one in {_ADDRESS} (JAX_COORDINATOR_PORT under SLURM and Open MPI)"
+)
 _SAY_EVERY = 15  # seconds
 _END_TOGETHER = 60  # seconds that a process which has finished waits for the others
 
@@ -33,6 +37,8 @@ def join(heartbeat: int, timeout: int) -> None:
         ValueError: the other processes are unknown, or have not all joined in time.
     """
     settings = _settings()
+    if settings.get("process_id") == 0:
+        _require_free_port()
     failures: list[Exception] = []
 
     def connect() -> None:
@@ -87,6 +93,18 @@ def _settings() -> dict[str, int]:
     return numbers
 
 
+def _require_free_port() -> None:
+    """Rejects a port that another program uses, at which jax may crash."""
+    address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", os.environ.get(_ADDRESS, ""))
+    port, dual = address.rpartition(":")[2], socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        if port.isdecimal():
+            socket.create_server(("", int(port)), family=family, dualstack_ipv6=dual).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"{_NO_PORT.format(address)} ({error})") from error
+
+
 def _unknown_host() -> str:
     host = os.environ.get(_ADDRESS, "").rpartition(":")[0].strip("[]")
     try:
@@ -104,11 +122,7 @@ def _explained(error: Exception, address: str) -> Exception:
             f"{_ADDRESS}=host:port, {' and '.join(_NUMBERS.values())}, or leave --distributed out"
         )
     if "Failed to start RPC server" in str(error):
-        return ValueError(
-            f"the first process cannot listen on the port of {address}; most likely another "
-            f"program does: choose another one in {_ADDRESS} (JAX_COORDINATOR_PORT under SLURM "
-            "and Open MPI)"
-        )
+        return ValueError(_NO_PORT.format(address))
     return ValueError(f"the processes could not be connected: {error}")
 
 

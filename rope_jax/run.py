@@ -7,6 +7,7 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,10 +27,15 @@ from rope_jax.evaluate import (
 from rope_jax.files import locked, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
-from rope_jax.training.agreement import prepare_together, require_equal_weights
+from rope_jax.training.agreement import (
+    about,
+    all_or_none,
+    require_equal_weights,
+    require_one_workdir,
+)
 from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
-from rope_jax.training.setup import Setup, State, initial_state
+from rope_jax.training.setup import Setup, State, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table
@@ -57,15 +63,9 @@ def train(
         NonFinite: the loss or a gradient is not finite; it is not saved.
         SaveFailed: a checkpoint or a line of metrics could not be written.
     """
-    with _held(workdir) as signals, contextlib.ExitStack() as stack:
-        signals.saved = any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
-        setup, model = prepare_together(
-            config,
-            workdir,
-            mode="train",
-            strict_restore=strict_restore,
-            resume_override=resume_override,
-        )
+    flags = {"mode": "train", "strict_restore": strict_restore, "resume_override": resume_override}
+    with contextlib.ExitStack() as stack:
+        setup, model, signals = stack.enter_context(_prepared(config, workdir, flags))
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
@@ -110,18 +110,9 @@ def evaluate_newest(
     Raises:
         ConfigError: there is no checkpoint, or it belongs to another run.
     """
-    missing = f"--workdir={workdir} holds no checkpoints: train first, with --mode=train"
-    if not (workdir / "checkpoints").is_dir():
-        raise ConfigError(missing)
-    with _held(workdir) as signals:
-        signals.saved = True
-        setup, model = prepare_together(
-            config,
-            workdir,
-            mode="evaluate",
-            strict_restore=strict_restore,
-            resume_override=resume_override,
-        )
+    flags = {"mode": "evaluate", "strict_restore": strict_restore}
+    flags |= {"resume_override": resume_override}
+    with _prepared(config, workdir, flags) as (setup, model, signals):
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
                 setup,
@@ -132,7 +123,7 @@ def evaluate_newest(
                 override=resume_override,
             )
         if state is None:
-            raise ConfigError(missing)
+            raise _no_checkpoints(workdir)
         with _stored_kernels(setup.config, workdir):
             finish(setup, state, workdir, signals)
 
@@ -143,14 +134,32 @@ def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
 
 
 @contextlib.contextmanager
-def _held(workdir: pathlib.Path) -> Iterator[Signals]:
-    """Handles signals and holds the workdir's lock (with several processes, in the first)."""
+def _prepared(
+    config: Config, workdir: pathlib.Path, flags: dict[str, Any]
+) -> Iterator[tuple[Setup, nnx.Module, Signals]]:
+    """Handles signals, holds the workdir's lock, and prepares the run.
+
+    Of several processes the first holds the lock; all must have the same run before them.
+    """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(stop_signals())
-        with blame("--workdir"):
+        with all_or_none() as facts:
+            if flags["mode"] == "evaluate" and not (workdir / "checkpoints").is_dir():
+                raise _no_checkpoints(workdir)
             if jax.process_index() == 0:
-                stack.enter_context(locked(workdir))
-        yield signals
+                with blame("--workdir"):
+                    stack.enter_context(locked(workdir))
+            signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
+            setup, model = prepare(config)
+            facts |= {f"--{name}": str(value) for name, value in flags.items()}
+            if jax.process_count() > 1:
+                facts |= about(setup, model)
+        require_one_workdir(workdir)
+        yield setup, model, signals
+
+
+def _no_checkpoints(workdir: pathlib.Path) -> ConfigError:
+    return ConfigError(f"--workdir={workdir} holds no checkpoints: train first, with --mode=train")
 
 
 def _fresh_state(setup: Setup, model: nnx.Module, workdir: pathlib.Path) -> State:

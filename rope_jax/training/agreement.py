@@ -1,5 +1,6 @@
 """What all processes of a run must have in common before its first step."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -7,15 +8,15 @@ import json
 import pathlib
 import platform
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 from flax import nnx
 
 import rope_jax_kernels
-from rope_jax.config import Config, ConfigError, settings
+from rope_jax.config import ConfigError, settings
 from rope_jax.processes import texts_of_all
-from rope_jax.training.setup import Setup, initial_state, prepare
+from rope_jax.training.setup import Setup, initial_state
 from rope_jax.workdir.trees import named_leaves, some_of, tree_hash
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
@@ -23,30 +24,23 @@ _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_
 _SEEN_WITHIN = 10  # seconds until a file written by one machine must be seen by another
 
 
-def prepare_together(
-    config: Config, workdir: pathlib.Path, **flags: Any
-) -> tuple[Setup, nnx.Module]:
-    """`prepare`, in all processes or in none; all must have the same run before them.
+@contextlib.contextmanager
+def all_or_none() -> Iterator[dict[str, str]]:
+    """A context that fails in all processes if it fails in one, or if they differ.
 
-    Args:
-        config: of the run.
-        workdir: of the run; the first process holds its lock.
-        **flags: of the command, by name.
+    Yields:
+        a dict, to be filled with what must be equal in all processes.
 
     Raises:
-        ConfigError: a process has another config, data, software or workdir than the first, or
-            cannot prepare the run; the message names it.
+        ConfigError: as `require_equal`.
     """
-    if jax.process_count() == 1:
-        return prepare(config)
+    facts: dict[str, str] = {}
     try:
-        setup, model = prepare(config)
+        yield facts
     except ConfigError as error:
         texts_of_all(json.dumps({"failure": str(error)}))
         raise
-    require_equal({f"--{name}": str(value) for name, value in flags.items()} | about(setup, model))
-    _require_one_workdir(workdir)
-    return setup, model
+    require_equal(facts)
 
 
 def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
@@ -73,7 +67,7 @@ def require_equal(mine: dict[str, str]) -> None:
     problems = []
     for number, other in enumerate((first, *others)):
         if "failure" in other:
-            raise ConfigError(f"process {number} cannot prepare the run: {other['failure']}")
+            raise ConfigError(f"process {number} failed: {other['failure']}")
         names = [name for name in first | other if first.get(name) != other.get(name)]
         if names:
             told = [f"{name} is {other.get(name)}, not {first.get(name)}" for name in names]
@@ -96,8 +90,12 @@ def require_equal_weights(model: nnx.Module) -> None:
         require_equal({"the hash of the initial weights": tree_hash(weights)})
 
 
-def _require_one_workdir(workdir: pathlib.Path) -> None:
-    """Every process must see the lock of the first, or it would write to another folder."""
+def require_one_workdir(workdir: pathlib.Path) -> None:
+    """Every process must see the lock of the first, or it would write to another folder.
+
+    Raises:
+        ConfigError: as `require_equal`.
+    """
     path = workdir / ".lock"
     read = lambda: path.read_text().strip() if path.is_file() else "missing"
     expected, deadline = texts_of_all(read())[0], time.monotonic() + _SEEN_WITHIN
