@@ -5,8 +5,15 @@ model = rope_jax.create_model("vit_s16", position="axial_rope")
 logits = model(images)  # [B, H, W, 3], normalised; any H, W that the patch size divides
 """
 
+import rope_jax.interrupts  # noqa: F401  (before all that takes seconds)
 from rope_jax.data.images.decode import decode_image
-from rope_jax.models import convert_state_dict, create_model, export, list_models
+from rope_jax.models import (
+    convert_state_dict,
+    create_model,
+    export,
+    list_models,
+    load_exported,
+)
 from rope_jax.positions import list_positions
 from rope_jax.restore import load_checkpoint
 
@@ -18,4 +25,5 @@ __all__ = [
     "list_models",
     "list_positions",
     "load_checkpoint",
+    "load_exported",
 ]

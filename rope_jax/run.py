@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,15 +18,21 @@ from rope_jax.config import Config, ConfigError, blame, differences, resolve, se
 from rope_jax.evaluate import (
     evaluate_state,
     planned_rows,
-    read_results,
     results_table,
     rows_by_line,
     same_rows,
+    usable_results,
     write_results,
 )
-from rope_jax.files import locked, warn, write_file
+from rope_jax.files import locked, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
+from rope_jax.training.agreement import (
+    about,
+    all_or_none,
+    require_equal_weights,
+    require_one_workdir,
+)
 from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, initial_state, prepare
@@ -55,9 +63,9 @@ def train(
         NonFinite: the loss or a gradient is not finite; it is not saved.
         SaveFailed: a checkpoint or a line of metrics could not be written.
     """
-    with _held(workdir) as signals, contextlib.ExitStack() as stack:
-        signals.saved = any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
-        setup, model = prepare(config)
+    flags = {"mode": "train", "strict_restore": strict_restore, "resume_override": resume_override}
+    with contextlib.ExitStack() as stack:
+        setup, model, signals = stack.enter_context(_prepared(config, workdir, flags))
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
@@ -102,12 +110,9 @@ def evaluate_newest(
     Raises:
         ConfigError: there is no checkpoint, or it belongs to another run.
     """
-    missing = f"--workdir={workdir} holds no checkpoints: train first, with --mode=train"
-    if not (workdir / "checkpoints").is_dir():
-        raise ConfigError(missing)
-    with _held(workdir) as signals:
-        signals.saved = True
-        setup, model = prepare(config)
+    flags = {"mode": "evaluate", "strict_restore": strict_restore}
+    flags |= {"resume_override": resume_override}
+    with _prepared(config, workdir, flags) as (setup, model, signals):
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
                 setup,
@@ -118,7 +123,7 @@ def evaluate_newest(
                 override=resume_override,
             )
         if state is None:
-            raise ConfigError(missing)
+            raise _no_checkpoints(workdir)
         with _stored_kernels(setup.config, workdir):
             finish(setup, state, workdir, signals)
 
@@ -129,23 +134,43 @@ def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
 
 
 @contextlib.contextmanager
-def _held(workdir: pathlib.Path) -> Iterator[Signals]:
-    """Handles signals and holds the workdir's lock (with several processes, in the first)."""
+def _prepared(
+    config: Config, workdir: pathlib.Path, flags: dict[str, Any]
+) -> Iterator[tuple[Setup, nnx.Module, Signals]]:
+    """Handles signals, holds the workdir's lock, and prepares the run.
+
+    Of several processes the first holds the lock; all must have the same run before them.
+    """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(stop_signals())
-        with blame("--workdir"):
+        with all_or_none() as facts:
+            if flags["mode"] == "evaluate" and not (workdir / "checkpoints").is_dir():
+                raise _no_checkpoints(workdir)
             if jax.process_index() == 0:
-                stack.enter_context(locked(workdir))
-        yield signals
+                with blame("--workdir"):
+                    stack.enter_context(locked(workdir))
+            signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
+            setup, model = prepare(config)
+            facts |= {f"--{name}": str(value) for name, value in flags.items()}
+            if jax.process_count() > 1:
+                facts |= about(setup, model)
+        require_one_workdir(workdir)
+        yield setup, model, signals
+
+
+def _no_checkpoints(workdir: pathlib.Path) -> ConfigError:
+    return ConfigError(f"--workdir={workdir} holds no checkpoints: train first, with --mode=train")
 
 
 def _fresh_state(setup: Setup, model: nnx.Module, workdir: pathlib.Path) -> State:
     """The state before the first step, from fresh weights or those of `init_from`."""
     config = setup.config
-    if jax.process_index() == 0:
-        (workdir / "results.json").unlink(missing_ok=True)  # of a run that was moved away
+    results = workdir / "results.json"
+    if jax.process_index() == 0 and os.path.lexists(results):
+        set_aside(results, f"{results} is of a run whose checkpoints are gone")
     if config.init_from is not None:
         _start_from_weights(model, config)
+    require_equal_weights(model)
     state = initial_state(setup, model)
     print(parameter_table(seeds.take(state["params"], config)))
     return state
@@ -209,21 +234,20 @@ def load_newest(
     return state
 
 
-def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[], None]) -> None:
+def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) -> None:
     """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
     config, step = setup.config, int(state["step"])
-    results = read_results(workdir)
-    wanted = planned_rows(setup)
-    if from_first_process(
-        results is None or results["step"] != step or not same_rows(results, wanted)
-    ):
-        rows = evaluate_state(setup, state, poll=poll)
-        if jax.process_index() == 0:
+    first, wanted = jax.process_index() == 0, planned_rows(setup)
+    results = usable_results(workdir) if first else None
+    if results is None or results["step"] != step or not same_rows(results, wanted):
+        results = None
+    if from_first_process(results is None):
+        rows = evaluate_state(setup, state, signals=signals)
+        if first:
             write_results(workdir, step, rows)
-    else:
-        rows = results["eval"]
-    if jax.process_index() > 0:
+    if not first:
         return
+    rows = rows if results is None else results["eval"]
     model = f"{config.model.name} with {config.model.position}"
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {model}, step {step}")
     print(results_table(rows))

@@ -234,7 +234,7 @@ def literal(text: str) -> Any:
     """The value of a Python literal, or the text itself if it is not one."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: deeply nested
         return text
 
 

@@ -61,16 +61,19 @@ FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.text": ("", "numpy"),
     "rope_jax.files": ("", ""),
+    "rope_jax.interrupts": ("", ""),
+    "rope_jax.npz": ("files", "numpy"),
     "rope_jax.sharding": ("", ARRAYS),
+    "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
     "rope_jax.positions": ("rope_jax_kernels text initializers", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
-        "positions sharding files",
+        "positions sharding npz",
         f"{ARRAYS} flax.nnx safetensors huggingface_hub",
     ),
     "rope_jax.positions.__main__": ("models", "flax.nnx"),  # counts parameters in a model
     "rope_jax.data": (
-        "text files",
+        "text npz",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.config": ("text", "ml_collections"),
@@ -80,13 +83,14 @@ FLOORS = {
     "rope_jax.restore": ("seeds models workdir", f"{ARRAYS} flax.nnx"),
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),
     "rope_jax.tune": ("config models", f"{ARRAYS} flax.nnx"),
-    "rope_jax.training": ("restore tasks", f"{ARRAYS} flax.nnx optax"),
+    "rope_jax.training": ("restore tasks processes", f"{ARRAYS} flax.nnx optax"),
     "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),
+    "rope_jax.compilation": ("files", "jax"),
     "rope_jax.command": ("run", "absl jax"),
-    "rope_jax.main": ("command", "absl ml_collections"),
-    "rope_jax": ("main", ""),  # __init__ alone: the public names
+    "rope_jax.main": ("command compilation", "absl ml_collections"),
+    "rope_jax": ("main interrupts", ""),  # __init__ alone: the public names
     "configs": ("config", "ml_collections"),
 }
 

@@ -3,12 +3,14 @@
 import json
 import os
 import pathlib
+import queue
 import shlex
 import signal
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from absl.testing import flagsaver
 
@@ -16,8 +18,8 @@ from rope_jax import command
 from rope_jax.config import ConfigError
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
-from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import read_metrics
 from tests.faults.processes import Run
 
@@ -67,10 +69,52 @@ def test_a_saved_stop_is_no_failure(capsys):
 def test_one_of_several_processes_ends_at_once(monkeypatch, capsys):
     """A normal exit would wait for the others."""
     ended = []
+    monkeypatch.setattr(command, "_LAST_WORDS", 0)
     monkeypatch.setattr(os, "_exit", ended.append)
     with pytest.raises(SystemExit), command.exit_statuses("runs/x", distributed=True):
         raise ConfigError("a mistake")
     assert ended == [2]
+
+
+def test_prints_that_fail_are_no_failures(monkeypatch):
+    ours, theirs = os.pipe()
+    with open(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        command.keep_going_unread()
+    print("read", flush=True)
+    assert os.read(ours, 100) == b"read\n"
+    os.close(ours)
+    for _ in range(2):
+        print("lost \ud800", flush=True)  # a surrogate: not even text
+    sys.stdout.close()
+
+
+def test_an_end_that_does_not_come_is_made(monkeypatch):
+    """A thread that never answers must not keep the process."""
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    with pytest.raises(SystemExit), command.ended_soon(0.05):
+        sys.exit(3)
+    assert ended.get(timeout=10) == 3
+    with command.ended_soon(0.05):
+        pass
+    assert ended.get(timeout=10) == 0
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_LAST_WORDS", 0)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    error = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset\nmore")
+    with (
+        pytest.raises(SystemExit) as caught,
+        command.exit_statuses("runs/x", distributed=distributed),
+    ):
+        raise error
+    told = capsys.readouterr().err
+    assert caught.value.code == 1
+    assert ("Traceback" in told) == (not distributed)
+    assert ("the connection to another process is lost" in told) == distributed
 
 
 # ml_collections imports recipes by a method that Python deprecates.

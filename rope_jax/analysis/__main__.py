@@ -39,6 +39,7 @@ from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.sharding import require_devices
 from rope_jax.text import format_table, image_pair
 from rope_jax.training.setup import load_split
 
@@ -288,6 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     out = parsed.out or pathlib.Path(getattr(parsed, "workdir", None) or ".")
     try:
+        require_devices()
         _run(parsed, out)
     except ModuleNotFoundError as error:
         sys.exit(

@@ -18,6 +18,9 @@ import ml_collections
 from rope_jax.config.settings import Config, Rule, Size
 from rope_jax.text import Call, Value, assignments, closest, format_table, literal, parse
 
+# Arguments of `create_model` that other settings give.
+_NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
+
 
 class ConfigError(Exception):
     """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
@@ -25,11 +28,13 @@ class ConfigError(Exception):
 
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns a ValueError or OSError into a ConfigError that names the flag to change."""
+    """Turns an error of a value, a file or its size into a ConfigError that names the flag."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise ConfigError(f"{error} [{flag}]") from error
+    except (OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"a value is too large: {error} [{flag}]") from error
 
 
 def default() -> ml_collections.ConfigDict:
@@ -45,12 +50,12 @@ def default() -> ml_collections.ConfigDict:
 def _to_dict(cls: type) -> ml_collections.ConfigDict:
     values = {}
     for field in dataclasses.fields(cls):
-        kind, _ = _split_optional(field.type)
+        kind, optional = _split_optional(field.type)
         if dataclasses.is_dataclass(kind):
             values[field.name] = _to_dict(kind)
-        elif field.default is None:
-            plain = kind if kind in (int, float, str) else object
-            values[field.name] = ml_collections.config_dict.placeholder(plain)
+        elif optional:  # numbers as objects, so that None can be given on the command line
+            plain = str if kind is str else object
+            values[field.name] = ml_collections.FieldReference(field.default, field_type=plain)
         else:
             values[field.name] = field.default
     return ml_collections.ConfigDict(values)
@@ -119,7 +124,15 @@ def model_overrides(options: str) -> dict[str, Any]:
     {'depth': 6, 'attention': 'global'}
     """
     found = _assignments(options, "--config.model.options:")
-    return {key: literal(value) for key, value in found.items()}
+    if own := sorted(_NOT_OPTIONS & found.keys()):
+        raise ConfigError(
+            f"--config.model.options: {own[0]} is a setting of its own, not an option"
+        )
+    values = {key: literal(value) for key, value in found.items()}
+    for key, value in values.items():
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise ConfigError(f"--config.model.options: {key}={value} is too large")
+    return values
 
 
 def _assignments(text: str, what: str) -> dict[str, str]:
@@ -148,7 +161,9 @@ def resolve(raw: ml_collections.ConfigDict | dict) -> Config:
     return config
 
 
-def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
+def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--config.{prefix}={raw!r} holds no settings by name")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
@@ -157,7 +172,7 @@ def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
         kind, optional = _split_optional(fields[key].type)
         if dataclasses.is_dataclass(kind):
             values[key] = _resolve_section(kind, value, f"{key}.")
-        elif value is None and optional:
+        elif optional and value in (None, "None"):
             values[key] = None
         else:
             values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
@@ -339,7 +354,11 @@ def from_json(text: str) -> Config:
     Raises:
         ConfigError: as `resolve`.
     """
-    return resolve(json.loads(text))
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the config is not JSON: {error}") from error
+    return resolve(raw)
 
 
 def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:

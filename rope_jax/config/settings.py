@@ -6,6 +6,7 @@
 import dataclasses
 from typing import Any
 
+_MOST = 2**24  # images of a batch, copies of an image: beyond any use, and safe to compute with
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 
 # Mean and standard deviation of ImageNet's training images, per channel, of values in [0, 1].
@@ -89,11 +90,17 @@ class DataConfig:
         "copies of each image in a row, each augmented anew (repeated augmentation); an epoch "
         "keeps its number of steps",
         low=1,
+        high=_MOST,
     )
     bad_images: str = _setting(
         "error",
         "images that cannot be decoded: stop with an error, or skip and replace up to 1 in 1,000",
         words=("error", "skip"),
+        resumable=True,
+    )
+    allow_empty: bool = _setting(
+        False,
+        "accept class folders without images, which are otherwise an error",
         resumable=True,
     )
     workers: int = _setting(
@@ -187,7 +194,7 @@ class EvalConfig:
         (), "pixels, int or (height, width), after the training resolution", resumable=True
     )
     batch_size: int = _setting(
-        256, "images per step on all devices together", low=1, resumable=True
+        256, "images per step on all devices together", low=1, high=_MOST, resumable=True
     )
     ema: bool = _setting(
         True, "evaluate the moving average of the weights, where there is one", resumable=True
@@ -252,7 +259,7 @@ class Config:
         above=0,
         hint="to evaluate a trained run, use --mode=evaluate",
     )
-    batch_size: int = _setting(128, "images per step on all devices together", low=1)
+    batch_size: int = _setting(128, "images per step on all devices together", low=1, high=_MOST)
     accumulate: int = _setting(
         1, "parts of a batch that are computed one after the other, to save memory", low=1
     )

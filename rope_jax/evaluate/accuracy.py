@@ -20,6 +20,7 @@ from rope_jax.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification as task
 from rope_jax.text import image_pair
 from rope_jax.training.setup import Setup, State, load_split
+from rope_jax.training.signals import Signals
 
 Apply = Callable[[Any, Float[Array, "B H W 3"]], Float[Array, "B K"]]
 
@@ -35,6 +36,7 @@ def accuracies(
     mesh: Mesh,
     config: Config | None = None,
     poll: Callable[[int], None] = lambda images: None,
+    waiting: Callable[[int], None] = lambda seconds: None,
 ) -> list[Row]:
     """Top-1 and top-5 accuracy of a model, or of each seed of a run.
 
@@ -61,6 +63,7 @@ def accuracies(
         mesh: the devices.
         config: of the run, for its seeds, data workers and policy on bad images.
         poll: called after each step with the number of images so far; may raise to stop.
+        waiting: see `rope_jax.data.batches`.
 
     Returns:
         A row per seed: `dataset`, `split`, `resolution`, `top1` and `top5` (fractions), `count`.
@@ -89,6 +92,7 @@ def accuracies(
         shard=share(),
         workers=config.data.workers,
         bad_images=config.data.bad_images,
+        waiting=waiting,
     )
     with batches:
         for batch in batches:
@@ -157,7 +161,7 @@ def planned_rows(setup: Setup) -> list[Row]:
     ]
 
 
-def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> list[Row]:
+def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]:
     """Evaluates a training state at the resolutions of its config: rows of `results.json`."""
     params = state["ema" if setup.config.averaged else "params"]
     rest = jax.device_put(setup.rest, replicated(setup.mesh))
@@ -173,7 +177,7 @@ def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> l
     for how, config in protocols(setup).items():
         for size in resolutions(config):
             images = load_split(config, "test", size)
-            rows += evaluate_split(apply, weights, config, images, setup.mesh, how, poll=poll)
+            rows += evaluate_split(apply, weights, config, images, setup.mesh, how, signals=signals)
     return rows
 
 
@@ -226,7 +230,7 @@ def evaluate_split(
     mesh: Mesh,
     how: str,
     *,
-    poll: Callable[[], None] = lambda: None,
+    signals: Signals | None = None,
 ) -> list[Row]:
     """Evaluates on the test split of a run's data, loaded at one resolution: one row per seed.
 
@@ -238,8 +242,9 @@ def evaluate_split(
     >>> row["dataset"], row["resolution"], row["count"], row["protocol"]
     ('digits', [8, 8], 360, 'whole image')
 
-    `how` is the rows' protocol.
+    `how` is the rows' protocol; `signals` may stop the evaluation.
     """
+    signals = signals or Signals()
     rows = accuracies(
         apply,
         weights,
@@ -249,7 +254,8 @@ def evaluate_split(
         batch_size=config.eval.batch_size,
         mesh=mesh,
         config=config,
-        poll=lambda images: poll(),
+        poll=lambda images: signals(),
+        waiting=signals.waiting,
     )
     labels = seeds.row_labels(config)
     return [row | {"protocol": how} | label for row, label in zip(rows, labels, strict=True)]

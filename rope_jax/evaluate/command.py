@@ -31,9 +31,9 @@ from rope_jax.evaluate.accuracy import (
     on_all_devices,
     protocol,
 )
-from rope_jax.evaluate.results import add_evaluation, read_evaluations, results_table
+from rope_jax.evaluate.results import add_evaluation, results_table, usable_evaluations
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.sharding import from_first_process, make_mesh, share
+from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
 from rope_jax.text import image_pair
 from rope_jax.training.setup import load_split
 
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     asked = _parse(arguments)
     try:
+        require_devices()
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")
@@ -114,7 +115,8 @@ def _evaluate(asked: argparse.Namespace) -> None:
         if found is not None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
             identity |= {"images": asked.images} | how
-        row = next((row for row in read_evaluations(out) if row["asked"] == identity), None)
+        rows_before = usable_evaluations(out) if first else []
+        row = next((row for row in rows_before if row["asked"] == identity), None)
         if from_first_process(row is None):
             model = at_resolution(
                 about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink

@@ -14,14 +14,11 @@ from rope_jax import seeds
 from rope_jax.files import warn
 from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
-from rope_jax.workdir.checkpoint import Checkpoints, not_finite
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import MetricsWriter, Profiler, Speedometer, progress_line
+from rope_jax.workdir.trees import not_finite
 
 MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
-
-
-class NonFinite(Exception):
-    """The loss, a gradient or a weight is not finite; the message names the step."""
 
 
 class Reporter:
@@ -153,7 +150,7 @@ class Reporter:
         config = self._setup.config
         try:
             self._checkpoints.save(step, state, about=self._setup.about())
-        except ValueError as error:
+        except NonFinite as error:
             trees = zip(seeds.seeds_of(config), seeds.split(state, config), strict=True)
             seed = next((seed for seed, tree in trees if not_finite(tree)), config.seed)
             of_seed = f" (seed {seed})" if config.seeds > 1 else ""
@@ -171,7 +168,6 @@ class Reporter:
         return ", ".join(map(str, batch_ids(self._setup, step, seed)[:8])) + ", ..."
 
     def _on_saved(self, step: int, size: int, seconds: float) -> None:
-        self._signals.saved = True
         print(f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
         self._writer.event(step, "saved", bytes=size, seconds=round(seconds, 3))
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -123,8 +124,9 @@ def load_split(
     if size is None and config.data.image_size is not None:
         size = image_pair(config.data.image_size)
     crop = {"crop": config.eval.frame} if split == "test" else {}
+    options = {"allow_empty": config.data.allow_empty} | crop
     with blame("--config.data"):
-        return data.load(config.data.source, config.data.path, split, size, **crop)
+        return data.load(config.data.source, config.data.path, split, size, **options)
 
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
@@ -196,6 +198,11 @@ def assemble(
     """The setup of a complete config. The model may be abstract (`nnx.eval_shape`)."""
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
     total = max(1, round(config.epochs * steps_per_epoch))
+    if total >= 2**31:
+        raise ConfigError(
+            f"--config.epochs={config.epochs:g} are {total:.3g} steps, which are counted up to "
+            "2**31 - 1: use fewer epochs"
+        )
     schedule = optim.learning_rate_schedule(
         config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch
     )
@@ -220,10 +227,13 @@ def initial_state(setup: Setup, model: nnx.Module) -> State:
     return jax.device_put(state, state_shardings(state, setup.mesh))
 
 
-def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
+def training_batches(
+    setup: Setup, first: int, *, waiting: Callable[[int], None] = lambda seconds: None
+) -> tuple[Any, dict[str, Any]]:
     """The batches of this process from step `first` on, and arrays to be added to each of them.
 
-    The latter are the images themselves, if the data set is kept on the device.
+    The latter are the images themselves, if the data set is kept on the device. For `waiting` see
+    `rope_jax.data.batches`.
     """
     config, images = setup.config, setup.images
     options = {
@@ -243,6 +253,7 @@ def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
         ahead=not images.in_memory,
         workers=config.data.workers,
         bad_images=config.data.bad_images,
+        waiting=waiting,
         **options,
     )
     return stream, {}

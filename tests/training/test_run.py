@@ -25,7 +25,7 @@ from rope_jax.evaluate import read_results
 from rope_jax.files import SaveFailed, locked
 from rope_jax.sharding import put_batch
 from rope_jax.training import loop
-from rope_jax.training.report import NonFinite, Reporter
+from rope_jax.training.report import Reporter
 from rope_jax.training.setup import (
     check_batch_size,
     initial_state,
@@ -34,8 +34,9 @@ from rope_jax.training.setup import (
 )
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import Checkpoints, not_finite, tree_hash
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.trees import not_finite, tree_hash
 from tests.training.recipe import accuracy, final_state, run, tiny
 
 
