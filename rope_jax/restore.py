@@ -17,7 +17,8 @@ from rope_jax.models.pretrained.files import WeightsFile, open_weights
 from rope_jax.models.registry import create_model
 from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.text import image_pair
-from rope_jax.workdir.checkpoint import Checkpoints, named_leaves, some_of
+from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.trees import named_leaves, some_of
 
 
 def create(config: Config) -> nnx.Module:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,13 +18,13 @@ from rope_jax.config import Config, ConfigError, blame, differences, resolve, se
 from rope_jax.evaluate import (
     evaluate_state,
     planned_rows,
-    read_results,
     results_table,
     rows_by_line,
     same_rows,
+    usable_results,
     write_results,
 )
-from rope_jax.files import locked, warn, write_file
+from rope_jax.files import locked, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
 from rope_jax.training.agreement import (
@@ -164,8 +165,9 @@ def _no_checkpoints(workdir: pathlib.Path) -> ConfigError:
 def _fresh_state(setup: Setup, model: nnx.Module, workdir: pathlib.Path) -> State:
     """The state before the first step, from fresh weights or those of `init_from`."""
     config = setup.config
-    if jax.process_index() == 0:
-        (workdir / "results.json").unlink(missing_ok=True)  # of a run that was moved away
+    results = workdir / "results.json"
+    if jax.process_index() == 0 and os.path.lexists(results):
+        set_aside(results, f"{results} is of a run whose checkpoints are gone")
     if config.init_from is not None:
         _start_from_weights(model, config)
     require_equal_weights(model)
@@ -235,18 +237,17 @@ def load_newest(
 def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) -> None:
     """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
     config, step = setup.config, int(state["step"])
-    results = read_results(workdir)
-    wanted = planned_rows(setup)
-    if from_first_process(
-        results is None or results["step"] != step or not same_rows(results, wanted)
-    ):
+    first, wanted = jax.process_index() == 0, planned_rows(setup)
+    results = usable_results(workdir) if first else None
+    if results is None or results["step"] != step or not same_rows(results, wanted):
+        results = None
+    if from_first_process(results is None):
         rows = evaluate_state(setup, state, signals=signals)
-        if jax.process_index() == 0:
+        if first:
             write_results(workdir, step, rows)
-    else:
-        rows = results["eval"]
-    if jax.process_index() > 0:
+    if not first:
         return
+    rows = rows if results is None else results["eval"]
     model = f"{config.model.name} with {config.model.position}"
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {model}, step {step}")
     print(results_table(rows))

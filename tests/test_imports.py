@@ -61,17 +61,18 @@ FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.text": ("", "numpy"),
     "rope_jax.files": ("", ""),
+    "rope_jax.npz": ("files", "numpy"),
     "rope_jax.sharding": ("", ARRAYS),
     "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
     "rope_jax.positions": ("rope_jax_kernels text initializers", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
-        "positions sharding files",
+        "positions sharding npz",
         f"{ARRAYS} flax.nnx safetensors huggingface_hub",
     ),
     "rope_jax.positions.__main__": ("models", "flax.nnx"),  # counts parameters in a model
     "rope_jax.data": (
-        "text files",
+        "text npz",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.config": ("text", "ml_collections"),

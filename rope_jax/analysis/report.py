@@ -21,9 +21,10 @@ import numpy as np
 from rope_jax import seeds
 from rope_jax.analysis import expected, plots
 from rope_jax.analysis.page import Block, Picture, Table, Text, to_html, to_markdown
-from rope_jax.config import Config, ConfigError, from_json
+from rope_jax.config import Config, ConfigError, resolve
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row
+from rope_jax.files import read_json
 from rope_jax.models.registry import find_model
 from rope_jax.text import format_table
 from rope_jax.workdir.metrics import read_metrics
@@ -90,7 +91,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             f"{workdir} has no results.json; "
             f"run rope_jax.main with --workdir={workdir} to its end first"
         )
-    config = from_json((workdir / "config.json").read_text())
+    config = resolve(read_json(workdir / "config.json"))
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)
     config = dataclasses.replace(config, model=model)

@@ -122,7 +122,9 @@ def resolve(raw: ml_collections.ConfigDict | dict) -> Config:
     return config
 
 
-def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
+def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--config.{prefix}={raw!r} holds no settings by name")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
@@ -313,7 +315,11 @@ def from_json(text: str) -> Config:
     Raises:
         ConfigError: as `resolve`.
     """
-    return resolve(json.loads(text))
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the config is not JSON: {error}") from error
+    return resolve(raw)
 
 
 def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:

@@ -96,6 +96,11 @@ class DataConfig:
         words=("error", "skip"),
         resumable=True,
     )
+    allow_empty: bool = _setting(
+        False,
+        "accept class folders without images, which are otherwise an error",
+        resumable=True,
+    )
     workers: int = _setting(
         0,
         "processes that decode images (needs the extra `data`); 0 for none beside the main one",

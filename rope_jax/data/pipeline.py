@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rope_jax.data.ahead import Ahead, Waiting
+from rope_jax.data.checking import FileCheck
 from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import CROP, Augmentation, parse_loader
 from rope_jax.data.images.crops import crop_pixels
@@ -168,12 +169,23 @@ class Batches(Iterator[Batch]):
         skipped: ids of the images that could not be used so far; only with `bad_images="skip"`.
     """
 
-    def __init__(self, make: Iterator[Batch], count: int):
-        self._make, self._count = make, count
+    def __init__(
+        self, make: Iterator[Batch], images: Images | Streamed, epoch: int, waiting: Waiting
+    ):
+        """Batches of a set; within the first `epoch` of them its files are checked."""
+        self._make, self._count, self._left = make, len(images.labels), epoch
+        self._check = FileCheck(images, waiting)
         self.skipped: set[int] = set()
 
     def __next__(self) -> Batch:
-        batch = next(self._make)
+        try:
+            batch = next(self._make)
+        except StopIteration:
+            self._check(wait=True)
+            raise
+        self._left -= 1
+        if self._left >= 0:
+            self._check(wait=self._left == 0)
         self.skipped.update(batch.pop("bad").tolist())
         if len(self.skipped) > _allowed(self._count):
             self.close()
@@ -187,6 +199,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends processes and threads."""
+        self._check.close()
         self._make.close()
 
     def __enter__(self) -> "Batches":
@@ -260,7 +273,7 @@ def batches(
     made = _produced(
         make, size, itertools.count(start_step), ahead=ahead, workers=workers, waiting=waiting
     )
-    return Batches(made, len(images.labels))
+    return Batches(made, images, -(-len(images.labels) // batch_size), waiting)
 
 
 def evaluation_batches(
@@ -307,7 +320,7 @@ def evaluation_batches(
     made = _produced(
         make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting
     )
-    return Batches(made, count)
+    return Batches(made, images, len(steps), waiting)
 
 
 def _check_policy(bad_images: str, workers: int) -> None:

@@ -17,6 +17,7 @@ from rope_jax.evaluate.results import (
     results_table,
     rows_by_line,
     same_rows,
+    usable_results,
     write_results,
 )
 
@@ -36,5 +37,6 @@ __all__ = [
     "results_table",
     "rows_by_line",
     "same_rows",
+    "usable_results",
     "write_results",
 ]

@@ -30,7 +30,7 @@ from rope_jax.evaluate.accuracy import (
     on_all_devices,
     protocol,
 )
-from rope_jax.evaluate.results import add_evaluation, read_evaluations, results_table
+from rope_jax.evaluate.results import add_evaluation, results_table, usable_evaluations
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.sharding import from_first_process, make_mesh, share
 from rope_jax.text import image_pair
@@ -113,7 +113,8 @@ def _evaluate(asked: argparse.Namespace) -> None:
         if found is not None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
             identity |= {"images": asked.images} | how
-        row = next((row for row in read_evaluations(out) if row["asked"] == identity), None)
+        rows_before = usable_evaluations(out) if first else []
+        row = next((row for row in rows_before if row["asked"] == identity), None)
         if from_first_process(row is None):
             model = at_resolution(
                 about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink

@@ -14,8 +14,9 @@ from rope_jax import seeds
 from rope_jax.files import warn
 from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
-from rope_jax.workdir.checkpoint import Checkpoints, NonFinite, not_finite
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import MetricsWriter, Profiler, Speedometer, progress_line
+from rope_jax.workdir.trees import not_finite
 
 MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
 

@@ -124,8 +124,9 @@ def load_split(
     if size is None and config.data.image_size is not None:
         size = image_pair(config.data.image_size)
     crop = {"crop": config.eval.frame} if split == "test" else {}
+    options = {"allow_empty": config.data.allow_empty} | crop
     with blame("--config.data"):
-        return data.load(config.data.source, config.data.path, split, size, **crop)
+        return data.load(config.data.source, config.data.path, split, size, **options)
 
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:

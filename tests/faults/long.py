@@ -33,8 +33,9 @@ from rope_jax.config import from_json
 from rope_jax.run import load_newest
 from rope_jax.training import loop
 from rope_jax.training.setup import prepare
-from rope_jax.workdir.checkpoint import Checkpoints, tree_hash
+from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.trees import tree_hash
 from tests.faults.attacks import Absent, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
 

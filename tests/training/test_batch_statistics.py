@@ -18,7 +18,7 @@ from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import named_leaves, tree_hash
+from rope_jax.workdir.trees import named_leaves, tree_hash
 from tests.training.recipe import CEIT, accuracy, final_state, run, started, tiny
 from tests.training.test_run import interrupt_at
 
@@ -115,7 +115,7 @@ from rope_jax.sharding import make_mesh, put_batch
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import named_leaves
+from rope_jax.workdir.trees import named_leaves
 from tests.training.recipe import CEIT, tiny
 
 run, model = prepare(tiny(**CEIT | {"batch_size": 16}))

@@ -9,7 +9,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import OptimConfig
 from rope_jax.training import optim
-from rope_jax.workdir.checkpoint import named_leaves
+from rope_jax.workdir.trees import named_leaves
 
 
 def schedule(epochs, steps_per_epoch, **options):

@@ -34,8 +34,9 @@ from rope_jax.training.setup import (
 )
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import Checkpoints, NonFinite, not_finite, tree_hash
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.trees import not_finite, tree_hash
 from tests.training.recipe import accuracy, final_state, run, tiny
 
 

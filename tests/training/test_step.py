@@ -16,7 +16,7 @@ from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Signals
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import tree_hash
+from rope_jax.workdir.trees import tree_hash
 from tests.training.recipe import replaced, tiny
 
 AUGMENT = "crop(pad=1)+erase(p=0.5)"

@@ -13,7 +13,7 @@ from rope_jax.data.sources.tfds import Tfds
 from rope_jax.text import image_pair
 
 SPLITS = ("train", "test")
-STREAMED: dict[str, Callable[[str, str], Source]] = {
+STREAMED: dict[str, Callable[..., Source]] = {
     "folder": Folder,
     "tfds": Tfds,
     "packed": Packed,
@@ -28,6 +28,7 @@ def load(
     image_size: int | tuple[int, int] | None = None,
     *,
     crop: str = "centre",
+    allow_empty: bool = False,
 ) -> Images | Streamed:
     """Opens one split of an image set, as RGB.
 
@@ -60,6 +61,7 @@ def load(
             antialiasing), or kept unchanged for None; the others need one.
         crop: of images that are read one at a time, to this size: "centre(crop=0.875)", see
             `rope_jax.data.images.crops`.
+        allow_empty: whether a class folder of `"folder"` may be empty.
 
     Returns:
         The split. The number of classes of sets in memory is that of the training split, or of
@@ -72,7 +74,7 @@ def load(
     """
     size = None if image_size is None else image_pair(image_size)
     if source in STREAMED:
-        opened = open_source(source, path, split)
+        opened = open_source(source, path, split, allow_empty=allow_empty)
         if size is None:
             raise ValueError(
                 f"data source {source!r} ({path}) needs an image_size (height, width): "
@@ -86,7 +88,7 @@ def load(
     return Images(resize(images.images, size), images.labels, images.name, split, images.classes)
 
 
-def open_source(source: str, path: str | None, split: str) -> Source:
+def open_source(source: str, path: str | None, split: str, *, allow_empty: bool = False) -> Source:
     """Opens the images of one split as they are stored.
 
     >>> import pathlib, tempfile
@@ -103,6 +105,7 @@ def open_source(source: str, path: str | None, split: str) -> Source:
         source: as in `load`, of those that are read one image at a time.
         path: of the set.
         split: "train" or "test".
+        allow_empty: as in `load`.
 
     Raises:
         ValueError: as `load`, and for sets in memory.
@@ -114,7 +117,8 @@ def open_source(source: str, path: str | None, split: str) -> Source:
             f"data source {source!r} is held in memory; "
             f"those read one image at a time are {', '.join(STREAMED)}"
         )
-    return STREAMED[source](path, split)
+    options = {"allow_empty": allow_empty} if source == "folder" else {}
+    return STREAMED[source](path, split, **options)
 
 
 def _check(source: str, path: str | None, split: str) -> None:

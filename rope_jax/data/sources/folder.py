@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, write_index
+from rope_jax.files import read_regular
 
 _ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
 
@@ -40,7 +42,7 @@ class Files(Source):
         self._root = root.absolute()
 
     def read(self, example: int) -> bytes:
-        return (self._root / self.example_name(example)).read_bytes()
+        return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_root": self._root}
@@ -55,13 +57,14 @@ class Folder(Files):
     Args:
         path: the set.
         split: "train" or "test".
+        allow_empty: whether a folder of a class may be empty.
 
     Raises:
         FileNotFoundError: the split has no folder or no files.
-        ValueError: it has a class that the training split lacks.
+        ValueError: it has a class that the training split lacks, or an empty folder.
     """
 
-    def __init__(self, path: str, split: str):
+    def __init__(self, path: str, split: str, *, allow_empty: bool = False):
         wanted = ("train",) if split == "train" else ("test", "val")
         found = [Path(path, name) for name in wanted if Path(path, name).is_dir()]
         if not found:
@@ -74,14 +77,23 @@ class Folder(Files):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
             )
+        found = [listed(folder / name, folders=False) for name in classes]
         files = [
-            (f"{name}/{file}", label)
-            for label, name in enumerate(classes)
-            for file in listed(folder / name, folders=False)
+            (f"{name}/{file}", label) for label, name in enumerate(classes) for file in found[label]
         ]
         if not files:
             raise FileNotFoundError(
                 f"{folder} has no images; they are looked for in {folder / 'CLASS'}"
+            )
+        empty = [
+            folder / name
+            for name, own in zip(classes, found, strict=True)
+            if not own and (folder / name).is_dir()
+        ]
+        if empty and not allow_empty:
+            raise ValueError(
+                f"{empty[0]} has no images ({len(empty)} of {len(classes)} classes are empty): "
+                "add them, remove the folder, or allow it with allow_empty=True"
             )
         about = {"name": Path(path).resolve().name, "split": split}
         super().__init__(folder, *zip(*files, strict=True), classes, **about)

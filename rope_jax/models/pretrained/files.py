@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -27,6 +25,7 @@ from rope_jax.models.pretrained.convert import (
 )
 from rope_jax.models.pretrained.layouts import rotary_of
 from rope_jax.models.pretrained.metadata import Metadata
+from rope_jax.npz import open_npz
 
 _HUB_FILE = "model.safetensors"
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
@@ -149,8 +148,8 @@ def open_weights(path: str) -> Iterator[WeightsFile]:
         with _open_safetensors(path) as file:
             yield file
     elif kind == ".npz":
-        with _open_npz(path) as file:
-            yield file
+        with open_npz(path) as file:
+            yield WeightsFile(file.shapes, file.read)
     else:
         raise ValueError(
             f"pretrained={path!r}: weights are read from .safetensors and .npz only, because "
@@ -179,32 +178,6 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
         described = entries.get(_METADATA)
         metadata = None if described is None else Metadata.from_json(described, path)
         yield WeightsFile(shapes, file.get_tensor, source, metadata)
-
-
-@contextlib.contextmanager
-def _open_npz(path: str) -> Iterator[WeightsFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            shapes = {
-                name.removesuffix(".npy"): _npy_header(archive, name) for name in archive.namelist()
-            }
-        with np.load(path, allow_pickle=False) as arrays:
-            yield WeightsFile(shapes, arrays.__getitem__)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"pretrained={path!r} is not an npz file, or damaged: {error}") from None
-
-
-def _npy_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    with archive.open(name) as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            # NumPy reads headers of later versions, of any length, before it checks them.
-            if version != (1, 0):
-                raise ValueError(f"npy version {version} is not read; write it with numpy.savez")
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        except ValueError as error:
-            raise zipfile.BadZipFile(f"{name}: {error}") from None
-    return shape, dtype
 
 
 def _find(where: str) -> tuple[str, str | None]:

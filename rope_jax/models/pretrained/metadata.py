@@ -65,9 +65,16 @@ class Metadata:
             grids = {key: (int(h), int(w)) for key, (h, w) in entries["grids"].items()}
             options, position = dict(entries["options"]), list(entries["position"])
             return cls(str(entries["family"]), options, position, grids)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
-                f"pretrained={path!r} has metadata about its model that cannot be read: {error}"
+                f"pretrained={path!r} has metadata about its model that cannot be read: {error!r}"
             ) from None
 
     def check(self, model: nnx.Module, path: str) -> None:
