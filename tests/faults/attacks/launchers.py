@@ -152,7 +152,7 @@ def slurm_job(folder, rng):
 def open_mpi(folder, rng):
     needs("mpirun")
     workdir = folder / "run"
-    launcher = "mpirun --mca odls_base_sigkill_timeout 60 --oversubscribe -n 2 "
+    launcher = "mpirun --mca odls_base_sigkill_timeout 20 --oversubscribe -n 2 "
     before = 0
     for turn, number in enumerate((signal.SIGUSR1, signal.SIGTERM)):
         log = folder / f"{turn}.txt"
@@ -172,7 +172,7 @@ def open_mpi(folder, rng):
                 "the first step",
             )
             run.send_signal(number)
-            run.wait(120)
+            run.wait(180)
         finally:
             run.kill()
         told, after = log.read_text(), durable(workdir)
