@@ -6,7 +6,13 @@ logits = model(images)  # [B, H, W, 3], normalised; any H, W that the patch size
 """
 
 from rope_jax.data.images.decode import decode_image
-from rope_jax.models import convert_state_dict, create_model, export, list_models
+from rope_jax.models import (
+    convert_state_dict,
+    create_model,
+    export,
+    list_models,
+    save_pretrained,
+)
 from rope_jax.positions import list_positions
 from rope_jax.restore import load_checkpoint
 
@@ -18,4 +24,5 @@ __all__ = [
     "list_models",
     "list_positions",
     "load_checkpoint",
+    "save_pretrained",
 ]

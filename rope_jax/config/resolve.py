@@ -25,10 +25,10 @@ class ConfigError(Exception):
 
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns a ValueError or OSError into a ConfigError that names the flag to change."""
+    """Turns a ValueError, an OSError or an ImportError into a ConfigError that names the flag."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{error} [{flag}]") from error
 
 

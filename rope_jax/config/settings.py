@@ -270,8 +270,9 @@ class Config:
     )
     init_from: str | None = _setting(
         None,
-        "workdir of a run, or .npz file of weights, to start from; position tables are resized, "
-        "a head for other classes stays new",
+        "weights to start from, as `pretrained` of create_model takes them: workdir of a run, "
+        ".safetensors or .npz file, hub id; position tables are resized, a head for other classes "
+        "stays new",
     )
     log_every: int = _setting(50, "steps between lines of metrics", low=1, resumable=True)
     checkpoint_every: int = _setting(

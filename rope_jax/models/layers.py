@@ -81,6 +81,25 @@ def torch_linear(
     return Linear(inputs, outputs, use_bias=use_bias, rngs=rngs, **init, **dtypes)
 
 
+class Identity(nnx.Module):
+    """The head of a model with `num_classes=0`, whose outputs are the pooled features."""
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        return x
+
+
+def make_head(
+    inputs: int,
+    num_classes: int,
+    *,
+    rngs: nnx.Rngs,
+    dtypes: dict,
+    make: Callable[..., nnx.Module] = linear,
+) -> nnx.Module:
+    """The classifier of pooled features, a dense layer of `make`; `Identity` for 0 classes."""
+    return make(inputs, num_classes, rngs=rngs, dtypes=dtypes) if num_classes else Identity()
+
+
 def conv(
     inputs: int,
     outputs: int,

@@ -3,6 +3,7 @@
 Each field of a family's `Options` declares its type and the values that it may have.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import os
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax.models.pretrained import load_pretrained
+from rope_jax.models.pretrained.files import load_weights, open_weights
+from rope_jax.models.pretrained.metadata import Description
 from rope_jax.text import closest, image_pair
 
 
@@ -187,21 +189,24 @@ def create_model(
     [(2, 6, 8, 96)]
 
     Works under `nnx.eval_shape`, which returns shapes without allocating. None selects the model's
-    default for an argument.
+    default for an argument; with weights that describe their model (`rope_jax.save_pretrained`,
+    runs), the value of that model.
 
     Args:
-        name: one of `list_models()`.
+        name: one of `list_models()`, or such weights: a folder, file, workdir or hub id.
         position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
             "rope_mixed+ape", ...
-        num_classes: outputs of the head.
+        num_classes: outputs of the head; 0 for none: the model returns the pooled features that its
+            head would take. With weights for other classes, the head stays new, which is printed.
         image_size: pixels, a side or (height, width), for parameters whose shape depends on it.
             Calls accept other sizes.
         seed: of the initial weights.
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
-        pretrained: False, or a .safetensors or .npz file of weights, or a hub id; see
-            `pretrained.load_pretrained`. `model.preprocessing` then holds the preprocessing that
-            they expect.
+        pretrained: False, or weights: a .safetensors or .npz file, a folder of `save_pretrained`,
+            the workdir of a run, or a hub id; see `pretrained.load_pretrained`. Their position
+            tables are resized by the scheme's rule. `model.preprocessing` then holds the
+            preprocessing that they expect.
         **overrides: the family's options by name, for example depth=2 (`ViTOptions`,
             `SwinOptions`, `NATOptions`, `CATOptions`, `T2TOptions`, `CeiTOptions`, `CCTOptions`).
 
@@ -215,31 +220,82 @@ def create_model(
         FileNotFoundError: the weights file does not exist.
         ImportError: a package that reads the weights is not installed.
     """
-    entry = find_model(name)
     if pretrained is True:
         raise ValueError(
             "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
-    position = entry.position if position is None else position
+    if pretrained is False and name not in MODELS and names_weights(name):
+        pretrained = name
+    with contextlib.ExitStack() as stack:
+        file = None if pretrained is False else stack.enter_context(open_weights(pretrained))
+        described = None if file is None else file.description
+        if name == pretrained:
+            if described is None:
+                raise ValueError(
+                    f"{name} does not describe its model: create_model(NAME, pretrained={name!r})"
+                )
+            name = described.name
+        model = _create(
+            name,
+            described if described is not None and described.name == name else None,
+            position=position,
+            num_classes=num_classes,
+            image_size=image_size,
+            seed=seed,
+            dtype=dtype,
+            overrides=overrides,
+        )
+        if file is not None:
+            load_weights(model, file, new_head=num_classes is not None)
+    return model
+
+
+def names_weights(name: str) -> bool:
+    """Whether a name that no model has is that of a file, a folder or a hub id.
+
+    >>> names_weights("runs/digits"), names_weights("deit_s16")
+    (True, False)
+    """
+    return "/" in name or name.endswith(".safetensors") or os.path.exists(name)
+
+
+def _create(
+    name: str,
+    described: Description | None,
+    *,
+    position: str | None,
+    num_classes: int | None,
+    image_size: int | tuple[int, int] | None,
+    seed: int,
+    dtype: Any,
+    overrides: Mapping[str, Any],
+) -> nnx.Module:
+    """A model with initial weights; None selects what `described` has, or the model's default."""
+    entry = find_model(name)
+    default = described or entry
+    position = default.position if position is None else position
     if not isinstance(position, str):
         raise ValueError(
             f"position={position!r} must be the text of a scheme, such as 'axial_rope' or "
             "'rope2d(base=50)'"
         )
-    num_classes = entry.num_classes if num_classes is None else num_classes
-    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
-        raise ValueError(f"num_classes={num_classes!r} must be a whole number of at least 1")
+    num_classes = default.num_classes if num_classes is None else num_classes
+    if not isinstance(num_classes, int | np.integer) or num_classes < 0:
+        raise ValueError(
+            f"num_classes={num_classes!r} must be a whole number: of classes, or 0 for no head"
+        )
+    size = image_pair(default.image_size if image_size is None else image_size)
+    options = {} if described is None else described.options
     model = entry.family(
-        entry.options.override(name, overrides),
+        entry.options.override(name, {**options, **overrides}),
         position=position,
         num_classes=int(num_classes),
-        image_size=image_pair(entry.image_size if image_size is None else image_size),
+        image_size=size,
         dtype=_compute_dtype(dtype),
         rngs=nnx.Rngs(seed),
     )
-    if pretrained is not False:
-        load_pretrained(model, pretrained)
+    model.name, model.notation, model.image_size = name, position, size
     return model
 
 

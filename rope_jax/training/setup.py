@@ -74,7 +74,12 @@ class Setup:
 
     def about(self) -> dict[str, Any]:
         """The metadata stored with each checkpoint."""
-        return {"config": dataclasses.asdict(self.config), "data": self.fingerprint}
+        names = self.images.class_names
+        return {
+            "config": dataclasses.asdict(self.config),
+            "data": self.fingerprint,
+            "class_names": None if names is None else list(names),
+        }
 
 
 def prepare(config: Config) -> tuple[Setup, nnx.Module]:
