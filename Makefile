@@ -15,6 +15,7 @@ help:
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
 	@echo "make test-faults                  fault injection: kills, damaged checkpoints, signals (five minutes)"
+	@echo "make test-newest                  a selection with the newest jax, flax, ... within the bounds (.venv-newest)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       regenerate the documentation's tables and pictures from the results"
 	@echo "make setup [EXTRAS=test,cuda13]   create .venv only; with cuda13 or cuda12 for an NVIDIA GPU"
@@ -67,6 +68,22 @@ test-aot: .venv-cuda/ready
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,aot]'
 	@touch $@
 
+# A covering selection with the newest releases within the bounds of pyproject.toml, not those of
+# constraints.txt: kernels, models, a training step, checkpoints, the wheel.
+NEWEST = tests/test_packaging.py tests/kernels/test_rotary.py tests/kernels/test_dispatch.py \
+	tests/kernels/test_attention.py tests/models/test_vit.py tests/models/test_swin.py \
+	tests/models/test_export.py tests/training/test_step.py tests/training/test_run.py \
+	tests/workdir/test_checkpoint.py
+.PHONY: test-newest
+test-newest: .venv-newest/ready
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal $(NEWEST)
+
+.venv-newest/ready: pyproject.toml
+	$(or $(PYTHON),python3) -m venv .venv-newest
+	@echo '*' > .venv-newest/.gitignore
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	@touch $@
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -83,4 +100,4 @@ tables: setup
 	$(RUN) -m docs.make_tables
 
 clean:
-	rm -rf .venv .venv-cuda runs
+	rm -rf .venv .venv-cuda .venv-newest runs

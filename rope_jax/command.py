@@ -12,19 +12,23 @@ from collections.abc import Iterator
 import jax
 from absl import flags, logging
 
-from rope_jax.config import ConfigError
+from rope_jax.arguments import command_name
+from rope_jax.config import ConfigError, list_recipes, recipe_path, settings_help
 from rope_jax.files import SaveFailed, cache_folder
 from rope_jax.text import assignments
 from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
 
-_REQUIRED = {"config": "configs/digits.py", "workdir": "runs/digits"}
+_REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parses absl's flags; every mistake ends in one line and status 2."""
+    if {"-h", "-help", "--help", "--config.help"} & set(arguments):
+        print(_help(settings_only="--config.help" in arguments))
+        sys.exit()
     try:
-        rest = flags.FLAGS(arguments)
+        rest = flags.FLAGS(_with_recipe_path(arguments))
         if len(rest) > 1:
             raise ConfigError(
                 f"unexpected argument {rest[1]!r}; settings are written --config.key=value"
@@ -41,6 +45,31 @@ def parse_flags(arguments: list[str]) -> list[str]:
         _stop(2, f"there is no such setting: {words}")
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
         _stop(2, str(error))
+
+
+def _with_recipe_path(arguments: list[str]) -> list[str]:
+    """The arguments with the file of a recipe that is given by name."""
+    found = list(arguments)
+    for number, word in enumerate(arguments):
+        if word in ("--config", "-config") and number + 1 < len(arguments):
+            found[number + 1] = recipe_path(arguments[number + 1])
+        elif word.startswith(("--config=", "-config=")):
+            flag, _, recipe = word.partition("=")
+            found[number] = f"{flag}={recipe_path(recipe)}"
+    return found
+
+
+def _help(*, settings_only: bool) -> str:
+    """The flags of the command, the names of the recipes, and all settings."""
+    if settings_only:
+        return settings_help()
+    module = flags.FLAGS.find_module_defining_flag("workdir")
+    lines = [sys.modules[module].__doc__, "flags:"]
+    for flag in flags.FLAGS.get_flags_for_module(module):
+        default = "" if flag.default in (None, []) else f"; default: {flag.default}"
+        lines.append(f"--{flag.name}: {flag.flag_type()}{default}\n    {flag.help}")
+    recipes = ["", "recipes that come with the package:", f"    {', '.join(list_recipes())}"]
+    return "\n".join([*lines, *recipes, "", "settings:", settings_help()])
 
 
 def keep_compiled() -> None:
@@ -106,8 +135,8 @@ def next_command(position: str | None, workdir: pathlib.Path) -> str:
     kept = [_with_position(word, other) for word in sys.argv[1:] if not word.startswith(dropped)]
     inside = sys.executable.startswith(os.getcwd())
     python = os.path.relpath(sys.executable) if inside else "python"
-    words = [*kept, f"--workdir={workdir}_{other}"]
-    return f"{python} -m rope_jax.main {shlex.join(words)}"
+    command = command_name("rope_jax.main").replace("python", python, 1)
+    return f"{command} {shlex.join([*kept, f'--workdir={workdir}_{other}'])}"
 
 
 def _with_position(word: str, position: str) -> str:

@@ -1,10 +1,11 @@
 """Trains and evaluates a recipe.
 
-    python -m rope_jax.main --config=configs/digits.py --workdir=runs/digits
+    python -m rope_jax.main --config=digits --workdir=runs/digits
+    python -m rope_jax.main --config=my.py:position=rope2d --config.epochs=30.0 --workdir=runs/my
 
-The same command resumes an interrupted run, and reports when nothing is left to do. SIGINT
-(Ctrl-C), SIGTERM and SIGUSR1 save and stop after the current step; a second one stops at once;
-SIGUSR2 records a profile of a few steps. Exit status:
+`--config.help` lists all settings. The same command resumes an interrupted run, and reports when
+nothing is left to do. SIGINT (Ctrl-C), SIGTERM and SIGUSR1 save and stop after the current step; a
+second one stops at once; SIGUSR2 records a profile of a few steps. Exit status:
 
 - 0: the run is complete, or was stopped by a signal and saved;
 - 1: it failed: a loss that is not finite, a checkpoint that could not be written, a bug;
@@ -24,7 +25,7 @@ from rope_jax.command import exit_statuses, keep_compiled, next_command, parse_f
 from rope_jax.config import blame, resolve
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "recipe, with its arguments: configs/digits.py:position=rope2d"
+    "config", None, "recipe by name or file, with its arguments: digits:position=rope2d"
 )
 _MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "evaluate"], "evaluate: only evaluate the newest checkpoint"
@@ -58,5 +59,10 @@ def main(_: list[str]) -> None:
             print(f"try next: {next_command(config.model.position, workdir)}")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Parses `sys.argv` and calls `main`."""
     app.run(main, flags_parser=parse_flags)
+
+
+if __name__ == "__main__":
+    command()

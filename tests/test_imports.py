@@ -60,6 +60,7 @@ ARRAYS = "jax numpy jaxtyping"
 FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.text": ("", "numpy"),
+    "rope_jax.arguments": ("", ""),
     "rope_jax.files": ("", ""),
     "rope_jax.sharding": ("", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
@@ -68,17 +69,19 @@ FLOORS = {
         "positions sharding files",
         f"{ARRAYS} flax.nnx safetensors huggingface_hub",
     ),
-    "rope_jax.positions.__main__": ("models", "flax.nnx"),  # counts parameters in a model
+    "rope_jax.models.__main__": ("models arguments", "flax.nnx"),
+    "rope_jax.positions.__main__": ("models arguments", "flax.nnx"),  # counts parameters in a model
     "rope_jax.data": (
-        "text files",
+        "text files arguments",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
-    "rope_jax.config": ("text", "ml_collections"),
+    "rope_jax.config": ("text arguments", "ml_collections"),
     "rope_jax.seeds": ("config", f"{ARRAYS} flax.nnx"),
     "rope_jax.tasks": ("config data", f"{ARRAYS} optax"),
     "rope_jax.workdir": ("files text", f"{ARRAYS} orbax tensorboardX"),
     "rope_jax.restore": ("seeds models workdir", f"{ARRAYS} flax.nnx"),
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),
+    "rope_jax.export_model": ("loading", ""),
     "rope_jax.tune": ("config models", f"{ARRAYS} flax.nnx"),
     "rope_jax.training": ("restore tasks", f"{ARRAYS} flax.nnx optax"),
     "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
@@ -87,6 +90,7 @@ FLOORS = {
     "rope_jax.command": ("run", "absl jax"),
     "rope_jax.main": ("command", "absl ml_collections"),
     "rope_jax": ("main", ""),  # __init__ alone: the public names
+    "rope_jax.__main__": ("rope_jax", ""),  # imports the module of a command by its name
     "configs": ("config", "ml_collections"),
 }
 

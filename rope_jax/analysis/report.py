@@ -7,7 +7,6 @@ and comparison.txt. Runs that differ only in their seed share a row, with the me
 confidence interval; so do the seeds of one workdir.
 """
 
-import argparse
 import collections
 import dataclasses
 import math
@@ -21,6 +20,7 @@ import numpy as np
 from rope_jax import seeds
 from rope_jax.analysis import expected, plots
 from rope_jax.analysis.page import Block, Picture, Table, Text, to_html, to_markdown
+from rope_jax.arguments import command_parser
 from rope_jax.config import Config, ConfigError, from_json
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row
@@ -369,8 +369,7 @@ def write_report(groups: Groups, out: pathlib.Path) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Reads the workdirs and writes the report."""
-    name, summary = "python -m rope_jax.analysis.report", __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog=name, description=summary)
+    parser = command_parser("rope_jax.analysis.report", __doc__)
     add, path = parser.add_argument, pathlib.Path
     add("workdirs", nargs="+", type=path, help="of finished runs of rope_jax.main")
     add("--out", type=path, help="folder to write to; default: the parent of the first workdir")

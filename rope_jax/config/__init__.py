@@ -1,5 +1,6 @@
 """The settings of a run: the defaults of the recipes in `configs/`, and all checks."""
 
+from rope_jax.config.recipes import list_recipes, recipe_path
 from rope_jax.config.resolve import (
     ConfigError,
     blame,
@@ -10,7 +11,7 @@ from rope_jax.config.resolve import (
     recipe_arguments,
     resolve,
     settings,
-    settings_table,
+    settings_help,
     to_json,
 )
 from rope_jax.config.settings import (
@@ -32,10 +33,12 @@ __all__ = [
     "default",
     "differences",
     "from_json",
+    "list_recipes",
     "model_overrides",
     "recipe_arguments",
+    "recipe_path",
     "resolve",
     "settings",
-    "settings_table",
+    "settings_help",
     "to_json",
 ]

@@ -6,8 +6,10 @@ that `--config.section.key=value` works for each and a misspelt key is an error.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.settings import Config, Rule, Size
-from rope_jax.text import assignments, closest, format_table, literal
+from rope_jax.text import assignments, closest, literal
 
 
 class ConfigError(Exception):
@@ -152,9 +154,9 @@ def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     ]
     if not all(math.isfinite(number) for number in numbers if type(number) is float):
         raise ConfigError(f"{flag}={value!r} is out of range; it must be finite")
-    if not all(_within(number, rule) for number in numbers):
+    if not all(number in rule.range for number in numbers):
         hint = f": {rule.hint}" if rule.hint else ""
-        raise ConfigError(f"{flag}={value!r} is out of range; it must be {_bounds(rule)}{hint}")
+        raise ConfigError(f"{flag}={value!r} is out of range; it must be {rule.range}{hint}")
     if rule.words and value not in rule.words:
         raise ConfigError(f"{flag}={value} is not one of {', '.join(rule.words)}")
     return value
@@ -178,25 +180,6 @@ def _convert(value: Any, kind: Any) -> Any:
     if type(value) is not kind:
         raise TypeError
     return value
-
-
-def _within(number: int | float, rule: Rule) -> bool:
-    return not (
-        (rule.low is not None and number < rule.low)
-        or (rule.high is not None and number > rule.high)
-        or (rule.above is not None and number <= rule.above)
-        or (rule.below is not None and number >= rule.below)
-    )
-
-
-def _bounds(rule: Rule) -> str:
-    bounds = {
-        "at least": rule.low,
-        "above": rule.above,
-        "at most": rule.high,
-        "below": rule.below,
-    }
-    return " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
 
 
 def _check_combinations(config: Config) -> None:
@@ -284,15 +267,29 @@ def settings() -> dict[str, dataclasses.Field]:
     return found
 
 
-def settings_table() -> str:
-    """Every setting with its default, allowed values and meaning, for a terminal."""
-    rows = []
+def settings_help(width: int = 100) -> str:
+    """Every setting as a flag with its type, allowed values, default and meaning.
+
+    >>> print(settings_help().splitlines()[0])
+    --config.model.name: text; default: vit_digits
+
+    Args:
+        width: of the lines in characters.
+    """
+    lines = []
     for name, field in settings().items():
         rule: Rule = field.metadata["rule"]
-        allowed = ", ".join(rule.words) or _bounds(rule)
-        resume = "yes" if rule.resumable else ""
-        rows.append((name, str(field.default), allowed, resume, rule.help))
-    return format_table(("--config.", "default", "allowed", "resumable", "meaning"), rows)
+        kind, optional = _split_optional(field.type)
+        facts = f"one of {', '.join(rule.words)}" if rule.words else _describe(kind)
+        facts += f", {rule.range}" if str(rule.range) else ""
+        facts += ", or None" if optional else ""
+        default = "''" if field.default == "" else field.default
+        resumable = "; resumable" if rule.resumable else ""
+        text = f"--config.{name}: {facts}; default: {default}{resumable}"
+        wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
+        lines += wrap(text, subsequent_indent=" " * 8)
+        lines += wrap(rule.help, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    return "\n".join(lines)
 
 
 def to_json(config: Config) -> str:

@@ -6,6 +6,8 @@
 import dataclasses
 from typing import Any
 
+from rope_jax.arguments import Range
+
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 
 # Mean and standard deviation of ImageNet's training images, per channel, of values in [0, 1].
@@ -18,8 +20,7 @@ class Rule:
 
     Attributes:
         help: its meaning.
-        low, high: inclusive bounds; for a tuple, of each number.
-        above, below: exclusive bounds.
+        range: the allowed numbers; for a tuple, of each number.
         words: the allowed words, if any.
         hint: added to the error for a value out of range.
         resumable: whether a resumed run may change it. Such settings do not affect the results of a
@@ -27,17 +28,23 @@ class Rule:
     """
 
     help: str
-    low: int | float | None = None
-    high: int | float | None = None
-    above: int | float | None = None
-    below: int | float | None = None
+    range: Range = Range()
     words: tuple[str, ...] = ()
     hint: str = ""
     resumable: bool = False
 
 
-def _setting(default: Any, help: str, **rule: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": Rule(help, **rule)})
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    words: tuple[str, ...] = (),
+    hint: str = "",
+    resumable: bool = False,
+    **bounds: int | float,
+) -> Any:
+    rule = Rule(help, Range(**bounds), words, hint, resumable)
+    return dataclasses.field(default=default, metadata={"rule": rule})
 
 
 def _section(cls: type) -> Any:

@@ -111,14 +111,26 @@ def test_resumable_settings():
 
 def test_every_setting_has_a_meaning_and_is_printed(capsys):
     runpy.run_module("rope_jax.config", run_name="__main__")
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["--config.", "default", "allowed", "resumable", "meaning"]
-    assert [row.split()[0] for row in rows] == list(SETTINGS)
-    for row, field in zip(rows, SETTINGS.values(), strict=True):
+    said = capsys.readouterr().out
+    assert said == cfg.settings_help() + "\n"
+    assert max(map(len, said.splitlines())) <= 100
+    entries = [" ".join(entry.split()) for entry in said.split("--config.")[1:]]
+    assert [entry.partition(":")[0] for entry in entries] == list(SETTINGS)
+    for entry, field in zip(entries, SETTINGS.values(), strict=True):
         rule = field.metadata["rule"]
         assert rule.help
-        assert row.endswith(rule.help)
-        assert all(word in row for word in rule.words)
+        assert entry.endswith(" ".join(rule.help.split()))
+        assert str(rule.range) in entry
+        assert all(word in entry for word in rule.words)
+        assert ("; resumable" in entry) == rule.resumable
+
+
+def test_the_help_of_a_setting():
+    lines = cfg.settings_help().splitlines()
+    at = lines.index("--config.label_smoothing: a number, at least 0 and below 1; default: 0.0")
+    assert lines[at + 1] == "    label smoothing of the targets"
+    assert "--config.ema_decay: a number, at least 0 and below 1, or None; default: None" in lines
+    assert "--config.model.options: text; default: ''" in lines
 
 
 def test_recipe_arguments():

@@ -160,8 +160,6 @@ def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
 def test_mistakes_are_told_in_one_line(command):
     for arguments, message in (
         (["--resolutions=9"], r"9x9 is not divisible by the patch size 4: .*\[--resolutions\]"),
-        (["--batch_size=0"], "--batch_size=0 must be at least 1"),
-        (["--crop=2"], "--crop=2.0 must be above 0 and at most 1"),
         (
             ["--scale_windows"],
             "--scale_windows needs a model with window attention, and ViT has none",
