@@ -13,6 +13,7 @@ second one stops at once; SIGUSR2 records a profile of a few steps. Exit status:
 - 128 + signal number (130, 138, 143): stopped with nothing to save, or by a second signal.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -35,6 +36,9 @@ _STRICT = flags.DEFINE_bool("strict_restore", False, "stop at a damaged checkpoi
 _OVERRIDE = flags.DEFINE_list(
     "resume_override", [], "settings that may differ from the resumed run's: seed,batch_size"
 )
+_PLUGINS = flags.DEFINE_multi_string(
+    "plugins", [], "module that registers schemes, models or image sources; repeatable"
+)
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, see docs/many_devices.md"
 )
@@ -47,6 +51,7 @@ def main(_: list[str]) -> None:
     """Trains or evaluates, as the flags specify."""
     with exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)
+        config = dataclasses.replace(config, plugins=(*config.plugins, *_PLUGINS.value))
         keep_compiled()
         if _DISTRIBUTED.value:
             with blame("--distributed"):

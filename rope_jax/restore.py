@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rope_jax import seeds
+from rope_jax import plugins, seeds
 from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.files import warn
 from rope_jax.models.pretrained import Preprocessing
@@ -72,7 +72,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
-        ValueError: ema=True for a run without averages; an unknown seed; a damaged checkpoint.
+        ValueError: ema=True for a run without averages; an unknown seed; a damaged checkpoint; a
+            plug-in of the run that cannot be imported.
     """
     model, config, _ = read_checkpoint(path, step=step, ema=ema, seed=seed)
     return model, config
@@ -90,6 +91,7 @@ def read_checkpoint(
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
         about = checkpoints.about(step)
+        plugins.load(about["config"].get("plugins", ()), wanted_by=f"of the run {path}")
         config = resolve(about["config"])
         if ema and config.ema_decay is None:
             raise ValueError(

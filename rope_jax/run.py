@@ -4,13 +4,15 @@
 """
 
 import contextlib
+import dataclasses
+import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from flax import nnx
 
-from rope_jax import restore, seeds
+from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
 from rope_jax.evaluate import (
@@ -57,7 +59,7 @@ def train(
     """
     with _held(workdir) as signals, contextlib.ExitStack() as stack:
         signals.saved = any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
-        setup, model = prepare(config)
+        setup, model = prepare(_with_plugins(config, workdir))
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
@@ -107,7 +109,7 @@ def evaluate_newest(
         raise ConfigError(missing)
     with _held(workdir) as signals:
         signals.saved = True
-        setup, model = prepare(config)
+        setup, model = prepare(_with_plugins(config, workdir))
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
                 setup,
@@ -126,6 +128,18 @@ def evaluate_newest(
 def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
     """The choices of kernels that the run was trained with; without any, built-in preferences."""
     return stored_choices(config, workdir) or Choices()
+
+
+def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
+    """The config with its plug-ins and those of the run so far, which are loaded."""
+    before: list[str] = []
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # new, or damaged
+        before = json.loads((workdir / "config.json").read_text()).get("plugins", [])
+    with blame("--plugins"):
+        plugins.load_installed()
+        plugins.load(before, wanted_by=f"of the run {workdir}")
+        plugins.load(config.plugins)
+    return dataclasses.replace(config, plugins=plugins.loaded())
 
 
 @contextlib.contextmanager

@@ -60,11 +60,12 @@ ARRAYS = "jax numpy jaxtyping"
 FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.text": ("", "numpy"),
-    "rope_jax.arguments": ("", ""),
     "rope_jax.files": ("", ""),
+    "rope_jax.plugins": ("files", ""),
+    "rope_jax.arguments": ("plugins", ""),
     "rope_jax.sharding": ("", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
-    "rope_jax.positions": ("rope_jax_kernels text initializers", f"{ARRAYS} flax.nnx"),
+    "rope_jax.positions": ("rope_jax_kernels text initializers plugins", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
         "positions sharding files",
         f"{ARRAYS} flax.nnx safetensors huggingface_hub",
@@ -72,7 +73,7 @@ FLOORS = {
     "rope_jax.models.__main__": ("models arguments", "flax.nnx"),
     "rope_jax.positions.__main__": ("models arguments", "flax.nnx"),  # counts parameters in a model
     "rope_jax.data": (
-        "text files arguments",
+        "text files arguments plugins",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.config": ("text arguments", "ml_collections"),

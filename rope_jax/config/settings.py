@@ -301,6 +301,12 @@ class Config:
         low=1,
         resumable=True,
     )
+    plugins: tuple[str, ...] = _setting(
+        (),
+        "modules that register schemes, models and image sources, see rope_jax.plugins; "
+        "--plugins=NAME adds one",
+        resumable=True,
+    )
     tensorboard: bool = _setting(
         False, "also write TensorBoard files (needs the extra `log`)", resumable=True
     )

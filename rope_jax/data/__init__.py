@@ -9,7 +9,7 @@ from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
 from rope_jax.data.pipeline import Batches, batches, evaluation_batches
-from rope_jax.data.sources import Images, Streamed, load, open_source
+from rope_jax.data.sources import Images, Streamed, load, open_source, register_source
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages
 
@@ -28,6 +28,7 @@ __all__ = [
     "evaluation_batches",
     "load",
     "open_source",
+    "register_source",
     "resize",
     "split_augment",
 ]

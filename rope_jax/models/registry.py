@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rope_jax import plugins
 from rope_jax.models.pretrained.files import load_weights, open_weights
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.text import closest, image_pair
@@ -135,7 +136,12 @@ def register(
         num_classes: default number of classes.
         image_size: default side of images in pixels.
         **changes: fields of the model's options that differ from `options`.
+
+    Raises:
+        ValueError: there is a model of this name.
     """
+    if name in MODELS:
+        raise ValueError(f"a model named {name!r} exists already: choose another name")
     options = dataclasses.replace(options, **changes)
     MODELS[name] = Entry(family, options, position, num_classes, image_size)
 
@@ -150,6 +156,7 @@ def list_models(pattern: str = "*") -> list[str]:
     Args:
         pattern: with the wildcards of `fnmatch`.
     """
+    plugins.load_installed()
     return sorted(fnmatch.filter(MODELS, pattern))
 
 
@@ -162,6 +169,7 @@ def find_model(name: str) -> Entry:
     Raises:
         ValueError: there is no such model; the message suggests the closest name.
     """
+    plugins.load_installed()
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; {closest(name, list_models())}")
     return MODELS[name]
@@ -225,6 +233,7 @@ def create_model(
             "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
+    plugins.load_installed()
     if pretrained is False and name not in MODELS and names_weights(name):
         pretrained = name
     with contextlib.ExitStack() as stack:
