@@ -1,6 +1,7 @@
 """Flags, compilation cache, one-line errors and exit statuses of `python -m rope_jax.main`."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shlex
@@ -11,14 +12,23 @@ from collections.abc import Iterator
 
 import jax
 from absl import flags, logging
+from flax import nnx
 
 from rope_jax.arguments import command_name
-from rope_jax.config import ConfigError, list_recipes, recipe_path, settings_help
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    list_recipes,
+    recipe_path,
+    setting_called,
+    settings_help,
+)
 from rope_jax.files import SaveFailed, cache_folder
-from rope_jax.text import assignments
+from rope_jax.restore import create
 from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
 
+_OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
 _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
@@ -42,7 +52,11 @@ def parse_flags(arguments: list[str]) -> list[str]:
         return rest
     except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
         words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        _stop(2, f"there is no such setting: {words}")
+        hint = setting_called(words.partition(" ")[0])
+        _stop(2, f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
+    except flags.UnrecognizedFlagError as error:
+        hint = setting_called(error.flagname)
+        _stop(2, f"{error}{f'; {hint}' if hint else ''}")
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
         _stop(2, str(error))
 
@@ -128,21 +142,20 @@ def _exit(status: int, *, at_once: bool) -> None:
     sys.exit(status)
 
 
-def next_command(position: str | None, workdir: pathlib.Path) -> str:
-    """This command with another scheme, in a folder beside this one."""
-    other = "rope_mixed" if position != "rope_mixed" else "none"
+def next_command(config: Config, workdir: pathlib.Path) -> str | None:
+    """This command with another scheme, in a folder beside this one; None if there is no other."""
+    for other in _OTHERS:
+        model = dataclasses.replace(config.model, position=other)
+        with contextlib.suppress(ConfigError):
+            if other != config.model.position:
+                nnx.eval_shape(lambda m=model: create(dataclasses.replace(config, model=m)))
+                break
+    else:
+        return None
     dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
-    kept = [_with_position(word, other) for word in sys.argv[1:] if not word.startswith(dropped)]
+    kept = [word for word in sys.argv[1:] if not word.startswith(dropped)]
     inside = sys.executable.startswith(os.getcwd())
     python = os.path.relpath(sys.executable) if inside else "python"
     command = command_name("rope_jax.main").replace("python", python, 1)
-    return f"{command} {shlex.join([*kept, f'--workdir={workdir}_{other}'])}"
-
-
-def _with_position(word: str, position: str) -> str:
-    """`--config=RECIPE:position=...` with another position; any other word as it is."""
-    if not word.startswith("--config="):
-        return word
-    recipe, _, given = word.partition(":")
-    arguments = assignments(given, "recipe argument") | {"position": position}
-    return f"{recipe}:{','.join(f'{key}={value}' for key, value in arguments.items())}"
+    words = [*kept, f"--config.model.position={other}", f"--workdir={workdir}_{other}"]
+    return f"{command} {shlex.join(words)}"

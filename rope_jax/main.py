@@ -60,8 +60,8 @@ def main(_: list[str]) -> None:
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
-        if _MODE.value == "train":
-            print(f"try next: {next_command(config.model.position, workdir)}")
+        if _MODE.value == "train" and (following := next_command(config, workdir)):
+            print(f"try next: {following}")
 
 
 def command() -> None:

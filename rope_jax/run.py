@@ -29,9 +29,9 @@ from rope_jax.sharding import from_first_process, state_shardings, with_sharding
 from rope_jax.text import closest
 from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
-from rope_jax.training.setup import Setup, State, initial_state, prepare
+from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
-from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.checkpoint import Checkpoints, named_leaves
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table
 from rope_jax_kernels import Choices
 
@@ -207,13 +207,21 @@ def load_newest(
         ]
         if others:
             changed["images"] = f"the images of the {' and '.join(others)} split"
+    overridden = differences(stored, setup.config)
+    fits = not overridden or _same_state(stored, setup)
     if changed:
+        advice = f"; --resume_override={','.join(changed)} resumes with the new ones"
         raise ConfigError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(changed.values())}): "
-            "use another workdir, or the same settings; "
-            f"--resume_override={','.join(changed)} resumes with the new ones"
+            f"use another workdir, or the same settings{advice if fits else ''}"
         )
-    if overridden := differences(stored, setup.config):
+    if not fits:
+        raise ConfigError(
+            f"--workdir={workdir} holds a state with other arrays ({'; '.join(overridden)}), with "
+            "which this run cannot go on: use another workdir, and --config.init_from to start "
+            "from its weights"
+        )
+    if overridden:
         warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     with blame("--workdir"):
@@ -221,6 +229,20 @@ def load_newest(
     complete = ": training is complete" if step == setup.total_steps else ""
     print(f"found step {step} of {setup.total_steps} in {workdir}{complete}")
     return state
+
+
+def _same_state(stored: Config, setup: Setup) -> bool:
+    """Whether the state of a stored config has the arrays of a run's, so that it can resume."""
+    shapes = []
+    for config in (stored, setup.config):
+        try:
+            model = nnx.eval_shape(lambda c=config: seeds.create_models(c, restore.create))
+        except (ConfigError, ValueError):
+            return False
+        run = assemble(config, setup.mesh, setup.images, setup.held_out, model)
+        state = jax.eval_shape(lambda run=run, model=model: initial_state(run, model))
+        shapes.append({name: leaf.shape for name, leaf in named_leaves(state)})
+    return shapes[0] == shapes[1]
 
 
 def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[], None]) -> None:

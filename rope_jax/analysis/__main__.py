@@ -35,7 +35,7 @@ from rope_jax.analysis.rotation import (
     score_decay,
 )
 from rope_jax.arguments import Number, add_command, command_parser
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
@@ -290,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
             "plots need matplotlib: pip install 'rope_jax[plot]'"
         )
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.analysis: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.analysis: {in_one_line(error)}")
     print(f"{parsed.command}: results are in {out}")
 
 

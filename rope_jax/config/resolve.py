@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import textwrap
 import types
 import typing
@@ -23,6 +24,16 @@ from rope_jax.text import assignments, closest, literal
 
 class ConfigError(Exception):
     """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
+
+
+def in_one_line(error: Exception) -> str:
+    """The message of a command without settings: it names those of a run, but not as its flags.
+
+    >>> in_one_line(ConfigError("path 'x' does not exist [--config.data]"))
+    "path 'x' does not exist [data of the run's config]"
+    """
+    words = " ".join(str(error).split())
+    return re.sub(r"\[--config\.([^\]]*)\]$", r"[\1 of the run's config]", words)
 
 
 @contextlib.contextmanager
@@ -129,7 +140,8 @@ def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
     values = {}
     for key, value in raw.items():
         if key not in fields:
-            raise ConfigError(f"--config.{prefix}{key} is not a setting; {closest(key, fields)}")
+            hint = setting_called(key) or closest(key, fields)
+            raise ConfigError(f"--config.{prefix}{key} is not a setting; {hint}")
         kind, optional = _split_optional(fields[key].type)
         if dataclasses.is_dataclass(kind):
             values[key] = _resolve_section(kind, value, f"{key}.")
@@ -138,6 +150,38 @@ def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
         else:
             values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
     return cls(**values)
+
+
+_ELSEWHERE = {  # names of settings in other libraries -> here
+    "img_size": "data.image_size",
+    "input_size": "data.image_size",
+    "resolution": "data.image_size",
+    "res": "data.image_size",
+    "lr": "optim.learning_rate",
+    "opt": "optim.name",
+    "optimizer": "optim.name",
+    "clip_grad": "optim.clip_norm",
+    "num_epochs": "epochs",
+    "total_epochs": "epochs",
+    "smoothing": "label_smoothing",
+    "model_ema_decay": "ema_decay",
+    "num_workers": "data.workers",
+    "finetune": "init_from",
+    "pretrained": "init_from",
+    "drop_path": "model.options=drop_path",
+}
+
+
+def setting_called(name: str) -> str | None:
+    """A hint for a setting that is elsewhere, or has another name in other libraries.
+
+    >>> setting_called("img_size"), setting_called("momentun")
+    ('use --config.data.image_size', None)
+    """
+    found = [known for known in settings() if known.rpartition(".")[2] == name]
+    if name in _ELSEWHERE and not found:
+        found = [_ELSEWHERE[name]]
+    return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
 
 
 def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:

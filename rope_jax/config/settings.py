@@ -103,9 +103,10 @@ class DataConfig:
         words=("error", "skip"),
         resumable=True,
     )
-    workers: int = _setting(
-        0,
-        "processes that decode images (needs the extra `data`); 0 for none beside the main one",
+    workers: int | None = _setting(
+        None,
+        "processes that decode images (needs the extra `data`); None for as many as there are "
+        "cores, 0 for none beside the main one",
         low=0,
         resumable=True,
     )

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from rope_jax import data
 from rope_jax.arguments import Number, command_parser
-from rope_jax.config import ConfigError, blame
+from rope_jax.config import ConfigError, blame, in_one_line
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import (
     Row,
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from flax import nnx
 from rope_jax import plugins
 from rope_jax.models.pretrained.files import load_weights, open_weights
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.text import closest, image_pair
+from rope_jax.text import closest, image_pair, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,10 @@ class Options:
         changes = {}
         for name, value in overrides.items():
             if name not in known:
-                raise ValueError(f"{model} has no option {name!r}; {closest(name, known)}")
+                hint = f"here it is {_OF_TIMM[name]!r}; " if name in _OF_TIMM else ""
+                raise ValueError(
+                    f"{model} has no option {name!r}; {hint}{closest(name, [*known, *_ARGUMENTS])}"
+                )
             kind = getattr(known[name], "__origin__", known[name])  # of Annotated
             kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
             if type(value) is int and int not in kinds and float in kinds:
@@ -113,6 +117,17 @@ class Entry:
 
 MODELS: dict[str, Entry] = {}
 
+_ARGUMENTS = ("position", "num_classes", "image_size", "seed", "dtype", "pretrained")
+_OF_TIMM = {  # arguments of timm's models -> those of `create_model`
+    "img_size": "image_size",
+    "embed_dim": "width",
+    "num_heads": "heads",
+    "drop_path_rate": "drop_path",
+    "init_values": "layer_scale",
+    "global_pool": "pooling",
+    "reg_tokens": "registers",
+    "checkpoint_path": "pretrained",
+}
 _DTYPES = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64")]
 
 
@@ -167,12 +182,33 @@ def find_model(name: str) -> Entry:
     'rpb'
 
     Raises:
-        ValueError: there is no such model; the message suggests the closest name.
+        ValueError: there is no such model; the message suggests the nearest names.
     """
     plugins.load_installed()
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; {closest(name, list_models())}")
+        hint = _name_here(name) or nearest(name, MODELS)
+        raise ValueError(f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all")
     return MODELS[name]
+
+
+def _name_here(name: str) -> str | None:
+    """A hint for timm's name of a model; None for any other name.
+
+    >>> _name_here("deit3_small_patch16_224.fb_in1k")
+    "timm's 'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here"
+    """
+    found = re.match(r"(\w+?)_(tiny|small|base|large|giant)_patch(\d+)_?(.*)", name)
+    if found is None:
+        return None
+    family, size, patch, rest = found.groups()
+    first = re.match(r"(?:reg4_)?(dinov[23])", rest)
+    rotary = re.match(r"rope_mixed(_ape)?|rope(_ape)?", rest)
+    family = first[1] if first else "deit3" if rotary else "deit" if family == "vit" else family
+    for letter in (size[:2], size[:1]):
+        for candidate in (f"{family}_{letter}{patch}", f"{family}_{letter}"):
+            if candidate in MODELS:
+                return f"timm's {name!r} is {candidate!r} here"
+    return None
 
 
 def create_model(
@@ -273,9 +309,9 @@ def _create(
     name: str,
     described: Description | None,
     *,
-    position: str | None,
-    num_classes: int | None,
-    image_size: int | tuple[int, int] | None,
+    position: Any,
+    num_classes: Any,
+    image_size: Any,
     seed: int,
     dtype: Any,
     overrides: Mapping[str, Any],

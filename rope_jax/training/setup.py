@@ -245,7 +245,7 @@ def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
         images,
         seed=config.seed,
         ahead=not images.in_memory,
-        workers=config.data.workers,
+        workers=data.worker_count(config.data.workers),
         bad_images=config.data.bad_images,
         **options,
     )
