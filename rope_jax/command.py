@@ -13,9 +13,8 @@ import jax
 from absl import flags, logging
 
 from rope_jax.arguments import command_name
-from rope_jax.config import ConfigError, list_recipes, recipe_path, settings_help
+from rope_jax.config import ConfigError, list_recipes, recipe_path, settings_help, with_arguments
 from rope_jax.files import SaveFailed, cache_folder
-from rope_jax.text import assignments
 from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
 
@@ -143,6 +142,4 @@ def _with_position(word: str, position: str) -> str:
     """`--config=RECIPE:position=...` with another position; any other word as it is."""
     if not word.startswith("--config="):
         return word
-    recipe, _, given = word.partition(":")
-    arguments = assignments(given, "recipe argument") | {"position": position}
-    return f"{recipe}:{','.join(f'{key}={value}' for key, value in arguments.items())}"
+    return with_arguments(word, position=position)
