@@ -10,7 +10,7 @@ RUN = .venv/bin/python
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
-	@echo "make compare                      train with six positional schemes: a table and a plot"
+	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
@@ -31,14 +31,9 @@ setup: .venv/ready
 train: setup
 	$(RUN) -m rope_jax.main --config=configs/digits.py --workdir=$(WORKDIR) $(ARGS)
 
-SCHEMES = none ape rpb rope2d rope_mixed axial_rope
+SCHEMES = none,ape,rpb,rope2d,rope_mixed,axial_rope
 compare: setup
-	@for position in $(SCHEMES); do \
-		workdir=runs/compare/$$position; \
-		$(RUN) -m rope_jax.main --config=configs/digits.py:position=$$position --workdir=$$workdir \
-			&& test -f $$workdir/results.json || exit 1; \
-	done
-	$(RUN) -m rope_jax.analysis.report $(SCHEMES:%=runs/compare/%)
+	$(RUN) -m rope_jax.compare --config=digits --positions='$(SCHEMES)' --seeds=1 $(ARGS)
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist worksteal

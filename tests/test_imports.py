@@ -89,6 +89,7 @@ FLOORS = {
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),
     "rope_jax.command": ("run", "absl jax flax.nnx"),
+    "rope_jax.compare": ("command", ""),
     "rope_jax.main": ("command", "absl ml_collections"),
     "rope_jax": ("main", ""),  # __init__ alone: the public names
     "rope_jax.__main__": ("rope_jax", ""),  # imports the module of a command by its name

@@ -1,6 +1,6 @@
 """The settings of a run: the defaults of the recipes in `configs/`, and all checks."""
 
-from rope_jax.config.recipes import list_recipes, recipe_path
+from rope_jax.config.recipes import list_recipes, load_recipe, recipe_path, with_arguments
 from rope_jax.config.resolve import (
     ConfigError,
     blame,
@@ -37,6 +37,7 @@ __all__ = [
     "from_json",
     "in_one_line",
     "list_recipes",
+    "load_recipe",
     "model_overrides",
     "recipe_arguments",
     "recipe_path",
@@ -45,4 +46,5 @@ __all__ = [
     "settings",
     "settings_help",
     "to_json",
+    "with_arguments",
 ]

@@ -1,8 +1,13 @@
 """Recipes by name: those of `configs/`, which come with the package."""
 
+import importlib.util
 import pathlib
+from typing import Any
 
-from rope_jax.text import closest
+import ml_collections
+
+from rope_jax.config.resolve import ConfigError
+from rope_jax.text import assignments, closest
 
 
 def _folder() -> pathlib.Path:
@@ -46,3 +51,43 @@ def recipe_path(text: str) -> str:
             f"{', '.join(known)}"
         )
     raise ValueError(f"--config={name} is not a recipe; {closest(name, known)}")
+
+
+def with_arguments(text: str, **given: Any) -> str:
+    """A recipe with other arguments.
+
+    >>> with_arguments("digits:epochs=3,position=ape", position="none")
+    'digits:epochs=3,position=none'
+
+    Args:
+        text: as for `recipe_path`.
+        **given: arguments that are added or replaced.
+
+    Raises:
+        ValueError: the arguments are not of the form key=value.
+    """
+    recipe, _, arguments = text.partition(":")
+    found = assignments(arguments, "recipe argument") | given
+    return f"{recipe}:{','.join(f'{key}={value}' for key, value in found.items())}"
+
+
+def load_recipe(text: str) -> ml_collections.ConfigDict:
+    """The settings of a recipe.
+
+    >>> load_recipe("digits:epochs=3").epochs
+    3.0
+
+    Args:
+        text: as for `recipe_path`.
+
+    Raises:
+        ConfigError: there is no such recipe, or it has no such argument.
+    """
+    try:
+        path, _, arguments = recipe_path(text).partition(":")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arguments)
