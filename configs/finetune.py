@@ -4,10 +4,10 @@
         --config=configs/finetune.py:model=deit3_s16,weights=FILE,path=IMAGES
 
 FILE is a .safetensors or .npz file, a hub id, a folder that `rope_jax.save_pretrained` wrote, or
-the workdir of a run; IMAGES has train/CLASS/*.jpg and val/CLASS/*.jpg. The head starts anew for the
-classes of IMAGES, and position tables are resized to `resolution` by their scheme's rule. Each
-block learns at `layer_decay` times the rate of the block above it, so that the first ones hardly
-move. docs/finetuning.md explains what to change.
+the workdir of a run; IMAGES has train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg, of which
+every fifth is a test image. The head starts anew for the classes of IMAGES, and position tables are
+resized to `resolution` by their scheme's rule. Each block learns at `layer_decay` times the rate of
+the block above it, so that the first ones hardly move. docs/finetuning.md explains what to change.
 
 Hardware: one GPU. Hours: estimated, not measured: 20 epochs of 5,000 images with deit3_s16 are
 100,000 images, and six times its 4.6 billion multiply-adds for each take a minute at 40 % of an

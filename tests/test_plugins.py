@@ -147,9 +147,17 @@ def test_a_checkpoint_loads_with_the_module_that_defines_its_scheme(clean, tmp_p
     monkeypatch.chdir(tmp_path)
     plugins.load(["mine"])
     save_run(tmp_path / "run", 3, position="rope_log_2", plugins=plugins.loaded())
-    del SCHEMES["rope_log_2"], sys.modules["mine"]
+    made = {"depth": 1, "width": 16, "heads": 2}
+    one = rope_jax.create_model("vit_digits", position="rope_log_2", **made)
+    rope_jax.save_pretrained(one, tmp_path / "saved")
+    del SCHEMES["rope_log_2"], sys.modules["mine"], plugins._loaded["mine"]
+    # A file of weights never imports anything.
+    message = r"unknown positional scheme 'rope_log_2'.* was saved with the plug-in mine: import it"
+    with pytest.raises(ValueError, match=message):
+        rope_jax.create_model(str(tmp_path / "saved"))
     model, config = rope_jax.load_checkpoint(str(tmp_path / "run"))
     assert (model.notation, config.plugins) == ("rope_log_2", ("mine",))
+    assert rope_jax.create_model(str(tmp_path / "saved")).notation == "rope_log_2"
 
 
 def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, monkeypatch, capsys):

@@ -281,16 +281,26 @@ def create_model(
                     f"{name} does not describe its model: create_model(NAME, pretrained={name!r})"
                 )
             name = described.name
-        model = _create(
-            name,
-            described if described is not None and described.name == name else None,
-            position=position,
-            num_classes=num_classes,
-            image_size=image_size,
-            seed=seed,
-            dtype=dtype,
-            overrides=overrides,
-        )
+        same = described if described is not None and described.name == name else None
+        try:
+            model = _create(
+                name,
+                same,
+                position=position,
+                num_classes=num_classes,
+                image_size=image_size,
+                seed=seed,
+                dtype=dtype,
+                overrides=overrides,
+            )
+        except ValueError as error:
+            missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
+            if not missing:
+                raise
+            raise ValueError(
+                f"{error}; {pretrained} was saved with the plug-in {', '.join(sorted(missing))}: "
+                "import it, or name it by --plugins or ROPE_JAX_PLUGINS"
+            ) from None
         if file is not None:
             load_weights(model, file, new_head=num_classes is not None)
     return model

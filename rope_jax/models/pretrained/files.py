@@ -383,6 +383,6 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     if rotates and fewest == 0 and len(pairings) > 1:
         raise ValueError(
             f"the names of these weights fit the sources {', '.join(best)}, which pair channels "
-            "differently: say which with rope_jax.convert_state_dict(model, arrays, source=...)"
+            "differently: say which by source= of rope_jax.convert_state_dict, or --source"
         )
     return best[0]

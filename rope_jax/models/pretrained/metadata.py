@@ -10,6 +10,7 @@ from typing import Any
 
 from flax import nnx
 
+from rope_jax import plugins
 from rope_jax.models.pretrained.tables import Preprocessing
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
@@ -37,6 +38,7 @@ class Description:
         options: all options of its family.
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, where known.
+        plugins: modules that were loaded when it was saved (`rope_jax.plugins`).
     """
 
     name: str
@@ -46,6 +48,7 @@ class Description:
     options: Mapping[str, Any]
     preprocessing: Preprocessing | None = None
     class_names: tuple[str, ...] | None = None
+    plugins: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Description | None":
@@ -54,7 +57,7 @@ class Description:
             return None
         options = dataclasses.asdict(model.options)
         about = (model.num_classes, model.image_size, options, model.preprocessing)
-        return cls(model.name, model.notation, *about, model.class_names)
+        return cls(model.name, model.notation, *about, model.class_names, plugins.loaded())
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> "Description":
@@ -76,6 +79,7 @@ class Description:
             {name: _as_option(value) for name, value in dict(entries["options"]).items()},
             how,
             None if names is None else tuple(map(str, names)),
+            tuple(map(str, entries["plugins"])),
         )
 
 
