@@ -10,11 +10,12 @@ RUN = .venv/bin/python
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
-	@echo "make compare                      train with six positional schemes: a table and a plot"
+	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
 	@echo "make test-faults                  fault injection: kills, damaged checkpoints, attacks (twenty minutes)"
+	@echo "make test-newest                  a selection with the newest jax, flax, ... within the bounds (.venv-newest)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       regenerate the documentation's tables and pictures from the results"
 	@echo "make setup [EXTRAS=test,cuda13]   create .venv only; with cuda13 or cuda12 for an NVIDIA GPU"
@@ -30,14 +31,9 @@ setup: .venv/ready
 train: setup
 	$(RUN) -m rope_jax.main --config=configs/digits.py --workdir=$(WORKDIR) $(ARGS)
 
-SCHEMES = none ape rpb rope2d rope_mixed axial_rope
+SCHEMES = none,ape,rpb,rope2d,rope_mixed,axial_rope
 compare: setup
-	@for position in $(SCHEMES); do \
-		workdir=runs/compare/$$position; \
-		$(RUN) -m rope_jax.main --config=configs/digits.py:position=$$position --workdir=$$workdir \
-			&& test -f $$workdir/results.json || exit 1; \
-	done
-	$(RUN) -m rope_jax.analysis.report $(SCHEMES:%=runs/compare/%)
+	$(RUN) -m rope_jax.compare --config=digits --positions='$(SCHEMES)' --seeds=1 $(ARGS)
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist worksteal
@@ -67,6 +63,22 @@ test-aot: .venv-cuda/ready
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,aot]'
 	@touch $@
 
+# A covering selection with the newest releases within the bounds of pyproject.toml, not those of
+# constraints.txt: kernels, models, a training step, checkpoints, the wheel.
+NEWEST = tests/test_packaging.py tests/kernels/test_rotary.py tests/kernels/test_dispatch.py \
+	tests/kernels/test_attention.py tests/models/test_vit.py tests/models/test_swin.py \
+	tests/models/test_export.py tests/training/test_step.py tests/training/test_run.py \
+	tests/workdir/test_checkpoint.py
+.PHONY: test-newest
+test-newest: .venv-newest/ready
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal $(NEWEST)
+
+.venv-newest/ready: pyproject.toml
+	$(or $(PYTHON),python3) -m venv .venv-newest
+	@echo '*' > .venv-newest/.gitignore
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	@touch $@
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -83,4 +95,4 @@ tables: setup
 	$(RUN) -m docs.make_tables
 
 clean:
-	rm -rf .venv .venv-cuda runs
+	rm -rf .venv .venv-cuda .venv-newest runs

@@ -3,21 +3,45 @@
 import rope_jax
 model = rope_jax.create_model("vit_s16", position="axial_rope")
 logits = model(images)  # [B, H, W, 3], normalised; any H, W that the patch size divides
+
+Names and modules are imported when they are first used, so that `rope_jax --help` does not wait for
+jax.
 """
 
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 import rope_jax.interrupts  # noqa: F401  (before all that takes seconds)
-from rope_jax.data.images.decode import decode_image
-from rope_jax.models import (
-    convert_state_dict,
-    create_model,
-    export,
-    list_models,
-    load_exported,
-)
-from rope_jax.positions import list_positions
-from rope_jax.restore import load_checkpoint
+
+if TYPE_CHECKING:  # the same names for editors and type checkers
+    from rope_jax.data.images.decode import decode_image
+    from rope_jax.models import (
+        convert_state_dict,
+        export,
+        list_models,
+        load_exported,
+        save_pretrained,
+    )
+    from rope_jax.positions import list_positions
+    from rope_jax.restore import create_model, load_checkpoint
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "convert_state_dict": "rope_jax.models",
+    "create_model": "rope_jax.restore",  # which adds workdirs to what it opens
+    "decode_image": "rope_jax.data.images.decode",
+    "export": "rope_jax.models",
+    "list_models": "rope_jax.models",
+    "list_positions": "rope_jax.positions",
+    "load_checkpoint": "rope_jax.restore",
+    "load_exported": "rope_jax.models",
+    "save_pretrained": "rope_jax.models",
+}
 
 __all__ = [
+    "__version__",
     "convert_state_dict",
     "create_model",
     "decode_image",
@@ -26,4 +50,22 @@ __all__ = [
     "list_positions",
     "load_checkpoint",
     "load_exported",
+    "save_pretrained",
 ]
+
+
+if not TYPE_CHECKING:  # type checkers would take any name for one of the module
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name or a module of the package when it is first used."""
+        if name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

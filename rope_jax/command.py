@@ -1,6 +1,7 @@
 """Flags, one-line errors and exit statuses of `python -m rope_jax.main`."""
 
 import contextlib
+import dataclasses
 import io
 import multiprocessing
 import os
@@ -16,12 +17,21 @@ from typing import Any
 
 import jax
 from absl import flags, logging
+from flax import nnx
 
-from rope_jax.config import ConfigError
+from rope_jax.arguments import command_name
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    list_recipes,
+    recipe_path,
+    setting_called,
+    settings_help,
+)
 from rope_jax.data import BadImages
 from rope_jax.data.workers import DeadWorker
 from rope_jax.files import SaveFailed
-from rope_jax.text import assignments
+from rope_jax.restore import create
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import NonFinite
 
@@ -32,13 +42,17 @@ _BAD_IMAGES = (
     "--config.data.bad_images=skip goes on without them"
 )
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
-_REQUIRED = {"config": "configs/digits.py", "workdir": "runs/digits"}
+_OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
+_REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parses absl's flags; every mistake ends in one line and status 2."""
+    if {"-h", "-help", "--help", "--config.help"} & set(arguments):
+        print(_help(settings_only="--config.help" in arguments))
+        sys.exit()
     try:
-        rest = flags.FLAGS(arguments)
+        rest = flags.FLAGS(_with_recipe_path(arguments))
         if len(rest) > 1:
             raise ConfigError(
                 f"unexpected argument {rest[1]!r}; settings are written --config.key=value"
@@ -52,9 +66,38 @@ def parse_flags(arguments: list[str]) -> list[str]:
         return rest
     except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
         words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        _stop(2, f"there is no such setting: {words}")
+        hint = setting_called(words.partition(" ")[0])
+        _stop(2, f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
+    except flags.UnrecognizedFlagError as error:
+        hint = setting_called(error.flagname)
+        _stop(2, f"{error}{f'; {hint}' if hint else ''}")
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
         _stop(2, str(error))
+
+
+def _with_recipe_path(arguments: list[str]) -> list[str]:
+    """The arguments with the file of a recipe that is given by name."""
+    found = list(arguments)
+    for number, word in enumerate(arguments):
+        if word in ("--config", "-config") and number + 1 < len(arguments):
+            found[number + 1] = recipe_path(arguments[number + 1])
+        elif word.startswith(("--config=", "-config=")):
+            flag, _, recipe = word.partition("=")
+            found[number] = f"{flag}={recipe_path(recipe)}"
+    return found
+
+
+def _help(*, settings_only: bool) -> str:
+    """The flags of the command, the names of the recipes, and all settings."""
+    if settings_only:
+        return settings_help()
+    module = flags.FLAGS.find_module_defining_flag("workdir")
+    lines = [sys.modules[module].__doc__, "flags:"]
+    for flag in flags.FLAGS.get_flags_for_module(module):
+        default = "" if flag.default in (None, []) else f"; default: {flag.default}"
+        lines.append(f"--{flag.name}: {flag.flag_type()}{default}\n    {flag.help}")
+    recipes = ["", "recipes that come with the package:", f"    {', '.join(list_recipes())}"]
+    return "\n".join([*lines, *recipes, "", "settings:", settings_help()])
 
 
 @contextlib.contextmanager
@@ -180,21 +223,20 @@ def _exit(status: int, *, at_once: bool) -> None:
     sys.exit(status)
 
 
-def next_command(position: str | None, workdir: pathlib.Path) -> str:
-    """This command with another scheme, in a folder beside this one."""
-    other = "rope_mixed" if position != "rope_mixed" else "none"
+def next_command(config: Config, workdir: pathlib.Path) -> str | None:
+    """This command with another scheme, in a folder beside this one; None if there is no other."""
+    for other in _OTHERS:
+        model = dataclasses.replace(config.model, position=other)
+        with contextlib.suppress(ConfigError):
+            if other != config.model.position:
+                nnx.eval_shape(lambda m=model: create(dataclasses.replace(config, model=m)))
+                break
+    else:
+        return None
     dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
-    kept = [_with_position(word, other) for word in sys.argv[1:] if not word.startswith(dropped)]
+    kept = [word for word in sys.argv[1:] if not word.startswith(dropped)]
     inside = sys.executable.startswith(os.getcwd())
     python = os.path.relpath(sys.executable) if inside else "python"
-    words = [*kept, f"--workdir={workdir}_{other}"]
-    return f"{python} -m rope_jax.main {shlex.join(words)}"
-
-
-def _with_position(word: str, position: str) -> str:
-    """`--config=RECIPE:position=...` with another position; any other word as it is."""
-    if not word.startswith("--config="):
-        return word
-    recipe, _, given = word.partition(":")
-    arguments = assignments(given, "recipe argument") | {"position": position}
-    return f"{recipe}:{','.join(f'{key}={value}' for key, value in arguments.items())}"
+    command = command_name("rope_jax.main").replace("python", python, 1)
+    words = [*kept, f"--config.model.position={other}", f"--workdir={workdir}_{other}"]
+    return f"{command} {shlex.join(words)}"

@@ -1,10 +1,12 @@
 """Trains and evaluates a recipe.
 
-    python -m rope_jax.main --config=configs/digits.py --workdir=runs/digits
+    python -m rope_jax.main --config=digits --workdir=runs/digits
+    python -m rope_jax.main --config=my.py:position=rope2d --config.epochs=30.0 --workdir=runs/my
 
-The same command resumes an interrupted run, and reports when nothing is left to do. SIGINT
-(Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) save and stop after the current step; a
-second one stops at once, except for SIGHUP; SIGUSR2 records a profile of a few steps. Exit status:
+`--config.help` lists all settings. The same command resumes an interrupted run, and reports when
+nothing is left to do. SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) save and
+stop after the current step; a second one stops at once, except for SIGHUP; SIGUSR2 records a
+profile of a few steps. Exit status:
 
 - 0: the run is complete, or was stopped by a signal and saved;
 - 1: it failed: a loss that is not finite, a checkpoint that could not be written, a bug;
@@ -12,6 +14,7 @@ second one stops at once, except for SIGHUP; SIGUSR2 records a profile of a few 
 - 128 + signal number (130, 138, 143): stopped with nothing to save, or by a second signal.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -33,7 +36,7 @@ from rope_jax.processes import join
 from rope_jax.sharding import require_devices, share
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "recipe, with its arguments: configs/digits.py:position=rope2d"
+    "config", None, "recipe by name or file, with its arguments: digits:position=rope2d"
 )
 _MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "evaluate"], "evaluate: only evaluate the newest checkpoint"
@@ -42,6 +45,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; created if m
 _STRICT = flags.DEFINE_bool("strict_restore", False, "stop at a damaged checkpoint")
 _OVERRIDE = flags.DEFINE_list(
     "resume_override", [], "settings that may differ from the resumed run's: seed,batch_size"
+)
+_PLUGINS = flags.DEFINE_multi_string(
+    "plugins", [], "module that registers schemes, models or image sources; repeatable"
 )
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, see docs/many_devices.md"
@@ -58,6 +64,7 @@ def main(_: list[str]) -> None:
     seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
     with ended_soon(seconds), exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)
+        config = dataclasses.replace(config, plugins=(*config.plugins, *_PLUGINS.value))
         keep_compiled()
         if _DISTRIBUTED.value:
             with blame("--distributed"):
@@ -68,9 +75,14 @@ def main(_: list[str]) -> None:
             require_devices()
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
-        if _MODE.value == "train":
-            print(f"try next: {next_command(config.model.position, workdir)}")
+        if _MODE.value == "train" and (following := next_command(config, workdir)):
+            print(f"try next: {following}")
+
+
+def command() -> None:
+    """Parses `sys.argv` and calls `main`."""
+    app.run(main, flags_parser=parse_flags)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    command()

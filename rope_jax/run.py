@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from rope_jax import restore, seeds
+from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
 from rope_jax.evaluate import (
@@ -35,10 +37,11 @@ from rope_jax.training.agreement import (
 )
 from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
-from rope_jax.training.setup import Setup, State, initial_state, prepare
+from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table
+from rope_jax.workdir.trees import named_leaves
 from rope_jax_kernels import Choices
 
 
@@ -133,6 +136,18 @@ def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
     return stored_choices(config, workdir) or Choices()
 
 
+def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
+    """The config with its plug-ins and those of the run so far, which are loaded."""
+    before: list[str] = []
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # new, or damaged
+        before = json.loads((workdir / "config.json").read_text()).get("plugins", [])
+    with blame("--plugins"):
+        plugins.load_installed()
+        plugins.load(before, wanted_by=f"of the run {workdir}")
+        plugins.load(config.plugins)
+    return dataclasses.replace(config, plugins=plugins.loaded())
+
+
 @contextlib.contextmanager
 def _prepared(
     config: Config, workdir: pathlib.Path, flags: dict[str, Any]
@@ -150,7 +165,7 @@ def _prepared(
                 with blame("--workdir"):
                     stack.enter_context(locked(workdir))
             signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
-            setup, model = prepare(config)
+            setup, model = prepare(_with_plugins(config, workdir))
             facts |= {f"--{name}": str(value) for name, value in flags.items()}
             if jax.process_count() > 1:
                 facts |= about(setup, model)
@@ -218,13 +233,21 @@ def load_newest(
         ]
         if others:
             changed["images"] = f"the images of the {' and '.join(others)} split"
+    overridden = differences(stored, setup.config)
+    fits = not overridden or _same_state(stored, setup)
     if changed:
+        advice = f"; --resume_override={','.join(changed)} resumes with the new ones"
         raise ConfigError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(changed.values())}): "
-            "use another workdir, or the same settings; "
-            f"--resume_override={','.join(changed)} resumes with the new ones"
+            f"use another workdir, or the same settings{advice if fits else ''}"
         )
-    if overridden := differences(stored, setup.config):
+    if not fits:
+        raise ConfigError(
+            f"--workdir={workdir} holds a state with other arrays ({'; '.join(overridden)}), with "
+            "which this run cannot go on: use another workdir, and --config.init_from to start "
+            "from its weights"
+        )
+    if overridden:
         warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     with blame("--workdir"):
@@ -232,6 +255,20 @@ def load_newest(
     complete = ": training is complete" if step == setup.total_steps else ""
     print(f"found step {step} of {setup.total_steps} in {workdir}{complete}")
     return state
+
+
+def _same_state(stored: Config, setup: Setup) -> bool:
+    """Whether the state of a stored config has the arrays of a run's, so that it can resume."""
+    shapes = []
+    for config in (stored, setup.config):
+        try:
+            model = nnx.eval_shape(lambda c=config: seeds.create_models(c, restore.create))
+        except (ConfigError, ValueError):
+            return False
+        run = assemble(config, setup.mesh, setup.images, setup.held_out, model)
+        state = jax.eval_shape(lambda run=run, model=model: initial_state(run, model))
+        shapes.append({name: leaf.shape for name, leaf in named_leaves(state)})
+    return shapes[0] == shapes[1]
 
 
 def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) -> None:

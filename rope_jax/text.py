@@ -201,6 +201,22 @@ def _exact(number: int | float, kind: type) -> bool:
     )
 
 
+def items(text: str) -> list[str]:
+    """Splits at commas outside parentheses.
+
+    >>> items("ape,axial_rope(k_rope=4,shared=True)+ape")
+    ['ape', 'axial_rope(k_rope=4,shared=True)+ape']
+    """
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece for piece in map(str.strip, pieces) if piece]
+
+
 def assignments(text: str, what: str) -> dict[str, str]:
     """Reads "a=1,b=f(x=2,y=3)"; commas and equal signs inside parentheses belong to the value.
 
@@ -214,15 +230,8 @@ def assignments(text: str, what: str) -> dict[str, str]:
     Raises:
         ValueError: a part is not of that form.
     """
-    pieces, depth = [""], 0
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += character
     found = {}
-    for piece in filter(None, map(str.strip, pieces)):
+    for piece in items(text):
         key, _, value = piece.partition("=")
         if not key.isidentifier() or not value:
             raise ValueError(f"{what} {piece!r} is not of the form key=value")
@@ -279,6 +288,16 @@ def closest(word: str, known: Iterable[str]) -> str:
     ) + f"known: {', '.join(known) or 'none'}"
 
 
+def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
+    """The known words that are most like an unknown one, for a hint among many.
+
+    >>> nearest("swin_tiny", ["swin_t", "swin_s", "nat_mini", "deit_s16"], 2)
+    "the nearest are 'swin_t', 'swin_s'"
+    """
+    close = difflib.get_close_matches(word, list(known), count, cutoff=0.0)
+    return f"the nearest are {', '.join(map(repr, close))}"
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table for a terminal: aligned columns, numbers to the right.
 
@@ -292,7 +311,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     def line(row: Sequence[str]) -> str:
         cells = [
-            cell.rjust(width) if re.match(r"-?\d", cell) else cell.ljust(width)
+            cell.rjust(width) if re.match(r"[-+]?\d", cell) else cell.ljust(width)
             for cell, width in zip(row, widths, strict=True)
         ]
         return "  ".join(cells).rstrip()

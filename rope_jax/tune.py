@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rope_jax.arguments import Number, command_parser
 from rope_jax.config import ConfigError, blame, model_overrides
 from rope_jax.models.registry import create_model, find_model
 from rope_jax.text import format_table, image_pair
@@ -46,29 +47,23 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rope_jax.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rope_jax.tune", __doc__)
     add = parser.add_argument
     add("--model", required=True, help="one of rope_jax.list_models()")
     add("--position", help="positional scheme; default: the model's own")
-    add("--batch", type=int, default=128, help="images on one GPU; default: 128")
+    add("--batch", type=Number(int, low=1), default=128, help="images on one GPU")
     add("--resolution", help="224 or 224x320; default: the model's own")
     add("--options", default="", help="overrides of the model's options: depth=6,window_size=8")
     dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, default="bfloat16", help="compute dtype; default: bfloat16")
+    add("--dtype", choices=dtypes, default="bfloat16", help="compute dtype")
     add("--train", action="store_true", help="measure training steps, not evaluation")
-    add("--seconds", type=float, default=60.0, help="for everything; default: 60")
+    add("--seconds", type=Number(float, above=0), default=60.0, help="for everything")
     add("--out", type=pathlib.Path, help="file for the choices; default: the cache folder")
     return parser.parse_args(arguments)
 
 
 def calls_of_model(asked: argparse.Namespace) -> list[Call]:
     """The calls of kernels in one step of the model on one GPU, traced with shapes only."""
-    if asked.batch < 1:
-        raise ConfigError(f"--batch={asked.batch} must be at least 1")
     with blame("--model, --position, --options or --resolution"):
         size = image_pair(asked.resolution or find_model(asked.model).image_size)
         options = {"dtype": jnp.dtype(asked.dtype), **model_overrides(asked.options)}

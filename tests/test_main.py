@@ -16,7 +16,7 @@ import pytest
 from absl.testing import flagsaver
 
 from rope_jax import command
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, resolve
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
 from rope_jax.training.signals import Interrupted
@@ -126,6 +126,10 @@ def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
     [
         (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
         (["--confg=x"], "Unknown command line flag 'confg'"),
+        (["--epochs=3"], "Unknown command line flag 'epochs'"),
+        (["--epochs=3"], "; use --config.epochs"),
+        (["--config.optim.lr=0.1"], "lr"),
+        (["--config.data.img_size=9"], "; use --config.data.image_size"),
         (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),
         (["--config=configs/nothing.py"], "configs/nothing.py"),
         (["--workdir="], None),
@@ -152,13 +156,28 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
     given = ["--config=configs/digits.py:position=none,seed=3", "--workdir=runs/a"]
     given += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
     monkeypatch.setattr(sys, "argv", ["main.py", *given])
-    words = shlex.split(command.next_command("rope_mixed", pathlib.Path("runs/a")))
+    config = resolve({"model": {"position": "rope_mixed", "options": "depth=1"}})
+    words = shlex.split(command.next_command(config, pathlib.Path("runs/a")))
     assert words[1:3] == ["-m", "rope_jax.main"]
     assert words[3:] == [
         "--config=configs/digits.py:position=none,seed=3",
         "--config.epochs=2.0",
-        "--workdir=runs/a_none",
+        "--config.model.position=rope2d",
+        "--workdir=runs/a_rope2d",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],
+)
+def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monkeypatch):
+    """Rotations along two axes need heads of a multiple of 4 channels."""
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
+    config = resolve({"model": {"position": "none", "options": options}})
+    assert command.next_command(config, pathlib.Path("runs/a")).endswith(
+        f"--workdir=runs/a_{other}"
+    )
 
 
 def environment(devices=1):

@@ -1,31 +1,86 @@
+"""What is installed: the wheels, the command `rope_jax` without a clone, types, and versions."""
+
+import ast
+import importlib.metadata
+import os
 import pathlib
 import subprocess
 import sys
 import tomllib
 import zipfile
 
+import pytest
+
+import rope_jax
+import rope_jax_kernels
+
 ROOT = pathlib.Path(__file__).parents[1]
+PROJECT, KERNELS = (
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    for folder in (".", "kernels")
+)
 
 
-def test_the_wheel_holds_exactly_the_two_packages(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
+def run(*command, cwd, **environment):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
-    (wheel,) = tmp_path.iterdir()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(project, out):
+    """The wheel of a folder with a pyproject.toml."""
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", out, cwd=project)
+    (wheel,) = out.iterdir()
+    return wheel
+
+
+def sources(folder, inside):
+    """Names in a wheel of the modules in a folder, and of its mark for type checkers."""
+    files = [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]
+    return {(inside / path.relative_to(ROOT / folder)).as_posix() for path in files}
+
+
+def names_in(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
-        "rope_jax",
-        "rope_jax_kernels",
+    return {name for name in names if name.endswith((".py", "py.typed"))}
+
+
+def test_the_wheel_holds_exactly_the_packages_and_the_recipes(tmp_path):
+    package, kernels = pathlib.Path("rope_jax"), pathlib.Path("rope_jax_kernels")
+    recipes = {f"rope_jax/configs/{path.name}" for path in ROOT.glob("configs/*.py")}
+    expected = sources("rope_jax", package) | sources("kernels/rope_jax_kernels", kernels)
+    assert names_in(build(ROOT, tmp_path)) == expected | recipes
+
+
+def test_the_wheel_of_the_kernels_holds_them_alone(tmp_path):
+    wheel = build(ROOT / "kernels", tmp_path)
+    package = pathlib.Path("rope_jax_kernels")
+    assert names_in(wheel) == sources("kernels/rope_jax_kernels", package)
+    (metadata,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))
+    lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
+    needs = {line.split(": ")[1] for line in lines if line.startswith("Requires-Dist")}
+    assert {need.partition("<")[0].partition(">")[0] for need in needs} == {
+        "jax",
+        "jaxtyping",
+        "numpy",
     }
-    sources = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("rope_jax/**/*.py")}
-    sources |= {
-        p.relative_to(ROOT / "kernels").as_posix()
-        for p in ROOT.glob("kernels/rope_jax_kernels/**/*.py")
-    }
-    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_the_kernels_have_the_bounds_and_the_version_of_the_whole():
+    assert set(KERNELS["dependencies"]) <= set(PROJECT["dependencies"])
+    assert KERNELS["requires-python"] == PROJECT["requires-python"]
+    assert rope_jax_kernels.__version__ == rope_jax.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {rope_jax.__version__}\n" in citation
+    assert importlib.metadata.version("rope_jax") == rope_jax.__version__
 
 
 def test_every_dependency_is_pinned_for_ci():
@@ -34,11 +89,82 @@ def test_every_dependency_is_pinned_for_ci():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = (
-        project["dependencies"]
-        + project["optional-dependencies"]["test"]
-        + project["optional-dependencies"]["plot"]
-    )
+    extras = PROJECT["optional-dependencies"]
+    wanted = PROJECT["dependencies"] + [
+        x for name in ("demo", "plot", "test") for x in extras[name]
+    ]
     names = {w.split(">")[0].split("[")[0].lower().replace("_", "-") for w in wanted} - {"rope-jax"}
     assert names <= pinned
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the wheel installed in it, and the environment that uses it."""
+    wheel = build(ROOT, tmp_path_factory.mktemp("wheel"))
+    site = tmp_path_factory.mktemp("site")
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--target")
+    run("-m", "pip", "install", *options, site, wheel, cwd=site)
+    return site
+
+
+@pytest.mark.process
+def test_the_command_works_without_a_clone(installed, tmp_path):
+    def command(*words):
+        return run(installed / "bin" / "rope_jax", *words, cwd=tmp_path, PYTHONPATH=str(installed))
+
+    where = run("-c", "import rope_jax; print(rope_jax.__file__)", cwd=tmp_path,
+                PYTHONPATH=str(installed))  # fmt: skip
+    assert pathlib.Path(where.strip()).is_relative_to(installed)
+    assert command("--version") == f"rope_jax {rope_jax.__version__}\n"
+    small = ["--config.model.options=depth=1,width=16,heads=1", "--config.eval.resolutions=()"]
+    trained = command("train", "--config=digits:epochs=1", "--workdir=run", *small)
+    assert "try next: rope_jax train --config=digits:epochs=1,position=none" in trained
+    assert "12x12" in command("evaluate", "run", "--resolutions=12")
+    command("report", "run", "--out=page")
+    assert (tmp_path / "page" / "report.html").exists()
+    command("export", "run", "--out=model.bin", "--platforms=cpu")
+    assert (tmp_path / "model.bin").exists()
+
+
+PROGRAM = """
+import jax.numpy as jnp
+import rope_jax
+from flax import nnx
+from rope_jax_kernels import Rotation, rotate
+
+model: nnx.Module = rope_jax.create_model("vit_digits", position="rope_mixed", num_classes=10)
+names: list[str] = rope_jax.list_models("vit*")
+version: str = rope_jax.__version__
+rotation = Rotation(jnp.ones((4, 2)), jnp.ones((1, 2, 4)))
+q, k = rotate(jnp.ones((1, 4, 2, 16)), jnp.ones((1, 4, 2, 16)), rotation)
+shape: tuple[int, ...] = q.shape
+"""
+
+
+@pytest.mark.process
+def test_a_type_checker_reads_the_types(installed, tmp_path):
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    correct, wrong = tmp_path / "correct.py", tmp_path / "wrong.py"
+    correct.write_text(PROGRAM)
+    wrong.write_text("import rope_jax\nrope_jax.create_model(3)\nrope_jax.list_model()\n")
+    options = ("--strict", "--follow-imports=silent", f"--cache-dir={tmp_path}/cache")
+    paths = {"MYPYPATH": str(installed)}
+    assert "Success" in run("-m", "mypy", *options, correct, cwd=tmp_path, **paths)
+    with pytest.raises(AssertionError) as caught:
+        run("-m", "mypy", *options, wrong, cwd=tmp_path, **paths)
+    message = str(caught.value)
+    assert 'wrong.py:2: error: Argument 1 to "create_model" has incompatible type' in message
+    assert 'wrong.py:3: error: Module has no attribute "list_model"' in message
+
+
+def test_public_names_are_those_that_type_checkers_see():
+    tree = ast.parse((ROOT / "rope_jax" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    homes = {alias.name: node.module for node in block.body for alias in node.names}
+    assert homes == rope_jax._HOMES
+    assert sorted([*homes, "__version__"]) == rope_jax.__all__
+    assert all(callable(getattr(rope_jax, name)) for name in homes)
+    assert set(rope_jax.__all__) <= set(dir(rope_jax))
+    assert rope_jax.positions.list_positions is rope_jax.list_positions
+    with pytest.raises(AttributeError, match="no attribute 'create_modle'"):
+        _ = rope_jax.create_modle

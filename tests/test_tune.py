@@ -75,7 +75,6 @@ def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
     ("arguments", "message"),
     [
         (["--model=vit_digit"], "vit_digits"),
-        ([*SMALL, "--batch=0"], "--batch=0 must be at least 1"),
         ([*SMALL, "--resolution=x"], "[--model"),
     ],
 )

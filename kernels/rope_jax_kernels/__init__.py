@@ -28,6 +28,8 @@ from rope_jax_kernels.rotary import rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotation import Pairing, Rotation
 from rope_jax_kernels.tuning import tune
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Call",
     "Choices",

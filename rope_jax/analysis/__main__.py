@@ -34,7 +34,8 @@ from rope_jax.analysis.rotation import (
     rotation_angles,
     score_decay,
 )
-from rope_jax.config import ConfigError
+from rope_jax.arguments import Number, add_command, command_parser
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
@@ -176,9 +177,6 @@ def _image_batches(
 ) -> Iterator[UInt8[np.ndarray, "_ _ _ 3"]]:
     """Yields batches of --images or of the run's test split, --count images in total."""
     size = image_pair(arguments.resolution) if arguments.resolution else loaded.image_size
-    for name in ("count", "batch_size"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name}={getattr(arguments, name)} must be at least 1")
     if arguments.images is not None:
         images = _images_of_files(pathlib.Path(arguments.images), loaded, size)
     elif loaded.config is not None:
@@ -237,15 +235,11 @@ COMMANDS = OF_MODEL | OF_SCHEMES
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rope_jax.analysis",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rope_jax.analysis", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     add = {}
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        own = add_command(commands, name, command.__doc__)
         add[name] = own.add_argument
         out_help = "folder to write to; default: the WORKDIR, or the current folder"
         own.add_argument("--out", type=pathlib.Path, help=out_help)
@@ -254,17 +248,18 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("attention", "maps"):
         add[name]("--images", help="file or folder; default: the test split of the WORKDIR's data")
         add[name]("--resolution", help="pixels, 224 or 224x320; default: that of training")
-        add[name]("--count", type=int, default=256, help="number of images")
-        add[name]("--batch_size", type=int, default=32)
+        add[name]("--count", type=Number(int, low=1), default=256, help="number of images")
+        add[name]("--batch_size", type=Number(int, low=1), default=32, help="images in a step")
     query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
     add["maps"]("--query", help=query_help)
     token_help = (
         "index of the token; default: the centre (upper left of the middle four on an even map)"
     )
-    add["correlation"]("--token", type=int, help=token_help)
-    add["learned"]("--stage", type=int, default=1, help="stage of a hierarchical backbone")
+    add["correlation"]("--token", type=Number(int, low=0), help=token_help)
+    stage = Number(int, low=1)
+    add["learned"]("--stage", type=stage, default=1, help="stage of a hierarchical backbone")
     add["angles"]("--widths", default="256,512", help="head dimensions, comma-separated")
-    add["angles"]("--heads", type=int, default=8, help="heads of Axial RoPE")
+    add["angles"]("--heads", type=Number(int, low=1), default=8, help="heads of Axial RoPE")
     schemes = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
     add["costs"]("--model", required=True, help="one of rope_jax.list_models()")
     add["costs"]("--positions", nargs="+", default=schemes, help="schemes to compare")
@@ -297,7 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
             "plots need matplotlib: pip install 'rope_jax[plot]'"
         )
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.analysis: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.analysis: {in_one_line(error)}")
     print(f"{parsed.command}: results are in {out}")
 
 

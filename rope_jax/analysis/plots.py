@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from rope_jax.analysis.differences import Difference
 from rope_jax.evaluate.results import Row
 from rope_jax.files import write_file
 
@@ -73,6 +74,35 @@ def _side(row: Row) -> float:
 
 def _is_square(row: Row) -> bool:
     return row["resolution"][0] == row["resolution"][1]
+
+
+def differences(found: Sequence[Difference], path: pathlib.Path, *, base: str) -> pathlib.Path:
+    """Draws differences in accuracy as points with their intervals, a colour per resolution.
+
+    Args:
+        found: from `paired_differences`.
+        path: of the PNG file.
+        base: name of the group from which they differ.
+    """
+    names = list(dict.fromkeys(one.name for one in found))
+    sizes = list(dict.fromkeys(one.size for one in found))
+    figure = _figure(7.2, 1.2 + 0.16 * len(names) * (len(sizes) + 1))
+    axes = figure.add_subplot()
+    for number, size in enumerate(sizes):
+        own = [one for one in found if one.size == size]
+        heights = [names.index(one.name) + 0.8 * ((number + 0.5) / len(sizes) - 0.5) for one in own]
+        means = np.array([100 * one.mean for one in own])
+        reach = [means - [100 * one.low for one in own], [100 * one.high for one in own] - means]
+        style = {"linestyle": "none", "capsize": 2, "linewidth": 1.2} | _style(number)
+        label = f"{size[0]}x{size[1]}"
+        axes.errorbar(means, heights, xerr=reach, label=label, **style)
+    axes.axvline(0, color="0.4", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    title = f"Difference from {base} (95 % intervals)"
+    _label(axes, title, "top-1 accuracy, percentage points", "")
+    figure.legend(loc="outside right center", frameon=False, fontsize=9, title="pixels")
+    return _save(figure, path)
 
 
 def values_by_layer(

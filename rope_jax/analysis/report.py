@@ -7,27 +7,30 @@ and comparison.txt. Runs that differ only in their seed share a row, with the me
 confidence interval; so do the seeds of one workdir.
 """
 
-import argparse
 import collections
-import dataclasses
-import math
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rope_jax import seeds
 from rope_jax.analysis import expected, plots
+from rope_jax.analysis.differences import differences_table, paired_differences
+from rope_jax.analysis.intervals import student, wilson
 from rope_jax.analysis.page import Block, Picture, Table, Text, to_html, to_markdown
-from rope_jax.config import Config, ConfigError, resolve
-from rope_jax.evaluate import read_evaluations, read_results
+from rope_jax.analysis.runs import (
+    Groups,
+    RunResults,
+    group_runs,
+    read_runs,
+    rows_at,
+    size_text,
+    sizes_of,
+)
+from rope_jax.arguments import command_parser
+from rope_jax.config import ConfigError
 from rope_jax.evaluate.results import Row
-from rope_jax.files import read_json
-from rope_jax.models.registry import find_model
 from rope_jax.text import format_table
-from rope_jax.workdir.metrics import read_metrics
 
 # Pictures of `python -m rope_jax.analysis`, by file name, with captions.
 _PICTURES = {
@@ -40,137 +43,6 @@ _PICTURES = {
     "correlation": "cosine similarity of one position with all others, by layer",
 }
 _ANALYSES = ("attention", "maps", "fourier", "decay", "learned", "correlation")
-
-
-@dataclasses.dataclass(frozen=True)
-class RunResults:
-    """The files of one run, or of one seed of a run that trained several.
-
-    Attributes:
-        workdir: of the run.
-        config: its settings, with the model's default position if none was given.
-        step: the evaluated step.
-        rows: of `results.json`, the training resolution first.
-        others: rows of `evaluations.json`.
-        metrics: lines of `metrics.jsonl`.
-    """
-
-    workdir: pathlib.Path
-    config: Config
-    step: int
-    rows: Sequence[Row]
-    others: Sequence[Row]
-    metrics: Sequence[dict[str, Any]]
-
-    @property
-    def compared(self) -> list[Row]:
-        """The rows of the first protocol, which are compared with other runs."""
-        return [row for row in self.rows if row["protocol"] == self.rows[0]["protocol"]]
-
-    @property
-    def listed(self) -> list[Row]:
-        """The rows of further protocols and other evaluations."""
-        return [row for row in self.rows if row not in self.compared] + list(self.others)
-
-
-Groups = Mapping[str, Sequence[RunResults]]  # label of a row -> its runs, one for each seed
-
-
-def read_runs(workdir: pathlib.Path) -> list[RunResults]:
-    """Reads a workdir.
-
-    Returns:
-        One entry for each seed of the run.
-
-    Raises:
-        FileNotFoundError: the workdir has no results.
-    """
-    results = read_results(workdir)
-    if results is None:
-        raise FileNotFoundError(
-            f"{workdir} has no results.json; "
-            f"run rope_jax.main with --workdir={workdir} to its end first"
-        )
-    config = resolve(read_json(workdir / "config.json"))
-    position = config.model.position or find_model(config.model.name).position
-    model = dataclasses.replace(config.model, position=position)
-    config = dataclasses.replace(config, model=model)
-    step, rows = results["step"], results["eval"]
-    metrics = read_metrics(workdir / "metrics.jsonl")
-    others = read_evaluations(workdir / "evaluations.json")
-    if config.seeds == 1:
-        return [RunResults(workdir, config, step, rows, others, metrics)]
-    return [
-        RunResults(
-            workdir,
-            seeds.single(config, seed),
-            step,
-            [row for row in rows if row["seed"] == seed],
-            [row for row in others if row["asked"].get("seed", config.seed) == seed],
-            [seeds.metrics_of(line, seed) for line in metrics],
-        )
-        for seed in seeds.seeds_of(config)
-    ]
-
-
-def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
-    """Groups runs that differ only in their seed.
-
-    Returns:
-        Label -> runs. The label is the position, with the model and the workdir where it would be
-        ambiguous without.
-
-    Raises:
-        ValueError: two runs have the same config and seed.
-    """
-    alike: dict[Config, list[RunResults]] = {}
-    for run in runs:
-        group = alike.setdefault(dataclasses.replace(run.config, seed=0), [])
-        if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
-            raise ValueError(
-                f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
-                "leave one of them out"
-            )
-        group.append(run)
-    several_models = len({config.model.name for config in alike}) > 1
-    groups: dict[str, list[RunResults]] = {}
-    for config, group in alike.items():
-        label = config.model.position
-        label = f"{config.model.name}, {label}" if several_models else label
-        workdir = group[0].workdir
-        labels = (label, f"{label} ({workdir.name})", f"{label} ({workdir})")
-        groups[next(label for label in labels if label not in groups)] = group
-    return groups
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % confidence interval of a share.
-
-    >>> [round(bound, 2) for bound in wilson(0.5, 100)]
-    [0.4, 0.6]
-
-    Args:
-        share: in [0, 1].
-        count: number of samples of which it is the share.
-    """
-    z = 1.959964
-    scale = 1 + z * z / count
-    middle = (share + z * z / (2 * count)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return middle - half, middle + half
-
-
-def student(values: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % confidence interval of the mean of at least two shares, cut to [0, 1].
-
-    >>> [round(bound, 2) for bound in student([0.4, 0.5, 0.6])]
-    [0.25, 0.75]
-    """
-    from scipy.special import stdtrit
-
-    mean, count = float(np.mean(values)), len(values)
-    half = float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
-    return max(mean - half, 0.0), min(mean + half, 1.0)
 
 
 def _mean_top1(rows: Sequence[Row]) -> float:
@@ -187,18 +59,8 @@ def percent_with_interval(rows: Sequence[Row]) -> str:
     if len(rows) == 1:
         low, high = wilson(rows[0]["top1"], rows[0]["count"])
     else:
-        low, high = student([row["top1"] for row in rows])
+        low, high = np.clip(student([row["top1"] for row in rows]), 0, 1)
     return f"{percent(rows)} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def sizes_of(runs: Sequence[RunResults]) -> list[tuple[int, int]]:
-    """All resolutions, in the order of evaluation."""
-    return list(dict.fromkeys(tuple(row["resolution"]) for run in runs for row in run.compared))
-
-
-def rows_at(runs: Sequence[RunResults], size: tuple[int, int]) -> list[Row]:
-    """The rows of all runs at one resolution, of the first protocol of each run."""
-    return [row for run in runs for row in run.compared if tuple(row["resolution"]) == size]
 
 
 def comparison(
@@ -215,15 +77,11 @@ def comparison(
     for name, group in groups.items():
         found = [rows_at(group, size) for size in sizes]
         body.append([name, *(cell(rows) if rows else "-" for rows in found)])
-    return ["position", *map(_size_text, sizes)], body
+    return ["position", *map(size_text, sizes)], body
 
 
 def _all_runs(groups: Groups) -> list[RunResults]:
     return [run for group in groups.values() for run in group]
-
-
-def _size_text(size: Sequence[int]) -> str:
-    return f"{size[0]}x{size[1]}"
 
 
 def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[Block]]:
@@ -231,6 +89,7 @@ def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[Block]]:
     runs = _all_runs(groups)
     found = {
         "Accuracy": _accuracy(groups, out),
+        "Differences": _differences(groups, out),
         "Training": _training(groups, out),
         "Beside the papers": _papers(groups),
         "Further evaluations": _evaluations(runs),
@@ -260,6 +119,25 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     path = plots.accuracy_against_resolution(means, out / "comparison.png")
     caption = "top-1 accuracy over test resolution, a line per scheme, training resolution in grey"
     return [text, Table(header, body), *([Picture(path, caption)] if path else [])]
+
+
+def _differences(groups: Groups, out: pathlib.Path) -> list[Block]:
+    """Table and picture of the differences in accuracy from the first row."""
+    found = paired_differences(groups)
+    if not found:
+        return []
+    base = next(iter(groups))
+    text = Text(
+        f"Difference in top-1 accuracy from {base}, in percentage points, with intervals of 95 %: "
+        "of several seeds Student's t over the differences of equal seeds, for these test images; "
+        "of one seed Newcombe's over images, as if each run had been tested on images of its own. "
+        "They are not widened for the number of comparisons."
+    )
+    blocks = [text, Table(*differences_table(found))]
+    if plots.available():
+        path = plots.differences(found, out / "differences.png", base=base)
+        blocks.append(Picture(path, f"difference in top-1 accuracy from {base}, with intervals"))
+    return blocks
 
 
 def _training(groups: Groups, out: pathlib.Path) -> list[Block]:
@@ -295,7 +173,7 @@ def _papers(groups: Groups) -> list[Block]:
                 dataset=rows[0]["dataset"],
                 resolution=list(size),
             )
-            own = (model.name, model.position, _size_text(size), percent_with_interval(rows))
+            own = (model.name, model.position, size_text(size), percent_with_interval(rows))
             body += [(*own, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
     if not body:
         return []
@@ -311,7 +189,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
         seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
         for row in run.listed:
             accuracies = percent_with_interval([row]), f"{100 * row['top5']:.1f}"
-            size = _size_text(row["resolution"])
+            size = size_text(row["resolution"])
             name = f"{run.workdir.name}{seed}"
             body.append((name, row["dataset"], size, *accuracies, row["protocol"]))
     header = ("workdir", "data", "resolution", "top-1", "top-5", "protocol")
@@ -356,9 +234,16 @@ def analyse(run: RunResults) -> None:
 
 
 def write_report(groups: Groups, out: pathlib.Path) -> str:
-    """Writes comparison.txt, report.html, report.md and their pictures; returns the table."""
+    """Writes comparison.txt, report.html, report.md and their pictures.
+
+    Returns:
+        The content of comparison.txt: accuracies, and differences from the first row.
+    """
     out.mkdir(parents=True, exist_ok=True)
     table = format_table(*comparison(groups, percent))
+    if found := paired_differences(groups):
+        title = f"difference from {next(iter(groups))} in percentage points [95 % interval]"
+        table += f"\n\n{title}\n\n{format_table(*differences_table(found))}"
     (out / "comparison.txt").write_text(table + "\n")
     models = dict.fromkeys(run.config.model.name for run in _all_runs(groups))
     title = f"Positional schemes compared: {', '.join(models)}"
@@ -370,8 +255,7 @@ def write_report(groups: Groups, out: pathlib.Path) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Reads the workdirs and writes the report."""
-    name, summary = "python -m rope_jax.analysis.report", __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog=name, description=summary)
+    parser = command_parser("rope_jax.analysis.report", __doc__)
     add, path = parser.add_argument, pathlib.Path
     add("workdirs", nargs="+", type=path, help="of finished runs of rope_jax.main")
     add("--out", type=path, help="folder to write to; default: the parent of the first workdir")
@@ -385,7 +269,11 @@ def main(arguments: list[str] | None = None) -> None:
     if parsed.analyse:
         for group in groups.values():
             analyse(group[0])
-    out = parsed.out or parsed.workdirs[0].parent
+    print_report(groups, parsed.out or parsed.workdirs[0].parent)
+
+
+def print_report(groups: Groups, out: pathlib.Path) -> None:
+    """Writes the report, and prints its table and the names of its files."""
     table = write_report(groups, out)
     print(f"top-1 accuracy (%) at test resolution; trained at the first one\n\n{table}\n")
     print(f"table: {out / 'comparison.txt'}")

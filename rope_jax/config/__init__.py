@@ -1,16 +1,19 @@
 """The settings of a run: the defaults of the recipes in `configs/`, and all checks."""
 
+from rope_jax.config.recipes import list_recipes, load_recipe, recipe_path, with_arguments
 from rope_jax.config.resolve import (
     ConfigError,
     blame,
     default,
     differences,
     from_json,
+    in_one_line,
     model_overrides,
     recipe_arguments,
     resolve,
+    setting_called,
     settings,
-    settings_table,
+    settings_help,
     to_json,
     with_options,
 )
@@ -33,11 +36,17 @@ __all__ = [
     "default",
     "differences",
     "from_json",
+    "in_one_line",
+    "list_recipes",
+    "load_recipe",
     "model_overrides",
     "recipe_arguments",
+    "recipe_path",
     "resolve",
+    "setting_called",
     "settings",
-    "settings_table",
+    "settings_help",
     "to_json",
+    "with_arguments",
     "with_options",
 ]

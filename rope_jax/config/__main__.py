@@ -1,5 +1,5 @@
-"""Prints every setting: `python -m rope_jax.config`."""
+"""Prints every setting: `python -m rope_jax.config`, or `--config.help` of a run's command."""
 
-from rope_jax.config import settings_table
+from rope_jax.config import settings_help
 
-print(settings_table())
+print(settings_help())

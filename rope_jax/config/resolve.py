@@ -6,8 +6,11 @@ that `--config.section.key=value` works for each and a misspelt key is an error.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,7 +19,7 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.settings import Config, Rule, Size
-from rope_jax.text import Call, Value, assignments, closest, format_table, literal, parse
+from rope_jax.text import Call, Value, assignments, closest, literal, parse
 
 # Arguments of `create_model` that other settings give.
 _NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
@@ -26,12 +29,22 @@ class ConfigError(Exception):
     """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
 
 
+def in_one_line(error: Exception) -> str:
+    """The message of a command without settings: it names those of a run, but not as its flags.
+
+    >>> in_one_line(ConfigError("path 'x' does not exist [--config.data]"))
+    "path 'x' does not exist [data of the run's config]"
+    """
+    words = " ".join(str(error).split())
+    return re.sub(r"\[--config\.([^\]]*)\]$", r"[\1 of the run's config]", words)
+
+
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns an error of a value, a file or its size into a ConfigError that names the flag."""
+    """Turns an error of a value, a file, a module or its size into a ConfigError of the flag."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{error} [{flag}]") from error
     except (OverflowError, MemoryError, RecursionError) as error:
         raise ConfigError(f"a value is too large: {error} [{flag}]") from error
@@ -168,7 +181,8 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
     values = {}
     for key, value in raw.items():
         if key not in fields:
-            raise ConfigError(f"--config.{prefix}{key} is not a setting; {closest(key, fields)}")
+            hint = setting_called(key) or closest(key, fields)
+            raise ConfigError(f"--config.{prefix}{key} is not a setting; {hint}")
         kind, optional = _split_optional(fields[key].type)
         if dataclasses.is_dataclass(kind):
             values[key] = _resolve_section(kind, value, f"{key}.")
@@ -177,6 +191,38 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
         else:
             values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
     return cls(**values)
+
+
+_ELSEWHERE = {  # names of settings in other libraries -> here
+    "img_size": "data.image_size",
+    "input_size": "data.image_size",
+    "resolution": "data.image_size",
+    "res": "data.image_size",
+    "lr": "optim.learning_rate",
+    "opt": "optim.name",
+    "optimizer": "optim.name",
+    "clip_grad": "optim.clip_norm",
+    "num_epochs": "epochs",
+    "total_epochs": "epochs",
+    "smoothing": "label_smoothing",
+    "model_ema_decay": "ema_decay",
+    "num_workers": "data.workers",
+    "finetune": "init_from",
+    "pretrained": "init_from",
+    "drop_path": "model.options=drop_path",
+}
+
+
+def setting_called(name: str) -> str | None:
+    """A hint for a setting that is elsewhere, or has another name in other libraries.
+
+    >>> setting_called("img_size"), setting_called("momentun")
+    ('use --config.data.image_size', None)
+    """
+    found = [known for known in settings() if known.rpartition(".")[2] == name]
+    if name in _ELSEWHERE and not found:
+        found = [_ELSEWHERE[name]]
+    return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
 
 
 def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
@@ -193,9 +239,9 @@ def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     ]
     if not all(math.isfinite(number) for number in numbers if type(number) is float):
         raise ConfigError(f"{flag}={value!r} is out of range; it must be finite")
-    if not all(_within(number, rule) for number in numbers):
+    if not all(number in rule.range for number in numbers):
         hint = f": {rule.hint}" if rule.hint else ""
-        raise ConfigError(f"{flag}={value!r} is out of range; it must be {_bounds(rule)}{hint}")
+        raise ConfigError(f"{flag}={value!r} is out of range; it must be {rule.range}{hint}")
     if rule.words and value not in rule.words:
         raise ConfigError(f"{flag}={value} is not one of {', '.join(rule.words)}")
     return value
@@ -219,25 +265,6 @@ def _convert(value: Any, kind: Any) -> Any:
     if type(value) is not kind:
         raise TypeError
     return value
-
-
-def _within(number: int | float, rule: Rule) -> bool:
-    return not (
-        (rule.low is not None and number < rule.low)
-        or (rule.high is not None and number > rule.high)
-        or (rule.above is not None and number <= rule.above)
-        or (rule.below is not None and number >= rule.below)
-    )
-
-
-def _bounds(rule: Rule) -> str:
-    bounds = {
-        "at least": rule.low,
-        "above": rule.above,
-        "at most": rule.high,
-        "below": rule.below,
-    }
-    return " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
 
 
 def _check_combinations(config: Config) -> None:
@@ -325,15 +352,29 @@ def settings() -> dict[str, dataclasses.Field]:
     return found
 
 
-def settings_table() -> str:
-    """Every setting with its default, allowed values and meaning, for a terminal."""
-    rows = []
+def settings_help(width: int = 100) -> str:
+    """Every setting as a flag with its type, allowed values, default and meaning.
+
+    >>> print(settings_help().splitlines()[0])
+    --config.model.name: text; default: vit_digits
+
+    Args:
+        width: of the lines in characters.
+    """
+    lines = []
     for name, field in settings().items():
         rule: Rule = field.metadata["rule"]
-        allowed = ", ".join(rule.words) or _bounds(rule)
-        resume = "yes" if rule.resumable else ""
-        rows.append((name, str(field.default), allowed, resume, rule.help))
-    return format_table(("--config.", "default", "allowed", "resumable", "meaning"), rows)
+        kind, optional = _split_optional(field.type)
+        facts = f"one of {', '.join(rule.words)}" if rule.words else _describe(kind)
+        facts += f", {rule.range}" if str(rule.range) else ""
+        facts += ", or None" if optional else ""
+        default = "''" if field.default == "" else field.default
+        resumable = "; resumable" if rule.resumable else ""
+        text = f"--config.{name}: {facts}; default: {default}{resumable}"
+        wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
+        lines += wrap(text, subsequent_indent=" " * 8)
+        lines += wrap(rule.help, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    return "\n".join(lines)
 
 
 def to_json(config: Config) -> str:

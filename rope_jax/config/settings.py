@@ -6,6 +6,8 @@
 import dataclasses
 from typing import Any
 
+from rope_jax.arguments import Range
+
 _MOST = 2**24  # images of a batch, copies of an image: beyond any use, and safe to compute with
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 
@@ -19,8 +21,7 @@ class Rule:
 
     Attributes:
         help: its meaning.
-        low, high: inclusive bounds; for a tuple, of each number.
-        above, below: exclusive bounds.
+        range: the allowed numbers; for a tuple, of each number.
         words: the allowed words, if any.
         hint: added to the error for a value out of range.
         resumable: whether a resumed run may change it. Such settings do not affect the results of a
@@ -28,17 +29,23 @@ class Rule:
     """
 
     help: str
-    low: int | float | None = None
-    high: int | float | None = None
-    above: int | float | None = None
-    below: int | float | None = None
+    range: Range = Range()
     words: tuple[str, ...] = ()
     hint: str = ""
     resumable: bool = False
 
 
-def _setting(default: Any, help: str, **rule: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": Rule(help, **rule)})
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    words: tuple[str, ...] = (),
+    hint: str = "",
+    resumable: bool = False,
+    **bounds: int | float,
+) -> Any:
+    rule = Rule(help, Range(**bounds), words, hint, resumable)
+    return dataclasses.field(default=default, metadata={"rule": rule})
 
 
 def _section(cls: type) -> Any:
@@ -103,9 +110,10 @@ class DataConfig:
         "accept class folders without images, which are otherwise an error",
         resumable=True,
     )
-    workers: int = _setting(
-        0,
-        "processes that decode images (needs the extra `data`); 0 for none beside the main one",
+    workers: int | None = _setting(
+        None,
+        "processes that decode images (needs the extra `data`); None for as many as there are "
+        "cores, 0 for none beside the main one",
         low=0,
         resumable=True,
     )
@@ -283,8 +291,9 @@ class Config:
     )
     init_from: str | None = _setting(
         None,
-        "workdir of a run, or .npz file of weights, to start from; position tables are resized, "
-        "a head for other classes stays new",
+        "weights to start from, as `pretrained` of create_model takes them: workdir of a run, "
+        ".safetensors or .npz file, hub id; position tables are resized, a head for other classes "
+        "stays new",
     )
     log_every: int = _setting(50, "steps between lines of metrics", low=1, resumable=True)
     checkpoint_every: int = _setting(
@@ -304,6 +313,12 @@ class Config:
         None,
         "step at which to profile a few steps; SIGUSR2 also starts a profile",
         low=1,
+        resumable=True,
+    )
+    plugins: tuple[str, ...] = _setting(
+        (),
+        "modules that register schemes, models and image sources, see rope_jax.plugins; "
+        "--plugins=NAME adds one",
         resumable=True,
     )
     tensorboard: bool = _setting(

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from rope_jax.arguments import Number
 from rope_jax.data.sources import SPLITS, STREAMED
 from rope_jax.data.workers import DeadWorker
 
@@ -53,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source", required=True, choices=STREAMED, help=kind)
     add("--path", required=True, help="of the images")
     both = ",".join(SPLITS)
-    add("--splits", default=both, help="train, test, or both with a comma (default: both)")
+    add("--splits", default=both, help="train, test, or both with a comma")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    number = "processes; 0 for none beside this one (default: one a core)"
-    add("--workers", type=int, default=cores, help=number)
+    number = "processes, by default one a core; 0 for none beside this one"
+    add("--workers", type=Number(int, low=0), default=cores, help=number)
 
 
 class ImageCounter:

@@ -3,7 +3,9 @@
 Batches are created in this process, in a thread, or in worker processes.
 """
 
+import importlib.util
 import itertools
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -321,6 +323,26 @@ def evaluation_batches(
         make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting
     )
     return Batches(made, images, len(steps), waiting)
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def worker_count(wanted: int | None) -> int:
+    """The number of worker processes for training; None for as many as there are cores.
+
+    >>> worker_count(3)
+    3
+
+    Without grain (the extra `data`), None is 0.
+    """
+    if wanted is not None:
+        return wanted
+    return cores() if importlib.util.find_spec("grain") is not None else 0
 
 
 def _check_policy(bad_images: str, workers: int) -> None:

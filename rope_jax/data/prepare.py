@@ -13,7 +13,6 @@ pack the test split separately, with `--splits=test` and a larger --side, or 0 f
 size.
 """
 
-import argparse
 import dataclasses
 import functools
 import hashlib
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from rope_jax.arguments import Number, command_parser
 from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
@@ -266,20 +266,19 @@ def _write_packed_index(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    summary = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser("python -m rope_jax.data.prepare", description=summary)
+    parser = command_parser("rope_jax.data.prepare", __doc__)
     add_arguments(parser)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the packed set")
-    pixels = "short side in pixels; 0: as it is (default: 256)"
-    add("--side", type=int, default=256, help=pixels)
+    pixels = "short side in pixels; 0: as it is"
+    add("--side", type=Number(int, low=0), default=256, help=pixels)
     add("--square", action="store_true", help="keep only the centre, side x side")
-    add("--interpolation", default="bicubic", choices=INTERPOLATIONS)
-    policy = "for images that cannot be used (default: error)"
+    add("--interpolation", default="bicubic", choices=INTERPOLATIONS, help="of resizing")
+    policy = "for images that cannot be used"
     add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
     add("--allow_empty", action="store_true", help="accept class folders without images")
-    number = "images in a file (default: 4096, of about a gigabyte)"
-    add("--shard_images", type=int, default=4096, help=number)
+    number = "images in a file; 4096 are about a gigabyte"
+    add("--shard_images", type=Number(int, low=1), default=4096, help=number)
     options = vars(parser.parse_args(argv))
     kind, path, splits, out, allow_empty = (
         options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")

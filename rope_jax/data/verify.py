@@ -6,12 +6,12 @@ The exit status is 0 if all images can be used, 1 if some cannot, and 2 if the s
 `--report` writes the result as JSON.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from rope_jax.arguments import command_parser
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
 from rope_jax.data.sources import open_source
@@ -69,8 +69,7 @@ def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    summary = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser("python -m rope_jax.data.verify", description=summary)
+    parser = command_parser("rope_jax.data.verify", __doc__)
     add_arguments(parser)
     parser.add_argument("--report", type=Path, help="a JSON file to write")
     asked = parser.parse_args(argv)

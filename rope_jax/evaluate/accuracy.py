@@ -90,7 +90,7 @@ def accuracies(
         images,
         batch_size=-(-batch_size // mesh.size) * mesh.size,  # the last batch is padded anyway
         shard=share(),
-        workers=config.data.workers,
+        workers=config.data.workers or 0,  # by default threads, which start at once
         bad_images=config.data.bad_images,
         waiting=waiting,
     )

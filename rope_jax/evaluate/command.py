@@ -21,7 +21,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rope_jax import data
-from rope_jax.config import ConfigError
+from rope_jax.arguments import Number, command_parser
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import (
     Row,
@@ -50,21 +51,17 @@ def main(arguments: list[str] | None = None) -> None:
         require_devices()
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rope_jax.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
-    add = parser.add_argument
+    add, share = parser.add_argument, Number(float, above=0, high=1)
     add("--dataset", choices=data.EVALUATION_SETS, help="default: test split of the WORKDIR's data")
     add("--images", help="folder of the dataset")
     add("--resolutions", help="224,384,224x320; the training resolution is the default")
-    add("--crop", type=float, help="share of the resized image to keep; default: the weights' or 1")
+    add("--crop", type=share, help="share of the resized image to keep; default: the weights' or 1")
     add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
     add(
         "--scale_windows",
@@ -72,7 +69,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
     )
     add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
-    add("--batch_size", type=int, default=128)
+    add("--batch_size", type=Number(int, low=1), default=128, help="images in a step")
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
     return parser.parse_args(arguments)
 
@@ -89,10 +86,6 @@ def _check(asked: argparse.Namespace, has_split: bool) -> None:
             "--crop and --interpolation are of --images: the test split of a WORKDIR is prepared "
             "as in training"
         )
-    if asked.crop is not None and not 0 < asked.crop <= 1:
-        raise ConfigError(f"--crop={asked.crop} must be above 0 and at most 1")
-    if asked.batch_size < 1:
-        raise ConfigError(f"--batch_size={asked.batch_size} must be at least 1")
 
 
 def _evaluate(asked: argparse.Namespace) -> None:

@@ -3,11 +3,11 @@
 python -m rope_jax.positions --model=deit3_s16
 """
 
-import argparse
 import math
 
 from flax import nnx
 
+from rope_jax.arguments import command_parser
 from rope_jax.models import create_model
 from rope_jax.models.registry import find_model
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
@@ -42,13 +42,13 @@ def parameters(model: str, position: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rope_jax.positions", description=__doc__.split("\n")[0]
-    )
+    parser = command_parser("rope_jax.positions", __doc__)
     parser.add_argument(
         "--model", help="count the scheme's parameters in this model, see rope_jax.list_models()"
     )
-    parser.add_argument("--markdown", action="store_true", help="print the table of the README")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of docs/schemes.md"
+    )
     flags = parser.parse_args(arguments)
     if flags.markdown:
         print(markdown(), end="")

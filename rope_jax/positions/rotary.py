@@ -4,6 +4,7 @@ A scheme defines the tokens' coordinates (`coords`) and the frequency of each pa
 each axis (`freqs`): theta[n, l, r] = sum_a coords[l, a] * freqs[n, a, r].
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -72,8 +73,9 @@ class Rotary(Position):
         """Returns the coordinates of prefix tokens, or None for the origin (no rotation)."""
         return None
 
+    @abc.abstractmethod
     def freqs(self) -> Float[np.ndarray, "N A R"] | PerLayer:
-        """Returns radians per unit of coordinate; N is the number of heads, or 1."""
+        """Returns radians per unit of coordinate [N, A, R]; N is the number of heads, or 1."""
         raise NotImplementedError
 
     def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from rope_jax import seeds
+from rope_jax import data, seeds
 from rope_jax.files import warn
 from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
@@ -18,6 +18,7 @@ from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import MetricsWriter, Profiler, Speedometer, progress_line
 from rope_jax.workdir.trees import not_finite
 
+SLOW_DATA = 0.1  # share of the time spent waiting for images above which advice is printed
 MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
 
 
@@ -43,6 +44,7 @@ class Reporter:
         self._speed = Speedometer(setup.total_steps, config.batch_size * config.seeds)
         self._profiler = Profiler(workdir)
         self._skipped = dict.fromkeys(seeds.seeds_of(config), 0)  # in a row
+        self._told_to_read_faster = False
         checkpoints.on_saved = self._on_saved
 
     def __enter__(self) -> "Reporter":
@@ -110,6 +112,21 @@ class Reporter:
         numbers = seeds.summary(values, config) | speed
         self._writer.write(step, numbers)
         print(progress_line(step, total, numbers), flush=True)
+        if speed.get("data_wait", 0.0) > SLOW_DATA and not self._setup.images.in_memory:
+            self._tell_to_read_faster()
+
+    def _tell_to_read_faster(self) -> None:
+        """Prints once what makes images come sooner."""
+        if self._told_to_read_faster:
+            return
+        self._told_to_read_faster = True
+        used, cores = data.worker_count(self._setup.config.data.workers), data.cores()
+        print(
+            f"the steps wait for images, which {used or 'no'} worker processes decode on {cores} "
+            f"cores: --config.data.workers={cores} (with the extra `data`), or store them resized "
+            "with python -m rope_jax.data.prepare",
+            flush=True,
+        )
 
     def _check(self, step: int, values: dict[str, np.ndarray]) -> bool:
         """Whether the metrics of all seeds are finite."""

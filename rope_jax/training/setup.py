@@ -75,7 +75,12 @@ class Setup:
 
     def about(self) -> dict[str, Any]:
         """The metadata stored with each checkpoint."""
-        return {"config": dataclasses.asdict(self.config), "data": self.fingerprint}
+        names = self.images.class_names
+        return {
+            "config": dataclasses.asdict(self.config),
+            "data": self.fingerprint,
+            "class_names": None if names is None else list(names),
+        }
 
 
 def prepare(config: Config) -> tuple[Setup, nnx.Module]:
@@ -251,7 +256,7 @@ def training_batches(
         images,
         seed=config.seed,
         ahead=not images.in_memory,
-        workers=config.data.workers,
+        workers=data.worker_count(config.data.workers),
         bad_images=config.data.bad_images,
         waiting=waiting,
         **options,

@@ -71,12 +71,18 @@ def test_one_table_one_picture_one_page(tmp_path, capsys):
         ["--------", "----", "----", "-----"],
         ["ape", "90.0", "50.0", "-"],
         ["rope2d", "90.0", "-", "65.0"],
+        [],
+        ["difference", "from", "ape", "in", "percentage", "points", "[95", "%", "interval]"],
+        [],
+        ["position", "8x8"],
+        ["--------", "-----------------"],
+        ["rope2d", "+5.0", "[+1.1,", "+9.0]"],  # only seed 0 has a run of both
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "report.html" in capsys.readouterr().out
     page = Page((tmp_path / "report.html").read_text())
     pictures = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 2  # accuracy and loss
+    assert len(pictures) == 3  # accuracy, differences and loss
     assert all(
         picture["src"].startswith("data:image/png;base64,") and len(picture["alt"]) > 20
         for picture in pictures
@@ -86,12 +92,12 @@ def test_one_table_one_picture_one_page(tmp_path, capsys):
         "meta",
         {"name": "viewport", "content": "width=device-width, initial-scale=1"},
     ) in page.tags
-    low, high = report.student([0.95, 0.85])
+    low, high = np.clip(report.student([0.95, 0.85]), 0, 1)
     assert f"90.0 [{100 * low:.1f}, {100 * high:.1f}]" in page.text  # two seeds
     low, high = report.wilson(0.9, 360)
     assert f"90.0 [{100 * low:.1f}, {100 * high:.1f}]" in page.text  # one run
     markdown = (tmp_path / "report.md").read_text()
-    for name in ("comparison.png", "loss.png"):
+    for name in ("comparison.png", "differences.png", "loss.png"):
         assert f"]({name})" in markdown
 
 
@@ -101,7 +107,9 @@ def test_intervals_are_the_textbook_ones():
     np.testing.assert_allclose(
         report.student([0.4, 0.5, 0.6]), (0.5 - 0.43027 / 3**0.5, 0.5 + 0.43027 / 3**0.5), atol=1e-5
     )
-    assert report.student([0.1, 0.9]) == (0.0, 1.0)
+    assert report.student([0.1, 0.9])[1] > 1
+    pair = [row | {"top1": top1} for row in rows(((8, 8), 0.0)) for top1 in (0.1, 0.9)]
+    assert report.percent_with_interval(pair) == "50.0 [0.0, 100.0]"
 
 
 def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):

@@ -22,7 +22,7 @@ from rope_jax.training.setup import assemble, initial_state, prepare, training_b
 from rope_jax.training.step import make_step
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-SMALL = ("digits", "fashion_mnist", "evidence", "tiny_imagenet")
+SMALL = ("digits", "fashion_mnist", "evidence", "finetune", "own_images", "tiny_imagenet")
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SMALL)
 
 

@@ -65,6 +65,22 @@ def test_bad_values_name_the_flag(values, message):
         cfg.resolve(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": {"img_size": 8}}, r"--config.data.img_size .*; use --config.data.image_size$"),
+        ({"optim": {"epochs": 8}}, r"--config.optim.epochs .*; use --config.epochs$"),
+        ({"learning_rate": 8}, r"; use --config.optim.learning_rate$"),
+        ({"name": "x"}, r"; use --config.model.name or --config.optim.name$"),
+        ({"lr": 8}, r"; use --config.optim.learning_rate$"),
+        ({"optim": {"weight_decai": 8}}, r"; did you mean 'weight_decay'\?"),
+    ],
+)
+def test_settings_that_are_elsewhere_are_found(values, message):
+    with pytest.raises(cfg.ConfigError, match=message):
+        cfg.resolve(values)
+
+
 def test_differences_name_every_field_that_matters():
     before = cfg.Config()
     after = dataclasses.replace(
@@ -106,20 +122,32 @@ def test_resumable_settings():
         "eval.resolutions",
         "eval.batch_size", "eval.ema", "eval.frame", "eval.frames",
         "eval.scale_windows", "mesh.fsdp", "log_every", "checkpoint_every",
-        "keep_checkpoints", "non_finite", "profile_at", "tensorboard",
+        "keep_checkpoints", "non_finite", "profile_at", "plugins", "tensorboard",
     }  # fmt: skip
 
 
 def test_every_setting_has_a_meaning_and_is_printed(capsys):
     runpy.run_module("rope_jax.config", run_name="__main__")
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["--config.", "default", "allowed", "resumable", "meaning"]
-    assert [row.split()[0] for row in rows] == list(SETTINGS)
-    for row, field in zip(rows, SETTINGS.values(), strict=True):
+    said = capsys.readouterr().out
+    assert said == cfg.settings_help() + "\n"
+    assert max(map(len, said.splitlines())) <= 100
+    entries = [" ".join(entry.split()) for entry in said.split("--config.")[1:]]
+    assert [entry.partition(":")[0] for entry in entries] == list(SETTINGS)
+    for entry, field in zip(entries, SETTINGS.values(), strict=True):
         rule = field.metadata["rule"]
         assert rule.help
-        assert row.endswith(rule.help)
-        assert all(word in row for word in rule.words)
+        assert entry.endswith(" ".join(rule.help.split()))
+        assert str(rule.range) in entry
+        assert all(word in entry for word in rule.words)
+        assert ("; resumable" in entry) == rule.resumable
+
+
+def test_the_help_of_a_setting():
+    lines = cfg.settings_help().splitlines()
+    at = lines.index("--config.label_smoothing: a number, at least 0 and below 1; default: 0.0")
+    assert lines[at + 1] == "    label smoothing of the targets"
+    assert "--config.ema_decay: a number, at least 0 and below 1, or None; default: None" in lines
+    assert "--config.model.options: text; default: ''" in lines
 
 
 def test_recipe_arguments():

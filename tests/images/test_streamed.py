@@ -120,14 +120,35 @@ def test_folder_numbers_classes_as_in_training(tmp_path):
         load("folder", str(tmp_path), "test", (8, 8))
 
 
+def test_a_folder_without_splits_is_split(tmp_path):
+    for name, count in (("cat", 11), ("dog", 5), ("eel", 1)):
+        (tmp_path / name).mkdir()
+        for k in range(count):
+            (tmp_path / name / f"{k:02}.png").write_bytes(b"x")
+    train, test = (load("folder", str(tmp_path), split, (8, 8)) for split in ("train", "test"))
+    held_out = [test.source.example_name(k) for k in range(len(test.labels))]
+    assert held_out == ["cat/04.png", "cat/09.png", "dog/04.png"]
+    assert test.labels.tolist() == [0, 0, 1]
+    kept = {train.source.example_name(k) for k in range(len(train.labels))}
+    assert len(kept) == 14
+    assert not kept & set(held_out)
+    assert train.class_names == test.class_names == ["cat", "dog", "eel"]
+
+
 def test_folder_refuses(tmp_path):
     write_folder(tmp_path, splits=("train",))
     with pytest.raises(ValueError, match="needs an image_size"):
         load("folder", str(tmp_path), "train", None)
     with pytest.raises(ValueError, match="is not a crop"):
         load("folder", str(tmp_path), "train", (8, 8), crop="flip")
-    with pytest.raises(FileNotFoundError, match="test or val is missing"):
+    both = (
+        r"for the test split, test or val: arrange .*/train/CLASS/\* and .*/val/CLASS/\*, or all "
+    )
+    with pytest.raises(FileNotFoundError, match=both):
         load("folder", str(tmp_path), "test", (8, 8))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty/CLASS/\*, of which every fifth is then"):
+        load("folder", str(tmp_path / "empty"), "train", (8, 8))
     (tmp_path / "val").mkdir()
     with pytest.raises(FileNotFoundError, match="has no images"):
         load("folder", str(tmp_path), "test", (8, 8))

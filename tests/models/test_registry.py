@@ -98,7 +98,19 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
 @pytest.mark.parametrize(
     ("name", "options", "advice"),
     [
-        ("deit_s", {}, "unknown model 'deit_s'; did you mean 'deit_s16'?"),
+        (
+            "deit_s",
+            {},
+            "unknown model 'deit_s'; the nearest are 'deit_s16', 'ceit_s', 'deit3_s16'; "
+            "rope_jax.list_models() lists all",
+        ),
+        ("deit_base_patch16_224.fb_in1k", {}, "' is 'deit_b16' here; rope_jax.list_models() lists"),
+        ("vit_small_patch16_rope_mixed_ape_224", {}, "' is 'deit3_s16' here"),
+        ("vit_large_patch14_reg4_dinov2.lvd142m", {}, "' is 'dinov2_l14' here"),
+        ("swin_tiny_patch4_window7_224", {}, "' is 'swin_t' here"),
+        ("vit_s16", {"img_size": 224}, "vit_s16 has no option 'img_size'; here it is 'image_size'"),
+        ("vit_s16", {"embed_dim": 96}, "here it is 'width'; "),
+        ("vit_s16", {"num_class": 9}, "did you mean 'num_classes'?"),
         ("resnet50", {}, "unknown model 'resnet50'; "),
         (
             "vit_s16",
@@ -155,8 +167,8 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             {"image_size": 224.0},
             "image size 224.0 must be a positive number of pixels, 224, or a height and a width",
         ),
-        ("vit_s16", {"num_classes": 0}, "num_classes=0 must be a whole number of at least 1"),
-        ("vit_s16", {"num_classes": 10.0}, "num_classes=10.0 must be a whole number of at least 1"),
+        ("vit_s16", {"num_classes": -1}, "num_classes=-1 must be a whole number: of classes, or 0"),
+        ("vit_s16", {"num_classes": 10.0}, "num_classes=10.0 must be a whole number"),
         ("vit_s16", {"num_classes": "10"}, "num_classes='10' must be a whole number"),
         (
             "vit_s16",

@@ -292,7 +292,11 @@ def test_a_position_that_augments_needs_a_key_too():
             np.zeros((1, 4, 6, 4), np.float32),
             r"shape \(1, 4, 6, 4\); they must be \[B, H, W, 3\]: .* drop a fourth one",
         ),
-        (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be \[B, H, W, 3\]"),
+        (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be .*: .* images\[None\]"),
+        (
+            np.zeros((1, 3, 4, 6), np.float32),
+            r"channels come last here, transpose them to \[B, H, W",
+        ),
         (np.zeros((0, 4, 6, 3), np.float32), r"shape \(0, 4, 6, 3\), which is empty"),
         (np.zeros((1, 4, 0, 3), np.float32), r"shape \(1, 4, 0, 3\), which is empty"),
         (

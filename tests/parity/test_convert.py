@@ -299,7 +299,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_changed():
         "blocks.1.norm1.weight is missing: it fills blocks.1.norm1.scale of the model",
         "dist_token of shape [1, 1, 48] is not expected: no parameter of this model takes it",
         "head.weight has shape [7, 48], but head.kernel of the model takes [5, 48]: create "
-        "the model with num_classes=7",
+        "the model with num_classes=7, or pass new_head=True",
         "pos_embed has shape [1, 18, 48], but position.ape.embedding of the model takes [1, "
         "17, 48]",
         "norm.bias has dtype int64; weights are floating-point",

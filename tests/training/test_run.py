@@ -387,6 +387,21 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finishe
     assert lines[0] == lines[1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"model__options": "depth=1,width=32,heads=1"}, {"optim__name": "sgd"}, {"ema_decay": None}],
+)
+def test_what_cannot_be_resumed_is_not_offered(change, finished):
+    workdir, changed = finished[0], tiny(**{"ema_decay": 0.9} | change)
+    with pytest.raises(ConfigError, match=r"use another workdir, or the same settings$"):
+        rope_jax.run.train(changed, workdir)
+    name = next(iter(change)).replace("__", ".")
+    with pytest.raises(
+        ConfigError, match=rf"with other arrays \({name}: .*init_from to start from"
+    ):
+        rope_jax.run.train(changed, workdir, resume_override=[name])
+
+
 @pytest.mark.slow
 def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
     interrupted = tiny(epochs=0.2, eval__resolutions=())
@@ -394,7 +409,7 @@ def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
     changed = tiny(epochs=0.4, seed=1, eval__resolutions=())
     with pytest.raises(
         ConfigError,
-        match=r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs goes on",
+        match=r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs resumes",
     ):
         rope_jax.run.train(changed, tmp_path)
     with pytest.raises(ConfigError, match=r"\(epochs: 0.2 -> 0.4\)"):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 
+from rope_jax import plugins
 from rope_jax.data.images.crops import resize
 from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
@@ -19,6 +20,27 @@ STREAMED: dict[str, Callable[..., Source]] = {
     "packed": Packed,
     "imagenet": ImageNet,
 }
+
+
+def register_source(name: str, open_split: Callable[[str, str], Source]) -> None:
+    """Registers an image set that is read one image at a time, for `load` and `data.source`.
+
+    >>> class Reversed(Folder):
+    ...     def read(self, example):
+    ...         return super().read(len(self.labels) - 1 - example)
+    >>> register_source("reversed", Reversed)
+    >>> del STREAMED["reversed"]  # in this example only
+
+    Args:
+        name: of the source.
+        open_split: (path, split) -> the split; its class must be importable, for worker processes.
+
+    Raises:
+        ValueError: there is a source of this name.
+    """
+    if name in MEMORY or name in STREAMED:
+        raise ValueError(f"a data source named {name!r} exists already: choose another name")
+    STREAMED[name] = open_split
 
 
 def load(
@@ -44,7 +66,8 @@ def load(
 
     One image at a time, in the order of classes and file names:
 
-    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/).
+    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/); or in
+      path/CLASS/, where every fifth belongs to the test split.
     - `"tfds"`: a data set prepared by tensorflow-datasets.
     - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
     - `"imagenet"`: the official archives of ImageNet-1k.
@@ -72,6 +95,7 @@ def load(
             out of range.
         FileNotFoundError: a file, a folder or an array of the split is missing.
     """
+    plugins.load_installed()
     size = None if image_size is None else image_pair(image_size)
     if source in STREAMED:
         opened = open_source(source, path, split, allow_empty=allow_empty)
@@ -122,6 +146,7 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
 
 
 def _check(source: str, path: str | None, split: str) -> None:
+    plugins.load_installed()
     known = [*MEMORY, *STREAMED]
     if source not in known:
         raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")

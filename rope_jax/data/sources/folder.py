@@ -14,6 +14,7 @@ from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, write_index
 from rope_jax.files import read_regular
 
+_HELD_OUT = 5  # every fifth image of a class, where the folder has no splits
 _ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
 
 
@@ -51,8 +52,9 @@ class Files(Source):
 class Folder(Files):
     """One split of a set of class folders: path/train/CLASS/, path/test/CLASS/ (or path/val/...).
 
-    Classes are numbered in the order of their names, those of the training split if there is one.
-    Names that start with a dot are left out. No file is opened before it is read.
+    Without these, every fifth file of path/CLASS/ belongs to the test split. Classes are numbered
+    in the order of their names, those of the training split if there is one. Names that start with
+    a dot are left out. No file is opened before it is read.
 
     Args:
         path: the set.
@@ -67,11 +69,14 @@ class Folder(Files):
     def __init__(self, path: str, split: str, *, allow_empty: bool = False):
         wanted = ("train",) if split == "train" else ("test", "val")
         found = [Path(path, name) for name in wanted if Path(path, name).is_dir()]
-        if not found:
+        whole = not any(Path(path, name).is_dir() for name in ("train", "test", "val"))
+        if not found and not (whole and listed(Path(path), folders=True)):
             raise FileNotFoundError(
-                f"{path} has no folder for the {split} split: {' or '.join(wanted)} is missing"
+                f"{path} has no folder for the {split} split, {' or '.join(wanted)}: arrange the "
+                f"images as {path}/train/CLASS/* and {path}/val/CLASS/*, or all of them as "
+                f"{path}/CLASS/*, of which every fifth is then a test image"
             )
-        folder = found[0]
+        folder = Path(path) if whole else found[0]
         classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
         if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
             raise ValueError(
@@ -79,7 +84,10 @@ class Folder(Files):
             )
         found = [listed(folder / name, folders=False) for name in classes]
         files = [
-            (f"{name}/{file}", label) for label, name in enumerate(classes) for file in found[label]
+            (f"{name}/{file}", label)
+            for label, name in enumerate(classes)
+            for number, file in enumerate(found[label])
+            if not whole or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
         ]
         if not files:
             raise FileNotFoundError(

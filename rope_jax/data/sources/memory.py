@@ -103,8 +103,13 @@ class Images:
 
 
 def _digits(path: None, split: str) -> Images:
-    from sklearn.datasets import load_digits
-
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise ValueError(
+            "the digits come with scikit-learn, which is not installed: "
+            "pip install 'rope_jax[demo]', or use images of another source"
+        ) from None
     stored = load_digits()
     chosen = (np.arange(len(stored.target)) % 5 == 0) == (split == "test")
     images = np.rint(stored.images[chosen] * (255 / 16)).astype(np.uint8)

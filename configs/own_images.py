@@ -1,0 +1,60 @@
+"""A vision transformer from scratch on your own images, in folders or an .npz file.
+
+    python -m rope_jax.main --config=configs/own_images.py:path=IMAGES --workdir=runs/own
+    rope_jax compare --path=IMAGES --positions=ape,rope_mixed,axial_rope --seeds=3
+
+IMAGES has folders train/CLASS/*.jpg and val/CLASS/*.jpg, or is a file of arrays, see
+`rope_jax.data.load`. Hardware: one GPU; on a CPU choose a small resolution. Hours and accuracy
+depend on the images. The augmentation is DeiT-III's with mixup and CutMix, for some thousand images
+and more.
+
+It is also the recipe of `rope_jax compare`, which trains it with several schemes and seeds.
+"""
+
+from rope_jax import config as cfg
+
+
+def get_config(arguments: str | None = None):
+    """Arguments: path, source, model, position, resolution, epochs, batch, seed.
+
+    source is that of `rope_jax.data.load`, position None the model's own scheme, batch the images
+    in a step.
+    """
+    args = cfg.recipe_arguments(
+        arguments,
+        path=None,
+        source="folder",
+        model="deit3_ti16",
+        position=None,
+        resolution=224,
+        epochs=100.0,
+        batch=256,
+        seed=0,
+    )
+    config = cfg.default()
+    config.seed = args.seed
+    config.epochs = args.epochs
+    config.batch_size = args.batch
+    config.label_smoothing = 0.1
+
+    config.model.name = args.model
+    config.model.position = args.position
+
+    config.data.source = args.source
+    config.data.path = args.path
+    config.data.image_size = args.resolution
+    config.data.mean = cfg.IMAGENET_MEAN
+    config.data.std = cfg.IMAGENET_STD
+    config.data.augment = "resized_crop(scale_min=0.35)+flip+three_augment+color_jitter"
+
+    config.mix.mixup = 0.8
+    config.mix.cutmix = 1.0
+
+    config.optim.learning_rate = 1e-3 * args.batch / 512
+    config.optim.min_learning_rate = 1e-6
+    config.optim.warmup_epochs = 5.0
+
+    # Other sizes of which most patches are a whole part: 160, 288 and 320 beside 224 pixels.
+    sides = (32 * round(share * args.resolution / 32) for share in (0.75, 1.25, 1.5))
+    config.eval.resolutions = tuple(side for side in sides if side > 0)
+    return config

@@ -1,0 +1,62 @@
+"""The command `rope_jax`: its sub-commands are the programs `python -m rope_jax.MODULE`.
+
+    rope_jax train --config=digits --workdir=runs/digits
+    rope_jax evaluate runs/digits --resolutions=8,12
+
+`rope_jax COMMAND --help` lists the settings of a command.
+"""
+
+import importlib
+import sys
+
+from rope_jax import __version__
+from rope_jax.interrupts import end_in_one_line
+
+# Command -> module, its function, which reads `sys.argv`, and what the command does.
+COMMANDS = {
+    "train": ("rope_jax.main", "command", "train a recipe, resume it, and evaluate it"),
+    "evaluate": ("rope_jax.evaluate.command", "main", "accuracy of a model at any resolution"),
+    "analyse": ("rope_jax.analysis.__main__", "main", "attention, frequencies, correlation, costs"),
+    "compare": ("rope_jax.compare", "main", "train several schemes and seeds on these images"),
+    "report": ("rope_jax.analysis.report", "main", "compare finished runs on one page"),
+    "export": ("rope_jax.export_model", "main", "write a model as a program that needs only jax"),
+    "tune": ("rope_jax.tune", "main", "measure the fastest kernels of a model on this GPU"),
+    "data verify": ("rope_jax.data.verify", "main", "list images that cannot be used"),
+    "data prepare": ("rope_jax.data.prepare", "main", "pack resized images for fast reading"),
+    "models": ("rope_jax.models.__main__", "main", "list the models"),
+    "positions": ("rope_jax.positions.__main__", "main", "list the positional schemes"),
+}
+_HELP = ("-h", "--help", "help")
+
+
+def main() -> None:
+    """Runs the sub-command that `sys.argv` names, or lists the sub-commands."""
+    end_in_one_line()
+    words = sys.argv[1:]
+    if words[:1] == ["--version"]:
+        print(f"rope_jax {__version__}")
+        return
+    name = next((name for name in COMMANDS if words[: name.count(" ") + 1] == name.split()), None)
+    if name is not None:
+        module, function, _ = COMMANDS[name]
+        sys.argv = [f"rope_jax {name}", *words[name.count(" ") + 1 :]]
+        sys.exit(getattr(importlib.import_module(module), function)())
+    group = words[0] if words and words[0] not in _HELP else ""
+    inside = {name: entry for name, entry in COMMANDS.items() if name.startswith(f"{group} ")}
+    if group and (not inside or words[1:2] not in ([], ["-h"], ["--help"])):
+        print(f"rope_jax: {_unknown(words, inside or COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    print("usage: rope_jax COMMAND [SETTINGS | --help]\n\ncommands:")
+    for name, (_, _, text) in (inside or COMMANDS).items():
+        print(f"  {name:<14}{text}")
+
+
+def _unknown(words: list[str], known: dict) -> str:
+    from rope_jax.text import closest
+
+    given = " ".join(words[: 1 + (known is not COMMANDS)])
+    return f"{given!r} is not a command; {closest(given, known)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""95 % confidence intervals of accuracies and of their differences."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % confidence interval of a share.
+
+    >>> [round(bound, 2) for bound in wilson(0.5, 100)]
+    [0.4, 0.6]
+
+    Args:
+        share: in [0, 1].
+        count: number of samples of which it is the share.
+    """
+    z = 1.959964
+    scale = 1 + z * z / count
+    middle = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return middle - half, middle + half
+
+
+def newcombe(share: float, count: int, base: float, base_count: int) -> tuple[float, float]:
+    """Newcombe's 95 % confidence interval of the difference of two independent shares (method 10).
+
+    >>> [round(bound, 3) for bound in newcombe(56 / 70, 70, 48 / 80, 80)]
+    [0.052, 0.334]
+
+    Args:
+        share, count: a share in [0, 1], and the number of samples of which it is the share.
+        base, base_count: of the share that is subtracted.
+    """
+    (low, high), (base_low, base_high) = wilson(share, count), wilson(base, base_count)
+    below, above = (
+        math.hypot(share - low, base_high - base),
+        math.hypot(high - share, base - base_low),
+    )
+    return share - base - below, share - base + above
+
+
+def student(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % confidence interval of the mean of at least two numbers.
+
+    >>> [round(bound, 2) for bound in student([0.4, 0.5, 0.6])]
+    [0.25, 0.75]
+    """
+    from scipy.special import stdtrit
+
+    mean, count = float(np.mean(values)), len(values)
+    half = float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return mean - half, mean + half

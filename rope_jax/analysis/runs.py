@@ -1,0 +1,130 @@
+"""Finished runs, read from their workdirs and grouped by what they share."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rope_jax import seeds
+from rope_jax.config import Config, resolve
+from rope_jax.evaluate import read_evaluations, read_results
+from rope_jax.evaluate.results import Row
+from rope_jax.files import read_json
+from rope_jax.models.registry import find_model
+from rope_jax.workdir.metrics import read_metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResults:
+    """The files of one run, or of one seed of a run that trained several.
+
+    Attributes:
+        workdir: of the run.
+        config: its settings, with the model's default position if none was given.
+        step: the evaluated step.
+        rows: of `results.json`, the training resolution first.
+        others: rows of `evaluations.json`.
+        metrics: lines of `metrics.jsonl`.
+    """
+
+    workdir: pathlib.Path
+    config: Config
+    step: int
+    rows: Sequence[Row]
+    others: Sequence[Row]
+    metrics: Sequence[dict[str, Any]]
+
+    @property
+    def compared(self) -> list[Row]:
+        """The rows of the first protocol, which are compared with other runs."""
+        return [row for row in self.rows if row["protocol"] == self.rows[0]["protocol"]]
+
+    @property
+    def listed(self) -> list[Row]:
+        """The rows of further protocols and other evaluations."""
+        return [row for row in self.rows if row not in self.compared] + list(self.others)
+
+
+Groups = Mapping[str, Sequence[RunResults]]  # label of a row -> its runs, one for each seed
+
+
+def read_runs(workdir: pathlib.Path) -> list[RunResults]:
+    """Reads a workdir.
+
+    Returns:
+        One entry for each seed of the run.
+
+    Raises:
+        FileNotFoundError: the workdir has no results.
+    """
+    results = read_results(workdir)
+    if results is None:
+        raise FileNotFoundError(
+            f"{workdir} has no results.json; "
+            f"run rope_jax.main with --workdir={workdir} to its end first"
+        )
+    config = resolve(read_json(workdir / "config.json"))
+    position = config.model.position or find_model(config.model.name).position
+    model = dataclasses.replace(config.model, position=position)
+    config = dataclasses.replace(config, model=model)
+    step, rows = results["step"], results["eval"]
+    metrics = read_metrics(workdir / "metrics.jsonl")
+    others = read_evaluations(workdir / "evaluations.json")
+    if config.seeds == 1:
+        return [RunResults(workdir, config, step, rows, others, metrics)]
+    return [
+        RunResults(
+            workdir,
+            seeds.single(config, seed),
+            step,
+            [row for row in rows if row["seed"] == seed],
+            [row for row in others if row["asked"].get("seed", config.seed) == seed],
+            [seeds.metrics_of(line, seed) for line in metrics],
+        )
+        for seed in seeds.seeds_of(config)
+    ]
+
+
+def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
+    """Groups runs that differ only in their seed.
+
+    Returns:
+        Label -> runs. The label is the position, with the model and the workdir where it would be
+        ambiguous without.
+
+    Raises:
+        ValueError: two runs have the same config and seed.
+    """
+    alike: dict[Config, list[RunResults]] = {}
+    for run in runs:
+        group = alike.setdefault(dataclasses.replace(run.config, seed=0), [])
+        if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
+            raise ValueError(
+                f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
+                "leave one of them out"
+            )
+        group.append(run)
+    several_models = len({config.model.name for config in alike}) > 1
+    groups: dict[str, list[RunResults]] = {}
+    for config, group in alike.items():
+        label = config.model.position
+        label = f"{config.model.name}, {label}" if several_models else label
+        workdir = group[0].workdir
+        labels = (label, f"{label} ({workdir.name})", f"{label} ({workdir})")
+        groups[next(label for label in labels if label not in groups)] = group
+    return groups
+
+
+def sizes_of(runs: Sequence[RunResults]) -> list[tuple[int, int]]:
+    """All resolutions, in the order of evaluation."""
+    return list(dict.fromkeys(tuple(row["resolution"]) for run in runs for row in run.compared))
+
+
+def rows_at(runs: Sequence[RunResults], size: tuple[int, int]) -> list[Row]:
+    """The rows of all runs at one resolution, of the first protocol of each run."""
+    return [row for run in runs for row in run.compared if tuple(row["resolution"]) == size]
+
+
+def size_text(size: Sequence[int]) -> str:
+    """A resolution in words: "224x320" for (224, 320)."""
+    return f"{size[0]}x{size[1]}"

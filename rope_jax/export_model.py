@@ -1,0 +1,57 @@
+"""Writes a trained or converted model as a program that runs with jax alone.
+
+    python -m rope_jax.export_model runs/digits --out=digits.bin
+    python -m rope_jax.export_model --model=deit_s16 --weights=FILE --out=deit.bin --resolution=384
+
+In Python: `program = jax.export.deserialize(open("digits.bin", "rb").read())`, then
+`program.call(images)` with float32 images [B, H, W, 3], normalised as printed.
+"""
+
+import pathlib
+import sys
+
+from rope_jax.arguments import Number, command_parser
+from rope_jax.config import ConfigError, in_one_line
+from rope_jax.loading import add_model_arguments, load_model
+from rope_jax.models.export import PLATFORMS, export
+from rope_jax.text import image_pair
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Loads the model and writes the file.
+
+    >>> main(["runs/none", "--out=model.bin"])
+    Traceback (most recent call last):
+    SystemExit: rope_jax.export_model: runs/none holds no checkpoints; pass the --workdir of ...
+    """
+    parser = command_parser("rope_jax.export_model", __doc__)
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, required=True, help="file to write")
+    add("--resolution", help="224 or 224x320; default: that of training")
+    add("--batch", type=Number(int, low=1), help="images in a call; default: any number")
+    known = f"comma-separated, of {','.join(PLATFORMS)}"
+    add("--platforms", default=",".join(PLATFORMS), help=known)
+    asked = parser.parse_args(arguments)
+    try:
+        loaded = load_model(asked)
+        size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
+        platforms = tuple(asked.platforms.split(","))
+        export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"rope_jax.export_model: {error.name} is not installed; "
+            "the file is written with flatbuffers: pip install 'rope_jax[export]'"
+        )
+    except (ConfigError, ValueError, OSError) as error:
+        sys.exit(f"rope_jax.export_model: {in_one_line(error)}")
+    mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
+    batch = "b" if asked.batch is None else asked.batch
+    print(f"{loaded.title}, {loaded.weights}: {asked.out}")
+    print(
+        f"images: float32 [{batch}, {size[0]}, {size[1]}, 3], in [0, 1], minus {mean}, over {std}"
+    )
+
+
+if __name__ == "__main__":
+    main()

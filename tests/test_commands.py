@@ -1,0 +1,89 @@
+"""The command `rope_jax`: its sub-commands, and the help of each."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rope_jax import __main__ as command
+from rope_jax import config as cfg
+
+
+def call(monkeypatch, capsys, *words):
+    """Exit status, standard output and standard error of `rope_jax WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["bin/rope_jax", *words])
+    status = 0
+    try:
+        command.main()
+    except SystemExit as error:
+        status = error.code or 0
+    return status, *capsys.readouterr()
+
+
+def test_the_list_of_commands_does_not_wait_for_jax():
+    program = "import runpy, sys; sys.argv = ['rope_jax', '--help']\n"
+    program += "runpy.run_module('rope_jax', run_name='__main__')\n"
+    program += "print('loaded', *sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "loaded"
+    assert all(f"  {name} " in done.stdout for name in command.COMMANDS)
+
+
+@pytest.mark.parametrize("name", [name for name in command.COMMANDS if name != "train"])
+def test_the_help_of_a_command_lists_types_and_defaults(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    status, said, _ = call(monkeypatch, capsys, *name.split(), "--help")
+    assert status == 0
+    assert said.startswith(f"usage: rope_jax {name} ")
+    text = " ".join(said.split())
+    arguments = re.findall(r"--(\w+) [A-Z]", text[text.index("options:") :])
+    kinds = re.findall(r"\((?:text|a path|a whole number|a number)[;,)]", text)
+    assert len(kinds) >= len(arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "run", "--batch_size=0"], "--batch_size: 0 is out of range; it must be at"),
+        (["evaluate", "run", "--crop=1.5"], "1.5 is out of range; it must be above 0 and at"),
+        (["tune", "--model=vit_s16", "--batch=x"], "'x' must be a whole number, at least 1"),
+        (["analyse", "maps", "--count=0"], "--count: 0 is out of range"),
+        (["trian"], "'trian' is not a command; did you mean 'train'?"),
+        (["data", "verfy"], "'data verfy' is not a command; did you mean 'data verify'?"),
+        (["train", "--config=digit", "--workdir=x"], "is not a recipe; did you mean 'digits'"),
+        (["train", "--config=a/b.py", "--workdir=x"], "--config=a/b.py does not exist; recipes"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named(words, message, monkeypatch, capsys):
+    status, _, told = call(monkeypatch, capsys, *words)
+    assert status == 2
+    assert message in told
+
+
+def test_a_group_lists_its_commands(monkeypatch, capsys):
+    status, said, _ = call(monkeypatch, capsys, "data", "--help")
+    assert status == 0
+    assert "data verify" in said
+    assert "evaluate" not in said
+
+
+def test_the_help_of_training_lists_flags_recipes_and_every_setting(monkeypatch, capsys):
+    status, said, _ = call(monkeypatch, capsys, "train", "--help")
+    assert status == 0
+    assert "--workdir: string\n" in said
+    assert all(name in said for name in cfg.list_recipes())
+    assert said.endswith(cfg.settings_help() + "\n")
+    _, settings, _ = call(monkeypatch, capsys, "train", "--config=digits", "--config.help")
+    assert settings == cfg.settings_help() + "\n"
+
+
+def test_models_are_listed_by_pattern(monkeypatch, capsys):
+    status, said, _ = call(monkeypatch, capsys, "models", "vit_digits", "--parameters")
+    assert status == 0
+    assert said.splitlines()[-1].split()[:4] == ["vit_digits", "axial_rope", "8", "10"]
+    assert int(said.split()[-1].replace(",", "")) > 10_000
+    status, _, _ = call(monkeypatch, capsys, "models", "nothing*")
+    assert "no model is called 'nothing*'" in status

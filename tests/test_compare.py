@@ -1,0 +1,126 @@
+"""The command `rope_jax compare`."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax import compare
+from rope_jax.config import ConfigError
+
+POSITIONS = "--positions=ape,rope2d(base=50)+ape"
+TINY = ["--config.model.options=depth=1,width=16,heads=1", "--config.epochs=0.5"]
+
+
+def plan(*arguments):
+    return compare.plan(compare._parse(list(arguments)))
+
+
+def pictures(folder, *, side=16, images=10):
+    """Two classes: bright above, or below."""
+    draw = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("above", "below"):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(images):
+                pixels = draw.integers(0, 128, (side, side, 3), np.uint8)
+                half = slice(None, side // 2) if name == "above" else slice(side // 2, None)
+                pixels[half] += 100
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+def test_seeds_of_images_in_memory_are_trained_in_one_step(tmp_path):
+    found = plan("--config=digits:seed=2", POSITIONS, f"--out={tmp_path}")
+    names = ["ape-seeds3", "rope2d(base=50)+ape-seeds3"]
+    assert [one.workdir for one in found] == [tmp_path / name for name in names]
+    assert [one.config.model.position for one in found] == ["ape", "rope2d(base=50)+ape"]
+    for one in found:
+        assert (one.config.seed, one.config.seeds, one.config.data.on_device) == (2, 3, True)
+
+
+def test_one_seed_is_the_run_of_the_recipe():
+    """Its folder is that of earlier versions of `make compare`, whose runs are found again."""
+    found = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
+    assert [str(one.workdir) for one in found] == ["runs/compare/none", "runs/compare/ape"]
+    assert not any(one.config.data.on_device for one in found)
+
+
+def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
+    folder = pictures(tmp_path / "images", images=1)
+    common = ["--positions=ape,none", "--seeds=2", f"--out={tmp_path}"]
+    found = plan(f"--path={folder}", "--model=deit3_s16", "--resolutions=96,64x128", *common)
+    assert [one.workdir.name for one in found] == ["ape", "none", "ape-1", "none-1"]
+    assert [one.config.seed for one in found] == [0, 0, 1, 1]
+    config = found[0].config
+    assert (config.model.name, config.data.source, config.data.path) == (
+        "deit3_s16",
+        "folder",
+        str(folder),
+    )
+    assert config.eval.resolutions == ((96, 96), (64, 128))
+    assert plan(f"--path={folder}", *common)[0].config.eval.resolutions == (160, 288, 320)
+    given = plan(f"--path={folder}", "--config=deit3:variant=ti", "--config.optim.b1=0.8", *common)
+    assert (given[0].config.data.path, given[0].config.optim.b1) == (str(folder), 0.8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--path is missing"),
+        (["--config=digits", "--positions=ape"], "has nothing to compare: name two or more"),
+        (["--config=digit"], "--config=digit is not a recipe; did you mean 'digits'"),
+        (["--config=digits", "--config.optim.b3=1"], "optim.b3 is not a setting; known: name"),
+        (["--config=digits", "--config.opt.b1=1"], "--config.opt.b1 is not a setting"),
+        (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
+        (["--config=digits", "--resolutions=8y"], "--resolutions"),
+        (["--path=nowhere.npz"], "nowhere.npz"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(*arguments)
+
+
+def test_other_arguments_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        plan("--config=digits", "--epochs=3")
+    assert "unexpected argument '--epochs=3'; settings are written --config.key=value" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiles")
+def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys):
+    out = tmp_path / "out"
+    asked = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
+    compare.main(asked)
+    said = capsys.readouterr().out
+    assert "[2/2] rope2d, 2 seeds" in said
+    table = (out / "comparison.txt").read_text()
+    assert table in said
+    rows = json.loads((out / "ape-seeds2" / "results.json").read_text())["eval"]
+    assert {row["seed"] for row in rows} == {0, 1}
+    assert "difference from ape in percentage points [95 % interval]" in table
+    for name in ("report.html", "comparison.png", "differences.png"):
+        assert (out / name).stat().st_size > 1000
+    compare.main(asked)
+    again = capsys.readouterr().out
+    assert again.count(": training is complete") == 2
+    assert (out / "comparison.txt").read_text() == table
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiles")
+def test_own_images_in_folders(tmp_path, capsys):
+    folder, out = pictures(tmp_path / "images"), tmp_path / "out"
+    asked = [f"--path={folder}", "--model=vit_digits", "--positions=none,ape", "--seeds=2", *TINY]
+    asked += [f"--out={out}", "--resolutions=8", "--config.data.image_size=16"]
+    compare.main([*asked, "--config.batch_size=4", "--config.epochs=1"])
+    capsys.readouterr()
+    header, _, *rows = (out / "comparison.txt").read_text().splitlines()
+    assert header.split() == ["position", "16x16", "8x8"]
+    assert [row.split()[0] for row in rows[:2]] == ["none", "ape"]
+    assert len(list(out.glob("*/results.json"))) == 4
