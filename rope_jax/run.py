@@ -259,15 +259,19 @@ def load_newest(
 
 def _same_state(stored: Config, setup: Setup) -> bool:
     """Whether the state of a stored config has the arrays of a run's, so that it can resume."""
+
+    def state(config: Config) -> State:
+        model = seeds.create_models(config, restore.create)
+        splits = (setup.images, setup.held_out)
+        return initial_state(assemble(config, setup.mesh, *splits, model), model)
+
     shapes = []
     for config in (stored, setup.config):
         try:
-            model = nnx.eval_shape(lambda c=config: seeds.create_models(c, restore.create))
+            leaves = named_leaves(jax.eval_shape(lambda c=config: state(c)))
         except (ConfigError, ValueError):
             return False
-        run = assemble(config, setup.mesh, setup.images, setup.held_out, model)
-        state = jax.eval_shape(lambda run=run, model=model: initial_state(run, model))
-        shapes.append({name: leaf.shape for name, leaf in named_leaves(state)})
+        shapes.append({name: leaf.shape for name, leaf in leaves})
     return shapes[0] == shapes[1]
 
 
