@@ -87,9 +87,9 @@ def test_a_changed_program_is_refused(tmp_path):
     path = tmp_path / "model.bin"
     model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
     rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
-    images, good = np.ones((1, 8, 8, 3), np.float32), path.read_bytes()
-    expected = rope_jax.load_exported(path).call(images)
-    np.testing.assert_array_equal(jax.export.deserialize(bytearray(good)).call(images), expected)
+    good = path.read_bytes()
+    read, alone = rope_jax.load_exported(path), jax.export.deserialize(bytearray(good))
+    assert read.mlir_module_serialized == alone.mlir_module_serialized
     rng = np.random.default_rng(0)
     for place in rng.choice(8 * len(good), 50, replace=False).tolist():
         damaged = bytearray(good)
