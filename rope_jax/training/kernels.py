@@ -9,7 +9,7 @@ import pathlib
 import jax
 
 from rope_jax.config import Config, ConfigError
-from rope_jax.files import warn, write_file
+from rope_jax.files import read_regular, warn, write_file
 from rope_jax.processes import text_of_first
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
@@ -18,6 +18,8 @@ from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
 from rope_jax_kernels.cache import word_of
 from rope_jax_kernels.tuning import device_answers, nothing_to_tune
+
+_LARGEST = 1 << 28  # bytes of the file of choices
 
 
 def file_of(workdir: pathlib.Path) -> pathlib.Path:
@@ -40,7 +42,8 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
         return Choices(everywhere=config.kernels)
     path = file_of(workdir)
     try:
-        own = path.read_text() if jax.process_index() == 0 and path.exists() else ""
+        there = jax.process_index() == 0 and path.exists()
+        own = read_regular(path, at_most=_LARGEST).decode() if there else ""
         text = text_of_first(own)
         choices = Choices.from_json(text) if text else None
     except (ValueError, OSError) as error:

@@ -81,3 +81,23 @@ def test_what_is_exported_stays_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="'gpu' is unknown; use some of cpu, cuda"):
         rope_jax.export(model, tmp_path / "other.bin", resolution=32, platforms=("gpu",))
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+
+
+def test_a_changed_program_is_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
+    rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
+    good = path.read_bytes()
+    read, alone = rope_jax.load_exported(path), jax.export.deserialize(bytearray(good))
+    assert read.mlir_module_serialized == alone.mlir_module_serialized
+    rng = np.random.default_rng(0)
+    for place in rng.choice(8 * len(good), 50, replace=False).tolist():
+        damaged = bytearray(good)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.bin is damaged, or was not written by rope_"):
+            rope_jax.load_exported(path)
+    for damaged in (b"", good[:-1], good[: len(good) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="export it again"):
+            rope_jax.load_exported(path)
