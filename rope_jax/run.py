@@ -13,6 +13,7 @@ from flax import nnx
 from rope_jax import restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
+from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
     evaluate_state,
     planned_rows,
@@ -30,7 +31,7 @@ from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import MetricsWriter, parameter_table
+from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
 from rope_jax_kernels import Choices
 
 
@@ -214,9 +215,10 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[],
     config, step = setup.config, int(state["step"])
     results = read_results(workdir)
     wanted = planned_rows(setup)
-    if from_first_process(
+    evaluated = from_first_process(
         results is None or results["step"] != step or not same_rows(results, wanted)
-    ):
+    )
+    if evaluated:
         rows = evaluate_state(setup, state, poll=poll)
         if jax.process_index() == 0:
             write_results(workdir, step, rows)
@@ -229,5 +231,13 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[],
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
+    if evaluated and config.tensorboard:
+        accuracies = {
+            f"top1 {name}/{'x'.join(map(str, row['resolution']))}": row["top1"]
+            for name, own in lines.items()
+            for row in own
+        }
+        pictures = {path.stem: decode_image(path.read_bytes()) for path in workdir.glob("*.png")}
+        write_board(workdir, step, numbers=accuracies, pictures=pictures)
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"
     print(f"\npicture: {picture}" if picture else f"\n{missing}")

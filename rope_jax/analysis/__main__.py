@@ -155,7 +155,7 @@ def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
         plots.lines(
             {FORMULAS[name]: (np.arange(width), curve) for name, curve in curves.items()},
             out / f"angles_{width}.png",
-            x="dimension",
+            x="dimension (on each ladder t goes from 0 to 1)",
             y="angle at coordinate 1 (radians)",
             title=f"2-D RoPE and the readings of Axial RoPE ({heads} heads), {width} dimensions",
             yscale="log",

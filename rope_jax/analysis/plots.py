@@ -148,7 +148,8 @@ def lines(
     figure = _figure(7.2, 3.8)
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
-        axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3)
+        alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
+        axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3, marker=alone)
     axes.set(**scales)
     _label(axes, title, x, y)
     axes.legend(frameon=False, fontsize=9)

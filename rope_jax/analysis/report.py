@@ -170,8 +170,8 @@ def _training(groups: Groups, out: pathlib.Path) -> list[Block]:
         curves[name] = [line["step"] for line in lines], losses
         speeds = [line["images_per_second"] for line in lines if "images_per_second" in line]
         speed = f"{np.median(speeds):,.0f}" if speeds else "-"
-        body.append((name, f"{losses[-1]:.4f}", speed))
-    blocks = [Table(("position", "last loss", "images per second (median)"), body)]
+        body.append((name, f"{lines[-1]['step']:,}", f"{losses[-1]:.4f}", speed))
+    blocks = [Table(("position", "steps", "last loss", "images per second (median)"), body)]
     if plots.available():
         title = "Training loss (first seed of each row)"
         path = plots.lines(curves, out / "loss.png", x="step", y="training loss", title=title)

@@ -127,10 +127,10 @@ def _centre(grid: Grid, centre: Sequence[int] | None) -> tuple[int, ...]:
 
 # What the readings are, for legends: the angle at coordinate 1 of rung t, from 0 up to 1.
 FORMULAS = {
-    "rope2d": "2-D RoPE: 100^(-t)",
-    "hdit": "pi 10^t (HDiT's code)",
-    "eq35": "10^t (thesis, eq. 3.5)",
-    "table31": "pi^(t ln 10) (thesis, table 3.1)",
+    "rope2d": r"2-D RoPE: $100^{-t}$",
+    "hdit": r"HDiT's code: $\pi \cdot 10^t$",
+    "eq35": r"thesis, equation 3.5: $10^t$",
+    "table31": r"thesis, table 3.1: $\pi^{t \ln 10}$",
 }
 
 

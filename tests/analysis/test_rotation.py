@@ -112,10 +112,10 @@ def test_no_score_exceeds_its_bound(name):
 def test_every_reading_has_its_formula():
     t = np.arange(8) / 8
     values = {
-        "100^(-t)": 100**-t,
-        "pi 10^t": np.pi * 10**t,
-        "10^t": 10**t,
-        "pi^(t ln 10)": np.pi ** (t * np.log(10)),
+        r"$100^{-t}$": 100**-t,
+        r"$\pi \cdot 10^t$": np.pi * 10**t,
+        r"$10^t$": 10**t,
+        r"$\pi^{t \ln 10}$": np.pi ** (t * np.log(10)),
     }
     assert set(FORMULAS) == set(READINGS)
     for (name, text), (formula, wanted) in zip(FORMULAS.items(), values.items(), strict=True):
