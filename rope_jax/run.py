@@ -233,7 +233,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[],
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
     if evaluated and config.tensorboard:
         accuracies = {
-            f"top1 {name}/{'x'.join(map(str, row['resolution']))}": row["top1"]
+            f"top1_{'x'.join(map(str, row['resolution']))}/{name}": row["top1"]
             for name, own in lines.items()
             for row in own
         }

@@ -193,7 +193,7 @@ def write_board(
     Args:
         workdir: of the run.
         step: to which they belong.
-        numbers: by name.
+        numbers: by name; TensorBoard allows letters, digits and -_./, others become underscores.
         pictures: by name, [H, W, 3].
     """
     from tensorboardX import SummaryWriter

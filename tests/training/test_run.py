@@ -97,7 +97,7 @@ def test_results_and_pictures_are_offered_in_tensorboard(finished, tmp_path):
         data = data[16 + size :]
     rows = json.loads((workdir / "results.json").read_text())["eval"]
     for row in rows:
-        name = f"top1 rope_mixed/{'x'.join(map(str, row['resolution']))}"
+        name = f"top1_{'x'.join(map(str, row['resolution']))}/rope_mixed"
         assert found[name].simple_value == pytest.approx(row["top1"])
     assert found["accuracy"].image.encoded_image_string.startswith(b"\x89PNG")
 
