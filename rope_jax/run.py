@@ -17,6 +17,7 @@ from flax import nnx
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
+from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
     evaluate_state,
     planned_rows,
@@ -40,7 +41,7 @@ from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import MetricsWriter, parameter_table
+from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
 from rope_jax.workdir.trees import named_leaves
 from rope_jax_kernels import Choices
 
@@ -282,7 +283,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     results = usable_results(workdir) if first else None
     if results is None or results["step"] != step or not same_rows(results, wanted):
         results = None
-    if from_first_process(results is None):
+    if evaluated := from_first_process(results is None):
         rows = evaluate_state(setup, state, signals=signals)
         if first:
             write_results(workdir, step, rows)
@@ -294,5 +295,13 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
+    if evaluated and config.tensorboard:
+        accuracies = {
+            f"top1_{'x'.join(map(str, row['resolution']))}/{name}": row["top1"]
+            for name, own in lines.items()
+            for row in own
+        }
+        pictures = {path.stem: decode_image(path.read_bytes()) for path in workdir.glob("*.png")}
+        write_board(workdir, step, numbers=accuracies, pictures=pictures)
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"
     print(f"\npicture: {picture}" if picture else f"\n{missing}")

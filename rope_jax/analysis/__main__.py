@@ -24,9 +24,14 @@ from jaxtyping import Array, Float, UInt8
 from rope_jax import data
 from rope_jax.analysis import plots
 from rope_jax.analysis.attention import attention_maps, attention_statistics
-from rope_jax.analysis.correlation import layer_positions, position_correlation
+from rope_jax.analysis.correlation import (
+    layer_positions,
+    middle_token,
+    position_correlation,
+)
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.analysis.rotation import (
+    FORMULAS,
     READINGS,
     fourier_mask_reconstruction,
     fourier_reconstruction,
@@ -67,19 +72,19 @@ def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) 
     images = next(_image_batches(loaded, arguments))[:1]
     layers = attention_maps(loaded.model, _normalised(images, loaded), query=query)
     shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
-    mark, token = query, "the marked position"
-    if query is None:
-        (position, _), *_ = loaded.model.positions(loaded.image_size)
-        mark, token = (None, "the class token") if position.stage.prefix else ((0.5, 0.5), token)
+    place, token = query or (0.5, 0.5), "the marked token"
+    (position, _), *_ = loaded.model.positions(loaded.image_size)
+    if query is None and position.stage.prefix:
+        place, token = None, "the class token"
     title = f"{loaded.title}: attention of {token}"
-    plots.overlays(images[0], shown, out / "maps.png", title=title, mark=mark)
+    plots.overlays(images[0], shown, out / "maps.png", title=title, place=place)
     return {"query": query, "maps": shown}
 
 
 def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Reconstruction of a point from the frequencies of a rotary scheme (Heo et al., figure 1)."""
     stages = loaded.model.positions(loaded.image_size)
-    shown = {}
+    shown, marks = {}, {}
     for number, (position, grid) in enumerate(stages, 1):
         stage = f"stage {number}, " if len(stages) > 1 else ""
         freqs = frequencies(position, grid)
@@ -88,9 +93,10 @@ def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
             for layer, own in enumerate(freqs, 1):
                 shown[f"{stage}layer {layer}"] = fourier_reconstruction(own, grid)
         shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-    plots.panels(
-        shown, out / "fourier.png", title=f"{loaded.title}: reconstruction of one position"
-    )
+        marks |= dict.fromkeys(shown.keys() - marks.keys(), (grid[0] // 2, grid[1] // 2))
+    title = f"{loaded.title}: the marked token, reconstructed"
+    label = "relative to the marked token"
+    plots.panels(shown, out / "fourier.png", title=title, label=label, marks=marks)
     return {"maps": shown}
 
 
@@ -99,8 +105,11 @@ def correlation(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib
     grid = loaded.model.grids(loaded.image_size)[0]
     found = position_correlation(layer_positions(loaded.model, grid), grid, arguments.token)
     shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
-    title = f"{loaded.title}: cosine similarity of positions"
-    plots.panels(shown, out / "correlation.png", title=title, signed=True)
+    token = middle_token(grid) if arguments.token is None else arguments.token
+    marks = dict.fromkeys(shown, divmod(token, grid[1]))
+    title = f"{loaded.title}: position of the marked token and of the others"
+    label = "cosine similarity"
+    plots.panels(shown, out / "correlation.png", title=title, label=label, marks=marks)
     return {"maps": shown}
 
 
@@ -110,11 +119,11 @@ def decay(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path)
     distances = np.arange(2 * max(grid) + 1, dtype=float)
     score, bound = score_decay(frequencies(position, grid), distances)
     curves = {
-        "score for equal features": (distances, score),
-        "RoFormer's bound": (distances, bound),
+        "query and key of ones": (distances, score),
+        "RoFormer's bound on it": (distances, bound),
     }
     title = f"{loaded.title}, {grid[0]}x{grid[1]} tokens"
-    axes = {"x": "distance (tokens)", "y": "score relative to distance 0"}
+    axes = {"x": "distance (tokens)", "y": "relative to the score at distance 0"}
     plots.lines(curves, out / "decay.png", title=title, **axes)
     return {"distances": distances, "score": score, "bound": bound}
 
@@ -145,9 +154,9 @@ def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
         curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
         found |= {f"{name}, d={width}": curve for name, curve in curves.items()}
         plots.lines(
-            {name: (np.arange(width), curve) for name, curve in curves.items()},
+            {FORMULAS[name]: (np.arange(width), curve) for name, curve in curves.items()},
             out / f"angles_{width}.png",
-            x="dimension",
+            x="dimension (on each ladder t goes from 0 to 1)",
             y="angle at coordinate 1 (radians)",
             title=f"2-D RoPE and the readings of Axial RoPE ({heads} heads), {width} dimensions",
             yscale="log",
@@ -165,6 +174,9 @@ def costs(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
         position, *numbers = dataclasses.astuple(row)
         cells.append((position, *("-" if n is None else f"{n:,}" for n in numbers)))
     print(format_table(header, cells))
+    added = {row.position: (row.parameters, row.operations) for row in rows}
+    title = f"{arguments.model} at {size[0]}x{size[1]} pixels"
+    plots.costs(added, out / "costs.png", title=title)
     return {
         "model": arguments.model,
         "image_size": size,

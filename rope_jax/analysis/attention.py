@@ -185,8 +185,7 @@ def attention_maps(
 
     def read(layer: AttentionLayer) -> Array:
         height, width = layer.grid
-        fractions = query or (0.5, 0.5)
-        y, x = (min(int(f * n), n - 1) for f, n in zip(fractions, layer.grid, strict=True))
+        y, x = token_at(query or (0.5, 0.5), layer.grid)
         row = 0 if query is None and layer.prefix else layer.prefix + y * width + x
         weights = jax.lax.map(
             lambda first: attention_weights(layer, first)[:, row], jnp.asarray(layer.chunks)
@@ -196,6 +195,20 @@ def attention_maps(
         return weights.reshape(batch, heads, height, width)
 
     return [np.asarray(layer) for layer in _layer_function(model, read)(images)]
+
+
+def token_at(place: tuple[float, float], grid: Grid) -> tuple[int, int]:
+    """The token at a place of the image, as (row, column).
+
+    >>> token_at((0.5, 1.0), (4, 6))
+    (2, 5)
+
+    Args:
+        place: (y, x) as fractions of height and width in [0, 1].
+        grid: (H, W) of the map.
+    """
+    y, x = (min(int(f * n), n - 1) for f, n in zip(place, grid, strict=True))
+    return y, x
 
 
 def _layer_function(

@@ -29,13 +29,22 @@ def position_correlation(
         ValueError: if the token is not on the map.
     """
     rows = np.asarray(rows, np.float64)
-    token = (grid[0] - 1) // 2 * grid[1] + (grid[1] - 1) // 2 if token is None else token
+    token = middle_token(grid) if token is None else token
     if not 0 <= token < rows.shape[1]:
         raise ValueError(
             f"token={token} is not on the map of {grid[0]}x{grid[1]}: use 0 to {rows.shape[1] - 1}"
         )
     unit = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-30)
     return np.einsum("ltc,lc->lt", unit, unit[:, token]).reshape(len(rows), *grid)
+
+
+def middle_token(grid: Grid) -> int:
+    """Index of the token in the middle of a map, on an even side before the middle.
+
+    >>> middle_token((14, 14))
+    90
+    """
+    return (grid[0] - 1) // 2 * grid[1] + (grid[1] - 1) // 2
 
 
 def layer_positions(model: nnx.Module, grid: Grid) -> Float[np.ndarray, "layers L C"]:

@@ -17,10 +17,19 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 img { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
 figcaption { color: #555; font-size: 0.9rem; }
-.table { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: left;
-  white-space: nowrap; }
-td:last-child { white-space: normal; min-width: 16rem; }
+table { border-collapse: collapse; font-size: 0.9rem; width: 100%; }
+th, td { padding: 0.3rem 0.5rem; border-bottom: 1px solid #ddd; text-align: left;
+  vertical-align: top; overflow-wrap: anywhere; }
+td small { display: block; white-space: nowrap; color: #555; }
+@media (max-width: 45rem) {  /* a row becomes a list of its cells, with the names of the columns */
+  thead { display: none; }
+  table, tbody, tr, td { display: block; }
+  tr { border-bottom: 2px solid #999; padding: 0.4rem 0; }
+  td { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: 0.1rem 0; }
+  td::before { content: attr(data-column); color: #555; flex: none; }
+  td:first-child { font-weight: bold; }
+  td div { text-align: right; }
+}
 """
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -59,17 +68,23 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def html(self) -> str:
-        head, body = _row_html(self.header, "th"), [_row_html(row, "td") for row in self.rows]
-        lines = [f"<thead>{head}</thead>", "<tbody>", *body, "</tbody>"]
-        return "\n".join(['<div class="table"><table>', *lines, "</table></div>"])
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.header)
+        body = [_row_html(self.header, row) for row in self.rows]
+        lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>", *body, "</tbody>"]
+        return "\n".join(["<table>", *lines, "</table>"])
 
     def markdown(self) -> str:
         rows = [[cell.replace("|", "/") for cell in row] for row in self.rows]
         return markdown_table(self.header, rows).rstrip()
 
 
-def _row_html(cells: Sequence[str], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def _row_html(header: Sequence[str], cells: Sequence[str]) -> str:
+    found = ""
+    for name, cell in zip(header, cells, strict=True):
+        value, bracket, interval = html.escape(cell).partition(" [")  # an interval has its own line
+        small = f"<small>[{interval}</small>" if bracket else ""
+        found += f'<td data-column="{html.escape(name, quote=True)}"><div>{value}{small}</div></td>'
+    return f"<tr>{found}</tr>"
 
 
 @dataclasses.dataclass(frozen=True)

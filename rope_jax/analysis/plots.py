@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from rope_jax.analysis.attention import token_at
 from rope_jax.analysis.differences import Difference
 from rope_jax.evaluate.results import Row
 from rope_jax.files import write_file
@@ -149,7 +150,8 @@ def lines(
     figure = _figure(7.2, 3.8)
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
-        axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3)
+        alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
+        axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3, marker=alone)
     axes.set(**scales)
     _label(axes, title, x, y)
     axes.legend(frameon=False, fontsize=9)
@@ -161,24 +163,30 @@ def panels(
     path: pathlib.Path,
     *,
     title: str,
-    signed: bool = False,
+    label: str,
+    marks: Mapping[str, tuple[int, int]],
 ) -> pathlib.Path:
-    """Draws maps side by side, each in its own range.
+    """Draws maps of values in [-1, 1] side by side, with one colour bar.
 
     Args:
         maps: name -> [H, W].
         path: of the PNG file.
         title: of the picture.
-        signed: use the range [-1, 1], with 0 in the middle of the colours.
+        label: of the colour bar.
+        marks: name -> (row, column) of the token that is marked.
     """
     across, down = _layout(len(maps), 6)
-    figure = _figure(max(1.55 * across, 4.0), 1.75 * down + 0.4)
-    colours = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1} if signed else {"cmap": "magma"}
+    figure = _figure(max(1.55 * across + 0.9, 4.0), 1.75 * down + 0.4)
     for number, (name, values) in enumerate(maps.items(), 1):
         axes = figure.add_subplot(down, across, number)
-        axes.imshow(values, **colours)
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
+        row, column = marks[name]
+        axes.plot(column, row, marker="+", color="black", markersize=7)
         axes.set_title(name, fontsize=8)
         axes.set_axis_off()
+    bar = figure.colorbar(image, ax=figure.axes, fraction=0.05, aspect=15 * down)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
     figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
@@ -189,16 +197,17 @@ def overlays(
     path: pathlib.Path,
     *,
     title: str,
-    mark: tuple[float, float] | None,
+    place: tuple[float, float] | None,
 ) -> pathlib.Path:
-    """Draws an image, then each map over the image.
+    """Draws an image, then each map over the image, in its own range.
 
     Args:
         image: [H, W, 3].
         maps: name -> [h, w], of any size.
         path: of the PNG file.
         title: of the picture.
-        mark: (y, x) of a cross, as fractions of height and width, or None.
+        place: (y, x) as fractions of height and width. A cross marks the middle of the token there,
+            on the image that of the first map; None for no mark.
     """
     across, down = _layout(len(maps) + 1, 5)
     height, width = image.shape[:2]
@@ -211,10 +220,39 @@ def overlays(
         axes.imshow(image, extent=extent)
         if values is not None:
             axes.imshow(values, **overlay)
-        if mark is not None:
-            axes.plot(mark[1] * width, mark[0] * height, **cross)
+        if place is not None:
+            grid = next(iter(maps.values())).shape if values is None else values.shape
+            row, column = token_at(place, grid)
+            middle = (column + 0.5) / grid[1] * width, (row + 0.5) / grid[0] * height
+            axes.plot(*middle, **cross)
         axes.set_title(name, fontsize=8)
         axes.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def costs(
+    added: Mapping[str, tuple[int | None, int | None]], path: pathlib.Path, *, title: str
+) -> pathlib.Path:
+    """Draws the parameters and operations that each scheme adds to a model, as bars.
+
+    Args:
+        added: scheme -> (parameters, operations per image); None where they are not counted.
+        path: of the PNG file.
+        title: of the picture.
+    """
+    figure = _figure(7.2, 1.1 + 0.3 * len(added))
+    names = list(added)
+    for column, label in enumerate(("parameters", "operations per image")):
+        axes = figure.add_subplot(1, 2, column + 1)
+        numbers = [values[column] for values in added.values()]
+        bars = axes.barh(names, [number or 0 for number in numbers], color=COLOURS[0])
+        texts = ["not counted" if number is None else f"{number:,}" for number in numbers]
+        axes.bar_label(bars, texts, padding=3, fontsize=7)
+        axes.margins(x=0.3)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=8, labelleft=column == 0)
+        axes.set_xlabel(f"added {label}", fontsize=8)
     figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 

@@ -28,7 +28,7 @@ from rope_jax.analysis.runs import (
     sizes_of,
 )
 from rope_jax.arguments import command_parser
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, differences
 from rope_jax.evaluate.results import Row
 from rope_jax.text import format_table
 
@@ -108,6 +108,7 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
         "counts; the others are below. Intervals are of 95 %: Student's t over runs with several "
         "seeds, Wilson's over images for a single run."
     )
+    notes = [Text(f"Not alike: {note}") for note in unlike(groups)]
     header, body = comparison(groups, percent_with_interval)
     header = [header[0], "seeds", *header[1:]]
     for row in body:
@@ -118,7 +119,25 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
         means[name] = [rows[0] | {"top1": _mean_top1(rows)} for rows in found]
     path = plots.accuracy_against_resolution(means, out / "comparison.png")
     caption = "top-1 accuracy over test resolution, a line per scheme, training resolution in grey"
-    return [text, Table(header, body), *([Picture(path, caption)] if path else [])]
+    return [text, *notes, Table(header, body), *([Picture(path, caption)] if path else [])]
+
+
+def unlike(groups: Groups) -> list[str]:
+    """What else than the position differs from the first row: settings, and the steps of training.
+
+    Returns:
+        One sentence for each row that differs.
+    """
+    (name, (first, *_)), *others = groups.items()
+    sentences = []
+    for label, (run, *_) in others:
+        allowed = ("model.position", "seed")
+        changed = differences(first.config, run.config, allowed)
+        if run.step != first.step:
+            changed.append(f"steps: {first.step:,} -> {run.step:,}")
+        if changed:
+            sentences.append(f"{name} -> {label}: {'; '.join(changed)}.")
+    return sentences
 
 
 def _differences(groups: Groups, out: pathlib.Path) -> list[Block]:
@@ -151,8 +170,8 @@ def _training(groups: Groups, out: pathlib.Path) -> list[Block]:
         curves[name] = [line["step"] for line in lines], losses
         speeds = [line["images_per_second"] for line in lines if "images_per_second" in line]
         speed = f"{np.median(speeds):,.0f}" if speeds else "-"
-        body.append((name, f"{losses[-1]:.4f}", speed))
-    blocks = [Table(("position", "last loss", "images per second (median)"), body)]
+        body.append((name, f"{lines[-1]['step']:,}", f"{losses[-1]:.4f}", speed))
+    blocks = [Table(("position", "steps", "last loss", "images per second (median)"), body)]
     if plots.available():
         title = "Training loss (first seed of each row)"
         path = plots.lines(curves, out / "loss.png", x="step", y="training loss", title=title)
@@ -241,6 +260,7 @@ def write_report(groups: Groups, out: pathlib.Path) -> str:
     """
     out.mkdir(parents=True, exist_ok=True)
     table = format_table(*comparison(groups, percent))
+    table += "".join(f"\nnot alike: {note}" for note in unlike(groups))
     if found := paired_differences(groups):
         title = f"difference from {next(iter(groups))} in percentage points [95 % interval]"
         table += f"\n\n{title}\n\n{format_table(*differences_table(found))}"

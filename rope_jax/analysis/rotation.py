@@ -125,6 +125,15 @@ def _centre(grid: Grid, centre: Sequence[int] | None) -> tuple[int, ...]:
     return (grid[0] // 2, grid[1] // 2) if centre is None else tuple(centre)
 
 
+# What the readings are, for legends: the angle at coordinate 1 of rung t, from 0 up to 1.
+FORMULAS = {
+    "rope2d": r"2-D RoPE: $100^{-t}$",
+    "hdit": r"HDiT's code: $\pi \cdot 10^t$",
+    "eq35": r"thesis, equation 3.5: $10^t$",
+    "table31": r"thesis, table 3.1: $\pi^{t \ln 10}$",
+}
+
+
 def rotation_angles(reading: str, width: int, *, heads: int = 1) -> Float[np.ndarray, " width"]:
     """Angle of each dimension at coordinate 1, heads side by side (thesis, figure C.1).
 
@@ -168,16 +177,17 @@ def score_decay(
 
     Returns:
         score: of a query and key of ones, relative to distance 0: the mean cosine.
-        bound: RoFormer's bound on scores, relative to distance 0: the mean over i of the absolute
-            sum of exp(i F . offset) over the first i pairs (arXiv 2104.09864, section 3.4.3).
+        bound: RoFormer's bound on that score, the mean over i of the absolute sum of
+            exp(i F . offset) over the first i pairs (arXiv 2104.09864, section 3.4.3). It is also
+            relative to the score at distance 0, where it is (R + 1) / 2, the mean of 1 to R.
 
-        Both are averaged over layers, heads and directions.
+        Both are averaged over layers, heads and directions; no score exceeds its bound.
     """
-    axes, pairs = freqs.shape[-2:]
+    axes = freqs.shape[-2]
     turns = np.arange(directions) * np.pi / directions if axes == 2 else np.zeros(1)
     unit = np.stack([np.sin(turns), np.cos(turns)])[-axes:]  # [A, directions]
     angles = np.einsum("...ar,ad,n->n...dr", freqs, unit, np.asarray(distances, np.float64))
     waves = np.exp(1j * angles)
     rest = tuple(range(1, waves.ndim))
-    bound = np.abs(np.cumsum(waves, axis=-1)).mean(axis=rest) / ((pairs + 1) / 2)
+    bound = np.abs(np.cumsum(waves, axis=-1)).mean(axis=rest)
     return waves.real.mean(axis=rest), bound

@@ -322,7 +322,9 @@ class Config:
         resumable=True,
     )
     tensorboard: bool = _setting(
-        False, "also write TensorBoard files (needs the extra `log`)", resumable=True
+        False,
+        "also write metrics, results and pictures for TensorBoard (needs the extra `log`)",
+        resumable=True,
     )
 
     @property

@@ -3,7 +3,9 @@
 python -m rope_jax.positions --model=deit3_s16
 """
 
+import functools
 import math
+import textwrap
 
 from flax import nnx
 
@@ -11,7 +13,7 @@ from rope_jax.arguments import command_parser
 from rope_jax.models import create_model
 from rope_jax.models.registry import find_model
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
-from rope_jax.text import format_table, markdown_table
+from rope_jax.text import markdown_table
 
 HEADER = ("scheme", "formula", "acts", "on another map", "source")
 
@@ -40,6 +42,25 @@ def parameters(model: str, position: str) -> str:
     return f"{sum(math.prod(param.shape) for path, param in params if 'position' in path):,}"
 
 
+def listing(model: str | None = None) -> str:
+    """The table as lines of at most 100 characters: what a scheme does, its formula, its source.
+
+    >>> print(listing().splitlines()[0])
+    alibi2d: added to the attention logits; on another map: extrapolated: the same step per patch
+
+    Args:
+        model: name of a model, in which the scheme's parameters are counted.
+    """
+    lines = []
+    for name, equation, acts, resolution, paper in rows():
+        counted = "" if model is None else f" ({parameters(model, name)} parameters)"
+        indented = functools.partial(textwrap.wrap, width=100, subsequent_indent=" " * 6)
+        lines += indented(f"{name}{counted}: {acts}; on another map: {resolution}")
+        lines += indented(equation, initial_indent=" " * 4)
+        lines += indented(paper, initial_indent=" " * 4)
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
     parser = command_parser("rope_jax.positions", __doc__)
@@ -52,15 +73,13 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     if flags.markdown:
         print(markdown(), end="")
-    elif flags.model is None:
-        print(format_table(HEADER, rows()))
-    else:
-        try:
+        return
+    try:
+        if flags.model is not None:
             find_model(flags.model)
-        except ValueError as error:
-            parser.error(str(error))
-        header = (*HEADER, f"parameters in {flags.model}")
-        print(format_table(header, [(*row, parameters(flags.model, row[0])) for row in rows()]))
+    except ValueError as error:
+        parser.error(str(error))
+    print(listing(flags.model))
 
 
 if __name__ == "__main__":

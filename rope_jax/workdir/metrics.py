@@ -4,10 +4,12 @@ import json
 import os
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import UInt8
 
 from rope_jax.files import (
     SaveFailed,
@@ -199,6 +201,30 @@ class Profiler:
         jax.profiler.stop_trace()
         self._until = None
         return str(self._folder)
+
+
+def write_board(
+    workdir: pathlib.Path,
+    step: int,
+    *,
+    numbers: Mapping[str, float],
+    pictures: Mapping[str, UInt8[np.ndarray, "_ _ 3"]],
+) -> None:
+    """Adds results and pictures of a step to the TensorBoard files of a run.
+
+    Args:
+        workdir: of the run.
+        step: to which they belong.
+        numbers: by name; TensorBoard allows letters, digits and -_./, others become underscores.
+        pictures: by name, [H, W, 3].
+    """
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(workdir / "tensorboard")) as board:
+        for name, number in numbers.items():
+            board.add_scalar(name, number, step)
+        for name, picture in pictures.items():
+            board.add_image(name, picture, step, dataformats="HWC")
 
 
 def progress_line(step: int, total: int, values: dict[str, float]) -> str:

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from rope_jax import data
+from rope_jax.analysis import plots
 from rope_jax.analysis.__main__ import _image_batches, main
 from rope_jax.loading import add_model_arguments, load_model
 from rope_jax.training.setup import load_split
@@ -86,7 +87,7 @@ def test_positions_and_costs(command, capsys):
     assert "operations" in capsys.readouterr().out
     found, pictures = command("angles", "--widths=16", "--heads=2")
     assert len(found["table31, d=16"]) == 16
-    assert pictures == ["angles_16.png", "correlation.png"]
+    assert pictures == ["angles_16.png", "correlation.png", "costs.png"]
 
 
 @pytest.mark.parametrize(
@@ -114,3 +115,34 @@ def test_positions_and_costs(command, capsys):
 def test_errors_are_one_line(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=f"^rope_jax.analysis: .*{message}"):
         main([*arguments, f"--out={tmp_path}"])
+
+
+def crosses(figure):
+    """(x, y) of the mark on each panel."""
+    marks = [axes.lines[0].get_data() for axes in figure.axes if axes.lines]
+    return [(float(x[0]), float(y[0])) for x, y in marks]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved."""
+    found = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: found.append(figure) or path)
+    return found
+
+
+def test_the_mark_is_in_the_middle_of_the_token(figures, tmp_path):
+    image = np.zeros((8, 12, 3), np.uint8)
+    maps = {"layer 1": np.zeros((4, 6)), "layer 2": np.zeros((2, 3))}
+    plots.overlays(image, maps, tmp_path, title="", place=(0.5, 0.5))
+    assert crosses(figures[0]) == [(7, 5), (7, 5), (6, 6)]  # on the image that of layer 1
+    plots.overlays(image, maps, tmp_path, title="", place=(1.0, 0.0))
+    assert crosses(figures[1]) == [(1, 7), (1, 7), (2, 6)]
+
+
+def test_panels_have_one_colour_bar_and_marked_tokens(figures, tmp_path):
+    main(["correlation", *DIGITS, "--position=lape(ape)", "--token=6", f"--out={tmp_path}"])
+    main(["fourier", *DIGITS, "--position=rope_mixed", f"--out={tmp_path}"])
+    assert [crosses(figure) for figure in figures] == [[(2, 1)] * 2, [(2, 2)] * 4]
+    for figure, label in zip(figures, ("cosine similarity", "relative to"), strict=True):
+        assert figure.axes[-1].get_ylabel().startswith(label)

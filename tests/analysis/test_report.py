@@ -92,11 +92,13 @@ def test_one_table_one_picture_one_page(tmp_path, capsys):
         "meta",
         {"name": "viewport", "content": "width=device-width, initial-scale=1"},
     ) in page.tags
-    low, high = np.clip(report.student([0.95, 0.85]), 0, 1)
-    assert f"90.0 [{100 * low:.1f}, {100 * high:.1f}]" in page.text  # two seeds
-    low, high = report.wilson(0.9, 360)
-    assert f"90.0 [{100 * low:.1f}, {100 * high:.1f}]" in page.text  # one run
+    cells = [attributes.get("data-column") for tag, attributes in page.tags if tag == "td"]
+    assert cells[:5] == ["position", "seeds", "8x8", "8x12", "16x16"]
     markdown = (tmp_path / "report.md").read_text()
+    for low, high in (np.clip(report.student([0.95, 0.85]), 0, 1), report.wilson(0.9, 360)):
+        interval = f"[{100 * low:.1f}, {100 * high:.1f}]"  # of two seeds, of one run
+        assert f"| 90.0 {interval} |" in markdown
+        assert f"90.0\n{interval}\n" in page.text
     for name in ("comparison.png", "differences.png", "loss.png"):
         assert f"]({name})" in markdown
 
@@ -121,6 +123,20 @@ def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):
         "rope2d",
         "rope2d (b)",
     }
+
+
+def test_what_differs_beside_the_position_is_named(tmp_path):
+    a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)))
+    b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)), seed=3)
+    groups = report.group_runs([*report.read_runs(a), *report.read_runs(b)])
+    assert report.unlike(groups) == []
+    longer = {"model": {"name": "vit_digits", "position": "rope2d"}, "epochs": 2.0}
+    (b / "config.json").write_text(cfg.to_json(cfg.resolve(longer)))
+    (b / "results.json").write_text(json.dumps({"step": 1674, "eval": rows(((8, 8), 0.8))}))
+    report.main([str(a), str(b)])
+    note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
+    assert f"not alike: {note}" in (tmp_path / "comparison.txt").read_text()
+    assert f"Not alike: {note}" in (tmp_path / "report.md").read_text()
 
 
 def test_the_crops_of_one_run_are_no_seeds(tmp_path):

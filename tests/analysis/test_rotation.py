@@ -9,6 +9,8 @@ from flax import nnx
 from rope_jax.analysis.correlation import layer_positions, position_correlation
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.analysis.rotation import (
+    FORMULAS,
+    READINGS,
     fourier_mask_reconstruction,
     fourier_reconstruction,
     frequencies,
@@ -97,10 +99,28 @@ def test_scores_are_those_of_rotated_ones():
         score, [1, np.cos(theta).mean(), np.cos(7 * theta).mean()], rtol=1e-6
     )
     sums = [abs(np.exp(7j * theta[:n]).sum()) for n in range(1, len(theta) + 1)]
-    np.testing.assert_allclose(
-        bound[2], np.mean(sums) / np.mean(range(1, len(theta) + 1)), rtol=1e-6
-    )
-    assert bound[0] == pytest.approx(1)
+    np.testing.assert_allclose(bound[2], np.mean(sums), rtol=1e-6)
+    assert bound[0] == pytest.approx((len(theta) + 1) / 2)
+
+
+@pytest.mark.parametrize("name", ["rope1d", "rope2d", "axial_rope", "rope_mixed"])
+def test_no_score_exceeds_its_bound(name):
+    score, bound = score_decay(frequencies(position(name), (6, 6)), np.linspace(0, 20, 81))
+    assert (abs(score) <= bound + 1e-12).all()
+
+
+def test_every_reading_has_its_formula():
+    t = np.arange(8) / 8
+    values = {
+        r"$100^{-t}$": 100**-t,
+        r"$\pi \cdot 10^t$": np.pi * 10**t,
+        r"$10^t$": 10**t,
+        r"$\pi^{t \ln 10}$": np.pi ** (t * np.log(10)),
+    }
+    assert set(FORMULAS) == set(READINGS)
+    for (name, text), (formula, wanted) in zip(FORMULAS.items(), values.items(), strict=True):
+        assert formula in text
+        np.testing.assert_allclose(rotation_angles(name, 8), wanted, rtol=1e-12)
 
 
 def test_correlation_of_known_positions():

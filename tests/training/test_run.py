@@ -80,6 +80,29 @@ def test_a_run_leaves_its_files(finished):
         assert 0 <= row["top1"] <= row["top5"] <= 1
 
 
+@pytest.mark.slow
+def test_results_and_pictures_are_offered_in_tensorboard(finished, tmp_path):
+    pytest.importorskip("tensorboardX", reason="TensorBoard files need the extra `log`")
+    from tensorboardX.proto.event_pb2 import Event
+
+    workdir = tmp_path / "copy"
+    shutil.copytree(finished[0], workdir)
+    (workdir / "results.json").unlink()
+    rope_jax.run.train(tiny(tensorboard=True, ema_decay=0.9), workdir)
+    (path,) = (workdir / "tensorboard").iterdir()
+    data, found = path.read_bytes(), {}
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        for value in Event.FromString(data[12 : 12 + size]).summary.value:
+            found[value.tag] = value
+        data = data[16 + size :]
+    rows = json.loads((workdir / "results.json").read_text())["eval"]
+    for row in rows:
+        name = f"top1_{'x'.join(map(str, row['resolution']))}/rope_mixed"
+        assert found[name].simple_value == pytest.approx(row["top1"])
+    assert found["accuracy"].image.encoded_image_string.startswith(b"\x89PNG")
+
+
 def test_the_loaded_model_scores_what_the_run_reported(finished):
     workdir, _ = finished
     model, config = rope_jax.load_checkpoint(str(workdir))
