@@ -149,7 +149,12 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     if "out" in inspect.signature(function).parameters:
         options["out"] = out
     keep = functools.partial(_keep, name, settings, out)
-    with _ended_after(settings.get("limit_s"), out):
+    with contextlib.ExitStack() as stack:
+        if "limit_s" in settings:
+            limit_s = settings["limit_s"]
+            message = f"ended while busy: --limit-s={limit_s:g}; the results so far: {out}"
+            ending = functools.partial(end_now, message, 0)
+            stack.enter_context(alarm(max(0.0, limit_s) + GRACE_S, ending))
         function(keep, *positional, *flags, **options)
 
 
@@ -160,13 +165,11 @@ def end_now(message: str, status: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def _ended_after(limit_s: float | None, out: pathlib.Path | None) -> Iterator[None]:
-    """Ends this process at its time limit, also while it compiles or waits for a device."""
-    message = f"ended while busy: --limit-s={limit_s}; the results so far: {out}"
-    timer = threading.Timer((limit_s or 0) + GRACE_S, end_now, (message, 0))
+def alarm(limit_s: float, action: Callable[[], None]) -> Iterator[None]:
+    """A context that calls the action, in a thread, if it is not left within `limit_s` seconds."""
+    timer = threading.Timer(limit_s, action)
     timer.daemon = True
-    if limit_s is not None:
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
