@@ -1,5 +1,6 @@
 """Keeps one kernel that hangs or breaks the device from hiding the results of other tests."""
 
+import collections
 import faulthandler
 import json
 import os
@@ -23,32 +24,55 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if (path := config.getoption("outcomes")) and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which collects by itself
+        config.pluginmanager.register(LeftOut(config.workerinput.get("known_tests", ())))
+    elif path := config.getoption("outcomes"):
         config.pluginmanager.register(Outcomes(path))
 
 
-class Outcomes:
-    """Writes outcomes as they come. Tests that have passed with these sources are left out."""
+class LeftOut:
+    """Leaves out tests by name."""
+
+    def __init__(self, names):
+        self.names = set(names)
+
+    def pytest_collection_modifyitems(self, config, items):
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.names])
+        items[:] = [item for item in items if item.nodeid not in self.names]
+
+
+class Outcomes(LeftOut):
+    """Writes outcomes as they come. Tests that have one are left out."""
 
     def __init__(self, path):
         self.path = path
+        found = read_outcomes(path)
+        known = {entry["test"] for entry in found if entry["outcome"] != "started"}
+        starts = collections.Counter(
+            entry["test"] for entry in found if entry["outcome"] == "started"
+        )
+        # The time limit also ends the process of a test, but hardly twice of the same one.
+        fatal = {name for name in starts.keys() - known if starts[name] >= 2}
+        for name in sorted(fatal):
+            self.write(test=name, outcome="failed", reason="it ended its process twice", seconds=0)
+        super().__init__(known | fatal)
 
-    def pytest_collection_modifyitems(self, config, items):
-        passed = {
-            outcome["test"]
-            for outcome in read_outcomes(self.path)
-            if outcome["outcome"] == "passed"
-        }
-        known = [item for item in items if item.nodeid in passed]
-        config.hook.pytest_deselected(items=known)
-        items[:] = [item for item in items if item.nodeid not in passed]
+    def write(self, **entry):
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        node.workerinput["known_tests"] = sorted(self.names)
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.write(test=nodeid, outcome="started")
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             reason = "" if report.outcome == "passed" else str(report.longrepr)[-2000:]
-            entry = {"test": report.nodeid, "outcome": report.outcome, "reason": reason}
-            with self.path.open("a") as file:
-                file.write(json.dumps(entry | {"seconds": round(report.duration, 2)}) + "\n")
+            seconds = round(getattr(report, "duration", 0.0), 2)
+            self.write(test=report.nodeid, outcome=report.outcome, reason=reason, seconds=seconds)
 
 
 def read_outcomes(path):

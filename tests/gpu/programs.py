@@ -4,16 +4,18 @@ With ROPE_JAX_REHEARSE_GPU_TESTS=1 the GPU tests run on a CPU at small sizes, wi
 kernels, which shows that the tests themselves work.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
 import math
 import os
+import threading
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention_qkv, rotate_qkv
 
@@ -111,21 +113,37 @@ def beyond_31_bits(run):
 MANY_ELEMENTS = [beyond_31_bits(run) for run in OURS[:-1]]
 
 
-def beside_other_work(run):
-    """A function (x, *operands): the run, and at the same time products of x on another stream."""
+@contextlib.contextmanager
+def other_work():
+    """Keeps other streams of the device busy: copies to it and, with torch, matrix products."""
+    ended, copied = threading.Event(), np.ones(at(2**26, 2**10), np.float32)
+    products = [lambda: jax.block_until_ready(jax.device_put(copied))]
+    if importlib.util.find_spec("torch") and not REHEARSING:
+        import torch
 
-    def products(x):
-        return jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(x @ y), x)
+        x, stream = torch.ones(4096, 4096, device="cuda").bfloat16(), torch.cuda.Stream()
 
-    if not REHEARSING:
-        space = jax.memory.Space.Device
-        options = {"compute_type": "gpu_stream:1", "out_memory_spaces": space}
-        products = compute_on(jax.jit(products), **options)
+        def multiply():
+            with torch.cuda.stream(stream):
+                for _ in range(8):
+                    x @ x
+                stream.synchronize()
 
-    def both(x, *operands):
-        return run(*operands), products(x)
+        products.append(multiply)
 
-    return both
+    def repeat(work):
+        while not ended.is_set():
+            work()
+
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in products]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 @functools.cache
