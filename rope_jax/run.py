@@ -25,13 +25,12 @@ from rope_jax.evaluate import (
 from rope_jax.files import locked, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
-from rope_jax.training.kernels import choices_for_training, stored_choices
+from rope_jax.training.kernels import choices_for_training, kernels_of_run
 from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table
-from rope_jax_kernels import Choices
 
 
 def train(
@@ -86,7 +85,7 @@ def train(
             ) as writer:
                 state = train_loop(setup, state, checkpoints, writer, signals, workdir)
         else:
-            stack.enter_context(_stored_kernels(config, workdir))
+            stack.enter_context(kernels_of_run(config, workdir))
         finish(setup, state, workdir, signals)
 
 
@@ -119,13 +118,8 @@ def evaluate_newest(
             )
         if state is None:
             raise ConfigError(missing)
-        with _stored_kernels(setup.config, workdir):
+        with kernels_of_run(setup.config, workdir):
             finish(setup, state, workdir, signals)
-
-
-def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
-    """The choices of kernels that the run was trained with; without any, built-in preferences."""
-    return stored_choices(config, workdir) or Choices()
 
 
 @contextlib.contextmanager
