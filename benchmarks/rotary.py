@@ -320,7 +320,7 @@ def summary(result: Result) -> str:
     limits, device = result["limits"], result["machine"]["device"]
     launch = f"launch {limits['launch_us']:.2f} us"
     if "kernel_launch_us" in limits:
-        launch += f", an empty kernel {limits['kernel_launch_us']:.2f} us"
+        launch += f", a kernel that only stores {limits['kernel_launch_us']:.2f} us"
     lines = [f"{launch}, copy {limits['copy_gb_per_s']:,.0f} GB/s, on {device}", ""]
     if rows := ratio_rows(result):
         lines.append(format_table(RATIO_HEADER, rows))
