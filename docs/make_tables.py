@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from benchmarks import machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
-from experiments.evidence import PARTS, accuracies, interval, judge, sides
-from experiments.evidence import claims as claims_of
+from experiments._claims import accuracies, interval, judge, sides
+from experiments._claims import claims as claims_of
+from experiments._parts import PARTS
 from rope_jax.positions.__main__ import markdown
 from rope_jax.text import markdown_table
 
@@ -92,7 +93,7 @@ def rotary_table(results: Sequence[Result]) -> str:
     if (result := newest(results, "rotary", "gpu")) is None:
         return no_result("benchmarks rotary")
     limits = result["limits"]
-    launches = f"A launch takes {limits['launch_us']:.2f} us, an empty kernel "
+    launches = f"A launch takes {limits['launch_us']:.2f} us, a kernel that only stores "
     launches += f"{limits['kernel_launch_us']:.2f} us, a copy moves "
     table = markdown_table(rotary.RATIO_HEADER, rotary.ratio_rows(result))
     return f"{table}\n{launches}{limits['copy_gb_per_s']:,.0f} GB/s. {origin(result)}.\n"

@@ -36,14 +36,13 @@ from rope_jax.training.agreement import (
     require_equal_weights,
     require_one_workdir,
 )
-from rope_jax.training.kernels import choices_for_training, stored_choices
+from rope_jax.training.kernels import choices_for_training, kernels_of_run
 from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
 from rope_jax.workdir.trees import named_leaves
-from rope_jax_kernels import Choices
 
 
 def train(
@@ -98,7 +97,7 @@ def train(
             ) as writer:
                 state = train_loop(setup, state, checkpoints, writer, signals, workdir)
         else:
-            stack.enter_context(_stored_kernels(config, workdir))
+            stack.enter_context(kernels_of_run(config, workdir))
         finish(setup, state, workdir, signals)
 
 
@@ -128,13 +127,8 @@ def evaluate_newest(
             )
         if state is None:
             raise _no_checkpoints(workdir)
-        with _stored_kernels(setup.config, workdir):
+        with kernels_of_run(setup.config, workdir):
             finish(setup, state, workdir, signals)
-
-
-def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
-    """The choices of kernels that the run was trained with; without any, built-in preferences."""
-    return stored_choices(config, workdir) or Choices()
 
 
 def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:

@@ -4,6 +4,7 @@ With "tuned" they are measured before the first step and kept in the workdir, so
 computes the same bits.
 """
 
+import contextlib
 import pathlib
 
 import jax
@@ -60,6 +61,22 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
         warn(f"WARNING: the choices of kernels in {path} are not used: they were {reason}")
         return None
     return choices
+
+
+def kernels_of_run(
+    config: Config | None, workdir: pathlib.Path | None
+) -> contextlib.AbstractContextManager:
+    """A context in which a run's model computes with the kernels that it was trained with.
+
+    These are the workdir's, which is not changed; without any, those of the built-in preferences.
+    For a model that is of no run, so with None, the context does nothing.
+
+    Raises:
+        ConfigError: the file in the workdir is damaged.
+    """
+    if config is None or workdir is None:
+        return contextlib.nullcontext()
+    return stored_choices(config, workdir) or Choices()
 
 
 def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> Choices:
