@@ -1,5 +1,6 @@
 """The training step: one jitted, donating function over a plain dict of arrays."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import optax
 from jaxtyping import Array
 
 from rope_jax import seeds
-from rope_jax.sharding import replicated, state_shardings
+from rope_jax.sharding import on_every_device, replicated, state_shardings
 from rope_jax.tasks import classification as task
+from rope_jax.training import optim
 from rope_jax.training.setup import Setup, State
 
 Metrics = dict[str, Array]
@@ -55,17 +57,19 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
     (value, (accuracy, stats)), grads = gradient(
         state["params"], state.get("stats", {}), batch, key
     )
-    updates, opt = setup.optimizer.update(grads, state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    new = {"step": state["step"] + 1, "params": params, "opt": opt}
-    if stats:
-        new["stats"] = stats
-    if config.ema_decay is not None:
-        new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
+    whole = functools.partial(on_every_device, mesh=setup.mesh)
+    with jax.named_scope("optimizer"):
+        updates, opt = setup.optimizer.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {"step": state["step"] + 1, "params": params, "opt": opt}
+        if stats:
+            new["stats"] = stats
+        if config.ema_decay is not None:
+            new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
     metrics = {
         "loss": value,
         "accuracy": accuracy,
-        "grad_norm": optax.tree.norm(grads),
+        "grad_norm": optim.global_norm(grads, whole),
         "learning_rate": jnp.asarray(setup.schedule(state["step"]), jnp.float32),
     }
     if config.non_finite == "skip":
