@@ -180,17 +180,17 @@ def read_bytes(body: Body, name: str, whole: int) -> int:
                 slices[f"{x.operands[1:]} {x.rest.split(', metadata=')[0]}"] = part
             elif _is(x, "dynamic-update-slice") and sliced:
                 continue
-            elif x.root or not (_is(x, "bitcast") or _is_elementwise(x, types[name])):
-                return False
-            elif not follow(x.name):
+            elif x.root or not (_passes(x, types[name]) and follow(x.name)):
                 return False
         return True
 
     return min(whole, round(whole * sum(slices.values()))) if follow(name) else whole
 
 
-def _is_elementwise(x: Instruction, of: str) -> bool:
-    return x.operation in ELEMENTWISE and extents(x.type) == extents(of)
+def _passes(x: Instruction, operand: str) -> bool:
+    """Whether an element of the result needs a single element of an operand of this type."""
+    same = x.operation in ELEMENTWISE and extents(x.type) == extents(operand)
+    return same or _is(x, "bitcast")
 
 
 def extents(shape: str) -> tuple[int, ...]:

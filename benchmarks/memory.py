@@ -1,11 +1,11 @@
-"""Memory of training steps and of attention on GPUs as planned by XLA, and collectives.
+"""Memory, launches and bytes moved of training steps on GPUs as planned by XLA, and collectives.
 
     python -m benchmarks memory --out benchmarks/results/memory_h200.json
 
 Compiles the training step (bfloat16, AdamW, averaged weights, 224 pixels) ahead of time for H200s.
 No GPU is needed, but jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 are. A
-running process needs somewhat more memory. With --models or --parts, the other rows of an existing
-file are kept.
+running process needs somewhat more memory. What counts as a launch and as bytes is described in
+`benchmarks/_hlo.py`. With --models or --parts, the other rows of an existing file are kept.
 """
 
 import collections
@@ -52,7 +52,13 @@ MODELS = {
     "NAT-Mini": "nat_mini",
 }
 LARGE = ("ViT-L", "Swin-B")  # also on 256 GPUs and with sharded parameters
-PARTS = {"steps": ("rows", "against_xla"), "attention": ("attention",)}  # names in the result
+BATCHES = {"ViT-S": 256, "Swin-T": 128, "NAT-Mini": 128}  # whose launches are counted
+# Part -> names in the result.
+PARTS = {
+    "steps": ("rows", "against_xla"),
+    "attention": ("attention",),
+    "launches": ("launches",),
+}
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-(?:permute|broadcast)"
 COLLECTIVE = re.compile(rf"%\S+ = (\(.*?\)|\S+) ({_COLLECTIVES})(-start)?\(")
 
@@ -137,6 +143,35 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
     parts = (images, images, graph, rest, optimizer, schedule)
     run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None)
     return run, jax.eval_shape(lambda: initial_state(run, make()))
+
+
+def forward_text(name: str, device: jax.Device, batch: int) -> str:
+    """The optimised HLO of a model's forward pass in bfloat16, with float32 parameters."""
+
+    def make() -> nnx.Module:
+        return create_model(name, dtype=jnp.bfloat16)
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    images = jax.ShapeDtypeStruct((batch, SIZE, SIZE, 3), jnp.bfloat16)
+
+    def forward(state: nnx.State, images: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(images)
+
+    return _hlo.text_of(compile_ahead(forward, (state, images), device))
+
+
+def launch_rows(label: str) -> list[dict[str, Any]]:
+    """Launches and bytes by kind of a training step and of a forward pass on one GPU."""
+    name, batch, devices = MODELS[label], BATCHES[label], gpus(1)[:1]
+    texts = {
+        "training step": compile_step(name, devices, batch).text,
+        "forward": forward_text(name, devices[0], batch),
+    }
+    row = {"model": label, "batch": batch}
+    return [
+        row | {"pass": what, "kinds": _hlo.by_kind(_hlo.operations(text))}
+        for what, text in texts.items()
+    ]
 
 
 def largest_batch(first: tuple[int, int], second: tuple[int, int], state: int) -> int:
@@ -286,7 +321,7 @@ def run(
     Args:
         keep: saves the result.
         models: models to compile
-        parts: training steps, attention alone
+        parts: training steps, attention alone, launches and bytes of whole programs
         out: the JSON file; its other rows are kept.
     """
     rows: dict[str, list] = {name: [] for names in PARTS.values() for name in names}
@@ -302,6 +337,8 @@ def run(
     for label in models:
         if "attention" in parts and label not in LARGE:
             add("attention", attention_rows(label))
+        if "launches" in parts and label in BATCHES:
+            add("launches", launch_rows(label))
         if "steps" in parts:
             for hosts, fsdp in [(1, 1), (1, 8), (32, 8)] if label in LARGE else [(1, 1)]:
                 add("rows", [step_row(label, hosts, fsdp)])

@@ -32,9 +32,12 @@ class Linear(nnx.Linear):
         h @ (s * W) + b @ W. Their gradients then follow from those of kernel and bias, and need no
         sums over all rows.
         """
+        mixed = self.dtype != self.kernel.dtype
+        if norm is not None and not mixed:
+            x = norm(x)
         rows = by_example(x).reshape(-1, x.shape[-1])
-        if self.dtype == self.kernel.dtype:
-            out = super().__call__(rows if norm is None else norm(rows))
+        if not mixed:
+            out = super().__call__(rows)
         else:
             kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
             if norm is not None:

@@ -42,7 +42,7 @@ def make_step(setup: Setup) -> Callable[[State, dict[str, Any]], tuple[State, Me
 
 
 def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tuple[State, Metrics]:
-    config = setup.config
+    config, mesh = setup.config, setup.mesh
 
     def loss(params: Any, stats: Any, batch: Any, key: Array) -> tuple[Array, tuple[Array, Any]]:
         logits, stats = setup.apply(params, stats, rest, batch["image"], train=True, key=key)
@@ -57,7 +57,8 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
     (value, (accuracy, stats)), grads = gradient(
         state["params"], state.get("stats", {}), batch, key
     )
-    whole = functools.partial(on_every_device, mesh=setup.mesh)
+    grads = jax.lax.with_sharding_constraint(grads, state_shardings(grads, mesh))
+    whole = functools.partial(on_every_device, mesh=mesh)
     with jax.named_scope("optimizer"):
         updates, opt = setup.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
