@@ -193,6 +193,29 @@ def memory(results: Sequence[Result]) -> str:
     return f"{text}\nPlanned by XLA for {origin(result)}.\n"
 
 
+def launches(results: Sequence[Result]) -> str:
+    """Launches and bytes by kind of whole training steps and forward passes."""
+    result = newest(results, "memory")
+    if result is None or not result.get("launches"):
+        return no_result("benchmarks memory --parts=launches")
+
+    def cell(found: Sequence[dict]) -> str:
+        count, tiny, size = (sum(x[name] for x in found) for name in ("launches", "tiny", "bytes"))
+        return f"{size / 1e9:.1f} in {count:,} ({tiny:,})"
+
+    rows = []
+    for row in result["launches"]:
+        kinds = row["kinds"]
+        rest = [kinds[kind] for kind in kinds if kind not in ("products", "attention")]
+        sums = [cell(list(kinds.values())), cell(rest)]
+        about = [f"{row['model']}, {row['pass']}, batch {row['batch']}"]
+        rows.append([*about, *sums, *(cell([kinds[kind]]) for kind in kinds)])
+    header = ["program", "all", "neither products nor attention", *kinds]
+    columns = zip(header, *rows, strict=True)  # a kind a row
+    first, *others = map(list, columns)
+    return f"{markdown_table(first, others)}\nPlanned by XLA for {origin(result)}.\n"
+
+
 def machine_codes(results: Sequence[Result]) -> str:
     """Instructions of the attention kernels, and the least time that issuing them takes."""
     if (result := newest(results, "machine_code")) is None:
@@ -329,6 +352,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "models": model_tables,
     "startup": startup_tables,
     "memory": memory,
+    "launches": launches,
     "machine_code": machine_codes,
     "goals": goals,
     "commands": commands,
