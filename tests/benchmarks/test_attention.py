@@ -1,5 +1,7 @@
 import json
+import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -194,3 +196,32 @@ def test_forms_that_fail_are_left_out_and_hanging_ones_are_named(monkeypatch):
     with pytest.raises(attention.Hangs, match="stuck"):
         attention.measure(problem, stuck, 1, {"copy_gb_per_s": 1.0})
     forever.set()
+
+
+@pytest.mark.slow
+def test_what_only_a_gpu_measures_runs(monkeypatch, tmp_path, capsys):
+    """In interpret mode, where times mean nothing, with other software that takes no time."""
+    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    limits = {"copy_gb_per_s": 1.0, "launch_us": 1.0}
+    monkeypatch.setattr(attention, "machine_limits", lambda turns: limits)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: True)
+    torch = types.SimpleNamespace(attentions=lambda *_: {"torch": lambda: 1.0})
+    monkeypatch.setitem(sys.modules, "benchmarks._torch", torch)
+    monkeypatch.setattr(benchmarks, "_torch", torch, raising=False)
+    for module in (attention, _layers):
+        monkeypatch.setattr(module, "STEPS", 3)
+        monkeypatch.setattr(module, "ROUNDS", 1)
+    forms = ("xla+rope", "triton+rope", "default+rope", "triton", "cudnn")
+    problem = layer(Window((2, 2)), (4, 4), forms=forms)
+    monkeypatch.setattr(attention, "layers", lambda short: [problem])
+    assert main(benchmarks, ["attention", "--turns=1", f"--out={tmp_path / 'a.json'}"]) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+    (row,), (peer,) = result["rows"], result["peers"]
+    for temperature in ("hot", "cold"):
+        assert set(row["microseconds"][temperature]) == set(forms) - {"cudnn"}
+    assert "cuDNN" in row["left_out"]["cudnn"] or "cudnn" in row["left_out"]["cudnn"]
+    assert set(peer["microseconds"]["cold"]) == {"triton", "torch"}
+    assert set(result["goals"]) == {"A3"}
+    assert result["left"] == 0
+    assert "cudnn is left out: " in capsys.readouterr().out
