@@ -1,5 +1,6 @@
 """The command `python -m rope_jax.main`: its flags, exit statuses, messages and signals."""
 
+import io
 import json
 import os
 import pathlib
@@ -99,6 +100,7 @@ def test_one_of_several_processes_ends_at_once(monkeypatch, capsys):
 
 def test_prints_that_fail_are_no_failures(monkeypatch):
     ours, theirs = os.pipe()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # no descriptor: as it was
     with open(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         command.keep_going_unread()

@@ -21,7 +21,9 @@ from rope_jax.workdir.trees import named_leaves, some_of, tree_hash
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
-_SEEN_WITHIN = 10  # seconds until a file written by one machine must be seen by another
+# Seconds until a file that one machine wrote must be seen by another (NFS keeps what it knows of a
+# folder for up to a minute).
+_SEEN_WITHIN = 60
 
 
 @contextlib.contextmanager

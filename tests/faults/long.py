@@ -2,9 +2,9 @@
 
     python -m tests.faults.long --out experiments/results/faults_cpu.json
 
-Five minutes on two idle CPU cores (`make test-faults`); `test_faults.py` is a short form. Each
-interrupted run of a small model must end in the state, bit for bit, and with the losses of an
-uninterrupted one; an AssertionError tells where work was lost.
+Twenty minutes on two idle CPU cores (`make test-faults`); `test_faults.py` and `test_attacks.py`
+are a short form. Each killed run of a small model must end in the state, bit for bit, and with the
+losses of an uninterrupted one; an AssertionError tells where work was lost. Attacks are counted.
 """
 
 import collections

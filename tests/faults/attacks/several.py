@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rope_jax.training import agreement
 from tests.faults.attacks import attack, durable, expect, last_logged
 from tests.faults.processes import ROOT, Run
 
@@ -104,9 +105,13 @@ def other_setting(folder, rng):
     expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
 
 
+def _impatient() -> None:
+    agreement._SEEN_WITHIN = 2
+
+
 @attack("one of two processes has another workdir", tries=2)
 def other_workdir(folder, rng):
-    runs = start(folder, [[], [f"--workdir={folder / 'other'}"]])
+    runs = start(folder, [[], [f"--workdir={folder / 'other'}"]], prepare=_impatient)
     expect_refusal(runs, "process 1", ".lock (of --workdir) is missing", "that all share")
 
 
