@@ -9,6 +9,8 @@ import pytest
 
 from rope_jax import config as cfg
 from rope_jax.analysis import expected, plots, report
+from rope_jax.evaluate import write_results
+from rope_jax.files import sealed
 from rope_jax.models import list_models
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
@@ -30,7 +32,7 @@ def workdir(folder, position, results, *, seed=0, model="vit_digits", losses=())
     (folder / "config.json").write_text(
         cfg.to_json(cfg.resolve({"model": {"name": model, "position": position}, "seed": seed}))
     )
-    (folder / "results.json").write_text(json.dumps({"step": 1, "eval": results}))
+    write_results(folder, 1, results)
     lines = [
         {"step": step, "loss": loss, "images_per_second": 100.0 + step}
         for step, loss in enumerate(losses, 1)
@@ -202,7 +204,7 @@ def test_accuracy_stands_beside_that_of_the_paper(tmp_path):
         model="deit3_s16",
     )
     (a / "evaluations.json").write_text(
-        json.dumps({"rows": rows(((224, 224), 0.5), dataset="imagenet_a")})
+        json.dumps(sealed({"rows": rows(((224, 224), 0.5), dataset="imagenet_a")}))
     )
     (a / "decay.png").write_bytes(b"\x89PNG")
     report.main([str(a), "--out", str(tmp_path / "out")])

@@ -99,7 +99,7 @@ def stalled_file_system(folder, rng):
     expect_saved(folder, run, 60)
 
 
-@attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2)
+@attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2, slow=True)
 def stalled_process(folder, rng):
     often = [word.replace("=100000", "=4") for word in SETTINGS]
     settings = [*often, pictures(folder, rng), "--distributed", "--heartbeat=10"]
