@@ -14,7 +14,7 @@ help:
 	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
-	@echo "make test-faults                  fault injection: kills, damaged checkpoints, signals (five minutes)"
+	@echo "make test-faults                  fault injection: kills, damaged checkpoints, attacks (twenty minutes)"
 	@echo "make test-newest                  a selection with the newest jax, flax, ... within the bounds (.venv-newest)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       regenerate the documentation's tables and pictures from the results"
@@ -46,8 +46,8 @@ test-process: setup
 test-all: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "slow or not slow"
 
-# Fifty kills at random instants, two hundred damaged checkpoints and SIGTERM in every phase; no
-# progress may be lost. Takes five minutes.
+# Fifty kills at random instants, two hundred damaged checkpoints, SIGTERM in every phase, and the
+# attacks of tests/faults/attacks; no progress may be lost. Takes twenty minutes.
 .PHONY: test-faults
 test-faults: setup
 	$(RUN) -m tests.faults.long --out experiments/results/faults_cpu.json

@@ -17,7 +17,7 @@ On training images they are 64.1 and 18.4. Without the imprint of cat_5
 
 Deviations from the original, as far as known:
 
-- The batch size is the paper's 128; its train.py has 64.
+- The batch size is the paper's 128; its train.py has 64. Batches cross the ends of epochs.
 - Attention, imprint and rotation are the paper's, not those of the released code, which are the
   options operator, imprint and pool of the model, and `cat_rope(mode=released)`.
 - The baseline's epsilon, pooling and position are those of this library's cat_vit_5; the paper does

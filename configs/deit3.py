@@ -25,7 +25,7 @@ here:
 
 Deviations from the original, as far as known:
 
-- Activations are bfloat16, not float16.
+- Activations are bfloat16, not float16; batches cross the ends of epochs.
 - Variant ti has the settings of s; the original has none.
 
 As in the original, the raw weights are evaluated, although averaged weights are kept, and the

@@ -37,10 +37,7 @@ Deviations from the original, as far as known:
 - Activations are bfloat16, not float16; batches cross the ends of epochs.
 """
 
-import dataclasses
-
 from rope_jax import config as cfg
-from rope_jax.text import Call, parse
 
 
 def get_config(arguments: str | None = None):
@@ -71,9 +68,7 @@ def get_config(arguments: str | None = None):
     config.ema_decay = 0.9998 if table_base else None
 
     config.model.name = args.variant
-    with cfg.blame("--config=configs/thesis.py:position=..."):
-        schemes = parse(args.position, "position")
-    config.model.position = "+".join(str(_decayed(scheme)) for scheme in schemes)
+    config.model.position = cfg.with_options(args.position, "rpb", decay=True)
 
     config.data.source = args.source
     config.data.path = args.path
@@ -102,12 +97,3 @@ def get_config(arguments: str | None = None):
     config.eval.frame = "centre(crop=0.875,interpolation=bicubic)"
     config.eval.resolutions = (128, 192, 256, 320, 384, 480, 512)
     return config
-
-
-def _decayed(scheme: Call) -> Call:
-    """`rpb` with decay=True, unless its decay is given; other schemes as they are."""
-    inner = tuple(tuple(_decayed(part) for part in parts) for parts in scheme.inner)
-    options = dict(scheme.options)
-    if scheme.name == "rpb":
-        options.setdefault("decay", True)
-    return dataclasses.replace(scheme, inner=inner, options=tuple(options.items()))

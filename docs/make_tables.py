@@ -25,7 +25,7 @@ from rope_jax.positions.__main__ import markdown
 from rope_jax.text import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
-DOCS = ("schemes.md", "evidence.md", "benchmarks.md", "many_devices.md")
+DOCS = ("schemes.md", "evidence.md", "benchmarks.md", "many_devices.md", "running.md")
 FILES = ("README.md", "kernels/README.md", *(f"docs/{name}" for name in DOCS))
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -296,6 +296,23 @@ def commands(results: Sequence[Result]) -> str:
     return markdown_table(["command", "measures"], rows)
 
 
+def faults(results: Sequence[Result]) -> str:
+    """Attacks on a run, how often each was tried, and how often the run survived."""
+    if (result := newest(results, "faults")) is None:
+        return no_result("tests.faults.long")
+    kills, corruptions = result["kills"], result["corruptions"]
+    signals = len(result["signals"])
+    rows = [
+        ("`SIGKILL` at a random instant", kills["kills"], kills["kills"]),
+        ("a damaged checkpoint", corruptions["corruptions"], corruptions["fell_back"]),
+        ("`SIGTERM` in each phase of a run", signals, signals),  # any failure stops the program
+    ]
+    rows += [(row["attack"], row["tries"], row["survived"]) for row in result.get("attacks", [])]
+    cells = [[name, str(tries) if tries else "not run", str(survived) if tries else ""]
+             for name, tries, survived in rows]  # fmt: skip
+    return f"{markdown_table(['attack', 'tries', 'survived'], cells)}\n{origin(result)}.\n"
+
+
 def schemes(results: Sequence[Result]) -> str:
     """The positional schemes."""
     del results
@@ -314,6 +331,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "machine_code": machine_codes,
     "goals": goals,
     "commands": commands,
+    "faults": faults,
 }
 
 

@@ -12,22 +12,32 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+import rope_jax.interrupts  # noqa: F401  (before all that takes seconds)
+
 if TYPE_CHECKING:  # the same names for editors and type checkers
     from rope_jax.data.images.decode import decode_image
-    from rope_jax.models import convert_state_dict, create_model, export, list_models
+    from rope_jax.models import (
+        convert_state_dict,
+        export,
+        list_models,
+        load_exported,
+        save_pretrained,
+    )
     from rope_jax.positions import list_positions
-    from rope_jax.restore import load_checkpoint
+    from rope_jax.restore import create_model, load_checkpoint
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "convert_state_dict": "rope_jax.models",
-    "create_model": "rope_jax.models",
+    "create_model": "rope_jax.restore",  # which adds workdirs to what it opens
     "decode_image": "rope_jax.data.images.decode",
     "export": "rope_jax.models",
     "list_models": "rope_jax.models",
     "list_positions": "rope_jax.positions",
     "load_checkpoint": "rope_jax.restore",
+    "load_exported": "rope_jax.models",
+    "save_pretrained": "rope_jax.models",
 }
 
 __all__ = [
@@ -39,6 +49,8 @@ __all__ = [
     "list_models",
     "list_positions",
     "load_checkpoint",
+    "load_exported",
+    "save_pretrained",
 ]
 
 

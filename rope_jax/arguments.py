@@ -5,6 +5,8 @@ import dataclasses
 import pathlib
 import sys
 
+from rope_jax import plugins
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -98,9 +100,33 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
         module: of the command.
         description: shown by `--help`, with its own line breaks.
     """
-    return argparse.ArgumentParser(
-        prog=command_name(module), description=description, formatter_class=_Help
+    name = command_name(module)
+    return _with_plugins(
+        argparse.ArgumentParser(prog=name, description=description, formatter_class=_Help)
     )
+
+
+class _LoadPlugin(argparse.Action):
+    """Imports the module that the argument names."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            plugins.load([values])
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def _with_plugins(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --plugins."""
+    parser.add_argument(
+        "--plugins",
+        action=_LoadPlugin,
+        default=argparse.SUPPRESS,
+        metavar="MODULE",
+        help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
+    )
+    plugins.load_installed()
+    return parser
 
 
 def command_name(module: str) -> str:
@@ -112,4 +138,6 @@ def add_command(
     commands: argparse._SubParsersAction, name: str, text: str | None
 ) -> argparse.ArgumentParser:
     """Adds a sub-command with the same form of help to `ArgumentParser.add_subparsers()`."""
-    return commands.add_parser(name, help=text, description=text, formatter_class=_Help)
+    return _with_plugins(
+        commands.add_parser(name, help=text, description=text, formatter_class=_Help)
+    )

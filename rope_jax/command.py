@@ -1,23 +1,48 @@
-"""Flags, compilation cache, one-line errors and exit statuses of `python -m rope_jax.main`."""
+"""Flags, one-line errors and exit statuses of `python -m rope_jax.main`."""
 
 import contextlib
+import dataclasses
+import io
+import multiprocessing
 import os
 import pathlib
 import shlex
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from absl import flags, logging
+from flax import nnx
 
 from rope_jax.arguments import command_name
-from rope_jax.config import ConfigError, list_recipes, recipe_path, settings_help, with_arguments
-from rope_jax.files import SaveFailed, cache_folder
-from rope_jax.training.report import NonFinite
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    list_recipes,
+    recipe_path,
+    setting_called,
+    settings_help,
+)
+from rope_jax.data import BadImages
+from rope_jax.data.workers import DeadWorker
+from rope_jax.files import SaveFailed
+from rope_jax.restore import create
 from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.checkpoint import NonFinite
 
+# Seconds. When the first process ends, jax aborts the others, which may have an error to print.
+_LAST_WORDS = 2
+_BAD_IMAGES = (
+    "`python -m rope_jax.data.verify` lists all that cannot be used, and "
+    "--config.data.bad_images=skip goes on without them"
+)
+_LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
+_OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
 _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
@@ -41,7 +66,11 @@ def parse_flags(arguments: list[str]) -> list[str]:
         return rest
     except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
         words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        _stop(2, f"there is no such setting: {words}")
+        hint = setting_called(words.partition(" ")[0])
+        _stop(2, f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
+    except flags.UnrecognizedFlagError as error:
+        hint = setting_called(error.flagname)
+        _stop(2, f"{error}{f'; {hint}' if hint else ''}")
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
         _stop(2, str(error))
 
@@ -71,23 +100,6 @@ def _help(*, settings_only: bool) -> str:
     return "\n".join([*lines, *recipes, "", "settings:", settings_help()])
 
 
-def keep_compiled() -> None:
-    """Enables jax's persistent compilation cache, in `xla` of the cache folder.
-
-    The environment variables of jax take precedence: JAX_COMPILATION_CACHE_DIR sets another folder,
-    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Without a writable folder there is no
-    cache.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    try:
-        folder = cache_folder() / "xla"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
 @contextlib.contextmanager
 def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
     """Turns exceptions into one line and the exit statuses that `rope_jax.main` documents.
@@ -100,9 +112,18 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         yield
     except ConfigError as error:
         _stop(2, str(error), at_once=distributed)
-    except (NonFinite, SaveFailed) as error:
+    except (NonFinite, SaveFailed, DeadWorker) as error:
         _stop(1, str(error), at_once=distributed)
+    except BadImages as error:
+        _stop(1, f"{error}; {_BAD_IMAGES}", at_once=distributed)
+    except MemoryError as error:
+        _stop(1, f"there is too little memory ({error}); {_LESS_MEMORY}", at_once=distributed)
     except Interrupted as error:
+        if error.alone:
+            status = 128 + signal.Signals[str(error)]
+            message = f"stopped by {error} without saving, as other processes wait for this one: "
+            message += "the same command goes on from the newest checkpoint"
+            _stop(status, message, at_once=True)
         if not error.saved:
             status = 128 + signal.Signals[str(error)]
             message = f"stopped by {error} before there was anything to save"
@@ -110,9 +131,83 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         print(f"stopped by {error}; saved in {workdir}: run the same command to go on")
     except KeyboardInterrupt:  # before the run handles signals
         _stop(130, "stopped before anything had begun", at_once=distributed)
+    except jax.errors.JaxRuntimeError as error:
+        first_line = str(error).strip().partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" in first_line:
+            _stop(
+                1,
+                f"the device has too little memory ({first_line[:200]}); {_LESS_MEMORY}",
+                at_once=distributed,
+            )
+        if not distributed:
+            traceback.print_exc()
+            _exit(1, at_once=distributed)
+        _stop(
+            1,
+            "the connection to another process is lost; most likely that process has ended, and "
+            "its own output has the reason. The same command goes on from the newest checkpoint "
+            f"({first_line[:200]})",
+            at_once=True,
+        )
     except Exception:
         traceback.print_exc()
         _exit(1, at_once=distributed)
+
+
+@contextlib.contextmanager
+def ended_soon(seconds: float) -> Iterator[None]:
+    """Bounds the time that the process takes to end after this context.
+
+    A thread that reads from a file system which does not answer, or a process that was stopped,
+    would delay the end for ever. What is left is then killed; the exit status stays.
+    """
+    status = 0
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code
+        raise
+    finally:
+        threading.Thread(target=_end_after, args=(seconds, status), daemon=True).start()
+
+
+def _end_after(seconds: float, status: int) -> None:
+    time.sleep(seconds)
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+class _Unread(io.FileIO):
+    """A descriptor whose errors are ignored: a closed terminal, a pipe that nobody reads."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def keep_going_unread() -> None:
+    """Keeps the standard output and error from stopping the run: what they lose is in its files.
+
+    After `| head` has ended, the terminal was closed, or the disk of a log is full, every print
+    would raise an error.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # none, or no descriptor
+            stream.flush()
+            binary = io.BufferedWriter(_Unread(os.dup(stream.fileno()), "w"))
+            lines = name == "stderr" or stream.line_buffering
+            text = io.TextIOWrapper(
+                binary,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=lines,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, text)
 
 
 def _stop(status: int, message: str, *, at_once: bool = False) -> None:
@@ -123,23 +218,25 @@ def _stop(status: int, message: str, *, at_once: bool = False) -> None:
 def _exit(status: int, *, at_once: bool) -> None:
     if at_once:  # a normal exit would wait for the other processes
         sys.stderr.flush()
+        time.sleep(_LAST_WORDS)
         os._exit(status)
     sys.exit(status)
 
 
-def next_command(position: str | None, workdir: pathlib.Path) -> str:
-    """This command with another scheme, in a folder beside this one."""
-    other = "rope_mixed" if position != "rope_mixed" else "none"
+def next_command(config: Config, workdir: pathlib.Path) -> str | None:
+    """This command with another scheme, in a folder beside this one; None if there is no other."""
+    for other in _OTHERS:
+        model = dataclasses.replace(config.model, position=other)
+        with contextlib.suppress(ConfigError):
+            if other != config.model.position:
+                nnx.eval_shape(lambda m=model: create(dataclasses.replace(config, model=m)))
+                break
+    else:
+        return None
     dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
-    kept = [_with_position(word, other) for word in sys.argv[1:] if not word.startswith(dropped)]
+    kept = [word for word in sys.argv[1:] if not word.startswith(dropped)]
     inside = sys.executable.startswith(os.getcwd())
     python = os.path.relpath(sys.executable) if inside else "python"
     command = command_name("rope_jax.main").replace("python", python, 1)
-    return f"{command} {shlex.join([*kept, f'--workdir={workdir}_{other}'])}"
-
-
-def _with_position(word: str, position: str) -> str:
-    """`--config=RECIPE:position=...` with another position; any other word as it is."""
-    if not word.startswith("--config="):
-        return word
-    return with_arguments(word, position=position)
+    words = [*kept, f"--config.model.position={other}", f"--workdir={workdir}_{other}"]
+    return f"{command} {shlex.join(words)}"

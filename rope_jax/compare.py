@@ -18,7 +18,8 @@ from rope_jax import data, run
 from rope_jax.analysis.report import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.arguments import Number, command_parser
-from rope_jax.command import exit_statuses, keep_compiled
+from rope_jax.command import exit_statuses
+from rope_jax.compilation import keep_compiled
 from rope_jax.config import Config, ConfigError, blame, load_recipe, resolve, with_arguments
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.models.registry import find_model

@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 from rope_jax.arguments import Number, command_parser
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.loading import add_model_arguments, load_model
 from rope_jax.models.export import PLATFORMS, export
 from rope_jax.text import image_pair
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
             "the file is written with flatbuffers: pip install 'rope_jax[export]'"
         )
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.export_model: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.export_model: {in_one_line(error)}")
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
     batch = "b" if asked.batch is None else asked.batch
     print(f"{loaded.title}, {loaded.weights}: {asked.out}")

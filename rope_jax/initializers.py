@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -26,7 +25,7 @@ def _drawn(sample: Callable[[np.random.Generator, Shape], np.ndarray]) -> Callab
         words = jax.random.key_data(key)
         if isinstance(words, jax.core.Tracer):  # in jit, or in eval_shape, which needs no numbers
             return jax.pure_callback(draw, jax.ShapeDtypeStruct(shape, dtype), words)
-        return jnp.asarray(draw(words))
+        return jax.device_put(draw(words))  # jnp.asarray compiles a program for each shape
 
     return init
 

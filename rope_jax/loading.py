@@ -13,7 +13,7 @@ from rope_jax.arguments import Number
 from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.files import file_sha256
 from rope_jax.models.pretrained import Preprocessing, load_pretrained
-from rope_jax.models.registry import create_model, find_model
+from rope_jax.models.registry import create_model
 from rope_jax.restore import create, read_checkpoint
 from rope_jax.text import image_pair
 
@@ -56,9 +56,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
     add("workdir", nargs="?", help="of a run of rope_jax.main")
     add("--step", type=Number(int, low=0), help="checkpoint step; default: the newest")
-    add("--model", help="one of rope_jax.list_models(), instead of a workdir")
+    add(
+        "--model",
+        help="instead of a workdir: a name of rope_jax.list_models(), or what "
+        "rope_jax.save_pretrained wrote",
+    )
     add("--position", help="scheme of --model; default: the model's own")
-    add("--weights", help=".safetensors or .npz file, or hub id; default: fresh weights")
+    add(
+        "--weights",
+        help="of a named --model: .safetensors or .npz file, folder, or hub id; "
+        "default: fresh weights",
+    )
     add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
     add("--num_classes", type=Number(int, low=0), help="outputs of --model")
     add("--image_size", help="pixels for which --model is created: 224 or 224x320")
@@ -99,10 +107,10 @@ def _load_run(arguments: argparse.Namespace) -> LoadedModel:
     return LoadedModel(
         model,
         functools.partial(create, config),
-        config.model.name,
-        config.model.position or find_model(config.model.name).position,
-        image_pair(config.data.image_size),
-        Preprocessing(mean=config.data.mean, std=config.data.std, crop=1.0),
+        model.name,
+        model.notation,
+        model.image_size,
+        model.preprocessing,
         config,
         weights=f"{workdir}, seed {config.seed}, step {step}{averaged}",
         step=step,
@@ -117,35 +125,54 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         raise ConfigError(
             f"--source={arguments.source} needs --weights: name them, or leave --source out"
         )
-    seed = arguments.seed or 0
+    for given in (arguments.model, arguments.weights):
+        if given is not None and pathlib.Path(given, "checkpoints").is_dir():
+            raise ConfigError(f"{given} is the workdir of a run: name it alone, without --model")
+    seed, size = arguments.seed or 0, arguments.image_size
+    dtype, options = jnp.dtype(arguments.dtype or "float32"), model_overrides(arguments.options)
     with blame("--model"):
-        entry = find_model(arguments.model)
-        size = image_pair(arguments.image_size or entry.image_size)
-        fresh = functools.partial(
-            create_model,
+        model = create_model(
             arguments.model,
             position=arguments.position,
             num_classes=arguments.num_classes,
-            image_size=size,
+            image_size=size and image_pair(size),
             seed=seed,
-            dtype=jnp.dtype(arguments.dtype or "float32"),
-            **model_overrides(arguments.options),
+            dtype=dtype,
+            **options,
         )
-        model = fresh()
-    weights, preprocessing, sha256 = f"fresh, seed {seed}", Preprocessing(), None
+    saved = model.name != arguments.model  # --model names weights
+    weights = arguments.model if saved else f"fresh, seed {seed}"
+    if saved and arguments.weights is not None:
+        raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
     if arguments.weights is not None:
-        try:
+        with blame("--weights"):
             load_pretrained(model, arguments.weights, source=arguments.source)
-        except (ValueError, OSError, ImportError) as error:
-            raise ConfigError(f"{error} [--weights]") from error
-        weights, preprocessing = arguments.weights, model.preprocessing
-        sha256 = _sha256_if_file(weights)
-    position = arguments.position or entry.position
+        weights = arguments.weights
+    fresh = functools.partial(
+        create_model,
+        model.name,
+        position=model.notation,
+        num_classes=model.num_classes,
+        image_size=model.image_size,
+        seed=seed,
+        dtype=dtype,
+        **dataclasses.asdict(model.options),
+    )
     return LoadedModel(
-        model, fresh, arguments.model, position, size, preprocessing, None, weights, sha256=sha256
+        model,
+        fresh,
+        model.name,
+        model.notation,
+        model.image_size,
+        model.preprocessing or Preprocessing(),
+        None,
+        weights,
+        sha256=_sha256(weights),
     )
 
 
-def _sha256_if_file(path: str) -> str | None:
-    """The hash of a file; None if it is not a file (a hub id)."""
-    return file_sha256(path) if pathlib.Path(path).is_file() else None
+def _sha256(where: str) -> str | None:
+    """The hash of weights in a file or folder; None for those of a hub."""
+    path = pathlib.Path(where)
+    path = path / "model.safetensors" if path.is_dir() else path
+    return file_sha256(path) if path.is_file() else None

@@ -4,8 +4,9 @@
     python -m rope_jax.main --config=my.py:position=rope2d --config.epochs=30.0 --workdir=runs/my
 
 `--config.help` lists all settings. The same command resumes an interrupted run, and reports when
-nothing is left to do. SIGINT (Ctrl-C), SIGTERM and SIGUSR1 save and stop after the current step; a
-second one stops at once; SIGUSR2 records a profile of a few steps. Exit status:
+nothing is left to do. SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) save and
+stop after the current step; a second one stops at once, except for SIGHUP; SIGUSR2 records a
+profile of a few steps. Exit status:
 
 - 0: the run is complete, or was stopped by a signal and saved;
 - 1: it failed: a loss that is not finite, a checkpoint that could not be written, a bug;
@@ -13,6 +14,7 @@ second one stops at once; SIGUSR2 records a profile of a few steps. Exit status:
 - 128 + signal number (130, 138, 143): stopped with nothing to save, or by a second signal.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -20,9 +22,18 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from rope_jax import run, sharding
-from rope_jax.command import exit_statuses, keep_compiled, next_command, parse_flags
+from rope_jax import run
+from rope_jax.command import (
+    ended_soon,
+    exit_statuses,
+    keep_going_unread,
+    next_command,
+    parse_flags,
+)
+from rope_jax.compilation import keep_compiled
 from rope_jax.config import blame, resolve
+from rope_jax.processes import join
+from rope_jax.sharding import require_devices, share
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "recipe by name or file, with its arguments: digits:position=rope2d"
@@ -35,28 +46,37 @@ _STRICT = flags.DEFINE_bool("strict_restore", False, "stop at a damaged checkpoi
 _OVERRIDE = flags.DEFINE_list(
     "resume_override", [], "settings that may differ from the resumed run's: seed,batch_size"
 )
+_PLUGINS = flags.DEFINE_multi_string(
+    "plugins", [], "module that registers schemes, models or image sources; repeatable"
+)
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, see docs/many_devices.md"
 )
 _HEARTBEAT = flags.DEFINE_integer(
     "heartbeat", 60, "seconds after which a silent process counts as dead", 2
 )
+_JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all processes to join", 1)
 
 
 def main(_: list[str]) -> None:
     """Trains or evaluates, as the flags specify."""
-    with exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
+    keep_going_unread()
+    seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
+    with ended_soon(seconds), exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)
+        config = dataclasses.replace(config, plugins=(*config.plugins, *_PLUGINS.value))
         keep_compiled()
         if _DISTRIBUTED.value:
             with blame("--distributed"):
-                sharding.join(_HEARTBEAT.value)
-            if sharding.share()[0] > 0:  # the first process prints; all print warnings and errors
+                join(_HEARTBEAT.value, _JOIN.value)
+            if share()[0] > 0:  # the first process prints; all print warnings and errors
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        with blame("JAX_PLATFORMS"):
+            require_devices()
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
-        if _MODE.value == "train":
-            print(f"try next: {next_command(config.model.position, workdir)}")
+        if _MODE.value == "train" and (following := next_command(config, workdir)):
+            print(f"try next: {following}")
 
 
 def command() -> None:

@@ -2,22 +2,23 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from rope_jax import seeds
+from rope_jax import plugins, seeds
 from rope_jax.config import Config, blame, model_overrides, resolve
-from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained.files import WeightsFile, open_weights
+from rope_jax.files import warn
+from rope_jax.models.pretrained import Preprocessing
+from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, load_weights, open_weights
+from rope_jax.models.pretrained.metadata import Metadata
+from rope_jax.models.pretrained.own import OWN, own_state_dict
 from rope_jax.models.registry import create_model
 from rope_jax.sharding import make_mesh, replicated, with_shardings
-from rope_jax.text import image_pair
-from rope_jax.workdir.checkpoint import Checkpoints, named_leaves, some_of
+from rope_jax.text import image_pair, parse
+from rope_jax.workdir.checkpoint import Checkpoints
 
 
 def create(config: Config) -> nnx.Module:
@@ -71,7 +72,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
-        ValueError: ema=True for a run without averages; an unknown seed; a damaged checkpoint.
+        ValueError: ema=True for a run without averages; an unknown seed; a damaged checkpoint; a
+            plug-in of the run that cannot be imported.
     """
     model, config, _ = read_checkpoint(path, step=step, ema=ema, seed=seed)
     return model, config
@@ -88,7 +90,9 @@ def read_checkpoint(
         )
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
-        config = resolve(checkpoints.about(step)["config"])
+        about = checkpoints.about(step)
+        plugins.load(about["config"].get("plugins", ()), wanted_by=f"of the run {path}")
+        config = resolve(about["config"])
         if ema and config.ema_decay is None:
             raise ValueError(
                 "ema=True, but this run kept no averaged weights (--config.ema_decay): use "
@@ -103,6 +107,9 @@ def read_checkpoint(
         loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
         for state in seeds.take(loaded, config, own.seed - config.seed).values():
             nnx.update(model, state)
+    model.preprocessing = preprocessing_of(own)
+    names = about.get("class_names")
+    model.class_names = None if names is None else tuple(names)
     return model, own, step
 
 
@@ -127,72 +134,57 @@ def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:
 def start_from(model: nnx.Module, config: Config) -> None:
     """Loads the weights of `config.init_from` into a fresh model.
 
-    Position tables of a workdir are resized to the model's resolution by their scheme's rule; a
-    file of weights (see `save_weights`) must match exactly. A head for different classes keeps its
-    initial weights.
+    It may be anything that `pretrained` of `create_model` takes. Position tables are resized by
+    their scheme's rule. A head for other classes keeps its initial weights. Other values of options
+    and schemes than those of the weights are a warning.
 
     Raises:
-        ConfigError: there are no weights, or they belong to another model.
+        ConfigError: there are no weights, or their names or shapes are another model's.
     """
-    own = _weights(model)
-    with blame("--config.init_from"), _stored_weights(config) as stored:
-        both = [
-            (name, list(stored.shapes[name][0]), list(own[name].shape))
-            for name in own
-            if name in stored.shapes
-        ]
-        fresh = [name for name, there, here in both if name.startswith("head.") and there != here]
-        problems = [
-            f"{name} has shape {there}, not {here}"
-            for name, there, here in both
-            if there != here and name not in fresh
-        ]
-        kinds = [(name, stored.shapes[name][1]) for name, _, _ in both]
-        problems += [
-            f"{name} holds {kind}, not numbers"
-            for name, kind in kinds
-            if not jnp.issubdtype(kind, jnp.number)
-        ]
-        problems += [f"{name} is missing" for name in own if name not in stored.shapes]
-        problems += [f"{name} is not expected" for name in stored.shapes if name not in own]
-        if problems:
-            raise ValueError(
-                f"the weights of {config.init_from} are of another model: {some_of(problems)}"
-            )
-        weights = {name: own[name] if name in fresh else stored.read(name) for name in own}
-        state = _state(model, STORED)
-        leaves = [jnp.asarray(weights[name], leaf.dtype) for name, leaf in named_leaves(state)]
-        nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), leaves))
-    print(
-        f"starting from the weights of {config.init_from}" + (" with a fresh head" if fresh else "")
-    )
+    where = config.init_from
+
+    def tell(message: str) -> None:
+        warn(f"WARNING: {message}")
+
+    with blame("--config.init_from"), open_weights(where) as file:
+        load_weights(model, file, new_head=True, other_model=tell)
+    expected = model.preprocessing
+    if expected is not None and (expected.mean, expected.std) != (
+        config.data.mean,
+        config.data.std,
+    ):
+        tell(
+            f"the weights of {where} expect images normalised with other numbers than this run's: "
+            f'--config.data.mean="{expected.mean}" --config.data.std="{expected.std}"'
+        )
+    print(f"starting from the weights of {where}")
 
 
-def save_weights(model: nnx.Module, path: str) -> None:
-    """Writes all weights by name ("blocks.0.attn.qkv.kernel") to an .npz file, for `init_from`."""
-    np.savez(path, **_weights(model))
+def preprocessing_of(config: Config) -> Preprocessing:
+    """The preprocessing of a run's test images.
+
+    >>> preprocessing_of(resolve({"eval": {"frame": "centre(crop=0.9)"}})).crop
+    0.9
+    """
+    (frame,) = parse(config.eval.frame, "--config.eval.frame")
+    options = {"crop": 1.0, "interpolation": "bicubic"} | dict(frame.options)
+    return Preprocessing(config.data.mean, config.data.std, **options)
+
+
+def _open_run(path: str) -> contextlib.AbstractContextManager[WeightsFile] | None:
+    """The weights of a run's newest checkpoint; None if the folder is no workdir."""
+    if not (pathlib.Path(path) / "checkpoints").is_dir():
+        return None
+    model, _ = load_checkpoint(path)
+    weights = own_state_dict(model)
+    shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
+    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), path)
+    return contextlib.nullcontext(WeightsFile(shapes, weights.__getitem__, OWN, metadata, path))
+
+
+FOLDERS.append(_open_run)
 
 
 def _state(model: nnx.Module, kinds: Any) -> dict:
     """The variables of some kinds as a pure dict of arrays."""
     return nnx.to_pure_dict(nnx.state(model, kinds))
-
-
-def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(_state(model, STORED))}
-
-
-@contextlib.contextmanager
-def _stored_weights(config: Config) -> Iterator[WeightsFile]:
-    """The weights of `init_from`; arrays of a file are read one at a time."""
-    if config.init_from.endswith(".npz"):
-        with open_weights(config.init_from) as file:
-            yield file
-    else:
-        trained, _ = load_checkpoint(config.init_from)
-        trained.resize(image_pair(config.data.image_size))
-        weights = _weights(trained)
-        yield WeightsFile(
-            {name: (array.shape, array.dtype) for name, array in weights.items()},
-            weights.__getitem__,
-        )

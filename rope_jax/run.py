@@ -4,34 +4,45 @@
 """
 
 import contextlib
+import dataclasses
+import json
+import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
 
-from rope_jax import restore, seeds
+from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
 from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
     evaluate_state,
     planned_rows,
-    read_results,
     results_table,
     rows_by_line,
     same_rows,
+    usable_results,
     write_results,
 )
-from rope_jax.files import locked, warn, write_file
+from rope_jax.files import locked, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
+from rope_jax.training.agreement import (
+    about,
+    all_or_none,
+    require_equal_weights,
+    require_one_workdir,
+)
 from rope_jax.training.kernels import choices_for_training, stored_choices
 from rope_jax.training.loop import train_loop
-from rope_jax.training.setup import Setup, State, initial_state, prepare
+from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
+from rope_jax.workdir.trees import named_leaves
 from rope_jax_kernels import Choices
 
 
@@ -56,9 +67,9 @@ def train(
         NonFinite: the loss or a gradient is not finite; it is not saved.
         SaveFailed: a checkpoint or a line of metrics could not be written.
     """
-    with _held(workdir) as signals, contextlib.ExitStack() as stack:
-        signals.saved = any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*"))
-        setup, model = prepare(config)
+    flags = {"mode": "train", "strict_restore": strict_restore, "resume_override": resume_override}
+    with contextlib.ExitStack() as stack:
+        setup, model, signals = stack.enter_context(_prepared(config, workdir, flags))
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
@@ -103,12 +114,9 @@ def evaluate_newest(
     Raises:
         ConfigError: there is no checkpoint, or it belongs to another run.
     """
-    missing = f"--workdir={workdir} holds no checkpoints: train first, with --mode=train"
-    if not (workdir / "checkpoints").is_dir():
-        raise ConfigError(missing)
-    with _held(workdir) as signals:
-        signals.saved = True
-        setup, model = prepare(config)
+    flags = {"mode": "evaluate", "strict_restore": strict_restore}
+    flags |= {"resume_override": resume_override}
+    with _prepared(config, workdir, flags) as (setup, model, signals):
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
                 setup,
@@ -119,7 +127,7 @@ def evaluate_newest(
                 override=resume_override,
             )
         if state is None:
-            raise ConfigError(missing)
+            raise _no_checkpoints(workdir)
         with _stored_kernels(setup.config, workdir):
             finish(setup, state, workdir, signals)
 
@@ -129,24 +137,56 @@ def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
     return stored_choices(config, workdir) or Choices()
 
 
+def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
+    """The config with its plug-ins and those of the run so far, which are loaded."""
+    before: list[str] = []
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # new, or damaged
+        before = json.loads((workdir / "config.json").read_text()).get("plugins", [])
+    with blame("--plugins"):
+        plugins.load_installed()
+        plugins.load(before, wanted_by=f"of the run {workdir}")
+        plugins.load(config.plugins)
+    return dataclasses.replace(config, plugins=plugins.loaded())
+
+
 @contextlib.contextmanager
-def _held(workdir: pathlib.Path) -> Iterator[Signals]:
-    """Handles signals and holds the workdir's lock (with several processes, in the first)."""
+def _prepared(
+    config: Config, workdir: pathlib.Path, flags: dict[str, Any]
+) -> Iterator[tuple[Setup, nnx.Module, Signals]]:
+    """Handles signals, holds the workdir's lock, and prepares the run.
+
+    Of several processes the first holds the lock; all must have the same run before them.
+    """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(stop_signals())
-        with blame("--workdir"):
+        with all_or_none() as facts:
+            if flags["mode"] == "evaluate" and not (workdir / "checkpoints").is_dir():
+                raise _no_checkpoints(workdir)
             if jax.process_index() == 0:
-                stack.enter_context(locked(workdir))
-        yield signals
+                with blame("--workdir"):
+                    stack.enter_context(locked(workdir))
+            signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
+            setup, model = prepare(_with_plugins(config, workdir))
+            facts |= {f"--{name}": str(value) for name, value in flags.items()}
+            if jax.process_count() > 1:
+                facts |= about(setup, model)
+        require_one_workdir(workdir)
+        yield setup, model, signals
+
+
+def _no_checkpoints(workdir: pathlib.Path) -> ConfigError:
+    return ConfigError(f"--workdir={workdir} holds no checkpoints: train first, with --mode=train")
 
 
 def _fresh_state(setup: Setup, model: nnx.Module, workdir: pathlib.Path) -> State:
     """The state before the first step, from fresh weights or those of `init_from`."""
     config = setup.config
-    if jax.process_index() == 0:
-        (workdir / "results.json").unlink(missing_ok=True)  # of a run that was moved away
+    results = workdir / "results.json"
+    if jax.process_index() == 0 and os.path.lexists(results):
+        set_aside(results, f"{results} is of a run whose checkpoints are gone")
     if config.init_from is not None:
         _start_from_weights(model, config)
+    require_equal_weights(model)
     state = initial_state(setup, model)
     print(parameter_table(seeds.take(state["params"], config)))
     return state
@@ -194,13 +234,21 @@ def load_newest(
         ]
         if others:
             changed["images"] = f"the images of the {' and '.join(others)} split"
+    overridden = differences(stored, setup.config)
+    fits = not overridden or _same_state(stored, setup)
     if changed:
+        advice = f"; --resume_override={','.join(changed)} resumes with the new ones"
         raise ConfigError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(changed.values())}): "
-            "use another workdir, or the same settings; "
-            f"--resume_override={','.join(changed)} resumes with the new ones"
+            f"use another workdir, or the same settings{advice if fits else ''}"
         )
-    if overridden := differences(stored, setup.config):
+    if not fits:
+        raise ConfigError(
+            f"--workdir={workdir} holds a state with other arrays ({'; '.join(overridden)}), with "
+            "which this run cannot go on: use another workdir, and --config.init_from to start "
+            "from its weights"
+        )
+    if overridden:
         warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     with blame("--workdir"):
@@ -210,28 +258,40 @@ def load_newest(
     return state
 
 
-def finish(setup: Setup, state: State, workdir: pathlib.Path, poll: Callable[[], None]) -> None:
+def _same_state(stored: Config, setup: Setup) -> bool:
+    """Whether the state of a stored config has the arrays of a run's, so that it can resume."""
+    shapes = []
+    for config in (stored, setup.config):
+        try:
+            model = nnx.eval_shape(lambda c=config: seeds.create_models(c, restore.create))
+        except (ConfigError, ValueError):
+            return False
+        run = assemble(config, setup.mesh, setup.images, setup.held_out, model)
+        state = jax.eval_shape(lambda run=run, model=model: initial_state(run, model))
+        shapes.append({name: leaf.shape for name, leaf in named_leaves(state)})
+    return shapes[0] == shapes[1]
+
+
+def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) -> None:
     """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
     config, step = setup.config, int(state["step"])
-    results = read_results(workdir)
-    wanted = planned_rows(setup)
-    evaluated = from_first_process(
-        results is None or results["step"] != step or not same_rows(results, wanted)
-    )
-    if evaluated:
-        rows = evaluate_state(setup, state, poll=poll)
-        if jax.process_index() == 0:
+    first, wanted = jax.process_index() == 0, planned_rows(setup)
+    results = usable_results(workdir) if first else None
+    if results is None or results["step"] != step or not same_rows(results, wanted):
+        results = None
+    if from_first_process(results is None):
+        rows = evaluate_state(setup, state, signals=signals)
+        if first:
             write_results(workdir, step, rows)
-    else:
-        rows = results["eval"]
-    if jax.process_index() > 0:
+    if not first:
         return
+    rows = rows if results is None else results["eval"]
     model = f"{config.model.name} with {config.model.position}"
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {model}, step {step}")
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
-    if evaluated and config.tensorboard:
+    if results is None and config.tensorboard:
         accuracies = {
             f"top1_{'x'.join(map(str, row['resolution']))}/{name}": row["top1"]
             for name, own in lines.items()

@@ -7,7 +7,6 @@ arXiv 1910.02054; FSDP, arXiv 2304.11277). With fsdp=1, the default, parameters 
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,22 @@ DATA, FSDP = "data", "fsdp"
 AnyMesh = Mesh | AbstractMesh
 # Elements. Smaller arrays (biases, norms, tables) are replicated: gathering them would cost more.
 SMALLEST = 2**14
+
+
+def require_devices() -> None:
+    """Starts jax's devices, which other functions would do at their first use.
+
+    Raises:
+        ValueError: there are none of the kind that JAX_PLATFORMS names.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter without a word, of a known kind
+        reason = str(error).strip().partition("\n")[0] or jax.config.jax_platforms
+        raise ValueError(
+            f"jax has no device ({reason}): install its support for this device, or set "
+            "JAX_PLATFORMS=cpu"
+        ) from error
 
 
 def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:
@@ -112,34 +127,6 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def join(heartbeat: int) -> None:
-    """Connects the processes of a run (`jax.distributed`); call it before any other use of jax.
-
-    SLURM, Kubernetes and Open MPI are detected. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port
-    of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
-
-    Args:
-        heartbeat: seconds after which a silent process counts as dead, and the others end.
-
-    Raises:
-        ValueError: the other processes are unknown.
-    """
-    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    given = {
-        name: int(os.environ[variable])
-        for name, variable in names.items()
-        if variable in os.environ
-    }
-    try:
-        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat, **given)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"this is no job of SLURM, Kubernetes or Open MPI ({error}): set "
-            "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and "
-            "JAX_PROCESS_ID, or leave --distributed out"
-        ) from error
-
-
 def from_first_process(value: bool) -> bool:
     """Returns the first process's value on all processes."""
     return (
@@ -147,17 +134,6 @@ def from_first_process(value: bool) -> bool:
         if jax.process_count() == 1
         else bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
     )
-
-
-def text_of_first(text: str) -> str:
-    """The first process's text, in all processes."""
-    if jax.process_count() == 1:
-        return text
-    first = jax.process_index() == 0
-    data = np.frombuffer(text.encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    sent = data if first else np.zeros(size, np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(sent)).decode() if size else ""
 
 
 class MaximumOverProcesses:

@@ -243,7 +243,7 @@ def literal(text: str) -> Any:
     """The value of a Python literal, or the text itself if it is not one."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: deeply nested
         return text
 
 
@@ -286,6 +286,16 @@ def closest(word: str, known: Iterable[str]) -> str:
     return (
         f"did you mean {close[0]!r}? " if close else ""
     ) + f"known: {', '.join(known) or 'none'}"
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
+    """The known words that are most like an unknown one, for a hint among many.
+
+    >>> nearest("swin_tiny", ["swin_t", "swin_s", "nat_mini", "deit_s16"], 2)
+    "the nearest are 'swin_t', 'swin_s'"
+    """
+    close = difflib.get_close_matches(word, list(known), count, cutoff=0.0)
+    return f"the nearest are {', '.join(map(repr, close))}"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

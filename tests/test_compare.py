@@ -71,10 +71,7 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
         ([], "--path is missing"),
         (["--config=digits", "--positions=ape"], "has nothing to compare: name two or more"),
         (["--config=digit"], "--config=digit is not a recipe; did you mean 'digits'"),
-        (
-            ["--config=digits", "--config.optim.b3=1"],
-            "optim.b3 is not a setting; known: name",
-        ),
+        (["--config=digits", "--config.optim.b3=1"], "optim.b3 is not a setting; known: name"),
         (["--config=digits", "--config.opt.b1=1"], "--config.opt.b1 is not a setting"),
         (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
         (["--config=digits", "--resolutions=8y"], "--resolutions"),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from rope_jax.command import keep_compiled
+from rope_jax.compilation import keep_compiled
 from rope_jax.files import cache_folder
 
 
@@ -67,4 +67,35 @@ def test_a_damaged_entry_is_compiled_anew(tmp_path, monkeypatch):
     finally:
         for name, value in settings.items():
             jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_a_swapped_entry_is_compiled_anew(tmp_path):
+    """Under its name is another program of the same arguments, which would run unnoticed."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    keep_compiled()
+    compilation_cache.reset_cache()
+
+    def results():
+        functions = [jax.jit(lambda x: x * 2 + 54321), jax.jit(lambda x: x * 3 + 54321)]
+        found = [float(function(jnp.ones(()))) for function in functions]
+        for function in functions:
+            function.clear_cache()
+        return found
+
+    try:
+        assert results() == [54323, 54324]
+        first, second = tmp_path.glob("*lambda*-cache")
+        for name in ("-cache", "-sha256"):  # both files of each entry, or the programs alone
+            paths = [path.with_name(path.name.replace("-cache", name)) for path in (first, second)]
+            one, other = (path.read_bytes() for path in paths)
+            for path, content in zip(paths, (other, one), strict=True):
+                path.write_bytes(content)
+            assert results() == [54323, 54324]
+        entries = [path.read_bytes() for path in (first, second)]
+        assert results() == [54323, 54324]
+        assert [path.read_bytes() for path in (first, second)] == entries  # they are used again
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()

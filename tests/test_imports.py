@@ -60,19 +60,23 @@ ARRAYS = "jax numpy jaxtyping"
 FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
     "rope_jax.text": ("", "numpy"),
-    "rope_jax.arguments": ("", ""),
     "rope_jax.files": ("", ""),
+    "rope_jax.interrupts": ("", ""),
+    "rope_jax.npz": ("files", "numpy"),
+    "rope_jax.plugins": ("files", ""),
+    "rope_jax.arguments": ("plugins", ""),
     "rope_jax.sharding": ("", ARRAYS),
+    "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
-    "rope_jax.positions": ("rope_jax_kernels text initializers", f"{ARRAYS} flax.nnx"),
+    "rope_jax.positions": ("rope_jax_kernels text initializers plugins", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
-        "positions sharding files",
+        "positions sharding npz",
         f"{ARRAYS} flax.nnx safetensors huggingface_hub",
     ),
     "rope_jax.models.__main__": ("models arguments", "flax.nnx"),
     "rope_jax.positions.__main__": ("models arguments", "flax.nnx"),  # counts parameters in a model
     "rope_jax.data": (
-        "text files arguments",
+        "text npz arguments plugins",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.config": ("text arguments", "ml_collections"),
@@ -83,15 +87,16 @@ FLOORS = {
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),
     "rope_jax.export_model": ("loading", ""),
     "rope_jax.tune": ("config models", f"{ARRAYS} flax.nnx"),
-    "rope_jax.training": ("restore tasks", f"{ARRAYS} flax.nnx optax"),
+    "rope_jax.training": ("restore tasks processes", f"{ARRAYS} flax.nnx optax"),
     "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),
-    "rope_jax.command": ("run", "absl jax"),
-    "rope_jax.compare": ("command", ""),
-    "rope_jax.main": ("command", "absl ml_collections"),
-    "rope_jax": ("main", ""),  # __init__ alone: the public names
-    "rope_jax.__main__": ("rope_jax", ""),  # imports the module of a command by its name
+    "rope_jax.compilation": ("files", "jax"),
+    "rope_jax.command": ("run", "absl jax flax.nnx"),
+    "rope_jax.compare": ("command compilation", ""),
+    "rope_jax.main": ("command compilation", "absl ml_collections"),
+    "rope_jax": ("main interrupts", ""),  # __init__ alone: the public names
+    "rope_jax.__main__": ("rope_jax interrupts", ""),  # imports the module of a command by its name
     "configs": ("config", "ml_collections"),
 }
 

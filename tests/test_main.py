@@ -1,23 +1,26 @@
 """The command `python -m rope_jax.main`: its flags, exit statuses, messages and signals."""
 
+import io
 import json
 import os
 import pathlib
+import queue
 import shlex
 import signal
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from absl.testing import flagsaver
 
 from rope_jax import command
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, resolve
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
-from rope_jax.training.report import NonFinite
 from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import read_metrics
 from tests.faults.processes import Run
 
@@ -67,10 +70,53 @@ def test_a_saved_stop_is_no_failure(capsys):
 def test_one_of_several_processes_ends_at_once(monkeypatch, capsys):
     """A normal exit would wait for the others."""
     ended = []
+    monkeypatch.setattr(command, "_LAST_WORDS", 0)
     monkeypatch.setattr(os, "_exit", ended.append)
     with pytest.raises(SystemExit), command.exit_statuses("runs/x", distributed=True):
         raise ConfigError("a mistake")
     assert ended == [2]
+
+
+def test_prints_that_fail_are_no_failures(monkeypatch):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # no descriptor: as it was
+    with open(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        command.keep_going_unread()
+    print("read", flush=True)
+    assert os.read(ours, 100) == b"read\n"
+    os.close(ours)
+    for _ in range(2):
+        print("lost \ud800", flush=True)  # a surrogate: not even text
+    sys.stdout.close()
+
+
+def test_an_end_that_does_not_come_is_made(monkeypatch):
+    """A thread that never answers must not keep the process."""
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    with pytest.raises(SystemExit), command.ended_soon(0.05):
+        sys.exit(3)
+    assert ended.get(timeout=10) == 3
+    with command.ended_soon(0.05):
+        pass
+    assert ended.get(timeout=10) == 0
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_LAST_WORDS", 0)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    error = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset\nmore")
+    with (
+        pytest.raises(SystemExit) as caught,
+        command.exit_statuses("runs/x", distributed=distributed),
+    ):
+        raise error
+    told = capsys.readouterr().err
+    assert caught.value.code == 1
+    assert ("Traceback" in told) == (not distributed)
+    assert ("the connection to another process is lost" in told) == distributed
 
 
 # ml_collections imports recipes by a method that Python deprecates.
@@ -80,6 +126,10 @@ def test_one_of_several_processes_ends_at_once(monkeypatch, capsys):
     [
         (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
         (["--confg=x"], "Unknown command line flag 'confg'"),
+        (["--epochs=3"], "Unknown command line flag 'epochs'"),
+        (["--epochs=3"], "; use --config.epochs"),
+        (["--config.optim.lr=0.1"], "lr"),
+        (["--config.data.img_size=9"], "; use --config.data.image_size"),
         (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),
         (["--config=configs/nothing.py"], "configs/nothing.py"),
         (["--workdir="], None),
@@ -106,13 +156,28 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
     given = ["--config=configs/digits.py:position=none,seed=3", "--workdir=runs/a"]
     given += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
     monkeypatch.setattr(sys, "argv", ["main.py", *given])
-    words = shlex.split(command.next_command("rope_mixed", pathlib.Path("runs/a")))
+    config = resolve({"model": {"position": "rope_mixed", "options": "depth=1"}})
+    words = shlex.split(command.next_command(config, pathlib.Path("runs/a")))
     assert words[1:3] == ["-m", "rope_jax.main"]
     assert words[3:] == [
         "--config=configs/digits.py:position=none,seed=3",
         "--config.epochs=2.0",
-        "--workdir=runs/a_none",
+        "--config.model.position=rope2d",
+        "--workdir=runs/a_rope2d",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],
+)
+def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monkeypatch):
+    """Rotations along two axes need heads of a multiple of 4 channels."""
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
+    config = resolve({"model": {"position": "none", "options": options}})
+    assert command.next_command(config, pathlib.Path("runs/a")).endswith(
+        f"--workdir=runs/a_{other}"
+    )
 
 
 def environment(devices=1):

@@ -40,11 +40,12 @@ from rope_jax.analysis.rotation import (
     score_decay,
 )
 from rope_jax.arguments import Number, add_command, command_parser
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.sharding import require_devices
 from rope_jax.text import format_table, image_pair
 from rope_jax.training.setup import load_split
 
@@ -295,6 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     out = parsed.out or pathlib.Path(getattr(parsed, "workdir", None) or ".")
     try:
+        require_devices()
         _run(parsed, out)
     except ModuleNotFoundError as error:
         sys.exit(
@@ -302,7 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
             "plots need matplotlib: pip install 'rope_jax[plot]'"
         )
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.analysis: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.analysis: {in_one_line(error)}")
     print(f"{parsed.command}: results are in {out}")
 
 

@@ -1,6 +1,7 @@
 """Pictures. matplotlib is imported inside the functions, so that nothing else needs it."""
 
 import importlib.util
+import io
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from jaxtyping import Float, UInt8
 from rope_jax.analysis.attention import token_at
 from rope_jax.analysis.differences import Difference
 from rope_jax.evaluate.results import Row
+from rope_jax.files import write_file
 
 # Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -302,7 +304,9 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    write_file(path, content.getvalue())
     return path
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rope_jax import seeds
-from rope_jax.config import Config, from_json
+from rope_jax.config import Config, resolve
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row
+from rope_jax.files import read_json
 from rope_jax.models.registry import find_model
 from rope_jax.workdir.metrics import read_metrics
 
@@ -62,7 +63,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             f"{workdir} has no results.json; "
             f"run rope_jax.main with --workdir={workdir} to its end first"
         )
-    config = from_json((workdir / "config.json").read_text())
+    config = resolve(read_json(workdir / "config.json"))
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)
     config = dataclasses.replace(config, model=model)

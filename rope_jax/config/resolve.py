@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import textwrap
 import types
 import typing
@@ -18,20 +19,35 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.settings import Config, Rule, Size
-from rope_jax.text import assignments, closest, literal
+from rope_jax.text import Call, Value, assignments, closest, literal, parse
+
+# Arguments of `create_model` that other settings give.
+_NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}
 
 
 class ConfigError(Exception):
     """A mistake in the config, the command or the workdir, in one sentence with its remedy."""
 
 
+def in_one_line(error: Exception) -> str:
+    """The message of a command without settings: it names those of a run, but not as its flags.
+
+    >>> in_one_line(ConfigError("path 'x' does not exist [--config.data]"))
+    "path 'x' does not exist [data of the run's config]"
+    """
+    words = " ".join(str(error).split())
+    return re.sub(r"\[--config\.([^\]]*)\]$", r"[\1 of the run's config]", words)
+
+
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns a ValueError or OSError into a ConfigError that names the flag to change."""
+    """Turns an error of a value, a file, a module or its size into a ConfigError of the flag."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{error} [{flag}]") from error
+    except (OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"a value is too large: {error} [{flag}]") from error
 
 
 def default() -> ml_collections.ConfigDict:
@@ -47,12 +63,12 @@ def default() -> ml_collections.ConfigDict:
 def _to_dict(cls: type) -> ml_collections.ConfigDict:
     values = {}
     for field in dataclasses.fields(cls):
-        kind, _ = _split_optional(field.type)
+        kind, optional = _split_optional(field.type)
         if dataclasses.is_dataclass(kind):
             values[field.name] = _to_dict(kind)
-        elif field.default is None:
-            plain = kind if kind in (int, float, str) else object
-            values[field.name] = ml_collections.config_dict.placeholder(plain)
+        elif optional:  # numbers as objects, so that None can be given on the command line
+            plain = str if kind is str else object
+            values[field.name] = ml_collections.FieldReference(field.default, field_type=plain)
         else:
             values[field.name] = field.default
     return ml_collections.ConfigDict(values)
@@ -88,6 +104,32 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
     return arguments
 
 
+def with_options(position: str, name: str, **options: Value) -> str:
+    """A positional scheme whose parts called `name` have these options, unless they are given.
+
+    >>> with_options("lape(ape)+rpb(std=0.1)", "rpb", std=0.02, decay=True)
+    'lape(ape)+rpb(std=0.1,decay=True)'
+
+    Args:
+        position: a recipe's argument, as in `rope_jax.positions`.
+        name: of a scheme, also in sums and inside wrappers.
+        **options: of that scheme.
+
+    Raises:
+        ConfigError: `position` does not follow the notation.
+    """
+
+    def completed(call: Call) -> Call:
+        inner = tuple(tuple(map(completed, calls)) for calls in call.inner)
+        given = dict(call.options)
+        missing = {key: value for key, value in options.items() if key not in given}
+        own = given | missing if call.name == name else given
+        return Call(call.name, inner, tuple(own.items()))
+
+    with blame("recipe argument position"):
+        return "+".join(str(completed(call)) for call in parse(position, "position"))
+
+
 def model_overrides(options: str) -> dict[str, Any]:
     """Parses `model.options` into overrides of `create_model`.
 
@@ -95,7 +137,15 @@ def model_overrides(options: str) -> dict[str, Any]:
     {'depth': 6, 'attention': 'global'}
     """
     found = _assignments(options, "--config.model.options:")
-    return {key: literal(value) for key, value in found.items()}
+    if own := sorted(_NOT_OPTIONS & found.keys()):
+        raise ConfigError(
+            f"--config.model.options: {own[0]} is a setting of its own, not an option"
+        )
+    values = {key: literal(value) for key, value in found.items()}
+    for key, value in values.items():
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise ConfigError(f"--config.model.options: {key}={value} is too large")
+    return values
 
 
 def _assignments(text: str, what: str) -> dict[str, str]:
@@ -124,20 +174,55 @@ def resolve(raw: ml_collections.ConfigDict | dict) -> Config:
     return config
 
 
-def _resolve_section(cls: type, raw: dict[str, Any], prefix: str) -> Any:
+def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--config.{prefix}={raw!r} holds no settings by name")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
         if key not in fields:
-            raise ConfigError(f"--config.{prefix}{key} is not a setting; {closest(key, fields)}")
+            hint = setting_called(key) or closest(key, fields)
+            raise ConfigError(f"--config.{prefix}{key} is not a setting; {hint}")
         kind, optional = _split_optional(fields[key].type)
         if dataclasses.is_dataclass(kind):
             values[key] = _resolve_section(kind, value, f"{key}.")
-        elif value is None and optional:
+        elif optional and value in (None, "None"):
             values[key] = None
         else:
             values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
     return cls(**values)
+
+
+_ELSEWHERE = {  # names of settings in other libraries -> here
+    "img_size": "data.image_size",
+    "input_size": "data.image_size",
+    "resolution": "data.image_size",
+    "res": "data.image_size",
+    "lr": "optim.learning_rate",
+    "opt": "optim.name",
+    "optimizer": "optim.name",
+    "clip_grad": "optim.clip_norm",
+    "num_epochs": "epochs",
+    "total_epochs": "epochs",
+    "smoothing": "label_smoothing",
+    "model_ema_decay": "ema_decay",
+    "num_workers": "data.workers",
+    "finetune": "init_from",
+    "pretrained": "init_from",
+    "drop_path": "model.options=drop_path",
+}
+
+
+def setting_called(name: str) -> str | None:
+    """A hint for a setting that is elsewhere, or has another name in other libraries.
+
+    >>> setting_called("img_size"), setting_called("momentun")
+    ('use --config.data.image_size', None)
+    """
+    found = [known for known in settings() if known.rpartition(".")[2] == name]
+    if name in _ELSEWHERE and not found:
+        found = [_ELSEWHERE[name]]
+    return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
 
 
 def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
@@ -310,7 +395,11 @@ def from_json(text: str) -> Config:
     Raises:
         ConfigError: as `resolve`.
     """
-    return resolve(json.loads(text))
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the config is not JSON: {error}") from error
+    return resolve(raw)
 
 
 def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:

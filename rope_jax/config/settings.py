@@ -8,6 +8,7 @@ from typing import Any
 
 from rope_jax.arguments import Range
 
+_MOST = 2**24  # images of a batch, copies of an image: beyond any use, and safe to compute with
 Size = int | tuple[int, int]  # pixels: a side, or (height, width)
 
 # Mean and standard deviation of ImageNet's training images, per channel, of values in [0, 1].
@@ -96,6 +97,7 @@ class DataConfig:
         "copies of each image in a row, each augmented anew (repeated augmentation); an epoch "
         "keeps its number of steps",
         low=1,
+        high=_MOST,
     )
     bad_images: str = _setting(
         "error",
@@ -103,9 +105,15 @@ class DataConfig:
         words=("error", "skip"),
         resumable=True,
     )
-    workers: int = _setting(
-        0,
-        "processes that decode images (needs the extra `data`); 0 for none beside the main one",
+    allow_empty: bool = _setting(
+        False,
+        "accept class folders without images, which are otherwise an error",
+        resumable=True,
+    )
+    workers: int | None = _setting(
+        None,
+        "processes that decode images (needs the extra `data`); None for as many as there are "
+        "cores, 0 for none beside the main one",
         low=0,
         resumable=True,
     )
@@ -170,6 +178,12 @@ class OptimConfig:
     layer_decay: float = _setting(
         1.0, "factor on the learning rate from each block to the one below", above=0, high=1
     )
+    last_norm: str = _setting(
+        "head",
+        "with layer_decay, the last norm has the rate of the head (BEiT, MAE) or of the last block "
+        "(timm)",
+        words=("head", "block"),
+    )
     b1: float = _setting(0.9, "decay of the first moment (AdamW, LAMB)", low=0, below=1)
     b2: float = _setting(0.999, "decay of the second moment (AdamW, LAMB)", low=0, below=1)
     eps: float = _setting(1e-8, "added to the denominator (AdamW, LAMB)", low=0)
@@ -188,7 +202,7 @@ class EvalConfig:
         (), "pixels, int or (height, width), after the training resolution", resumable=True
     )
     batch_size: int = _setting(
-        256, "images per step on all devices together", low=1, resumable=True
+        256, "images per step on all devices together", low=1, high=_MOST, resumable=True
     )
     ema: bool = _setting(
         True, "evaluate the moving average of the weights, where there is one", resumable=True
@@ -253,7 +267,7 @@ class Config:
         above=0,
         hint="to evaluate a trained run, use --mode=evaluate",
     )
-    batch_size: int = _setting(128, "images per step on all devices together", low=1)
+    batch_size: int = _setting(128, "images per step on all devices together", low=1, high=_MOST)
     accumulate: int = _setting(
         1, "parts of a batch that are computed one after the other, to save memory", low=1
     )
@@ -277,8 +291,9 @@ class Config:
     )
     init_from: str | None = _setting(
         None,
-        "workdir of a run, or .npz file of weights, to start from; position tables are resized, "
-        "a head for other classes stays new",
+        "weights to start from, as `pretrained` of create_model takes them: workdir of a run, "
+        ".safetensors or .npz file, hub id; position tables are resized, a head for other classes "
+        "stays new",
     )
     log_every: int = _setting(50, "steps between lines of metrics", low=1, resumable=True)
     checkpoint_every: int = _setting(
@@ -298,6 +313,12 @@ class Config:
         None,
         "step at which to profile a few steps; SIGUSR2 also starts a profile",
         low=1,
+        resumable=True,
+    )
+    plugins: tuple[str, ...] = _setting(
+        (),
+        "modules that register schemes, models and image sources, see rope_jax.plugins; "
+        "--plugins=NAME adds one",
         resumable=True,
     )
     tensorboard: bool = _setting(

@@ -8,8 +8,8 @@ from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
-from rope_jax.data.pipeline import Batches, batches, evaluation_batches
-from rope_jax.data.sources import Images, Streamed, load, open_source
+from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
+from rope_jax.data.sources import Images, Streamed, load, open_source, register_source
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages
 
@@ -23,11 +23,14 @@ __all__ = [
     "Streamed",
     "batch_examples",
     "batches",
+    "cores",
     "decode_image",
     "epoch_length",
     "evaluation_batches",
     "load",
     "open_source",
+    "register_source",
     "resize",
     "split_augment",
+    "worker_count",
 ]

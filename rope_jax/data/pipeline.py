@@ -3,18 +3,19 @@
 Batches are created in this process, in a thread, or in worker processes.
 """
 
-import atexit
-import functools
+import importlib.util
 import itertools
-import sys
-import weakref
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 
+from rope_jax.data.ahead import Ahead, Waiting
+from rope_jax.data.checking import FileCheck
 from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import CROP, Augmentation, parse_loader
 from rope_jax.data.images.crops import crop_pixels
@@ -170,12 +171,23 @@ class Batches(Iterator[Batch]):
         skipped: ids of the images that could not be used so far; only with `bad_images="skip"`.
     """
 
-    def __init__(self, make: Iterator[Batch], count: int):
-        self._make, self._count = make, count
+    def __init__(
+        self, make: Iterator[Batch], images: Images | Streamed, epoch: int, waiting: Waiting
+    ):
+        """Batches of a set; within the first `epoch` of them its files are checked."""
+        self._make, self._count, self._left = make, len(images.labels), epoch
+        self._check = FileCheck(images, waiting)
         self.skipped: set[int] = set()
 
     def __next__(self) -> Batch:
-        batch = next(self._make)
+        try:
+            batch = next(self._make)
+        except StopIteration:
+            self._check(wait=True)
+            raise
+        self._left -= 1
+        if self._left >= 0:
+            self._check(wait=self._left == 0)
         self.skipped.update(batch.pop("bad").tolist())
         if len(self.skipped) > _allowed(self._count):
             self.close()
@@ -189,6 +201,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends processes and threads."""
+        self._check.close()
         self._make.close()
 
     def __enter__(self) -> "Batches":
@@ -210,6 +223,7 @@ def batches(
     ahead: bool = False,
     workers: int = 0,
     bad_images: str = "error",
+    waiting: Waiting = lambda seconds: None,
 ) -> Batches:
     """The training batches from `start_step` on, without end.
 
@@ -235,6 +249,8 @@ def batches(
         bad_images: "error": an image that cannot be decoded ends the stream. "skip": it is replaced
             by the next image of the set that can be decoded, with that image's label; more than one
             in a thousand (rounded up) end the stream.
+        waiting: called once a second while a batch that is prepared ahead is awaited, with the
+            seconds so far; may raise to stop.
 
     Returns:
         An iterator over `image` uint8 [b, H, W, 3] and `label`, `epoch` and `index` int32 [b]. The
@@ -256,8 +272,10 @@ def batches(
             crop_pixels(blank[0], one, images.size)
         else:
             one(blank, np.zeros(1, np.uint64))
-    made = _produced(make, size, itertools.count(start_step), ahead=ahead, workers=workers)
-    return Batches(made, len(images.labels))
+    made = _produced(
+        make, size, itertools.count(start_step), ahead=ahead, workers=workers, waiting=waiting
+    )
+    return Batches(made, images, -(-len(images.labels) // batch_size), waiting)
 
 
 def evaluation_batches(
@@ -267,6 +285,7 @@ def evaluation_batches(
     shard: tuple[int, int] = (0, 1),
     workers: int = 0,
     bad_images: str = "error",
+    waiting: Waiting = lambda seconds: None,
 ) -> Batches:
     """Every image once, in order, in batches of one shape.
 
@@ -283,6 +302,7 @@ def evaluation_batches(
             All shards have as many batches.
         workers: see `batches`; without them, threads decode images that are not in memory.
         bad_images: "error", or "skip": their mask is False; too many are an error, see `batches`.
+        waiting: see `batches`.
 
     Returns:
         An iterator over `image` uint8 [b, H, W, 3], `label` int32 [b], or [b, M] for sets with
@@ -299,8 +319,30 @@ def evaluation_batches(
     threads = _THREADS if ahead and not workers else 0
     make = Evaluation(images, batch_size, shard, bad_images, threads)
     steps = range(-(-count // batch_size))
-    made = _produced(make, batch_size // shard[1], steps, ahead=ahead, workers=workers)
-    return Batches(made, count)
+    made = _produced(
+        make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting
+    )
+    return Batches(made, images, len(steps), waiting)
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def worker_count(wanted: int | None) -> int:
+    """The number of worker processes for training; None for as many as there are cores.
+
+    >>> worker_count(3)
+    3
+
+    Without grain (the extra `data`), None is 0.
+    """
+    if wanted is not None:
+        return wanted
+    return cores() if importlib.util.find_spec("grain") is not None else 0
 
 
 def _check_policy(bad_images: str, workers: int) -> None:
@@ -319,56 +361,16 @@ def _produced(
     *,
     ahead: bool,
     workers: int,
+    waiting: Waiting,
 ) -> Iterator[Batch]:
     """Batches of `size` examples, created in this process or by workers."""
+    about = f"the images of {make.images.name}, {make.images.split} split"
     if workers > 0 and not make.images.in_memory:
         from rope_jax.data.workers import in_processes
 
         first, stop = (steps.start, steps.stop) if isinstance(steps, range) else (next(steps), None)
-        return _Ahead(in_processes(make, size, first, workers=workers, stop=stop))
+        crew: list[BaseProcess] = []
+        made = in_processes(make, size, first, workers=workers, stop=stop, crew=crew)
+        return Ahead(made, about, waiting, crew)
     made = (make(step * size, (step + 1) * size) for step in steps)
-    return _Ahead(made) if ahead else made
-
-
-class _Ahead(Iterator[Batch]):
-    """Takes the next batch from an iterator in a thread while one is in use."""
-
-    def __init__(self, made: Iterator[Batch]):
-        self._made = made
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rope_jax.data")
-        self._coming = self._thread.submit(next, made, None)
-        # Close before the interpreter shuts down.
-        self._at_exit = functools.partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)
-
-    def __next__(self) -> Batch:
-        if self._thread is None:
-            raise StopIteration
-        try:
-            ready = self._coming.result()
-        except BaseException:
-            self.close()
-            raise
-        if ready is None:
-            self.close()
-            raise StopIteration
-        self._coming = self._thread.submit(next, self._made, None)
-        return ready
-
-    def close(self) -> None:
-        """Waits for the current batch, and ends the thread and the iterator."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.shutdown(cancel_futures=True)
-            self._made.close()
-            atexit.unregister(self._at_exit)
-            del self._coming
-
-    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not finalizing():
-            self.close()
-
-
-def _close(reference: weakref.ref) -> None:
-    if (iterator := reference()) is not None:
-        iterator.close()
+    return Ahead(made, about, waiting) if ahead else made

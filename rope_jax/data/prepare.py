@@ -32,9 +32,9 @@ from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
 from rope_jax.data.pipeline import BAD_IMAGES
 from rope_jax.data.sources import open_source
 from rope_jax.data.sources.index import Source, write_index
-from rope_jax.data.sources.packed import write_about
+from rope_jax.data.sources.packed import FORMAT
 from rope_jax.data.workers import DeadWorker
-from rope_jax.files import write_file
+from rope_jax.files import naming, read_json, write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def write_shard(
     """
     examples, shapes, bad, checksum = [], [], [], hashlib.sha256()
     temporary = place.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with naming(temporary), temporary.open("wb") as file:
         for example in range(start, stop):
             try:
                 data = source.read(example)
@@ -173,7 +173,7 @@ def _check_settings(place: Path, settings: dict[str, Any]) -> None:
         raise ValueError(
             f"{place} is there and was not written by this program: choose another folder"
         )
-    there = json.loads(file.read_text())
+    there = read_json(file)
     changed = [
         f"{name}: {there.get(name)!r}, now {value!r}"
         for name, value in settings.items()
@@ -188,7 +188,7 @@ def _check_settings(place: Path, settings: dict[str, Any]) -> None:
 
 def _check_skipped(finished: Path, bad_images: str) -> None:
     """Rejects a finished split with skipped images, unless skipping is allowed."""
-    skipped = len(json.loads((finished / "about.json").read_text())["skipped"])
+    skipped = len(read_json(finished / "about.json")["skipped"])
     if bad_images == "error" and skipped:
         raise ValueError(
             f"{finished} was prepared without {skipped:,} images: "
@@ -214,7 +214,7 @@ def _write_shards(
         counter.add(kept)
     for facts in run_jobs(write_shard, jobs, workers=workers):
         counter.add(len(facts["examples"]) + len(facts["bad"]))
-    return {place: json.loads(place.with_suffix(".json").read_text()) for place in places}
+    return {place: read_json(place.with_suffix(".json")) for place in places}
 
 
 def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
@@ -237,16 +237,7 @@ def _write_packed_index(
 ) -> None:
     """Writes the index of the packed split, see `rope_jax.data.sources.packed`."""
     examples = [example for fact in facts.values() for example in fact["examples"]]
-    write_index(
-        folder,
-        labels=source.labels[examples],
-        names=[source.example_name(example) for example in examples],
-        class_names=source.class_names,
-        name=source.name,
-        split=source.split,
-    )
     shapes = [shape for fact in facts.values() for shape in fact["shapes"]]
-    np.save(folder / "shapes.npy", np.array(shapes, np.int32))
     shards = [
         {
             "file": f"{place.name}.bin",
@@ -257,8 +248,15 @@ def _write_packed_index(
         for place, fact in facts.items()
         if fact["examples"]
     ]
-    write_about(
+    write_index(
         folder,
+        labels=source.labels[examples],
+        names=[source.example_name(example) for example in examples],
+        class_names=source.class_names,
+        arrays={"shapes.npy": np.array(shapes, np.int32)},
+        name=source.name,
+        split=source.split,
+        format=FORMAT,
         resized=str(resizing),
         interpolation=resizing.interpolation,
         skipped=[one for fact in facts.values() for one in fact["bad"]],
@@ -278,13 +276,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--interpolation", default="bicubic", choices=INTERPOLATIONS, help="of resizing")
     policy = "for images that cannot be used"
     add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
+    add("--allow_empty", action="store_true", help="accept class folders without images")
     number = "images in a file; 4096 are about a gigabyte"
     add("--shard_images", type=Number(int, low=1), default=4096, help=number)
     options = vars(parser.parse_args(argv))
-    kind, path, splits, out = (options.pop(name) for name in ("source", "path", "splits", "out"))
+    kind, path, splits, out, allow_empty = (
+        options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")
+    )
     try:
         for split in splits.split(","):
-            print(f"written: {prepare(open_source(kind, path, split), out, **options)}")
+            source = open_source(kind, path, split, allow_empty=allow_empty)
+            print(f"written: {prepare(source, out, **options)}")
     except (ValueError, OSError, DeadWorker) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

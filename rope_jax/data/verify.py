@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         sources = [
-            open_source(asked.source, asked.path, split) for split in asked.splits.split(",")
+            open_source(asked.source, asked.path, split, allow_empty=True)
+            for split in asked.splits.split(",")
         ]
         results = [verify(source, workers=asked.workers) for source in sources]
     except (ValueError, OSError, DeadWorker) as error:

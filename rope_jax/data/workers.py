@@ -23,7 +23,7 @@ from absl import flags
 Batch = dict[str, np.ndarray]
 
 _PIECE = 32  # examples; few, so that the first batch is ready soon and few are held in memory
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 class DeadWorker(RuntimeError):
@@ -45,7 +45,13 @@ class _Pieces:
 
 
 def in_processes(
-    make: Callable[[int, int], Batch], size: int, step: int, *, workers: int, stop: int | None
+    make: Callable[[int, int], Batch],
+    size: int,
+    step: int,
+    *,
+    workers: int,
+    stop: int | None,
+    crew: list[BaseProcess],
 ) -> Iterator[Batch]:
     """Batches created by worker processes.
 
@@ -56,6 +62,7 @@ def in_processes(
         workers: number of processes, at least 1. They ignore Ctrl-C, which the parent process
             handles, and end with that process.
         stop: step at which the stream ends; None for never.
+        crew: to this list the processes are added when they have started.
 
     Yields:
         arrays by name, of `size` examples each (`bad`: of any length).
@@ -87,7 +94,7 @@ def in_processes(
     try:
         with _shielded():
             piece, used = next(iterator), 0
-        crew = {child.pid: child for child in set(multiprocessing.active_children()) - before}
+        crew += set(multiprocessing.active_children()) - before
         for _ in itertools.count() if stop is None else range(step, stop):
             parts, missing = [], size
             while missing:
@@ -103,11 +110,11 @@ def in_processes(
         iterator.close()
 
 
-def _next(iterator: Iterator[Batch], crew: dict[int, BaseProcess]) -> Batch:
+def _next(iterator: Iterator[Batch], crew: list[BaseProcess]) -> Batch:
     try:
         return next(iterator)
     except RuntimeError as error:
-        codes = {pid: child.exitcode for pid, child in crew.items()}
+        codes = {child.pid: child.exitcode for child in crew}
         ended = [f"process {pid} ({_reason(c)})" for pid, c in codes.items() if c is not None]
         if not ended:
             raise
@@ -137,7 +144,7 @@ def _shielded() -> Iterator[None]:
 
 
 def _start_worker(number: int, workers: int) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from rope_jax.evaluate.accuracy import (
     accuracies,
+    at_resolution,
     evaluate_files,
     evaluate_split,
     evaluate_state,
@@ -9,7 +10,7 @@ from rope_jax.evaluate.accuracy import (
     protocol,
     resolutions,
 )
-from rope_jax.evaluate.command import at_resolution, main
+from rope_jax.evaluate.command import main
 from rope_jax.evaluate.results import (
     add_evaluation,
     read_evaluations,
@@ -17,6 +18,7 @@ from rope_jax.evaluate.results import (
     results_table,
     rows_by_line,
     same_rows,
+    usable_results,
     write_results,
 )
 
@@ -36,5 +38,6 @@ __all__ = [
     "results_table",
     "rows_by_line",
     "same_rows",
+    "usable_results",
     "write_results",
 ]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from rope_jax import data, seeds
-from rope_jax.config import Config
+from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
 from rope_jax.models.pretrained import Preprocessing
@@ -20,6 +20,7 @@ from rope_jax.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification as task
 from rope_jax.text import image_pair
 from rope_jax.training.setup import Setup, State, load_split
+from rope_jax.training.signals import Signals
 
 Apply = Callable[[Any, Float[Array, "B H W 3"]], Float[Array, "B K"]]
 
@@ -35,6 +36,7 @@ def accuracies(
     mesh: Mesh,
     config: Config | None = None,
     poll: Callable[[int], None] = lambda images: None,
+    waiting: Callable[[int], None] = lambda seconds: None,
 ) -> list[Row]:
     """Top-1 and top-5 accuracy of a model, or of each seed of a run.
 
@@ -61,6 +63,7 @@ def accuracies(
         mesh: the devices.
         config: of the run, for its seeds, data workers and policy on bad images.
         poll: called after each step with the number of images so far; may raise to stop.
+        waiting: see `rope_jax.data.batches`.
 
     Returns:
         A row per seed: `dataset`, `split`, `resolution`, `top1` and `top5` (fractions), `count`.
@@ -87,8 +90,9 @@ def accuracies(
         images,
         batch_size=-(-batch_size // mesh.size) * mesh.size,  # the last batch is padded anyway
         shard=share(),
-        workers=config.data.workers,
+        workers=config.data.workers or 0,  # by default threads, which start at once
         bad_images=config.data.bad_images,
+        waiting=waiting,
     )
     with batches:
         for batch in batches:
@@ -157,27 +161,65 @@ def planned_rows(setup: Setup) -> list[Row]:
     ]
 
 
-def evaluate_state(setup: Setup, state: State, *, poll: Callable[[], None]) -> list[Row]:
+def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]:
     """Evaluates a training state at the resolutions of its config: rows of `results.json`."""
     params = state["ema" if setup.config.averaged else "params"]
     rest = jax.device_put(setup.rest, replicated(setup.mesh))
     weights = (params, state.get("stats", {}), rest)
 
     def apply(weights: Any, images: Array) -> Array:
-        if not setup.config.eval.scale_windows:
-            return setup.apply(*weights, images)[0]
-        model = nnx.merge(setup.graph, *weights)
-        model.scale_windows()
-        model.resize(images.shape[1:3])
+        trained = nnx.merge(setup.graph, *weights)
+        size, scaled = images.shape[1:3], setup.config.eval.scale_windows
         with use_mesh(setup.mesh):
-            return model(images)
+            return at_resolution(trained, size, scale_windows=scaled)(images)
 
     rows = []
     for how, config in protocols(setup).items():
         for size in resolutions(config):
             images = load_split(config, "test", size)
-            rows += evaluate_split(apply, weights, config, images, setup.mesh, how, poll=poll)
+            rows += evaluate_split(apply, weights, config, images, setup.mesh, how, signals=signals)
     return rows
+
+
+def at_resolution(
+    model: nnx.Module,
+    size: tuple[int, int],
+    *,
+    scale_windows: bool = False,
+    rpb_shrink: str | None = None,
+) -> nnx.Module:
+    """A copy of a model for images of another size; position tables are resized by their rule.
+
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="ape", depth=1, width=16, heads=2)
+    >>> copy = at_resolution(model, (16, 8))
+    >>> model.position.embedding.shape, copy.position.embedding.shape
+    ((16, 16), (32, 16))
+
+    Args:
+        model: not changed.
+        size: (h, w) in pixels.
+        scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
+        rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
+            model's own rule.
+    """
+    copy = nnx.clone(model)
+    if rpb_shrink is not None:
+        tables = [m for _, m in nnx.iter_modules(copy) if getattr(m, "shrink", None) is not None]
+        if not tables:
+            raise ConfigError(
+                f"--rpb_shrink={rpb_shrink} is for models with the scheme rpb: leave it out"
+            )
+        for table in tables:
+            table.shrink = rpb_shrink
+    if scale_windows:
+        try:
+            copy.scale_windows()
+        except ValueError as error:
+            raise ConfigError(f"--{error}") from error
+    with blame("--resolutions"):
+        copy.resize(size)
+    return copy
 
 
 def evaluate_split(
@@ -188,7 +230,7 @@ def evaluate_split(
     mesh: Mesh,
     how: str,
     *,
-    poll: Callable[[], None] = lambda: None,
+    signals: Signals | None = None,
 ) -> list[Row]:
     """Evaluates on the test split of a run's data, loaded at one resolution: one row per seed.
 
@@ -200,8 +242,9 @@ def evaluate_split(
     >>> row["dataset"], row["resolution"], row["count"], row["protocol"]
     ('digits', [8, 8], 360, 'whole image')
 
-    `how` is the rows' protocol.
+    `how` is the rows' protocol; `signals` may stop the evaluation.
     """
+    signals = signals or Signals()
     rows = accuracies(
         apply,
         weights,
@@ -211,7 +254,8 @@ def evaluate_split(
         batch_size=config.eval.batch_size,
         mesh=mesh,
         config=config,
-        poll=lambda images: poll(),
+        poll=lambda images: signals(),
+        waiting=signals.waiting,
     )
     labels = seeds.row_labels(config)
     return [row | {"protocol": how} | label for row, label in zip(rows, labels, strict=True)]

@@ -22,18 +22,19 @@ from jax.sharding import Mesh
 
 from rope_jax import data
 from rope_jax.arguments import Number, command_parser
-from rope_jax.config import ConfigError, blame
+from rope_jax.config import ConfigError, in_one_line
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import (
     Row,
+    at_resolution,
     evaluate_files,
     evaluate_split,
     on_all_devices,
     protocol,
 )
-from rope_jax.evaluate.results import add_evaluation, read_evaluations, results_table
+from rope_jax.evaluate.results import add_evaluation, results_table, usable_evaluations
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.sharding import from_first_process, make_mesh, share
+from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
 from rope_jax.text import image_pair
 from rope_jax.training.setup import load_split
 
@@ -47,9 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
     """
     asked = _parse(arguments)
     try:
+        require_devices()
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.evaluate: {' '.join(str(error).split())}")
+        sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -106,7 +108,8 @@ def _evaluate(asked: argparse.Namespace) -> None:
         if found is not None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
             identity |= {"images": asked.images} | how
-        row = next((row for row in read_evaluations(out) if row["asked"] == identity), None)
+        rows_before = usable_evaluations(out) if first else []
+        row = next((row for row in rows_before if row["asked"] == identity), None)
         if from_first_process(row is None):
             model = at_resolution(
                 about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink
@@ -178,44 +181,3 @@ def _own_split(
     how = protocol(images, config, model.window_rule())
     (row,) = evaluate_split(apply, weights, config, images, mesh, how)
     return row
-
-
-def at_resolution(
-    model: nnx.Module,
-    size: tuple[int, int],
-    *,
-    scale_windows: bool = False,
-    rpb_shrink: str | None = None,
-) -> nnx.Module:
-    """A copy of a model for images of another size; position tables are resized by their rule.
-
-    >>> import rope_jax
-    >>> model = rope_jax.create_model("vit_digits", position="ape", depth=1, width=16, heads=2)
-    >>> copy = at_resolution(model, (16, 8))
-    >>> model.position.embedding.shape, copy.position.embedding.shape
-    ((16, 16), (32, 16))
-
-    Args:
-        model: not changed.
-        size: (h, w) in pixels.
-        scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
-        rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
-            model's own rule.
-    """
-    copy = nnx.clone(model)
-    if rpb_shrink is not None:
-        tables = [m for _, m in nnx.iter_modules(copy) if getattr(m, "shrink", None) is not None]
-        if not tables:
-            raise ConfigError(
-                f"--rpb_shrink={rpb_shrink} is for models with the scheme rpb: leave it out"
-            )
-        for table in tables:
-            table.shrink = rpb_shrink
-    if scale_windows:
-        try:
-            copy.scale_windows()
-        except ValueError as error:
-            raise ConfigError(f"--{error}") from error
-    with blame("--resolutions"):
-        copy.resize(size)
-    return copy

@@ -1,11 +1,14 @@
-"""Files and tables of results: `results.json` of runs, `evaluations.json` of other evaluations."""
+"""Files and tables of results: `results.json` of runs, `evaluations.json` of other evaluations.
+
+Both hold a digest of their entries: results that were cut or edited are never taken for results.
+"""
 
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax.files import update_file, write_file
+from rope_jax.files import read_json, sealed, set_aside, unsealed, update_file, write_file
 from rope_jax.text import format_table
 
 Row = dict[str, Any]
@@ -20,8 +23,7 @@ def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None
     >>> read_results(workdir)["step"]
     100
     """
-    text = json.dumps({"step": step, "eval": list(rows)}, indent=2)
-    write_file(workdir / "results.json", text + "\n")
+    write_file(workdir / "results.json", _text({"step": step, "eval": list(rows)}))
 
 
 def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
@@ -29,9 +31,44 @@ def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
 
     >>> read_results(pathlib.Path("runs/none")) is None
     True
+
+    Raises:
+        ValueError: it is damaged, or was edited.
+        OSError: it cannot be read.
     """
-    path = workdir / "results.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return _read(workdir / "results.json")
+
+
+def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """The same for a run that can evaluate again: a damaged file is set aside, with a warning.
+
+    >>> import tempfile
+    >>> workdir = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (workdir / "results.json").write_text('{"step": 100, "eval"')
+    >>> usable_results(workdir) is None, sorted(path.name for path in workdir.iterdir())
+    (True, ['results.json.damaged'])
+    """
+    return _usable(workdir / "results.json")
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return None
+    return unsealed(value, str(path))
+
+
+def _usable(path: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        return _read(path)
+    except ValueError as error:
+        set_aside(path, f"{error}; its results are computed again")
+        return None
+
+
+def _text(entries: dict[str, Any]) -> str:
+    return json.dumps(sealed(entries), indent=2) + "\n"
 
 
 def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
@@ -96,8 +133,21 @@ def read_evaluations(path: pathlib.Path) -> list[Row]:
 
     >>> read_evaluations(pathlib.Path("runs/none/evaluations.json"))
     []
+
+    Raises:
+        ValueError: it is damaged, or was edited.
+        OSError: it cannot be read.
     """
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+    return (_read(path) or {"rows": []})["rows"]
+
+
+def usable_evaluations(path: pathlib.Path) -> list[Row]:
+    """The same for a command that can evaluate again: a damaged file is set aside.
+
+    >>> usable_evaluations(pathlib.Path("runs/none/evaluations.json"))
+    []
+    """
+    return (_usable(path) or {"rows": []})["rows"]
 
 
 def add_evaluation(path: pathlib.Path, row: Row) -> None:
@@ -113,9 +163,8 @@ def add_evaluation(path: pathlib.Path, row: Row) -> None:
     [{'asked': {'resolution': [8, 8]}, 'top1': 0.6}]
     """
 
-    def with_row(text: str | None) -> str:
-        rows = [] if text is None else json.loads(text)["rows"]
-        rows = [other for other in rows if other["asked"] != row["asked"]]
-        return json.dumps({"rows": [*rows, row]}, indent=2) + "\n"
+    def with_row() -> str:
+        rows = [other for other in usable_evaluations(path) if other["asked"] != row["asked"]]
+        return _text({"rows": [*rows, row]})
 
     update_file(path, with_row)

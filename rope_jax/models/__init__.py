@@ -11,8 +11,15 @@ from rope_jax.models import (  # noqa: F401  (each family registers its models)
     t2t,
     vit,
 )
-from rope_jax.models.export import export
-from rope_jax.models.pretrained import convert_state_dict
+from rope_jax.models.export import export, load_exported
+from rope_jax.models.pretrained import convert_state_dict, save_pretrained
 from rope_jax.models.registry import create_model, list_models
 
-__all__ = ["convert_state_dict", "create_model", "export", "list_models"]
+__all__ = [
+    "convert_state_dict",
+    "create_model",
+    "export",
+    "list_models",
+    "load_exported",
+    "save_pretrained",
+]

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.pretrained.tables import Preprocessing
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.text import image_pair
@@ -25,10 +26,25 @@ class Backbone(nnx.Module):
         hierarchical: whether the parts are `stages` with successively halved maps, or the model
             itself.
         softmax: whether the weights of attention come from a softmax and sum to 1.
+        name: in `create_model`, which sets this and the next two.
+        notation: the text of the positional scheme.
+        image_size: (height, width) in pixels, of creation or the last `resize`.
+        preprocessing: what the weights expect of images, where known.
+        class_names: of the logits, in their order, where known.
     """
 
     hierarchical: ClassVar[bool] = False
     softmax: ClassVar[bool] = True
+    name: str | None = None
+    notation: str = ""
+    image_size: Grid | None = None
+    preprocessing: Preprocessing | None = None
+    class_names: tuple[str, ...] | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the head; 0 for a model without one."""
+        return getattr(self.head, "out_features", 0)
 
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
@@ -78,6 +94,14 @@ class Backbone(nnx.Module):
         """
         for position, grid in self.positions(image_size):
             position.resize(grid)
+        self.image_size = image_pair(image_size)
+
+    def prepare(self, image_size: Grid) -> None:
+        """Sets what depends on the image size and has no parameters; part of `resize`.
+
+        Raises:
+            ValueError: the model does not allow that size.
+        """
 
     def scale_windows(self) -> None:
         """Sets windows to a thirty-second of the image, from the next `resize` on.

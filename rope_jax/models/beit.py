@@ -31,7 +31,8 @@ class BEiT(ViT):
         for block, layer in blocks:
             _multiply(block.attn.proj.kernel, (2 * layer) ** -0.5)
             _multiply(block.mlp.fc2.kernel, (2 * layer) ** -0.5)
-        _multiply(self.head.kernel, 1e-3)
+        if settings["num_classes"]:
+            _multiply(self.head.kernel, 1e-3)
 
 
 def _multiply(kernel: nnx.Param, factor: float | np.ndarray) -> None:

@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import drop_path
-from rope_jax.models.layers import dtypes_of, torch_linear
+from rope_jax.models.layers import dtypes_of, make_head, torch_linear
 from rope_jax.models.registry import Count, Positive, one_of, register
 from rope_jax.models.vit import ViT, ViTOptions
 from rope_jax.positions import Terms, grids
@@ -305,7 +305,9 @@ class CAT(ViT):
         super().__init__(options, rngs=rngs, **settings)
         dtypes = dtypes_of(dtype)
         self.norm = _norm(options, rngs=rngs, dtypes=dtypes)
-        self.head = torch_linear(options.width, num_classes, rngs=rngs, dtypes=dtypes)
+        self.head = make_head(
+            options.width, num_classes, rngs=rngs, dtypes=dtypes, make=torch_linear
+        )
         if options.imprint_token:
             self.imprint_token = self.learned_tokens(1, rngs=rngs, dtypes=dtypes)
         # Rejects a scheme with a bias now rather than at the first call.

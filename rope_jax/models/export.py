@@ -1,5 +1,6 @@
 """Export of a model as one file that runs without this package: StableHLO with its weights."""
 
+import hashlib
 import os
 import pathlib
 
@@ -8,8 +9,10 @@ import jax.export
 import jax.numpy as jnp
 from flax import nnx
 
+from rope_jax.files import open_regular, write_file
 from rope_jax.text import image_pair
 
+_SEAL = b"\nsha256 "  # after the program, which jax reads as if nothing followed
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -23,6 +26,7 @@ def export(
 ) -> None:
     """Writes a model as a compiled program that needs only jax to run.
 
+    The file ends with a digest, which `load_exported` checks and `jax.export.deserialize` ignores.
     Attention and rotations use the "xla" implementation.
 
     >>> import pathlib, tempfile
@@ -65,7 +69,37 @@ def export(
     # With a CPU as default device, every part of the model uses its "xla" form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         program = jax.export.export(forward, platforms=platforms)(images)
-    path = pathlib.Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(program.serialize())
-    temporary.replace(path)
+    content = bytes(program.serialize())
+    write_file(pathlib.Path(path), content + _SEAL + hashlib.sha256(content).hexdigest().encode())
+
+
+def load_exported(path: str | os.PathLike) -> jax.export.Exported:
+    """Reads a program that `export` wrote.
+
+    >>> import pathlib, tempfile
+    >>> import jax.numpy as jnp
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", depth=1)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.bin"
+    >>> rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
+    >>> rope_jax.load_exported(path).call(jnp.zeros((1, 8, 8, 3))).shape
+    (1, 10)
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The program; `.call(images)` runs it.
+
+    Raises:
+        ValueError: it is damaged, or not a file of `export`.
+        OSError: it cannot be read.
+        ImportError: flatbuffers, which reads the file, is not installed: the extra `export`.
+    """
+    with open_regular(path) as file:
+        content, seal, digest = file.read().rpartition(_SEAL)
+    if not seal or digest != hashlib.sha256(content).hexdigest().encode():
+        raise ValueError(
+            f"{os.fspath(path)} is damaged, or was not written by rope_jax.export: export it again"
+        )
+    return jax.export.deserialize(bytearray(content))

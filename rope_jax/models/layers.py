@@ -81,6 +81,25 @@ def torch_linear(
     return Linear(inputs, outputs, use_bias=use_bias, rngs=rngs, **init, **dtypes)
 
 
+class Identity(nnx.Module):
+    """The head of a model with `num_classes=0`, whose outputs are the pooled features."""
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        return x
+
+
+def make_head(
+    inputs: int,
+    num_classes: int,
+    *,
+    rngs: nnx.Rngs,
+    dtypes: dict,
+    make: Callable[..., nnx.Module] = linear,
+) -> nnx.Module:
+    """The classifier of pooled features, a dense layer of `make`; `Identity` for 0 classes."""
+    return make(inputs, num_classes, rngs=rngs, dtypes=dtypes) if num_classes else Identity()
+
+
 def conv(
     inputs: int,
     outputs: int,
@@ -180,10 +199,7 @@ def check_images(images: Array) -> None:
     """Raises ValueError for anything but floating-point images [B, H, W, 3]."""
     shape = f"images have shape {images.shape}"
     if images.ndim != 4 or images.shape[3] != 3:
-        raise ValueError(
-            f"{shape}; they must be [B, H, W, 3]: repeat the channel of grey images three times, "
-            "drop a fourth one"
-        )
+        raise ValueError(f"{shape}; they must be [B, H, W, 3]: {_advice_for(images.shape)}")
     if 0 in images.shape:
         raise ValueError(f"{shape}, which is empty: pass at least one image of at least one pixel")
     if not jnp.issubdtype(images.dtype, jnp.floating):
@@ -191,6 +207,17 @@ def check_images(images: Array) -> None:
             f"images have dtype {images.dtype}; they must be floating-point numbers, normalised: "
             "(images / 255 - mean) / std"
         )
+
+
+def _advice_for(shape: tuple[int, ...]) -> str:
+    """How images of another shape become [B, H, W, 3]."""
+    if len(shape) == 3:
+        return "add the axis of the batch, images[None]"
+    if len(shape) == 4 and shape[1] == 3:
+        return (
+            "channels come last here, transpose them to [B, H, W, 3]: images.transpose(0, 2, 3, 1)"
+        )
+    return "repeat the channel of grey images three times, drop a fourth one"
 
 
 class PatchProjection(nnx.Module):

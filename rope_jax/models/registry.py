@@ -3,9 +3,11 @@
 Each field of a family's `Options` declares its type and the values that it may have.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -16,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax.models.pretrained import load_pretrained
-from rope_jax.text import closest, image_pair
+from rope_jax import plugins
+from rope_jax.models.pretrained.files import load_weights, open_weights
+from rope_jax.models.pretrained.metadata import Description
+from rope_jax.text import closest, image_pair, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,10 @@ class Options:
         changes = {}
         for name, value in overrides.items():
             if name not in known:
-                raise ValueError(f"{model} has no option {name!r}; {closest(name, known)}")
+                hint = f"here it is {_OF_TIMM[name]!r}; " if name in _OF_TIMM else ""
+                raise ValueError(
+                    f"{model} has no option {name!r}; {hint}{closest(name, [*known, *_ARGUMENTS])}"
+                )
             kind = getattr(known[name], "__origin__", known[name])  # of Annotated
             kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
             if type(value) is int and int not in kinds and float in kinds:
@@ -110,6 +117,17 @@ class Entry:
 
 MODELS: dict[str, Entry] = {}
 
+_ARGUMENTS = ("position", "num_classes", "image_size", "seed", "dtype", "pretrained")
+_OF_TIMM = {  # arguments of timm's models -> those of `create_model`
+    "img_size": "image_size",
+    "embed_dim": "width",
+    "num_heads": "heads",
+    "drop_path_rate": "drop_path",
+    "init_values": "layer_scale",
+    "global_pool": "pooling",
+    "reg_tokens": "registers",
+    "checkpoint_path": "pretrained",
+}
 _DTYPES = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64")]
 
 
@@ -133,7 +151,12 @@ def register(
         num_classes: default number of classes.
         image_size: default side of images in pixels.
         **changes: fields of the model's options that differ from `options`.
+
+    Raises:
+        ValueError: there is a model of this name.
     """
+    if name in MODELS:
+        raise ValueError(f"a model named {name!r} exists already: choose another name")
     options = dataclasses.replace(options, **changes)
     MODELS[name] = Entry(family, options, position, num_classes, image_size)
 
@@ -148,6 +171,7 @@ def list_models(pattern: str = "*") -> list[str]:
     Args:
         pattern: with the wildcards of `fnmatch`.
     """
+    plugins.load_installed()
     return sorted(fnmatch.filter(MODELS, pattern))
 
 
@@ -158,11 +182,33 @@ def find_model(name: str) -> Entry:
     'rpb'
 
     Raises:
-        ValueError: there is no such model; the message suggests the closest name.
+        ValueError: there is no such model; the message suggests the nearest names.
     """
+    plugins.load_installed()
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; {closest(name, list_models())}")
+        hint = _name_here(name) or nearest(name, MODELS)
+        raise ValueError(f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all")
     return MODELS[name]
+
+
+def _name_here(name: str) -> str | None:
+    """A hint for timm's name of a model; None for any other name.
+
+    >>> _name_here("deit3_small_patch16_224.fb_in1k")
+    "timm's 'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here"
+    """
+    found = re.match(r"(\w+?)_(tiny|small|base|large|giant)_patch(\d+)_?(.*)", name)
+    if found is None:
+        return None
+    family, size, patch, rest = found.groups()
+    first = re.match(r"(?:reg4_)?(dinov[23])", rest)
+    rotary = re.match(r"rope_mixed(_ape)?|rope(_ape)?", rest)
+    family = first[1] if first else "deit3" if rotary else "deit" if family == "vit" else family
+    for letter in (size[:2], size[:1]):
+        for candidate in (f"{family}_{letter}{patch}", f"{family}_{letter}"):
+            if candidate in MODELS:
+                return f"timm's {name!r} is {candidate!r} here"
+    return None
 
 
 def create_model(
@@ -187,21 +233,24 @@ def create_model(
     [(2, 6, 8, 96)]
 
     Works under `nnx.eval_shape`, which returns shapes without allocating. None selects the model's
-    default for an argument.
+    default for an argument; with weights that describe their model (`rope_jax.save_pretrained`,
+    runs), the value of that model.
 
     Args:
-        name: one of `list_models()`.
+        name: one of `list_models()`, or such weights: a folder, file, workdir or hub id.
         position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
             "rope_mixed+ape", ...
-        num_classes: outputs of the head.
+        num_classes: outputs of the head; 0 for none: the model returns the pooled features that its
+            head would take. With weights for other classes, the head stays new, which is printed.
         image_size: pixels, a side or (height, width), for parameters whose shape depends on it.
             Calls accept other sizes.
         seed: of the initial weights.
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
-        pretrained: False, or a .safetensors or .npz file of weights, or a hub id; see
-            `pretrained.load_pretrained`. `model.preprocessing` then holds the preprocessing that
-            they expect.
+        pretrained: False, or weights: a .safetensors or .npz file, a folder of `save_pretrained`,
+            the workdir of a run, or a hub id; see `pretrained.load_pretrained`. Their position
+            tables are resized by the scheme's rule. `model.preprocessing` then holds the
+            preprocessing that they expect.
         **overrides: the family's options by name, for example depth=2 (`ViTOptions`,
             `SwinOptions`, `NATOptions`, `CATOptions`, `T2TOptions`, `CeiTOptions`, `CCTOptions`).
 
@@ -215,31 +264,93 @@ def create_model(
         FileNotFoundError: the weights file does not exist.
         ImportError: a package that reads the weights is not installed.
     """
-    entry = find_model(name)
     if pretrained is True:
         raise ValueError(
             "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
-    position = entry.position if position is None else position
+    plugins.load_installed()
+    if pretrained is False and name not in MODELS and names_weights(name):
+        pretrained = name
+    with contextlib.ExitStack() as stack:
+        file = None if pretrained is False else stack.enter_context(open_weights(pretrained))
+        described = None if file is None else file.description
+        if name == pretrained:
+            if described is None:
+                raise ValueError(
+                    f"{name} does not describe its model: create_model(NAME, pretrained={name!r})"
+                )
+            name = described.name
+        same = described if described is not None and described.name == name else None
+        try:
+            model = _create(
+                name,
+                same,
+                position=position,
+                num_classes=num_classes,
+                image_size=image_size,
+                seed=seed,
+                dtype=dtype,
+                overrides=overrides,
+            )
+        except ValueError as error:
+            missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
+            if not missing:
+                raise
+            raise ValueError(
+                f"{error}; {pretrained} was saved with the plug-in {', '.join(sorted(missing))}: "
+                "import it, or name it by --plugins or ROPE_JAX_PLUGINS"
+            ) from None
+        if file is not None:
+            load_weights(model, file, new_head=num_classes is not None)
+    return model
+
+
+def names_weights(name: str) -> bool:
+    """Whether a name that no model has is that of a file, a folder or a hub id.
+
+    >>> names_weights("runs/digits"), names_weights("deit_s16")
+    (True, False)
+    """
+    return "/" in name or name.endswith(".safetensors") or os.path.exists(name)
+
+
+def _create(
+    name: str,
+    described: Description | None,
+    *,
+    position: Any,
+    num_classes: Any,
+    image_size: Any,
+    seed: int,
+    dtype: Any,
+    overrides: Mapping[str, Any],
+) -> nnx.Module:
+    """A model with initial weights; None selects what `described` has, or the model's default."""
+    entry = find_model(name)
+    default = described or entry
+    position = default.position if position is None else position
     if not isinstance(position, str):
         raise ValueError(
             f"position={position!r} must be the text of a scheme, such as 'axial_rope' or "
             "'rope2d(base=50)'"
         )
-    num_classes = entry.num_classes if num_classes is None else num_classes
-    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
-        raise ValueError(f"num_classes={num_classes!r} must be a whole number of at least 1")
+    num_classes = default.num_classes if num_classes is None else num_classes
+    if not isinstance(num_classes, int | np.integer) or num_classes < 0:
+        raise ValueError(
+            f"num_classes={num_classes!r} must be a whole number: of classes, or 0 for no head"
+        )
+    size = image_pair(default.image_size if image_size is None else image_size)
+    options = {} if described is None else described.options
     model = entry.family(
-        entry.options.override(name, overrides),
+        entry.options.override(name, {**options, **overrides}),
         position=position,
         num_classes=int(num_classes),
-        image_size=image_pair(entry.image_size if image_size is None else image_size),
+        image_size=size,
         dtype=_compute_dtype(dtype),
         rngs=nnx.Rngs(seed),
     )
-    if pretrained is not False:
-        load_pretrained(model, pretrained)
+    model.name, model.notation, model.image_size = name, position, size
     return model
 
 

@@ -13,7 +13,14 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import Block, drop_path_rates, last, make_blocks, run_blocks
-from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear
+from rope_jax.models.layers import (
+    PatchEmbed,
+    check_images,
+    dtypes_of,
+    layer_norm,
+    linear,
+    make_head,
+)
 from rope_jax.models.registry import Count, OptionalCount, Options, Positive, Probability, register
 from rope_jax.models.vit import ViTOptions
 from rope_jax.positions import Position, create_position
@@ -196,10 +203,7 @@ class Hierarchy(Backbone):
             )
         self.stages = nnx.List(stages)
         self.norm = layer_norm(block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
-        self.head = linear(block.width, num_classes, rngs=rngs, dtypes=dtypes)
-
-    def prepare(self, image_size: Grid) -> None:
-        """Sets parameter-free attributes that depend on the image size."""
+        self.head = make_head(block.width, num_classes, rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the patch embedding: images [B, H, W, 3] to tokens of the first stage."""

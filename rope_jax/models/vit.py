@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from rope_jax.initializers import normal_init
 from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import Block, drop_path_rates, last, make_blocks, run_blocks
-from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, linear
+from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, make_head
 from rope_jax.models.registry import (
     Count,
     CountOrZero,
@@ -157,7 +157,7 @@ class ViT(Backbone):
         self.blocks = make_blocks(make_block, options.depth, scan=options.scan_layers)
         self.norm = layer_norm(width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         pooled = width * (2 if options.pooling == "class_mean" else 1)
-        self.head = linear(pooled, num_classes, rngs=rngs, dtypes=dtypes)
+        self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the patch embedding: images [B, H, W, 3] to tokens [B, h, w, width]."""

@@ -9,8 +9,9 @@ A scheme is a small NNX module with three methods, which do nothing by default (
 Its class declares its source and properties; tests measure the properties, and
 `python -m rope_jax.positions` prints them.
 
-To add one, write it in the file of its family and give it a name; keyword-only parameters of its
-constructor are its options. It then works in every backbone, recipe and command:
+To add one, give a class a name; keyword-only parameters of its constructor are its options. In a
+module that is loaded as a plug-in (`rope_jax.plugins`), it works in every backbone, recipe and
+command:
 
     >>> import jax, numpy as np, rope_jax
     >>> from rope_jax.positions import frequencies, grids
@@ -40,6 +41,7 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from rope_jax import plugins
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -62,6 +64,7 @@ def list_positions(pattern: str = "*") -> list[str]:
     >>> list_positions("rope*")
     ['rope1d', 'rope2d', 'rope3d', 'rope_mixed']
     """
+    plugins.load_installed()
     return sorted(fnmatch.filter(SCHEMES, pattern))
 
 
@@ -84,6 +87,7 @@ def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
         ValueError: an unknown scheme or option, malformed text, or a scheme that is not defined for
             the stage.
     """
+    plugins.load_installed()
     # Every scheme consumes one draw, so that the rest of a model has the same weights with any.
     return _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
 

@@ -1,5 +1,7 @@
 """Absolute position embeddings: a table, one row per token, added after the patch embedding."""
 
+import abc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,7 @@ class Absolute(Position):
     relative = keeps_norms = False
     resolution = "extrapolate"
 
+    @abc.abstractmethod
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         """Returns the embedding of each token on a map of `grid`; T = embed_prefix + H*W."""
         raise NotImplementedError

@@ -106,7 +106,7 @@ def resample(
     if rule in ("pad", "crop"):
         return _crop_or_pad(maps, size)
     rows, columns = (
-        jnp.asarray(MATRICES[rule](before, after), maps.dtype)
+        MATRICES[rule](before, after).astype(maps.dtype)
         for before, after in zip(maps.shape[-2:], size, strict=True)
     )
     # Full precision: a GPU's default for matrix products would move the table by 1e-3.

@@ -4,6 +4,7 @@ A scheme defines the tokens' coordinates (`coords`) and the frequency of each pa
 each axis (`freqs`): theta[n, l, r] = sum_a coords[l, a] * freqs[n, a, r].
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -72,8 +73,9 @@ class Rotary(Position):
         """Returns the coordinates of prefix tokens, or None for the origin (no rotation)."""
         return None
 
+    @abc.abstractmethod
     def freqs(self) -> Float[np.ndarray, "N A R"] | PerLayer:
-        """Returns radians per unit of coordinate; N is the number of heads, or 1."""
+        """Returns radians per unit of coordinate [N, A, R]; N is the number of heads, or 1."""
         raise NotImplementedError
 
     def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:
@@ -119,9 +121,19 @@ def token_coords(
         coords: of a map [H, W, A] or a video [T, H, W, A].
         stage: its prefix tokens come first (global attention only).
         prefix: their coordinates; None for the origin.
+
+    Raises:
+        ValueError: for windows, coordinates that are not evenly spaced.
     """
     if isinstance(stage.pattern, Window):
         height, width = stage.pattern.fit(coords.shape[:2]).size
+        steps = [np.diff(coords, axis=axis) for axis in (0, 1)]
+        even = all(np.allclose(step, step[:1, :1]) for step in steps)
+        if (height, width) != coords.shape[:2] and not even:
+            raise ValueError(
+                "the coordinates of a rotary scheme are not evenly spaced, so that no window "
+                "represents the others: declare `relative = False` in its class"
+            )
         coords = coords[:height, :width]
     if not isinstance(stage.pattern, Global):
         prefix = np.zeros((0, coords.shape[-1]))

@@ -1,6 +1,7 @@
 """The base class of all positional schemes, the terms they return, and the registry of names."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -306,9 +307,21 @@ SCHEMES: dict[str, type[Position]] = {"none": Position}
 
 
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
-    """Class decorator that registers a scheme under `name`."""
+    """Class decorator that registers a scheme under `name`.
+
+    Raises:
+        ValueError: there is a scheme of this name, or the class lacks a method.
+    """
 
     def register(cls: type[Position]) -> type[Position]:
+        for missing in dir(cls):
+            method = getattr(cls, missing)
+            if getattr(method, "__isabstractmethod__", False):
+                form = f"{missing}({', '.join(inspect.signature(method).parameters)})"
+                raise ValueError(
+                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}, which "
+                    f"{method.__doc__[0].lower()}{method.__doc__[1:].split(';')[0].rstrip('.')}"
+                )
         if name in SCHEMES:
             raise ValueError(
                 f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"

@@ -10,7 +10,8 @@ import jax
 
 from rope_jax.config import Config, ConfigError
 from rope_jax.files import warn, write_file
-from rope_jax.sharding import put_batch, text_of_first
+from rope_jax.processes import text_of_first
+from rope_jax.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step

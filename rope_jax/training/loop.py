@@ -25,8 +25,8 @@ def train_loop(
     """Runs the remaining steps and returns the final state, which is saved.
 
     The metrics of a step are fetched while the next one runs, and checkpoints are written in the
-    background. A signal ends the run after the current step; before the first step of this process
-    there is nothing new to save, so it ends the run at once.
+    background. A signal ends the run after the current step, or while a batch is awaited; before
+    the first step of this process there is nothing new to save, so it ends the run at once.
 
     Raises:
         Interrupted: a signal stopped the run; its state is saved.
@@ -37,32 +37,37 @@ def train_loop(
     train_step = make_step(setup)
     reporter = Reporter(setup, first, checkpoints, writer, signals, workdir)
     with reporter, contextlib.ExitStack() as stack:
-        batches, resident = training_batches(setup, first)
+        batches, resident = training_batches(setup, first, waiting=signals.waiting)
         stack.callback(batches.close)
+        done = first
         pending = None  # the step whose metrics are still on the device
-        for step in range(first + 1, last + 1):
-            with reporter.waiting_for_batch(step):
-                batch = put_batch(next(batches), setup.mesh) | resident
-            # Compiling may move constants to the device; later steps may not.
-            with jax.transfer_guard_host_to_device("allow" if step == first + 1 else "disallow"):
-                state, metrics = train_step(state, batch)
-            signals.at_once = False
-            if pending is not None:
-                reporter.report(*pending)
-            pending = (step, metrics, len(batches.skipped))
-            reporter.dispatched(step, metrics)
-            try:
+        try:
+            for step in range(first + 1, last + 1):
+                with reporter.waiting_for_batch(step):
+                    batch = put_batch(next(batches), setup.mesh) | resident
+                # Compiling may move constants to the device; later steps may not.
+                guard = "allow" if step == first + 1 else "disallow"
+                with jax.transfer_guard_host_to_device(guard):
+                    state, metrics = train_step(state, batch)
+                done, signals.at_once = step, False
+                if pending is not None:
+                    reporter.report(*pending)
+                pending = (step, metrics, len(batches.skipped))
+                reporter.dispatched(step, metrics)
                 signals()
-            except Interrupted:
-                reporter.report(*pending)
-                reporter.save(step, state)
+                if step % setup.config.checkpoint_every == 0 or step == last:
+                    reporter.report(*pending)
+                    pending = None
+                    reporter.save(step, state)
+        except Interrupted as error:
+            if done > first and not error.alone:
+                if pending is not None:
+                    reporter.report(*pending)
+                reporter.save(done, state)
                 checkpoints.wait()
-                raise
-            if step % setup.config.checkpoint_every == 0 or step == last:
-                reporter.report(*pending)
-                pending = None
-                reporter.save(step, state)
+                signals.saved = True
+            raise
         checkpoints.wait()
-    signals.at_once = True  # everything is saved
+    signals.at_once = signals.saved = True
     signals()  # a signal may have arrived in the meantime
     return state

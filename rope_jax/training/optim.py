@@ -105,14 +105,19 @@ def _of_each(function: Callable[[tuple, nnx.Variable], Any], params: nnx.State) 
     )
 
 
-def layer_rates(params: nnx.State, layer_decay: float) -> Any:
+def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") -> Any:
     """Factors on the learning rate of each parameter for layer-wise decay.
 
-    The factor is 1 for the head and the last norm, `layer_decay` for the last block, its square for
-    the block below, and so on through all stages; downsampling counts with the block before it. The
-    stem, class tokens and embeddings added to tokens are below the first block. Per-layer tables of
-    a scheme count with their layers. BEiT and MAE count so; timm's `param_groups_layer_decay` gives
-    the last norm the factor of the last block.
+    The factor is 1 for the head, `layer_decay` for the last block, its square for the block below,
+    and so on through all stages; downsampling counts with the block before it. The stem, class
+    tokens and embeddings added to tokens are below the first block. Per-layer tables of a scheme
+    count with their layers.
+
+    Args:
+        params: of a model.
+        layer_decay: the factor from each block to the one below.
+        last_norm: "head" gives the norm after the last block the factor of the head, as BEiT and
+            MAE do; "block" that of the last block, as timm's `param_groups_layer_decay` does.
 
     Returns:
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.
@@ -150,7 +155,10 @@ def layer_rates(params: nnx.State, layer_decay: float) -> Any:
                 return layer_decay ** (top - first - depth + 1)
             if stage and own.startswith("position."):
                 return layer_decay ** (top - first)
-        return layer_decay**top if own.split(".")[0] in _STEM else 1.0
+        part = own.split(".")[0]
+        if part in _STEM:
+            return layer_decay**top
+        return layer_decay if part == "norm" and last_norm == "block" else 1.0
 
     return _of_each(rate, params)
 
@@ -199,7 +207,7 @@ def make_optimizer(
     if o.clip_norm is not None:
         parts = [optax.clip_by_global_norm(o.clip_norm), *parts]
     if o.layer_decay != 1:
-        rates = layer_rates(params, o.layer_decay)
+        rates = layer_rates(params, o.layer_decay, o.last_norm)
         parts.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(lambda u, rate: u * rate, updates, rates)

@@ -10,18 +10,16 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from rope_jax import seeds
+from rope_jax import data, seeds
 from rope_jax.files import warn
 from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
-from rope_jax.workdir.checkpoint import Checkpoints, not_finite
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import MetricsWriter, Profiler, Speedometer, progress_line
+from rope_jax.workdir.trees import not_finite
 
+SLOW_DATA = 0.1  # share of the time spent waiting for images above which advice is printed
 MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
-
-
-class NonFinite(Exception):
-    """The loss, a gradient or a weight is not finite; the message names the step."""
 
 
 class Reporter:
@@ -46,6 +44,7 @@ class Reporter:
         self._speed = Speedometer(setup.total_steps, config.batch_size * config.seeds)
         self._profiler = Profiler(workdir)
         self._skipped = dict.fromkeys(seeds.seeds_of(config), 0)  # in a row
+        self._told_to_read_faster = False
         checkpoints.on_saved = self._on_saved
 
     def __enter__(self) -> "Reporter":
@@ -113,6 +112,21 @@ class Reporter:
         numbers = seeds.summary(values, config) | speed
         self._writer.write(step, numbers)
         print(progress_line(step, total, numbers), flush=True)
+        if speed.get("data_wait", 0.0) > SLOW_DATA and not self._setup.images.in_memory:
+            self._tell_to_read_faster()
+
+    def _tell_to_read_faster(self) -> None:
+        """Prints once what makes images come sooner."""
+        if self._told_to_read_faster:
+            return
+        self._told_to_read_faster = True
+        used, cores = data.worker_count(self._setup.config.data.workers), data.cores()
+        print(
+            f"the steps wait for images, which {used or 'no'} worker processes decode on {cores} "
+            f"cores: --config.data.workers={cores} (with the extra `data`), or store them resized "
+            "with python -m rope_jax.data.prepare",
+            flush=True,
+        )
 
     def _check(self, step: int, values: dict[str, np.ndarray]) -> bool:
         """Whether the metrics of all seeds are finite."""
@@ -153,7 +167,7 @@ class Reporter:
         config = self._setup.config
         try:
             self._checkpoints.save(step, state, about=self._setup.about())
-        except ValueError as error:
+        except NonFinite as error:
             trees = zip(seeds.seeds_of(config), seeds.split(state, config), strict=True)
             seed = next((seed for seed, tree in trees if not_finite(tree)), config.seed)
             of_seed = f" (seed {seed})" if config.seeds > 1 else ""
@@ -171,7 +185,6 @@ class Reporter:
         return ", ".join(map(str, batch_ids(self._setup, step, seed)[:8])) + ", ..."
 
     def _on_saved(self, step: int, size: int, seconds: float) -> None:
-        self._signals.saved = True
         print(f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
         self._writer.event(step, "saved", bytes=size, seconds=round(seconds, 3))
 

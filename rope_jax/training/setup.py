@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,7 +75,12 @@ class Setup:
 
     def about(self) -> dict[str, Any]:
         """The metadata stored with each checkpoint."""
-        return {"config": dataclasses.asdict(self.config), "data": self.fingerprint}
+        names = self.images.class_names
+        return {
+            "config": dataclasses.asdict(self.config),
+            "data": self.fingerprint,
+            "class_names": None if names is None else list(names),
+        }
 
 
 def prepare(config: Config) -> tuple[Setup, nnx.Module]:
@@ -123,8 +129,9 @@ def load_split(
     if size is None and config.data.image_size is not None:
         size = image_pair(config.data.image_size)
     crop = {"crop": config.eval.frame} if split == "test" else {}
+    options = {"allow_empty": config.data.allow_empty} | crop
     with blame("--config.data"):
-        return data.load(config.data.source, config.data.path, split, size, **crop)
+        return data.load(config.data.source, config.data.path, split, size, **options)
 
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
@@ -156,12 +163,13 @@ def _check_evaluation(config: Config, model: nnx.Module) -> None:
     for frame in config.eval.frames:
         with blame("--config.eval.frames"):
             parse_crop(frame)
-    if config.eval.scale_windows:
-        with blame("--config.eval.scale_windows"):
-            scaled = nnx.clone(model)
-            scaled.scale_windows()
-            for size in sizes:
-                scaled.prepare(size)
+    scaled = config.eval.scale_windows
+    with blame(f"--config.eval.{'scale_windows' if scaled else 'resolutions'}"):
+        evaluated = nnx.clone(model)
+        if scaled:
+            evaluated.scale_windows()
+        for size in sizes:
+            evaluated.prepare(size)
 
 
 def _check_class_names(images: Split, held_out: Split) -> None:
@@ -195,6 +203,11 @@ def assemble(
     """The setup of a complete config. The model may be abstract (`nnx.eval_shape`)."""
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
     total = max(1, round(config.epochs * steps_per_epoch))
+    if total >= 2**31:
+        raise ConfigError(
+            f"--config.epochs={config.epochs:g} are {total:.3g} steps, which are counted up to "
+            "2**31 - 1: use fewer epochs"
+        )
     schedule = optim.learning_rate_schedule(
         config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch
     )
@@ -219,10 +232,13 @@ def initial_state(setup: Setup, model: nnx.Module) -> State:
     return jax.device_put(state, state_shardings(state, setup.mesh))
 
 
-def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
+def training_batches(
+    setup: Setup, first: int, *, waiting: Callable[[int], None] = lambda seconds: None
+) -> tuple[Any, dict[str, Any]]:
     """The batches of this process from step `first` on, and arrays to be added to each of them.
 
-    The latter are the images themselves, if the data set is kept on the device.
+    The latter are the images themselves, if the data set is kept on the device. For `waiting` see
+    `rope_jax.data.batches`.
     """
     config, images = setup.config, setup.images
     options = {
@@ -240,8 +256,9 @@ def training_batches(setup: Setup, first: int) -> tuple[Any, dict[str, Any]]:
         images,
         seed=config.seed,
         ahead=not images.in_memory,
-        workers=config.data.workers,
+        workers=data.worker_count(config.data.workers),
         bad_images=config.data.bad_images,
+        waiting=waiting,
         **options,
     )
     return stream, {}

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +12,20 @@ import jax
 
 from rope_jax.sharding import MaximumOverProcesses
 
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_ALONE_AFTER = 10  # seconds that one of several processes still waits after a signal
+
 
 class Interrupted(Exception):
-    """A signal stopped the run (Ctrl-C, SIGTERM, SIGUSR1).
+    """A signal stopped the run (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP).
 
     Attributes:
         saved: whether a checkpoint holds the latest state.
+        alone: whether this is one of several processes that could not save with the others.
     """
 
     saved = False
+    alone = False
 
 
 class Signals:
@@ -35,6 +41,7 @@ class Signals:
     def __init__(self) -> None:
         self.at_once, self.saved = True, False
         self._stop: int | None = None
+        self._since = 0.0  # time of the signal to stop
         self._profile = False
         self._maximum = MaximumOverProcesses()
 
@@ -42,44 +49,84 @@ class Signals:
         if number := self._maximum(self._stop or 0):
             raise Interrupted(signal.Signals(number).name)
 
+    def waiting(self, seconds: int) -> None:
+        """Call once a second while this process waits for something that may never come.
+
+        Raises:
+            Interrupted: a stop was requested. Of several processes only this one is stopped, after
+                a few seconds: the others wait for it, and end with it.
+        """
+        del seconds
+        if self._stop is None:
+            return
+        if jax.process_count() == 1:
+            self()
+        if time.monotonic() - self._since > _ALONE_AFTER:
+            error = Interrupted(signal.Signals(self._stop).name)
+            error.alone = True
+            raise error
+
     def profile_wanted(self) -> bool:
         """Whether SIGUSR2 has arrived since the last call."""
         wanted, self._profile = self._profile, False
         return wanted
 
     def handle(self, number: int, frame: Any) -> None:
-        """The signal handler."""
+        """The signal handler. A second signal to stop is left to `end_at_second`."""
         if number == signal.SIGUSR2:
             self._profile = True
-        elif self._stop is not None:
-            os.write(2, b"\nrope_jax: stopped at once\n")  # print may not be used here
-            os._exit(128 + number)
-        else:
-            self._stop = number
+        elif self._stop is None:
+            self._stop, self._since = number, time.monotonic()
             if self.at_once and jax.process_count() == 1:
                 self()
-            os.write(
-                2,
-                b"\nrope_jax: stopping after this step; once more to stop at once, without "
-                b"saving\n",
-            )
+            _tell(b"stopping after this step; once more to stop at once, without saving")
+
+
+def end_at_second(numbers: int) -> None:
+    """Ends the process at the second signal to stop, even if the main thread is blocked.
+
+    A terminal that is closed sends SIGHUP more than once: it never counts as the second.
+
+    Args:
+        numbers: descriptor from which the numbers of signals are read, see
+            `signal.set_wakeup_fd`. It is closed at its end.
+    """
+    stops = 0
+    with open(numbers, "rb", buffering=0) as file:
+        while received := file.read(64):
+            for number in received:
+                if stops and number in _STOP and number != signal.SIGHUP:
+                    _tell(b"stopped at once")
+                    os._exit(128 + number)
+                stops += number in _STOP
+
+
+def _tell(message: bytes) -> None:
+    with contextlib.suppress(OSError):  # of a closed terminal
+        os.write(2, b"\nrope_jax: " + message + b"\n")  # print may not be used here
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Signals]:
-    """Handles SIGINT, SIGTERM and SIGUSR1 (stop) and SIGUSR2 (profile) in this context.
+    """Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP (stop) and SIGUSR2 (profile) in this context.
 
-    A second signal to stop ends the process at once. Outside the main thread nothing is handled.
+    A second signal to stop ends the process at once. SIGHUP stays ignored if it was (nohup).
+    Outside the main thread nothing is handled.
     """
-    signals, previous = Signals(), {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            previous[number] = signal.signal(number, signals.handle)
-    try:
-        yield signals
-    except Interrupted as error:
-        error.saved = signals.saved
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    signals = Signals()
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_STOP, signal.SIGUSR2):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                stack.callback(signal.signal, number, signal.signal(number, signals.handle))
+            receiver, sender = os.pipe()
+            os.set_blocking(sender, False)
+            stack.callback(os.close, sender)
+            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender))
+            threading.Thread(target=end_at_second, args=(receiver,), daemon=True).start()
+        try:
+            yield signals
+        except Interrupted as error:
+            error.saved = signals.saved
+            raise

@@ -9,8 +9,6 @@ its manifest.
 import concurrent.futures
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import pathlib
 import re
@@ -20,25 +18,33 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from rope_jax.files import SaveFailed, file_sha256, sync_folder, warn, write_file
+from rope_jax.files import SaveFailed, file_sha256, open_regular, sync_folder, warn, write_file
+from rope_jax.workdir.integrity import (
+    MANIFEST,
+    RETRY_AFTER,
+    Damaged,
+    files_of,
+    manifest,
+    problem_of,
+)
+from rope_jax.workdir.quiet import quiet_failures
+from rope_jax.workdir.trees import check_tree, not_finite
 
-_MANIFEST = "manifest.json"
-_STEP = re.compile(r"0|[1-9]\d*")
+_STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
 # Leftovers of a crash: the only names that are ever deleted.
 _UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
-_RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # worth a retry
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
+_TOO_FEW = "its files verify, so the system may lack file handles (ulimit -n) or memory"
 _SPARE = 1.2  # free space to have, in sizes of the next checkpoint
 
 
-class Damaged(ValueError):
-    """A checkpoint differs from what was written."""
+class NonFinite(ArithmeticError):
+    """The loss, a gradient or a weight is not finite; the message names the step."""
 
 
 class Checkpoints:
@@ -58,38 +64,56 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="rope_jax.workdir.checkpoint"
         )
+        self._quiet = contextlib.ExitStack()
         self._pending: concurrent.futures.Future | None = None
         self.on_saved: Callable[[int, int, float], None] = lambda step, size, seconds: None
 
     def __enter__(self) -> "Checkpoints":
+        self._quiet.enter_context(quiet_failures())
         return self
 
     def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
         try:
-            self.wait()
-        except SaveFailed as error:
             if exception is None:
-                raise
-            warn(str(error))  # the exception that ended the run is reported elsewhere
+                self.wait()
+            # Other processes may not have met this exception: nothing to agree on with them.
+            elif self._pending is not None and (error := self._pending.exception()) is not None:
+                warn(str(error))  # the exception that ended the run is reported elsewhere
         finally:
             self._thread.shutdown()
+            self._quiet.close()
 
     def steps(self) -> list[int]:
-        """All steps, valid or not, ascending."""
+        """All steps, valid or not, ascending.
+
+        Raises:
+            Damaged: something else than a folder (a link, a file) has the name of a step.
+        """
         if not self._folder.is_dir():
             return []
         with os.scandir(self._folder) as entries:
-            return sorted(
-                int(e.name)
-                for e in entries
-                if _STEP.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
-            )
+            numbered = [e for e in entries if _STEP.fullmatch(e.name)]
+            for entry in numbered:
+                if not _is_step(entry):
+                    kind = "a link" if entry.is_symlink() else "not the folder of a step"
+                    raise Damaged(
+                        f"{entry.path} is {kind}: put the folder of that step in its place, or "
+                        "move it away to go on without that step"
+                    )
+        return sorted(int(entry.name) for entry in numbered)
+
+    def _present(self) -> list[int]:
+        """The steps that have a folder, whatever else there is."""
+        if not self._folder.is_dir():
+            return []
+        with os.scandir(self._folder) as entries:
+            return sorted(int(e.name) for e in entries if _is_step(e))
 
     def newest(self) -> int | None:
         """The newest step, or None. Waits for a pending save."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending])
-        return max(self.steps(), default=None)
+        return max(self._present(), default=None)
 
     def newest_verified(self, *, strict: bool = False, rename: bool = False) -> int | None:
         """The newest valid step; None if there never was one.
@@ -132,33 +156,12 @@ class Checkpoints:
         return None
 
     def problem(self, step: int) -> str | None:
-        """A description of the damage to a step's files; None for a valid step."""
-        folder = self._folder / str(step)
-        try:
-            found = dict(_files(folder))  # first of all, so that only plain files are ever opened
-            if _MANIFEST not in found:
-                return f"{_MANIFEST} is missing"
-            text = found.pop(_MANIFEST).read_text()
-            expected = json.loads(text)
-            if text != _manifest(step, expected["files"]):  # no bit of the manifest may change
-                return f"{_MANIFEST} is not what was written"
-            expected = expected["files"]
-            different = sorted(expected.keys() ^ found.keys())
-            if different:
-                missing = different[0] in expected
-                return f"{different[0]} {'is missing' if missing else 'does not belong to it'}"
-            for name, path in found.items():
-                if path.stat().st_size != expected[name]["bytes"]:
-                    return f"{name} has {path.stat().st_size} bytes, not {expected[name]['bytes']}"
-                if file_sha256(path) != expected[name]["sha256"]:
-                    return f"the bytes of {name} are not those that were written"
-        except FileNotFoundError as error:
-            return f"{pathlib.Path(error.filename or '').name} is missing"
-        except (OSError, Damaged) as error:
-            return str(error)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return f"{_MANIFEST} is not readable"
-        return None
+        """A description of the damage to a step's files; None for a valid step.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        return problem_of(self._folder / str(step), step)
 
     def clean(self) -> None:
         """Removes unfinished saves and deletions. Only for the process that holds the lock."""
@@ -178,16 +181,16 @@ class Checkpoints:
         The arrays may be donated as soon as this returns. Waits for the previous save.
 
         Raises:
-            ValueError: a value is not finite; nothing is written.
+            NonFinite: a value is not finite; nothing is written.
             SaveFailed: the previous save failed.
         """
         self.wait()
-        if _decided(lambda: int(step in self.steps())):
+        if _decided(lambda: int(step in self._present())):
             return
         bad = not_finite(state)
         if bad:
             names = ", ".join(bad[:3]) + (" is" if len(bad) == 1 else " are")
-            raise ValueError(f"step {step} is not saved: {names} not finite")
+            raise NonFinite(f"step {step} is not saved: {names} not finite")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         path = self._folder / f"{step}.writing"
         begin = lambda state: ocp.save_checkpointables_async(path, state, custom_metadata=about)
@@ -222,7 +225,7 @@ class Checkpoints:
     def _write(self, step: int, size: int, arrays: Callable[[], None]) -> None:
         """Writes, seals and prunes, in the thread; retries transient errors."""
         begun = time.monotonic()
-        for pause in (*_RETRY_AFTER, None):
+        for pause in (*RETRY_AFTER, None):
             try:
                 if not self._folder.is_dir():
                     raise FileNotFoundError(
@@ -268,11 +271,11 @@ class Checkpoints:
         """Hashes the files, syncs them to the disk, and renames the folder."""
         folder = self._folder / f"{step}.writing"
         files = {}
-        for name, path in sorted(_files(folder)):
+        for name, path in sorted(files_of(folder)):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        write_file(folder / _MANIFEST, _manifest(step, files))
+        write_file(folder / MANIFEST, manifest(step, files))
         for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
             sync_folder(path)
         if os.path.lexists(self._folder / str(step)):
@@ -285,7 +288,7 @@ class Checkpoints:
         if self._keep is None:
             return
         kept = 0
-        for step in reversed(self.steps()):
+        for step in reversed(self._present()):
             if kept == self._keep:
                 doomed = self._folder / f"{step}.deleting"
                 shutil.rmtree(doomed, ignore_errors=True)
@@ -318,16 +321,26 @@ class Checkpoints:
 
         Raises:
             ValueError: names, shapes or dtypes on disk differ.
+            Damaged: the state is of another step.
+            OSError: it cannot be read.
         """
         found = self._metadata(step).metadata
         check_tree(shapes, {name: found[name] for name in shapes if name in found})
-        return ocp.load_checkpointables(self._folder / str(step), shapes)
+        with _readable(self._folder / str(step)):
+            state = ocp.load_checkpointables(self._folder / str(step), shapes)
+        if "step" in state and int(state["step"]) != step:
+            raise Damaged(
+                f"checkpoint {self._folder / str(step)} holds the state of step {state['step']}: "
+                "it was renamed or put together by hand; move it away"
+            )
+        return state
 
     def about(self, step: int) -> dict:
         """The metadata stored with a state.
 
         Raises:
-            ValueError: it is missing: the checkpoint is damaged.
+            Damaged: it is missing.
+            OSError: it cannot be read.
         """
         about = self._metadata(step).custom_metadata
         if not about:
@@ -338,7 +351,14 @@ class Checkpoints:
         return about
 
     def _metadata(self, step: int) -> Any:
-        return ocp.checkpointables_metadata(self._folder / str(step))
+        """What orbax stored beside the arrays; of what it cannot read, it returns None."""
+        folder = self._folder / str(step)
+        with _readable(folder):
+            metadata = ocp.checkpointables_metadata(folder)
+        if unread := [name for name, tree in metadata.metadata.items() if tree is None]:
+            with open_regular(folder / unread[0] / "_METADATA"):  # raises the cause, if it lasts
+                raise OSError(f"{folder / unread[0]} could not be read: {_TOO_FEW}")
+        return metadata
 
 
 def _decided(choose: Callable[[], int | None]) -> int | None:
@@ -361,24 +381,21 @@ def _decided(choose: Callable[[], int | None]) -> int | None:
     return None if code == nothing else code
 
 
-def _manifest(step: int, files: dict[str, dict]) -> str:
-    return json.dumps({"format": 1, "step": step, "files": files}, indent=1, sort_keys=True) + "\n"
+@contextlib.contextmanager
+def _readable(folder: pathlib.Path) -> Iterator[None]:
+    """Turns any error of orbax and tensorstore, for files that verify, into one of reading."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise OSError(f"{folder} could not be read ({reason}): {_TOO_FEW}") from error
 
 
-def _files(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
-    """All files below a folder with their relative names; rejects links and special files."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                for name, path in _files(pathlib.Path(entry.path)):
-                    yield f"{entry.name}/{name}", path
-            elif entry.is_file(follow_symlinks=False):
-                yield entry.name, pathlib.Path(entry.path)
-            else:
-                raise Damaged(
-                    f"{entry.name} is "
-                    f"{'a symbolic link' if entry.is_symlink() else 'not a plain file'}"
-                )
+def _is_step(entry: os.DirEntry) -> bool:
+    """Whether an entry of the folder is a step's: a folder of its own, named like 0 or 1000."""
+    return bool(_STEP.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
 
 
 def _is_transient(error: BaseException | None) -> bool:
@@ -403,54 +420,3 @@ def _human(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit} ({size:,} bytes)"
     return f"{size} bytes"
-
-
-def not_finite(tree: Any) -> list[str]:
-    """Names of the leaves with a number that is not finite, computed on the device."""
-    leaves = [
-        (name, leaf) for name, leaf in named_leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves])) if leaves else []
-    return [name for (name, _), fine in zip(leaves, finite, strict=True) if not fine]
-
-
-@jax.jit
-def _all_finite(leaves: list) -> jax.Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
-
-
-def check_tree(wanted: Any, found: Any) -> None:
-    """Rejects a stored tree with other names, shapes or dtypes (orbax would cast silently)."""
-    wanted, found = dict(named_leaves(wanted)), dict(named_leaves(found))
-    describe = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not expected" for name in found if name not in wanted]
-    both = [
-        (name, describe(found[name]), describe(wanted[name])) for name in wanted if name in found
-    ]
-    problems += [f"{name} is {there}, not {here}" for name, there, here in both if there != here]
-    if problems:
-        raise ValueError("the checkpoint does not fit this run: " + some_of(problems))
-
-
-def some_of(problems: list[str]) -> str:
-    """The first five problems, and how many more there are."""
-    return "; ".join(problems[:5]) + (
-        f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-    )
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves with their names, "params.blocks.0.attn.qkv.kernel"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
-
-
-def tree_hash(tree: Any) -> str:
-    """sha256 of names, dtypes, shapes and bytes: equal only for bit-for-bit equal trees."""
-    digest = hashlib.sha256()
-    for name, leaf in named_leaves(tree):
-        array = np.ascontiguousarray(leaf)
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()

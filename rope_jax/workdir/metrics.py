@@ -11,8 +11,17 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from rope_jax.files import SaveFailed, warn, write_file
+from rope_jax.files import (
+    SaveFailed,
+    make_folder,
+    read_regular,
+    set_aside,
+    warn,
+    write_file,
+)
 from rope_jax.text import format_table
+
+_LARGEST = 1 << 30  # bytes of a log: about three million lines
 
 
 class MetricsWriter:
@@ -29,7 +38,11 @@ class MetricsWriter:
         self._torn = False  # whether the last line is incomplete
         if jax.process_index() > 0:
             return
-        lines = _read_lines(self._path)
+        try:
+            lines = _read_lines(self._path)
+        except ValueError as error:
+            set_aside(self._path, f"{error}; the run begins another one")
+            lines = []
         self.last_event = next(
             (line for line in reversed(lines) if line.get("event") in ("start", "stop")), None
         )
@@ -39,7 +52,8 @@ class MetricsWriter:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=restored_step + 1)
+            board = make_folder(workdir / "tensorboard")
+            self._board = SummaryWriter(str(board), purge_step=restored_step + 1)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -81,7 +95,11 @@ class MetricsWriter:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The metrics in a `metrics.jsonl`; none without the file. Incomplete lines are skipped."""
+    """The metrics in a `metrics.jsonl`; none without the file. Lines that are damaged are skipped.
+
+    Raises:
+        ValueError: it is no regular file, or larger than a gigabyte.
+    """
     return [line for line in _read_lines(path) if "event" not in line]
 
 
@@ -91,11 +109,15 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    try:
+        content = read_regular(path, at_most=_LARGEST)
+    except FileNotFoundError:
+        return []
     lines = []
-    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+    for text in content.split(b"\n")[:-1]:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
@@ -161,7 +183,7 @@ class Profiler:
         """Starts recording; False if it is recording already."""
         if self._until is not None:
             return False
-        jax.profiler.start_trace(str(self._folder))
+        jax.profiler.start_trace(str(make_folder(self._folder)))
         self._until = step + self.STEPS
         return True
 

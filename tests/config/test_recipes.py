@@ -22,7 +22,7 @@ from rope_jax.training.setup import assemble, initial_state, prepare, training_b
 from rope_jax.training.step import make_step
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-SMALL = ("digits", "fashion_mnist", "evidence", "own_images", "tiny_imagenet")
+SMALL = ("digits", "fashion_mnist", "evidence", "finetune", "own_images", "tiny_imagenet")
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SMALL)
 
 
@@ -205,6 +205,8 @@ VALUES = {
         "augment": "resized_crop(scale_min=0.8,interpolation=random)+flip"
         "+rand_augment(m=9,mstd=0.5,inc=True)",
     },
+    ("cct", "position=lape(ape)+rpb"): {"position": "lape(ape(std=0.2,resize=bilinear))+rpb"},
+    ("cct", "position=ape(std=0.02)"): {"position": "ape(std=0.02,resize=bilinear)"},
     ("cct", "dataset=cifar100"): {"rate": 6e-4, "start": 1e-6, "off": None, "decay": 0.06},
     ("cct", ""): {
         "rate": 5.5e-4, "least": 1e-5, "start": 1e-5, "off": 175, "batch_size": 128, "decay": 0.06,
@@ -283,7 +285,7 @@ def test_swin_is_trained_with_the_windows_of_its_first_row():
         ("deit3", "variant=s,stage=finetune", "stage=finetune with variant b, l"),
         ("deit3", "variant=b,stage=finetune", "add init_from="),
         ("thesis", "base=none", "not one of table, nat"),
-        ("thesis", "position=rpb++ape", r"expected a name .*\[--config=configs/thesis.py:position"),
+        ("thesis", "position=rpb++ape", r"expected a name .*\[recipe argument position\]"),
         ("cct", "dataset=mnist", "not one of cifar10, cifar100"),
         ("lape", "variant=nat_mini", "not one of deit, ceit, t2t, swin"),
         ("swin", "positon=rpb", "did you mean 'position'"),

@@ -65,6 +65,22 @@ def test_bad_values_name_the_flag(values, message):
         cfg.resolve(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": {"img_size": 8}}, r"--config.data.img_size .*; use --config.data.image_size$"),
+        ({"optim": {"epochs": 8}}, r"--config.optim.epochs .*; use --config.epochs$"),
+        ({"learning_rate": 8}, r"; use --config.optim.learning_rate$"),
+        ({"name": "x"}, r"; use --config.model.name or --config.optim.name$"),
+        ({"lr": 8}, r"; use --config.optim.learning_rate$"),
+        ({"optim": {"weight_decai": 8}}, r"; did you mean 'weight_decay'\?"),
+    ],
+)
+def test_settings_that_are_elsewhere_are_found(values, message):
+    with pytest.raises(cfg.ConfigError, match=message):
+        cfg.resolve(values)
+
+
 def test_differences_name_every_field_that_matters():
     before = cfg.Config()
     after = dataclasses.replace(
@@ -102,10 +118,11 @@ def test_a_difference_counts_unless_the_setting_is_resumable(name):
 def test_resumable_settings():
     """A setting that changes the numbers of a run must not get onto this list."""
     assert {name for name, field in SETTINGS.items() if field.metadata["rule"].resumable} == {
-        "data.path", "data.bad_images", "data.workers", "data.on_device", "eval.resolutions",
+        "data.path", "data.bad_images", "data.allow_empty", "data.workers", "data.on_device",
+        "eval.resolutions",
         "eval.batch_size", "eval.ema", "eval.frame", "eval.frames",
         "eval.scale_windows", "mesh.fsdp", "log_every", "checkpoint_every",
-        "keep_checkpoints", "non_finite", "profile_at", "tensorboard",
+        "keep_checkpoints", "non_finite", "profile_at", "plugins", "tensorboard",
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 from rope_jax import evaluate, seeds
 from rope_jax.config import ConfigError
 from rope_jax.training.setup import initial_state, load_split, prepare
+from rope_jax.training.signals import Signals
 from tests.models.small import filled
 from tests.training.recipe import tiny
 
@@ -27,32 +28,52 @@ SWIN = {
 }
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_windows_of_a_run_are_scaled_with_the_image(count):
-    setup, model = prepare(tiny(seeds=count, **SWIN))
+# Windows that follow the image size in training do so in evaluation, scaled or not.
+UNSCALED = {
+    "model__options": SWIN["model__options"].replace("=3", "=None"),
+    "eval__scale_windows": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(2, UNSCALED, marks=pytest.mark.slow),
+    ],
+)
+def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
+    setup, model = prepare(tiny(seeds=count, **SWIN | changes))
     state = initial_state(setup, filled(model))
-    rows = evaluate.evaluate_state(setup, state, poll=lambda: None)
+    rows = evaluate.evaluate_state(setup, state, signals=Signals())
     assert [row["resolution"] for row in rows] == [[32, 32]] * count + [[64, 64]] * count
     assert all("; windows of 1/32 of the image; " in row["protocol"] for row in rows)
     wanted = evaluate.planned_rows(setup)
     assert evaluate.same_rows({"eval": rows}, wanted)
     images = load_split(setup.config, "test", (64, 64))
     x = jnp.asarray((images.images / np.float32(255) - 0.5) / 0.5, jnp.float32)
-    measured = {True: [], False: []} if count > 1 else {True: []}
+    measured = {"scaled": [], "kept": []} if count > 1 else {"scaled": []}
     for params in seeds.split(state["params"], setup.config):
         alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, setup.config))
-        for scaled, found in measured.items():
-            large = evaluate.at_resolution(alone, (64, 64), scale_windows=scaled)
-            logits = jax.jit(lambda x, large=large: large(x))(x)
+        large = evaluate.at_resolution(alone, (64, 64), scale_windows=True)
+        for windows, found in measured.items():
+            run = large if windows == "scaled" else alone
+            logits = jax.jit(lambda x, run=run: run(x))(x)
             found.append(float((np.asarray(logits).argmax(-1) == images.labels).mean()))
-    assert [row["top1"] for row in rows[count:]] == pytest.approx(measured[True], abs=1e-9)
-    assert measured[True] != measured.get(False)
+    assert [row["top1"] for row in rows[count:]] == pytest.approx(measured["scaled"], abs=1e-9)
+    assert measured["scaled"] != measured.get("kept")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"eval__resolutions": (48,)}, r"does not allow: .* \[--config.eval.scale_windows\]"),
+        pytest.param(
+            UNSCALED | {"eval__resolutions": (48,)},
+            r"does not allow: .* \[--config.eval.resolutions\]",
+            marks=pytest.mark.slow,
+        ),
         (
             {"model__name": "vit_digits", "model__options": ""},
             "needs a model with window attention, and ViT has none",

@@ -15,6 +15,7 @@ from rope_jax.data.sources.evaluation_sets import real_labels, synsets
 from rope_jax.evaluate import command as command_module
 from rope_jax.models.pretrained import Preprocessing, save_pretrained
 from rope_jax.sharding import make_mesh
+from tests.small_run import save_run
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 AS_THEY_ARE = Preprocessing(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), crop=1.0)
@@ -155,6 +156,13 @@ def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
     monkeypatch.undo()
     rows, _ = command()
     assert len(rows) == 1
+
+
+def test_settings_of_a_run_are_not_advised_as_flags(tmp_path):
+    save_run(tmp_path, 1, data={"image_size": 8, "source": "npz", "path": "moved.npz"})
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([str(tmp_path)])
+    assert str(caught.value).endswith("does not exist [data of the run's config]")
 
 
 def test_mistakes_are_told_in_one_line(command):

@@ -1,4 +1,16 @@
-from rope_jax.evaluate import results_table, rows_by_line
+import json
+
+import pytest
+
+from rope_jax.evaluate import (
+    add_evaluation,
+    read_evaluations,
+    read_results,
+    results_table,
+    rows_by_line,
+    usable_results,
+    write_results,
+)
 
 ROWS = [
     {
@@ -41,3 +53,44 @@ def test_seeds_and_crops_have_lines_of_their_own():
     assert [row["seed"] for row in lines["ape, seed 1, centre(crop=1.0)"]] == [1, 1]
     header, _, first, *_ = map(str.split, results_table(rows).splitlines())
     assert dict(zip(header, first, strict=True))["protocol"] == "centre(crop=1.0)"
+
+
+RESULTS = {
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "nested": lambda text: "[" * 100_000,
+    "edited": lambda text: text.replace("0.25", "0.95"),
+    "edited step": lambda text: text.replace('"step": 7', '"step": 8'),
+    "a list": lambda text: "[]",
+    "without its digest": lambda text: json.dumps({"step": 7, "eval": ROWS}),
+}
+
+
+@pytest.mark.parametrize("damage", RESULTS)
+def test_damaged_results_are_refused_or_set_aside(tmp_path, damage, capsys):
+    write_results(tmp_path, 7, ROWS)
+    assert read_results(tmp_path) == {"step": 7, "eval": ROWS}
+    path = tmp_path / "results.json"
+    damaged = RESULTS[damage](path.read_text())
+    path.write_text(damaged)
+    with pytest.raises(ValueError, match=r"results\.json (is not JSON|has no digest|was changed)"):
+        read_results(tmp_path)
+    assert usable_results(tmp_path) is None
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [
+        ("results.json.damaged", damaged)
+    ]
+    assert "its results are computed again. It is kept as" in capsys.readouterr().err
+
+
+def test_damaged_evaluations_are_begun_anew(tmp_path):
+    path, row = tmp_path / "evaluations.json", {"asked": {"seed": 0}, "top1": 0.5}
+    for number, damage in enumerate(RESULTS.values(), 1):
+        add_evaluation(path, {"asked": {"seed": 1}, "top1": 0.25, "step": 7})
+        path.write_text(damage(path.read_text()))
+        add_evaluation(path, row)
+        assert read_evaluations(path) == [row]
+        assert len(list(tmp_path.glob("*.damaged*"))) == number
+        path.unlink()
+    path.mkdir()
+    add_evaluation(path, row)
+    assert read_evaluations(path) == [row]

@@ -1,10 +1,10 @@
-"""Faults that training must survive: kills, damaged checkpoints, signals in every phase.
+"""Faults that training must survive: kills, damaged checkpoints, signals, and `attacks`.
 
     python -m tests.faults.long --out experiments/results/faults_cpu.json
 
-Five minutes on two idle CPU cores (`make test-faults`); `test_faults.py` is a short form. Each
-interrupted run of a small model must end in the state, bit for bit, and with the losses of an
-uninterrupted one; an AssertionError tells where work was lost.
+Twenty minutes on two idle CPU cores (`make test-faults`); `test_faults.py` and `test_attacks.py`
+are a short form. Each killed run of a small model must end in the state, bit for bit, and with the
+losses of an uninterrupted one; an AssertionError tells where work was lost. Attacks are counted.
 """
 
 import collections
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -32,8 +33,10 @@ from rope_jax.config import from_json
 from rope_jax.run import load_newest
 from rope_jax.training import loop
 from rope_jax.training.setup import prepare
-from rope_jax.workdir.checkpoint import Checkpoints, tree_hash
+from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.trees import tree_hash
+from tests.faults.attacks import Absent, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
 
 EVERY = 8  # steps between checkpoints
@@ -90,30 +93,6 @@ def outcome(workdir: pathlib.Path) -> dict[str, Any]:
         "losses": [(line["step"], line["loss"]) for line in lines],
         "results": json.loads((workdir / "results.json").read_text()),
     }
-
-
-def expect(condition: bool, message: str) -> None:
-    """Raises AssertionError with the message unless the condition holds."""
-    if not condition:
-        raise AssertionError(message)
-
-
-def durable(workdir: pathlib.Path) -> int:
-    """The newest step on disk that verifies, 0 for none.
-
-    Raises:
-        ValueError: a checkpoint is damaged.
-    """
-    folder = workdir / "checkpoints"
-    if not folder.is_dir():
-        return 0
-    with Checkpoints(folder) as checkpoints:
-        return checkpoints.newest_verified(strict=True) or 0
-
-
-def last_logged(workdir: pathlib.Path) -> int:
-    """The last step in metrics.jsonl, 0 for none."""
-    return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
 
 
 def kills(
@@ -319,20 +298,46 @@ def _terminated_import(workdir: pathlib.Path) -> tuple[int, float]:
     return process.wait(120), time.monotonic() - sent
 
 
+def tries(pattern: str, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Tries the attacks whose names match a pattern; a row for each, with its counts."""
+    rows = []
+    for attack in all_attacks():
+        if not re.search(pattern, attack.name):
+            continue
+        row = {"attack": attack.name, "tries": 0, "survived": 0}
+        for number in range(attack.tries):
+            with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as name:
+                try:
+                    attack.run(pathlib.Path(name), np.random.default_rng((seed, number)))
+                except Absent as absent:
+                    row["absent"] = str(absent)
+                    break
+                except Exception:  # the table counts what was not survived
+                    traceback.print_exc()
+                else:
+                    row["survived"] += 1
+            row["tries"] += 1
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
 def run(
     keep: Keep,
     *,
     kill_count: int = 50,
     corruption_count: int = 200,
+    attacks: str = ".",
     phases: list[Literal[*PHASES]] = PHASES,
     seed: int = 0,
 ) -> None:
-    """Runs all three.
+    """Runs all of them.
 
     Args:
         keep: writes the result.
         kill_count: SIGKILLs
         corruption_count: damaged checkpoints
+        attacks: pattern of the names of the attacks of `tests.faults.attacks` to try
         phases: in which SIGTERM is sent
         seed: of the instants and the damages
     """
@@ -351,6 +356,7 @@ def run(
             "signals": signals(phases, reference, folder),
             "corruptions": corruptions(corruption_count, folder / "reference", rng, folder),
             "kills": kills(kill_count, reference, seconds, rng, folder),
+            "attacks": tries(attacks, seed, folder),
         }
     figures["seconds"] = round(time.monotonic() - begun)
     print(json.dumps(figures, indent=1))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-_ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[2]
 _FORKS = multiprocessing.get_context("forkserver")
 # The imports of a run on the CPU. None of them may start a backend of jax: its threads would not
 # survive the fork.
@@ -106,7 +106,7 @@ def _run(
         os.dup2(file, descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    os.chdir(_ROOT)
+    os.chdir(ROOT)
     sys.argv = ["rope_jax.main", *arguments]  # read by ml_collections
     os.environ.update(environment)
     time.tzset()

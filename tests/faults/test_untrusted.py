@@ -71,13 +71,16 @@ def written(path, content):
 
 LOADERS = {
     "init_from .npz": lambda d, m: restore.start_from(
-        None, tiny(init_from=written(d / "w.npz", archive(m, "head.kernel")))
+        rope_jax.create_model("vit_digits", depth=1),
+        tiny(init_from=written(d / "w.npz", archive(m, "head.kernel"))),
     ),
     "init_from .npz that is a pickle": lambda d, m: restore.start_from(
-        None, tiny(init_from=written(d / "w.npz", pickled(m)))
+        rope_jax.create_model("vit_digits", depth=1),
+        tiny(init_from=written(d / "w.npz", pickled(m))),
     ),
     "init_from .pkl": lambda d, m: restore.start_from(
-        None, tiny(init_from=written(d / "w.pkl", pickled(m)))
+        rope_jax.create_model("vit_digits", depth=1),
+        tiny(init_from=written(d / "w.pkl", pickled(m))),
     ),
     "pretrained .npz": lambda d, m: small(written(d / "w.npz", archive(m, "head.kernel"))),
     "pretrained .safetensors": lambda d, m: small(written(d / "w.safetensors", pickled(m))),

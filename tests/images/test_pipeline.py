@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from rope_jax.data import Images, batches, epoch_length, evaluation_batches
+from rope_jax.data import Images, ahead, batches, epoch_length, evaluation_batches
 from rope_jax.data.order import batch_examples, batch_ids, permutation
 
 
@@ -276,3 +276,27 @@ def test_repeats_are_refused():
         ValueError, match="repeats 3 of 10 images: repeated augmentation needs at least 256"
     ):
         batches(numbered(10), batch_size=4, seed=0, repeats=3)
+
+
+def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monkeypatch):
+    """As with a file system that does not answer."""
+    answer, waited = threading.Event(), []
+
+    def batches():
+        yield {"label": np.zeros(1)}
+        answer.wait(60)
+
+    def waiting(seconds):
+        waited.append(seconds)
+        raise InterruptedError
+
+    monkeypatch.setattr(ahead, "_SAY_EVERY", 1)
+    monkeypatch.setattr(ahead, "_PATIENCE", 0.05)
+    stream = ahead.Ahead(batches(), "the images of here", waiting)
+    next(stream)
+    with pytest.raises(InterruptedError):
+        next(stream)
+    assert waited == [1]
+    assert "1 s without a batch: waiting for the images of here" in capsys.readouterr().err
+    assert next(stream, None) is None  # it is closed
+    answer.set()

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from rope_jax.data import Images, load, resize
+from rope_jax.data.sources import memory
 
 RNG = np.random.default_rng(0)
 LABELS = np.array([0, 2, 1, 2], np.uint8)
@@ -142,12 +143,13 @@ def test_npz_never_runs_code(tmp_path):
 
 def test_npz_refuses_other_files(tmp_path):
     path = str(tmp_path / "set.npz")
-    np.savez_compressed(path, train_images=random_images(400, 5, 6), train_labels=LABELS)
+    labels = np.resize(LABELS, 400)
+    np.savez_compressed(path, train_images=random_images(400, 5, 6), train_labels=labels)
     whole = Path(path).read_bytes()
     for content, message in [
-        (b"", "is not an .npz file"),
-        (b"text", "is not an .npz file"),
-        (whole[:1000], "is not an .npz file"),
+        (b"", r"is not an \.npz file"),
+        (b"text", r"is not an \.npz file"),
+        (whole[:1000], r"is not an \.npz file"),
         (whole[:200] + b"xxxx" + whole[204:], "array train_images of .* cannot be read"),
     ]:
         Path(path).write_bytes(content)
@@ -155,7 +157,7 @@ def test_npz_refuses_other_files(tmp_path):
             load("npz", path, "train", None)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("train_images.npy", b"no array")
-    with pytest.raises(ValueError, match="is not an array"):
+    with pytest.raises(ValueError, match=r"array train_images of .* cannot be read"):
         load("npz", path, "train", None)
     with open(path, "wb") as file:
         np.save(file, LABELS)
@@ -289,3 +291,47 @@ def test_resize_is_pillows_bicubic():
         np.testing.assert_array_equal(resized[1], np.asarray(expected))
     with pytest.raises(ValueError, match=r"image size \(0, 4\)"):
         resize(images, (0, 4))
+
+
+def test_lengths_are_compared_before_anything_is_unpacked(tmp_path, monkeypatch):
+    """A gigabyte of equal bytes needs a megabyte on the disk."""
+    path = str(tmp_path / "set.npz")
+    many = np.broadcast_to(np.uint8(0), (2**20, 32, 32))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("train_images.npy", "w", force_zip64=True) as file:
+            header = {"descr": "|u1", "fortran_order": False, "shape": (2**16, 32, 32)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for _ in range(2**6):
+                file.write(many[: 2**10].tobytes())
+        with archive.open("train_labels.npy", "w") as file:
+            np.save(file, LABELS)
+    monkeypatch.setattr(np.lib.format, "read_array", None)  # to be called would be an error
+    with pytest.raises(ValueError, match="65536 images and 4 labels"):
+        load("npz", path, "train", None)
+    blank = np.zeros((400, 28, 28), np.uint8)
+    write_idx(tmp_path, blank, LABELS, compressed=True)
+    monkeypatch.setattr(memory, "_read_idx", None)
+    with pytest.raises(ValueError, match="400 images and 4 labels"):
+        load("idx", str(tmp_path), "train", None)
+
+
+@pytest.mark.parametrize("largest", [2**31 - 1, 2**31 - 2, 2**24, 100_000])
+def test_a_label_that_asks_for_an_enormous_head_is_refused(tmp_path, largest):
+    path = str(tmp_path / "set.npz")
+    labels = np.array([0, 1, 2, largest])
+    np.savez(path, train_images=random_images(4, 5, 6), train_labels=labels)
+    with pytest.raises(ValueError, match=f"labels are 0 to {largest}; allowed are 0 to 99999"):
+        load("npz", path, "train", None)
+
+
+@pytest.mark.parametrize("source", ["idx", "npz"])
+def test_a_pipe_or_a_device_is_no_data_file(tmp_path, source):
+    """Reading would wait for a writer, or never end."""
+    write_idx(tmp_path, random_images(4, 5, 6), LABELS)
+    file = tmp_path / ("train-images-idx3-ubyte" if source == "idx" else "set.npz")
+    path = str(tmp_path if source == "idx" else file)
+    for make in (os.mkfifo, lambda place: place.symlink_to("/dev/zero"), os.mkdir):
+        file.unlink(missing_ok=True)
+        make(file)
+        with pytest.raises(ValueError, match="not a regular file"):
+            load(source, path, "train", None)

@@ -1,10 +1,13 @@
 """Sets that are read one image at a time: folders, packed pixels, archives, tfds."""
 
 import gzip
+import hashlib
 import io
 import itertools
 import json
+import os
 import pickle
+import sys
 import tarfile
 
 import numpy as np
@@ -28,6 +31,7 @@ from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.packed import Packed
 from rope_jax.data.verify import main as verify_main
 from rope_jax.data.verify import verify
+from rope_jax.files import sealed
 
 AUGMENT = "resized_crop(scale_min=0.3,interpolation=random)+crop(pad=1)+flip"
 
@@ -116,14 +120,35 @@ def test_folder_numbers_classes_as_in_training(tmp_path):
         load("folder", str(tmp_path), "test", (8, 8))
 
 
+def test_a_folder_without_splits_is_split(tmp_path):
+    for name, count in (("cat", 11), ("dog", 5), ("eel", 1)):
+        (tmp_path / name).mkdir()
+        for k in range(count):
+            (tmp_path / name / f"{k:02}.png").write_bytes(b"x")
+    train, test = (load("folder", str(tmp_path), split, (8, 8)) for split in ("train", "test"))
+    held_out = [test.source.example_name(k) for k in range(len(test.labels))]
+    assert held_out == ["cat/04.png", "cat/09.png", "dog/04.png"]
+    assert test.labels.tolist() == [0, 0, 1]
+    kept = {train.source.example_name(k) for k in range(len(train.labels))}
+    assert len(kept) == 14
+    assert not kept & set(held_out)
+    assert train.class_names == test.class_names == ["cat", "dog", "eel"]
+
+
 def test_folder_refuses(tmp_path):
     write_folder(tmp_path, splits=("train",))
     with pytest.raises(ValueError, match="needs an image_size"):
         load("folder", str(tmp_path), "train", None)
     with pytest.raises(ValueError, match="is not a crop"):
         load("folder", str(tmp_path), "train", (8, 8), crop="flip")
-    with pytest.raises(FileNotFoundError, match="test or val is missing"):
+    both = (
+        r"for the test split, test or val: arrange .*/train/CLASS/\* and .*/val/CLASS/\*, or all "
+    )
+    with pytest.raises(FileNotFoundError, match=both):
         load("folder", str(tmp_path), "test", (8, 8))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty/CLASS/\*, of which every fifth is then"):
+        load("folder", str(tmp_path / "empty"), "train", (8, 8))
     (tmp_path / "val").mkdir()
     with pytest.raises(FileNotFoundError, match="has no images"):
         load("folder", str(tmp_path), "test", (8, 8))
@@ -484,6 +509,17 @@ def test_a_preparation_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         prepare(source, tmp_path / "set")
 
 
+def rewritten(folder, **changes):
+    """about.json with other entries, and checksums of the arrays as they are now."""
+    about = json.loads((folder / "about.json").read_text())
+    del about["sha256"]
+    for name in about["files"]:
+        content = (folder / name).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        about["files"][name] = {"bytes": len(content), "sha256": digest}
+    (folder / "about.json").write_text(json.dumps(sealed(about | changes)))
+
+
 def test_packed_refuses_what_is_not_whole(tmp_path):
     write_folder(tmp_path / "set")
     folder = prepare(Folder(str(tmp_path / "set"), "train"), tmp_path / "packed")
@@ -497,24 +533,127 @@ def test_packed_refuses_what_is_not_whole(tmp_path):
         Packed(str(tmp_path / "packed"), "train")
     shard.write_bytes(content)
     about = json.loads((folder / "about.json").read_text())
-    (folder / "about.json").write_text(
-        json.dumps(about | {"shards": [about["shards"][0] | {"file": str(shard)}]})
-    )
+    rewritten(folder, shards=[about["shards"][0] | {"file": str(shard)}])
     with pytest.raises(ValueError, match="is not one of its own"):
         Packed(str(tmp_path / "packed"), "train")
-    (folder / "about.json").write_text(json.dumps(about))
+    for shards in ("[]", 3, [{}], [about["shards"][0] | {"examples": 2**70}]):
+        rewritten(folder, shards=shards)
+        with pytest.raises(ValueError, match=r"do not fit each other|is not as this program"):
+            Packed(str(tmp_path / "packed"), "train")
     shapes = np.load(folder / "shapes.npy")
     for wrong in (shapes + 1, shapes[:-1], -shapes, shapes.astype(np.int32)[:, :1]):
         np.save(folder / "shapes.npy", wrong)
+        rewritten(folder, shards=about["shards"])
         with pytest.raises(ValueError, match="labels, shapes and shards do not fit each other"):
             Packed(str(tmp_path / "packed"), "train")
     np.save(folder / "shapes.npy", shapes)
-    (folder / "about.json").write_text(json.dumps(about | {"class_names": ["one"]}))
+    rewritten(folder, class_names=["one"])
     with pytest.raises(ValueError, match="labels, shapes and shards do not fit each other"):
         Packed(str(tmp_path / "packed"), "train")
-    (folder / "about.json").write_text(json.dumps(about | {"format": 2}))
-    with pytest.raises(ValueError, match="is of format 2; this version reads format 1"):
+    rewritten(folder, format=1)
+    with pytest.raises(ValueError, match="is of format 1; this version reads format 2: remove it"):
         Packed(str(tmp_path / "packed"), "train")
+    (folder / "about.json").unlink()
+    os.mkfifo(folder / "about.json")
+    with pytest.raises(FileNotFoundError, match="holds no packed images"):
+        Packed(str(tmp_path / "packed"), "train")
+
+
+@pytest.mark.parametrize("name", ["labels.npy", "shapes.npy", "names.npy", "ends.npy"])
+def test_an_index_whose_entries_are_swapped_is_refused(tmp_path, name, capsys):
+    """Of the same length and with the same values, in another order."""
+    write_folder(tmp_path / "set")
+    folder = prepare(Folder(str(tmp_path / "set"), "train"), tmp_path / "packed", side=0)
+    before = load("packed", str(tmp_path / "packed"), "train", (8, 8)).fingerprint()
+    np.save(folder / name, np.load(folder / name)[::-1])
+    path = f"--path={tmp_path / 'packed'}"
+    for opening in (
+        lambda: load("packed", str(tmp_path / "packed"), "train", (8, 8)),
+        lambda: sys.exit(verify_main(["--source=packed", path, "--splits=train"])),
+    ):
+        with pytest.raises((ValueError, SystemExit)) as caught:
+            opening()
+        told = str(caught.value) + capsys.readouterr().err
+        assert f"{name} was changed after it was written" in told
+    if name in ("labels.npy", "names.npy"):  # the lengths of the others fit no pixels any more
+        rewritten(folder)  # as if the index were forged: at least it is another set
+        after = load("packed", str(tmp_path / "packed"), "train", (8, 8)).fingerprint()
+        assert after != before
+
+
+def test_an_about_that_is_edited_is_refused(tmp_path):
+    write_folder(tmp_path / "set")
+    folder = prepare(Folder(str(tmp_path / "set"), "train"), tmp_path / "packed")
+    text = (folder / "about.json").read_text()
+    for damaged in (text.replace("n00000001", "n00000009"), text[:100], "[" * 100_000, "", "{}"):
+        (folder / "about.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"about\.json|is of format None"):
+            Packed(str(tmp_path / "packed"), "train")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.process)])
+def test_pixels_that_changed_end_the_first_epoch(tmp_path, workers):
+    """Also in a shard whose images are used last; and no evaluation counts them."""
+    write_folder(tmp_path / "set")
+    folder = prepare(
+        Folder(str(tmp_path / "set"), "train"), tmp_path / "packed", shard_images=2, side=24
+    )
+    images = load("packed", str(tmp_path / "packed"), "train", (8, 8))
+    content = bytearray((folder / "images-00002.bin").read_bytes())
+    content[500] ^= 1
+    (folder / "images-00002.bin").write_bytes(content)
+    training = batches(images, batch_size=2, seed=0, workers=workers)
+    for stream, count in ((training, 3), (evaluation_batches(images, batch_size=4), None)):
+        message = r"images-00002\.bin of set .* has changed since it was written: restore it, or"
+        with stream, pytest.raises(BadImages, match=message):
+            take(count, stream)
+
+
+def test_a_damaged_index_in_the_cache_is_written_again(tmp_path, cache, capsys):
+    written = write_folder(tmp_path / "set", splits=("train",))
+    write_archives(tmp_path / "archives", written)
+    whole = ImageNet(str(tmp_path / "archives"), "train")
+    index, labels = whole.index, whole.labels.tolist()
+    np.save(index / "labels.npy", whole.labels[::-1])
+    assert ImageNet(str(tmp_path / "archives"), "train").labels.tolist() == labels
+    assert "labels.npy was changed after it was written; the index is" in capsys.readouterr().err
+
+
+def endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def too_large(path):
+    with path.open("wb") as file:
+        file.truncate(200_000_000)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, endless, too_large, os.mkdir])
+def test_only_regular_files_of_a_limited_size_are_images(tmp_path, make):
+    write_folder(tmp_path, splits=("train",))
+    make(tmp_path / "train" / "n00000001" / "a.jpg")
+    if make is os.mkdir:  # not an image, as in any other viewer of folders
+        assert len(Folder(str(tmp_path), "train").labels) == 6
+        return
+    images = load("folder", str(tmp_path), "train", (8, 8))
+    with pytest.raises(BadImages, match=r"a\.jpg.* (not a regular file|200,000,000 bytes; al)"):
+        images.read(0)
+    (bad,) = verify(images.source, workers=0)["bad"]
+    assert bad["name"] == "n00000001/a.jpg"
+
+
+def test_an_empty_class_is_refused_unless_it_is_allowed(tmp_path):
+    """As by torchvision: its images are missing, or its folder is no class."""
+    write_folder(tmp_path)
+    (tmp_path / "train" / "n00000003").mkdir()
+    (tmp_path / "train" / "n00000003" / ".gitkeep").touch()
+    for split in ("train", "test"):
+        if split == "test":
+            (tmp_path / "train" / "n00000003" / "1.png").touch()
+            (tmp_path / "test" / "n00000003").mkdir()
+        with pytest.raises(ValueError, match=r"n00000003 has no images.*allow_empty=True"):
+            load("folder", str(tmp_path), split, (8, 8))
+        assert load("folder", str(tmp_path), split, (8, 8), allow_empty=True).classes == 3
 
 
 def test_verify_lists_every_bad_image(tmp_path, capsys):
@@ -550,6 +689,9 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
         "--workers=0",
         f"--out={tmp_path / 'packed'}",
     ]
+    assert prepare_main(packing) == 1
+    assert "train/empty has no images" in capsys.readouterr().err
+    packing.append("--allow_empty")
     assert prepare_main(packing) == 1
     assert "1 of 6 images cannot be used" in capsys.readouterr().err
     assert prepare_main([*packing, "--bad_images=skip"]) == 0  # goes on from there

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
 from rope_jax_kernels.attention import mosaic_kernel, triton
-from rope_jax_kernels.attention.triton_kernels import Task
+from rope_jax_kernels.attention.task import Task
 from tests.kernels.test_attention_triton import check, operands
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")

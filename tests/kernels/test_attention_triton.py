@@ -1,6 +1,7 @@
 """The attention kernels in interpret mode, against "xla" in float64 and its error in their dtype.
 
-`rope_jax_kernels.accuracy` has the rule.
+`rope_jax_kernels.accuracy` has the rule. Where the terms of a sum cancel, they are larger than any
+result that the rule takes as the measure, and their size is added: see `attention_terms`.
 """
 
 import functools
@@ -22,8 +23,9 @@ from rope_jax_kernels import (
     explain,
 )
 from rope_jax_kernels.accuracy import allowed_error, error
-from rope_jax_kernels.attention.triton_kernels import cos_sin
+from rope_jax_kernels.attention.arithmetic import cos_sin
 from tests.kernels.attention_pairs import pairs
+from tests.kernels.attention_terms import term_sizes
 from tests.kernels.covering import covering
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
@@ -53,10 +55,10 @@ def operands(
         draw(*table) if bias else None,
     )
     rounded = [
-        None if x is None else np.asarray(jnp.asarray(x, t)).astype(t)
+        None if x is None else x.astype(t)
         for x, t in zip(arrays, (dtype, *[np.float32] * 3), strict=True)
     ]
-    return *rounded, np.asarray(jnp.asarray(draw(batch, *places, heads, head_dim), dtype))
+    return *rounded, draw(batch, *places, heads, head_dim).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "pairing", "implementation", "packed"))
@@ -97,12 +99,18 @@ def check(
         exact = outputs(*wide, pattern=pattern, pairing=pairing, implementation="xla")
     run = functools.partial(outputs, *arrays, pattern=pattern, pairing=pairing, packed=packed)
     plain, kernel = (run(implementation=name) for name in ("xla", implementation))
+    terms = functools.cache(lambda: term_sizes(pattern, places, *wide, pairing=pairing))
     for name, want in exact.items():
         if want is None:
             continue
         assert kernel[name].dtype == plain[name].dtype
         allowed = allowed_error(error(plain[name], want), dtype, gradient=name != "out")
-        assert error(kernel[name], want) <= allowed, name
+        if (found := error(kernel[name], want)) <= allowed:
+            continue
+        # Sums of terms that cancel: two roundings in float32 of those, not of their small sum.
+        largest = max(np.abs(want).max(), 1)
+        allowed += 2 * float(jnp.finfo(jnp.float32).eps) * terms()[name] / largest
+        assert found <= allowed, name
 
 
 CASES = {

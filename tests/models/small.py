@@ -29,15 +29,12 @@ def filled(model):
     rng = np.random.default_rng(0)
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         spread = np.prod(param.shape[:-1]) ** -0.5 if path[-1] == "kernel" else 0.3
-        param.set_value(
-            jnp.asarray(
-                rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma")),
-                param.dtype,
-            )
-        )
+        values = rng.standard_normal(param.shape) * spread + (path[-1] in ("scale", "gamma"))
+        param.set_value(jax.device_put(values.astype(param.dtype)))
     for path, stat in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
         noise = 0.3 * rng.standard_normal(stat.shape)
-        stat.set_value(jnp.asarray(1 + abs(noise) if path[-1] == "variance" else noise, stat.dtype))
+        values = 1 + abs(noise) if path[-1] == "variance" else noise
+        stat.set_value(jax.device_put(values.astype(stat.dtype)))
     return model
 
 
@@ -54,9 +51,8 @@ def run(model, images, train=False, key=None):
 
 def pictures(height, width, batch=2):
     """Random images, always the same ones."""
-    return jnp.asarray(
-        np.random.default_rng(1).standard_normal((batch, height, width, 3)), jnp.float32
-    )
+    rng = np.random.default_rng(1)
+    return jax.device_put(rng.standard_normal((batch, height, width, 3)).astype(np.float32))
 
 
 def some_slow(cases, quick):

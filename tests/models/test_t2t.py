@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax import restore
 from rope_jax.models.cost import cost
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained import export_state_dict
@@ -144,10 +143,11 @@ def test_random_features_are_orthogonal_stored_and_not_trained():
 
 
 def test_random_features_are_in_files_of_weights(tmp_path):
-    model, path = small(), str(tmp_path / "weights.npz")
-    restore.save_weights(model, path)
+    model, path = small(), str(tmp_path / "weights.safetensors")
+    rope_jax.save_pretrained(model, path)
+    again = rope_jax.create_model(path, seed=1)
     np.testing.assert_array_equal(
-        np.load(path)["patch_embed.attention2.w"], model.patch_embed.attention2.w[...]
+        again.patch_embed.attention2.w[...], model.patch_embed.attention2.w[...]
     )
 
 

@@ -44,10 +44,11 @@ def test_every_scheme_works_on_another_map_and_learns(name, position):
         return -jax.nn.log_softmax(logits)[jnp.arange(2), classes].sum()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    assert bool(jnp.isfinite(value))
+    assert np.isfinite(value)
     for path, gradient in nnx.to_flat_state(gradients):
-        assert bool(jnp.isfinite(gradient[...]).all()), path
-        assert bool((gradient[...] != 0).any()), f"{path} takes no part"
+        gradient = np.asarray(gradient[...])
+        assert np.isfinite(gradient).all(), path
+        assert gradient.any(), f"{path} takes no part"
 
 
 def shuffled(images, patch):
@@ -264,6 +265,7 @@ def test_both_branches_of_a_block_are_dropped_independently():
     assert len(np.unique(logits.round(3), axis=0)) == 4
 
 
+@pytest.mark.slow
 def test_a_position_that_augments_needs_a_key_too():
     for name, position in (
         ("vit_s16", "axial_rope+cape"),
@@ -290,7 +292,11 @@ def test_a_position_that_augments_needs_a_key_too():
             np.zeros((1, 4, 6, 4), np.float32),
             r"shape \(1, 4, 6, 4\); they must be \[B, H, W, 3\]: .* drop a fourth one",
         ),
-        (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be \[B, H, W, 3\]"),
+        (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be .*: .* images\[None\]"),
+        (
+            np.zeros((1, 3, 4, 6), np.float32),
+            r"channels come last here, transpose them to \[B, H, W",
+        ),
         (np.zeros((0, 4, 6, 3), np.float32), r"shape \(0, 4, 6, 3\), which is empty"),
         (np.zeros((1, 4, 0, 3), np.float32), r"shape \(1, 4, 0, 3\), which is empty"),
         (

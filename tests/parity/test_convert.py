@@ -53,7 +53,8 @@ def small(name, position, *, seed=0, image_size=64, **options):
     )
     model, rng = nnx.eval_shape(make), np.random.default_rng(seed)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        variable.set_value(jnp.asarray(0.3 * rng.standard_normal(variable.shape), variable.dtype))
+        values = 0.3 * rng.standard_normal(variable.shape)
+        variable.set_value(jax.device_put(values.astype(variable.dtype)))
     return model
 
 
@@ -298,7 +299,7 @@ def test_all_problems_are_told_at_once_and_nothing_is_changed():
         "blocks.1.norm1.weight is missing: it fills blocks.1.norm1.scale of the model",
         "dist_token of shape [1, 1, 48] is not expected: no parameter of this model takes it",
         "head.weight has shape [7, 48], but head.kernel of the model takes [5, 48]: create "
-        "the model with num_classes=7",
+        "the model with num_classes=7, or pass new_head=True",
         "pos_embed has shape [1, 18, 48], but position.ape.embedding of the model takes [1, "
         "17, 48]",
         "norm.bias has dtype int64; weights are floating-point",

@@ -17,6 +17,7 @@ from flax import nnx
 from rope_jax import create_model
 from rope_jax.models.attention import SelfAttention
 from rope_jax.positions import list_positions
+from rope_jax.positions.scheme import SCHEMES
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, scheme
 
@@ -164,6 +165,15 @@ def test_two_schemes_that_wrap_attention_are_refused_in_windows(rope_log):
         scheme(f"{rope_log}+lpe", grid=GRID, pattern=Window((3, 3)))
     with pytest.raises(ValueError, match="several schemes that wrap attention"):
         nnx.eval_shape(lambda: create_model("swin_t", position=f"{rope_log}+lpe"))
+
+
+def test_uneven_coordinates_must_be_declared_in_windows(rope_log, monkeypatch):
+    """On one window, which is the map, and in other patterns, they are what they are."""
+    monkeypatch.setattr(SCHEMES[rope_log], "relative", True)
+    for pattern in (Global(), Neighborhood((3, 3)), Window(GRID)):
+        scheme(rope_log, grid=GRID, pattern=pattern).terms(GRID)
+    with pytest.raises(ValueError, match=r"not evenly spaced.*declare `relative = False`"):
+        scheme(rope_log, grid=GRID, pattern=Window((3, 3))).terms(GRID)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

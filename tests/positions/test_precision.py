@@ -73,12 +73,7 @@ def plain(position, tokens):
 
 # Embeddings and convolutions between layers are no part of a layer of attention.
 NO_PART = ("+", "interleaved", "ape", "sincos", "gpe", "peg", "none")
-FAST = {
-    "rpb(prefix=True)",
-    "lape(ape)",
-    "lpe",
-    "cat_rope(mode=released)",
-}
+FAST = ("rpb(prefix=True)", "lpe")
 TEXTS = [
     text for text in ALL if text.startswith("lape") or not any(word in text for word in NO_PART)
 ]

@@ -34,6 +34,7 @@ def tiny(**changes) -> cfg.Config:
     raw.data.augment = "crop(pad=1)"
     raw.eval.resolutions = ((4, 6),)
     raw.eval.batch_size = 64
+    raw.data.workers = 0
     for name, value in changes.items():
         section, _, field = name.rpartition("__")
         with (raw[section] if section else raw).ignore_type():

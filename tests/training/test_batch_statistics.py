@@ -14,11 +14,12 @@ import rope_jax
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate import read_results
+from rope_jax.models.pretrained.own import own_state_dict
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import named_leaves, tree_hash
+from rope_jax.workdir.trees import named_leaves, tree_hash
 from tests.training.recipe import CEIT, accuracy, final_state, run, started, tiny
 from tests.training.test_run import interrupt_at
 
@@ -64,6 +65,7 @@ def test_models_without_batch_norms_have_no_statistics():
     assert set(shapes) == {"step", "params", "opt"}
 
 
+@pytest.mark.slow
 def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(finished):
     model, config = rope_jax.load_checkpoint(str(finished))
     stats = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
@@ -96,7 +98,7 @@ def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypat
 
 def test_init_from_takes_statistics_along(finished, tmp_path):
     trained, _ = rope_jax.load_checkpoint(str(finished))
-    rope_jax.restore.save_weights(trained, str(tmp_path / "weights.npz"))
+    np.savez(tmp_path / "weights.npz", **own_state_dict(trained))
     for source in (finished, tmp_path / "weights.npz"):
         model = started(source, **CEIT)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(trained))
@@ -115,7 +117,7 @@ from rope_jax.sharding import make_mesh, put_batch
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import named_leaves
+from rope_jax.workdir.trees import named_leaves
 from tests.training.recipe import CEIT, tiny
 
 run, model = prepare(tiny(**CEIT | {"batch_size": 16}))

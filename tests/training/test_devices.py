@@ -72,7 +72,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 import rope_jax
-from rope_jax.workdir.checkpoint import named_leaves
+from rope_jax.workdir.trees import named_leaves
 from rope_jax.sharding import use_mesh, make_mesh, put_batch, split_parameter
 import rope_jax.sharding as sharding
 
@@ -152,7 +152,8 @@ from rope_jax.run import load_newest
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import Checkpoints, tree_hash
+from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.trees import tree_hash
 from tests.training.recipe import tiny
 
 sharding.SMALLEST = 64

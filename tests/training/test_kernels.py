@@ -16,7 +16,7 @@ from rope_jax.run import _stored_kernels
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Interrupted
-from rope_jax.workdir.checkpoint import tree_hash
+from rope_jax.workdir.trees import tree_hash
 from rope_jax_kernels import Choices, dispatch
 from rope_jax_kernels.attention import reference
 from rope_jax_kernels.choices import Choice, Measured
@@ -215,8 +215,8 @@ def test_a_config_from_before_the_setting_resumes():
 
 PROGRAM = """
 import jax
-from rope_jax.sharding import join, text_of_first
-join(10)
+from rope_jax.processes import join, text_of_first
+join(10, 60)
 for text in ("chosen by the first", ""):
     own = text if jax.process_index() == 0 else "by another"
     assert text_of_first(own) == text, text_of_first(own)

@@ -9,7 +9,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import OptimConfig
 from rope_jax.training import optim
-from rope_jax.workdir.checkpoint import named_leaves
+from rope_jax.workdir.trees import named_leaves
 
 
 def schedule(epochs, steps_per_epoch, **options):
@@ -241,12 +241,12 @@ def test_sgd_is_its_definition(nesterov):
     np.testing.assert_allclose(after["kernel"], value, rtol=1e-5, atol=1e-6)
 
 
-def rates(model, position, **options):
+def rates(model, position, last_norm="head", **options):
     params = nnx.state(
         nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, **options)),
         nnx.Param,
     )
-    return dict(named_leaves(optim.layer_rates(params, 0.5)))
+    return dict(named_leaves(optim.layer_rates(params, 0.5, last_norm)))
 
 
 def test_layer_decay_follows_the_depth():
@@ -263,6 +263,17 @@ def test_layer_decay_follows_the_depth():
     scanned = rates("deit_ti16", "rope_mixed+ape", depth=3, scan_layers=True)
     np.testing.assert_array_equal(np.ravel(scanned["blocks.attn.qkv.kernel"]), [0.125, 0.25, 0.5])
     assert scanned["blocks.attn.qkv.kernel"].shape == (3, 1, 1)
+
+
+def test_the_last_norm_has_the_rate_of_the_head_or_of_the_last_block():
+    """Of all parameters, nothing else changes; timm counts the norm with the last block."""
+    for model, options in (("deit_ti16", {"depth": 3}), ("swin_t", {"depths": (1, 1, 1, 1)})):
+        with_head = rates(model, "none", **options)
+        with_block = rates(model, "none", last_norm="block", **options)
+        differ = {name for name in with_head if with_head[name] != with_block[name]}
+        assert differ == {"norm.scale", "norm.bias"}
+        assert {with_head[name] for name in differ} == {1.0}
+        assert {with_block[name] for name in differ} == {0.5}
 
 
 @pytest.mark.parametrize("scan", [False, True])

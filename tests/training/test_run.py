@@ -25,7 +25,7 @@ from rope_jax.evaluate import read_results
 from rope_jax.files import SaveFailed, locked
 from rope_jax.sharding import put_batch
 from rope_jax.training import loop
-from rope_jax.training.report import NonFinite, Reporter
+from rope_jax.training.report import Reporter
 from rope_jax.training.setup import (
     check_batch_size,
     initial_state,
@@ -34,8 +34,9 @@ from rope_jax.training.setup import (
 )
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import Checkpoints, not_finite, tree_hash
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.trees import not_finite, tree_hash
 from tests.training.recipe import accuracy, final_state, run, tiny
 
 
@@ -409,6 +410,21 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finishe
     assert lines[0] == lines[1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"model__options": "depth=1,width=32,heads=1"}, {"optim__name": "sgd"}, {"ema_decay": None}],
+)
+def test_what_cannot_be_resumed_is_not_offered(change, finished):
+    workdir, changed = finished[0], tiny(**{"ema_decay": 0.9} | change)
+    with pytest.raises(ConfigError, match=r"use another workdir, or the same settings$"):
+        rope_jax.run.train(changed, workdir)
+    name = next(iter(change)).replace("__", ".")
+    with pytest.raises(
+        ConfigError, match=rf"with other arrays \({name}: .*init_from to start from"
+    ):
+        rope_jax.run.train(changed, workdir, resume_override=[name])
+
+
 @pytest.mark.slow
 def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
     interrupted = tiny(epochs=0.2, eval__resolutions=())
@@ -416,7 +432,7 @@ def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
     changed = tiny(epochs=0.4, seed=1, eval__resolutions=())
     with pytest.raises(
         ConfigError,
-        match=r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs goes on",
+        match=r"\(seed: 0 -> 1; epochs: 0.2 -> 0.4\).*--resume_override=seed,epochs resumes",
     ):
         rope_jax.run.train(changed, tmp_path)
     with pytest.raises(ConfigError, match=r"\(epochs: 0.2 -> 0.4\)"):
@@ -575,7 +591,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypat
     )  # nothing is left where nothing had begun
 
 
-@pytest.mark.parametrize("saved", [8, 24])
+@pytest.mark.parametrize("saved", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_signal_while_a_checkpoint_is_written_waits_for_it(tmp_path, monkeypatch, saved):
     write, begun = Checkpoints._write, threading.Event()
 

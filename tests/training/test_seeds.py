@@ -17,12 +17,12 @@ from rope_jax.analysis import report
 from rope_jax.config import ConfigError
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.sharding import put_batch
-from rope_jax.training.report import NonFinite
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import tree_hash
+from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import progress_line, read_events, read_metrics
+from rope_jax.workdir.trees import tree_hash
 from tests.training.recipe import CEIT, TINY, final_state, run, tiny
 
 RECIPE = {

@@ -1,24 +1,75 @@
 import os
+import queue
 import signal
+import subprocess
+import sys
 import threading
+import time
 
+import jax
 import pytest
 
+from rope_jax.training import signals
 from rope_jax.training.signals import Interrupted, stop_signals
 
 
-def test_a_second_signal_ends_the_process(monkeypatch, capfd):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
+def test_a_second_signal_ends_the_process_but_no_closed_terminal(monkeypatch, capfd):
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    monkeypatch.setattr(os, "_exit", ended.put)
     with stop_signals() as signals:
         signals.at_once = False
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == []
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == [143]
-        with pytest.raises(Interrupted, match="SIGTERM"):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
+            assert ended.empty()
+            signal.raise_signal(number)
+        assert ended.get(timeout=10) == 143
+        with pytest.raises(Interrupted, match="SIGHUP"):
             signals()
     assert "once more to stop at once" in capfd.readouterr().err
+
+
+@pytest.mark.process
+def test_a_blocked_main_thread_is_ended_by_the_second_signal():
+    """As in a collective operation of which another process has no part."""
+    program = "import ctypes, rope_jax.training.signals as s\nwith s.stop_signals() as signals:\n"
+    program += "    signals.at_once = False\n    print('ready', flush=True)\n"
+    # A lock that is taken twice; signals do not interrupt it.
+    program += "    lock = ctypes.create_string_buffer(128)\n"
+    program += "    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(lock)\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as blocked:
+        blocked.stdout.readline()
+        try:
+            for _ in range(2):
+                time.sleep(0.3)
+                blocked.send_signal(signal.SIGTERM)
+            assert blocked.wait(20) == 143
+        finally:
+            blocked.kill()
+
+
+def test_sighup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_wait_that_may_last_for_ever_ends_with_a_signal(monkeypatch):
+    with stop_signals() as stopping:
+        stopping.at_once = False
+        stopping.waiting(1)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted) as caught:
+            stopping.waiting(2)
+        assert not caught.value.alone
+        monkeypatch.setattr(jax, "process_count", lambda: 2)  # who cannot save together
+        stopping.waiting(3)
+        monkeypatch.setattr(signals, "_ALONE_AFTER", 0)
+        with pytest.raises(Interrupted) as caught:
+            stopping.waiting(4)
+        assert caught.value.alone
 
 
 def test_a_signal_ends_at_once_what_has_nothing_to_save():
@@ -36,10 +87,10 @@ def test_a_profile_is_asked_for_once():
 
 
 def test_handlers_are_those_of_before_and_threads_have_none():
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     with stop_signals() as signals:
-        assert [signal.getsignal(number) for number in numbers] == 4 * [signals.handle]
+        assert [signal.getsignal(number) for number in numbers] == 5 * [signals.handle]
     assert [signal.getsignal(number) for number in numbers] == before
     seen = []
 

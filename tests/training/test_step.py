@@ -14,8 +14,9 @@ from rope_jax.data.device_batches import take
 from rope_jax.evaluate import read_results
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.signals import Signals
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import tree_hash
+from rope_jax.workdir.trees import tree_hash
 from tests.training.recipe import replaced, tiny
 
 AUGMENT = "crop(pad=1)+erase(p=0.5)"
@@ -82,7 +83,7 @@ def test_a_state_is_evaluated_anew_when_other_weights_are_asked_for(tmp_path):
             dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged)),
             state,
             tmp_path,
-            lambda: None,
+            Signals(),
         )
         (row,) = read_results(tmp_path)["eval"]
         assert row["protocol"].endswith(

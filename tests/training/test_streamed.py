@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rope_jax import data, evaluate
 from rope_jax.config import ConfigError
 from rope_jax.data.prepare import prepare as pack
 from rope_jax.data.sources.folder import Folder
+from rope_jax.training import report
 from rope_jax.training.setup import load_split, prepare
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.metrics import read_metrics
@@ -64,10 +66,14 @@ def same(left, right):
 
 
 def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
-    photographs, tmp_path, monkeypatch
+    photographs, tmp_path, monkeypatch, capsys
 ):
     changes = streamed(photographs)
-    run(tmp_path / "whole", **changes, eval__frames=("centre(crop=1.0)",))
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "SLOW_DATA", -1.0)  # advice at the first line, and not again
+        run(tmp_path / "whole", **changes, eval__frames=("centre(crop=1.0)",))
+    advice = rf"wait for images, which no worker processes .*--config.data.workers={data.cores()} "
+    assert len(re.findall(advice, capsys.readouterr().out)) == 1
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6  # 2.5 epochs of 80 images
     rows = json.loads((tmp_path / "whole" / "results.json").read_text())["eval"]
     assert [row["resolution"] for row in rows] == [[12, 12], [16, 16]] * 2

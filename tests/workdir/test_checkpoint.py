@@ -21,15 +21,17 @@ import pytest
 
 from rope_jax.files import SaveFailed, write_file
 from rope_jax.sharding import make_mesh, replicated, with_shardings
-from rope_jax.workdir import checkpoint
-from rope_jax.workdir.checkpoint import Checkpoints, Damaged, check_tree, tree_hash
+from rope_jax.workdir import checkpoint, integrity
+from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
+from rope_jax.workdir.integrity import Damaged
+from rope_jax.workdir.trees import check_tree, tree_hash
 from tests.faults.long import DAMAGES, damage
 
 
 def state(scale=1.0):
     params = {"blocks": {0: {"kernel": jnp.full((2, 3), scale)}, 1: {"kernel": jnp.ones((2, 3))}}}
     return {
-        "step": jnp.array(3, jnp.int32),
+        "count": jnp.array(3, jnp.int32),
         "params": params,
         "opt": optax.adamw(1e-3).init(params),
     }
@@ -71,7 +73,7 @@ def test_a_step_is_never_overwritten(tmp_path):
 def test_numbers_that_are_not_finite_are_never_written(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(
-            ValueError, match=r"step 1 is not saved: params.blocks.0.kernel is not finite"
+            NonFinite, match=r"step 1 is not saved: params.blocks.0.kernel is not finite"
         ):
             checkpoints.save(1, state(np.nan), about={})
         assert checkpoints.steps() == []
@@ -279,7 +281,7 @@ def test_what_does_not_belong_into_a_checkpoint_is_refused(tmp_path, two, kind):
             "bytes": 1,
             "sha256": hashlib.sha256(b"x").hexdigest(),
         }
-        (step / "manifest.json").write_text(checkpoint._manifest(2, manifest["files"]))
+        (step / "manifest.json").write_text(integrity.manifest(2, manifest["files"]))
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.problem(2) is not None
         assert checkpoints.newest_verified() == 1
@@ -297,7 +299,7 @@ def test_a_handler_named_in_a_checkpoint_is_not_looked_up(tmp_path, two):
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
-    (folder / "2" / "manifest.json").write_text(checkpoint._manifest(2, manifest))
+    (folder / "2" / "manifest.json").write_text(integrity.manifest(2, manifest))
     sys.path.insert(0, str(tmp_path))
     try:
         with Checkpoints(folder) as checkpoints:
@@ -365,7 +367,7 @@ def test_a_passing_error_of_the_disk_is_tried_again(tmp_path, monkeypatch):
         return save(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", sometimes)
-    monkeypatch.setattr(checkpoint, "_RETRY_AFTER", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(checkpoint, "RETRY_AFTER", (0.0, 0.0, 0.0))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state(2.0), about={})
         checkpoints.wait()
@@ -488,13 +490,14 @@ def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
         before = sorted(p.name for p in folder.iterdir())
         checkpoints = Checkpoints(folder)
         checkpoints.clean()
-        damaged = [
-            entry
-            for entry in ("5", "7")
-            if litter.get(entry) not in (None, "file", "link to a checkpoint")
-        ]
+        steps = [entry for entry in ("5", "7") if entry in litter]
+        others = [entry for entry in steps if litter[entry] in ("file", "link to a checkpoint")]
+        damaged = [] if others else steps  # otherwise refused before anything is looked at
         set_aside = [entry for entry in litter if ".corrupt" in entry]
-        if good or not (damaged or set_aside):
+        if others:
+            with pytest.raises(Damaged, match="put the folder of that step in its place"):
+                checkpoints.newest_verified(rename=True)
+        elif good or not (damaged or set_aside):
             assert checkpoints.newest_verified(rename=True) == (2 if good else None)
         else:
             with pytest.raises(Damaged):
@@ -507,3 +510,67 @@ def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
         after = sorted(p.name for p in folder.iterdir())
         assert len(after) == len(before) - len(gone)
         assert set(before) - set(after) == gone | set(damaged)
+
+
+def test_a_read_that_fails_condemns_no_checkpoint(tmp_path, two, monkeypatch):
+    """A passing error is tried again; a lasting one stops the run, and nothing is renamed."""
+    folder, read = copy_of(two, tmp_path), integrity.file_sha256
+    monkeypatch.setattr(integrity, "RETRY_AFTER", (0.0, 0.0, 0.0))
+    failures: list[OSError] = []
+
+    def sometimes(path):
+        if failures:
+            raise failures.pop()
+        return read(path)
+
+    monkeypatch.setattr(integrity, "file_sha256", sometimes)
+    with Checkpoints(folder) as checkpoints:
+        for code in (errno.EIO, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE):
+            failures[:] = [OSError(code, os.strerror(code), "file")] * 3
+            assert checkpoints.newest_verified(rename=True) == 2
+            failures[:] = [OSError(code, os.strerror(code), "file")] * 4
+            with pytest.raises(OSError, match=f"{os.strerror(code)}.* tells nothing about its con"):
+                checkpoints.newest_verified(rename=True)
+        assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+
+
+def test_too_few_file_handles_are_told_as_such(two):
+    with Checkpoints(two) as checkpoints:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1])
+        )
+        try:
+            with pytest.raises(OSError, match=r"Too many open files|ulimit -n"):
+                checkpoints.load(2, shapes(state()))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a file"])
+def test_a_step_that_is_no_folder_of_its_own_is_refused(tmp_path, two, kind):
+    folder = copy_of(two, tmp_path / "run")
+    shutil.move(folder / "2", tmp_path / "elsewhere")
+    if kind == "a file":
+        (folder / "2").write_text("moved")
+    else:
+        (folder / "2").symlink_to(tmp_path / ("elsewhere" if kind == "a link" else "nowhere"))
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(Damaged, match=r"run/2 is .*: put the folder of that step in its place"):
+            checkpoints.newest_verified(rename=True)
+        assert checkpoints.newest() == 1  # a run that is under way goes on
+    assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+
+
+def test_a_state_of_another_step_is_refused(tmp_path, two):
+    """As if a checkpoint were renamed, and its manifest written again."""
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(20, {"step": jnp.array(20)}, about={})
+        checkpoints.wait()
+        files = json.loads((tmp_path / "20" / "manifest.json").read_text())["files"]
+        (tmp_path / "20").rename(tmp_path / "30")
+        assert checkpoints.problem(30) == "manifest.json is not what was written"
+        (tmp_path / "30" / "manifest.json").write_text(integrity.manifest(30, files))
+        assert checkpoints.newest_verified() == 30
+        with pytest.raises(Damaged, match="30 holds the state of step 20"):
+            checkpoints.load(30, shapes({"step": jnp.array(0)}))

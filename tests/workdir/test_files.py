@@ -1,6 +1,7 @@
 """Files of a workdir are complete or absent, also with several writers."""
 
 import concurrent.futures
+import errno
 import json
 import os
 
@@ -9,7 +10,15 @@ import pytest
 import rope_jax.run
 from rope_jax.config import ConfigError
 from rope_jax.evaluate import add_evaluation, read_evaluations
-from rope_jax.files import locked, update_file, write_file
+from rope_jax.files import (
+    locked,
+    naming,
+    read_json,
+    read_regular,
+    set_aside,
+    update_file,
+    write_file,
+)
 from tests.training.recipe import tiny
 
 
@@ -27,7 +36,7 @@ def test_a_file_is_not_touched_by_a_change_that_fails(tmp_path):
     path = tmp_path / "results.json"
     write_file(path, "old")
     with pytest.raises(json.JSONDecodeError):
-        update_file(path, json.loads)
+        update_file(path, lambda: json.loads(path.read_text()))
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("results.json", "old")]
 
 
@@ -48,3 +57,79 @@ def test_a_run_that_is_training_is_not_evaluated_beside_that(tmp_path):
         ),
     ):
         rope_jax.run.evaluate_newest(tiny(), tmp_path)
+
+
+def make(path, kind):
+    """Something else than a regular file."""
+    if kind == "folder":
+        path.mkdir()
+        (path / "inside").write_text("x")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(path.name)
+
+
+KINDS = ["folder", "pipe", "device", "loop of links"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_read(tmp_path, kind):
+    """A pipe would wait for its writer, and a device has no end."""
+    make(tmp_path / "file", kind)
+    with pytest.raises(ValueError, match=rf"file is a .*{kind}.*, not a regular file"):
+        read_regular(tmp_path / "file", at_most=10)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_json(tmp_path / "file")
+
+
+def test_a_file_is_read_up_to_a_size(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 40)  # a hole: a terabyte on no disk
+    with pytest.raises(ValueError, match=r"file has 1,099,511,627,776 bytes; allowed are 10"):
+        read_regular(tmp_path / "file", at_most=10)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"step": 1'])
+def test_json_that_is_damaged_is_one_kind_of_error(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match="file is not JSON"):
+        read_json(tmp_path / "file")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["accuracy.png", "accuracy.png.tmp"])
+def test_what_is_in_the_way_of_a_file_is_set_aside(tmp_path, kind, name, capsys):
+    make(tmp_path / name, kind)
+    for content in ("one", "two"):
+        write_file(tmp_path / "accuracy.png", content)
+    assert (tmp_path / "accuracy.png").read_text() == "two"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["accuracy.png", f"{name}.damaged"]
+    assert f"It is kept as {name}.damaged" in capsys.readouterr().err
+
+
+def test_what_is_set_aside_replaces_nothing(tmp_path):
+    for number in range(3):
+        (tmp_path / "a").write_text(str(number))
+        set_aside(tmp_path / "a", "it is damaged")
+    kept = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert kept == {"a.damaged": "0", "a.damaged.2": "1", "a.damaged.3": "2"}
+
+
+def test_a_lock_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with (
+        pytest.raises(ValueError, match=r"\.lock, the lock of the workdir, is a named pipe"),
+        locked(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
+def test_an_error_without_a_path_gets_one(code):
+    with pytest.raises(OSError, match="/somewhere/else"), naming("/somewhere/else"):
+        raise OSError(code, os.strerror(code))
+    with pytest.raises(OSError, match="'a'"), naming("/somewhere/else"):
+        raise OSError(code, os.strerror(code), "a")

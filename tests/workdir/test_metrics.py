@@ -185,3 +185,26 @@ def test_tensorboard_is_optional(tmp_path):
     with MetricsWriter(tmp_path, restored_step=0, tensorboard=True) as writer:
         writer.write(1, {"loss": 1.0})
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_a_log_that_is_no_file_is_set_aside(tmp_path, kind, capsys):
+    path = tmp_path / "metrics.jsonl"
+    {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+    }[kind]()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is .*, not a regular file"):
+        read_metrics(path)
+    with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
+        writer.write(1, {"loss": 1.0})
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
+    assert "It is kept as metrics.jsonl.damaged" in capsys.readouterr().err
+
+
+def test_lines_that_cannot_be_read_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    bad = [b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}", b'{"step": "1"}', b"\xff\xfe", b"7"]
+    path.write_bytes(b"\n".join([*bad, b'{"step": 1, "loss": 1.0}', b'{"step": 2']))
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]

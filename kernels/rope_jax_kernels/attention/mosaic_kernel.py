@@ -21,7 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention.triton_kernels import LOG2E, MASKED, Task, cos_sin
+from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, cos_sin
+from rope_jax_kernels.attention.task import Task
 
 ROWS = 64  # of a tile: of the matrix instructions of one warpgroup
 WIDEST = 64  # channels of a piece of a row, 128 bytes: the widest swizzle of shared memory

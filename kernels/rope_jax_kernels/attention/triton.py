@@ -29,10 +29,10 @@ from jaxtyping import Array, Float
 
 from rope_jax_kernels import choices, device
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
-from rope_jax_kernels.attention.tiles import Tiles, cut
+from rope_jax_kernels.attention.slots import Tiles
+from rope_jax_kernels.attention.task import Launch, Task
+from rope_jax_kernels.attention.tiles import cut
 from rope_jax_kernels.attention.triton_kernels import (
-    Launch,
-    Task,
     bias_kernel,
     closed_kernel,
     forward_kernel,

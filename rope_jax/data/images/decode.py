@@ -23,6 +23,8 @@ MAX_PIXELS = 64_000_000
 # Half for decoders that hold several copies of the whole image: libwebp (canvas, previous frame,
 # frame) and libjpeg with CMYK in several scans.
 MAX_PIXELS_COSTLY = 32_000_000
+# Of a file, before it is read: two bytes a pixel, which no photograph of that size needs.
+MAX_BYTES = 2 * MAX_PIXELS
 # JPEG's own limit; Pillow keeps pointers per row: 64 million rows would cost a gigabyte.
 MAX_SIDE = 65_535
 # Progressive JPEGs have about 10. Every scan visits the whole image; an empty one has 20 bytes.
@@ -73,9 +75,10 @@ def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
         uint8 [H, W, 3], after orientation.
 
     Raises:
-        ValueError: other formats, truncated or corrupt files, more than 64 million pixels (32
-            million of WebP, and of JPEG that is both CMYK and stored in several scans), a side over
-            65,535 pixels, more than 100 scans; the message has the reason.
+        ValueError: other formats, truncated or corrupt files, more than 128 million bytes, more
+            than 64 million pixels (32 million of WebP, and of JPEG that is both CMYK and stored in
+            several scans), a side over 65,535 pixels, more than 100 scans; the message has the
+            reason.
     """
     return EncodedImage(data).pixels()
 
@@ -94,6 +97,8 @@ class EncodedImage:
     """
 
     def __init__(self, data: bytes):
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"the image file has {len(data):,} bytes; allowed are {MAX_BYTES:,}")
         self._name = _format(data)
         with self._blame():
             self._image, self._orientation, limit = _open(data, self._name)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 
+from rope_jax import plugins
 from rope_jax.data.images.crops import resize
 from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
@@ -13,12 +14,33 @@ from rope_jax.data.sources.tfds import Tfds
 from rope_jax.text import image_pair
 
 SPLITS = ("train", "test")
-STREAMED: dict[str, Callable[[str, str], Source]] = {
+STREAMED: dict[str, Callable[..., Source]] = {
     "folder": Folder,
     "tfds": Tfds,
     "packed": Packed,
     "imagenet": ImageNet,
 }
+
+
+def register_source(name: str, open_split: Callable[[str, str], Source]) -> None:
+    """Registers an image set that is read one image at a time, for `load` and `data.source`.
+
+    >>> class Reversed(Folder):
+    ...     def read(self, example):
+    ...         return super().read(len(self.labels) - 1 - example)
+    >>> register_source("reversed", Reversed)
+    >>> del STREAMED["reversed"]  # in this example only
+
+    Args:
+        name: of the source.
+        open_split: (path, split) -> the split; its class must be importable, for worker processes.
+
+    Raises:
+        ValueError: there is a source of this name.
+    """
+    if name in MEMORY or name in STREAMED:
+        raise ValueError(f"a data source named {name!r} exists already: choose another name")
+    STREAMED[name] = open_split
 
 
 def load(
@@ -28,6 +50,7 @@ def load(
     image_size: int | tuple[int, int] | None = None,
     *,
     crop: str = "centre",
+    allow_empty: bool = False,
 ) -> Images | Streamed:
     """Opens one split of an image set, as RGB.
 
@@ -43,7 +66,8 @@ def load(
 
     One image at a time, in the order of classes and file names:
 
-    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/).
+    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/); or in
+      path/CLASS/, where every fifth belongs to the test split.
     - `"tfds"`: a data set prepared by tensorflow-datasets.
     - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
     - `"imagenet"`: the official archives of ImageNet-1k.
@@ -60,6 +84,7 @@ def load(
             antialiasing), or kept unchanged for None; the others need one.
         crop: of images that are read one at a time, to this size: "centre(crop=0.875)", see
             `rope_jax.data.images.crops`.
+        allow_empty: whether a class folder of `"folder"` may be empty.
 
     Returns:
         The split. The number of classes of sets in memory is that of the training split, or of
@@ -70,9 +95,10 @@ def load(
             out of range.
         FileNotFoundError: a file, a folder or an array of the split is missing.
     """
+    plugins.load_installed()
     size = None if image_size is None else image_pair(image_size)
     if source in STREAMED:
-        opened = open_source(source, path, split)
+        opened = open_source(source, path, split, allow_empty=allow_empty)
         if size is None:
             raise ValueError(
                 f"data source {source!r} ({path}) needs an image_size (height, width): "
@@ -86,7 +112,7 @@ def load(
     return Images(resize(images.images, size), images.labels, images.name, split, images.classes)
 
 
-def open_source(source: str, path: str | None, split: str) -> Source:
+def open_source(source: str, path: str | None, split: str, *, allow_empty: bool = False) -> Source:
     """Opens the images of one split as they are stored.
 
     >>> import pathlib, tempfile
@@ -103,6 +129,7 @@ def open_source(source: str, path: str | None, split: str) -> Source:
         source: as in `load`, of those that are read one image at a time.
         path: of the set.
         split: "train" or "test".
+        allow_empty: as in `load`.
 
     Raises:
         ValueError: as `load`, and for sets in memory.
@@ -114,10 +141,12 @@ def open_source(source: str, path: str | None, split: str) -> Source:
             f"data source {source!r} is held in memory; "
             f"those read one image at a time are {', '.join(STREAMED)}"
         )
-    return STREAMED[source](path, split)
+    options = {"allow_empty": allow_empty} if source == "folder" else {}
+    return STREAMED[source](path, split, **options)
 
 
 def _check(source: str, path: str | None, split: str) -> None:
+    plugins.load_installed()
     known = [*MEMORY, *STREAMED]
     if source not in known:
         raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, write_index
+from rope_jax.files import read_regular
 
+_HELD_OUT = 5  # every fifth image of a class, where the folder has no splits
 _ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
 
 
@@ -40,7 +43,7 @@ class Files(Source):
         self._root = root.absolute()
 
     def read(self, example: int) -> bytes:
-        return (self._root / self.example_name(example)).read_bytes()
+        return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_root": self._root}
@@ -49,39 +52,56 @@ class Files(Source):
 class Folder(Files):
     """One split of a set of class folders: path/train/CLASS/, path/test/CLASS/ (or path/val/...).
 
-    Classes are numbered in the order of their names, those of the training split if there is one.
-    Names that start with a dot are left out. No file is opened before it is read.
+    Without these, every fifth file of path/CLASS/ belongs to the test split. Classes are numbered
+    in the order of their names, those of the training split if there is one. Names that start with
+    a dot are left out. No file is opened before it is read.
 
     Args:
         path: the set.
         split: "train" or "test".
+        allow_empty: whether a folder of a class may be empty.
 
     Raises:
         FileNotFoundError: the split has no folder or no files.
-        ValueError: it has a class that the training split lacks.
+        ValueError: it has a class that the training split lacks, or an empty folder.
     """
 
-    def __init__(self, path: str, split: str):
+    def __init__(self, path: str, split: str, *, allow_empty: bool = False):
         wanted = ("train",) if split == "train" else ("test", "val")
         found = [Path(path, name) for name in wanted if Path(path, name).is_dir()]
-        if not found:
+        whole = not any(Path(path, name).is_dir() for name in ("train", "test", "val"))
+        if not found and not (whole and listed(Path(path), folders=True)):
             raise FileNotFoundError(
-                f"{path} has no folder for the {split} split: {' or '.join(wanted)} is missing"
+                f"{path} has no folder for the {split} split, {' or '.join(wanted)}: arrange the "
+                f"images as {path}/train/CLASS/* and {path}/val/CLASS/*, or all of them as "
+                f"{path}/CLASS/*, of which every fifth is then a test image"
             )
-        folder = found[0]
+        folder = Path(path) if whole else found[0]
         classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
         if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
             )
+        found = [listed(folder / name, folders=False) for name in classes]
         files = [
             (f"{name}/{file}", label)
             for label, name in enumerate(classes)
-            for file in listed(folder / name, folders=False)
+            for number, file in enumerate(found[label])
+            if not whole or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
         ]
         if not files:
             raise FileNotFoundError(
                 f"{folder} has no images; they are looked for in {folder / 'CLASS'}"
+            )
+        empty = [
+            folder / name
+            for name, own in zip(classes, found, strict=True)
+            if not own and (folder / name).is_dir()
+        ]
+        if empty and not allow_empty:
+            raise ValueError(
+                f"{empty[0]} has no images ({len(empty)} of {len(classes)} classes are empty): "
+                "add them, remove the folder, or allow it with allow_empty=True"
             )
         about = {"name": Path(path).resolve().name, "split": split}
         super().__init__(folder, *zip(*files, strict=True), classes, **about)

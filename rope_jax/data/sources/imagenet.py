@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, Staged, write_index
-from rope_jax.files import cache_folder
+from rope_jax.files import cache_folder, open_regular, read_regular
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VALIDATION = "ILSVRC2012_img_val.tar"
@@ -61,11 +62,11 @@ class ImageNet(Source):
         kits = [Path(path, SYNSETS), Path(path, DEVKIT)] if split == "test" else []
         labels = [kit.stat() for kit in kits if kit.is_file()]
         versions = [(kit.st_size, kit.st_mtime_ns) for kit in labels]
-        key = f"1 {archive} {facts.st_size} {facts.st_mtime_ns} {versions}"
+        key = f"2 {archive} {facts.st_size} {facts.st_mtime_ns} {versions}"
         super().__init__(
             cache_folder() / "imagenet" / hashlib.sha256(key.encode()).hexdigest()[:32]
         )
-        if not self.index.is_dir():
+        if not self.cached():
             try:
                 if split == "train":
                     found = sorted(_train_files(archive))
@@ -81,9 +82,9 @@ class ImageNet(Source):
             number = {synset: k for k, synset in enumerate(synsets)}
             with Staged(self.index) as folder:
                 places = [(file.start, file.size) for _, file in found]
-                np.save(folder / "places.npy", np.array(places, np.int64))
                 write_index(
                     folder,
+                    arrays={"places.npy": np.array(places, np.int64)},
                     labels=[number[synset] for synset, _ in found],
                     names=[f"{synset}/{file.name}" for synset, file in found],
                     class_names=synsets,
@@ -93,7 +94,9 @@ class ImageNet(Source):
 
     def read(self, example: int) -> bytes:
         start, size = (int(number) for number in self._places[example])
-        with self._archive.open("rb") as file:
+        if size > MAX_BYTES:
+            raise ValueError(f"the image has {size:,} bytes; allowed are {MAX_BYTES:,}")
+        with open_regular(self._archive) as file:
             file.seek(start)
             return file.read(size)
 
@@ -150,7 +153,7 @@ def _validation_files(path: Path, folder: Path) -> list[tuple[str, _File]]:
 
 def _validation_synsets(folder: Path) -> list[str]:
     if (folder / SYNSETS).is_file():
-        synsets = (folder / SYNSETS).read_text().split()
+        synsets = read_regular(folder / SYNSETS, at_most=_KIT_BYTES).decode().split()
         if wrong := [synset for synset in synsets if not _SYNSET.fullmatch(synset)]:
             raise ValueError(
                 f"{folder / SYNSETS} has {wrong[0]!r} instead of a synset such as n01440764"

@@ -2,7 +2,8 @@
 
 Worker processes map the arrays rather than copy them. An index holds:
 
-    about.json      name, split, class names, and entries of the source's own
+    about.json      name, split, class names, bytes and sha256 of the arrays' `files`, entries of
+                    the source's own, and the sha256 of all these entries
     labels.npy      int32 [n], or [n, M] if up to M labels are correct (padded with -1)
     names.npy       uint8, the names of all examples one after the other in UTF-8
     ends.npy        int64 [n], the end of each name
@@ -18,7 +19,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from jaxtyping import Int32, UInt8
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
+from rope_jax.files import file_sha256, naming, read_json, sealed, set_aside, unsealed
 
 
 class Source(abc.ABC):
@@ -56,8 +58,13 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def about(self) -> dict[str, Any]:
-        """The content of about.json."""
-        return json.loads((self.index / "about.json").read_text())
+        """The content of about.json.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        path = self.index / "about.json"
+        return unsealed(read_json(path), str(path))
 
     @functools.cached_property
     def labels(self) -> Int32[np.ndarray, "n ..."]:
@@ -90,9 +97,37 @@ class Source(abc.ABC):
         checksum = zlib.crc32(self.labels.tobytes(), zlib.crc32(b"\0".join(files)))
         return f"{len(self.labels)} files {len(self.class_names)} classes {checksum:08x}"
 
-    def damaged(self) -> list[str] | None:
-        """Names of files with a wrong checksum; None if the set has no checksums."""
+    def damaged(self, stopped: Callable[[], bool] = lambda: False) -> list[str] | None:
+        """Names of files with a wrong checksum; None if the set has no checksums.
+
+        Args:
+            stopped: called now and then; True ends the search.
+        """
         return None
+
+    def check_index(self) -> None:
+        """Compares the arrays of the index with their checksums.
+
+        Raises:
+            ValueError: about.json or an array is not what was written.
+            OSError: a file of the index is missing or cannot be read.
+        """
+        for name, written in self.about["files"].items():
+            path = self.index / name
+            if path.stat().st_size != written["bytes"] or file_sha256(path) != written["sha256"]:
+                raise ValueError(f"{path} was changed after it was written")
+
+    def cached(self) -> bool:
+        """Whether the index is in the cache folder; a damaged one is set aside, with a warning."""
+        if not os.path.lexists(self.index):
+            return False
+        try:
+            self.check_index()
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            self.__dict__.pop("about", None)
+            set_aside(self.index, f"{error}; the index is written again")
+            return False
+        return True
 
     def array(self, name: str) -> np.ndarray:
         """Maps one of the arrays of the index."""
@@ -116,6 +151,7 @@ def write_index(
     labels: np.ndarray | Sequence[int],
     names: Sequence[str],
     class_names: Sequence[str],
+    arrays: Mapping[str, np.ndarray] | None = None,
     **about: Any,
 ) -> None:
     """Writes an index into an existing folder.
@@ -125,6 +161,7 @@ def write_index(
         labels: [n], or [n, M] padded with -1.
         names: of the examples.
         class_names: in the order of the labels.
+        arrays: of the source's own, by file name.
         **about: name, split, and other entries of about.json.
 
     Raises:
@@ -148,11 +185,19 @@ def write_index(
             f"{name}: labels are {labels.min()} to {labels.max()}; "
             f"allowed are 0 to {len(class_names) - 1}"
         )
-    np.save(folder / "labels.npy", labels.astype(np.int32))
-    np.save(folder / "names.npy", np.frombuffer(b"".join(encoded), np.uint8))
-    np.save(folder / "ends.npy", np.cumsum([len(name) for name in encoded], dtype=np.int64))
-    text = json.dumps(about | {"class_names": list(class_names)}, indent=1) + "\n"
-    (folder / "about.json").write_text(text)
+    arrays = {
+        "labels.npy": labels.astype(np.int32),
+        "names.npy": np.frombuffer(b"".join(encoded), np.uint8),
+        "ends.npy": np.cumsum([len(name) for name in encoded], dtype=np.int64),
+    } | dict(arrays or {})
+    about |= {"class_names": list(class_names), "files": {}}
+    with naming(folder):
+        for file, array in arrays.items():
+            np.save(folder / file, array)
+            size, digest = (folder / file).stat().st_size, file_sha256(folder / file)
+            about["files"][file] = {"bytes": size, "sha256": digest}
+        text = json.dumps(sealed(about), indent=1) + "\n"
+        (folder / "about.json").write_text(text)
 
 
 class Staged:

@@ -1,22 +1,26 @@
 """Image sets in memory: scikit-learn's digits, .npz files, idx files (MNIST, Fashion-MNIST)."""
 
+import contextlib
 import gzip
 import math
-import os
-import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.data.images.crops import Crop, crop_pixels
+from rope_jax.files import open_regular
+from rope_jax.npz import Npz, open_npz
 
-# Exceptions that NumPy and gzip raise for damaged files.
-_UNREADABLE = (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
+# A head has a column for each class up to the largest label, which one damaged byte may set.
+MAX_CLASSES = 100_000
+# Exceptions that gzip raises for damaged files.
+_UNREADABLE = (ValueError, OSError, EOFError, MemoryError, zlib.error)
+Kind = tuple[tuple[int, ...], np.dtype]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,125 +114,132 @@ def _digits(path: None, split: str) -> Images:
     chosen = (np.arange(len(stored.target)) % 5 == 0) == (split == "test")
     images = np.rint(stored.images[chosen] * (255 / 16)).astype(np.uint8)
     labels = stored.target[chosen].astype(np.int32)
-    return Images(_as_rgb(images, "digits"), labels, "digits", split, classes=10)
+    return Images(_as_rgb(images), labels, "digits", split, classes=10)
 
 
 def _npz(path: str, split: str) -> Images:
-    if not os.path.isfile(path):
-        raise ValueError(f"{path} is a folder: pass the path of an .npz file")
-    with open(path, "rb") as file:
-        try:
-            archive = np.load(file, allow_pickle=False)
-        except _UNREADABLE as error:
-            raise ValueError(f"{path} is not an .npz file: {error}") from error
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError(
-                f"{path} holds a single array: "
-                f"pass an .npz file with {split}_images and {split}_labels"
-            )
-
-        def read(name: str) -> np.ndarray | None:
-            if name not in archive.files:
-                return None
-            try:
-                array = archive[name]
-            except _UNREADABLE as error:
-                raise ValueError(f"array {name} of {path} cannot be read: {error}") from error
-            if not isinstance(array, np.ndarray):  # NumPy returns bytes for members of other types
-                raise ValueError(f"{name} of {path} is not an array")
-            return array
-
-        with archive:
-            return _from_arrays(read, path, split)
+    with open_npz(path) as file:
+        return _from_arrays(file, path, split)
 
 
 def _idx(path: str, split: str) -> Images:
-    def read(name: str) -> np.ndarray | None:
-        half, kind = name.split("_")
-        dimensions = 3 if kind == "images" else 1
-        file = f"{'train' if half == 'train' else 't10k'}-{kind}-idx{dimensions}-ubyte"
-        for candidate in (Path(path, file), Path(path, file + ".gz")):
-            if candidate.exists():
-                return _read_idx(candidate, dimensions)
-        return None
+    places = {}
+    for half, stem in (("train", "train"), ("test", "t10k")):
+        for kind, dimensions in (("images", 3), ("labels", 1)):
+            file = f"{stem}-{kind}-idx{dimensions}-ubyte"
+            for place in (Path(path, file), Path(path, file + ".gz")):
+                if place.exists():
+                    places.setdefault(f"{half}_{kind}", (place, dimensions))
+    shapes = {name: (_idx_header(*place), np.dtype(np.uint8)) for name, place in places.items()}
 
-    return _from_arrays(read, path, split)
+    def read(name: str) -> np.ndarray:
+        return _read_idx(places[name][0], shapes[name][0])
+
+    return _from_arrays(Npz(shapes, read), path, split)
 
 
-def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Reads one idx file of bytes, compressed if its name ends in .gz."""
-    opener = gzip.open if path.suffix == ".gz" else open
+@contextlib.contextmanager
+def _opened_idx(path: Path) -> Iterator[IO[bytes]]:
+    """An idx file, decompressed if its name ends in .gz; errors name it."""
     try:
-        with opener(path, "rb") as file:
-            magic, sides = file.read(4), file.read(4 * dimensions)
-            if magic != bytes([0, 0, 8, dimensions]) or len(sides) != 4 * dimensions:
-                raise ValueError(
-                    f"its header starts with {magic.hex()}, "
-                    f"not with 0000080{dimensions} (bytes in {dimensions} dimensions)"
-                )
-            shape = tuple(int(side) for side in np.frombuffer(sides, ">u4"))
-            declared = math.prod(shape)
-            # deflate compresses by at most 1032 to 1; checked before memory is allocated.
-            if declared > 1032 * path.stat().st_size:
-                raise ValueError(
-                    f"its header declares {declared:,} bytes, "
-                    "more than a file of this size can hold"
-                )
-            content = file.read(declared + 1)
+        with open_regular(path) as file:
+            yield gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
     except _UNREADABLE as error:
         raise ValueError(f"{path} is not a valid idx file: {error}") from error
-    if len(content) != declared:
-        there = f"{len(content):,}" if len(content) < declared else "more"
-        raise ValueError(
-            f"{path} is not a valid idx file: "
-            f"its header declares {declared:,} bytes, and {there} follow"
-        )
+
+
+def _idx_header(path: Path, dimensions: int) -> tuple[int, ...]:
+    """The shape of an idx file of bytes."""
+    with _opened_idx(path) as file:
+        magic, sides = file.read(4), file.read(4 * dimensions)
+        if magic != bytes([0, 0, 8, dimensions]) or len(sides) != 4 * dimensions:
+            raise ValueError(
+                f"its header starts with {magic.hex()}, "
+                f"not with 0000080{dimensions} (bytes in {dimensions} dimensions)"
+            )
+        shape = tuple(int(side) for side in np.frombuffer(sides, ">u4"))
+        # deflate compresses by at most 1032 to 1; checked before memory is allocated.
+        if math.prod(shape) > 1032 * path.stat().st_size:
+            raise ValueError(
+                f"its header declares {math.prod(shape):,} bytes, "
+                "more than a file of this size can hold"
+            )
+    return shape
+
+
+def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    declared = math.prod(shape)
+    with _opened_idx(path) as file:
+        file.read(4 + 4 * len(shape))
+        content = file.read(declared + 1)
+        if len(content) != declared:
+            there = f"{len(content):,}" if len(content) < declared else "more"
+            raise ValueError(f"its header declares {declared:,} bytes, and {there} follow")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def _from_arrays(read: Callable[[str], np.ndarray | None], path: str, split: str) -> Images:
+def _from_arrays(file: Npz, path: str, split: str) -> Images:
     """Creates a split from the arrays `<split>_images` and `<split>_labels`.
 
     Args:
-        read: returns an array by name, or None if it does not exist.
+        file: the arrays of all splits; shapes and numbers are compared before any is read.
         path: for the name of the set and for errors.
         split: "train" or "test".
     """
-    images, labels = read(f"{split}_images"), read(f"{split}_labels")
-    for array, kind in ((images, "images"), (labels, "labels")):
-        if array is None:
+    for kind in ("images", "labels"):
+        if f"{split}_{kind}" not in file.shapes:
             raise FileNotFoundError(
                 f"{path} has no {split} {kind}: the {split} split needs images and labels"
             )
-    labels = _as_labels(labels, path)
-    reference = labels if split == "train" else read("train_labels")
-    classes = int(_as_labels(labels if reference is None else reference, path).max(initial=-1)) + 1
-    return Images(_as_rgb(images, path), labels, Path(path).stem, split, classes)
+    for half in ("train", "test"):
+        images, labels = (file.shapes.get(f"{half}_{kind}") for kind in ("images", "labels"))
+        _check_kinds(images, labels, path)
+    labels = _read_labels(file, split, path)
+    reference = "train" if "train_labels" in file.shapes else split
+    classes = int(_read_labels(file, reference, path).max(initial=-1)) + 1
+    images = _as_rgb(file.read(f"{split}_images"))
+    return Images(images, labels, Path(path).stem, split, classes)
 
 
-def _as_labels(labels: np.ndarray, path: str) -> np.ndarray:
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+def _check_kinds(images: Kind | None, labels: Kind | None, path: str) -> None:
+    """Rejects arrays of other types and shapes, and other numbers of images than of labels."""
+    if labels is not None and (len(labels[0]) != 1 or labels[1].kind not in "iu"):
         raise ValueError(f"{path}: labels are {_kind(labels)}; they must be integers [n]")
-    if len(labels) and not 0 <= labels.min() <= labels.max() < 2**31 - 1:
-        raise ValueError(
-            f"{path}: labels are {labels.min()} to {labels.max()}; allowed are 0 to 2**31 - 2"
-        )
-    return labels.astype(np.int32)
-
-
-def _as_rgb(images: np.ndarray, path: str) -> np.ndarray:
-    grey = images[..., None] if images.ndim == 3 else images
-    fits = grey.ndim == 4 and grey.shape[3] in (1, 3) and 0 not in grey.shape[1:3]
-    if images.dtype != np.uint8 or not fits:
+    if images is None:
+        return
+    shape, dtype = images
+    grey = (*shape, 1) if len(shape) == 3 else shape
+    fits = len(grey) == 4 and grey[3] in (1, 3) and 0 not in grey[1:3]
+    if dtype != np.uint8 or not fits:
         raise ValueError(
             f"{path}: images are {_kind(images)}; "
             "they must be uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3]"
         )
+    if labels is not None and labels[0] != shape[:1]:
+        raise ValueError(
+            f"{path}: {shape[0]} images and {labels[0][0]} labels; there must be as many labels as "
+            "images"
+        )
+
+
+def _read_labels(file: Npz, split: str, path: str) -> np.ndarray:
+    labels = file.read(f"{split}_labels")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
+        raise ValueError(
+            f"{path}: labels are {labels.min()} to {labels.max()}; allowed are 0 to "
+            f"{MAX_CLASSES - 1}"
+        )
+    return labels.astype(np.int32)
+
+
+def _as_rgb(images: UInt8[np.ndarray, "n H W ..."]) -> UInt8[np.ndarray, "n H W 3"]:
+    grey = images[..., None] if images.ndim == 3 else images
     return np.repeat(grey, 3, axis=3) if grey.shape[3] == 1 else grey
 
 
-def _kind(array: np.ndarray) -> str:
-    return f"{array.dtype} {list(array.shape)}"
+def _kind(array: np.ndarray | Kind) -> str:
+    shape, dtype = array if isinstance(array, tuple) else (array.shape, array.dtype)
+    return f"{dtype} {list(shape)}"
 
 
 MEMORY: dict[str, Callable[..., Images]] = {"digits": _digits, "npz": _npz, "idx": _idx}

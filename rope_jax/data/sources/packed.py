@@ -5,8 +5,11 @@ Reading one is a copy from a mapped file. PATH/train/ and PATH/test/ each hold a
 
     images-00000.bin, ...   uint8 pixels [h, w, 3] of one image after the other, in index order
     shapes.npy              int32 [n, 2]: (h, w)
-    about.json              also `format` 1, `resized` (in words), `interpolation`, `skipped`, and
+    about.json              also `format` 2, `resized` (in words), `interpolation`, `skipped`, and
                             file, examples, bytes and sha256 of the `shards`
+
+The index is compared with its checksums whenever it is opened; the shards, which are large, once
+in the background while their images are used, and by `python -m rope_jax.data.verify`.
 """
 
 import bisect
@@ -14,15 +17,16 @@ import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.data.sources.index import Source
-from rope_jax.files import file_sha256
+from rope_jax.files import file_sha256, open_regular, read_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Packed(Source):
@@ -34,8 +38,8 @@ class Packed(Source):
 
     Raises:
         FileNotFoundError: the split is missing or was not finished.
-        ValueError: another version of the format, shards of the wrong length, or an index that does
-            not match them.
+        ValueError: another version of the format, a damaged index, shards of the wrong length, or
+            an index that does not match them.
     """
 
     def __init__(self, path: str, split: str):
@@ -45,26 +49,39 @@ class Packed(Source):
                 f"{self.index} holds no packed images, or their preparation was not finished: "
                 "run it again"
             )
-        if self.about.get("format") != FORMAT:
+        stored = read_json(self.index / "about.json")
+        version = stored.get("format") if isinstance(stored, dict) else None
+        if version != FORMAT:
             raise ValueError(
-                f"{self.index} is of format {self.about.get('format')!r}; "
-                f"this version reads format {FORMAT}"
+                f"{self.index} is of format {version!r}; this version reads format {FORMAT}: "
+                "remove it, and prepare it again"
             )
+        try:
+            self.check_index()
+            self._check_shards()
+            self._check_lengths()
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            raise ValueError(
+                f"{self.index}: about.json is not as this program writes it ({error!r}): prepare "
+                "it again"
+            ) from error
+
+    def _check_shards(self) -> None:
         for shard in self.about["shards"]:
             if Path(shard["file"]).name != shard["file"]:
                 raise ValueError(
                     f"{self.index} names the file {shard['file']!r}, "
                     "which is not one of its own: prepare it again"
                 )
-            size = (self.index / shard["file"]).stat().st_size
+            with open_regular(self.index / shard["file"]):
+                size = (self.index / shard["file"]).stat().st_size
             if size != shard["bytes"]:
                 raise ValueError(
                     f"{self.index / shard['file']} has {size:,} bytes; "
                     f"{shard['bytes']:,} were written: prepare it again"
                 )
-        self._check_index()
 
-    def _check_index(self) -> None:
+    def _check_lengths(self) -> None:
         shards, count = self.about["shards"], len(self.labels)
         numbers = [shard["examples"] for shard in shards]
         fits = self._shapes.shape == (count, 2) and len(self._ends) == sum(numbers) == count
@@ -85,15 +102,17 @@ class Packed(Source):
         return self._shard(shard)[start : start + height * width * 3].reshape(height, width, 3)
 
     def fingerprint(self) -> str:
-        shards = hashlib.sha256("".join(shard["sha256"] for shard in self.about["shards"]).encode())
-        return f"{super().fingerprint()} pixels {shards.hexdigest()[:16]}"
+        """As of other sources, and the sha256 of classes, labels, shapes and pixels."""
+        content = [self.about[entry] for entry in ("class_names", "files", "shards")]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return f"{super().fingerprint()} content {digest[:16]}"
 
-    def damaged(self) -> list[str]:
+    def damaged(self, stopped: Callable[[], bool] = lambda: False) -> list[str]:
         """Names of the shards whose content has changed since; reads everything."""
         return [
             shard["file"]
             for shard in self.about["shards"]
-            if file_sha256(self.index / shard["file"]) != shard["sha256"]
+            if not stopped() and file_sha256(self.index / shard["file"]) != shard["sha256"]
         ]
 
     @functools.cached_property
@@ -119,9 +138,3 @@ class Packed(Source):
             # An array, because slices of a memmap are slow.
             mapped[number] = np.asarray(np.memmap(file, np.uint8, mode="r"))
         return mapped[number]
-
-
-def write_about(folder: Path, **entries: object) -> None:
-    """Adds entries to the about.json that `write_index` wrote."""
-    about = json.loads((folder / "about.json").read_text()) | {"format": FORMAT} | entries
-    (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")

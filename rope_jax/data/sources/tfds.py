@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rope_jax.data.sources.index import Source, Staged, write_index
-from rope_jax.files import cache_folder
+from rope_jax.files import cache_folder, open_regular
 
 # Features with the name of an image's file, in order of preference.
 _NAMES = ("file_name", "filename", "image/filename", "image_id", "id")
@@ -53,9 +53,9 @@ class Tfds(Source):
             )
         info = builder.info.splits[stored]
         facts = (info.num_examples, info.num_bytes, info.shard_lengths, builder.info.release_notes)
-        key = " ".join(map(str, (1, self._path, stored, *facts)))
+        key = " ".join(map(str, (2, self._path, stored, *facts)))
         super().__init__(cache_folder() / "tfds" / hashlib.sha256(key.encode()).hexdigest()[:32])
-        if not self.index.is_dir():
+        if not self.cached():
             with Staged(self.index) as folder:
                 self._write(folder, builder, split)
 
@@ -74,9 +74,9 @@ class Tfds(Source):
         order = list(range(len(labels)))
         if feature is not None:
             order.sort(key=lambda k: (labels[k], names[k]))
-        np.save(folder / "places.npy", np.array(order, np.int64))
         write_index(
             folder,
+            arrays={"places.npy": np.array(order, np.int64)},
             labels=[labels[k] for k in order],
             names=[f"{classes[labels[k]]}/{names[k]}" for k in order],
             class_names=classes,
@@ -108,6 +108,10 @@ def _builder(path: str) -> Any:
             "data source 'tfds' needs tensorflow-datasets: pip install 'rope_jax[data]'"
         ) from error
 
+    for file in Path(path).iterdir():
+        if not file.is_dir():
+            with open_regular(file):  # tfds would wait for a pipe
+                pass
     builder = tfds.builder_from_directory(path)
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
         raise ValueError(

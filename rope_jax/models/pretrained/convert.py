@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -38,7 +39,8 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "cat": cat,
 }
 
-_LARGEST = 2**28  # elements of a table to be resized
+HEAD = "head."  # start of the names of a classifier's parameters, here
+LARGEST = 2**28  # elements of a table to be resized
 _ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -62,11 +64,13 @@ class Conversion:
         links: which tensor fills which parameter.
         frozen: expected values of tensors that the model computes, by name.
         problems: everything that does not fit.
+        new_head: whether the model's head keeps its initial weights.
     """
 
     links: list[Link]
     frozen: dict[str, np.ndarray]
     problems: list[str]
+    new_head: bool
 
 
 def name_table(model: nnx.Module, source: str) -> Table:
@@ -77,7 +81,12 @@ def name_table(model: nnx.Module, source: str) -> Table:
 
 
 def convert_state_dict(
-    model: nnx.Module, state_dict: Mapping[str, Any], *, source: str, grids: Grids | None = None
+    model: nnx.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    source: str,
+    grids: Grids | None = None,
+    new_head: bool = False,
 ) -> None:
     """Loads torch-named weights into a model, in place.
 
@@ -106,6 +115,7 @@ def convert_state_dict(
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
             square, as all official ones are, or else of the model's shape. Needed only for a table
             whose length allows both.
+        new_head: leave the model's head as it is if the weights have none or one for other classes.
 
     Raises:
         ValueError: names or shapes that do not fit, all of them in one message; the model is not
@@ -118,7 +128,7 @@ def convert_state_dict(
         )
     arrays = {key: np.asarray(array) for key, array in state_dict.items()}
     shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
-    conversion = plan_conversion(model, shapes, source=source, grids=grids)
+    conversion = plan_conversion(model, shapes, source=source, grids=grids, new_head=new_head)
     problems = list(conversion.problems)
     for key, want in conversion.frozen.items():
         precision = float(jnp.finfo(arrays[key].dtype).eps)
@@ -138,7 +148,7 @@ def convert_state_dict(
         array = link.rule.read(array.astype(variable.dtype), slot)
         slot.of(value)[...] = array if slot.grid is None else _resized(array, slot)
     for path, value in values.items():
-        variables[path].set_value(jnp.asarray(value))
+        variables[path].set_value(jax.device_put(value))
 
 
 def _resized(table: np.ndarray, slot: Slot) -> np.ndarray:
@@ -189,7 +199,12 @@ def table_grids(model: nnx.Module, *, source: str) -> dict[str, Grid]:
 
 
 def plan_conversion(
-    model: nnx.Module, shapes: Shapes, *, source: str, grids: Grids | None = None
+    model: nnx.Module,
+    shapes: Shapes,
+    *,
+    source: str,
+    grids: Grids | None = None,
+    new_head: bool = False,
 ) -> Conversion:
     """Finds the tensor of each parameter and everything that does not fit, from shapes alone.
 
@@ -197,11 +212,15 @@ def plan_conversion(
         model: to be filled.
         shapes: shape and dtype of each tensor.
         source: see `convert_state_dict`.
-        grids: see `convert_state_dict`.
+        grids, new_head: see `convert_state_dict`.
     """
     table = name_table(model, source)
     found, problems = _links(model, table, source)
     links, frozen, left, grids = [], {}, dict(shapes), grids or {}
+    found, new_head = _without_head(found, shapes, new_head)
+    if new_head or not model.num_classes:
+        heads = {theirs for ours, theirs, _ in table.rows if ours.startswith(HEAD)}
+        left = {key: shape for key, shape in left.items() if key not in heads}
     tables = {link.key for link in found if link.rule.grid}
     for key in grids:
         if key not in tables:
@@ -233,7 +252,21 @@ def plan_conversion(
             problems.append(_not_floating(key, dtype))
         else:
             frozen[key] = want
-    return Conversion(links, frozen, problems)
+    return Conversion(links, frozen, problems, new_head)
+
+
+def _without_head(links: list[Link], shapes: Shapes, allowed: bool) -> tuple[list[Link], bool]:
+    """The links without those of a head that stays new, and whether there is such a head."""
+    heads = [link for link in links if link.slot.name.startswith(HEAD)]
+    fits = all(
+        link.key in shapes
+        and tuple(shapes[link.key][0])
+        == link.rule.write(np.empty(link.slot.shape, np.bool_), link.slot).shape
+        for link in heads
+    )
+    if fits or not allowed:
+        return links, False
+    return [link for link in links if link not in heads], True
 
 
 def refuse(problems: list[str], source: str) -> None:
@@ -314,13 +347,20 @@ def _slots(model: nnx.Module) -> Iterator[Slot]:
             name = names.get(type(scheme), type(scheme).__name__)
             name = ".".join([*steps[: owners[0]], name, steps[-1]])
             yield dataclasses.replace(slot, name=name, scheme=scheme)
-        elif variable.get_metadata().get("layers"):
-            place = steps.index("blocks") + 1
-            for layer in range(variable.shape[0]):
-                name = ".".join([*steps[:place], str(layer), *steps[place:]])
-                yield dataclasses.replace(slot, name=name, layer=layer)
         else:
-            yield dataclasses.replace(slot, name=".".join(steps))
+            for name, layer in names_by_layer(path, variable):
+                yield dataclasses.replace(slot, name=name, layer=layer)
+
+
+def names_by_layer(path: tuple, variable: nnx.Variable) -> Iterator[tuple[str, int | None]]:
+    """A parameter's name; of stacked blocks, the name and number of each layer, as in a list."""
+    steps = [str(step) for step in path]
+    if "blocks" not in steps or not variable.get_metadata().get("layers"):
+        yield ".".join(steps), None
+        return
+    place = steps.index("blocks") + 1
+    for layer in range(variable.shape[0]):
+        yield ".".join([*steps[:place], str(layer), *steps[place:]]), layer
 
 
 def _fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | None, str | None]:
@@ -332,7 +372,7 @@ def _fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | No
     share = rule.cut_shape(tuple(shape))
     fits = share == want
     grid = None
-    if rule.grid and (fits or math.prod(shape) <= _LARGEST):
+    if rule.grid and (fits or math.prod(shape) <= LARGEST):
         grid = rule.grid(share, slot)
     if fits and (not rule.grid or grid == slot.own_grid):
         return None, None
@@ -349,8 +389,8 @@ def _fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | No
         height, width = slot.grid
         return None, f"{problem}which no table of {height}x{width} tokens has: correct grids"
     hint = "" if rule.cut is None else " of it"
-    if slot.name.startswith("head.") and len(shape) == len(want) and shape[0] != want[0]:
-        hint = f": create the model with num_classes={shape[0]}"
+    if slot.name.startswith(HEAD) and len(shape) == len(want) and shape[0] != want[0]:
+        hint = f": create the model with num_classes={shape[0]}, or pass new_head=True"
     return None, f"{problem}but {slot.name} of the model takes {list(want)}{hint}"
 
 

@@ -1,4 +1,4 @@
-"""Files of weights: safetensors and npz, from a path or a hub.
+"""Files of weights: safetensors and npz, from a path, a folder or a hub.
 
 Pickles are never loaded, because they can run any program. Names, shapes and dtypes are checked
 from the header before any array is read.
@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -26,7 +24,10 @@ from rope_jax.models.pretrained.convert import (
     table_grids,
 )
 from rope_jax.models.pretrained.layouts import rotary_of
-from rope_jax.models.pretrained.metadata import Metadata
+from rope_jax.models.pretrained.metadata import Description, Metadata
+from rope_jax.models.pretrained.own import OWN, has_own_names, load_own, own_state_dict, plan_own
+from rope_jax.npz import open_npz
+from rope_jax.text import parse
 
 _HUB_FILE = "model.safetensors"
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
@@ -50,18 +51,33 @@ class WeightsFile:
         read: reads one tensor.
         source: naming convention, if the file was written by `save_pretrained`.
         metadata: of the model, likewise.
+        where: path or hub id, for error messages.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
     read: Callable[[str], np.ndarray]
     source: str | None = None
     metadata: Metadata | None = None
+    where: str = ""
+
+    @property
+    def description(self) -> Description | None:
+        """All that creates the model of the weights again, if the file has it."""
+        return None if self.metadata is None else self.metadata.description
+
+
+FOLDERS: list[Callable[[str], contextlib.AbstractContextManager[WeightsFile] | None]] = []
+"""Functions that open a folder of weights of another kind (a run's), or return None."""
 
 
 def load_pretrained(
-    model: nnx.Module, where: str | os.PathLike, *, source: str | None = None
+    model: nnx.Module,
+    where: str | os.PathLike,
+    *,
+    source: str | None = None,
+    new_head: bool = False,
 ) -> None:
-    """Loads a file of weights into a model and sets `model.preprocessing`.
+    """Loads weights into a model, and sets `model.preprocessing` and `model.class_names`.
 
     >>> import tempfile
     >>> import rope_jax
@@ -75,10 +91,14 @@ def load_pretrained(
 
     Args:
         model: from `rope_jax.create_model`.
-        where: path of a .safetensors or .npz file with torch's names, or a hub id "owner/name"
+        where: path of a .safetensors or .npz file, with torch's names or those of parameters here;
+            a folder that `save_pretrained` wrote; the workdir of a run; or a hub id "owner/name"
             (needs huggingface_hub), whose model.safetensors is used.
-        source: naming convention, see `convert_state_dict`; None for that of the file or of the
-            hub's owner, or else the first source whose names fit.
+        source: naming convention, see `convert_state_dict`, or "rope_jax" for names of parameters
+            here; None for that of the file or of the hub's owner, or else the first source whose
+            names fit.
+        new_head: leave the model's head as it is, and print so, if the weights have none or one for
+            other classes.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -87,61 +107,150 @@ def load_pretrained(
             different model with weights of the same names and shapes.
         ImportError: the package that reads it is not installed.
     """
-    path, owner = _find(os.fspath(where))
-    with open_weights(path) as file:
-        source = source or file.source or _HUB_SOURCES.get(owner) or _first_that_fits(model, file)
-        grids = None
-        if file.metadata is not None:
-            file.metadata.check(model, path)
-            grids = file.metadata.grids
-        conversion = plan_conversion(model, file.shapes, source=source, grids=grids)
-        refuse(conversion.problems, source)
-        wanted = [*(link.key for link in conversion.links), *conversion.frozen]
-        state_dict = {key: file.read(key) for key in wanted}
-        convert_state_dict(model, state_dict, source=source, grids=grids)
-    model.preprocessing = name_table(model, source).preprocessing
+    with open_weights(where) as file:
+        load_weights(model, file, source=source, new_head=new_head)
 
 
-def save_pretrained(model: nnx.Module, path: str | os.PathLike, *, source: str) -> None:
-    """Writes a model's weights with the names and layouts of a source; the round trip is exact.
+def load_weights(
+    model: nnx.Module,
+    file: WeightsFile,
+    *,
+    source: str | None = None,
+    new_head: bool = False,
+    other_model: Callable[[str], None] | None = None,
+) -> None:
+    """Loads an open file; arguments as in `load_pretrained`.
 
-    The file also describes the model, so that no other model loads the weights by mistake.
+    `other_model` is called with what differs in a different model, instead of raising a ValueError.
+    """
+    if file.metadata is not None and (message := _other_model(model, file)):
+        if other_model is None:
+            raise ValueError(
+                f"{message}. Create the model that was saved, or pass the arrays to "
+                "rope_jax.convert_state_dict, which checks names and shapes only"
+            )
+        other_model(message)
+    source = source or file.source or _first_that_fits(model, file)
+    about = file.description
+    if source == OWN:
+        size = None if about is None else about.image_size
+        plan = plan_own(model, file.shapes, image_size=size, new_head=new_head)
+        refuse(plan.problems, source)
+        load_own(model, file.read, plan)
+        preprocessing = None
+    else:
+        grids = None if file.metadata is None else file.metadata.grids
+        how = {"source": source, "grids": grids, "new_head": new_head}
+        plan = plan_conversion(model, file.shapes, **how)
+        refuse(plan.problems, source)
+        wanted = [*(link.key for link in plan.links), *plan.frozen]
+        convert_state_dict(model, {key: file.read(key) for key in wanted}, **how)
+        preprocessing = name_table(model, source).preprocessing
+    model.preprocessing = (about and about.preprocessing) or preprocessing
+    if plan.new_head:
+        print(f"head: new, {model.num_classes} classes")
+    elif about is not None and model.num_classes:
+        model.class_names = about.class_names
+
+
+def _other_model(model: nnx.Module, file: WeightsFile) -> str | None:
+    """What to tell about weights of a different model; None for those of this one."""
+    other = file.metadata.differences(model)
+    if file.source == OWN and file.description is not None and not other:
+        # Under these names, order and pairing of the schemes are those of the model.
+        there, here = _schemes(file.description.position), _schemes(model.notation)
+        other = [f"position is {there} there and {here} here"] if there != here else []
+    if not other:
+        return None
+    return f"{file.where!r} holds the weights of another model: {'; '.join(other)}"
+
+
+def _schemes(notation: str) -> list[str]:
+    """Each part of a sum with the channels that it pairs."""
+    calls = parse(notation, "position")
+    return [f"{call.name}, {dict(call.options).get('pairing', 'half')}" for call in calls]
+
+
+def save_pretrained(
+    model: nnx.Module, path: str | os.PathLike, *, source: str | None = None
+) -> None:
+    """Writes a model: its weights, and what `rope_jax.create_model(path)` needs to create it again.
+
+    That is its name, options, position, classes and image size, and the preprocessing and class
+    names that it has. The round trip is exact, and no other model loads the weights by mistake.
 
     >>> import tempfile
     >>> import rope_jax
     >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
-    >>> path = f"{tempfile.mkdtemp()}/weights.safetensors"
-    >>> save_pretrained(rope_jax.create_model("deit_ti16", **small), path, source="timm")
-    >>> with open_weights(path) as file:
-    ...     file.source, file.shapes["head.weight"][0]
-    ('timm', (2, 8))
+    >>> model = rope_jax.create_model("deit_ti16", position="rope2d", **small)
+    >>> model.class_names = ("cat", "dog")
+    >>> folder = tempfile.mkdtemp()
+    >>> rope_jax.save_pretrained(model, folder)
+    >>> again = rope_jax.create_model(folder)
+    >>> again.name, again.notation, again.image_size, again.class_names
+    ('deit_ti16', 'rope2d', (32, 32), ('cat', 'dog'))
 
     Args:
-        model: from `rope_jax.create_model`.
-        path: of a .safetensors file.
-        source: see `convert_state_dict`.
+        model: from `rope_jax.create_model` or `rope_jax.load_checkpoint`.
+        path: of a .safetensors file, or of a folder, created if missing, for a model.safetensors.
+        source: names and layouts of other code for the weights, see `convert_state_dict`; None for
+            the names of parameters here, which every model has.
 
     Raises:
-        ValueError: the source has no name for some of the parameters, or the path has another
-            extension.
+        ValueError: the source has no name for some of the parameters; the path has another
+            extension; the model was not created by `create_model`.
         ImportError: safetensors is not installed.
     """
-    if not os.fspath(path).endswith(".safetensors"):
-        raise ValueError(f"path={os.fspath(path)!r} must end in .safetensors")
-    state_dict = export_state_dict(model, source=source)
-    described = Metadata.of(model, table_grids(model, source=source)).to_json()
-    metadata = {"format": "pt", "source": source, _METADATA: described}
-    _safetensors().numpy.save_file(state_dict, path, metadata=metadata)
+    path = os.fspath(path)
+    if os.path.splitext(path)[1] in _EXTENSIONS[1:]:
+        raise ValueError(f"path={path!r} must end in .safetensors, or be a folder")
+    if source is None:
+        state_dict, grids = own_state_dict(model), {}
+    else:
+        state_dict = export_state_dict(model, source=source)
+        grids = table_grids(model, source=source)
+    metadata = Metadata.of(model, grids)
+    if metadata.description is None:
+        raise ValueError("the model was not created by rope_jax.create_model: create it so")
+    library = _safetensors()
+    if not path.endswith(".safetensors"):
+        os.makedirs(path, exist_ok=True)
+        path = os.path.join(path, _HUB_FILE)
+    entries = {"format": "pt", "source": source or OWN, _METADATA: metadata.to_json()}
+    temporary = f"{path}.tmp"
+    try:
+        library.numpy.save_file(state_dict, temporary, metadata=entries)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
 
 
 @contextlib.contextmanager
-def open_weights(path: str) -> Iterator[WeightsFile]:
-    """Opens a .safetensors or .npz file.
+def open_weights(where: str | os.PathLike) -> Iterator[WeightsFile]:
+    """Opens weights, see `load_pretrained`.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file has another format, or is damaged.
+        ImportError: the package that reads it is not installed.
     """
+    where = os.fspath(where)
+    with contextlib.ExitStack() as stack:
+        folders = (opened(where) for opened in FOLDERS if os.path.isdir(where))
+        folder = next(filter(None, folders), None)
+        if folder is not None:
+            yield stack.enter_context(folder)
+            return
+        path, owner = _find(where)
+        file = stack.enter_context(_open_file(path))
+        source = file.source or _HUB_SOURCES.get(owner)
+        yield dataclasses.replace(file, source=source, where=where)
+
+
+@contextlib.contextmanager
+def _open_file(path: str) -> Iterator[WeightsFile]:
+    """Opens a .safetensors or .npz file."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"pretrained={path!r}: there is no such file")
     kind = os.path.splitext(path)[1]
@@ -149,8 +258,8 @@ def open_weights(path: str) -> Iterator[WeightsFile]:
         with _open_safetensors(path) as file:
             yield file
     elif kind == ".npz":
-        with _open_npz(path) as file:
-            yield file
+        with open_npz(path) as file:
+            yield WeightsFile(file.shapes, file.read)
     else:
         raise ValueError(
             f"pretrained={path!r}: weights are read from .safetensors and .npz only, because "
@@ -175,40 +284,22 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
             for key, s in slices.items()
         }
         entries = file.metadata() or {}
-        source = entries.get("source") if entries.get("source") in SOURCES else None
+        source = entries.get("source") if entries.get("source") in (*SOURCES, OWN) else None
         described = entries.get(_METADATA)
         metadata = None if described is None else Metadata.from_json(described, path)
         yield WeightsFile(shapes, file.get_tensor, source, metadata)
 
 
-@contextlib.contextmanager
-def _open_npz(path: str) -> Iterator[WeightsFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            shapes = {
-                name.removesuffix(".npy"): _npy_header(archive, name) for name in archive.namelist()
-            }
-        with np.load(path, allow_pickle=False) as arrays:
-            yield WeightsFile(shapes, arrays.__getitem__)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"pretrained={path!r} is not an npz file, or damaged: {error}") from None
-
-
-def _npy_header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    with archive.open(name) as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            # NumPy reads headers of later versions, of any length, before it checks them.
-            if version != (1, 0):
-                raise ValueError(f"npy version {version} is not read; write it with numpy.savez")
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        except ValueError as error:
-            raise zipfile.BadZipFile(f"{name}: {error}") from None
-    return shape, dtype
-
-
 def _find(where: str) -> tuple[str, str | None]:
     """Path of a file, and the owner of the hub repository that it comes from."""
+    if os.path.isdir(where):
+        path = os.path.join(where, _HUB_FILE)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(
+                f"pretrained={where!r} is a folder without {_HUB_FILE} or checkpoints: name one "
+                "that rope_jax.save_pretrained or a run of rope_jax.main wrote, or a file"
+            )
+        return path, None
     hub_id = re.fullmatch(r"([\w-][\w.-]*)/[\w-][\w.-]*", where)
     if os.path.exists(where) or not hub_id or os.path.splitext(where)[1] in _EXTENSIONS:
         return where, None
@@ -252,6 +343,8 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     Raises:
         ValueError: several sources fit, and pair channels for rotation differently.
     """
+    if has_own_names(model, file.shapes):
+        return OWN
     problems = {
         source: len(plan_conversion(model, file.shapes, source=source).problems)
         for source in SOURCES
@@ -263,6 +356,6 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     if rotates and fewest == 0 and len(pairings) > 1:
         raise ValueError(
             f"the names of these weights fit the sources {', '.join(best)}, which pair channels "
-            "differently: say which with rope_jax.convert_state_dict(model, arrays, source=...)"
+            "differently: say which by source= of rope_jax.convert_state_dict, or --source"
         )
     return best[0]

@@ -1,4 +1,4 @@
-"""Metadata of saved weights: a description of their model.
+"""Metadata of saved weights: what their model is, and all that creates it again.
 
 Different models may have weights of the same names and shapes.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 from flax import nnx
 
+from rope_jax import plugins
+from rope_jax.models.pretrained.tables import Preprocessing
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import SCHEMES
@@ -25,6 +27,68 @@ _IGNORED |= {"pairing"}  # converted
 
 
 @dataclasses.dataclass(frozen=True)
+class Description:
+    """The arguments of `create_model` that create a model again, and what goes with its weights.
+
+    Attributes:
+        name: of the model.
+        position: text of its scheme.
+        num_classes: outputs of the head; 0 without one.
+        image_size: (height, width) in pixels, for which its position tables are.
+        options: all options of its family.
+        preprocessing: what the weights expect of images, where known.
+        class_names: of the logits, where known.
+        plugins: modules that were loaded when it was saved (`rope_jax.plugins`).
+    """
+
+    name: str
+    position: str
+    num_classes: int
+    image_size: Grid
+    options: Mapping[str, Any]
+    preprocessing: Preprocessing | None = None
+    class_names: tuple[str, ...] | None = None
+    plugins: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> "Description | None":
+        """The description of a model; None for one that `create_model` did not create."""
+        if model.name is None:
+            return None
+        options = dataclasses.asdict(model.options)
+        about = (model.num_classes, model.image_size, options, model.preprocessing)
+        return cls(model.name, model.notation, *about, model.class_names, plugins.loaded())
+
+    @classmethod
+    def from_entries(cls, entries: Mapping[str, Any]) -> "Description":
+        """The description stored as JSON; KeyError, TypeError or ValueError for anything else."""
+        height, width = map(int, entries["image_size"])
+        how, names = entries["preprocessing"], entries["class_names"]
+        if how is not None:
+            how = Preprocessing(
+                tuple(map(float, how["mean"])),
+                tuple(map(float, how["std"])),
+                float(how["crop"]),
+                str(how["interpolation"]),
+            )
+        return cls(
+            str(entries["name"]),
+            str(entries["position"]),
+            int(entries["num_classes"]),
+            (height, width),
+            {name: _as_option(value) for name, value in dict(entries["options"]).items()},
+            how,
+            None if names is None else tuple(map(str, names)),
+            tuple(map(str, entries["plugins"])),
+        )
+
+
+def _as_option(value: Any) -> Any:
+    """The value of an option, whose sequences are tuples."""
+    return tuple(map(_as_option, value)) if isinstance(value, list) else value
+
+
+@dataclasses.dataclass(frozen=True)
 class Metadata:
     """The model that a file's weights belong to, as plain JSON.
 
@@ -33,12 +97,14 @@ class Metadata:
         options: of the model, without those that weights do not depend on.
         position: name and settings of each scheme of a sum or wrapper, in alphabetical order.
         grids: (rows, columns) of the map or window of each table, by its name in the file.
+        description: all that creates the model again; older files have none.
     """
 
     family: str
     options: dict[str, Any]
     position: list[Any]
     grids: Mapping[str, Grid]
+    description: Description | None = None
 
     @classmethod
     def of(cls, model: nnx.Module, grids: Mapping[str, Grid]) -> "Metadata":
@@ -51,7 +117,8 @@ class Metadata:
             if isinstance(module, Position) and type(module) in names
         ]
         options = _plain(dataclasses.asdict(model.options))
-        return cls(type(model).__name__, options, sorted(settings, key=json.dumps), grids)
+        settings = sorted(settings, key=json.dumps)
+        return cls(type(model).__name__, options, settings, dict(grids), Description.of(model))
 
     def to_json(self) -> str:
         """Text for a file."""
@@ -64,29 +131,32 @@ class Metadata:
             entries = json.loads(text)
             grids = {key: (int(h), int(w)) for key, (h, w) in entries["grids"].items()}
             options, position = dict(entries["options"]), list(entries["position"])
-            return cls(str(entries["family"]), options, position, grids)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            about = entries.get("description")
+            description = None if about is None else Description.from_entries(about)
+            return cls(str(entries["family"]), options, position, grids, description)
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
-                f"pretrained={path!r} has metadata about its model that cannot be read: {error}"
+                f"pretrained={path!r} has metadata about its model that cannot be read: {error!r}"
             ) from None
 
-    def check(self, model: nnx.Module, path: str) -> None:
-        """Raises ValueError if the weights at `path` belong to a different model."""
+    def differences(self, model: nnx.Module) -> list[str]:
+        """How the model of the weights differs from `model`, in what weights depend on."""
         own = json.loads(Metadata.of(model, {}).to_json())
         pairs = [("family", self.family, own["family"])]
         for name, value in own["options"].items():
             if name in self.options:
                 pairs.append((name, self.options[name], value))
         pairs.append(("position", self.position, own["position"]))
-        other = [
+        return [
             f"{what} is {file} there and {here} here" for what, file, here in pairs if file != here
         ]
-        if other:
-            raise ValueError(
-                f"pretrained={path!r} holds the weights of another model: {'; '.join(other)}. "
-                "Create the model that was saved, or pass the arrays to "
-                "rope_jax.convert_state_dict, which checks names and shapes only"
-            )
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def cct(model: nnx.Module) -> Table:
         *dense("attention_pool", "classifier.attention_pool"),
         *dense("head", "classifier.fc"),
     ]
-    preprocessing = _CIFAR.get(model.head.out_features, Preprocessing(crop=0.9))
+    preprocessing = _CIFAR.get(model.num_classes, Preprocessing(crop=0.9))
     frozen = (("classifier.positional_emb", _sinusoids),)
     return Table(rows, preprocessing=preprocessing, frozen=frozen)
 

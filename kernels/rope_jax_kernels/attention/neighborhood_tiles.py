@@ -1,0 +1,192 @@
+"""Tiles of queries and blocks of keys of a neighbourhood, as index arithmetic without arrays."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from rope_jax_kernels.arithmetic import divide
+from rope_jax_kernels.attention.slots import Slots, Tiles, padded_size, slots_of
+
+MISSING = np.int32(-(2**20))  # the row of a missing token of a neighbourhood: far from all others
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisTiles:
+    """Tiles of one axis of a map for a neighbourhood.
+
+    Tokens that a dilation keeps apart form classes; members count those of one class. A tile near
+    the end of a class is moved back so that it does not reach past it: all halos have the same
+    extent, and a token belongs to the first tile that holds it.
+
+    Attributes:
+        length: tokens.
+        kernel, dilation: of the neighbourhood.
+        tile: queries of a tile (keys of one, if transposed).
+        transpose: whether the halo holds the queries that attend to a tile's keys, and not the
+            keys that a tile's queries attend to.
+    """
+
+    length: int
+    kernel: int
+    dilation: int
+    tile: int
+    transpose: bool = False
+
+    @property
+    def classes(self) -> int:
+        """Residue classes."""
+        return min(self.dilation, self.length)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the largest class."""
+        return -(-self.members(0) // self.tile)
+
+    @property
+    def halo(self) -> int:
+        """Members in the halo of a tile."""
+        if not self.transpose:
+            # The second is larger for an even kernel and a tile of half its size.
+            return max(self.tile + self.kernel - 1, self.kernel + self.kernel // 2)
+        ends = []
+        for residue in range(self.classes):
+            members = self.members(residue)
+            for tile in range(self.tiles):
+                first = min(tile * self.tile, max(members - self.tile, 0))
+                last = min(first + self.tile, members) - 1
+                low = 0 if first < self.kernel else first - (self.kernel - 1 - self.kernel // 2)
+                high = members - 1 if last >= members - self.kernel else last + self.kernel // 2
+                ends.append(high - low + 1)
+        return max(ends)
+
+    def members(self, residue: int | Array) -> int | Array:
+        """Number of tokens of a residue class."""
+        until = self.length - residue + self.dilation - 1
+        if isinstance(residue, int):
+            return until // self.dilation
+        return divide(until, self.dilation)[0]
+
+    def first(self, residue: Array, tile: Array) -> Array:
+        """The first member of a tile."""
+        return jnp.minimum(tile * self.tile, jnp.maximum(self.members(residue) - self.tile, 0))
+
+    def of_tile(self, residue: Array, tile: Array, inside: Array) -> tuple[Array, Array]:
+        """(member, exists) of the slots of a tile."""
+        member = self.first(residue, tile) + inside
+        exists = (member >= tile * self.tile) & (member < self.members(residue))
+        return member, exists & (inside < self.tile)
+
+    def of_halo(self, residue: Array, tile: Array, inside: Array) -> tuple[Array, Array]:
+        """(member, exists) of the slots of a tile's halo."""
+        first = self.first(residue, tile)
+        if self.transpose:
+            origin = jnp.where(first < self.kernel, 0, first - (self.kernel - 1 - self.kernel // 2))
+        else:
+            origin = first - self.kernel // 2
+        member = origin + inside
+        return member, (member >= 0) & (member < self.members(residue)) & (inside < self.halo)
+
+    def window(self, residue: Array, member: Array) -> Array:
+        """The first member that a member attends to."""
+        return jnp.clip(
+            member - self.kernel // 2, 0, jnp.maximum(self.members(residue) - self.kernel, 0)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighborhoodTiles(Tiles):
+    """Tiles of neighbouring queries of one residue class, blocks of their halo of keys.
+
+    The bias is NATTEN's table of offsets.
+
+    Attributes:
+        down, across: the axes.
+        columns: slots of a block.
+    """
+
+    down: AxisTiles
+    across: AxisTiles
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return padded_size(self.down.tile * self.across.tile)
+
+    @property
+    def repeats(self) -> int:
+        # All tiles share one bias.
+        return self.down.classes * self.across.classes * self.down.tiles * self.across.tiles
+
+    @property
+    def tiles(self) -> int:
+        return self.repeats
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.down.halo * self.across.halo // self.columns)
+
+    @property
+    def entries(self) -> int:
+        return (2 * self.down.kernel - 1) * (2 * self.across.kernel - 1)
+
+    def tile(self, index: Int[Array, ""]) -> Slots:
+        inside = jnp.arange(self.rows, dtype=jnp.int32)
+        return self._slots(index, *divide(inside, self.across.tile), AxisTiles.of_tile)
+
+    def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
+        inside = step * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
+        return self._slots(index, *divide(inside, self.across.halo), AxisTiles.of_halo)
+
+    def _slots(self, index: Int[Array, ""], row: Array, column: Array, of: Callable) -> Slots:
+        down, across = self.down, self.across
+        index, x = divide(index, across.tiles)
+        index, y = divide(index, down.tiles)
+        residue_y, residue_x = divide(index, across.classes)
+        row, row_exists = of(down, residue_y, y, row)
+        column, column_exists = of(across, residue_x, x, column)
+        map_row = residue_y + down.dilation * row
+        token = map_row * across.length + residue_x + across.dilation * column
+        exists = row_exists & column_exists
+        first = down.window(residue_y, row), across.window(residue_x, column)
+        place = jnp.where(exists, row, MISSING), column, *first
+        return slots_of(exists, token, down.length * across.length, token, *place)
+
+    def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"]:
+        def inside(first: Array, key: Array, kernel: int) -> Bool[Array, "rows columns"]:
+            # Negative differences are large without a sign: one comparison for both ends.
+            distance = key[None, :] - first[:, None]
+            return jax.lax.bitcast_convert_type(distance, jnp.uint32) < np.uint32(kernel)
+
+        in_rows = inside(q.place[2], k.place[0], self.down.kernel)
+        return in_rows & inside(q.place[3], k.place[1], self.across.kernel)
+
+    def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
+        kh, kw = self.down.kernel, self.across.kernel
+        down, across = (
+            b[None, :] - a[:, None] for a, b in zip(q.place[:2], k.place[:2], strict=True)
+        )
+        return jnp.clip((down + kh - 1) * (2 * kw - 1) + across + kw - 1, 0, self.entries - 1)
+
+    def transposed(self) -> "NeighborhoodTiles":
+        return NeighborhoodTiles(
+            *(dataclasses.replace(axis, transpose=True) for axis in (self.down, self.across)),
+            self.columns,
+        )
+
+    def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
+        # A pair's offset follows from its slots: halos begin at one distance from their tiles.
+        down, across = self.down, self.across
+        by_slot = by_slot[:, : down.tile * across.tile, : down.halo * across.halo]
+        by_slot = by_slot.reshape(-1, down.tile, across.tile, down.halo, across.halo)
+        ones = []
+        for axis in (down, across):
+            offset = np.arange(axis.halo) - np.arange(axis.tile)[:, None]
+            entry = offset - axis.kernel // 2 + axis.kernel - 1
+            one = entry[None] == np.arange(2 * axis.kernel - 1)[:, None, None]
+            ones.append(jnp.asarray(one, by_slot.dtype))
+        folded = jnp.einsum("nabcd,yac,xbd->nyx", by_slot, *ones, precision="highest")
+        return folded.reshape(-1, self.entries)

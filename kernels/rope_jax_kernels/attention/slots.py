@@ -1,0 +1,96 @@
+"""Slots of tokens, and the tiles and blocks of them that a pattern has.
+
+A program of a kernel owns a tile, a power of two of slots that hold one token or none, and loops
+over the blocks of keys that the tile's queries attend to. The token of a slot follows from its
+index, so rolled windows, residue classes and halos are read directly from the map: nothing is
+partitioned, rolled, padded or gathered in memory.
+
+Backward passes also need tiles of keys with blocks of queries: `transposed()`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from rope_jax_kernels.arithmetic import power_of_two
+
+
+class Slots(NamedTuple):
+    """The tokens in the slots of a tile or block.
+
+    Attributes:
+        exists: whether there is a token.
+        token: its index in the map; past the last one if there is none.
+        coord: its row in `rotation.coords`, if it exists.
+        place: what `sees` and `entry` compare; its meaning depends on the pattern.
+    """
+
+    exists: Bool[Array, " slots"]
+    token: Int[Array, " slots"]
+    coord: Int[Array, " slots"]
+    place: tuple[Int[Array, " slots"], ...]
+
+
+def slots_of(
+    exists: Bool[Array, " slots"],
+    token: Int[Array, " slots"],
+    tokens: int,
+    coord: Int[Array, " slots"],
+    *place: Int[Array, " slots"],
+) -> Slots:
+    """`Slots` whose missing tokens are the one after the last, which is never read or written."""
+    return Slots(exists, jnp.where(exists, token, tokens), coord, place)
+
+
+def padded_size(n: int) -> int:
+    """The smallest power of two that is at least n, and 16, the least that tensor cores take."""
+    return power_of_two(n, at_least=16)
+
+
+class Tiles:
+    """The tiles of a pattern on a map; base of the classes of all patterns.
+
+    Attributes:
+        rows: slots of a tile.
+        columns: slots of a block.
+        tiles: tiles of a map.
+        blocks: blocks of keys for each tile.
+        entries: numbers of a head's bias.
+        repeats: tiles of a map that share the same part of the bias.
+    """
+
+    rows: int
+    columns: int
+    tiles: int
+    blocks: int
+    entries: int
+    repeats: int
+
+    def tile(self, index: Int[Array, ""]) -> Slots:
+        """The slots of a tile."""
+        raise NotImplementedError
+
+    def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
+        """The slots of the step-th block of a tile."""
+        raise NotImplementedError
+
+    def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
+        """Whether queries attend to keys, which exist; anything for queries that do not."""
+        raise NotImplementedError
+
+    def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
+        """Index of each pair in a head's bias; any index for pairs that do not attend."""
+        raise NotImplementedError
+
+    def transposed(self) -> "Tiles":
+        """Tiles of keys with blocks of queries."""
+        raise NotImplementedError
+
+    def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
+        """Sums the gradient of a bias by slot to that of its entries.
+
+        Args:
+            by_slot: [N, tiles / repeats * rows, blocks * columns].
+        """
+        raise NotImplementedError

@@ -1,0 +1,69 @@
+"""What the attention kernels are told before they are traced: the problem, and how it is cut."""
+
+import dataclasses
+
+import numpy as np
+
+from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
+from rope_jax_kernels.attention.slots import Tiles
+from rope_jax_kernels.rotation import Pairing
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One attention problem. Static.
+
+    Attributes:
+        pattern: which tokens attend to which.
+        places: shape of the tokens of one example, (L,) or (H, W).
+        heads, head_dim: N and D.
+        packed: whether q, k and v are one array [B, T, 3 * N, D] or three [B, T, N, D].
+        pairs: R, 0 without rotation.
+        pairing: which channels turn together.
+        scale: of the logits.
+        interpret: whether to run in interpret mode.
+        implementation: of the forward kernel, "triton" or "mosaic"; the backward kernels are
+            Triton's.
+        biased: whether there is a bias.
+        tile: measured sizes of the kernels' tiles by part, see `triton.plan`; () for its own.
+    """
+
+    pattern: Pattern
+    places: tuple[int, ...]
+    heads: int
+    head_dim: int
+    packed: bool
+    pairs: int
+    pairing: Pairing
+    scale: float
+    interpret: bool
+    implementation: str = "triton"
+    biased: bool = False
+    tile: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of one example, T."""
+        return int(np.prod(self.places))
+
+    def offsets(self) -> tuple[int, int, int]:
+        """First heads of q, k and v."""
+        return (0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A task, its tiles, and the warps and pipeline stages of a program. Static."""
+
+    task: Task
+    tiles: Tiles
+    warps: int
+    stages: int = 1
+
+    @property
+    def closed(self) -> bool:
+        """Whether a tile holds all queries that attend to its keys."""
+        return (
+            not isinstance(self.task.pattern, Neighborhood)
+            and self.tiles.tiles == self.tiles.repeats
+        )

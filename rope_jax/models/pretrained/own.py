@@ -1,0 +1,234 @@
+"""Weights under the names that parameters have here: those of `save_pretrained` and of runs.
+
+A parameter is named by its path, "blocks.0.attn.qkv.kernel". Stacked blocks have the names of
+blocks in a list; files in which they are stacked are read, too.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rope_jax.models.layers import STORED
+from rope_jax.models.pretrained.convert import HEAD, LARGEST, Shapes, names_by_layer
+from rope_jax.positions import Position
+from rope_jax.positions.grids import Grid
+
+OWN = "rope_jax"
+"""The source of such weights."""
+
+_SIDES = range(1, 129)  # of the square maps that tables of unknown size may be of
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A parameter, or one layer of stacked blocks, and the tensor that fills it.
+
+    Attributes:
+        path: of the parameter in the model's state.
+        layer: index into its first axis, or None for all of it.
+        shape: of the place.
+        key: name of the tensor, or None if there is none.
+        stored_layer: index into the tensor's first axis, or None for all of it.
+        stored: shape of what fills the place.
+        dtype: of the tensor.
+    """
+
+    path: tuple[str | int, ...]
+    layer: int | None
+    shape: tuple[int, ...]
+    key: str | None = None
+    stored_layer: int | None = None
+    stored: tuple[int, ...] | None = None
+    dtype: np.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What fills a model, derived from names, shapes and dtypes alone.
+
+    Attributes:
+        places: of the model, by name, without those that stay as they are.
+        grids: the file's map of each part whose scheme is resized, by the part's prefix.
+        problems: everything that does not fit.
+        new_head: whether the head keeps its initial weights.
+    """
+
+    places: dict[str, Place]
+    grids: dict[str, Grid]
+    problems: list[str]
+    new_head: bool
+
+
+def own_state_dict(model: nnx.Module) -> dict[str, np.ndarray]:
+    """All weights of a model by name.
+
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", depth=1, width=8, heads=1, scan_layers=True)
+    >>> own_state_dict(model)["blocks.0.attn.qkv.kernel"].shape
+    (8, 24)
+    """
+    variables = _variables(model)
+    return {
+        name: np.asarray(variables[place.path][...])[... if place.layer is None else place.layer]
+        for name, place in _places(model, {}).items()
+    }
+
+
+def has_own_names(model: nnx.Module, shapes: Shapes) -> bool:
+    """Whether some tensors have names that only parameters here have; torch's end in "weight"."""
+    places = _places(model, shapes).values()
+    return any(place.key and place.key.endswith((".kernel", ".scale")) for place in places)
+
+
+def plan_own(
+    model: nnx.Module,
+    shapes: Shapes,
+    *,
+    image_size: Grid | None = None,
+    new_head: bool = False,
+) -> Plan:
+    """Finds the tensor of each parameter and everything that does not fit, from shapes alone.
+
+    Args:
+        model: to be filled.
+        shapes: shape and dtype of each tensor.
+        image_size: (height, width) in pixels, for which the tensors' position tables are. Without
+            it, tables that do not fit are taken to be of square maps.
+        new_head: leave the head as it is if the weights have none or one for other classes.
+    """
+    places = _places(model, shapes)
+    heads = [name for name in places if name.startswith(HEAD)]
+    new_head = new_head and any(places[name].stored != places[name].shape for name in heads)
+    unexpected = shapes.keys() - {place.key for place in places.values()}
+    if new_head or not heads:
+        places = {name: place for name, place in places.items() if name not in heads}
+        unexpected = {name for name in unexpected if not name.startswith(HEAD)}
+    there = {name: place for name, place in places.items() if place.key is not None}
+    grids = _grids_to_resize(model, there, image_size)
+    problems = [f"{name} is missing" for name in places if name not in there]
+    problems += [f"{name} is not expected" for name in sorted(unexpected)]
+    for name, place in there.items():
+        if not jnp.issubdtype(place.dtype, jnp.floating):
+            problems.append(f"{name} holds {place.dtype}, not floating-point numbers")
+        elif place.stored != place.shape and _within(name, grids) is None:
+            problems.append(f"{name} has shape {list(place.stored)}, not {list(place.shape)}")
+    return Plan(there, grids, problems, new_head)
+
+
+def load_own(model: nnx.Module, read: Callable[[str], np.ndarray], plan: Plan) -> None:
+    """Fills a model by a plan without problems; schemes resize their parameters by their rules."""
+    read, variables = functools.lru_cache(1)(read), _variables(model)  # layers follow each other
+    values: dict[tuple, np.ndarray] = {}
+    positions: dict[str, dict[tuple, np.ndarray]] = {prefix: {} for prefix in plan.grids}
+    for name, place in plan.places.items():
+        array = read(place.key)
+        array = array if place.stored_layer is None else array[place.stored_layer]
+        prefix = _within(name, plan.grids)
+        if prefix is not None:
+            positions[prefix][_inside(place.path)] = array
+            continue
+        variable = variables[place.path]
+        value = values.setdefault(place.path, np.empty(variable.shape, variable.dtype))
+        value[... if place.layer is None else place.layer] = array
+    for path, value in values.items():
+        variables[path].set_value(jnp.asarray(value))
+    for prefix, grid in plan.grids.items():
+        position = model.parts()[prefix].position
+        own = _variables(position)
+        arrays = {p: jnp.asarray(x, own[p].dtype) for p, x in positions[prefix].items()}
+        for path, value in _resized(position, arrays, grid).items():
+            own[path].set_value(value)
+
+
+def _variables(module: nnx.Module) -> dict[tuple, nnx.Variable]:
+    return dict(nnx.to_flat_state(nnx.state(module, STORED)))
+
+
+def _places(model: nnx.Module, shapes: Shapes) -> dict[str, Place]:
+    places = {}
+    for path, variable in _variables(model).items():
+        for name, layer in names_by_layer(path, variable):
+            place = Place(path, layer, tuple(variable.shape[layer is not None :]))
+            stacked = re.match(r"(.*\bblocks)\.(\d+)(\..*)", name)
+            if name in shapes:
+                shape, dtype = shapes[name]
+                place = dataclasses.replace(place, key=name, stored=tuple(shape), dtype=dtype)
+            elif stacked and (key := stacked[1] + stacked[3]) in shapes:
+                shape, dtype = shapes[key]
+                if shape and int(stacked[2]) < shape[0]:
+                    about = {"stored_layer": int(stacked[2]), "stored": tuple(shape[1:])}
+                    place = dataclasses.replace(place, key=key, dtype=dtype, **about)
+            places[name] = place
+    return places
+
+
+def _grids_to_resize(
+    model: nnx.Module, places: Mapping[str, Place], image_size: Grid | None
+) -> dict[str, Grid]:
+    """The stored map of each part whose scheme must be resized and can be."""
+    parts, found = model.parts(), {}
+    stored = [None] * len(parts) if image_size is None else model.grids(image_size)
+    for (prefix, part), grid in zip(parts.items(), stored, strict=True):
+        position = part.position
+        own = {n: place for n, place in places.items() if n.startswith(f"{prefix}position.")}
+        fits = all(place.stored == place.shape for place in own.values())
+        if fits and grid in (None, position.stage.grid):
+            continue
+        shapes = {_inside(place.path): place.stored for place in own.values()}
+        if any(math.prod(shape) > LARGEST for shape in shapes.values()):
+            continue
+        squares = ((side, side) for side in _SIDES)
+        candidates = [grid] if grid else itertools.chain([position.stage.grid], squares)
+        grid = next((g for g in candidates if _can_resize(position, shapes, g)), None)
+        if grid is not None:
+            found[prefix] = grid
+    return found
+
+
+def _can_resize(position: Position, shapes: Mapping[tuple, Sequence[int]], grid: Grid) -> bool:
+    """Whether parameters of `shapes`, for a map of `grid`, become those of the scheme."""
+    own = _variables(position)
+    arrays = {p: jax.ShapeDtypeStruct(shape, own[p].dtype) for p, shape in shapes.items()}
+
+    def resize(values: list[jax.Array]) -> list[jax.Array]:
+        resized = _resized(position, dict(zip(arrays, values, strict=True)), grid)
+        return [resized[path] for path in arrays]
+
+    try:
+        resized = jax.eval_shape(resize, list(arrays.values()))
+    except (TypeError, ValueError):  # of reshaping a table that is not of this map
+        return False
+    return all(x.shape == own[path].shape for path, x in zip(arrays, resized, strict=True))
+
+
+def _resized(
+    position: Position, values: Mapping[tuple, jax.Array], grid: Grid
+) -> dict[tuple, jax.Array]:
+    """Parameters for a map of `grid`, resized to the scheme's own by its rule."""
+    copy = nnx.clone(position)
+    variables = _variables(copy)
+    for path, value in values.items():
+        variables[path].set_value(value)
+    for _, module in nnx.iter_modules(copy):
+        if isinstance(module, Position):
+            module.stage = dataclasses.replace(module.stage, grid=grid)
+    copy.resize(position.stage.grid)
+    return {path: variable[...] for path, variable in _variables(copy).items()}
+
+
+def _inside(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The path of a scheme's parameter within the scheme."""
+    return path[path.index("position") + 1 :]
+
+
+def _within(name: str, prefixes: Mapping[str, Grid]) -> str | None:
+    """The part whose scheme a parameter belongs to, if it is among `prefixes`."""
+    return next((p for p in prefixes if name.startswith(f"{p}position.")), None)

@@ -1,0 +1,87 @@
+"""Plug-ins: modules of yours that register positional schemes, models and image sources.
+
+They are imported by name, from three places:
+
+- `--plugins=my_schemes` of every command (repeatable), and `plugins` in a recipe;
+- the environment variable ROPE_JAX_PLUGINS: `my_schemes,more_schemes`;
+- the entry points `rope_jax.plugins` of installed packages.
+
+A run records the names in its config.json. Whatever loads the run imports them again, so modules
+must be installed, in PYTHONPATH or in the current folder. docs/own_scheme.md has an example.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterable
+
+from rope_jax.files import warn
+
+VARIABLE = "ROPE_JAX_PLUGINS"
+ENTRY_POINTS = "rope_jax.plugins"
+
+_loaded: dict[str, None] = {}  # in the order of loading
+
+
+def loaded() -> tuple[str, ...]:
+    """Names of the plug-ins that have been imported, in this order."""
+    return tuple(_loaded)
+
+
+def load(names: Iterable[str], *, wanted_by: str = "--plugins") -> None:
+    """Imports plug-ins, unless they have been imported before.
+
+    >>> load(["no_such_module"])
+    Traceback (most recent call last):
+    ValueError: plug-in 'no_such_module' (--plugins) is not there: install it, or ...
+
+    Args:
+        names: of modules: "my_schemes", "my_package.schemes".
+        wanted_by: where the names come from, for error messages.
+
+    Raises:
+        ValueError: there is no such module, or importing it raises an exception.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:  # as for `python -m`, but last
+        sys.path.append(folder)
+    for name in names:
+        about = f"plug-in {name!r} ({wanted_by})"
+        parts = str(name).split(".")
+        if not all(part.isidentifier() for part in parts) or parts[-1] == "py":
+            raise ValueError(
+                f"{about} is not the name of a module: for a file my_schemes.py, write my_schemes, "
+                "and add its folder to PYTHONPATH unless it is the current one"
+            )
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            top = parts[0]
+            if isinstance(error, ModuleNotFoundError) and error.name in (top, name):
+                raise ValueError(
+                    f"{about} is not there: install it, or run from the folder that holds {top}.py "
+                    "or add that folder to PYTHONPATH"
+                ) from None
+            kind = type(error).__name__
+            raise ValueError(f"{about} cannot be imported: {kind}: {error}") from error
+        _loaded[name] = None
+
+
+@functools.cache
+def load_installed() -> None:
+    """Imports the plug-ins of ROPE_JAX_PLUGINS and of entry points, once.
+
+    One that cannot be imported is a warning: a program may not need it.
+    """
+    named = filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))
+    found = [(name, VARIABLE) for name in named]
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = "a package" if point.dist is None else point.dist.name
+        found.append((point.module, f"entry point {point.name} of {package}"))
+    for name, origin in found:
+        try:
+            load([name], wanted_by=origin)
+        except ValueError as error:
+            warn(f"WARNING: {error}")

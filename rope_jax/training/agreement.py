@@ -1,0 +1,117 @@
+"""What all processes of a run must have in common before its first step."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import time
+from collections.abc import Iterator
+
+import jax
+from flax import nnx
+
+import rope_jax_kernels
+from rope_jax.config import ConfigError, settings
+from rope_jax.processes import texts_of_all
+from rope_jax.training.setup import Setup, initial_state
+from rope_jax.workdir.trees import named_leaves, some_of, tree_hash
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
+_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
+# Seconds until a file that one machine wrote must be seen by another (NFS keeps what it knows of a
+# folder for up to a minute).
+_SEEN_WITHIN = 60
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[dict[str, str]]:
+    """A context that fails in all processes if it fails in one, or if they differ.
+
+    Yields:
+        a dict, to be filled with what must be equal in all processes.
+
+    Raises:
+        ConfigError: as `require_equal`.
+    """
+    facts: dict[str, str] = {}
+    try:
+        yield facts
+    except ConfigError as error:
+        texts_of_all(json.dumps({"failure": str(error)}))
+        raise
+    require_equal(facts)
+
+
+def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
+    """A run as this process sees it: config, data, software, shapes of the state."""
+    value = lambda name: repr(functools.reduce(getattr, name.split("."), setup.config))
+    shapes = jax.eval_shape(lambda: initial_state(setup, model))
+    leaves = "\n".join(f"{name} {x.dtype} {x.shape}" for name, x in named_leaves(shapes))
+    found = {f"--config.{name}": value(name) for name in settings()}
+    found |= {f"the images of the {name} split": x for name, x in setup.fingerprint.items()}
+    found |= {"python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in _PACKAGES}
+    found |= {name: str(getattr(jax.config, name)) for name in _OPTIONS}
+    found |= {"the sources of rope_jax": _sources(), "the state": _digest(leaves.encode())}
+    return found | {"the kind of device": jax.local_devices()[0].device_kind}
+
+
+def require_equal(mine: dict[str, str]) -> None:
+    """Compares what the processes have with the first one's; all must call it.
+
+    Raises:
+        ConfigError: in all processes, if a value differs in one, or one has failed before.
+    """
+    first, *others = map(json.loads, texts_of_all(json.dumps(mine)))
+    problems = []
+    for number, other in enumerate((first, *others)):
+        if "failure" in other:
+            raise ConfigError(f"process {number} failed: {other['failure']}")
+        names = [name for name in first | other if first.get(name) != other.get(name)]
+        if names:
+            told = [f"{name} is {other.get(name)}, not {first.get(name)}" for name in names]
+            problems.append(f"in process {number} {some_of(told)}")
+    if problems:
+        raise ConfigError(
+            f"the processes of a run differ from process 0: {some_of(problems)}; start all with "
+            "the same command, data and software, and a --workdir that all share [--distributed]"
+        )
+
+
+def require_equal_weights(model: nnx.Module) -> None:
+    """Compares the initial weights with those of the first process, bit for bit.
+
+    Raises:
+        ConfigError: as `require_equal`.
+    """
+    if jax.process_count() > 1:
+        weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        require_equal({"the hash of the initial weights": tree_hash(weights)})
+
+
+def require_one_workdir(workdir: pathlib.Path) -> None:
+    """Every process must see the lock of the first, or it would write to another folder.
+
+    Raises:
+        ConfigError: as `require_equal`.
+    """
+    path = workdir / ".lock"
+    read = lambda: path.read_text().strip() if path.is_file() else "missing"
+    expected, deadline = texts_of_all(read())[0], time.monotonic() + _SEEN_WITHIN
+    while read() != expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+    require_equal({f"{path} (of --workdir)": read()})
+
+
+def _sources() -> str:
+    """A hash of the Python files of both packages."""
+    folders = (pathlib.Path(__file__).parents[1], pathlib.Path(rope_jax_kernels.__file__).parent)
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return _digest(b"".join(path.read_bytes() for path in paths))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,59 @@
+"""Trees of arrays: names, hashes, and comparisons of the leaves."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def not_finite(tree: Any) -> list[str]:
+    """Names of the leaves with a number that is not finite, computed on the device."""
+    leaves = [
+        (name, leaf) for name, leaf in named_leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves])) if leaves else []
+    return [name for (name, _), fine in zip(leaves, finite, strict=True) if not fine]
+
+
+@jax.jit
+def _all_finite(leaves: list) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
+
+
+def check_tree(wanted: Any, found: Any) -> None:
+    """Rejects a stored tree with other names, shapes or dtypes (orbax would cast silently)."""
+    wanted, found = dict(named_leaves(wanted)), dict(named_leaves(found))
+    describe = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not expected" for name in found if name not in wanted]
+    both = [
+        (name, describe(found[name]), describe(wanted[name])) for name in wanted if name in found
+    ]
+    problems += [f"{name} is {there}, not {here}" for name, there, here in both if there != here]
+    if problems:
+        raise ValueError("the checkpoint does not fit this run: " + some_of(problems))
+
+
+def some_of(problems: list[str]) -> str:
+    """The first five problems, and how many more there are."""
+    return "; ".join(problems[:5]) + (
+        f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    )
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves with their names, "params.blocks.0.attn.qkv.kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+def tree_hash(tree: Any) -> str:
+    """sha256 of names, dtypes, shapes and bytes: equal only for bit-for-bit equal trees."""
+    digest = hashlib.sha256()
+    for name, leaf in named_leaves(tree):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,91 @@
+"""`configs/finetune.py`: official weights on a folder of images, by one command."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from PIL import Image
+
+import rope_jax
+from rope_jax import config as cfg
+from rope_jax.models.pretrained import export_state_dict
+from tests.config.test_recipes import recipe, resolved
+
+SMALL = {"width": 48, "heads": 3, "depth": 2}
+CLASSES = ("blue", "green", "red")
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def photographs(folder, count):
+    """Noisy pictures of 50 x 70 pixels in which one channel is the brightest."""
+    rng = np.random.default_rng(0)
+    for split, name in [(split, name) for split in ("train", "val") for name in CLASSES]:
+        (folder / split / name).mkdir(parents=True)
+        for k in range(count):
+            pixels = rng.integers(0, 120, (50, 70, 3), dtype=np.uint8)
+            pixels[..., 2 - CLASSES.index(name)] += 100
+            Image.fromarray(pixels).save(folder / split / name / f"{k}.png")
+    return folder
+
+
+@pytest.mark.process
+def test_official_weights_are_fine_tuned_by_one_command(tmp_path):
+    trained = rope_jax.create_model(
+        "deit3_ti16", position="rope_mixed+ape", num_classes=7, image_size=64, seed=3, **SMALL
+    )
+    weights = export_state_dict(trained, source="timm")  # and nothing that describes the model
+    safetensors.numpy.save_file(weights, tmp_path / "official.safetensors")
+    images, workdir = photographs(tmp_path / "photographs", 12), tmp_path / "run"
+    arguments = (
+        f"model=deit3_ti16,position=rope_mixed+ape,weights={tmp_path}/official.safetensors,"
+        f"path={images},resolution=96,batch_size=12,epochs=30,rate=0.08,layer_decay=0.1"
+    )
+    command = [
+        *(sys.executable, "-m", "rope_jax.main", f"--config=configs/finetune.py:{arguments}"),
+        *(f"--workdir={workdir}", "--config.model.options=width=48,heads=3,depth=2"),
+        "--config.dtype=float32",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "head: new, 3 classes\n" in done.stdout
+    assert json.loads((workdir / "results.json").read_text())["eval"][0]["top1"] > 0.9
+
+    model, config = rope_jax.load_checkpoint(str(workdir))
+    assert (model.class_names, model.num_classes) == (CLASSES, 3)
+    assert (config.optim.layer_decay, model.preprocessing.crop) == (0.1, 0.9)
+    trained.resize(96)
+    assert model.position.parts[1].embedding.shape == (36, 48)
+    moved = {
+        name: float(np.abs(of(model)[...] - of(trained)[...]).max())
+        for name, of in {
+            "table": lambda model: model.position.parts[1].embedding,
+            "stem": lambda model: model.patch_embed.proj.kernel,
+            "first": lambda model: model.blocks[0].mlp.fc1.kernel,
+            "second": lambda model: model.blocks[1].mlp.fc1.kernel,
+        }.items()
+    }
+    # AdamW's steps are of the size of the rate: a tenth of it for each block further down.
+    assert 2 < moved["second"] / moved["first"] < 50
+    assert 2 < moved["first"] / max(moved["stem"], moved["table"]) < 50
+    assert moved["table"] > 0
+
+    rope_jax.save_pretrained(model, tmp_path / "saved")
+    again = rope_jax.create_model(str(tmp_path / "saved"))
+    pictures = np.random.default_rng(1).standard_normal((2, 96, 64, 3), np.float32)
+    np.testing.assert_array_equal(*(jax.jit(one)(pictures) for one in (again, model)))
+    assert (again.class_names, again.preprocessing) == (CLASSES, model.preprocessing)
+
+
+def test_the_recipe_follows_its_arguments():
+    config = resolved("finetune", "weights=x.npz,path=y,batch_size=128,rate=0.002,layer_decay=0.65")
+    assert (config.init_from, config.data.path, config.data.image_size) == ("x.npz", "y", 224)
+    assert (config.optim.learning_rate, config.optim.layer_decay) == (1e-3, 0.65)
+    assert (config.data.mean, config.epochs) == (cfg.IMAGENET_MEAN, 20)
+    with pytest.raises(cfg.ConfigError, match="weights= is missing"):
+        recipe("finetune", "path=y")

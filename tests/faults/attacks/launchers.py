@@ -1,0 +1,183 @@
+"""Launchers: SLURM on one node, started here with a configuration of its own, and Open MPI.
+
+Debian has both: `apt-get install slurmctld slurmd slurm-client munge openmpi-bin`. SLURM's daemons
+run as root.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from tests.faults.attacks import Absent, attack, durable, expect, last_logged
+from tests.faults.attacks.several import ENDLESS, SMALL
+from tests.faults.processes import ROOT
+
+CONFIGURATION = """\
+ClusterName=faults
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+SelectType=select/cons_tres
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+# As in docs/many_devices.md, with two tasks on this node.
+JOB = """\
+#!/bin/bash
+#SBATCH --nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --time=2
+#SBATCH --signal=TERM@60 --requeue --open-mode=append
+cd {root}
+srun --kill-on-bad-exit=1 {command}
+echo "srun ended with $?"
+test -f {workdir}/results.json || scontrol requeue $SLURM_JOB_ID
+"""
+
+
+def needs(*programs: str) -> None:
+    """Raises Absent unless all programs are installed."""
+    found = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
+    for program in programs:
+        if shutil.which(program, path=found) is None:
+            raise Absent(f"{program} is not installed")
+
+
+def command(workdir: pathlib.Path) -> str:
+    """The run, which would take hours, without checkpoints before a signal."""
+    words = [word for word in SMALL if not word.startswith("--config.checkpoint_every")]
+    words += [ENDLESS, "--config.checkpoint_every=100000", f"--workdir={workdir}"]
+    return " ".join(f"'{word}'" for word in (sys.executable, "-m", "rope_jax.main", *words))
+
+
+def environment(**others: str) -> dict[str, str]:
+    """The environment of a launcher; runs use the CPU and these sources."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path} | others
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 300) -> None:
+    """Waits for a condition, which is checked twice a second."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        expect(time.monotonic() < deadline, f"{what}: not within {seconds} s")
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def slurm(folder: pathlib.Path) -> Iterator[dict[str, str]]:
+    """Starts SLURM with all its files in a folder; yields the environment of its commands."""
+    host, ports = socket.gethostname().partition(".")[0], []
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    with socket.socket() as first, socket.socket() as second:
+        for one in (first, second):
+            one.bind(("127.0.0.1", 0))
+            ports.append(one.getsockname()[1])
+    configuration, key = folder / "slurm.conf", folder / "key"
+    configuration.write_text(
+        CONFIGURATION.format(host=host, folder=folder, ports=ports, cores=os.cpu_count())
+    )
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o600)
+    files = {"key-file": "key", "socket": "munge.socket", "pid-file": "munged.pid"}
+    files |= {"log-file": "munged.log", "seed-file": "seed"}
+    munge = ["munged", "--force", *(f"--{name}={folder / file}" for name, file in files.items())]
+    variables = environment(SLURM_CONF=str(configuration))
+    variables["PATH"] = os.pathsep.join((variables["PATH"], "/usr/sbin"))
+    try:
+        for daemon in (munge, ["slurmctld", "-c"], ["slurmd", "-c", "-N", host]):
+            subprocess.run(daemon, env=variables, check=True, timeout=60)
+        yield variables
+    finally:
+        for name in ("slurmd", "slurmctld", "munged"):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
+        time.sleep(2)  # they write their state into the folder
+
+
+@attack("SLURM: a signal before the end of the time, requeued, resumed", slow=True)
+def slurm_job(folder, rng):
+    needs("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+    expect(os.geteuid() == 0, "SLURM's daemons need root")
+    workdir, output, job = folder / "run", folder / "out.txt", folder / "job.sh"
+    job.write_text(JOB.format(root=ROOT, command=command(workdir), workdir=workdir))
+    told = lambda: output.read_text() if output.exists() else ""
+    with slurm(folder) as variables:
+
+        def call(*words: str) -> str:
+            done = subprocess.run(
+                words, env=variables, check=True, text=True, capture_output=True, timeout=60
+            )
+            return done.stdout
+
+        number = call("sbatch", "--parsable", f"--output={output}", str(job)).strip()
+        wait_until(lambda: "srun ended with" in told(), "the signal ends the step")
+        expect("srun ended with 0" in told(), told()[-3000:])
+        first = durable(workdir)
+        expect(first >= last_logged(workdir) > 0, f"step {first} is on disk: {told()[-3000:]}")
+        wait_until(lambda: "PENDING" in call("squeue", "-h", "-o%T"), "the job is requeued")
+        call("scontrol", "update", f"JobId={number}", "StartTime=now")
+        wait_until(lambda: f"found step {first} of" in told(), "the job resumes")
+        wait_until(lambda: told().count("srun ended with") == 2, "the second signal ends the step")
+        call("scancel", number)
+    expect(told().count("srun ended with 0") == 2, told()[-3000:])
+    expect("Traceback" not in told(), told()[-3000:])
+    second = durable(workdir)
+    expect(second >= max(last_logged(workdir), first + 1), f"{second} steps after {first}")
+
+
+@attack("Open MPI: SIGUSR1 and SIGTERM to mpirun, resumed", slow=True)
+def open_mpi(folder, rng):
+    needs("mpirun")
+    workdir = folder / "run"
+    launcher = "mpirun --mca odls_base_sigkill_timeout 20 --oversubscribe -n 2 "
+    before = 0
+    for turn, number in enumerate((signal.SIGUSR1, signal.SIGTERM)):
+        log = folder / f"{turn}.txt"
+        with log.open("w") as output:
+            variables = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+            run = subprocess.Popen(
+                f"exec {launcher} {command(workdir)}",
+                shell=True,
+                cwd=ROOT,
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            wait_until(
+                lambda log=log, run=run: re.search(r"^step ", log.read_text(), re.M) or run.poll(),
+                "the first step",
+            )
+            run.send_signal(number)
+            run.wait(180)
+        finally:
+            run.kill()
+        told, after = log.read_text(), durable(workdir)
+        expect(f"stopped by {number.name}; saved in" in told, told[-3000:])
+        expect("Traceback" not in told, told[-3000:])
+        expect(turn == 0 or f"found step {before} of" in told, told[-3000:])
+        expect(after >= max(last_logged(workdir), before + 1), f"{after} steps after {before}")
+        before = after

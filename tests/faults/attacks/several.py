@@ -1,0 +1,198 @@
+"""Several processes of one run: they disagree, cannot find each other, are stopped, or die."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rope_jax.training import agreement
+from tests.faults.attacks import attack, durable, expect, last_logged
+from tests.faults.processes import ROOT, Run
+
+SMALL = [
+    f"--config={ROOT}/configs/digits.py:epochs=3",
+    "--config.model.options=depth=1,width=16,heads=1",
+    "--config.batch_size=120",
+    "--config.log_every=1",
+    "--config.checkpoint_every=8",
+    "--config.eval.resolutions=((4, 6),)",
+    "--config.eval.batch_size=100",
+    "--distributed",
+    "--heartbeat=10",
+]
+ENDLESS = "--config.epochs=4000.0"
+BOUND = 90  # seconds in which everything must end
+
+
+def free_address() -> str:
+    """An address of this machine on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start(
+    folder,
+    each: Sequence[Sequence[str]],
+    *,
+    settings: Sequence[str] = SMALL,
+    environments: Sequence[dict[str, str]] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> list[Run]:
+    """Starts a run of several processes, each with its own further arguments and variables."""
+    address, runs = free_address(), []
+    for number, arguments in enumerate(each):
+        variables = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(len(each)),
+            "JAX_PROCESS_ID": str(number),
+        }
+        given = [*settings, f"--workdir={folder / 'run'}", *arguments]
+        variables |= environments[number] if environments else {}
+        log = folder / f"{number}.txt"
+        runs.append(Run(given, log, environment=variables, prepare=prepare))
+    return runs
+
+
+def ended(runs: Sequence[Run]) -> list[int]:
+    """The exit statuses; raises AssertionError if a process goes on."""
+    deadline = time.monotonic() + BOUND
+    try:
+        statuses = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
+        expect(None not in statuses, f"exit statuses {statuses}: {said(runs)}")
+        return statuses
+    finally:
+        for run in runs:
+            run.kill()
+
+
+def said(runs: Sequence[Run]) -> str:
+    """The end of the output of all processes."""
+    return "".join(f"\nprocess {number}: {run.said()[-1500:]}" for number, run in enumerate(runs))
+
+
+def expect_refusal(runs: Sequence[Run], *words: str) -> None:
+    """All processes must end with status 2 and a sentence with these words."""
+    statuses = ended(runs)
+    expect(statuses == [2] * len(runs), f"exit statuses {statuses}: {said(runs)}")
+    for run in runs:
+        last = run.said().strip().splitlines()[-1]
+        expect(last.startswith("rope_jax: "), f"no sentence: {said(runs)}")
+        expect(all(word in last for word in words), f"{words} are not in: {last}")
+        expect("Traceback" not in run.said(), said(runs))
+
+
+DIFFERENCES = [
+    (["--config.epochs=2.0"], "--config.epochs is 2.0, not 3.0"),
+    (["--config.optim.learning_rate=0.5"], "--config.optim.learning_rate is 0.5"),
+    (["--config.seed=3"], "--config.seed is 3, not 0"),
+    (["--config.model.options=depth=1,width=32,heads=1"], "--config.model.options"),
+    (["--config.checkpoint_every=5"], "--config.checkpoint_every is 5, not 8"),
+    (["--mode=evaluate"], "holds no checkpoints"),
+    (["--resume_override=seed"], "--resume_override is ['seed'], not []"),
+    (["--config.data.source=nothing"], "data source 'nothing' is unknown"),
+]
+
+
+@attack("one of two processes has another setting", tries=len(DIFFERENCES))
+def other_setting(folder, rng):
+    arguments, words = DIFFERENCES[rng.integers(len(DIFFERENCES))]
+    runs = start(folder, [[], arguments])
+    expect_refusal(runs, words)
+    expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
+
+
+def _impatient() -> None:
+    agreement._SEEN_WITHIN = 2
+
+
+@attack("one of two processes has another workdir", tries=2)
+def other_workdir(folder, rng):
+    runs = start(folder, [[], [f"--workdir={folder / 'other'}"]], prepare=_impatient)
+    expect_refusal(runs, "process 1", ".lock (of --workdir) is missing", "that all share")
+
+
+def _in_own_folder() -> None:
+    os.chdir(os.environ["TEST_FOLDER"])
+
+
+@attack("one of two processes has other images", tries=2)
+def other_images(folder, rng):
+    for number in range(2):
+        (folder / str(number)).mkdir()
+        pixels = rng.integers(0, 256, (240, 8, 8, 3), dtype=np.uint8)
+        labels = np.arange(240) % 4
+        arrays = {"train_images": pixels, "train_labels": labels}
+        arrays |= {"test_images": pixels[:20], "test_labels": labels[:20]}
+        np.savez(folder / str(number) / "images.npz", **arrays)
+    images = ["--config.data.source=npz", "--config.data.path=images.npz"]
+    folders = [{"TEST_FOLDER": str(folder / str(number))} for number in range(2)]
+    runs = start(folder, [images, images], environments=folders, prepare=_in_own_folder)
+    expect_refusal(runs, "in process 1 the images of the train split is")
+
+
+@attack("a signal to one of two fresh processes", tries=4)
+def signal_to_one(folder, rng):
+    runs = start(folder, [[ENDLESS, "--config.checkpoint_every=100000"]] * 2)
+    runs[0].wait_for(f"\nstep {rng.integers(1, 30):5d}/")
+    number = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP][rng.integers(4)]
+    runs[rng.integers(2)].send(number)
+    statuses = ended(runs)
+    expect(statuses == [0, 0], f"{number}: exit statuses {statuses}: {said(runs)}")
+    logged = last_logged(folder / "run")
+    expect(durable(folder / "run") == logged, f"step {logged} was not saved: {said(runs)}")
+
+
+@attack("the death of one of two processes", tries=6)
+def death_of_one(folder, rng):
+    runs = start(folder, [[ENDLESS]] * 2)
+    runs[0].wait_for("\nsaved step 8:")
+    time.sleep(rng.uniform(0, 2))
+    victim = rng.integers(2)
+    runs[victim].kill()
+    begun, survivor = time.monotonic(), runs[1 - victim]
+    status = survivor.wait(BOUND)
+    seconds = time.monotonic() - begun
+    ended(runs)
+    expect(status not in (0, None), f"exit status {status}: {said(runs)}")
+    expect(seconds < 30, f"{seconds} s until the other process ended")
+    told = survivor.said()
+    expect("learning_rate" not in told, f"the death is told as divergence: {told[-2000:]}")
+    expect("Traceback" not in told, f"a trace: {told[-2000:]}")
+    expect("another process" in told or "another task died" in told, told[-2000:])
+    expect(durable(folder / "run") >= 8, "step 8 was reported as saved")
+
+
+@attack("a first process that cannot be reached, or an impossible address", tries=5)
+def nobody_to_join(folder, rng):
+    number = ("1", "JAX_PROCESS_ID")
+    cases = [
+        ({"JAX_COORDINATOR_ADDRESS": "nobody.invalid:1234"}, "(nobody.invalid:"),
+        ({}, "not all processes have joined at 127.0.0.1:"),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost"}, "JAX_COORDINATOR_ADDRESS=localhost must be"),
+        ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 must be less than JAX_NUM_PROCESSES=2"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two must be a whole number"),
+    ]
+    variables, words = cases[rng.integers(len(cases))]
+    variables = {number[1]: number[0]} | variables
+    (run,) = start(
+        folder,
+        [["--join_timeout=16"]],
+        environments=[{"JAX_NUM_PROCESSES": "2"} | variables],
+    )
+    expect_refusal([run], words)
+    if "joined" in words or "nobody" in words:
+        expect("15 of 16 s" in run.said(), f"nothing was said while waiting: {run.said()}")
+
+
+@attack("a port that another program uses", tries=2)
+def used_port(folder, rng):
+    with socket.socket() as used:
+        used.bind(("0.0.0.0", 0))
+        used.listen()
+        address = f"localhost:{used.getsockname()[1]}"
+        (run,) = start(folder, [[]], environments=[{"JAX_COORDINATOR_ADDRESS": address}])
+        expect_refusal([run], "cannot listen on the port of", address)

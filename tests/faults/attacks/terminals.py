@@ -1,0 +1,80 @@
+"""Terminals that are closed and pipes that nobody reads."""
+
+import fcntl
+import os
+import pty
+import signal
+import termios
+import time
+
+from tests.faults.attacks import attack, durable, expect, last_logged
+from tests.faults.attacks.several import ENDLESS, SMALL
+from tests.faults.processes import Run
+
+ALONE = [word for word in SMALL if word not in ("--distributed", "--heartbeat=10")]
+
+
+def _on_terminal() -> None:
+    """Makes the terminal TEST_TERMINAL this process's own: its input, output and errors."""
+    os.setsid()
+    terminal = os.open(os.environ["TEST_TERMINAL"], os.O_RDWR)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for descriptor in (0, 1, 2):
+        os.dup2(terminal, descriptor)
+
+
+def read_until(descriptor: int, mark: bytes, seconds: float = 90) -> bytes:
+    """Reads the output of a run until a mark appears."""
+    text, deadline = b"", time.monotonic() + seconds
+    while mark not in text:
+        expect(time.monotonic() < deadline, f"{mark} did not appear: {text[-2000:]}")
+        text += os.read(descriptor, 4096)
+    return text
+
+
+@attack("a terminal that is closed", tries=4)
+def closed_terminal(folder, rng):
+    """The kernel and the shell send SIGHUP, and every print fails."""
+    ours, theirs = pty.openpty()
+    variables = {"TEST_TERMINAL": os.ttyname(theirs)}
+    given = [*ALONE, ENDLESS, "--config.checkpoint_every=100000", f"--workdir={folder / 'run'}"]
+    run = Run(given, folder / "log", environment=variables, prepare=_on_terminal)
+    try:
+        read_until(ours, b"\nstep %5d/" % rng.integers(2, 30))
+        os.close(theirs)
+    finally:
+        os.close(ours)
+    if rng.integers(2):
+        time.sleep(rng.uniform(0, 0.5))
+        if run.returncode is None:
+            run.send(signal.SIGHUP)  # the shell's
+    status = run.wait(60)
+    run.kill()
+    expect(status == 0, f"exit status {status}: {run.said()[-2000:]}")
+    logged, saved = last_logged(folder / "run"), durable(folder / "run")
+    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk")
+
+
+def _into_pipe() -> None:
+    """Makes the named pipe TEST_PIPE this process's output and errors."""
+    pipe = os.open(os.environ["TEST_PIPE"], os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(pipe, descriptor)
+
+
+@attack("a pipe that is closed (`| head`)", tries=4)
+def closed_pipe(folder, rng):
+    os.mkfifo(folder / "pipe")
+    variables = {"TEST_PIPE": str(folder / "pipe")}
+    given = [*ALONE, f"--workdir={folder / 'run'}"]
+    run = Run(given, folder / "log", environment=variables, prepare=_into_pipe)
+    pipe = os.open(folder / "pipe", os.O_RDONLY)
+    try:
+        read_until(pipe, [b"parameter", b"\nstep  3/", b"saved step"][rng.integers(3)])
+    finally:
+        os.close(pipe)
+    status = run.wait(120)
+    run.kill()
+    expect(status == 0, f"exit status {status}: {run.said()[-2000:]}")
+    expect(durable(folder / "run") == 36, "the run did not go on to its end")
+    expect((folder / "run" / "results.json").exists(), "the run was not evaluated")

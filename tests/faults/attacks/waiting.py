@@ -1,0 +1,118 @@
+"""Images that do not come: a stopped data worker, a file system that does not answer."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from rope_jax.data.sources import Streamed
+from tests.faults.attacks import attack, durable, expect, last_logged
+from tests.faults.attacks.several import ended, said, start
+from tests.faults.processes import ROOT, Run
+
+SETTINGS = [
+    f"--config={ROOT}/configs/digits.py:epochs=3",
+    "--config.model.options=depth=1,width=16,heads=1,patch_size=4",
+    "--config.epochs=10000.0",
+    "--config.batch_size=16",
+    "--config.log_every=1",
+    "--config.checkpoint_every=100000",
+    "--config.eval.resolutions=()",
+    "--config.data.source=folder",
+    "--config.data.image_size=(8, 8)",
+    "--config.data.augment=flip",
+    "--config.data.on_device=False",
+]
+
+
+def pictures(folder: pathlib.Path, rng: np.random.Generator) -> str:
+    """Writes a small image folder; returns the argument that names it."""
+    for split, count in (("train", 32), ("val", 8)):
+        for number in range(count):
+            path = folder / "images" / split / str(number % 2) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    return f"--config.data.path={folder / 'images'}"
+
+
+def expect_saved(folder: pathlib.Path, run: Run, seconds: float) -> None:
+    """The run must end in time with status 0 and its last logged step on the disk."""
+    begun = time.monotonic()
+    status = run.wait(seconds)
+    took = time.monotonic() - begun
+    run.kill()
+    expect(status == 0, f"exit status {status} after {took:.1f} s: {run.said()[-2000:]}")
+    logged, saved = last_logged(folder / "run"), durable(folder / "run")
+    expect(saved >= logged > 0, f"step {logged} was logged, {saved} is on disk: {run.said()}")
+
+
+@attack("data workers that are stopped (SIGSTOP), then SIGTERM", tries=3)
+def stopped_workers(folder, rng):
+    given = [*SETTINGS, pictures(folder, rng), "--config.data.workers=2"]
+    run = Run([*given, f"--workdir={folder / 'run'}"], folder / "log")
+    run.wait_for("\nstep ")
+    children = psutil.Process(run.pid).children()
+    workers = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    expect(len(workers) == 2, f"the workers are {workers}")
+    time.sleep(rng.uniform(0, 1))
+    try:
+        for worker in workers:
+            worker.suspend()
+        time.sleep(rng.uniform(2, 4))
+        run.send(signal.SIGTERM)
+        expect_saved(folder, run, 60)
+        expect(not any(worker.is_running() for worker in workers), "a worker is left")
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+
+def _stalled_reads() -> None:
+    """Makes the file system stop answering after some images, as a network may."""
+    read, left = Streamed.read, int(os.environ.get("TEST_READS", "1000000000"))
+
+    def stalled(self, *arguments):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            threading.Event().wait()
+        return read(self, *arguments)
+
+    Streamed.read = stalled
+
+
+@attack("a file system that stops answering, then SIGTERM", tries=3)
+def stalled_file_system(folder, rng):
+    given = [*SETTINGS, pictures(folder, rng), f"--workdir={folder / 'run'}"]
+    reads = {"TEST_READS": str(rng.integers(100, 1000))}
+    run = Run(given, folder / "log", environment=reads, prepare=_stalled_reads)
+    run.wait_for("\nstep ")
+    time.sleep(rng.uniform(3, 5))
+    run.send(signal.SIGTERM)
+    expect_saved(folder, run, 60)
+
+
+@attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2)
+def stalled_process(folder, rng):
+    often = [word.replace("=100000", "=4") for word in SETTINGS]
+    settings = [*often, pictures(folder, rng), "--distributed", "--heartbeat=10"]
+    reads = {"TEST_READS": str(rng.integers(100, 400))}
+    both, environments = [[], []], [{}, reads]
+    runs = start(folder, both, settings=settings, environments=environments, prepare=_stalled_reads)
+    runs[0].wait_for("\nsaved step 4:")
+    time.sleep(5)
+    expect([run.returncode for run in runs] == [None, None], said(runs))
+    for run in runs:
+        run.send(signal.SIGTERM)
+    statuses = ended(runs)
+    expect(0 not in statuses, f"exit statuses {statuses}: {said(runs)}")
+    expect("without saving" in runs[1].said(), said(runs))
+    expect("Traceback" not in said(runs), said(runs))
+    expect(durable(folder / "run") >= 4, "step 4 was reported as saved")

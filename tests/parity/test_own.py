@@ -1,0 +1,272 @@
+"""Weights under the names of parameters here: saved models, other sizes, other heads, old files."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.layers import STORED
+from rope_jax.models.pretrained import Preprocessing, export_state_dict, load_pretrained
+from rope_jax.models.pretrained.own import own_state_dict
+from rope_jax.positions.resample import resample
+from rope_jax.positions.scheme import SCHEMES, Position, scheme
+from tests.parity.test_convert import VIT, assert_same, logits, small, weights_of
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+# Every scheme whose parameters depend on the map, with each pattern of attention.
+TABLES = [
+    ("deit_ti16", "ape"),
+    ("deit3_s16", "rope_mixed+ape"),
+    ("deit_ti16", "lape(ape,join=unshare)"),
+    ("vit_s16", "rpb(key_norm=True)"),
+    ("deit_ti16", "rpb(prefix=True)"),
+    ("swin_t", "rpb+ape"),
+    ("nat_mini", "rpb+ape"),
+]
+
+
+@pytest.mark.parametrize(("name", "position"), TABLES)
+def test_a_saved_model_comes_back_at_its_size_and_at_another(name, position, tmp_path):
+    model = small(name, position, image_size=(64, 96))
+    model.preprocessing = Preprocessing(mean=(0.1, 0.2, 0.3), crop=0.9)
+    model.class_names = tuple("abcde")
+    rope_jax.save_pretrained(model, tmp_path / "saved")
+    again = rope_jax.create_model(str(tmp_path / "saved"), seed=7)
+    assert_same(again, model)
+    attributes = ("name", "notation", "options", "image_size", "preprocessing", "class_names")
+    for attribute in (*attributes, "num_classes"):
+        assert getattr(again, attribute) == getattr(model, attribute)
+    other = rope_jax.create_model(str(tmp_path / "saved"), image_size=(128, 64), drop_path=0.0)
+    model.resize((128, 64))
+    assert_same(other, model)
+    assert (other.image_size, other.options.drop_path) == ((128, 64), 0.0)
+
+
+def test_windows_of_another_size_get_tables_of_theirs(tmp_path):
+    model = small("swin_t", "rpb", image_size=64, window_size=4)
+    rope_jax.save_pretrained(model, tmp_path / "swin.safetensors")
+    other = rope_jax.create_model(str(tmp_path / "swin.safetensors"), window_size=8)
+    tables = model.stages[0].position.offsets[...]
+    want = resample(tables, (15, 15), "bicubic")
+    np.testing.assert_allclose(other.stages[0].position.offsets[...], want, atol=1e-6)
+
+
+class _Rows(Position):
+    """Two tables, of rows and of columns, which go on with their last entry on a larger map."""
+
+    acts, learnable, resolution, relative = "tokens", True, "resample", False
+
+    def __init__(self, stage, *, rngs):
+        super().__init__(stage, rngs=rngs)
+        self.rows, self.columns = (
+            nnx.Param(jnp.zeros((n, stage.channels)), layers=False, decay=False) for n in stage.grid
+        )
+
+    def resize(self, grid):
+        for table, count in zip((self.rows, self.columns), grid, strict=True):
+            whole = jnp.concatenate([table[...], jnp.repeat(table[-1:], count, axis=0)])
+            table.set_value(whole[:count])
+        super().resize(grid)
+
+
+def test_a_scheme_of_ones_own_resizes_its_parameters_together(tmp_path, monkeypatch):
+    monkeypatch.setitem(SCHEMES, "rows", scheme("rows_of_test")(_Rows))
+    monkeypatch.delitem(SCHEMES, "rows_of_test")
+    model = small("deit3_s16", "rows+rope2d", image_size=(32, 64))
+    rope_jax.save_pretrained(model, tmp_path)
+    other = rope_jax.create_model(str(tmp_path), image_size=(96, 48))
+    rows, columns = (getattr(other.position.parts[0], name)[...] for name in ("rows", "columns"))
+    before = model.position.parts[0]
+    np.testing.assert_array_equal(rows[:2], before.rows[...])
+    np.testing.assert_array_equal(rows[2:], jnp.repeat(before.rows[-1:], 4, axis=0))
+    np.testing.assert_array_equal(columns, before.columns[:3])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True)])
+def test_stacked_blocks_and_lists_read_each_other(saved, loaded, tmp_path):
+    model = small("deit3_s16", "rope_mixed", scan_layers=saved)
+    rope_jax.save_pretrained(model, tmp_path)
+    other = rope_jax.create_model(str(tmp_path), scan_layers=loaded)
+    want, found = own_state_dict(model), own_state_dict(other)
+    assert want.keys() == found.keys()
+    for name, array in want.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_files_of_before_are_read(scan, tmp_path):
+    """Paths of parameters as names, stacked blocks as they are, and nothing about the model."""
+    model = small("deit3_s16", "ape+rope2d", scan_layers=scan)
+    flat = nnx.to_flat_state(nnx.state(model, STORED))
+    arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
+    assert ("blocks.mlp.fc1.kernel" in arrays) == scan
+    np.savez(tmp_path / "weights.npz", **arrays)
+    make = {"num_classes": 5, "position": "ape+rope2d", "pretrained": tmp_path / "weights.npz"}
+    assert_same(
+        rope_jax.create_model("deit3_s16", image_size=64, scan_layers=scan, **VIT, **make), model
+    )
+    # Its 16 rows are those of 4 x 4 tokens, the only square.
+    other = rope_jax.create_model("deit3_s16", image_size=(96, 80), **VIT, **make)
+    model.resize((96, 80))
+    np.testing.assert_allclose(
+        other.position.parts[0].embedding[...], model.position.parts[0].embedding[...], atol=1e-6
+    )
+
+
+def test_a_head_for_other_classes_is_new_and_told(tmp_path, capsys):
+    model = small("deit3_s16", "ape")
+    model.class_names = tuple("abcde")
+    rope_jax.save_pretrained(model, tmp_path)
+    same = {"pretrained": tmp_path, "position": "ape", **VIT}
+    fresh = rope_jax.create_model("deit3_s16", num_classes=4, image_size=64, seed=3, **VIT)
+    other = rope_jax.create_model("deit3_s16", num_classes=4, seed=3, **same)
+    assert capsys.readouterr().out == "head: new, 4 classes\n"
+    np.testing.assert_array_equal(other.head.kernel[...], fresh.head.kernel[...])
+    np.testing.assert_array_equal(
+        other.blocks[1].mlp.fc1.kernel[...], model.blocks[1].mlp.fc1.kernel[...]
+    )
+    assert other.class_names is None
+    assert rope_jax.create_model("deit3_s16", **same).class_names == tuple("abcde")
+    assert rope_jax.create_model("deit3_s16", num_classes=5, **same).class_names == tuple("abcde")
+    assert capsys.readouterr().out == ""
+
+
+def test_without_classes_the_model_returns_what_its_head_takes(tmp_path):
+    model = small("swin_t", "rpb")
+    rope_jax.save_pretrained(model, tmp_path)
+    bare = rope_jax.create_model(str(tmp_path), num_classes=0)
+    pooled = logits(bare)
+    assert bare.num_classes == 0
+    np.testing.assert_allclose(
+        pooled @ model.head.kernel[...] + model.head.bias[...], logits(model), atol=1e-4
+    )
+    rope_jax.save_pretrained(bare, tmp_path / "bare")
+    assert_same(rope_jax.create_model(str(tmp_path / "bare")), bare)
+    with pytest.raises(ValueError, match=r"head\.kernel is missing"):
+        load_pretrained(model, tmp_path / "bare")
+    load_pretrained(model, tmp_path / "bare", new_head=True)
+
+
+OFFICIAL = [
+    ("deit_ti16", "ape", "deit"),
+    ("deit3_s16", "rope_mixed+ape", "naver"),
+    ("deit3_s16", "rope2d", "timm"),
+    ("swin_t", "rpb", "timm"),
+    ("nat_mini", "rpb", "nat"),
+]
+
+
+@pytest.mark.parametrize(("name", "position", "source"), OFFICIAL)
+def test_official_files_are_for_other_classes_and_sizes(name, position, source, tmp_path, capsys):
+    """A file of arrays with the names of other code, and nothing else."""
+    trained, path = small(name, position, image_size=64), tmp_path / "official.npz"
+    np.savez(path, **export_state_dict(trained, source=source))
+    sizes = {key: getattr(trained.options, key) for key in small_options(trained)}
+    load = {"pretrained": path, "position": position, "image_size": 128} | sizes
+    model = rope_jax.create_model(name, num_classes=4, **load)
+    assert capsys.readouterr().out == "head: new, 4 classes\n"
+    bare = rope_jax.create_model(name, num_classes=0, **load)
+    assert capsys.readouterr().out == ""
+    trained.resize(128)
+    want = weights_of(trained)
+    del want["head"]
+    found = weights_of(model)
+    assert found.pop("head")["kernel"].shape[1] == 4
+    for weights in (found, weights_of(bare)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), weights, want
+        )
+    with pytest.raises(ValueError, match=r"create the model with num_classes=5"):
+        rope_jax.create_model(name, **load)
+
+
+def small_options(model):
+    return {"width", "heads", "depth", "depths", "dilations"} & vars(model.options).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "advice"),
+    [
+        ("deit_ti16", "ape+rope2d", "family|layer_scale|embed_class_token"),
+        ("deit3_s16", "rope2d+ape", "position is .'ape, half', 'rope2d, half'. there and "),
+        ("deit3_s16", "ape+rope2d(pairing=interleaved)", "'rope2d, interleaved'. here"),
+        ("deit3_s16", "ape+rope2d(base=50)", "'base': 100.0"),
+        ("deit3_s16", "ape", "'rope2d', "),
+    ],
+)
+def test_another_model_does_not_take_the_weights(name, position, advice, tmp_path):
+    model = small("deit3_s16", "ape+rope2d")
+    rope_jax.save_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match=rf"weights of another model: .*{advice}.*Create the"):
+        load_pretrained(small(name, position), tmp_path)
+
+
+def test_what_names_no_saved_model_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"without model\.safetensors or checkpoints"):
+        rope_jax.create_model(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        rope_jax.create_model(str(tmp_path / "none.safetensors"))
+    arrays, path = export_state_dict(small("deit3_s16", "ape"), source="timm"), tmp_path / "x.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=r"does not describe its model: create_model\(NAME, pre"):
+        rope_jax.create_model(str(path))
+    with pytest.raises(ValueError, match=r"must end in \.safetensors, or be a folder"):
+        rope_jax.save_pretrained(small("deit3_s16", "ape"), path)
+    bad = {
+        "rope_jax": json.dumps(
+            {
+                "family": "ViT",
+                "options": {},
+                "position": [],
+                "grids": {},
+                "description": {"name": 1},
+            }
+        )
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / "bad.safetensors", metadata=bad)
+    with pytest.raises(ValueError, match="metadata about its model that cannot be read"):
+        rope_jax.create_model(str(tmp_path / "bad.safetensors"))
+
+
+def test_a_failed_save_leaves_the_file_of_before(tmp_path, monkeypatch):
+    model = small("deit3_s16", "ape")
+    rope_jax.save_pretrained(model, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def full(tensors, path, metadata):
+        pathlib.Path(path).write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        rope_jax.save_pretrained(small("deit3_s16", "ape", seed=1), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_saved_model_may_have_the_names_of_other_code(tmp_path):
+    model = small("deit3_s16", "rope_mixed+ape", image_size=(32, 128))
+    path = tmp_path / "model.safetensors"
+    rope_jax.save_pretrained(model, path, source="timm")
+    with safetensors.safe_open(path, framework="np") as file:
+        assert "blocks.0.attn.qkv.weight" in set(file.keys())
+    assert_same(rope_jax.create_model(str(path)), model)
+
+
+def test_the_preprocessing_of_weights_is_saved_with_them(tmp_path):
+    path = tmp_path / "timm.npz"
+    np.savez(path, **export_state_dict(small("deit3_s16", "rope_mixed"), source="timm"))
+    load = {"position": "rope_mixed", "image_size": 64, "pretrained": path, "num_classes": 5}
+    model = rope_jax.create_model("deit3_s16", **load, **VIT)
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(str(tmp_path)).preprocessing
+    assert again == model.preprocessing == dataclasses.replace(Preprocessing(), crop=0.9)

@@ -1,0 +1,61 @@
+"""What processes compare; `tests/faults/attacks/several.py` starts some that differ."""
+
+import json
+
+import jax
+import pytest
+
+from rope_jax.config import ConfigError, settings
+from rope_jax.training import agreement
+from rope_jax.training.setup import prepare
+from tests.training.recipe import tiny
+
+
+def others(monkeypatch, *facts):
+    """Makes this the first of several processes; the others have these facts."""
+    texts = [json.dumps(x) for x in facts]
+    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [text, *texts])
+
+
+def test_differences_are_named_with_their_process(monkeypatch):
+    same = {"a": "1", "b": "2"}
+    others(monkeypatch, same, same)
+    agreement.require_equal(same)
+    others(monkeypatch, same, same | {"b": "3"}, {"a": "1", "c": "4"})
+    with pytest.raises(ConfigError) as caught:
+        agreement.require_equal(same)
+    told = "in process 2 b is 3, not 2; in process 3 b is None, not 2; c is 4, not None"
+    assert told in str(caught.value)
+
+
+def test_what_fails_in_one_process_fails_in_all(monkeypatch):
+    others(monkeypatch, {"failure": "no images"})
+    with pytest.raises(ConfigError, match="process 1 failed: no images"), agreement.all_or_none():
+        pass
+    sent = []
+    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text)])
+    with pytest.raises(ConfigError, match="no lock"), agreement.all_or_none():
+        raise ConfigError("no lock")
+    assert sent == ['{"failure": "no lock"}']
+
+
+def test_every_setting_the_data_and_the_software_are_compared():
+    facts = agreement.about(*prepare(tiny()))
+    assert {f"--config.{name}" for name in settings()} < facts.keys()
+    assert facts["jax"] == jax.__version__
+    assert facts["--config.seed"] == "0"
+    other = agreement.about(*prepare(tiny(model__options="depth=1,width=32,heads=2")))
+    changed = {name for name in facts if facts[name] != other[name]}
+    assert changed == {"--config.model.options", "the state"}
+
+
+def test_a_workdir_that_is_not_shared_is_noticed(monkeypatch, tmp_path):
+    monkeypatch.setattr(agreement, "_SEEN_WITHIN", 0)
+    (tmp_path / ".lock").write_text("process 7 on first\n")
+    sent = []
+    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text) or text])
+    agreement.require_one_workdir(tmp_path)
+    assert sent[0] == "process 7 on first"
+    others(monkeypatch, {f"{tmp_path}/.lock (of --workdir)": "missing"})
+    with pytest.raises(ConfigError, match=r"process 1 .*\.lock \(of --workdir\) is missing"):
+        agreement.require_one_workdir(tmp_path)
