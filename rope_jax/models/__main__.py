@@ -33,10 +33,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the table.
 
     >>> main(["vit_s16*"])
-    model      position    pixels  classes
-    ---------  ----------  ------  -------
-    vit_s16    axial_rope     224     1000
-    vit_s16_h6 axial_rope     224     1000
+    model       position    pixels  classes
+    ----------  ----------  ------  -------
+    vit_s16     axial_rope     224     1000
+    vit_s16_h6  axial_rope     224     1000
     """
     parser = command_parser("rope_jax.models", __doc__)
     parser.add_argument("pattern", nargs="?", default="*", help="of names, with *, ? and [...]")
