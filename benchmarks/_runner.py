@@ -3,10 +3,13 @@
 A benchmark is a function `run(keep, ...)`. Its other parameters define the command line:
 keyword-only parameters become options, the others positional arguments, and `*flags` receives the
 arguments after `--`. `keep(**figures)` adds machine, versions, date and settings to the figures,
-writes them to the file of `--out`, and returns the result; benchmarks call it after every part.
+writes them to the file of `--out`, and returns the result; benchmarks call it after every part, and
+`earlier` reads what an interrupted call has written there. A benchmark with a parameter `limit_s`
+is ended a few seconds after this time, whatever it is doing.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib
@@ -18,18 +21,21 @@ import pkgutil
 import platform
 import re
 import sys
+import threading
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from rope_jax.files import write_file
+from rope_jax_kernels.cache import sources_of_kernels
 
 Result = dict[str, Any]
 Keep = Callable[..., Result]
+GRACE_S = 4.0  # after --limit-s, for a benchmark to end by itself
 
 
 def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
@@ -38,11 +44,13 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
     Args:
         benchmark: name of the benchmark.
         settings: its arguments.
-        **figures: the measurements; `versions` are added to those of Python, jax and NumPy.
+        **figures: the measurements; `versions` are added to those of Python, jax, NumPy and the
+            sources of the kernels.
     """
     device, backend = jax.devices()[0].device_kind, jax.default_backend()
     versions = {"python": platform.python_version(), "jax": jax.__version__}
-    versions |= {"numpy": np.__version__} | figures.pop("versions", {})
+    versions |= {"numpy": np.__version__, "kernels": sources_of_kernels()}
+    versions |= figures.pop("versions", {})
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -57,6 +65,28 @@ def write(result: Result, path: pathlib.Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(result, indent=1, default=str) + "\n")
+
+
+def earlier(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) -> Result:
+    """The result of an earlier call of the same measurement, to continue; {} if there is none.
+
+    Args:
+        out: its file.
+        benchmark: name of the benchmark.
+        settings: that must be the same, as must be the kind of device, jax and the kernels.
+    """
+    try:
+        result = json.loads(out.read_text()) if out is not None else {}
+    except (FileNotFoundError, ValueError):
+        return {}
+    now = record(benchmark, json.loads(json.dumps(settings, default=str)))
+    same = [
+        (result.get("benchmark"), benchmark),
+        (result.get("machine", {}).get("device"), now["machine"]["device"]),
+        *((result.get("versions", {}).get(x), now["versions"][x]) for x in ("jax", "kernels")),
+        *((result.get("settings", {}).get(name), x) for name, x in now["settings"].items()),
+    ]
+    return result if all(one == other for one, other in same) else {}
 
 
 def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
@@ -118,7 +148,32 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
                   and p.kind is p.POSITIONAL_OR_KEYWORD]  # fmt: skip
     if "out" in inspect.signature(function).parameters:
         options["out"] = out
-    function(functools.partial(_keep, name, settings, out), *positional, *flags, **options)
+    keep = functools.partial(_keep, name, settings, out)
+    with contextlib.ExitStack() as stack:
+        if "limit_s" in settings:
+            limit_s = settings["limit_s"]
+            message = f"ended while busy: --limit-s={limit_s:g}; the results so far: {out}"
+            ending = functools.partial(end_now, message, 0)
+            stack.enter_context(alarm(max(0.0, limit_s) + GRACE_S, ending))
+        function(keep, *positional, *flags, **options)
+
+
+def end_now(message: str, status: int = 1) -> None:
+    """Ends this process although threads of it hang, which would keep `sys.exit` waiting."""
+    print(message, flush=True)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def alarm(limit_s: float, action: Callable[[], None]) -> Iterator[None]:
+    """A context that calls the action, in a thread, if it is not left within `limit_s` seconds."""
+    timer = threading.Timer(limit_s, action)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _keep(name: str, settings: dict, out: pathlib.Path | None, /, **figures: Any) -> Result:

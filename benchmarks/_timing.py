@@ -1,16 +1,23 @@
 """Timing on a GPU: compiled loops, interleaved timing, and the limits of the machine."""
 
+import concurrent.futures
 import dataclasses
 import functools
+import pathlib
+import re
 import statistics
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-from rope_jax_kernels import explain, rotate_by_angles
+from rope_jax_kernels import device, explain
 
 CACHE_BYTES = 256 * 2**20  # more than the last-level cache of any device
 # Arrays in one loop. Problems below CACHE_BYTES / 16 are launch-bound and measured hot only.
@@ -19,6 +26,9 @@ MOST_COPIES = 16
 # new array would have to copy it back for the next iteration. Together with the copies there are
 # enough steps for XLA to launch a body as one CUDA graph.
 REPEATS = {"hot": 8, "cold": 2}
+# XLA writes what it will launch into these files; the second exists where graphs were formed.
+LAUNCHES = ("thunk_sequence.txt", "thunk_sequence_after_thunk_passes.txt")
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 Timer = Callable[[], float]  # returns microseconds per step
 
@@ -29,6 +39,49 @@ def copies_beyond_cache(size: int) -> int | None:
     return copies if copies <= MOST_COPIES else None
 
 
+def graph_share(text: str) -> float:
+    """Share of the launches in a program's loops that are part of CUDA graphs.
+
+    Args:
+        text: a file of LAUNCHES, with a line for each launch, indented as they are nested.
+
+    Returns:
+        From 0.0 to 1.0; NaN without loops.
+    """
+    inside, found = [], []  # the blocks around a line, as (indent, kind); launches in graphs or not
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        inside = [block for block in inside if block[0] < indent]
+        launch = re.match(r"\s*\d+: (k\w+)", line)
+        if line.strip() == "body:":
+            inside.append((indent, "body"))
+        elif launch and launch[1] in ("kCommandBuffer", "kWhile", "kSequential"):
+            inside.append((indent, launch[1]))
+        elif launch and (kinds := {kind for _, kind in inside}) >= {"body"}:
+            found.append("kCommandBuffer" in kinds)
+    return sum(found) / len(found) if found else float("nan")
+
+
+def compile_loop_of(
+    f: Callable, shapes: Sequence, donate: tuple[int, ...] = (), options: Mapping[str, Any] = {}
+) -> tuple[jax.stages.Compiled, float | None]:
+    """Compiles a function; also returns its `graph_share`, or None on a CPU."""
+    lowered = jax.jit(f, donate_argnums=donate).lower(*shapes)
+    if not device.is_gpu():
+        return lowered.compile(), None
+    with tempfile.TemporaryDirectory() as folder:
+        # Nothing of the compiler's own stages is written: that would take most of the time.
+        dump = {"xla_dump_to": folder, "xla_dump_emitter_re": "none"}
+        compiled = lowered.compile(compiler_options={**dump, **options})
+        return compiled, graph_share(launches_in(pathlib.Path(folder)))
+
+
+def launches_in(folder: pathlib.Path) -> str:
+    """The content of the last of LAUNCHES in a folder; "" without any."""
+    found = [path for name in LAUNCHES for path in folder.glob(f"*.{name}")]
+    return found[-1].read_text() if found else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A compiled loop of dependent steps on each of several arrays.
@@ -37,16 +90,20 @@ class Loop:
         make: returns the loop's arguments: a tuple of arrays, and further arguments of the step.
         run: runs the loop and returns the arrays, which are donated.
         steps: number of steps in one run.
+        graphs: share of its launches in CUDA graphs, or None on a CPU.
     """
 
     make: jax.stages.Compiled
     run: jax.stages.Compiled
     steps: int
+    graphs: float | None = None
 
     def timer(self) -> Timer:
-        """Runs the loop once and returns a timer of further runs."""
+        """Runs the loop twice and returns a timer of further runs."""
         arrays, *rest = self.make()
-        state = jax.block_until_ready(self.run(arrays, *rest))
+        state = self.run(arrays, *rest)
+        # XLA launches kernel by kernel in the first run, and forms graphs in the second.
+        state = jax.block_until_ready(self.run(state, *rest))
 
         def elapsed() -> float:
             nonlocal state
@@ -76,11 +133,18 @@ def loop_of(step: Callable, rounds: int, repeats: int) -> Callable:
     return loop
 
 
-def compile_loop(step: Callable, arguments: Callable[[], tuple], rounds: int, repeats: int) -> Loop:
+def compile_loop(
+    step: Callable,
+    arguments: Callable[[], tuple],
+    rounds: int,
+    repeats: int,
+    options: Mapping[str, Any] = {},
+) -> Loop:
     """Compiles the loop over the arrays of `arguments()`, which returns (arrays, *rest)."""
     shapes = jax.eval_shape(arguments)
-    run = jax.jit(loop_of(step, rounds, repeats), donate_argnums=0).lower(*shapes).compile()
-    return Loop(jax.jit(arguments).lower().compile(), run, rounds * repeats * len(shapes[0]))
+    run, graphs = compile_loop_of(loop_of(step, rounds, repeats), shapes, (0,), options)
+    steps = rounds * repeats * len(shapes[0])
+    return Loop(jax.jit(arguments).lower().compile(), run, steps, graphs)
 
 
 def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
@@ -90,6 +154,50 @@ def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
         for name, timer in timers.items():
             times[name].append(timer())
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def mixed(items: Sequence) -> list:
+    """The items in an order in which every beginning is spread over all of them.
+
+    >>> mixed(range(8))
+    [0, 4, 2, 6, 1, 5, 3, 7]
+    """
+    width = len(items).bit_length()
+    return [items[i] for i in sorted(range(len(items)), key=lambda i: f"{i:0{width}b}"[::-1])]
+
+
+def within(limit_s: float, work: Callable[[], Any]) -> Any:
+    """The result of the work, in a thread that is left behind if it does not end.
+
+    Raises:
+        TimeoutError: there is no result after `limit_s` seconds.
+    """
+    outcome = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # raised in the thread that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(limit_s)
+
+
+def working(makers: Mapping[str, Callable[[], Timer]]) -> dict[str, Timer]:
+    """The timers that can be made, by form; the others are reported and skipped."""
+    timers = {}
+    for form, make in makers.items():
+        try:
+            timers[form] = make()
+        except Exception as error:  # the other forms are measured nevertheless
+            print(f"{form} is skipped: {reason_of(error)}", flush=True)
+    return timers
+
+
+def reason_of(error: BaseException) -> str:
+    """Kind and first line of an error, for what is left out of a result."""
+    return f"{type(error).__name__}: {str(error).partition('\n')[0]}"
 
 
 def serves(implementation: str, op: Callable, *args: Any, **kwargs: Any) -> bool:
@@ -107,8 +215,20 @@ def _ones(*shape: int) -> tuple:
     return ((jnp.ones(shape),),)
 
 
-def _smallest_kernel(x: jax.Array) -> jax.Array:
-    return rotate_by_angles(x, jnp.ones((1, 1, 1)), implementation="triton")
+def stored(x: jax.Array) -> jax.Array:
+    """A Triton kernel of one program of one warp, which writes one number and reads nothing."""
+
+    def kernel(_: Any, out: Any) -> None:
+        triton.store(out.at[0], jnp.float32(1))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        input_output_aliases={0: 0},
+        compiler_params=triton.CompilerParams(num_warps=1),
+        interpret=device.interpreted(),
+        name="stored",
+    )(x)
 
 
 def _factors(side: int, dtype: str) -> tuple:
@@ -129,28 +249,31 @@ def machine_limits(turns: int, dtypes: Sequence[str] = ()) -> dict[str, Any]:
 
     Returns:
         launch_us and (where Triton runs) kernel_launch_us: microseconds of a tiny XLA operation
-        and of a tiny kernel; copy_gb_per_s: GB/s of a copy, read plus written; gemm_tflop_per_s:
-        TFLOP/s of a large matrix product, by dtype.
+        and of a kernel that only stores a number; copy_gb_per_s: GB/s of a copy, read plus written;
+        gemm_tflop_per_s: TFLOP/s of a large matrix product, by dtype. On a GPU also
+        launch_without_graphs_us, of the same operation launched by itself, and launch_graphs, the
+        share of CUDA graphs in launch_us: if the times are equal, the graphs had no effect.
     """
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = device.is_gpu()
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     hot = REPEATS["hot"]
-    timers = {
+    loops = {
         "copy": compile_loop(_scaled, functools.partial(_ones, size // 4), 5, 2),
-        "launch": compile_loop(_scaled, _ones, 40, hot),
+        "launch_us": compile_loop(_scaled, _ones, 40, hot),
     }
-    x = jax.ShapeDtypeStruct((1, 1, 1, 2), jnp.float32)
-    theta = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
-    if serves("triton", rotate_by_angles, x, theta):
-        arguments = functools.partial(_ones, 1, 1, 1, 2)
-        timers["kernel"] = compile_loop(_smallest_kernel, arguments, 40, hot)
+    if on_gpu:
+        alone = compile_loop(_scaled, _ones, 40, hot, NO_GRAPHS)
+        loops["launch_without_graphs_us"] = alone
+    if device.refusal() is None:
+        loops["kernel_launch_us"] = compile_loop(stored, functools.partial(_ones, 1), 40, hot)
     for dtype in dtypes:
         arguments = functools.partial(_factors, side, dtype)
-        timers[dtype] = compile_loop(jnp.matmul, arguments, 5, 2)
-    figures = take_turns({name: loop.timer() for name, loop in timers.items()}, turns)
-    limits = {"copy_gb_per_s": 2 * size / figures["copy"] / 1e3, "launch_us": figures["launch"]}
-    if "kernel" in figures:
-        limits["kernel_launch_us"] = figures["kernel"]
+        loops[dtype] = compile_loop(jnp.matmul, arguments, 5, 2)
+    figures = take_turns({name: loop.timer() for name, loop in loops.items()}, turns)
+    limits: dict[str, Any] = {"copy_gb_per_s": 2 * size / figures["copy"] / 1e3}
+    limits |= {name: us for name, us in figures.items() if name.endswith("_us")}
+    if on_gpu:
+        limits["launch_graphs"] = loops["launch_us"].graphs
     if dtypes:
         limits["gemm_tflop_per_s"] = {x: 2 * side**3 / figures[x] / 1e6 for x in dtypes}
     return limits

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks._timing import working
+
 
 def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates the first 2R channels of q and k [B, L, N, C] in float32, with tables [L, R]."""
@@ -87,14 +89,8 @@ def graph_timers(
     forms: dict[str, Callable], arrays: list[tuple], steps: int
 ) -> dict[str, Callable[[], float]]:
     """A `graph_timer` by form; forms that fail on this machine are skipped, with a message."""
-    timers = {}
-    for name, make in forms.items():
-        try:
-            timers[name] = graph_timer(make(), arrays, steps)
-        except Exception as error:  # the other forms are measured nevertheless
-            reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-            print(f"{name} is skipped: {reason}", flush=True)
-    return timers
+    make = lambda form: graph_timer(form(), arrays, steps)
+    return working({name: functools.partial(make, form) for name, form in forms.items()})
 
 
 def torch_compiled(cos: torch.Tensor, sin: torch.Tensor) -> Callable:

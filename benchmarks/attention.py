@@ -2,8 +2,9 @@
 
     python -m benchmarks attention --out benchmarks/results/attention_gpu.json
 
-On a GPU, all layers take eight minutes, forward and backward. On a CPU only small layers and XLA
-are measured, because timings of interpreted kernels mean nothing.
+Programs are compiled side by side, first those of one layer for each goal, and torch is measured
+last. A call that is interrupted, or ends at --limit-s, is continued by the same command. On a CPU
+only small layers and XLA are measured, because timings of interpreted kernels mean nothing.
 
 Every form maps the packed projection [B, ..., 3, N, D] to the output [B, ..., N, D]. A form is
 named by its implementation and, after a plus, its position information: rope (half of the channels
@@ -11,226 +12,150 @@ rotated, with learned frequencies per head) or bias (the tables of Swin and NAT)
 
     xla       rope_jax_kernels in plain jax.numpy
     triton    rope_jax_kernels' Triton kernels; mosaic: its Mosaic GPU kernels
+    default   what `implementation=None` takes here, measured choices included
     cudnn     jax.nn.dot_product_attention on q, k, v unpacked and rotated in jax.numpy;
               for neighbourhoods, over all tokens of the map
     unpack    the same, with the kernel that unpacks and rotates
     torch     if installed, forward only: scaled_dot_product_attention, or FlexAttention with the
               pattern as mask, with torch.compile and without rotation
 
-Times are medians per layer of a program of several dependent layers; forms are timed in turns.
-"hot" uses one array repeatedly, "cold" cycles through arrays that together exceed every cache; the
-goals are for cold caches. `traffic_us` is the time to read or write q, k, v and the output once at
-the bandwidth of a copy, measured in the same process.
+Times are medians per layer of a compiled loop of dependent layers; forms are timed in turns. "hot"
+uses one array repeatedly, "cold" cycles through arrays that together exceed every cache; the goals
+are for cold caches. `traffic_us` is the time to read or write q, k, v and the output once at the
+bandwidth of a copy, measured in the same process. `graphs` is the share of a loop's launches that
+XLA compiled into CUDA graphs. Forms that fail are listed in `left_out` with the reason; after one
+that hangs, the process ends, and the next call goes on without it.
 """
 
-import dataclasses
+import concurrent.futures
 import functools
 import importlib.util
-import math
+import os
+import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks._goals import goal_table, spread
-from benchmarks._runner import Keep, Result
-from benchmarks._timing import CACHE_BYTES, Timer, machine_limits, take_turns
-from rope_jax_kernels import Global, Neighborhood, Pattern, Rotation, Window, attention_qkv
-from rope_jax_kernels.rotary import unpack_and_rotate
+from benchmarks._layers import ROUNDS, STEPS, Layer, compile_form, copies_of, layers, sees
+from benchmarks._runner import Keep, Result, earlier, end_now
+from benchmarks._timing import Timer, machine_limits, reason_of, take_turns, within
+from rope_jax_kernels import Global
 
-STEPS, PASSES = 8, 4  # layers per program; runs of the program per measurement
-_VIT = ("cudnn+rope", "unpack+rope", "cudnn", "xla+rope", "triton+rope", "triton")
-_VIT_FORMS = (*_VIT, "mosaic+rope", "mosaic")
-_LOCAL_FORMS = ("xla+rope", "xla+bias", "triton+rope", "triton+bias", "triton")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """The attention of one layer, "forward" or "training" (with gradients of all inputs)."""
-
-    model: str
-    pattern: Pattern
-    batch: int
-    places: tuple[int, ...]
-    heads: int
-    head_dim: int
-    direction: str
-    forms: tuple[str, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the packed projection."""
-        return self.batch, *self.places, 3, self.heads, self.head_dim
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of q, k, v and the output."""
-        return 4 * 2 * self.batch * math.prod(self.places) * self.heads * self.head_dim
-
-    def operands(self, copies: int) -> tuple:
-        """Returns `copies` projections, coords, freqs, bias and the gradient of the output."""
-        tokens, table = self.pattern.rotated_tokens(self.places), (self.heads, 1)
-        if not isinstance(self.pattern, Global):
-            table = self.pattern.bias_shape(self.heads, self.places)
-        qkv = jax.random.normal(jax.random.key(0), self.shape, jnp.bfloat16)
-        coords = jnp.linspace(-1, 1, 2 * tokens).reshape(tokens, 2)
-        freqs = jnp.linspace(1, 10, self.heads * self.head_dim // 2).reshape(self.heads, 2, -1)
-        dout = jnp.ones((self.batch, *self.places, self.heads, self.head_dim), jnp.bfloat16)
-        return [qkv + i for i in range(copies)], coords, freqs, jnp.zeros(table), dout
+TOGETHER = 4  # layers that are compiled together, then measured one by one
+HANGS_S = 20.0  # in which the first run of a form must end
+KERNELS = ("triton", "mosaic")  # with the rotation inside
 
 
-def layers(short: bool) -> Iterator[Layer]:
-    """Returns all layers, or small layers of the same kinds."""
-    for batch in (2,) if short else (64, 128, 256):
-        yield Layer("ViT", Global(), batch, (196,), 6, 64, "forward", _VIT_FORMS)
-    batch, window = 2 if short else 128, Window((7, 7), (3, 3))
-    for side, heads in ((14, 3),) if short else ((56, 3), (28, 6), (14, 12), (7, 24)):
-        for direction in ("forward", "training"):
-            yield Layer("Swin", window, batch, (side, side), heads, 32, direction, _LOCAL_FORMS)
-    batch, map_ = (1, (14, 14)) if short else (64, (56, 56))
-    near, far = Neighborhood((7, 7)), Neighborhood((7, 7), (8, 8))
-    yield Layer("NAT", near, batch, map_, 2, 32, "forward", ("cudnn", *_LOCAL_FORMS))
-    if not short:
-        yield Layer("ViT", Global(), 128, (196,), 6, 64, "training", _VIT_FORMS)
-        yield Layer("NAT", near, batch, map_, 2, 32, "training", _LOCAL_FORMS)
-        yield Layer("DiNAT", far, batch, map_, 2, 32, "forward", _LOCAL_FORMS)
+def timer_of(run: Callable, qkvs: list[jax.Array], rest: list, steps: int) -> Timer:
+    """Returns a timer of one of `steps` layers of a compiled loop.
 
-
-def attend(
-    form: str,
-    pattern: Pattern,
-    qkv: jax.Array,
-    coords: jax.Array,
-    freqs: jax.Array,
-    bias: jax.Array,
-) -> jax.Array:
-    """Computes the output of a form; the shape depends on the form."""
-    implementation, _, position = form.partition("+")
-    rotation = Rotation(coords, freqs) if position == "rope" else None
-    if implementation == "cudnn":
-        tokens = qkv.reshape(qkv.shape[0], -1, *qkv.shape[-3:])
-        q, k, v = unpack_and_rotate(tokens, rotation, implementation="xla")
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-    terms = {"rotation": rotation, "bias": bias if position == "bias" else None}
-    implementation = "cudnn" if implementation == "unpack" else implementation
-    return attention_qkv(qkv, pattern=pattern, **terms, implementation=implementation)
-
-
-def sees(pattern: Window | Neighborhood, places: tuple[int, int], query: Any, key: Any) -> Any:
-    """Whether queries attend to keys, for torch's masks; window and dilation must divide the map.
-
-    Args:
-        pattern: the attention pattern.
-        places: (rows, columns) of the map.
-        query: indices of query tokens, an integer array of any library.
-        key: indices of key tokens.
+    Raises:
+        TimeoutError: a first run does not end.
     """
-    fitted = pattern.fit(places) if isinstance(pattern, Window) else pattern
-    steps = fitted.shift if isinstance(fitted, Window) else fitted.dilation
-
-    def along(axis: int, query: Any, key: Any) -> Any:
-        length, size, step = places[axis], fitted.size[axis], steps[axis]
-        if isinstance(fitted, Window):
-            same_window = (query - step) % length // size == (key - step) % length // size
-            return same_window & ((query < step) == (key < step))
-        first = (query // step - size // 2).clip(0, max(length // step - size, 0))
-        return (query % step == key % step) & (first <= key // step) & (key // step < first + size)
-
-    width = places[1]
-    rows = along(0, query // width, key // width)
-    return rows & along(1, query % width, key % width)
-
-
-def pass_of(layer: Layer, form: str) -> Callable:
-    """Returns a function of (qkv, coords, freqs, bias, dout); in training, with gradients."""
-    run = functools.partial(attend, form, layer.pattern)
-
-    def forward(qkv, coords, freqs, bias, dout):
-        return run(qkv, coords, freqs, bias)
-
-    def training(qkv, coords, freqs, bias, dout):
-        out, pull_back = jax.vjp(lambda q, f, b: run(q, coords, f, b), qkv, freqs, bias)
-        return out, pull_back(dout.reshape(out.shape))
-
-    return training if layer.direction == "training" else forward
-
-
-def one_after_another(step: Callable, qkvs: list[jax.Array], *rest: jax.Array) -> list:
-    """Applies a step to several projections, one after the other."""
-    results = []
-    for qkv in qkvs:
-        # Makes each step depend on the previous one; otherwise XLA merges or interleaves steps.
-        qkv, results = jax.lax.optimization_barrier((qkv, results))
-        results.append(step(qkv, *rest))
-    return results
-
-
-def timer_of(run: Callable, qkvs: list[jax.Array], rest: list) -> Timer:
-    """Returns a timer of one step of a compiled program."""
-    jax.block_until_ready(run(qkvs, *rest))
+    # XLA launches kernel by kernel in the first run, and forms graphs in the second.
+    within(HANGS_S, lambda: [jax.block_until_ready(run(qkvs, *rest)) for _ in range(2)])
 
     def elapsed() -> float:
         start = time.perf_counter()
-        # Not synchronised, so that all but the first are launched while the GPU is busy.
-        jax.block_until_ready([run(qkvs, *rest) for _ in range(PASSES)][-1])
-        return 1e6 * (time.perf_counter() - start) / len(qkvs) / PASSES
+        jax.block_until_ready(run(qkvs, *rest))
+        return 1e6 * (time.perf_counter() - start) / steps
 
     return elapsed
 
 
-def measure(layer: Layer, turns: int, on_gpu: bool) -> dict[str, Any]:
-    """Measures a layer; returns its fields, and microseconds by temperature and form."""
-    qkv_bytes = 3 * layer.moved_bytes // 4
-    copies = min(STEPS, max(2, -(-CACHE_BYTES // qkv_bytes))) if on_gpu else 1
-    qkvs, *rest = layer.operands(copies)
-    arrays = {"hot": qkvs[:1] * STEPS}
-    if on_gpu:
-        arrays["cold"] = [qkvs[i % copies] for i in range(STEPS)]
+class Hangs(Exception):
+    """The first run of this form does not end."""
+
+
+Compiled = dict[str, tuple[Callable, float | None] | str]  # by form, from `compile_form`
+
+
+def timers_of(
+    loops: Compiled, arrays: dict[str, list[jax.Array]], rest: list, steps: int
+) -> tuple[dict[str, dict[str, Timer]], dict[str, str]]:
+    """Timers by temperature and form, and the reason for each form without one.
+
+    Raises:
+        Hangs: the device does not answer after a form.
+    """
     timers: dict[str, dict[str, Timer]] = {temperature: {} for temperature in arrays}
-    for form in layer.forms:
-        if on_gpu or form.startswith("xla"):
-            run = jax.jit(functools.partial(one_after_another, pass_of(layer, form)))
-            for temperature in arrays:
-                timers[temperature][form] = timer_of(run, arrays[temperature], rest)
-    if on_gpu and layer.direction == "forward" and importlib.util.find_spec("torch"):
-        from benchmarks import _torch
+    left_out = {form: loop for form, loop in loops.items() if isinstance(loop, str)}
+    for form in [form for form in loops if form not in left_out]:
+        try:
+            own = {
+                name: timer_of(loops[form][0], some, rest, steps) for name, some in arrays.items()
+            }
+        except TimeoutError as error:
+            raise Hangs(form) from error
+        except Exception as error:  # such as too little memory
+            left_out[form] = reason_of(error)
+        else:
+            for temperature, timer in own.items():
+                timers[temperature][form] = timer
+    return timers, left_out
 
-        is_global = isinstance(layer.pattern, Global)
-        mask = None if is_global else functools.partial(sees, layer.pattern, layer.places)
-        timers["cold"] |= _torch.attentions(mask, layer.shape, copies, -(-STEPS // copies))
+
+def measure(layer: Layer, loops: Compiled, turns: int, limits: dict[str, Any]) -> dict[str, Any]:
+    """Measures a layer; returns its fields, and microseconds by temperature and form."""
+    on_gpu = jax.default_backend() == "gpu"
+    copies, steps = copies_of(layer, on_gpu), ROUNDS * STEPS if on_gpu else 2
+    qkvs, *rest = jax.jit(lambda: layer.operands(copies))()
+    arrays = {"cold": qkvs, "hot": qkvs[:1] * copies} if on_gpu else {"hot": qkvs}
+    timers, left_out = timers_of(loops, arrays, rest, steps)
     figures = {temperature: take_turns(forms, turns) for temperature, forms in timers.items()}
-    row = dataclasses.asdict(layer) | {"pattern": str(layer.pattern)}
-    return row | {"moved_bytes": layer.moved_bytes, "microseconds": figures}
+    traffic_us = layer.moved_bytes / limits["copy_gb_per_s"] / 1e3
+    row = layer.about | {"moved_bytes": layer.moved_bytes, "traffic_us": traffic_us}
+    graphs = {form: loop[1] for form, loop in loops.items() if form not in left_out}
+    return row | {"microseconds": figures, "graphs": graphs, "left_out": left_out}
 
 
-def traffic_us(row: dict, limits: dict[str, float]) -> float:
-    """Microseconds to move q, k, v and the output at the bandwidth of a copy."""
-    return row["moved_bytes"] / limits["copy_gb_per_s"] / 1e3
+def measure_peers(
+    layer: Layer, loops: Compiled, turns: int, limits: dict[str, Any]
+) -> dict[str, Any]:
+    """Measures torch and our forms without a position in turns, with cold caches."""
+    from benchmarks import _torch
+
+    del limits
+    copies, is_global = copies_of(layer, True), isinstance(layer.pattern, Global)
+    qkvs, *rest = jax.jit(lambda: layer.operands(copies))()
+    timers, _ = timers_of(loops, {"cold": qkvs}, rest, ROUNDS * STEPS)
+    mask = None if is_global else functools.partial(sees, layer.pattern, layer.places)
+    torch = _torch.attentions(mask, layer.shape, copies, -(-STEPS // copies))
+    return layer.about | {"microseconds": {"cold": take_turns(timers["cold"] | torch, turns)}}
 
 
-# Goal -> model, direction, and the forms in numerator and denominator.
+MEASURES = {"rows": measure, "peers": measure_peers}
+IDENTITY = ("model", "pattern", "batch", "places", "direction")  # of a layer in a result
+
+
+# Goal -> model, direction, and the forms in numerator and denominator; "ours" is the faster of
+# KERNELS with the rotation, "bare" the same kernel without it.
 RATIOS = {
-    "A1": ("ViT", "forward", "cudnn+rope", "triton+rope"),
-    "A2": ("ViT", "forward", "triton+rope", "triton"),
-    "A3": ("Swin", "forward", "xla+rope", "triton+rope"),
-    "A4": ("Swin", "training", "xla+bias", "triton+rope"),
-    "A5": ("NAT", "forward", "cudnn", "triton+rope"),
+    "A1": ("ViT", "forward", "cudnn+rope", "ours"),
+    "A2": ("ViT", "forward", "ours", "bare"),
+    "A3": ("Swin", "forward", "xla+rope", "ours"),
+    "A4": ("Swin", "training", "xla+bias", "ours"),
+    "A5": ("NAT", "forward", "cudnn", "ours"),
+    "A6": ("NAT", "forward", "ours", "traffic"),
 }
 
 
-def goals(limits: dict[str, float], rows: list[dict]) -> dict[str, dict[str, Any]]:
+def goals(rows: Sequence[dict]) -> dict[str, dict[str, Any]]:
     """The goals that were measured, with cold caches."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        times = row["microseconds"].get("cold", {})
-        kind = (row["model"], row["direction"])
-        for name, (model, direction, slow, fast) in RATIOS.items():
-            if (model, direction) == kind and {slow, fast} <= set(times):
-                ratios.setdefault(name, []).append(times[slow] / times[fast])
-        if kind == ("NAT", "forward") and "triton+rope" in times:
-            ratios.setdefault("A6", []).append(times["triton+rope"] / traffic_us(row, limits))
+        times = dict(row["microseconds"].get("cold", {}))
+        ours = [name for name in KERNELS if f"{name}+rope" in times]
+        if ours:
+            best = min(ours, key=lambda name: times[f"{name}+rope"])
+            times |= {"ours": times[f"{best}+rope"], "traffic": row["traffic_us"]}
+            times |= {"bare": times[best]} if best in times else {}
+        for name, (model, direction, over, under) in RATIOS.items():
+            if (model, direction) == (row["model"], row["direction"]) and {over, under} <= {*times}:
+                ratios.setdefault(name, []).append(times[over] / times[under])
     return {name: spread(values) for name, values in ratios.items()}
 
 
@@ -249,27 +174,97 @@ def summary(result: Result) -> str:
         for temperature, times in row["microseconds"].items():
             figures = "  ".join(f"{form} {us:.1f}" for form, us in times.items())
             lines.append(f"  {temperature:6}{figures} us")
-        lines.append(f"  traffic {traffic_us(row, limits):.1f} us")
+        lines.append(f"  traffic {row['traffic_us']:.1f} us")
+        lines += [f"  {form} is left out: {reason}" for form, reason in row["left_out"].items()]
+    for row in result["peers"]:
+        times = row["microseconds"]["cold"].items()
+        figures = "  ".join(f"{form} {us:.1f}" for form, us in times)
+        lines += ["", f"{row['model']}, {row['pattern']}, without position: {figures} us"]
     return "\n".join([*lines, "", goal_table(result["goals"], "A")])
 
 
-def run(keep: Keep, *, short: bool = False, turns: int = 21, limit_s: float = 400.0) -> None:
+def tasks(short: bool, on_gpu: bool) -> list[tuple[str, Layer]]:
+    """All layers for the rows of a result, then those for its peers, if torch is installed."""
+    found = list(layers(short))
+    with_torch = on_gpu and importlib.util.find_spec("torch") is not None
+    others = [layer for layer in found if layer.direction == "forward" and with_torch]
+    return [("rows", layer) for layer in found] + [("peers", layer) for layer in others]
+
+
+def compile_all(
+    pool: concurrent.futures.Executor,
+    group: Sequence[tuple[str, Layer]],
+    hangs: Sequence,
+    on_gpu: bool,
+) -> list[dict[str, Any]]:
+    """`compile_form` of all forms of some tasks, side by side; compilers release the GIL."""
+
+    def wanted(kind: str, layer: Layer, form: str) -> bool:
+        compared = kind == "rows" or "+" not in form
+        return compared and (on_gpu or form.startswith("xla")) and [layer.about, form] not in hangs
+
+    compiling = [
+        {
+            form: pool.submit(compile_form, layer, form, on_gpu)
+            for form in layer.forms
+            if wanted(kind, layer, form)
+        }
+        for kind, layer in group
+    ]
+    return [{form: x.result() for form, x in of_one.items()} for of_one in compiling]
+
+
+def run(
+    keep: Keep,
+    *,
+    out: pathlib.Path | None,
+    short: bool = False,
+    turns: int = 11,
+    limit_s: float = 400.0,
+) -> None:
     """Measures layers one after the other, and saves the result after each.
 
     Args:
         keep: saves the result.
+        out: of an earlier call, to continue.
         short: measure small layers, as on a CPU
         turns: timed turns of each form
-        limit_s: start no layer after this many seconds
+        limit_s: end after this many seconds
     """
     deadline, on_gpu = time.monotonic() + limit_s, jax.default_backend() == "gpu"
-    limits, rows = machine_limits(turns), []
-    result = keep(limits=limits, rows=rows, goals={})
-    todo = list(layers(short or not on_gpu))
-    for done, layer in enumerate(todo):
-        if time.monotonic() > deadline:
-            print(f"stopped after {done} of {len(todo)} layers: --limit-s={limit_s}")
-            break
-        rows.append(measure(layer, turns, on_gpu))
-        result = keep(limits=limits, rows=rows, goals=goals(limits, rows))
+    before = earlier(out, "attention", {"short": short, "turns": turns})
+    figures = {name: before.get(name, []) for name in ("rows", "peers", "hangs")}
+    limits, everything = machine_limits(turns), tasks(short or not on_gpu, on_gpu)
+
+    def missing() -> list[tuple[str, Layer]]:
+        done = [(kind, *map(row.get, IDENTITY)) for kind, rows in figures.items()
+                if kind != "hangs" for row in rows]  # fmt: skip
+        return [
+            (kind, layer)
+            for kind, layer in everything
+            if (kind, *map(layer.about.get, IDENTITY)) not in done
+        ]
+
+    def keep_all() -> Result:
+        return keep(limits=limits, **figures, goals=goals(figures["rows"]), left=len(missing()))
+
+    result, todo = keep_all(), missing()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in range(0, len(todo), TOGETHER):
+            group = todo[start : start + TOGETHER]
+            # Nothing compiles during timing.
+            compiled = compile_all(pool, group, figures["hangs"], on_gpu)
+            for (kind, layer), loops in zip(group, compiled, strict=True):
+                if time.monotonic() > deadline:
+                    break
+                try:
+                    figures[kind].append(MEASURES[kind](layer, loops, turns, limits))
+                except Hangs as form:
+                    figures["hangs"].append([layer.about, str(form)])
+                    keep_all()
+                    end_now(f"{form} of {layer.model} does not end; the next call goes on without")
+                result = keep_all()
+            if time.monotonic() > deadline:
+                print(f"stopped with {result['left']} layers left: --limit-s={limit_s:g}")
+                break
     print(summary(result))

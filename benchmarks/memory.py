@@ -1,15 +1,16 @@
-"""Memory of training steps and of attention on GPUs as planned by XLA, and collectives.
+"""Memory, launches and bytes moved of training steps on GPUs as planned by XLA, and collectives.
 
     python -m benchmarks memory --out benchmarks/results/memory_h200.json
 
 Compiles the training step (bfloat16, AdamW, averaged weights, 224 pixels) ahead of time for H200s.
 No GPU is needed, but jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 are. A
-running process needs somewhat more memory. With --models or --parts, the other rows of an existing
-file are kept.
+running process needs somewhat more memory. What counts as a launch and as bytes is described in
+`benchmarks/_hlo.py`. With --models or --parts, the other rows of an existing file are kept.
 """
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -22,12 +23,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks import _hlo
 from benchmarks._program import OPTIONS, absent_gpus, compile_ahead, sizes
 from benchmarks._runner import Keep, record
 from rope_jax import config, data
 from rope_jax.models import attention as model_attention
 from rope_jax.models.registry import create_model
-from rope_jax.sharding import make_mesh, split_batch, state_shardings, use_mesh, with_shardings
+from rope_jax.sharding import (
+    make_mesh,
+    on_every_device,
+    split_batch,
+    state_shardings,
+    use_mesh,
+    with_shardings,
+)
 from rope_jax.training import optim
 from rope_jax.training.setup import Setup, initial_state
 from rope_jax.training.step import make_step
@@ -43,7 +52,13 @@ MODELS = {
     "NAT-Mini": "nat_mini",
 }
 LARGE = ("ViT-L", "Swin-B")  # also on 256 GPUs and with sharded parameters
-PARTS = {"steps": ("rows", "against_xla"), "attention": ("attention",)}  # names in the result
+BATCHES = {"ViT-S": 256, "Swin-T": 128, "NAT-Mini": 128}  # whose launches are counted
+# Part -> names in the result.
+PARTS = {
+    "steps": ("rows", "against_xla"),
+    "attention": ("attention",),
+    "launches": ("launches",),
+}
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-(?:permute|broadcast)"
 COLLECTIVE = re.compile(rf"%\S+ = (\(.*?\)|\S+) ({_COLLECTIVES})(-start)?\(")
 
@@ -100,7 +115,7 @@ def compile_step(
         state = with_shardings(state, state_shardings(state, run.mesh))
         lowered = make_step(run).trace(state, with_shardings(arrays, split_batch(run.mesh))).lower()
     compiled = lowered.compile(compiler_options=OPTIONS)
-    memory, text = compiled.memory_analysis(), re.sub(r"backend_config=.*", "", compiled.as_text())
+    memory, text = compiled.memory_analysis(), _hlo.text_of(compiled)
     found = filter(None, map(COLLECTIVE.search, text.splitlines()))
     collectives = [(match[2], max(sizes(match[1]))) for match in found]
     # The state is donated, so the aliased bytes are those of the state.
@@ -122,11 +137,41 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
 
     graph, params, _, rest = nnx.split(nnx.eval_shape(make), nnx.Param, nnx.BatchStat, ...)
     schedule = optim.learning_rate_schedule(settings.optim, epochs=300.0, steps_per_epoch=1251.0)
-    optimizer = optim.make_optimizer(settings.optim, schedule, params)
+    whole = functools.partial(on_every_device, mesh=mesh)
+    optimizer = optim.make_optimizer(settings.optim, schedule, params, whole)
     images = data.load("digits", None, "train", (8, 8))  # not used by the step
     parts = (images, images, graph, rest, optimizer, schedule)
     run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None)
     return run, jax.eval_shape(lambda: initial_state(run, make()))
+
+
+def forward_text(name: str, device: jax.Device, batch: int) -> str:
+    """The optimised HLO of a model's forward pass in bfloat16, with float32 parameters."""
+
+    def make() -> nnx.Module:
+        return create_model(name, dtype=jnp.bfloat16)
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    images = jax.ShapeDtypeStruct((batch, SIZE, SIZE, 3), jnp.bfloat16)
+
+    def forward(state: nnx.State, images: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(images)
+
+    return _hlo.text_of(compile_ahead(forward, (state, images), device))
+
+
+def launch_rows(label: str) -> list[dict[str, Any]]:
+    """Launches and bytes by kind of a training step and of a forward pass on one GPU."""
+    name, batch, devices = MODELS[label], BATCHES[label], gpus(1)[:1]
+    texts = {
+        "training step": compile_step(name, devices, batch).text,
+        "forward": forward_text(name, devices[0], batch),
+    }
+    row = {"model": label, "batch": batch}
+    return [
+        row | {"pass": what, "kinds": _hlo.by_kind(_hlo.operations(text))}
+        for what, text in texts.items()
+    ]
 
 
 def largest_batch(first: tuple[int, int], second: tuple[int, int], state: int) -> int:
@@ -276,7 +321,7 @@ def run(
     Args:
         keep: saves the result.
         models: models to compile
-        parts: training steps, attention alone
+        parts: training steps, attention alone, launches and bytes of whole programs
         out: the JSON file; its other rows are kept.
     """
     rows: dict[str, list] = {name: [] for names in PARTS.values() for name in names}
@@ -292,6 +337,8 @@ def run(
     for label in models:
         if "attention" in parts and label not in LARGE:
             add("attention", attention_rows(label))
+        if "launches" in parts and label in BATCHES:
+            add("launches", launch_rows(label))
         if "steps" in parts:
             for hosts, fsdp in [(1, 1), (1, 8), (32, 8)] if label in LARGE else [(1, 1)]:
                 add("rows", [step_row(label, hosts, fsdp)])

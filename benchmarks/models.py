@@ -26,90 +26,52 @@ counts as three forward passes.
 schemes: inference at 224 pixels, with the thesis' figures (A100, fp16) next to ours.
 """
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
 import math
-import os
+import pathlib
 import statistics
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 import rope_jax
 from benchmarks._goals import GOALS, spread
-from benchmarks._runner import Keep, Result
+from benchmarks._models import OURS, PEER, programs
+from benchmarks._runner import Keep, Result, earlier
 from benchmarks._timing import machine_limits
-from benchmarks._training import training_step
 from rope_jax.analysis import expected
-from rope_jax.config import OptimConfig
 from rope_jax.models.cost import cost
 from rope_jax.text import markdown_table
-from rope_jax.training import optim
-from rope_jax_kernels import Global, Pattern, Rotation, dispatch, rotate
+from rope_jax_kernels import dispatch
 
+NOT_SET = ("keep", "out")  # parameters of `run` that are no settings
 SCHEMES = ["none", "rpb", "axial_rope"]  # of the thesis
 _NATS = itertools.product(("nat", "dinat"), ("mini", "tiny", "small", "base"))
 _NAT_SS = itertools.product(("nat_s", "dinat_s"), ("tiny", "small", "base"))
 _OTHERS = ["swin_t", "swin_s", "swin_b", "vit_s16", "vit_b16"]
 TABLES = {"4.4": [*map("_".join, _NATS), *_OTHERS], "D.1": [*map("_".join, _NAT_SS)]}
-# timm's name of each model with a scheme.
-TIMM = {
-    ("deit_s16", "ape"): "deit_small_patch16_224",
-    ("deit3_s16", "ape"): "deit3_small_patch16_224",
-    ("deit3_b16", "ape"): "deit3_base_patch16_224",
-    ("deit3_s16", "rope2d"): "vit_small_patch16_rope_224",
-    ("deit3_b16", "rope2d"): "vit_base_patch16_rope_224",
-    ("deit3_s16", "rope_mixed"): "vit_small_patch16_rope_mixed_224",
-    ("deit3_b16", "rope_mixed"): "vit_base_patch16_rope_mixed_224",
-    ("swin_t", "rpb"): "swin_tiny_patch4_window7_224",
-    ("swin_s", "rpb"): "swin_small_patch4_window7_224",
-    ("swin_b", "rpb"): "swin_base_patch4_window7_224",
-}
-_OURS, _TIMM = "rope_jax", "timm"
 _VITS, _KINDS = ("deit3_s16", "deit3_b16"), ("deit3_s16", "swin_t", "nat_mini")
 # Goal -> program, models, and numerator and denominator of a ratio of images per second, each a
 # (software, scheme) with its fastest implementation.
 RATIOS = {
-    "M1": ("forward", _VITS, (_OURS, "none"), (_OURS, "axial_rope")),
-    "M2": ("forward", _VITS, (_OURS, "rope_mixed"), (_TIMM, "rope_mixed")),
-    "M3": ("forward", _KINDS, (_OURS, "axial_rope"), (_OURS, "rpb")),
-    "T1": ("train", ("deit3_s16",), (_OURS, "rope_mixed"), (_TIMM, "rope_mixed")),
+    "M1": ("forward", _VITS, (OURS, "none"), (OURS, "axial_rope")),
+    "M2": ("forward", _VITS, (OURS, "rope_mixed"), (PEER, "rope_mixed")),
+    "M3": ("forward", _KINDS, (OURS, "axial_rope"), (OURS, "rpb")),
+    "T1": ("train", ("deit3_s16",), (OURS, "rope_mixed"), (PEER, "rope_mixed")),
 }
 ROOFLINE = ("deit3_b16", *_KINDS)  # of M4, with axial_rope
 TRAINING_BATCH = 256  # of T1 and T2
 PASSES = 26  # over the activations of a layer, in the serial roofline
 POSITIONS = [*SCHEMES, "rope_mixed"]
 PROGRAMS = ["forward", "train"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """One program of a comparison: a scheme in our model or in timm's.
-
-    Attributes:
-        software: "rope_jax" or "timm".
-        position: the scheme.
-        implementation: of attention; None for the model's own choice.
-    """
-
-    software: str
-    position: str
-    implementation: str | None = None
-
-    def __str__(self) -> str:
-        by = f" by {self.implementation}" if self.implementation else ""
-        return f"{self.position}{by}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,154 +105,6 @@ class Row:
     roofline_share: float
     tax_percent: float | None
     temp_bytes: int | None
-
-
-def attention_of_jnp(
-    *operands: jax.Array,
-    pattern: Pattern,
-    rotation: Rotation | None,
-    bias: jax.Array | None,
-    scale: float | None,
-) -> jax.Array:
-    """Rotation in jax.numpy, then `jax.nn` attention, of q, k, v or a packed array."""
-    if not isinstance(pattern, Global):
-        kind = type(pattern).__name__
-        raise ValueError(f"implementation='jnp' needs global attention, but the pattern is {kind}")
-    q, k, v = operands if len(operands) == 3 else jnp.moveaxis(operands[0], -3, 0)
-    if rotation is not None:
-        q, k = rotate(q, k, rotation, implementation="xla")
-    bias = None if bias is None else bias[None].astype(q.dtype)
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, implementation=kernel)
-
-
-@contextlib.contextmanager
-def attention_by(implementation: str | None) -> Iterator[None]:
-    """Context in which attention is traced with this implementation, or raises a ValueError."""
-    original = dispatch.call
-
-    def call(op: str, arguments: dict[str, Any], **options: Any) -> Any:
-        if implementation is None or op not in ("attention", "attention_qkv"):
-            return original(op, arguments, **options)
-        if implementation == "jnp":
-            terms = ("pattern", "rotation", "bias", "scale")
-            operands = [x for name, x in arguments.items() if name not in terms]
-            return attention_of_jnp(*operands, **{name: arguments[name] for name in terms})
-        return original(op, arguments, **options | {"implementation": implementation})
-
-    with mock.patch.object(dispatch, "call", call):
-        yield
-
-
-def _cast_weights(params: Any, dtype: Any) -> Any:
-    """Casts weights for inference to the compute dtype, except those of position schemes."""
-
-    def cast(path: tuple, x: jax.Array) -> jax.Array:
-        is_position = any(getattr(key, "key", None) == "position" for key in path)
-        return x if is_position else x.astype(dtype)
-
-    return jax.tree.map_with_path(cast, params)
-
-
-class Program:
-    """A forward pass or training step with its state; call `compile` first."""
-
-    def __init__(
-        self, model: nnx.Module, implementation: str | None, program: str, images: jax.Array
-    ):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-        settings = OptimConfig(clip_norm=None)
-        optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
-        # Copied, because it is donated and other programs use the model.
-        params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
-
-        def forward(state: Any, images: jax.Array) -> tuple[Any, jax.Array]:
-            return state, nnx.merge(graph, state, rest)(images)
-
-        if program == "forward":
-            self.state, step = _cast_weights(params, images.dtype), forward
-        else:
-            self.state = {"params": params, "opt": optimizer.init(params)}
-            step = training_step(graph, rest, optimizer)
-        self.images = images
-        with attention_by(implementation):
-            self._lowered = jax.jit(step, donate_argnums=0).lower(self.state, images)
-
-    def compile(self) -> None:
-        """Compiles the program; several can be compiled in parallel (but not traced)."""
-        self.step = self._lowered.compile()
-        self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
-
-    def __call__(self, passes: int) -> float:
-        """Runs `passes` batches one after the other; returns milliseconds per batch."""
-        start = time.perf_counter()
-        for _ in range(passes):
-            self.state, out = self.step(self.state, self.images)
-        jax.block_until_ready((self.state, out))
-        return 1e3 * (time.perf_counter() - start) / passes
-
-
-def left_out(name: str, program: str, form: Form, error: BaseException) -> None:
-    """Prints why a form is skipped, in one line."""
-    reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-    print(f"{form.software}'s {name} with {form}, {program}, is skipped: {reason}", flush=True)
-
-
-def programs(
-    name: str, program: str, images: jax.Array, args: types.SimpleNamespace
-) -> dict[Form, Any]:
-    """Compiles the programs of all forms; those that fail are skipped and reported.
-
-    Args:
-        name: name of the model.
-        program: "forward" or "train".
-        images: [B, H, W, 3].
-        args: arguments of `run` (positions, implementations, depth, torch, torch_mode).
-    """
-    traced, ready, drop_path, size = {}, {}, {}, images.shape[1]
-    options = {} if args.depth is None else {"depth": args.depth}
-    for position in args.positions:
-        try:
-            model = rope_jax.create_model(
-                name, position=position, image_size=size, dtype=images.dtype, **options
-            )
-        except ValueError as error:
-            left_out(name, program, Form(_OURS, position), error)
-            continue
-        drop_path[position] = getattr(model.options, "drop_path", 0.0)
-        for implementation in args.implementations:
-            form = Form(_OURS, position, implementation)
-            try:
-                traced[form] = Program(model, implementation, program, images)
-            except Exception as error:  # the other forms are measured nevertheless
-                left_out(name, program, form, error)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiling = {form: pool.submit(one.compile) for form, one in traced.items()}
-    for form, future in compiling.items():
-        if (error := future.exception()) is None:
-            ready[form] = traced[form]
-        else:
-            left_out(name, program, form, error)
-    # After all compilation: nothing else may allocate on the GPU while torch captures a graph.
-    if args.torch and args.depth is None and all(map(importlib.util.find_spec, ("timm", "torch"))):
-        settings = {"program": program, "batch": len(images), "image_size": size}
-        settings |= {"dtype": images.dtype.name, "mode": args.torch_mode}
-        for position, rate in drop_path.items():
-            if (name, position) in TIMM:
-                form = Form(_TIMM, position)
-                try:
-                    from benchmarks import _torch
-
-                    ready[form] = _torch.model(TIMM[name, position], drop_path=rate, **settings)
-                except Exception as error:
-                    left_out(name, program, form, error)
-    for form in list(ready):
-        try:
-            ready[form](1)
-        except Exception as error:  # for example out of memory
-            left_out(name, program, form, error)
-            del ready[form]
-    return ready
 
 
 def measure(
@@ -375,9 +189,9 @@ def goals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
                     ratio = over.images_per_second / under.images_per_second
                     ratios.setdefault(goal, {})[f"{model}, {batch}"] = ratio
         for model in ROOFLINE:
-            if row := fastest(model, "forward", batch, _OURS, "axial_rope"):
+            if row := fastest(model, "forward", batch, OURS, "axial_rope"):
                 ratios.setdefault("M4", {})[f"{model}, {batch}"] = row.roofline_share
-    wanted = ("deit3_s16", "train", "rope_mixed", _OURS, TRAINING_BATCH)
+    wanted = ("deit3_s16", "train", "rope_mixed", OURS, TRAINING_BATCH)
     held = {
         x.implementation: x.temp_bytes
         for x in rows
@@ -412,7 +226,7 @@ def table(result: Result) -> str:
     thesis_table, limits = result["settings"]["table"], result["limits"]
     lines = []
     for row in (Row(**row) for row in result["rows"]):
-        attention = "-" if row.software != _OURS else row.implementation or "default"
+        attention = "-" if row.software != OURS else row.implementation or "default"
         cells = [row.model, f"`{row.position}`", row.program, row.software, attention, row.dtype]
         cells += [str(row.batch), f"{row.images_per_second:,.1f}"]
         cells.append(f"{row.milliseconds:.2f} ({row.low:.2f}, {row.high:.2f})")
@@ -472,6 +286,7 @@ def peer_versions() -> dict[str, str]:
 def run(
     keep: Keep,
     *,
+    out: pathlib.Path | None,
     models: list[str] | None = None,
     positions: list[str] = POSITIONS,
     implementations: list[Literal["None", "jnp", *dispatch.IMPLEMENTATIONS["attention"]]]
@@ -494,6 +309,7 @@ def run(
 
     Args:
         keep: saves the result.
+        out: of an earlier call, to continue.
         models: names from rope_jax.list_models()
         positions: schemes
         implementations: implementations of attention; None is the model's own choice
@@ -507,25 +323,31 @@ def run(
         turns: timed turns of each form
         passes: batches per turn
         limit_turns: turns for the limits of the machine
-        limit_s: start no model after this many seconds
+        limit_s: end after this many seconds
         torch: also measure timm's models, if timm and torch are installed
         torch_mode: mode of torch.compile
     """
-    args = with_defaults({name: value for name, value in locals().items() if name != "keep"})
-    deadline, rows = time.monotonic() + limit_s, []
+    args = with_defaults({name: value for name, value in locals().items() if name not in NOT_SET})
+    deadline = time.monotonic() + limit_s
+    settings = {name: value for name, value in vars(args).items() if name != "limit_s"}
+    before = earlier(out, "models", settings)
+    rows, done = [Row(**row) for row in before.get("rows", [])], before.get("done", [])
     limits = machine_limits(limit_turns, args.dtypes)
+    todo = list(itertools.product(args.programs, args.models, args.dtypes, args.batches))
+    todo = [combination for combination in todo if list(combination) not in done]
 
     def keep_all() -> Result:
         figures = {"limits": limits, "rows": [dataclasses.asdict(row) for row in rows]}
+        figures |= {"done": done, "left": len(todo)}
         reached = goals(rows) if jax.default_backend() == "gpu" else {}
         return keep(settings=vars(args), versions=peer_versions(), **figures, goals=reached)
 
     result = keep_all()
-    todo = list(itertools.product(args.programs, args.models, args.dtypes, args.batches))
-    for done, (program, name, dtype, batch) in enumerate(todo):
-        if time.monotonic() > deadline:
-            print(f"stopped after {done} of {len(todo)} combinations: --limit-s={limit_s:g}")
-            break
+    while todo and time.monotonic() <= deadline:
+        program, name, dtype, batch = todo[0]
         rows += measure(name, program, dtype, batch, limits, args)
+        done.append(list(todo.pop(0)))
         result = keep_all()
+    if todo:
+        print(f"stopped with {len(todo)} combinations left: --limit-s={limit_s:g}")
     print(summary(result))

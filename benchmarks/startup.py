@@ -26,13 +26,14 @@ import optax
 from flax import nnx
 
 import rope_jax
-from benchmarks._runner import Keep, Result
+from benchmarks._runner import Keep, Result, alarm, earlier
 from benchmarks._training import training_step
 from rope_jax.config import OptimConfig
 from rope_jax.text import markdown_table
 from rope_jax.training import optim
 
 ROOT = pathlib.Path(__file__).parents[1]
+Seconds = dict[str, list[float]]  # to the first step, with caches that are "cold" and "warm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +120,14 @@ def make_images(folder: pathlib.Path, batch: int, size: int) -> None:
     np.savez(folder / "images.npz", **arrays)
 
 
-def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model) -> float:
+def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model, limit_s: float) -> float:
     """Seconds from the start of a training process to the report of its first step.
 
     Args:
         folder: folder with the files of `make_images`, in which the workdir is created.
         cache: cache folder of the process.
         of: the model.
+        limit_s: seconds after which the process is killed.
 
     Raises:
         RuntimeError: if the process ends before its first step.
@@ -150,7 +152,10 @@ def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model) -> float:
     environment = kept | {"ROPE_JAX_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
     lines, start = [], time.monotonic()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+    with (
+        subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process,
+        alarm(limit_s, process.kill),
+    ):
         for line in process.stdout:
             lines.append(line)
             if line.startswith("step "):
@@ -164,19 +169,24 @@ def first_step(folder: pathlib.Path, cache: pathlib.Path, of: Model) -> float:
     )
 
 
-def first_steps(of: Model, starts: int, deadline: float) -> dict[str, list[float]]:
-    """Seconds to the first step with empty and filled caches, at least one pair."""
-    seconds = {"cold": [], "warm": []}
+def first_steps(of: Model, known: Seconds, deadline: float) -> Seconds:
+    """Seconds to the first step with empty and filled caches: those known, and one more pair.
+
+    Without another pair if its processes do not reach their first step before the deadline.
+    """
+    pair = {}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         make_images(folder, of.batch, of.image_size)
-        for _ in range(starts):
-            cache = pathlib.Path(tempfile.mkdtemp(dir=folder))
-            for values in seconds.values():
-                values.append(first_step(folder, cache, of))
-            if time.monotonic() > deadline:
-                break
-    return seconds
+        for caches in ("cold", "warm"):
+            left = deadline - time.monotonic()
+            try:
+                pair[caches] = first_step(folder, folder / "cache", of, max(0.0, left))
+            except RuntimeError:
+                if time.monotonic() < deadline:
+                    raise
+                return known
+    return {caches: [*known.get(caches, []), seconds] for caches, seconds in pair.items()}
 
 
 def goals(rows: list[dict], first_step_s: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
@@ -225,6 +235,7 @@ def table(result: Result) -> str:
 def run(
     keep: Keep,
     *,
+    out: pathlib.Path | None,
     model: str | None = None,
     depth: int = 12,
     batch: int | None = None,
@@ -238,6 +249,7 @@ def run(
 
     Args:
         keep: saves the result.
+        out: of an earlier call, to continue.
         model: an isotropic model; default: deit3_b16, or deit3_ti16 without a GPU
         depth: number of blocks
         batch: images per batch
@@ -245,7 +257,7 @@ def run(
         dtype: dtype of the computation, float32 or bfloat16
         turns: timed steps of list and scan
         starts: pairs of processes with empty and filled caches
-        limit_s: start no further pair after this many seconds
+        limit_s: end after this many seconds
     """
     deadline, on_gpu = time.monotonic() + limit_s, jax.default_backend() == "gpu"
     of = Model(
@@ -258,12 +270,18 @@ def run(
     turns = turns or (21 if on_gpu else 5)
     settings = dataclasses.asdict(of) | {"turns": turns, "starts": starts, "limit_s": limit_s}
     settings["model"] = settings.pop("name")
+    same = {name: value for name, value in settings.items() if name != "limit_s"}
+    before = earlier(out, "startup", same)
 
-    def keep_all(rows: list[dict], seconds: dict[str, list[float]]) -> Result:
+    def keep_all(rows: list[dict], seconds: Seconds) -> Result:
         reached = goals(rows, seconds) if on_gpu else {}
-        return keep(settings=settings, rows=rows, first_step_s=seconds, goals=reached)
+        left = starts - len(seconds.get("warm", []))
+        return keep(settings=settings, rows=rows, first_step_s=seconds, goals=reached, left=left)
 
     jax.config.update("jax_enable_compilation_cache", False)  # to measure compilation itself
-    rows = compare(of, turns)
-    keep_all(rows, {})
-    print(table(keep_all(rows, first_steps(of, starts, deadline))))
+    rows, seconds = before.get("rows") or compare(of, turns), before.get("first_step_s", {})
+    result = keep_all(rows, seconds)
+    while result["left"] > 0 and time.monotonic() < deadline:
+        seconds = first_steps(of, seconds, deadline)
+        result = keep_all(rows, seconds)
+    print(table(result))

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks._runner import Result
 from docs.make_tables import ROOT, newest, read_results
-from experiments.evidence import accuracies, interval
+from experiments._claims import accuracies, interval
 from rope_jax.analysis.plots import COLOURS, MARKERS
 
 FOLDER = ROOT / "docs" / "images"

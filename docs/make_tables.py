@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from benchmarks import machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
-from experiments.evidence import PARTS, accuracies, interval, judge, sides
-from experiments.evidence import claims as claims_of
+from experiments._claims import accuracies, interval, judge, sides
+from experiments._claims import claims as claims_of
+from experiments._parts import PARTS
 from rope_jax.positions.__main__ import markdown
 from rope_jax.text import markdown_table
 
@@ -92,7 +93,7 @@ def rotary_table(results: Sequence[Result]) -> str:
     if (result := newest(results, "rotary", "gpu")) is None:
         return no_result("benchmarks rotary")
     limits = result["limits"]
-    launches = f"A launch takes {limits['launch_us']:.2f} us, an empty kernel "
+    launches = f"A launch takes {limits['launch_us']:.2f} us, a kernel that only stores "
     launches += f"{limits['kernel_launch_us']:.2f} us, a copy moves "
     table = markdown_table(rotary.RATIO_HEADER, rotary.ratio_rows(result))
     return f"{table}\n{launches}{limits['copy_gb_per_s']:,.0f} GB/s. {origin(result)}.\n"
@@ -190,6 +191,29 @@ def memory(results: Sequence[Result]) -> str:
     text += f"\nAttention alone, one layer at {batch} images, forward and backward, "
     text += f"kernels / XLA:\n\n{attention_memory(result['attention'])}"
     return f"{text}\nPlanned by XLA for {origin(result)}.\n"
+
+
+def launches(results: Sequence[Result]) -> str:
+    """Launches and bytes by kind of whole training steps and forward passes."""
+    result = newest(results, "memory")
+    if result is None or not result.get("launches"):
+        return no_result("benchmarks memory --parts=launches")
+
+    def cell(found: Sequence[dict]) -> str:
+        count, tiny, size = (sum(x[name] for x in found) for name in ("launches", "tiny", "bytes"))
+        return f"{size / 1e9:.1f} in {count:,} ({tiny:,})"
+
+    rows = []
+    for row in result["launches"]:
+        kinds = row["kinds"]
+        rest = [kinds[kind] for kind in kinds if kind not in ("products", "attention")]
+        sums = [cell(list(kinds.values())), cell(rest)]
+        about = [f"{row['model']}, {row['pass']}, batch {row['batch']}"]
+        rows.append([*about, *sums, *(cell([kinds[kind]]) for kind in kinds)])
+    header = ["program", "all", "neither products nor attention", *kinds]
+    columns = zip(header, *rows, strict=True)  # a kind a row
+    first, *others = map(list, columns)
+    return f"{markdown_table(first, others)}\nPlanned by XLA for {origin(result)}.\n"
 
 
 def machine_codes(results: Sequence[Result]) -> str:
@@ -328,6 +352,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "models": model_tables,
     "startup": startup_tables,
     "memory": memory,
+    "launches": launches,
     "machine_code": machine_codes,
     "goals": goals,
     "commands": commands,

@@ -36,14 +36,13 @@ from rope_jax.training.agreement import (
     require_equal_weights,
     require_one_workdir,
 )
-from rope_jax.training.kernels import choices_for_training, stored_choices
+from rope_jax.training.kernels import choices_for_training, kernels_of_run
 from rope_jax.training.loop import train_loop
 from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
 from rope_jax.workdir.trees import named_leaves
-from rope_jax_kernels import Choices
 
 
 def train(
@@ -98,7 +97,7 @@ def train(
             ) as writer:
                 state = train_loop(setup, state, checkpoints, writer, signals, workdir)
         else:
-            stack.enter_context(_stored_kernels(config, workdir))
+            stack.enter_context(kernels_of_run(config, workdir))
         finish(setup, state, workdir, signals)
 
 
@@ -128,13 +127,8 @@ def evaluate_newest(
             )
         if state is None:
             raise _no_checkpoints(workdir)
-        with _stored_kernels(setup.config, workdir):
+        with kernels_of_run(setup.config, workdir):
             finish(setup, state, workdir, signals)
-
-
-def _stored_kernels(config: Config, workdir: pathlib.Path) -> Choices:
-    """The choices of kernels that the run was trained with; without any, built-in preferences."""
-    return stored_choices(config, workdir) or Choices()
 
 
 def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
@@ -260,15 +254,19 @@ def load_newest(
 
 def _same_state(stored: Config, setup: Setup) -> bool:
     """Whether the state of a stored config has the arrays of a run's, so that it can resume."""
+
+    def state(config: Config) -> State:
+        model = seeds.create_models(config, restore.create)
+        splits = (setup.images, setup.held_out)
+        return initial_state(assemble(config, setup.mesh, *splits, model), model)
+
     shapes = []
     for config in (stored, setup.config):
         try:
-            model = nnx.eval_shape(lambda c=config: seeds.create_models(c, restore.create))
+            leaves = named_leaves(jax.eval_shape(lambda c=config: state(c)))
         except (ConfigError, ValueError):
             return False
-        run = assemble(config, setup.mesh, setup.images, setup.held_out, model)
-        state = jax.eval_shape(lambda run=run, model=model: initial_state(run, model))
-        shapes.append({name: leaf.shape for name, leaf in named_leaves(state)})
+        shapes.append({name: leaf.shape for name, leaf in leaves})
     return shapes[0] == shapes[1]
 
 
@@ -279,7 +277,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     results = usable_results(workdir) if first else None
     if results is None or results["step"] != step or not same_rows(results, wanted):
         results = None
-    if from_first_process(results is None):
+    if evaluated := from_first_process(results is None):
         rows = evaluate_state(setup, state, signals=signals)
         if first:
             write_results(workdir, step, rows)
@@ -291,7 +289,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
-    if results is None and config.tensorboard:
+    if evaluated and config.tensorboard:
         accuracies = {
             f"top1_{'x'.join(map(str, row['resolution']))}/{name}": row["top1"]
             for name, own in lines.items()

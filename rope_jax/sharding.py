@@ -84,6 +84,11 @@ def split_parameter(shape: tuple[int, ...], mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, P(*spec))
 
 
+def on_every_device(shape: tuple[int, ...], mesh: AnyMesh) -> bool:
+    """Whether every device holds all of an array of the training state."""
+    return split_parameter(shape, mesh).is_fully_replicated
+
+
 def state_shardings(state: Any, mesh: AnyMesh) -> Any:
     """The shardings of a training state, or of its shapes."""
     return jax.tree.map(lambda x: split_parameter(x.shape, mesh), state)

@@ -45,9 +45,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` without a GPU."""
+    """Skips tests marked `gpu` without a GPU, unless they are rehearsed (see tests/gpu)."""
     marked = [item for item in items if "gpu" in item.keywords]
-    if marked and jax.default_backend() != "gpu":
+    rehearsed = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
+    if marked and not rehearsed and jax.default_backend() != "gpu":
         reason = f"needs a GPU, but jax runs on {jax.default_backend()}"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))

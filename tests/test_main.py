@@ -17,6 +17,7 @@ from absl.testing import flagsaver
 
 from rope_jax import command
 from rope_jax.config import ConfigError, resolve
+from rope_jax.data import BadImages
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
 from rope_jax.training.signals import Interrupted
@@ -51,6 +52,26 @@ def stopped_by(name, *, saved):
         ),
         (KeyboardInterrupt(), 130, "rope_jax: stopped before anything had begun\n"),
         (RuntimeError("a bug"), 1, "RuntimeError: a bug\n"),
+        (
+            BadImages("image 3 of set (a/1.jpg) cannot be used: it is truncated"),
+            1,
+            "rope_jax: image 3 of set (a/1.jpg) cannot be used: it is truncated; "
+            "`python -m rope_jax.data.verify` lists all that cannot be used, and "
+            "--config.data.bad_images=skip goes on without them\n",
+        ),
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            1,
+            "rope_jax: there is too little memory (Unable to allocate 9 TiB); use a smaller "
+            "--config.batch_size (or more --config.accumulate), model or image\n",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+            1,
+            "rope_jax: the device has too little memory (RESOURCE_EXHAUSTED: Out of memory "
+            "allocating 9 bytes.); use a smaller --config.batch_size (or more --config.accumulate)"
+            ", model or image\n",
+        ),
     ],
 )
 def test_exit_statuses(error, status, message, capsys):
@@ -178,6 +199,52 @@ def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monk
     assert command.next_command(config, pathlib.Path("runs/a")).endswith(
         f"--workdir=runs/a_{other}"
     )
+
+
+# ml_collections imports recipes by a method that Python deprecates.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_none_can_be_given_where_a_setting_may_be_none(monkeypatch):
+    from rope_jax import main
+
+    given = [main.__name__, f"--config={ROOT}/configs/digits.py", "--workdir=runs/x"]
+    given += ["--config.optim.clip_norm=None", "--config.ema_decay=0.5", "--config.data.path=None"]
+    monkeypatch.setattr(sys, "argv", given)
+    with flagsaver.flagsaver():
+        command.parse_flags(given)
+        config = resolve(main._CONFIG.value)
+    assert (config.optim.clip_norm, config.ema_decay, config.data.path) == (None, 0.5, None)
+
+
+@pytest.mark.process
+def test_a_device_that_is_not_there_is_one_line(tmp_path):
+    arguments = ["--config=configs/digits.py", f"--workdir={tmp_path}/run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rope_jax.main", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()[-1:]
+    assert line.startswith("rope_jax: jax has no device")
+    assert "JAX_PLATFORMS=cpu" in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_ctrl_c_during_imports_is_one_line(tmp_path):
+    command = [sys.executable, "-v", "-m", "rope_jax.main", f"--workdir={tmp_path}/run"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("import 'flax"):  # in the middle of the package's imports
+                process.send_signal(signal.SIGINT)
+                break
+        told = process.stderr.read()
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert "rope_jax: stopped by Ctrl-C" in told
+    assert "Traceback" not in told
 
 
 def environment(devices=1):

@@ -53,7 +53,7 @@ def test_the_pages_list_every_scheme_and_model():
 
 
 def test_the_readme_names_models_and_schemes_that_exist():
-    table = README[README.index("## Backbones and schemes") : README.index("All sizes:")]
+    table = README[README.index("## Backbones and schemes") : README.index("All sizes")]
     models, schemes = table.split("**schemes**")
     assert names_in_column(models, 1) <= set(rope_jax.list_models())
     listed = {x.removesuffix("(ape)") for x in names_in_column(f"| schemes{schemes}", 1)}

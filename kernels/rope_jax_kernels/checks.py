@@ -13,6 +13,8 @@ from rope_jax_kernels.rotation import Rotation
 
 LAYOUTS = ("BLND", "BNLD")
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+# Of an array: integers, or symbols where `jax.export` leaves a size open.
+Shape = tuple[Any, ...]
 
 
 def check_floating(name: str, x: Any) -> None:
@@ -124,7 +126,7 @@ def check_operand(name: str, x: Any, pattern: Pattern) -> None:
 
 
 def check_terms(
-    shape: tuple[int, ...], name: str, pattern: Pattern, rotation: Any, bias: Any, scale: Any
+    shape: Shape, name: str, pattern: Pattern, rotation: Any, bias: Any, scale: Any
 ) -> None:
     """Requires a rotation, bias and scale (or None) that fit queries of `shape`.
 

@@ -47,6 +47,7 @@ from rope_jax.files import write_file
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.sharding import require_devices
 from rope_jax.text import format_table, image_pair
+from rope_jax.training.kernels import kernels_of_run
 from rope_jax.training.setup import load_split
 
 Results = dict[str, Any]
@@ -285,7 +286,9 @@ def _run(arguments: argparse.Namespace, out: pathlib.Path) -> None:
     if name in OF_MODEL:
         loaded = load_model(arguments)
         origin = {"model": loaded.title, "weights": loaded.weights}
-        results = origin | OF_MODEL[name](loaded, arguments, out)
+        workdir = arguments.workdir and pathlib.Path(arguments.workdir)
+        with kernels_of_run(loaded.config, workdir):
+            results = origin | OF_MODEL[name](loaded, arguments, out)
     else:
         results = OF_SCHEMES[name](arguments, out)
     write_file(out / f"{name}.json", json.dumps(results, default=np.ndarray.tolist) + "\n")

@@ -155,7 +155,7 @@ def _assignments(text: str, what: str) -> dict[str, str]:
         raise ConfigError(str(error)) from error
 
 
-def resolve(raw: ml_collections.ConfigDict | dict) -> Config:
+def resolve(raw: Any) -> Config:
     """Checks every setting and returns the frozen Config.
 
     >>> resolve({"optim": {"learning_rate": 3e-3}}).optim.learning_rate

@@ -15,7 +15,7 @@ class FileCheck:
     """
 
     def __init__(self, images: Images | Streamed, waiting: Callable[[int], None]):
-        """Starts the thread, which ends with the process.
+        """The first call starts the thread, which ends with the process.
 
         Args:
             images: the set.
@@ -25,8 +25,6 @@ class FileCheck:
         self._damaged: list[str] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
-        if not images.in_memory:
-            self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -45,6 +43,8 @@ class FileCheck:
         """
         if self._images.in_memory:
             return
+        if self._thread.ident is None:
+            self._thread.start()
         for seconds in itertools.count(1):
             if not wait or not self._thread.is_alive():
                 break

@@ -17,6 +17,7 @@ from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
 from rope_jax.data.sources import open_source
 from rope_jax.data.sources.index import Source
 from rope_jax.data.workers import DeadWorker
+from rope_jax.files import write_file
 
 _JOB = 256  # images
 
@@ -79,11 +80,11 @@ def main(argv: list[str] | None = None) -> int:
             for split in asked.splits.split(",")
         ]
         results = [verify(source, workers=asked.workers) for source in sources]
+        if asked.report is not None:
+            write_file(asked.report, json.dumps(results, indent=1) + "\n")
     except (ValueError, OSError, DeadWorker) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    if asked.report is not None:
-        asked.report.write_text(json.dumps(results, indent=1) + "\n")
     bad = sum(map(_print_result, results))
     print(f"{sum(result['images'] for result in results):,} images, {bad} found bad")
     return int(bad > 0)

@@ -34,8 +34,10 @@ from rope_jax.evaluate.accuracy import (
 )
 from rope_jax.evaluate.results import add_evaluation, results_table, usable_evaluations
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
 from rope_jax.text import image_pair
+from rope_jax.training.kernels import kernels_of_run
 from rope_jax.training.setup import load_split
 
 
@@ -101,6 +103,22 @@ def _evaluate(asked: argparse.Namespace) -> None:
     if asked.resolutions:
         sizes = [image_pair(text) for text in asked.resolutions.split(",")]
     out = asked.out or pathlib.Path(asked.workdir or ".") / "evaluations.json"
+    workdir = None if asked.workdir is None else pathlib.Path(asked.workdir)
+    with kernels_of_run(about.config, workdir):
+        rows = _evaluate_sizes(asked, about, preprocessing, sizes, out)
+    if share()[0] == 0:
+        print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
+        print(f"{results_table(rows)}\n\nrows: {out}")
+
+
+def _evaluate_sizes(
+    asked: argparse.Namespace,
+    about: LoadedModel,
+    preprocessing: Preprocessing,
+    sizes: list[tuple[int, int]],
+    out: pathlib.Path,
+) -> list[Row]:
+    """The row of each size: from the file, or evaluated and added to it."""
     found = None if asked.dataset is None else data.EvaluationSet(asked.dataset, asked.images)
     mesh, rows, first = make_mesh(), [], share()[0] == 0
     for size in sizes:
@@ -134,9 +152,7 @@ def _evaluate(asked: argparse.Namespace) -> None:
             if first:
                 add_evaluation(out, row)
         rows.append(row)
-    if first:
-        print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
-        print(f"{results_table(rows)}\n\nrows: {out}")
+    return rows
 
 
 def _identity(

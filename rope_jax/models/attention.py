@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.layers import linear
+from rope_jax.models.layers import LayerNorm, linear
 from rope_jax.positions import Terms
 from rope_jax.sharding import over_batch
 from rope_jax_kernels import (
@@ -57,6 +57,7 @@ class SelfAttention(nnx.Module):
         terms: Terms,
         drop: float = 0.0,
         key: Array | None = None,
+        norm: LayerNorm | None = None,
     ) -> Float[Array, "B L C"]:
         """Returns the output tokens.
 
@@ -68,10 +69,12 @@ class SelfAttention(nnx.Module):
             terms: position terms of this layer, see `Terms.layer`.
             drop: dropout rate of the weights of global attention, after the softmax.
             key: for dropout; None (evaluation) drops nothing.
+            norm: layer norm of the tokens before attention, or None.
         """
         batch, tokens, features = x.shape
-        if terms.add is not None:
-            x = x + terms.add.astype(x.dtype)
+        if terms.add is not None:  # to what is normalised
+            x = (x if norm is None else norm(x)) + terms.add.astype(x.dtype)
+            norm = None
         bias = terms.bias
         if isinstance(pattern, Global):
             places = (tokens,)
@@ -79,7 +82,7 @@ class SelfAttention(nnx.Module):
                 bias = _spread(bias, grid, tokens - grid[0] * grid[1])
         else:
             places = grid
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, norm)
         if self.qv_bias is not None:
             q_bias, v_bias = jnp.split(self.qv_bias[...].astype(qkv.dtype), 2)
             qkv += jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
@@ -90,10 +93,11 @@ class SelfAttention(nnx.Module):
             out = _attend(qkv, shared, attend=attend, scale=self.scale)
         else:
             attend = functools.partial(_attend_packed, pattern=pattern, scale=self.scale)
-            out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
+            with jax.named_scope("attention"):
+                out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
 
-        # Rematerialised: the backward passes of attention and projection then share one array.
-        @jax.checkpoint
+        # Attention and projection then save one array for their backward passes, also in a scan.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(out: Array) -> Array:
             return self.proj(out.reshape(batch, tokens, features))
 

@@ -57,9 +57,9 @@ class Block(nnx.Module):
             key: for drop path; None (evaluation) drops nothing.
         """
         keys = (None, None) if key is None else jax.random.split(key)
-        branch = self.attn(self.norm1(x), grid, pattern, terms)
+        branch = self.attn(x, grid, pattern, terms, norm=self.norm1)
         x = x + drop_path(branch if self.scale1 is None else self.scale1(branch), drop, keys[0])
-        branch = self.mlp(self.norm2(x))
+        branch = self.mlp(x, self.norm2)
         return x + drop_path(branch if self.scale2 is None else self.scale2(branch), drop, keys[1])
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import SelfAttention
-from rope_jax.models.layers import conv, layer_norm
+from rope_jax.models.layers import LayerNorm, conv, layer_norm
 from rope_jax.models.registry import Count, one_of, register
 from rope_jax.models.swin import SIZES, Hierarchy, HierarchyOptions
 from rope_jax.positions import Position, Terms
@@ -85,8 +85,15 @@ class PaddedAttention(SelfAttention):
                 setattr(self, name, value)
 
     def __call__(
-        self, x: Float[Array, "B L C"], grid: Grid, pattern: Pattern, terms: Terms, *dropping: Any
+        self,
+        x: Float[Array, "B L C"],
+        grid: Grid,
+        pattern: Pattern,
+        terms: Terms,
+        *dropping: Any,
+        norm: LayerNorm | None = None,
     ) -> Float[Array, "B L C"]:
+        x = x if norm is None else norm(x)
         if terms.add is not None:
             x, terms = x + terms.add.astype(x.dtype), dataclasses.replace(terms, add=None)
         batch, _, features = x.shape

@@ -110,7 +110,7 @@ class PatchMerging(nnx.Module):
         x = x.reshape(batch, height // 2, 2, width // 2, 2, features)
         # Rows before columns: (even row, even column), (odd, even), (even, odd), (odd, odd).
         x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, height // 2, width // 2, 4 * features)
-        return self.reduction(self.norm(x))
+        return self.reduction(x, self.norm)
 
 
 class HierarchyStage(nnx.Module):

@@ -4,12 +4,13 @@ With "tuned" they are measured before the first step and kept in the workdir, so
 computes the same bits.
 """
 
+import contextlib
 import pathlib
 
 import jax
 
 from rope_jax.config import Config, ConfigError
-from rope_jax.files import warn, write_file
+from rope_jax.files import read_regular, warn, write_file
 from rope_jax.processes import text_of_first
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
@@ -18,6 +19,8 @@ from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
 from rope_jax_kernels.cache import word_of
 from rope_jax_kernels.tuning import device_answers, nothing_to_tune
+
+_LARGEST = 1 << 28  # bytes of the file of choices
 
 
 def file_of(workdir: pathlib.Path) -> pathlib.Path:
@@ -40,7 +43,8 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
         return Choices(everywhere=config.kernels)
     path = file_of(workdir)
     try:
-        own = path.read_text() if jax.process_index() == 0 and path.exists() else ""
+        there = jax.process_index() == 0 and path.exists()
+        own = read_regular(path, at_most=_LARGEST).decode() if there else ""
         text = text_of_first(own)
         choices = Choices.from_json(text) if text else None
     except (ValueError, OSError) as error:
@@ -57,6 +61,22 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
         warn(f"WARNING: the choices of kernels in {path} are not used: they were {reason}")
         return None
     return choices
+
+
+def kernels_of_run(
+    config: Config | None, workdir: pathlib.Path | None
+) -> contextlib.AbstractContextManager:
+    """A context in which a run's model computes with the kernels that it was trained with.
+
+    These are the workdir's, which is not changed; without any, those of the built-in preferences.
+    For a model that is of no run, so with None, the context does nothing.
+
+    Raises:
+        ConfigError: the file in the workdir is damaged.
+    """
+    if config is None or workdir is None:
+        return contextlib.nullcontext()
+    return stored_choices(config, workdir) or Choices()
 
 
 def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> Choices:

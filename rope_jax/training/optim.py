@@ -1,7 +1,8 @@
 """The optimizers and learning rates of the recipes, composed from optax."""
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from rope_jax.config import OptimConfig
+
+Whole = Callable[[tuple[int, ...]], bool]
 
 
 def learning_rate_schedule(
@@ -167,7 +171,10 @@ _STEM = ("patch_embed", "class_token", "registers", "position")
 
 
 def make_optimizer(
-    options: OptimConfig, schedule: optax.Schedule, params: nnx.State
+    options: OptimConfig,
+    schedule: optax.Schedule,
+    params: nnx.State,
+    whole: Whole = lambda shape: True,
 ) -> optax.GradientTransformation:
     """The optimizer of a model's parameters.
 
@@ -182,6 +189,7 @@ def make_optimizer(
         options: of the config.
         schedule: of the learning rate.
         params: of the model; their metadata declare decay and layer stacks.
+        whole: see `global_norm`.
     """
     mask, o = decay_mask(params, options.exempt), options
     if o.name == "adamw":
@@ -205,7 +213,7 @@ def make_optimizer(
             optax.sgd(schedule, momentum=o.momentum, nesterov=o.nesterov),
         ]
     if o.clip_norm is not None:
-        parts = [optax.clip_by_global_norm(o.clip_norm), *parts]
+        parts = [clip_by_global_norm(o.clip_norm, whole), *parts]
     if o.layer_decay != 1:
         rates = layer_rates(params, o.layer_decay, o.last_norm)
         parts.append(
@@ -214,6 +222,58 @@ def make_optimizer(
             )
         )
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def global_norm(tree: Any, whole: Whole = lambda shape: True) -> Float[Array, ""]:
+    """The Euclidean norm of all arrays of a tree, computed from few long arrays.
+
+    Args:
+        tree: of arrays, for example gradients.
+        whole: whether every device holds all of an array of this shape. Other arrays are summed
+            each by itself, as joining them would gather them.
+    """
+    leaves = jax.tree.leaves(tree)
+    alone = [x for x in leaves if not whole(x.shape)]
+    arrays = [*map(_join, _groups(leaves, whole)), *alone]
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in arrays))
+
+
+def _groups(leaves: Sequence[Array], whole: Whole) -> list[tuple[Array, ...]]:
+    """The arrays that can be joined, a hundred at a time: XLA copies more of them twice."""
+    return list(itertools.batched((x for x in leaves if whole(x.shape)), 100))
+
+
+def _join(group: Sequence[Array]) -> Float[Array, " n"]:
+    """One array, computed once for all of its uses."""
+    return jax.lax.optimization_barrier(jnp.concatenate([x.ravel() for x in group]))
+
+
+def clip_by_global_norm(
+    limit: float, whole: Whole = lambda shape: True
+) -> optax.GradientTransformation:
+    """Scales gradients down to `global_norm(gradients) <= limit`, as `optax.clip_by_global_norm`.
+
+    The results are parts of few long arrays. XLA then updates ten parameters of equal shape in a
+    launch, where arrays of their own need one launch each and two more for the norm.
+    """
+
+    def clip(gradients: Any, _: Any) -> Any:
+        norm = global_norm(gradients, whole)
+
+        def clipped(x: Array) -> Array:
+            return jnp.where(norm < limit, x, x / norm * limit)
+
+        leaves, structure = jax.tree.flatten(gradients)
+        parts: list[Array] = []
+        for group in _groups(leaves, whole):
+            ends = np.cumsum([x.size for x in group])
+            parts += jnp.split(clipped(_join(group)), ends[:-1])
+        own = iter(parts)
+        return structure.unflatten(
+            [next(own).reshape(x.shape) if whole(x.shape) else clipped(x) for x in leaves]
+        )
+
+    return optax.stateless(clip)
 
 
 def scale_by_trust_ratio(mask: Any, layered: Any) -> optax.GradientTransformation:

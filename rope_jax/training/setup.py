@@ -24,7 +24,15 @@ from rope_jax.data import order
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
-from rope_jax.sharding import AnyMesh, make_mesh, replicated, share, state_shardings, use_mesh
+from rope_jax.sharding import (
+    AnyMesh,
+    make_mesh,
+    on_every_device,
+    replicated,
+    share,
+    state_shardings,
+    use_mesh,
+)
 from rope_jax.text import image_pair
 from rope_jax.training import optim
 
@@ -213,7 +221,8 @@ def assemble(
     )
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     one = seeds.take(params, config)  # decay and layer rates depend on shapes
-    optimizer = optim.make_optimizer(config.optim, schedule, one)
+    whole = functools.partial(on_every_device, mesh=mesh)
+    optimizer = optim.make_optimizer(config.optim, schedule, one, whole)
     windows = model.window_rule(scaled=config.eval.scale_windows)
     return Setup(config, mesh, images, held_out, graph, rest, optimizer, schedule, total, windows)
 

@@ -1,5 +1,6 @@
 """The training step: one jitted, donating function over a plain dict of arrays."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import optax
 from jaxtyping import Array
 
 from rope_jax import seeds
-from rope_jax.sharding import replicated, state_shardings
+from rope_jax.sharding import on_every_device, replicated, state_shardings
 from rope_jax.tasks import classification as task
+from rope_jax.training import optim
 from rope_jax.training.setup import Setup, State
 
 Metrics = dict[str, Array]
@@ -40,7 +42,7 @@ def make_step(setup: Setup) -> Callable[[State, dict[str, Any]], tuple[State, Me
 
 
 def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tuple[State, Metrics]:
-    config = setup.config
+    config, mesh = setup.config, setup.mesh
 
     def loss(params: Any, stats: Any, batch: Any, key: Array) -> tuple[Array, tuple[Array, Any]]:
         logits, stats = setup.apply(params, stats, rest, batch["image"], train=True, key=key)
@@ -55,17 +57,20 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
     (value, (accuracy, stats)), grads = gradient(
         state["params"], state.get("stats", {}), batch, key
     )
-    updates, opt = setup.optimizer.update(grads, state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    new = {"step": state["step"] + 1, "params": params, "opt": opt}
-    if stats:
-        new["stats"] = stats
-    if config.ema_decay is not None:
-        new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
+    grads = jax.lax.with_sharding_constraint(grads, state_shardings(grads, mesh))
+    whole = functools.partial(on_every_device, mesh=mesh)
+    with jax.named_scope("optimizer"):
+        updates, opt = setup.optimizer.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {"step": state["step"] + 1, "params": params, "opt": opt}
+        if stats:
+            new["stats"] = stats
+        if config.ema_decay is not None:
+            new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.ema_decay)
     metrics = {
         "loss": value,
         "accuracy": accuracy,
-        "grad_norm": optax.tree.norm(grads),
+        "grad_norm": optim.global_norm(grads, whole),
         "learning_rate": jnp.asarray(setup.schedule(state["step"]), jnp.float32),
     }
     if config.non_finite == "skip":

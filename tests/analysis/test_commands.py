@@ -6,10 +6,12 @@ import pytest
 from PIL import Image
 
 from rope_jax import data
+from rope_jax.analysis import __main__ as analysis_command
 from rope_jax.analysis import plots
 from rope_jax.analysis.__main__ import _image_batches, main
 from rope_jax.loading import add_model_arguments, load_model
 from rope_jax.training.setup import load_split
+from rope_jax_kernels import Choices
 from tests.small_run import save_run
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -53,6 +55,15 @@ def test_a_workdir(command, tmp_path):
     assert np.shape(found["before"]) == (1, 2, 2, 4)
     np.testing.assert_allclose(found["before"], found["after"])  # nothing was trained
     assert pictures == ["learned.png", "maps.png"]
+
+
+def test_a_run_is_analysed_with_its_kernels(command, tmp_path, monkeypatch):
+    save_run(tmp_path, 2, position="rope_mixed")
+    used = []
+    asked = lambda config, workdir: used.append((config.model.position, workdir)) or Choices()
+    monkeypatch.setattr(analysis_command, "kernels_of_run", asked)
+    command("decay", str(tmp_path))
+    assert used == [("rope_mixed", tmp_path)]
 
 
 def test_images_of_the_test_split(tmp_path):

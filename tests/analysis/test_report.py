@@ -9,6 +9,8 @@ import pytest
 
 from rope_jax import config as cfg
 from rope_jax.analysis import expected, plots, report
+from rope_jax.evaluate import write_results
+from rope_jax.files import sealed
 from rope_jax.models import list_models
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
@@ -30,7 +32,7 @@ def workdir(folder, position, results, *, seed=0, model="vit_digits", losses=())
     (folder / "config.json").write_text(
         cfg.to_json(cfg.resolve({"model": {"name": model, "position": position}, "seed": seed}))
     )
-    (folder / "results.json").write_text(json.dumps({"step": 1, "eval": results}))
+    write_results(folder, 1, results)
     lines = [
         {"step": step, "loss": loss, "images_per_second": 100.0 + step}
         for step, loss in enumerate(losses, 1)
@@ -132,7 +134,7 @@ def test_what_differs_beside_the_position_is_named(tmp_path):
     assert report.unlike(groups) == []
     longer = {"model": {"name": "vit_digits", "position": "rope2d"}, "epochs": 2.0}
     (b / "config.json").write_text(cfg.to_json(cfg.resolve(longer)))
-    (b / "results.json").write_text(json.dumps({"step": 1674, "eval": rows(((8, 8), 0.8))}))
+    write_results(b, 1674, rows(((8, 8), 0.8)))
     report.main([str(a), str(b)])
     note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
     assert f"not alike: {note}" in (tmp_path / "comparison.txt").read_text()
@@ -202,7 +204,7 @@ def test_accuracy_stands_beside_that_of_the_paper(tmp_path):
         model="deit3_s16",
     )
     (a / "evaluations.json").write_text(
-        json.dumps({"rows": rows(((224, 224), 0.5), dataset="imagenet_a")})
+        json.dumps(sealed({"rows": rows(((224, 224), 0.5), dataset="imagenet_a")}))
     )
     (a / "decay.png").write_bytes(b"\x89PNG")
     report.main([str(a), "--out", str(tmp_path / "out")])

@@ -1,80 +1,15 @@
 """Launches and bytes of compiled GPU programs, read from their optimised HLO."""
 
-import dataclasses
-import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks._program import compile_ahead, sizes
+from benchmarks._hlo import Operation, operations
+from benchmarks._program import compile_ahead
 from rope_jax_kernels import Rotation, rotate_qkv
 from rope_jax_kernels.rotary import unpack_and_rotate
-from tests.aot.program import FREE, TARGETS
-
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*?)\)(.*)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One operation.
-
-    Attributes:
-        kind: its HLO name, or for a custom call its target.
-        read: bytes of each operand that it reads; of a sliced operand, of the slices.
-        written: bytes of each result.
-        in_place: whether results alias operands.
-    """
-
-    kind: str
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-    in_place: bool
-
-
-def computations(text: str) -> dict[str, list[tuple[str, ...]]]:
-    """Name (or ENTRY) -> (name, type, operation, operands, attributes) of its instructions."""
-    found, lines = {}, []
-    for line in text.splitlines():
-        if start := re.match(r"(ENTRY )?%(\S+) \(.*\{$", line):
-            lines = found["ENTRY" if start[1] else start[2]] = []
-        elif instruction := INSTRUCTION.match(line):
-            lines.append(instruction.groups())
-    return found
-
-
-def read_bytes(body: list[tuple[str, ...]], name: str, whole: int) -> int:
-    """Bytes that a fusion reads of its parameter `name` of `whole` bytes; only slices if it can."""
-    users = [user for user in body if name in re.findall(r"%([\w.-]+)", user[3])]
-    if any(operation not in ("slice", "bitcast") for _, _, operation, _, _ in users):
-        return whole
-    slices, through = {}, 0
-    for user, shape, operation, _, rest in users:
-        if operation == "slice":
-            slices[rest.split(", metadata=")[0]] = sum(sizes(shape))
-        else:
-            through += read_bytes(body, user, whole)
-    return min(whole, sum(slices.values()) + through)
-
-
-def operations(text: str, computation: str = "ENTRY") -> list[Operation]:
-    """The operations of a program's entry, or of a computation inside it, that take time."""
-    found = computations(text)
-    written = {name: sizes(shape) for name, shape, *_ in found[computation]}
-    result = []
-    for name, _, operation, operands, rest in found[computation]:
-        if operation in FREE:
-            continue
-        target = re.search(r'custom_call_target="([^"]*)"', rest)
-        read = [sum(written[x]) for x in re.findall(r"%([\w.-]+)", operands)]
-        if fused := re.search(r"calls=%([\w.-]+)", rest):
-            body = found[fused[1]]
-            parameters = {int(number): x for x, _, op, number, _ in body if op == "parameter"}
-            read = [read_bytes(body, parameters[i], whole) for i, whole in enumerate(read)]
-        kind, in_place = target[1] if target else operation, "output_to_operand_aliasing" in rest
-        result.append(Operation(kind, tuple(read), written[name], in_place))
-    return result
-
+from tests.aot.program import TARGETS
 
 # A layer of a ViT-S in front of cuDNN; a unit is q, k or v, read or written once.
 B, L, N, D, A = 128, 196, 6, 64, 2

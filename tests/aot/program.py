@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks._hlo import FREE, text_of
+
 # Custom-call targets of Pallas kernels, by backend.
 TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
-# Operations that take no time on a GPU.
-FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def compile_program(
             .lower()
             .compile(compiler_options=options)
         )
-    text = re.sub(r"backend_config=.*", "", compiled.as_text())
+    text = text_of(compiled)
     entry = text[text.index("ENTRY") :]
     operations = []
     for line in entry.splitlines():

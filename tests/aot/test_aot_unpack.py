@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import _timing, rotary
+from benchmarks import _rotations, _timing, rotary
 from benchmarks._program import compile_ahead
 from rope_jax_kernels import Rotation
 from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
@@ -178,7 +178,7 @@ def test_the_benchmark_launches_once_a_step(temperature, form, gpus):
 def test_the_benchmark_of_packing_launches_what_it_says(name, launches, units, gpus):
     coords, freqs = SHAPES((196, 1), jnp.float32), SHAPES((6, 1, 16), jnp.float32)
     x = SHAPES((128, 196, 6, 64), jnp.bfloat16)
-    f = functools.partial(rotary.pack_all, rotary.PACKS[name])
+    f = functools.partial(_rotations.pack_all, _rotations.PACKS[name])
     text = compile_ahead(f, ([(x, x, x)] * 2, coords, freqs), gpus[0]).as_text()
     large = [op for op in hlo.operations(text) if max(op.written) >= 2 * x.size]
     assert len(large) == 2 * launches

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import _timing, models
+from benchmarks import _models, _timing, models
 from benchmarks._runner import call
 from rope_jax_kernels import Global, Rotation, Window, attention, attention_qkv
 
@@ -57,7 +57,7 @@ def run(*argv):
 
 
 def args(**changes):
-    """Arguments of `models.programs`."""
+    """Arguments of `_models.programs`."""
     settings = {"positions": ["none"], "implementations": [None], "depth": 1, "torch": False}
     return types.SimpleNamespace(**settings | changes)
 
@@ -114,7 +114,20 @@ def test_a_run_out_of_time_keeps_what_it_has(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(models, "machine_limits", lambda turns, dtypes: LIMITS)
     run("--limit-s", "-1", f"--out={tmp_path / 'x.json'}")
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == []
-    assert "stopped after 0 of 2 combinations" in capsys.readouterr().out
+    assert "stopped with 2 combinations left" in capsys.readouterr().out
+
+
+def test_a_second_call_measures_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "machine_limits", lambda turns, dtypes: LIMITS)
+    monkeypatch.setattr(models.time, "monotonic", iter(range(100)).__next__)
+    measured, out = [], tmp_path / "x.json"
+    row = lambda name, program, *_: measured.append(program) or [ROW]
+    monkeypatch.setattr(models, "measure", row)
+    for limit, left, rows in ((1, 1, 1), (9, 0, 2), (9, 0, 2)):
+        run("--limit-s", str(limit), f"--out={out}")
+        result = json.loads(out.read_text())
+        assert (result["left"], len(result["rows"])) == (left, rows)
+    assert measured == ["forward", "train"]
 
 
 def test_programs_that_do_not_compile_or_run_are_left_out(monkeypatch, capsys):
@@ -133,10 +146,10 @@ def test_programs_that_do_not_compile_or_run_are_left_out(monkeypatch, capsys):
                 raise MemoryError("too large")
             return 1.0
 
-    monkeypatch.setattr(models, "Program", Broken)
+    monkeypatch.setattr(_models, "Program", Broken)
     given = args(positions=["none", "ape", "rope2d"])
-    found = models.programs("deit3_ti16", "forward", jnp.zeros((1, 16, 16, 3)), given)
-    assert list(found) == [models.Form("rope_jax", "none")]
+    found = _models.programs("deit3_ti16", "forward", jnp.zeros((1, 16, 16, 3)), given)
+    assert list(found) == [_models.Form("rope_jax", "none")]
     printed = capsys.readouterr().out
     assert (
         "rope_jax's deit3_ti16 with ape, forward, is skipped: RuntimeError: out of registers\n"
@@ -160,13 +173,13 @@ def test_the_implementation_of_all_layers_is_chosen_by_name():
     )
     terms = {"pattern": Global(), "rotation": rotation, "bias": bias, "scale": 0.5}
     wanted = attention_qkv(qkv, **terms)
-    with models.attention_by("jnp"):
+    with _models.attention_by("jnp"):
         np.testing.assert_allclose(attention_qkv(qkv, **terms), wanted, atol=2e-6)
         np.testing.assert_allclose(attention(*jnp.moveaxis(qkv, 2, 0), **terms), wanted, atol=2e-6)
         with pytest.raises(ValueError, match="needs global attention, but the pattern is Window"):
             attention(*jnp.zeros((3, 1, 2, 2, 1, 8)), pattern=Window((2, 2)))
     with (
-        models.attention_by("cudnn"),
+        _models.attention_by("cudnn"),
         pytest.raises(
             ValueError, match="implementation='cudnn' cannot serve this call of attention_qkv"
         ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import _goals, rotary
+from benchmarks import _goals, _rotations, _timing, rotary
 from benchmarks._runner import main
 from rope_jax_kernels import rotate_by_angles
 
@@ -19,6 +19,18 @@ def test_the_sizes_are_those_of_the_thesis():
     cases = list(rotary.cases(short=False))
     assert len(cases) == 300 * 3 * 2
     assert len({(c.batch, c.heads, c.side, c.channels) for c in cases}) == 300
+
+
+def test_every_beginning_has_sizes_of_all_kinds():
+    """First those of the goals."""
+    first = rotary.cases(short=False)[:300]
+    assert {(case.precision, case.direction) for case in first} == {("16-32", "forward")}
+    ordered = sorted(case.moved_bytes for case in first)
+    for count in (16, 64, 150):
+        some = sorted(case.moved_bytes for case in first[:count])
+        for share in (0.1, 0.5, 0.9):
+            place = ordered.index(some[int(share * count)]) / 300
+            assert place == pytest.approx(share, abs=0.1)
 
 
 def test_equal_problems_have_one_shape():
@@ -62,7 +74,7 @@ def test_the_loop_applies_the_step_as_often_as_it_says():
     expected = x
     for _ in range(6):
         expected = step(expected, *angles)
-    loop = rotary.compile_loop(step, lambda: rotary.operands(case, "xla", 2), 3, 2)
+    loop = _timing.compile_loop(step, lambda: rotary.operands(case, "xla", 2), 3, 2)
     assert loop.steps == 3 * 2 * 2
     np.testing.assert_allclose(loop.run((jnp.copy(x), y), *angles)[0], expected, atol=1e-5)
     assert loop.timer()() > 0
@@ -74,7 +86,9 @@ def test_all_ways_to_pack_agree(monkeypatch):
     keys = jax.random.split(jax.random.key(0), 3)
     gradients = [tuple(jax.random.normal(key, (2, 5, 3, 8)) for key in keys)] * 2
     coords, freqs = jnp.linspace(-1, 1, 5)[:, None], jnp.linspace(1, 10, 9).reshape(3, 1, 3)
-    results = [rotary.pack_all(pack, gradients, coords, freqs) for pack in rotary.PACKS.values()]
+    results = [
+        _rotations.pack_all(pack, gradients, coords, freqs) for pack in _rotations.PACKS.values()
+    ]
     assert [len(result) for result in results] == [2, 2, 2]
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], atol=1e-6)
@@ -84,20 +98,20 @@ def test_all_ways_to_pack_agree(monkeypatch):
 def test_what_only_a_gpu_measures_runs(monkeypatch):
     """In interpret mode, where times mean nothing."""
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
-    monkeypatch.setattr(rotary, "PEER_SHAPES", [(1, 5, 2, 8)])
-    monkeypatch.setattr(rotary, "PACK_SHAPES", [(1, 5, 2, 8)])
-    monkeypatch.setattr(rotary, "PEER_ROUNDS", 1)
+    monkeypatch.setattr(_rotations, "PEER_SHAPES", [(1, 5, 2, 8)])
+    monkeypatch.setattr(_rotations, "PACK_SHAPES", [(1, 5, 2, 8)])
+    monkeypatch.setattr(_rotations, "PEER_ROUNDS", 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no other software
-    (peer,) = rotary.peer_rows(["triton"], turns=1)
+    (peer,) = _rotations.peer_rows(["triton"], turns=1)
     assert (peer["shape"], peer["temperature"], set(peer["microseconds"])) == (
         (1, 5, 2, 8),
         "hot",
         {"xla", "triton"},
     )
-    packs = rotary.pack_rows(turns=1, copies=1)
+    packs = list(_rotations.pack_rows(turns=1, copies=1))
     assert [(row["pairs"], set(row["microseconds"])) for row in packs] == [
-        (2, set(rotary.PACKS)),
-        (4, set(rotary.PACKS)),
+        (2, set(_rotations.PACKS)),
+        (4, set(_rotations.PACKS)),
     ]
 
 
@@ -105,14 +119,13 @@ def test_both_peers_turn_the_same():
     q, k = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 16))
     coords, freqs = jnp.linspace(0, 1, 5)[:, None], jnp.linspace(1, 10, 4)
     tables = jnp.cos(coords * freqs)[:, None], jnp.sin(coords * freqs)[:, None]
-    rotate = jax.jit(rotary.rotate_both, static_argnums=0)
+    rotate = jax.jit(_rotations.rotate_both, static_argnums=0)
     expected = rotate(None, (q, k), coords, freqs[None, None])
     np.testing.assert_allclose(rotate("xla", (q, k), *tables), expected, atol=1e-6)
 
 
 def figures(rows, **others):
-    limits = {"copy_gb_per_s": 1000.0, "launch_us": 2.0, "kernel_launch_us": 2.0}
-    return {"limits": limits, "rows": rows, "peers": [], "packs": []} | others
+    return {"rows": rows, "peers": [], "packs": []} | others
 
 
 def row(moved_bytes, hot, cold=None, channels=64, **others):
@@ -121,7 +134,8 @@ def row(moved_bytes, hot, cold=None, channels=64, **others):
         "precision": "16-32",
         "direction": "forward",
         "channels": channels,
-        "moved_bytes": moved_bytes,
+        "ideal_us": moved_bytes / 1e6,
+        "empty_us": 2.0,
         "microseconds": temperatures,
     } | others
 
@@ -169,20 +183,29 @@ def test_a_result_tells_where_it_comes_from(tmp_path, capsys, monkeypatch):
         == 0
     )
     result = json.loads((tmp_path / "r.json").read_text())
-    assert {
-        "benchmark",
-        "date",
-        "machine",
-        "versions",
-        "settings",
-        "limits",
-        "rows",
-        "peers",
-        "packs",
-        "goals",
-    } <= set(result)
+    about = {"benchmark", "date", "machine", "versions", "settings"}
+    assert about | {"limits", "rows", "peers", "packs", "goals", "left"} <= set(result)
     assert len(result["rows"]) == 6
+    assert result["left"] == 0
     assert all(value > 0 for row in result["rows"] for value in row["microseconds"]["hot"].values())
     printed = capsys.readouterr().out
     assert "eager / xla" in printed
     assert printed.count("not measured") == 7  # K1 to K7, on a CPU
+
+
+def test_a_second_call_measures_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rotary, "SHORT", ((1,), (3,), (7, 14), (32,)))
+    monkeypatch.setattr(
+        rotary, "machine_limits", lambda turns: {"copy_gb_per_s": 1e3, "launch_us": 1}
+    )
+    nothing = {"microseconds": {"hot": {"xla": 2.0}}, "graphs": {}, "left_out": {}}
+    monkeypatch.setattr(rotary, "measure", lambda *_: nothing)
+    monkeypatch.setattr(rotary, "prepare", lambda case, *_: (prepared.append(case), {}, None))
+    out, rows = tmp_path / "r.json", []
+    for options in (["--limit-s=0"], [], [], ["--turns=2"]):
+        prepared = []
+        assert main(benchmarks, ["rotary", f"--out={out}", *options]) == 0
+        result = json.loads(out.read_text())
+        rows.append((len(prepared), len(result["rows"]), result["left"]))
+    # The first group of 64 has all cases, of which one is measured.
+    assert rows == [(2, 1, 1), (11, 12, 0), (0, 12, 0), (12, 12, 0)]

@@ -1,5 +1,7 @@
 import json
 import pathlib
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -58,6 +60,41 @@ def test_wrong_arguments_are_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_earlier_result_is_continued_if_it_is_of_the_same(tmp_path):
+    out = tmp_path / "x.json"
+    assert _runner.earlier(out, "some", {}) == {}
+    assert _runner.earlier(None, "some", {}) == {}
+    settings = {"turns": 5, "sizes": (1, 2)}
+    _runner.write(_runner.record("some", settings | {"limit_s": 9}, rows=[1]), out)
+    assert _runner.earlier(out, "some", settings)["rows"] == [1]
+    assert _runner.earlier(out, "other", settings) == {}
+    assert _runner.earlier(out, "some", settings | {"turns": 6}) == {}
+    result = json.loads(out.read_text())
+    for part, name in (("versions", "jax"), ("versions", "kernels"), ("machine", "device")):
+        out.write_text(json.dumps(result | {part: result[part] | {name: "another"}}))
+        assert _runner.earlier(out, "some", settings) == {}
+    out.write_text("half a resu")
+    assert _runner.earlier(out, "some", settings) == {}
+
+
+@pytest.mark.process
+def test_a_benchmark_ends_at_its_limit_whatever_it_does(tmp_path):
+    out = tmp_path / "x.json"
+    text = f"""
+import time
+from benchmarks import _runner
+_runner.GRACE_S = 0.2
+def busy(keep, *, limit_s: float = 9.0):
+    keep(rows=[1])
+    time.sleep(60)
+_runner.call("some", busy, ["--limit-s=0.3", "--out={out}"], "python -m some")
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0
+    assert "ended while busy: --limit-s=0.3" in done.stdout
+    assert json.loads(out.read_text())["rows"] == [1]
+
+
 def test_flags_need_a_benchmark_that_takes_them(capsys):
     with pytest.raises(SystemExit):
         _runner.call("some", lambda keep: None, ["--", "--x"], "python -m some")
@@ -66,7 +103,7 @@ def test_flags_need_a_benchmark_that_takes_them(capsys):
 
 def test_unknown_names_are_listed(capsys):
     assert _runner.main(benchmarks, ["rotari"]) == 2
-    names = "attention, data, machine_code, memory, models, rotary, startup, suite"
+    names = "attention, data, gpu, machine_code, memory, models, rotary, startup, suite"
     assert f"NAME is one of: {names}\n" in capsys.readouterr().err
     assert _runner.main(experiments, []) == 2
     assert "python -m experiments NAME [...], where NAME is one of: digits, evidence" in (

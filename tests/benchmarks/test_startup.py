@@ -1,4 +1,5 @@
 import json
+import time
 
 import jax
 import pytest
@@ -60,10 +61,24 @@ def test_goals_are_ratios_of_medians():
     assert text.endswith("\n`deit3_b16`, batch 64, 224 px, bfloat16.\n")
 
 
+def test_pairs_are_added_until_the_deadline(monkeypatch):
+    def first_step(folder, cache, of, limit_s):
+        if limit_s <= 0:
+            raise RuntimeError("killed")
+        return 1.0 if cache.exists() or cache.mkdir() else 3.0
+
+    monkeypatch.setattr(startup, "first_step", first_step)
+    one = startup.first_steps(MODEL, {}, time.monotonic() + 60)
+    assert one == {"cold": [3.0], "warm": [1.0]}
+    two = startup.first_steps(MODEL, one, time.monotonic() + 60)
+    assert two == {"cold": [3.0, 3.0], "warm": [1.0, 1.0]}
+    assert startup.first_steps(MODEL, two, time.monotonic()) == two
+
+
 @pytest.mark.process
 def test_a_run_that_ends_early_says_why(tmp_path):
     startup.make_images(tmp_path, 2, 8)
     unknown = startup.Model("vit_digit", 1, 2, 8, "float32")
     message = r"ended before its first step, with status 2:\n.*vit_digit"
     with pytest.raises(RuntimeError, match=message):
-        startup.first_step(tmp_path, tmp_path / "cache", unknown)
+        startup.first_step(tmp_path, tmp_path / "cache", unknown, 60.0)

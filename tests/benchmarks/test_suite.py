@@ -109,6 +109,24 @@ def test_results_of_an_earlier_suite_are_not_taken_for_new_ones(tmp_path, monkey
         run_suite("--out", str(tmp_path), "--only", "rotary")
 
 
+def test_complete_parts_are_not_measured_again(tmp_path, monkeypatch, capsys):
+    for name, left in (("rotary", 0), ("attention", 3)):
+        write(record(name, {}, rows=[], goals={}, left=left), tmp_path / f"{name}_cpu.json")
+    ran = []
+
+    def run(command, seconds, log):
+        ran.append(command[3])
+        write(record("attention", {}, rows=[], goals={}, left=1), log.with_suffix(".json"))
+        return "ok"
+
+    monkeypatch.setattr(suite, "run_process", run)
+    run_suite("--out", str(tmp_path), "--only", "rotary", "attention")
+    assert ran == ["attention"]
+    printed = capsys.readouterr().out
+    assert "complete" in printed
+    assert "ok, 1 left" in printed
+
+
 def test_ours_beside_others():
     of = {"model": "vit", "position": "ape", "program": "forward", "dtype": "bfloat16", "batch": 8}
     forms = (("rope_jax", None, 2.0), ("rope_jax", "jnp", 5.0), ("timm", None, 3.0))

@@ -126,6 +126,37 @@ def test_resumable_settings():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("depth=" + "-" * 10_000 + "1", None),
+        (f"depth={2**31}", f"depth={2**31} is too large"),
+        ("position=ape", "position is a setting of its own"),
+    ],
+)
+def test_options_that_no_model_has(options, message):
+    if message is None:  # a word, which the model refuses
+        assert isinstance(cfg.model_overrides(options)["depth"], str)
+    else:
+        with pytest.raises(cfg.ConfigError, match=message):
+            cfg.model_overrides(options)
+
+
+@pytest.mark.parametrize("error", [OverflowError, MemoryError, RecursionError])
+def test_values_that_are_too_large_name_their_flag(error):
+    with (
+        pytest.raises(cfg.ConfigError, match=r"a value is too large: 9 TiB \[--config\.x\]"),
+        cfg.blame("--config.x"),
+    ):
+        raise error("9 TiB")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"data": []}'])
+def test_a_stored_config_that_is_damaged_is_a_sentence(text):
+    with pytest.raises(cfg.ConfigError, match=r"is not JSON|holds no settings by name"):
+        cfg.from_json(text)
+
+
 def test_every_setting_has_a_meaning_and_is_printed(capsys):
     runpy.run_module("rope_jax.config", run_name="__main__")
     said = capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_a_block_is_replaced_and_nothing_else():
     once = tables.fill(text, [rotary_result()])
     assert "stale" not in once
     assert "| 16-32 | forward | hot | xla / triton | 1 | 1.50 | 1.50 | 1.50 |" in once
-    assert f"an empty kernel 2.50 us, a copy moves 4,300 GB/s. {WHERE}." in once
+    assert f"a kernel that only stores 2.50 us, a copy moves 4,300 GB/s. {WHERE}." in once
     assert once.startswith("before\n<!-- table: rotary -->\n")
     assert once.endswith("\n<!-- end -->\nafter\n")
     assert tables.fill(once, [rotary_result()]) == once

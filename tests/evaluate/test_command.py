@@ -15,6 +15,7 @@ from rope_jax.data.sources.evaluation_sets import real_labels, synsets
 from rope_jax.evaluate import command as command_module
 from rope_jax.models.pretrained import Preprocessing, save_pretrained
 from rope_jax.sharding import make_mesh
+from rope_jax_kernels import choices
 from tests.small_run import save_run
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -125,6 +126,22 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     rows, _ = command("--resolutions=8,8x12")  # nothing is left to measure
     assert measured == [(8, 8)]
     assert [row["resolution"] for row in rows] == [[8, 12], [8, 8]]
+
+
+def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch, capsys):
+    save_run(tmp_path, 2, kernels="xla")
+    used = []
+
+    def own_split(about, *rest):
+        used.append(choices._IN_FORCE.value.everywhere)
+        row = {"dataset": "digits", "split": "test", "resolution": [8, 8], "count": 1}
+        return row | {"top1": 1.0, "top5": 1.0, "protocol": "whole image"}
+
+    monkeypatch.setattr(command_module, "_own_split", own_split)
+    evaluate.main([str(tmp_path)])
+    assert used == ["xla"]
+    assert choices._IN_FORCE.value is None
+    assert "whole image" in capsys.readouterr().out
 
 
 def test_weights_that_were_replaced_are_measured_anew(command, tmp_path):

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from benchmarks._runner import call
-from experiments import evidence
-from experiments.evidence import Claim
+from experiments import _claims, _parts, evidence
+from experiments._claims import Claim
 from rope_jax import data
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
@@ -40,12 +40,12 @@ def main(argv):
 
 
 def test_interval_is_students():
-    mean, half = evidence.interval([1.0, 2.0, 3.0])
+    mean, half = _claims.interval([1.0, 2.0, 3.0])
     assert mean == 2.0
     assert half == pytest.approx(
         4.302653 / math.sqrt(3), rel=1e-6
     )  # t of 2 degrees of freedom, standard deviation 1
-    assert math.isnan(evidence.interval([1.0])[1])
+    assert math.isnan(_claims.interval([1.0])[1])
 
 
 @pytest.mark.parametrize(
@@ -60,23 +60,23 @@ def test_interval_is_students():
 )
 def test_a_claim_is_judged_by_the_interval_of_its_difference(better, worse, equal, verdict):
     claim = Claim("somewhere", ("vit", "a"), ("vit", "b"), equal=equal)
-    judged = evidence.judge(claim, runs("a", better) + runs("b", worse))
+    judged = _claims.judge(claim, runs("a", better) + runs("b", worse))
     assert judged.verdict == verdict
     assert judged.difference == pytest.approx(100 * np.mean(np.subtract(better, worse)))
 
 
 def test_differences_are_taken_seed_by_seed_at_the_resolution_of_the_claim():
     found = runs("a", (0.2, 0.6)) + runs("b", (0.1, 0.5, 0.9))
-    judged = evidence.judge(Claim("somewhere", ("vit", "a"), ("vit", "b"), 12), found)
+    judged = _claims.judge(Claim("somewhere", ("vit", "a"), ("vit", "b"), 12), found)
     assert judged.seeds == 2
     assert judged.difference == pytest.approx(5.0)
     assert judged.half_width == pytest.approx(0, abs=1e-9)
-    assert evidence.judge(Claim("somewhere", ("vit", "a"), ("vit", "c")), found) is None
+    assert _claims.judge(Claim("somewhere", ("vit", "a"), ("vit", "c")), found) is None
 
 
 @pytest.mark.parametrize("part", evidence.PARTS)
 def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
-    about, found = evidence.PARTS[part], list(evidence.claims(part))
+    about, found = evidence.PARTS[part], list(_claims.claims(part))
     assert found
     for claim in found:
         assert {claim.better, claim.worse} <= set(about.models)
@@ -96,7 +96,7 @@ def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
 def test_what_the_papers_say_is_all_there():
     said = {
         (claim.source, claim.better[1], claim.worse[1], claim.resolution, claim.equal)
-        for claim in evidence.claims("vit")
+        for claim in _claims.claims("vit")
     }
     axial, fractions = "axial_rope(k_rope=2)", "thesis, table 4.3: a part of the channels is enough"
     assert said >= {
@@ -116,22 +116,22 @@ def test_what_the_papers_say_is_all_there():
         ("Heo et al., figure 6 and table 5", "rope_mixed", "rope_mixed+ape", 32, False),
         ("LaPE, inner embeddings of DeiT-Ti", "lape(sincos2d)", "sincos2d", None, False),
     }
-    assert {claim.better[0] for claim in evidence.claims("backbones")} == {
+    assert {claim.better[0] for claim in _claims.claims("backbones")} == {
         "swin",
         "nat",
         "dinat",
         "cct",
         "cat",
     }
-    assert {(claim.worse[0], claim.source) for claim in evidence.claims("cat")} == {
+    assert {(claim.worse[0], claim.source) for claim in _claims.claims("cat")} == {
         ("cat_vit", "CAT, table 1"),
         ("cat_no_imprint", "CAT, table 4"),
     }
     assert {
-        claim.better[0] for claim in evidence.claims("cifar10") if claim.source.startswith("LaPE")
+        claim.better[0] for claim in _claims.claims("cifar10") if claim.source.startswith("LaPE")
     } == set(CIFAR)
     assert ("Heo et al., figure 5", "rpb") in {
-        (x.source, x.worse[1]) for x in evidence.claims("tiny_imagenet") if x.better[0] == "swin"
+        (x.source, x.worse[1]) for x in _claims.claims("tiny_imagenet") if x.better[0] == "swin"
     }
 
 
@@ -284,7 +284,6 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
         return []
 
     monkeypatch.setattr(evidence, "train", train)
-    monkeypatch.setattr(evidence, "first_of_fashion_mnist", None)
     (tmp_path / "w").mkdir()
     images_file(tmp_path / "w" / "fashion_mnist.npz")
     out = tmp_path / "x.json"
@@ -345,13 +344,13 @@ def test_what_cannot_be_is_refused(arguments, message, tmp_path):
 
 def test_images_lie_packed_or_as_pixels(tmp_path):
     file = images_file(tmp_path / "pixels.npz")
-    assert evidence.packed(file, tmp_path / "new.npz") == file
+    assert _parts.packed(file, tmp_path / "new.npz") == file
     np.savez(tmp_path / "other.npz", images=np.zeros(1), labels=np.zeros(1))
     with pytest.raises(
         SystemExit,
         match=r"other.npz has neither train_images nor body, header, offsets: pass a file",
     ):
-        evidence.packed(tmp_path / "other.npz", tmp_path / "new.npz")
+        _parts.packed(tmp_path / "other.npz", tmp_path / "new.npz")
     rng = np.random.default_rng(0)
     encoded = []
     for quality in (75, 75, 90):
@@ -373,7 +372,7 @@ def test_images_lie_packed_or_as_pixels(tmp_path):
         "split": np.array([0, 1, 0]),
     }
     np.savez(tmp_path / "packed.npz", **arrays)
-    made = evidence.packed(tmp_path / "packed.npz", tmp_path / "new.npz")
+    made = _parts.packed(tmp_path / "packed.npz", tmp_path / "new.npz")
     pixels = [np.asarray(Image.open(io.BytesIO(one))) for one in encoded]
     train, test = (data.load("npz", str(made), split) for split in ("train", "test"))
     np.testing.assert_array_equal(train.images, [pixels[0], pixels[2]])

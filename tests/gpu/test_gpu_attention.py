@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax_kernels import Global, Neighborhood, attention, explain
+from rope_jax_kernels import Global, Neighborhood, Window, attention, explain
 from rope_jax_kernels.model_shapes import LAYERS
+from tests.gpu.programs import at
 from tests.kernels import test_attention_triton as interpreted
 
 pytestmark = [
@@ -55,6 +56,23 @@ def test_outputs_and_gradients(name, dtype):
     pattern, places, options = (interpreted.CASES | MODELS)[name]
     with jax.default_matmul_precision("highest"):
         interpreted.check(pattern, places, dtype=dtype, **options)
+
+
+PATTERNS = {
+    "global": (Global(), (53,)),
+    "window": (Window((4, 4), (2, 1)), (7, 9)),
+    "neighborhood": (Neighborhood((5, 5)), (9, 10)),
+}
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 96, 128])
+@pytest.mark.parametrize("name", at(PATTERNS, ["global"]))
+def test_head_dimensions(name, head_dim):
+    pattern, places = PATTERNS[name]
+    with jax.default_matmul_precision("highest"):
+        interpreted.check(
+            pattern, places, dtype=jnp.bfloat16, head_dim=head_dim, pairs=head_dim // 4
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -13,7 +13,11 @@ pytestmark = [
 ]
 
 
-ALL = cases.CASES + cases.MODEL_CASES
+HEAD_DIMS = [
+    cases.Case(batch=3, tokens=53, head_dim=n, pairs=n // 4, dtype="bfloat16")
+    for n in (16, 24, 96, 128)
+]
+ALL = cases.CASES + cases.MODEL_CASES + HEAD_DIMS
 
 
 def both(some):

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from rope_jax.data import decode_image
+from rope_jax.data.images import decode
 from rope_jax.data.images.decode import MAX_SCANS, EncodedImage
 
 GIGABYTE = 10**9
@@ -432,3 +433,9 @@ def test_peak_memory_of_odd_images(odd_images):
     results, peak = peak_memory(place / name for name, _ in rows)
     assert len(results) == len(rows)
     assert peak < GIGABYTE
+
+
+def test_a_file_is_refused_by_its_size_before_it_is_looked_at(monkeypatch):
+    monkeypatch.setattr(decode, "MAX_BYTES", 10)
+    with pytest.raises(ValueError, match="the image file has 11 bytes; allowed are 10"):
+        decode_image(b"\x89PNG\r\n\x1a\n" + b"123")

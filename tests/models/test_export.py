@@ -26,17 +26,6 @@ def small(name, **options):
     return rope_jax.create_model(name, image_size=32, num_classes=3, **options)
 
 
-# The open batch is no int, which the type checks of the tests would not let pass: the file is
-# written without them.
-WRITE = """
-import sys, jax, numpy as np, rope_jax
-model = rope_jax.create_model({name!r}, image_size=32, num_classes=3, **{options!r})
-rope_jax.export(model, sys.argv[1], resolution=(32, 64))
-model.resize((32, 64))
-np.save(sys.argv[3], jax.jit(model)(np.load(sys.argv[2])))
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -51,22 +40,20 @@ np.save(sys.argv[3], jax.jit(model)(np.load(sys.argv[2])))
     ],
 )
 def test_the_program_runs_without_the_package(name, options, tmp_path):
+    """For any number of images."""
     images = np.random.default_rng(0).standard_normal((3, 32, 64, 3)).astype(np.float32)
-    np.save(tmp_path / "images.npy", images)
-    for script, result in (
-        (WRITE.format(name=name, options=options), "model.npy"),
-        (ALONE, "program.npy"),
-    ):
-        files = [str(tmp_path / file) for file in ("model.bin", "images.npy", result)]
-        environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        command = [sys.executable, "-c", script, *files]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(
-        np.load(tmp_path / "program.npy"), np.load(tmp_path / "model.npy"), atol=1e-5
+    files = [tmp_path / name for name in ("model.bin", "images.npy", "program.npy")]
+    np.save(files[1], images)
+    model = small(name, **options)
+    rope_jax.export(model, files[0], resolution=(32, 64))
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, "-c", ALONE, *map(str, files)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
+    assert done.returncode == 0, done.stderr
+    model.resize((32, 64))
+    np.testing.assert_allclose(np.load(files[2]), jax.jit(model)(images), atol=1e-5)
 
 
 def test_what_is_exported_stays_as_it_was(tmp_path):
@@ -81,3 +68,23 @@ def test_what_is_exported_stays_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="'gpu' is unknown; use some of cpu, cuda"):
         rope_jax.export(model, tmp_path / "other.bin", resolution=32, platforms=("gpu",))
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+
+
+def test_a_changed_program_is_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
+    rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
+    good = path.read_bytes()
+    read, alone = rope_jax.load_exported(path), jax.export.deserialize(bytearray(good))
+    assert read.mlir_module_serialized == alone.mlir_module_serialized
+    rng = np.random.default_rng(0)
+    for place in rng.choice(8 * len(good), 50, replace=False).tolist():
+        damaged = bytearray(good)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.bin is damaged, or was not written by rope_"):
+            rope_jax.load_exported(path)
+    for damaged in (b"", good[:-1], good[: len(good) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="export it again"):
+            rope_jax.load_exported(path)

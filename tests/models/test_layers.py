@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.models.layers import PatchProjection, dtypes_of, linear
+from rope_jax.models.layers import PatchProjection, dtypes_of, layer_norm, linear
 
 
 def made(kind, dtype):
@@ -50,3 +50,52 @@ def test_gradients_of_parameters_are_sums_in_their_own_dtype(kind, x64):
         np.testing.assert_allclose(
             np.asarray(ours, np.float64), theirs, rtol=0, atol=2**-7 * np.abs(theirs).max()
         )
+
+
+def normalized(dtype, params, x, *, apart):
+    """A linear layer after a layer norm, given to the layer or applied by itself."""
+    rngs, dtypes = nnx.Rngs(0), dtypes_of(jnp.dtype(dtype))
+    pair = nnx.List(
+        [layer_norm(12, 1e-6, rngs=rngs, dtypes=dtypes), linear(12, 8, rngs=rngs, dtypes=dtypes)]
+    )
+    graph, _, rest = nnx.split(pair, nnx.Param, ...)
+    norm, layer = nnx.merge(graph, params, rest)
+    return layer(norm(x)) if apart else layer(x, norm)
+
+
+def test_a_norm_that_acts_on_the_weights_has_the_gradients_of_one_that_acts_on_rows(x64):
+    rng = np.random.default_rng(0)
+    params = {
+        0: {"scale": 1 + 0.3 * rng.normal(size=12), "bias": rng.normal(size=12)},
+        1: {"kernel": rng.normal(size=(12, 8)), "bias": rng.normal(size=8)},
+    }
+    as_dtype = lambda tree, dtype: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+    x, d_out = as_dtype(
+        (3 + 2 * rng.normal(size=(64, 49, 12)), rng.normal(size=(64, 49, 8))), "bfloat16"
+    )
+
+    def run(dtype, apart):
+        wide = jnp.float64 if dtype == "float64" else jnp.float32
+        call = lambda params, x: normalized(dtype, params, x, apart=apart)
+
+        @jax.jit
+        def both(params, x, d_out):
+            out, pull = jax.vjp(call, params, x)
+            return out, *pull(d_out)
+
+        out, d_params, d_x = both(as_dtype(params, wide), x.astype(dtype), d_out.astype(dtype))
+        assert all(leaf.dtype == wide for leaf in jax.tree.leaves(d_params))
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), (out, d_x, d_params))
+
+    exact = run("float64", apart=True)
+    jax.tree.map(np.testing.assert_array_equal, run("float64", apart=False), exact)
+
+    def error(found):
+        return [
+            np.abs(ours - theirs).max() / np.abs(theirs).max()
+            for ours, theirs in zip(*map(jax.tree.leaves, (found, exact)), strict=True)
+        ]
+
+    joined, apart = (error(run("bfloat16", apart)) for apart in (False, True))
+    assert max(joined) < 2**-6
+    assert all(ours < 1.5 * theirs + 2**-12 for ours, theirs in zip(joined, apart, strict=True))

@@ -12,7 +12,6 @@ import jax
 import pytest
 
 from rope_jax.config import ConfigError, differences, resolve
-from rope_jax.run import _stored_kernels
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Interrupted
@@ -158,8 +157,20 @@ def test_every_process_traces_the_step_and_the_first_measures(ready, tmp_path, m
 
 
 def test_an_evaluation_without_a_file_uses_nothing_from_the_cache_folder(tmp_path):
-    found = _stored_kernels(resolve({}), tmp_path)
+    found = kernels.kernels_of_run(resolve({}), tmp_path)
     assert (found.calls, found.everywhere) == ({}, None)
+
+
+def test_an_evaluation_reads_the_choices_of_the_run(tmp_path):
+    path = kernels.file_of(tmp_path)
+    written = Choices("cpu", calls={"a call": {}})
+    written.save(path)
+    before = path.stat().st_mtime_ns
+    assert kernels.kernels_of_run(resolve({}), tmp_path).calls == {"a call": {}}
+    assert path.stat().st_mtime_ns == before
+    assert kernels.kernels_of_run(resolve({"kernels": "xla"}), tmp_path).everywhere == "xla"
+    with kernels.kernels_of_run(None, None) as found:  # a model that is of no run
+        assert found is None
 
 
 def test_a_damaged_file_stops_the_run(ready, tmp_path):

@@ -3,6 +3,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -175,6 +176,25 @@ def test_decay_and_clipping():
     np.testing.assert_allclose(
         np.sqrt(sum((m / 0.1) ** 2 for leaf in moments for m in np.ravel(leaf))), 1.0, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("whole", [lambda shape: True, lambda shape: len(shape) < 2])
+def test_clipping_scales_all_gradients_by_one_factor(whole):
+    """Joined or not, and more of them than are joined at a time."""
+    draw = np.random.default_rng(0).normal
+    shapes = [(3, 4), (5,), *[()] * 100, (2, 3, 2)]
+    gradients = {f"{i:03}": jnp.asarray(draw(size=x), jnp.float32) for i, x in enumerate(shapes)}
+    norm = math.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in gradients.values()))
+    assert float(jax.jit(optim.global_norm)(gradients)) == pytest.approx(norm, rel=1e-6)
+
+    clip = optim.clip_by_global_norm(norm / 2, whole)
+    clipped = jax.jit(lambda gradients: clip.update(gradients, clip.init(gradients))[0])
+    for name, found in clipped(gradients).items():
+        np.testing.assert_allclose(found, gradients[name] / 2, rtol=1e-6)
+    small = jax.tree.map(lambda x: x / 4, gradients)
+    jax.tree.map(np.testing.assert_array_equal, clipped(small), small)
+    # As in checkpoints of runs that were clipped by optax.
+    assert clip.init(gradients) == optax.clip_by_global_norm(1.0).init(gradients)
 
 
 def test_lamb_is_its_definition():

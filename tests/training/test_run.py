@@ -344,7 +344,7 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
         ({"data__augment": "crop(pad=8)"}, "pad.*augment"),
         ({"model__options": "depth=x"}, "depth='x' must be of type int"),
         ({"model__options": "mlp_ratio=0"}, "mlp_ratio=0.0 is not allowed"),
-        ({"init_from": "/nowhere"}, "holds no checkpoints.*init_from"),
+        ({"init_from": "/nowhere"}, "there is no such file.*init_from"),
     ],
 )
 def test_impossible_combinations_name_the_flag(changes, message, tmp_path):

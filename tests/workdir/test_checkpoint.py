@@ -380,7 +380,7 @@ def test_a_passing_error_of_the_disk_is_tried_again(tmp_path, monkeypatch):
         checkpoints.save(2, state(), about={})
 
 
-def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path):
+def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path, capfd):
     # A limit on the size of files stands in for a full disk.
     large = {
         "params": {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)), jnp.float32)}
@@ -399,6 +399,7 @@ def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path):
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert capfd.readouterr().err == ""  # no traces of what the exception tells
         assert checkpoints.newest_verified() == 1
         checkpoints.clean()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["1"]

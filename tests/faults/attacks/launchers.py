@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
+
 from tests.faults.attacks import Absent, attack, durable, expect, last_logged
 from tests.faults.attacks.several import ENDLESS, SMALL
 from tests.faults.processes import ROOT
@@ -112,9 +114,18 @@ def slurm(folder: pathlib.Path) -> Iterator[dict[str, str]]:
         yield variables
     finally:
         for name in ("slurmd", "slurmctld", "munged"):
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
-        time.sleep(2)  # they write their state into the folder
+            with contextlib.suppress(OSError, ValueError, psutil.Error):
+                end(psutil.Process(int((folder / f"{name}.pid").read_text())))
+
+
+def end(daemon: psutil.Process) -> None:
+    """Ends a daemon with its children; kills it if need be."""
+    daemon.terminate()
+    try:
+        daemon.wait(20)
+    except psutil.TimeoutExpired:
+        for process in (daemon, *daemon.children(recursive=True)):
+            process.kill()
 
 
 @attack("SLURM: a signal before the end of the time, requeued, resumed", slow=True)
@@ -142,6 +153,7 @@ def slurm_job(folder, rng):
         wait_until(lambda: f"found step {first} of" in told(), "the job resumes")
         wait_until(lambda: told().count("srun ended with") == 2, "the second signal ends the step")
         call("scancel", number)
+        wait_until(lambda: not call("squeue", "-h"), "the job is cancelled")
     expect(told().count("srun ended with 0") == 2, told()[-3000:])
     expect("Traceback" not in told(), told()[-3000:])
     second = durable(workdir)

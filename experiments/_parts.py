@@ -1,0 +1,200 @@
+"""The parts of the experiment `evidence`: models, recipes and image sets."""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rope_jax import data
+
+INNER = ("ape", "sincos1d", "sincos2d")
+_LAPE = [scheme for inner in INNER for scheme in (inner, f"lape({inner})")]
+FRACTIONS = [f"axial_rope(k_rope={k})" for k in (1, 2, 4, 8)]
+_SUMS = ["axial_rope(shared=True)", "rope_mixed+ape", "rope_mixed+rpb"]
+SCHEMES = ["none", *_LAPE, "rpb", "rope2d", "rope_mixed", *FRACTIONS, *_SUMS]
+_BASIC = ["none", "rpb", "axial_rope"]
+_STAGED = [*_BASIC, "rope2d", "rope_mixed", "ape", "lape(ape)", "rope_mixed+rpb"]
+_COMPACT = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")
+
+Model = tuple[str, str | None]  # backbone, and scheme (None for the backbone's default)
+
+
+class Run(NamedTuple):
+    """One training command: a backbone with a scheme, and its seeds."""
+
+    backbone: str
+    position: str | None
+    seeds: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The runs on one image set.
+
+    Attributes:
+        recipe: name of a recipe in `configs/`.
+        models: all models of the part.
+        images: function of the path of --data and a file to write, which returns the .npz file of
+            the images.
+        name: name of the file to write.
+        about: description of the image set.
+        backbone: the recipe's argument for the backbone.
+        seeds: default of --seeds.
+        arguments: further arguments of the recipe, such as "epochs=10".
+        together: True to train all seeds in one run, one run at a time (on a GPU).
+        smaller: sides in pixels below the training resolution at which schemes are compared.
+        larger: sides in pixels above the training resolution.
+    """
+
+    recipe: str
+    models: list[Model]
+    images: Callable[[pathlib.Path, pathlib.Path], pathlib.Path]
+    name: str
+    about: str
+    backbone: str = "backbone"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    arguments: tuple[str, ...] = ()
+    together: bool = False
+    smaller: tuple[int, ...] = ()
+    larger: tuple[int, ...] = ()
+
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """Returns all runs in the order in which they start."""
+        groups = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
+        return [Run(*model, group) for group in groups for model in self.models]
+
+    def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
+        """Name of a run's workdir, which differs for other flags, seeds or parts."""
+        image_set = [self.name] if self.together else []
+        more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
+        model = [run.backbone, run.position or "default", *map(str, run.seeds)]
+        return "-".join([*image_set, *model, *self.arguments, *more])
+
+    def command(
+        self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()
+    ) -> list[str]:
+        """Returns the command of a run."""
+        given = {"path": images, self.backbone: run.backbone}
+        given |= {"position": run.position, "seed": run.seeds[0]}
+        arguments = [f"{key}={value}" for key, value in given.items() if value is not None]
+        recipe = f"configs/{self.recipe}.py:{','.join([*arguments, *self.arguments])}"
+        command = [sys.executable, "-m", "rope_jax.main", f"--config={recipe}"]
+        command.append(f"--workdir={workdir / self.folder(run, flags)}")
+        if self.together:
+            command += ["--config.data.on_device=True", f"--config.seeds={len(run.seeds)}"]
+        return [*command, *flags]
+
+
+def first_of_fashion_mnist(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
+    """Writes the first 10,000 training and 5,000 test images to one file."""
+    arrays = {}
+    for split, count in (("train", 10_000), ("test", 5_000)):
+        images = data.load("idx", str(folder), split)
+        arrays[f"{split}_images"] = images.images[:count, :, :, 0]
+        arrays[f"{split}_labels"] = images.labels[:count]
+    return _saved(arrays, path)
+
+
+def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
+    """Returns an .npz file of pixels; decodes a file of concatenated JPEGs into one.
+
+    A file of pixels has the arrays train_images uint8 [n, H, W, 3], train_labels, test_images and
+    test_labels, and is returned unchanged.
+
+    A file of JPEGs has an array `body`, with image k from offsets[k] to offsets[k + 1], without the
+    bytes at its start that images have in common. These are in `header`, or in one of several
+    pieces of it, from header_offsets[i] to header_offsets[i + 1] with i = header_id[k]. `split` is
+    0 for training images and 1 for test images; without it, the first 50,000 are for training.
+    `labels` are renumbered from 0 without gaps.
+
+    Args:
+        file: the file to read.
+        path: the file to write.
+
+    Raises:
+        SystemExit: if the file has neither form.
+    """
+    with np.load(file) as archive:
+        if "train_images" in archive.files:
+            return file
+        if missing := {"body", "offsets", "header", "labels"} - set(archive.files):
+            raise SystemExit(
+                f"--data {file} has neither train_images nor {', '.join(sorted(missing))}: "
+                "pass a file with pixels or JPEGs"
+            )
+        read = {name: archive[name] for name in archive.files}
+    body, offsets, header = read["body"].tobytes(), read["offsets"], read["header"].tobytes()
+    starts = read.get("header_offsets", [0, len(header)])
+    which = read.get("header_id", np.zeros(len(offsets) - 1, int))
+    headers = [header[start:end] for start, end in itertools.pairwise(starts)]
+    pieces = zip(which, itertools.pairwise(offsets), strict=True)
+    images = np.stack([data.decode_image(headers[i] + body[a:b]) for i, (a, b) in pieces])
+    labels = np.unique(read["labels"], return_inverse=True)[1].astype(np.int32)
+    split = read.get("split", np.arange(len(labels)) >= 50_000)
+    arrays = {}
+    for number, name in enumerate(("train", "test")):
+        arrays[f"{name}_images"] = images[split == number]
+        arrays[f"{name}_labels"] = labels[split == number]
+    return _saved(arrays, path)
+
+
+def _saved(arrays: dict[str, np.ndarray], path: pathlib.Path) -> pathlib.Path:
+    """Writes an .npz file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name("incomplete.npz")
+    np.savez(temporary, **arrays)
+    temporary.replace(path)
+    return path
+
+
+_FASHION = (first_of_fashion_mnist, "fashion_mnist", "10,000 images of Fashion-MNIST")
+_CAT: list[Model] = [("cat", None), ("cat_no_imprint", None), ("cat_vit", None)]
+_BACKBONES: list[Model] = [
+    *itertools.product(("swin", "nat", "dinat", "cct"), _BASIC),
+    ("cat", None),
+    ("cat", "none"),
+    ("cat", "axial_rope"),
+    *_CAT[1:],
+]
+_CIFAR: list[Model] = [
+    *itertools.product(_COMPACT, ("ape", "lape(ape)")),  # as in LaPE
+    *itertools.product(_COMPACT, ("none", "axial_rope", "rope_mixed")),
+]
+PARTS = {
+    "vit": Part(
+        "evidence",
+        [("vit", position) for position in SCHEMES],
+        *_FASHION,
+        smaller=(12, 16),
+        larger=(24, 28, 32),
+    ),
+    "backbones": Part("evidence", _BACKBONES, *_FASHION),
+    "cat": Part("evidence", _CAT, *_FASHION, arguments=("epochs=10",)),
+    "cifar10": Part(
+        "cct",
+        _CIFAR,
+        packed,
+        "cifar10",
+        "CIFAR-10",
+        backbone="variant",
+        seeds=(121, 122, 123),
+        together=True,
+        smaller=(24,),
+        larger=(40, 48, 64),
+    ),
+    "tiny_imagenet": Part(
+        "tiny_imagenet",
+        [("vit", position) for position in SCHEMES]
+        + [(backbone, position) for position in _STAGED for backbone in ("swin", "nat")],
+        packed,
+        "tiny_imagenet",
+        "50 classes of Tiny-ImageNet",
+        together=True,
+        smaller=(32, 48),
+        larger=(80, 96, 112, 128, 144, 160),
+    ),
+}

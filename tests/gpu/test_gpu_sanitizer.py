@@ -1,0 +1,42 @@
+"""The kernels under NVIDIA's compute-sanitizer, where it is installed."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ROOT = pathlib.Path(__file__).parents[2]
+SANITIZER = "compute-sanitizer"
+FOUND = 99  # exit status if the sanitizer finds an error
+# What the sanitizer prints where it cannot work, for instance in some virtual machines.
+UNSUPPORTED = ("Device not supported", "Unable to attach", "No attachable process found")
+
+
+def found_sanitizer():
+    """The sanitizer on PATH or in CUDA's usual folder; None without one."""
+    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which(SANITIZER, path=os.pathsep.join(folders))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
+def test_no_errors_are_found(tool):
+    if (command := found_sanitizer()) is None:
+        pytest.skip(f"{SANITIZER} is not installed")
+    # Each array has an allocation of its own, so that what is beside it is not allocated.
+    own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = subprocess.run(
+        [command, f"--tool={tool}", f"--error-exitcode={FOUND}", sys.executable, "-m",
+         "tests.gpu.sanitized"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220,
+    )  # fmt: skip
+    printed = done.stdout + done.stderr
+    if done.returncode and (reason := next((x for x in UNSUPPORTED if x in printed), None)):
+        pytest.skip(f"{SANITIZER}: {reason}")
+    assert done.returncode == 0, printed[-4000:]
+    assert "kernels have run" in printed

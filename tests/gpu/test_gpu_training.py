@@ -1,0 +1,50 @@
+"""A training step of whole models by the kernels that None takes, against "xla"."""
+
+import jax
+import numpy as np
+import pytest
+
+from rope_jax_kernels import Choices
+from tests.gpu.programs import at, training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+# (model, position), at 224 pixels. The first alone is rehearsed, at another size.
+MODELS = [
+    ("vit_digits", "axial_rope"),
+    ("deit3_s16", "rope_mixed"),
+    ("deit3_s16", "axial_rope"),
+    ("swin_t", "rpb"),
+    ("swin_t", "axial_rope"),
+    ("nat_mini", "axial_rope"),
+]
+
+
+def computed(name, position, dtype, choices):
+    """The loss and the gradients, in float64."""
+    size = 224 if name != "vit_digits" else 16
+    step = training(name, position, size, at(8, 2), dtype)
+    with choices:
+        loss, gradients = jax.jit(step.loss_and_gradients)(step.params, step.images)
+    return float(loss), [np.asarray(x, np.float64) for x in jax.tree.leaves(gradients)]
+
+
+def distance(one, other):
+    """Euclidean, over all parameters."""
+    return sum(np.sum((x - y) ** 2) for x, y in zip(one, other, strict=True)) ** 0.5
+
+
+@pytest.mark.parametrize(("name", "position"), MODELS[: at(None, 1)])
+def test_a_step_by_none_is_as_exact_as_xla(name, position):
+    kernels = Choices() if at(True, False) else Choices(everywhere="triton")
+    with jax.default_matmul_precision("highest"):
+        loss, exact = computed(name, position, "float32", Choices(everywhere="xla"))
+    plain_loss, plain = computed(name, position, "bfloat16", Choices(everywhere="xla"))
+    kernel_loss, kernel = computed(name, position, "bfloat16", kernels)
+    assert distance(plain, exact) > 0
+    # Twice that of "xla", as for the gradients of single calls.
+    assert distance(kernel, exact) <= 2 * distance(plain, exact)
+    assert abs(kernel_loss - loss) <= 2 * abs(plain_loss - loss) + 2 * 2**-8 * abs(loss)
