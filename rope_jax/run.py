@@ -289,7 +289,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
-    if results is None and config.tensorboard:
+    if evaluated and config.tensorboard:
         accuracies = {
             f"top1_{'x'.join(map(str, row['resolution']))}/{name}": row["top1"]
             for name, own in lines.items()

@@ -134,7 +134,7 @@ def test_what_differs_beside_the_position_is_named(tmp_path):
     assert report.unlike(groups) == []
     longer = {"model": {"name": "vit_digits", "position": "rope2d"}, "epochs": 2.0}
     (b / "config.json").write_text(cfg.to_json(cfg.resolve(longer)))
-    (b / "results.json").write_text(json.dumps({"step": 1674, "eval": rows(((8, 8), 0.8))}))
+    write_results(b, 1674, rows(((8, 8), 0.8)))
     report.main([str(a), str(b)])
     note = "ape -> rope2d: epochs: 1.0 -> 2.0; steps: 1 -> 1,674."
     assert f"not alike: {note}" in (tmp_path / "comparison.txt").read_text()

@@ -53,4 +53,4 @@ def test_the_command_prints_the_tables(capsys):
 def test_a_model_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--model=deit9"])
-    assert "unknown model 'deit9'; did you mean" in capsys.readouterr().err
+    assert "unknown model 'deit9'; the nearest are 'deit" in capsys.readouterr().err
