@@ -5,10 +5,10 @@ Both hold a digest of their entries: results that were cut or edited are never t
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from rope_jax.files import read_json, sealed, set_aside, unsealed, update_file, write_file
+from rope_jax.files import read_json, sealed, set_aside, unsealed, update_file, warn, write_file
 from rope_jax.text import format_table
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
         ValueError: it is damaged, or was edited.
         OSError: it cannot be read.
     """
-    return _read(workdir / "results.json")
+    return _read(workdir / "results.json", earlier={"step", "eval"})
 
 
 def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
@@ -51,11 +51,15 @@ def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
     return _usable(workdir / "results.json")
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def _read(path: pathlib.Path, earlier: Set[str] = frozenset()) -> dict[str, Any] | None:
+    """The entries of a file; one without a digest, of earlier versions, may have those named."""
     try:
         value = read_json(path)
     except FileNotFoundError:
         return None
+    if earlier and isinstance(value, dict) and value.keys() == earlier:
+        warn(f"WARNING: {path} has no digest, as those of earlier versions: it cannot be verified")
+        return value
     return unsealed(value, str(path))
 
 
@@ -138,7 +142,7 @@ def read_evaluations(path: pathlib.Path) -> list[Row]:
         ValueError: it is damaged, or was edited.
         OSError: it cannot be read.
     """
-    return (_read(path) or {"rows": []})["rows"]
+    return (_read(path, earlier={"rows"}) or {"rows": []})["rows"]
 
 
 def usable_evaluations(path: pathlib.Path) -> list[Row]:

@@ -73,8 +73,12 @@ def test_damaged_results_are_refused_or_set_aside(tmp_path, damage, capsys):
     path = tmp_path / "results.json"
     damaged = RESULTS[damage](path.read_text())
     path.write_text(damaged)
-    with pytest.raises(ValueError, match=r"results\.json (is not JSON|has no digest|was changed)"):
-        read_results(tmp_path)
+    if damage == "without its digest":  # as earlier versions wrote them
+        assert read_results(tmp_path) == {"step": 7, "eval": ROWS}
+        assert "cannot be verified" in capsys.readouterr().err
+    else:
+        with pytest.raises(ValueError, match=r"is not JSON|has no digest|was changed"):
+            read_results(tmp_path)
     assert usable_results(tmp_path) is None
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [
         ("results.json.damaged", damaged)
