@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for editors and type checkers
     from rope_jax.data.images.decode import decode_image
-    from rope_jax.models import (
-        convert_state_dict,
-        create_model,
-        export,
-        list_models,
-        save_pretrained,
-    )
+    from rope_jax.models import convert_state_dict, export, list_models, save_pretrained
     from rope_jax.positions import list_positions
-    from rope_jax.restore import load_checkpoint
+    from rope_jax.restore import create_model, load_checkpoint
 
 __version__ = "0.1.0"
 
