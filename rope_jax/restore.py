@@ -15,7 +15,7 @@ from rope_jax.models.pretrained import Preprocessing
 from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, load_weights, open_weights
 from rope_jax.models.pretrained.metadata import Metadata
 from rope_jax.models.pretrained.own import OWN, own_state_dict
-from rope_jax.models.registry import create_model
+from rope_jax.models.registry import create_model as create_model  # public here, see FOLDERS below
 from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.text import image_pair, parse
 from rope_jax.workdir.checkpoint import Checkpoints

@@ -25,6 +25,9 @@ def test_at_the_same_resolution(trained):
     images = np.random.default_rng(0).normal(size=(1, 8, 8, 3)).astype(np.float32)
     model, loaded = started(trained, **APE), rope_jax.load_checkpoint(str(trained))[0]
     assert np.array_equal(logits(model, images), logits(loaded, images))
+    named = rope_jax.create_model(str(trained))  # the workdir of a run describes its model
+    assert np.array_equal(logits(named, images), logits(loaded, images))
+    assert (named.notation, named.preprocessing) == ("ape", loaded.preprocessing)
 
 
 def test_position_tables_follow_to_another_resolution(trained):
