@@ -65,10 +65,9 @@ test-aot: .venv-cuda/ready
 
 # A covering selection with the newest releases within the bounds of pyproject.toml, not those of
 # constraints.txt: kernels, models, a training step, checkpoints, the wheel.
-NEWEST = tests/test_packaging.py tests/kernels/test_rotary.py tests/kernels/test_dispatch.py \
-	tests/kernels/test_attention.py tests/models/test_vit.py tests/models/test_swin.py \
-	tests/models/test_export.py tests/training/test_step.py tests/training/test_run.py \
-	tests/workdir/test_checkpoint.py
+NEWEST = tests/test_packaging.py tests/kernels/test_dispatch.py tests/kernels/test_attention.py \
+	tests/models/test_definition.py tests/models/test_export.py tests/training/test_step.py \
+	tests/training/test_run.py tests/workdir/test_checkpoint.py
 .PHONY: test-newest
 test-newest: .venv-newest/ready
 	.venv-newest/bin/python -m pytest -n 2 --dist worksteal $(NEWEST)
