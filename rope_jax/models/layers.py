@@ -1,7 +1,9 @@
 """Layers that all backbones share."""
 
 import functools
+import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +173,54 @@ def standardize(x: Float[Array, "... C"], epsilon: float) -> Float[Array, "... C
 def layer_norm(features: int, epsilon: float, *, rngs: nnx.Rngs, dtypes: dict) -> LayerNorm:
     """Layer normalisation of the last axis, with the variance in two passes, as in torch."""
     return LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
+
+
+class BatchNorm(nnx.Module):
+    """Batch normalisation of the last axis as in torch: epsilon 1e-5, momentum 0.1.
+
+    Called with train=True, it normalises by the batch and updates its running statistics
+    (`nnx.BatchStat`) in place; otherwise it normalises by them. Batches are normalised by their
+    biased variance; the running variance is of the unbiased one. Statistics are float32 or wider,
+    and of the whole batch where it is divided over devices.
+    """
+
+    epsilon: ClassVar[float] = 1e-5
+    momentum: ClassVar[float] = 0.1
+
+    def __init__(self, features: int, *, dtypes: dict):
+        full = functools.partial(jnp.full, (features,), dtype=dtypes["param_dtype"])
+        self.scale, self.bias = nnx.Param(full(1)), nnx.Param(full(0))
+        self.mean, self.variance = nnx.BatchStat(full(0)), nnx.BatchStat(full(1))
+
+    def __call__(self, x: Float[Array, "... C"], train: bool) -> Float[Array, "... C"]:
+        """Normalises.
+
+        Args:
+            x: input.
+            train: normalise by the batch and update the running statistics.
+
+        Raises:
+            ValueError: there is one value per channel in training, which has no variance.
+        """
+        wide = x.astype(jnp.promote_types(x.dtype, self.scale.dtype))
+        mean, variance = self.mean[...], self.variance[...]
+        if train:
+            count = math.prod(x.shape[:-1])
+            if count < 2:
+                raise ValueError(
+                    f"batch normalisation of shape {x.shape} has one value per channel: train with "
+                    "more images or larger ones"
+                )
+            axes = tuple(range(x.ndim - 1))
+            mean, variance = wide.mean(axes), wide.var(axes)
+            self.mean = self._updated(self.mean, mean)
+            self.variance = self._updated(self.variance, variance * (count / (count - 1)))
+        scale = self.scale[...] * jax.lax.rsqrt(variance + self.epsilon)
+        return ((wide - mean) * scale + self.bias[...]).astype(x.dtype)
+
+    def _updated(self, running: nnx.BatchStat, value: Array) -> nnx.BatchStat:
+        # A new variable: the old one may belong to a state outside of the trace.
+        return running.replace((1 - self.momentum) * running[...] + self.momentum * value)
 
 
 class Mlp(nnx.Module):
