@@ -1,0 +1,116 @@
+"""Goldens of dense prediction: outputs of official code for weights and inputs that can be redrawn.
+
+A folder of goldens has a `cases.json`, which maps names to what the golden was made with: sizes
+[h, w], channels, seeds, classes. NAME.json lists shapes and kinds of the weights, and NAME.npz
+holds the outputs in float32 and, as "..._f64", in float64.
+
+The check of a kind of goldens is a module of this package whose name begins their names: `vitdet`
+for vitdet_abs and vitdet_rel. It defines
+
+    outputs(golden, dtype)    arrays by name, as stored: NCHW, and only the part that is stored
+    LIMITS                    optional: limits that differ from those below
+
+and reads all numbers from `golden.case`. `python -m tests.parity.dense FOLDER [--x64]` runs the
+checks of a folder.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+import pkgutil
+
+import jax
+import numpy as np
+
+from tests.parity import official
+
+DATA = pathlib.Path(__file__).parents[2] / "data" / "dense_parity"
+LIMITS = {"float32": 5e-5, "float64": 1e-9}
+"""Largest allowed difference of floating-point outputs; others must be equal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """One golden.
+
+    Attributes:
+        folder: that it is in.
+        name: its name.
+        case: its entry of `cases.json`.
+    """
+
+    folder: pathlib.Path
+    name: str
+    case: dict
+
+    @functools.cached_property
+    def about(self):
+        """The content of NAME.json."""
+        return json.loads((self.folder / f"{self.name}.json").read_text())
+
+    @property
+    def weights(self):
+        """Arrays by torch's names, without those that follow from others ("fixed") and counters."""
+        return {
+            key: official.tensor(key, shape, kind)
+            for key, (shape, kind) in self.about["keys"].items()
+            if kind not in ("fixed", "counter")
+        }
+
+    def outputs(self, dtype):
+        """The stored outputs by name, those of floating-point numbers in `dtype`."""
+        with np.load(self.folder / f"{self.name}.npz") as file:
+            arrays = dict(file)
+        exact = {key.removesuffix("_f64"): x for key, x in arrays.items() if key.endswith("_f64")}
+        plain = {key: x for key, x in arrays.items() if key in self.about["arrays"]}
+        return plain | exact if dtype == "float64" else plain
+
+
+def goldens(folder=DATA):
+    """The goldens of a folder by name."""
+    folder = pathlib.Path(folder)
+    cases = json.loads((folder / "cases.json").read_text())
+    return {name: Golden(folder, name, case) for name, case in cases.items()}
+
+
+def check_of(name):
+    """The module that checks goldens of this name, or None."""
+    kinds = [module.name for module in pkgutil.iter_modules(__path__)]
+    found = [kind for kind in kinds if name.startswith(kind)]
+    return importlib.import_module(f"{__name__}.{max(found, key=len)}") if found else None
+
+
+def differences(golden, dtype):
+    """The largest difference and the limit of each output of a golden, by name.
+
+    The difference of an output that either side lacks is infinite, and that of integers the number
+    of unequal ones.
+    """
+    check = check_of(golden.name)
+    limits = LIMITS | getattr(check, "LIMITS", {})
+    with jax.default_matmul_precision("highest"):
+        found = {key: np.asarray(x) for key, x in check.outputs(golden, dtype).items()}
+    wanted, rows = golden.outputs(dtype), {}
+    for key in wanted | found:
+        floating = key in wanted and wanted[key].dtype.kind == "f"
+        limit = limits[dtype] if floating else 0.0
+        if key not in wanted or key not in found or wanted[key].shape != found[key].shape:
+            rows[key] = (float("inf"), limit)
+        elif floating:
+            assert found[key].dtype == dtype, f"{golden.name}: {key} is {found[key].dtype}"
+            rows[key] = (float(np.abs(wanted[key] - found[key]).max()), limit)
+        else:
+            rows[key] = (float((wanted[key] != found[key]).sum()), limit)
+    return rows
+
+
+def images(height, width, count=1, seed=1234):
+    """Input images [B, H, W, 3], float32."""
+    return noise(count, 3, height, width, seed=seed).transpose(0, 2, 3, 1)
+
+
+def noise(*shape, seed):
+    """Other inputs: standard normal, float32."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
