@@ -70,6 +70,15 @@ class Head(nnx.Module):
         """
         raise NotImplementedError
 
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, as of models."""
+        return self.out_features
+
+    def parts(self) -> dict[str, nnx.Module]:
+        """None: heads have no positional schemes. (Weights are converted for models and heads.)"""
+        return {}
+
     def result(self, predictions: Any, image_size: Grid) -> Any:
         """What a model returns for images of (height, width) pixels."""
         raise NotImplementedError
