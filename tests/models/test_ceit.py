@@ -397,7 +397,7 @@ def test_every_option_of_a_vit_is_either_taken_or_refused():
         "qkv_bias",
         "norm_epsilon",
     }
-    taken |= {"drop_path", "drop_path_schedule"}
+    taken |= {"drop_path", "drop_path_schedule", "last_norm"}
     assert taken | set(CeiTOptions.fixed) == {
         field.name for field in dataclasses.fields(ViTOptions)
     }
