@@ -25,18 +25,21 @@ def detectron2(model: nnx.Module) -> Table:
     return Table(rows)
 
 
+_LEVELS = {4.0: (2, (0, 3), 4), 2.0: (3, (0,), 1), 1.0: (4, (), 0), 0.5: (5, (), 1)}
+
+
 def _pyramid_level(ours: str, scale: float) -> list[Row]:
     """Rows of one scale of a feature pyramid, whose modules are numbered together with GELU."""
-    theirs = f"simfp_{ {4.0: 2, 2.0: 3, 1.0: 4, 0.5: 5}[scale] }"
+    # The number of the level; of its modules, the transposed convolutions and the first convolution.
+    level, deconvs, first = _LEVELS[scale]
+    theirs = f"simfp_{level}"
     rows: list[Row] = []
-    deconvs = {4.0: (0, 3), 2.0: (0,)}.get(scale, ())
     for number, place in enumerate(deconvs):
         rows += [
             (f"{ours}.deconvs.{number}.kernel", f"{theirs}.{place}.weight", DECONV),
             (f"{ours}.deconvs.{number}.bias", f"{theirs}.{place}.bias", SAME),
         ]
     rows += norm(f"{ours}.norms.0", f"{theirs}.1")
-    first = {4.0: 4, 2.0: 1, 1.0: 0, 0.5: 1}[scale]
     for place, layer in enumerate(("lateral", "output"), first):
         rows += conv(f"{ours}.{layer}", f"{theirs}.{place}")
         rows += norm(f"{ours}.{layer}_norm", f"{theirs}.{place}.norm")
