@@ -30,7 +30,7 @@ _LEVELS = {4.0: (2, (0, 3), 4), 2.0: (3, (0,), 1), 1.0: (4, (), 0), 0.5: (5, (),
 
 def _pyramid_level(ours: str, scale: float) -> list[Row]:
     """Rows of one scale of a feature pyramid, whose modules are numbered together with GELU."""
-    # The number of the level; of its modules, the transposed convolutions and the first convolution.
+    # The level, and numbers of its transposed convolutions and of its first convolution.
     level, deconvs, first = _LEVELS[scale]
     theirs = f"simfp_{level}"
     rows: list[Row] = []
