@@ -1,5 +1,6 @@
 """Multi-head self-attention for every attention pattern and positional scheme."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,17 +11,63 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.layers import LayerNorm, linear
-from rope_jax.positions import Terms
+from rope_jax.positions import Position, Terms
 from rope_jax.sharding import over_batch
 from rope_jax_kernels import (
     Global,
     Pattern,
     Rotation,
+    Window,
     attention,
     attention_qkv,
     rotate,
     window_bias,
 )
+
+WINDOW_PADDING = ("mask", "tokens", "qkv")
+"""What tokens attend to where windows go beyond a map: see `window_of`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedWindow(Window):
+    """Windows that keep their size on every map and attend to the padding, as official codes do.
+
+    The map is padded to whole windows at the bottom and right before it is shifted.
+
+    Attributes:
+        padding: "tokens" or "qkv", see `window_of`.
+    """
+
+    padding: str = "tokens"
+
+    def fit(self, grid: tuple[int, int]) -> "PaddedWindow":
+        return self
+
+
+def window_of(side: int, padding: str) -> Window:
+    """Windows of `side` x `side` tokens.
+
+    Args:
+        side: in tokens.
+        padding: of maps that the windows do not divide. "mask": no token attends to padding, and
+            windows are no larger than the map. "tokens": zeros are appended to the normalised
+            tokens, so that keys and values are the biases of their projection (ViTDet, and Swin in
+            detection). "qkv": zeros are appended to queries, keys and values (ViT-Adapter).
+    """
+    plain = Window((side, side))
+    return plain if padding == "mask" else PaddedWindow(plain.size, padding=padding)
+
+
+def check_padding(position: Position) -> None:
+    """Raises ValueError for a scheme that cannot serve the stage's windows because of padding."""
+    pattern = position.stage.pattern
+    for scheme in position.schemes() if isinstance(pattern, PaddedWindow) else ():
+        if scheme.wraps_attention and not scheme.within_windows:
+            raise ValueError(
+                f"window_padding={pattern.padding!r} reproduces codes in which padding takes part "
+                "in attention, but padding has no place on the map that this position could use: "
+                "leave window_padding out, or choose another position"
+            )
 
 
 class SelfAttention(nnx.Module):
@@ -84,9 +131,12 @@ class SelfAttention(nnx.Module):
             places = grid
         qkv = self.qkv(x, norm)
         if self.qv_bias is not None:
-            q_bias, v_bias = jnp.split(self.qv_bias[...].astype(qkv.dtype), 2)
-            qkv += jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
-        qkv = qkv.reshape(batch, *places, 3, self.heads, features // self.heads)
+            qkv += self._bias().astype(qkv.dtype)
+        qkv = qkv.reshape(batch, *places, 3 * features)
+        if isinstance(pattern, PaddedWindow):
+            filling = self._bias() if pattern.padding == "tokens" else None
+            qkv = _pad_to_windows(qkv, pattern, filling)
+        qkv = qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads)
         if key is not None and drop > 0:  # one mask for the whole batch; no kernel supports it
             attend = functools.partial(_dropping_attention, drop=drop, key=key)
             shared = (terms.rotation, bias, terms.transform)
@@ -96,12 +146,36 @@ class SelfAttention(nnx.Module):
             with jax.named_scope("attention"):
                 out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
 
+        if isinstance(pattern, PaddedWindow):
+            out = out[:, : grid[0], : grid[1]]
+
         # Attention and projection then save one array for their backward passes, also in a scan.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(out: Array) -> Array:
             return self.proj(out.reshape(batch, tokens, features))
 
         return project(out)
+
+    def _bias(self) -> Float[Array, " C3"] | None:
+        """The bias of q, k and v, whose k part may be absent; None without any."""
+        if self.qv_bias is None:
+            return None if self.qkv.bias is None else self.qkv.bias[...]
+        q_bias, v_bias = jnp.split(self.qv_bias[...], 2)
+        return jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
+
+
+def _pad_to_windows(
+    qkv: Float[Array, "B H W C3"], window: Window, filling: Float[Array, " C3"] | None
+) -> Float[Array, "B H2 W2 C3"]:
+    """A map padded to whole windows at the bottom and right, with a vector or with zeros."""
+    margins = [(0, 0), *((0, -n % m) for n, m in zip(qkv.shape[1:3], window.size, strict=True))]
+    padded = jnp.pad(qkv, [*margins, (0, 0)])
+    if filling is None or padded.shape == qkv.shape:
+        return padded
+    height, width = qkv.shape[1:3]
+    rows, columns = (np.arange(n) for n in padded.shape[1:3])
+    inside = (rows[:, None, None] < height) & (columns[:, None] < width)
+    return jnp.where(inside, padded, filling.astype(qkv.dtype))
 
 
 def _spread(
@@ -130,11 +204,14 @@ def _attend_packed(qkv: Array, shared: tuple, *, pattern: Pattern, scale: float 
 def _attend(qkv: Array, shared: tuple, *, attend: Callable, scale: float | None) -> Array:
     """Attention of unpacked q, k, v by `attend`, inside the transform if there is one."""
     rotation, layer_bias, transform = shared
+    head_dim = qkv.shape[-1]
 
     def attend_biased(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
         biases = [x for x in (layer_bias, bias) if x is not None]
         total = sum(biases[1:], biases[0]) if biases else None
-        return attend(q, k, v, rotation=rotation, bias=total, scale=scale)
+        # Channels that a transform appends do not change the scale.
+        own_scale = head_dim**-0.5 if scale is None and q.shape[-1] != head_dim else scale
+        return attend(q, k, v, rotation=rotation, bias=total, scale=own_scale)
 
     q, k, v = jnp.moveaxis(qkv, -3, 0)
     return attend_biased(q, k, v) if transform is None else transform(q, k, v, attend_biased)

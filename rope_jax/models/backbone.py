@@ -5,6 +5,8 @@ scheme. An isotropic model has one part, itself. Costs, analysis and weight conv
 the parts and do not distinguish families.
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import jax
@@ -58,8 +60,71 @@ class Backbone(nnx.Module):
         """
         raise NotImplementedError
 
-    def features(self, images: Float[Array, "B h w 3"]) -> list[Float[Array, "B H W C"]]:
-        """Feature maps of the parts, in order of stride; the last one is normalised."""
+    def features(
+        self,
+        images: Float[Array, "B h w 3"],
+        *,
+        blocks: Sequence[int] | None = None,
+        norm: bool | None = None,
+        train: bool = False,
+        key: Array | None = None,
+    ) -> list[Float[Array, "B H W C"]]:
+        """Feature maps after some blocks, for dense prediction; without class and register tokens.
+
+        >>> import jax.numpy as jnp
+        >>> import rope_jax
+        >>> model = rope_jax.create_model("vit_digits")
+        >>> maps = model.features(jnp.zeros((1, 8, 12, 3)), blocks=(1, 3), norm=False)
+        >>> [features.shape for features in maps]
+        [(1, 4, 6, 96), (1, 4, 6, 96)]
+
+        Args:
+            images: as in `__call__`.
+            blocks: numbers of the blocks, from 0 through all stages, in ascending order; the map of
+                the last block of a stage is that before downsampling. None for the last block of
+                every stage, strides 4 to 32.
+            norm: whether the maps are normalised by the model's last layer norm: all of them, none,
+                or, with None, the last block's only, if the classifier's input is that.
+            train, key: as in `__call__`, for drop path, augmented positions and batch statistics.
+
+        Returns:
+            A map per block, in order.
+
+        Raises:
+            ValueError: blocks that the model does not have, or norm=True where the last norm is not
+                one of these maps.
+        """
+        depths = [part.position.stage.depth for part in self.parts().values()]
+        final = sum(depths) - 1
+        blocks = [n - 1 for n in itertools.accumulate(depths)] if blocks is None else [*blocks]
+        if not blocks or sorted({*blocks}) != blocks or not 0 <= blocks[0] <= blocks[-1] <= final:
+            raise ValueError(
+                f"blocks={tuple(blocks)} must be numbers of this model's {final + 1} blocks in "
+                f"ascending order, from 0 to {final}"
+            )
+        if norm and blocks[0] <= final - depths[-1]:
+            raise ValueError(
+                f"norm=True is the norm after the last stage, but blocks={tuple(blocks)} has block "
+                f"{blocks[0]} of an earlier one, of other channels: pass norm=None or norm=False"
+            )
+        if norm and not self.options.last_norm:
+            raise ValueError(
+                "norm=True needs a last layer norm, and this model was created with "
+                "last_norm=False: pass norm=None or norm=False"
+            )
+        normed = {*blocks} if norm else {final} if norm is None and self.norms_tokens else set()
+        maps = zip(blocks, self.maps(images, blocks, train, key), strict=True)
+        return [self.norm(x) if block in normed else x for block, x in maps]
+
+    @property
+    def norms_tokens(self) -> bool:
+        """Whether the classifier applies the last layer norm to the tokens of the last block."""
+        return True
+
+    def maps(
+        self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None
+    ) -> Iterator[Float[Array, "B H W C"]]:
+        """Yields the map after each of some blocks, whose numbers ascend, as it is."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, nnx.Module]:

@@ -1,7 +1,7 @@
 """Transformer blocks, and running a stage of them: one by one, or in a scan over layers."""
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,11 +127,12 @@ def run_blocks(
     position: Position,
     rates: Sequence[float],
     *,
+    wanted: Sequence[int],
     position_key: Array | None,
     key: Array | None,
     extras: Sequence[tuple] | None = None,
 ) -> Iterator[Array]:
-    """Yields the tokens [B, L, C] after each block of a stage; only the last for stacked blocks.
+    """Yields the tokens [B, L, C] after some blocks of a stage; no block after them is run.
 
     Args:
         blocks: from `make_blocks`; they are called as `Block` is.
@@ -140,30 +141,43 @@ def run_blocks(
         patterns: attention pattern of each layer.
         position: positional scheme of the stage.
         rates: drop-path rate of each layer.
+        wanted: the layers after which tokens are yielded, ascending and at least one.
         position_key: for schemes that augment coordinates in training, or None.
         key: for drop path, or None.
         extras: additional arguments of each block; only for blocks in a list.
     """
-    terms = position.terms(grid, position_key)
+    terms = terms_of_patterns(position, grid, patterns, position_key)
     depth = len(rates)
     if not isinstance(blocks, nnx.List):
         keys = None if key is None else jax.random.split(key, depth)
-        yield _scanned(blocks, x, grid, patterns, position, terms, rates, keys)
+        yield from _scanned(blocks, x, grid, patterns, position, terms, rates, keys, wanted)
         return
     keys = [None] * depth if key is None else jax.random.split(key, depth)
     extras = [()] * depth if extras is None else extras
     layers = zip(blocks, patterns, rates, keys, extras, strict=True)
     for layer, (block, pattern, rate, own_key, extra) in enumerate(layers):
-        x = block(x, grid, pattern, terms.layer(layer), rate, own_key, *extra)
+        own_terms = terms[type(pattern)].layer(layer)
+        x = block(x, grid, pattern, own_terms, rate, own_key, *extra)
         x = position.mix(x, grid, layer)
-        yield x
+        if layer in wanted:
+            yield x
+        if layer == wanted[-1]:
+            return
 
 
-def last(items: Iterator[Array]) -> Array:
-    """The last of an iterator's arrays."""
-    for item in items:
-        found = item
-    return found
+def terms_of_patterns(
+    position: Position, grid: Grid, patterns: Sequence[Pattern], key: Array | None
+) -> dict[type, Terms]:
+    """A scheme's terms for all layers, by kind of attention pattern.
+
+    Windows that differ in their shift, and neighbourhoods in their dilation, have the same terms.
+    """
+    kinds = {type(pattern): pattern for pattern in patterns}
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, position.terms(grid, key))
+    return {
+        kind: position.with_pattern(pattern).terms(grid, key) for kind, pattern in kinds.items()
+    }
 
 
 def _scanned(
@@ -172,27 +186,36 @@ def _scanned(
     grid: Grid,
     patterns: Sequence[Pattern],
     position: Position,
-    terms: Terms,
+    terms: Mapping[type, Terms],
     rates: Sequence[float],
     keys: Array | None,
-) -> Float[Array, "B L C"]:
-    """Tokens after stacked blocks; the scan is split wherever the scheme mixes tokens."""
+    wanted: Sequence[int],
+) -> Iterator[Array]:
+    """`run_blocks` of stacked blocks, with a scan between wanted layers and mixed tokens."""
     graph, state = nnx.split(block)
     depth = len(rates)
-    inputs = (state, terms.per_layer(), jnp.asarray(rates, jnp.float32), keys)
+    per_layer = [of_kind.per_layer() for of_kind in terms.values()]
+    inputs = (state, per_layer, jnp.asarray(rates, jnp.float32), keys)
 
     def run_layer(x: Array, inputs: Any, pattern: Pattern) -> Array:
-        state, own, rate, key = inputs
-        return nnx.merge(graph, state)(x, grid, pattern, terms.with_layer(own), rate, key)
+        state, values, rate, key = inputs
+        own = {
+            kind: of_kind.with_layer(own)
+            for (kind, of_kind), own in zip(terms.items(), values, strict=True)
+        }
+        return nnx.merge(graph, state)(x, grid, pattern, own[type(pattern)], rate, key)
 
     first = 0
-    for end in sorted({*position.mix_after(depth), depth - 1}):
+    for end in sorted({*position.mix_after(depth), *wanted}):
+        if end > wanted[-1]:
+            return
         layers = slice(first, end + 1)
         own = jax.tree.map(operator.itemgetter(layers), inputs)
         x = _scan_layers(run_layer, x, own, patterns[layers])
         x = position.mix(x, grid, end)
+        if end in wanted:
+            yield x
         first = end + 1
-    return x
 
 
 def _scan_layers(

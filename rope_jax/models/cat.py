@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.layers import dtypes_of, make_head, torch_linear
 from rope_jax.models.registry import Count, Positive, one_of, register
-from rope_jax.models.vit import ViT, ViTOptions
+from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.positions import Terms, grids
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern, Rotation, rotate
@@ -86,8 +86,8 @@ class CATOptions(ViTOptions):
         "qkv_bias",
         "k_bias",
         "feed_forward",
-        "attention",
-        "kernel_size",
+        *LOCAL,
+        "last_norm",
         "scan_layers",
     )
 

@@ -18,7 +18,7 @@ from rope_jax.initializers import he_init
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import PatchProjection, conv, dtypes_of, linear, output_size
 from rope_jax.models.registry import Count, CountOrZero, Positive, Probability, register
-from rope_jax.models.vit import ViT, ViTOptions
+from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern
@@ -63,8 +63,7 @@ class CCTOptions(ViTOptions):
         "layer_scale",
         "k_bias",
         "feed_forward",
-        "attention",
-        "kernel_size",
+        *LOCAL,
     )
 
     def __post_init__(self):

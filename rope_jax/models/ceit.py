@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.attention import SelfAttention
-from rope_jax.models.blocks import Block, drop_path, last
+from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import (
     BatchNorm,
     PatchProjection,
@@ -26,7 +26,7 @@ from rope_jax.models.layers import (
     torch_linear,
 )
 from rope_jax.models.registry import Count, Probability, register
-from rope_jax.models.vit import SIZES, ViT, ViTOptions
+from rope_jax.models.vit import LOCAL, SIZES, ViT, ViTOptions
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Pattern
@@ -56,8 +56,7 @@ class CeiTOptions(ViTOptions):
         "layer_scale",
         "k_bias",
         "feed_forward",
-        "attention",
-        "kernel_size",
+        *LOCAL,
         "scan_layers",  # a scan would have to collect class tokens and statistics of all layers
     )
 
@@ -208,12 +207,18 @@ class CeiT(ViT):
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B L C"]:
         """Tokens of the last block, not normalised: the last norm is for the class tokens."""
-        return last(self.run(images, train, key))
+        (x,) = self.run(images, train, key, [self.options.depth - 1])
+        return x
+
+    @property
+    def norms_tokens(self) -> bool:
+        return False
 
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:
-        x = jnp.stack([x[:, 0] for x in self.run(images, train, key)], axis=1)
+        outputs = self.run(images, train, key, range(self.options.depth))
+        x = jnp.stack([x[:, 0] for x in outputs], axis=1)
         x = x + self.layer_embedding[...].astype(x.dtype)
         x = self.lca(x, (1, x.shape[1]), Global(), Terms(), 0.0, None)
         return self.head(self.norm(x[:, -1]))

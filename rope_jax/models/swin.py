@@ -4,16 +4,21 @@
 """
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_padding
 from rope_jax.models.backbone import Backbone, patch_grid
-from rope_jax.models.blocks import Block, drop_path_rates, last, make_blocks, run_blocks
+from rope_jax.models.blocks import Block, drop_path_rates, make_blocks, run_blocks
 from rope_jax.models.layers import (
+    Identity,
     PatchEmbed,
     check_images,
     dtypes_of,
@@ -21,7 +26,15 @@ from rope_jax.models.layers import (
     linear,
     make_head,
 )
-from rope_jax.models.registry import Count, OptionalCount, Options, Positive, Probability, register
+from rope_jax.models.registry import (
+    Count,
+    OptionalCount,
+    Options,
+    Positive,
+    Probability,
+    one_of,
+    register,
+)
 from rope_jax.models.vit import ViTOptions
 from rope_jax.positions import Position, create_position
 from rope_jax.positions.grids import Grid
@@ -43,6 +56,7 @@ class HierarchyOptions(Options):
         layer_scale: initial LayerScale on residual branches, or None for no LayerScale.
         qkv_bias: bias of the projection to q, k, v.
         norm_epsilon: of every layer norm.
+        last_norm: whether there is a layer norm after the last stage.
         drop_path: probability of dropping a residual branch in training, linear from 0 in the
             first block to this in the last.
         scan_layers: run each stage's blocks in a scan, see `ViTOptions`.
@@ -55,6 +69,7 @@ class HierarchyOptions(Options):
     layer_scale: float | None = None
     qkv_bias: bool = True
     norm_epsilon: Positive = 1e-5
+    last_norm: bool = True
     drop_path: Probability = 0.2
     scan_layers: bool = False
 
@@ -139,10 +154,11 @@ class HierarchyStage(nnx.Module):
         self,
         x: Float[Array, "B H W C"],
         patterns: list[Pattern],
+        wanted: Sequence[int],
         position_key: Array | None,
         key: Array | None,
-    ) -> Float[Array, "B H W C"]:
-        """The map after the blocks, before downsampling."""
+    ) -> Iterator[Float[Array, "B H W C"]]:
+        """Yields the maps after the wanted blocks, as `run_blocks` does, before downsampling."""
         grid = x.shape[1:3]
         tokens = x.reshape(x.shape[0], -1, x.shape[3])
         tokens = self.position.embed(tokens, grid, position_key)
@@ -153,10 +169,12 @@ class HierarchyStage(nnx.Module):
             patterns,
             self.position,
             self.rates,
+            wanted=wanted,
             position_key=position_key,
             key=key,
         )
-        return last(outputs).reshape(x.shape)
+        for tokens in outputs:
+            yield tokens.reshape(x.shape)
 
 
 class Hierarchy(Backbone):
@@ -189,6 +207,7 @@ class Hierarchy(Backbone):
             block = options.of_stage(index)
             stage = block.stage(grid, self.pattern(), dtypes["param_dtype"])
             scheme = create_position(position, stage, rngs=rngs)
+            check_padding(scheme)
             if index > 0:
                 scheme = _without_embedding(scheme, rngs)
             downsample = None
@@ -202,7 +221,10 @@ class Hierarchy(Backbone):
                 )
             )
         self.stages = nnx.List(stages)
-        self.norm = layer_norm(block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        norm = functools.partial(
+            layer_norm, block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes
+        )
+        self.norm = norm() if options.last_norm else Identity()
         self.head = make_head(block.width, num_classes, rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
@@ -243,27 +265,31 @@ class Hierarchy(Backbone):
             places[f"stages.{index}.downsample"] = later
         return places
 
-    def _encode(
-        self, images: Float[Array, "B h w 3"], train: bool, key: Array | None
-    ) -> list[Float[Array, "B H W C"]]:
+    def maps(
+        self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None
+    ) -> Iterator[Float[Array, "B H W C"]]:
         check_images(images)
         grids = self.grids(images.shape[1:3])
         keys = self.training_keys(train, key, 2 * len(grids))
-        x, maps = self.patch_embed(images), []
+        x, first = self.patch_embed(images), 0
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
-            x = stage(x, self.patterns(index, grid), *keys[2 * index : 2 * index + 2])
-            maps.append(x)
-            x = x if stage.downsample is None else stage.downsample(x)
-        return [*maps[:-1], self.norm(x)]
+            end = first + self.options.depths[index]
+            last = end - 1  # its map goes on to the next stage
+            wanted = sorted({*range(first, end)} & {*blocks} | {last})
+            own_keys = keys[2 * index : 2 * index + 2]
+            own = stage(x, self.patterns(index, grid), [n - first for n in wanted], *own_keys)
+            for block, x in zip(wanted, own, strict=True):
+                if block in blocks:
+                    yield x
+            if last >= blocks[-1]:
+                return
+            x, first = stage.downsample(x), end
 
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:
-        return self.head(self._encode(images, train, key)[-1].mean(axis=(1, 2)))
-
-    def features(self, images: Float[Array, "B h w 3"]) -> list[Float[Array, "B H W C"]]:
-        """Maps of all stages before downsampling, strides 4 to 32; the last one is normalised."""
-        return self._encode(images, train=False, key=None)
+        (x,) = self.maps(images, [sum(self.options.depths) - 1], train, key)
+        return self.head(self.norm(x).mean(axis=(1, 2)))
 
 
 def _without_embedding(position: Position, rngs: nnx.Rngs) -> Position:
@@ -285,9 +311,14 @@ class SwinOptions(HierarchyOptions):
         window_size: side of a window in tokens; None for a thirty-second of the image's height and
             width, at creation and in `resize`, so that every stage has whole windows (Heo et al.,
             section 3.3).
+        window_padding: of maps that the windows do not divide: "mask" (padding takes no part), or
+            "tokens" or "qkv" as in official codes, see `attention.window_of`. Windows then keep
+            their size and shift on every map, as in Swin's code of detection and segmentation
+            ("tokens").
     """
 
     window_size: OptionalCount = 7
+    window_padding: Annotated[str, one_of(*WINDOW_PADDING)] = "mask"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,12 +369,16 @@ class Swin(Hierarchy):
             return "windows of 1/32 of the image"
         return f"windows of {side} x {side} tokens, maps padded to whole windows"
 
-    def pattern(self) -> SwinWindow:
-        return SwinWindow(self.window)
+    def pattern(self) -> Window:
+        padding = self.options.window_padding
+        if padding == "mask":
+            return SwinWindow(self.window)
+        return PaddedWindow(self.window, padding=padding)
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         plain = self.pattern().fit(grid)
-        shifted = SwinWindow(self.window, (self.window[0] // 2, self.window[1] // 2)).fit(grid)
+        half = (self.window[0] // 2, self.window[1] // 2)
+        shifted = dataclasses.replace(self.pattern(), shift=half).fit(grid)
         return [shifted if block % 2 else plain for block in range(self.options.depths[part])]
 
 

@@ -16,7 +16,7 @@ from rope_jax.initializers import orthogonal_init
 from rope_jax.models.blocks import Block
 from rope_jax.models.layers import Mlp, layer_norm, linear, output_size
 from rope_jax.models.registry import Count, Positive, Probability, one_of, register
-from rope_jax.models.vit import ViT, ViTOptions
+from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.positions.grids import Grid
 
 # (kernel, stride, padding) of the three splits, in pixels, then in tokens of the previous map.
@@ -50,7 +50,7 @@ class T2TOptions(ViTOptions):
     logit_scale: Annotated[str, one_of("head", "width")] = "head"
 
     draws: ClassVar[tuple[str, ...]] = ("performer_dropout", "drop_path")
-    fixed: ClassVar[tuple[str, ...]] = ("patch_size", "patch_norm", "attention", "kernel_size")
+    fixed: ClassVar[tuple[str, ...]] = ("patch_size", "patch_norm", *LOCAL)
 
     def __post_init__(self):
         super().__post_init__()

@@ -4,7 +4,8 @@ These models differ only in the options of `ViT`; positions come from `rope_jax.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
@@ -13,9 +14,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import normal_init
+from rope_jax.models.attention import WINDOW_PADDING, check_padding, window_of
 from rope_jax.models.backbone import Backbone, patch_grid
-from rope_jax.models.blocks import Block, drop_path_rates, last, make_blocks, run_blocks
-from rope_jax.models.layers import PatchEmbed, check_images, dtypes_of, layer_norm, make_head
+from rope_jax.models.blocks import Block, drop_path_rates, make_blocks, run_blocks
+from rope_jax.models.layers import (
+    Identity,
+    PatchEmbed,
+    check_images,
+    dtypes_of,
+    layer_norm,
+    make_head,
+)
 from rope_jax.models.registry import (
     Count,
     CountOrZero,
@@ -28,6 +37,16 @@ from rope_jax.models.registry import (
 from rope_jax.positions import Stage, create_position
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood, Pattern
+
+LOCAL = (
+    "attention",
+    "kernel_size",
+    "window_size",
+    "global_blocks",
+    "window_padding",
+    "window_box",
+)
+"""Options of attention that is not global, which some families do not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +72,21 @@ class ViTOptions(Options):
         k_bias: whether that bias includes k.
         feed_forward: "mlp", or "swiglu" with two thirds of the hidden channels.
         norm_epsilon: of every layer norm.
+        last_norm: whether there is a layer norm after the last block; False for backbones of dense
+            prediction that have none.
         drop_path: probability of dropping a residual branch in training.
         drop_path_schedule: "linear" from 0 in the first block to `drop_path` in the last, or
             "constant".
-        attention: "global", or "neighborhood" of `kernel_size`.
+        attention: "global", "neighborhood" of `kernel_size`, or "window" of `window_size`.
         kernel_size: side of the neighbourhood in patches.
+        window_size: side of the windows in patches, which are not shifted (ViTDet).
+        global_blocks: with windows, the blocks that attend to the whole map, from 0.
+        window_padding: of maps that the windows do not divide: "mask" (padding takes no part), or
+            as in official codes "tokens" (ViTDet) or "qkv" (ViT-Adapter), see
+            `attention.window_of`.
+        window_box: what schemes with coordinates on a box fill with it in windows: the "map", whose
+            spacing the tokens of a window keep, or their "own" window, whose angles are those of a
+            map of that size. Integer coordinates are the same either way.
         scan_layers: stack the blocks' parameters and run them in a scan: the same results, with a
             compile time that does not grow with depth.
     """
@@ -79,10 +108,15 @@ class ViTOptions(Options):
     k_bias: bool = True
     feed_forward: Annotated[str, one_of("mlp", "swiglu")] = "mlp"
     norm_epsilon: Positive = 1e-6
+    last_norm: bool = True
     drop_path: Probability = 0.0
     drop_path_schedule: Annotated[str, one_of("linear", "constant")] = "linear"
-    attention: Annotated[str, one_of("global", "neighborhood")] = "global"
+    attention: Annotated[str, one_of("global", "neighborhood", "window")] = "global"
     kernel_size: Count = 7
+    window_size: Count = 14
+    global_blocks: tuple = ()
+    window_padding: Annotated[str, one_of(*WINDOW_PADDING)] = "mask"
+    window_box: Annotated[str, one_of("map", "own")] = "map"
     scan_layers: bool = False
 
     def __post_init__(self):
@@ -101,6 +135,12 @@ class ViTOptions(Options):
                 f"pooling={self.pooling!r} reads a class token, and there is none: "
                 "set class_token=True or pooling='mean'"
             )
+        ascending = sorted({*self.global_blocks}) == [*self.global_blocks]
+        if not ascending or not {*self.global_blocks} <= {*range(self.depth)}:
+            raise ValueError(
+                f"global_blocks={self.global_blocks} must be numbers of blocks in ascending order, "
+                f"from 0 to {self.depth - 1}"
+            )
 
     def stage(self, grid: Grid, pattern: Pattern, dtype: np.dtype) -> Stage:
         """The stage described by these options, for its positional scheme."""
@@ -111,6 +151,8 @@ class ViTOptions(Options):
             channels=self.width,
             grid=grid,
             pattern=pattern,
+            global_layers=self.global_blocks if self.attention == "window" else None,
+            window_box=self.window_box,
             prefix=self.class_token + self.registers,
             embed_prefix=int(self.class_token and self.embed_class_token),
             dtype=dtype,
@@ -142,20 +184,25 @@ class ViT(Backbone):
     ):
         dtypes, width = dtypes_of(dtype), options.width
         self.options = options
-        local = options.attention == "neighborhood"
-        self.pattern = Neighborhood((options.kernel_size,) * 2) if local else Global()
+        self.pattern = {
+            "global": Global(),
+            "neighborhood": Neighborhood((options.kernel_size,) * 2),
+            "window": window_of(options.window_size, options.window_padding),
+        }[options.attention]
         self.patch_embed = self.stem(rngs=rngs, dtypes=dtypes)
         self.class_token = self.learned_tokens(int(options.class_token), rngs=rngs, dtypes=dtypes)
         self.registers = self.learned_tokens(options.registers, rngs=rngs, dtypes=dtypes)
         stage = options.stage(self.grids(image_size)[0], self.pattern, dtypes["param_dtype"])
         self.position = create_position(position, stage, rngs=rngs)
+        check_padding(self.position)
         self.rates = drop_path_rates(options.drop_path, options.depth, options.drop_path_schedule)
 
         def make_block() -> nnx.Module:
             return self.block(options, rngs=rngs, dtypes=dtypes)
 
         self.blocks = make_blocks(make_block, options.depth, scan=options.scan_layers)
-        self.norm = layer_norm(width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        norm = functools.partial(layer_norm, width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        self.norm = norm() if options.last_norm else Identity()
         pooled = width * (2 if options.pooling == "class_mean" else 1)
         self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
 
@@ -181,7 +228,8 @@ class ViT(Backbone):
         return [patch_grid(image_size, self.options.patch_size)]
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
-        return [self.pattern] * self.options.depth
+        far, depth = self.options.global_blocks, self.options.depth
+        return [Global() if block in far else self.pattern for block in range(depth)]
 
     def places(self, image_size: Grid) -> dict[str, int]:
         ((height, width),) = self.grids(image_size)
@@ -195,13 +243,17 @@ class ViT(Backbone):
 
         Arguments as in `__call__`.
         """
-        x = last(self.run(images, train, key))
-        return x if self.options.pool_norm else self.norm(x)
+        (x,) = self.run(images, train, key, [self.options.depth - 1])
+        return self.norm(x) if self.norms_tokens else x
 
     def run(
-        self, images: Float[Array, "B h w 3"], train: bool, key: Array | None
+        self,
+        images: Float[Array, "B h w 3"],
+        train: bool,
+        key: Array | None,
+        blocks: Sequence[int],
     ) -> Iterator[Array]:
-        """Yields the tokens [B, L, C] after each block; with `scan_layers` after the last only."""
+        """Yields the tokens [B, L, C] after the blocks of these numbers, which ascend."""
         check_images(images)
         # Keys for the position, for a stem with randomness, and for the blocks.
         keys = self.training_keys(train, key, 2 + self.stem_draws)
@@ -215,6 +267,7 @@ class ViT(Backbone):
             self.patterns(0, grid),
             self.position,
             self.rates,
+            wanted=blocks,
             position_key=keys[0],
             key=keys[-1],
             extras=self.block_arguments(patches, train),
@@ -258,10 +311,16 @@ class ViT(Backbone):
     ) -> Float[Array, "B classes"]:
         return self.head(self.pool(self.encode(images, train=train, key=key)))
 
-    def features(self, images: Float[Array, "B h w 3"]) -> list[Float[Array, "B H W C"]]:
-        x = self.encode(images)
+    @property
+    def norms_tokens(self) -> bool:
+        return not self.options.pool_norm
+
+    def maps(
+        self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None
+    ) -> Iterator[Float[Array, "B H W C"]]:
         ((height, width),) = self.grids(images.shape[1:3])
-        return [x[:, x.shape[1] - height * width :].reshape(x.shape[0], height, width, -1)]
+        for x in self.run(images, train, key, blocks):
+            yield x[:, x.shape[1] - height * width :].reshape(x.shape[0], height, width, -1)
 
 
 SIZES = {

@@ -45,6 +45,7 @@ from rope_jax import plugins
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
+    decomposed,
     lape,
     matrix,
     relative,

@@ -24,13 +24,6 @@ from rope_jax.positions.scheme import (
 from rope_jax_kernels import Global, Neighborhood, Window, window_bias
 
 
-def side(stage: Stage, grid: Grid) -> Grid:
-    """Rows and columns of the region of a map that contains one query's keys."""
-    if isinstance(stage.pattern, Window):
-        return stage.pattern.fit(grid).size
-    return stage.pattern.size if isinstance(stage.pattern, Neighborhood) else grid
-
-
 def offset_bias(table: Float[Array, "layers N h w"], stage: Stage) -> Array:
     """Arranges a table of query minus key as `Terms.bias` expects it for the stage's pattern.
 
@@ -70,7 +63,8 @@ class RelativeBias(Position):
     Windows: Swin's table (query minus key; arXiv 2103.14030, equation 4). Neighbourhoods: NATTEN's
     (key minus query, in steps of the dilation); they keep their size on every map, and so does the
     table. Global attention: that of NAT's isotropic ViT (key minus query over the whole map);
-    prefix tokens get no bias.
+    prefix tokens get no bias. A ViT with windows has tables of the window's size in all layers, in
+    this order; layers with global attention resample theirs to the map at each call.
 
     Options:
         prefix: True adds biases for prefix tokens: per head one for prefix queries, one for prefix
@@ -114,6 +108,8 @@ class RelativeBias(Position):
                 "prefix=True is the bias of class and register tokens, of which this model's "
                 "attention has none: leave it out"
             )
+        # Kept by `with_pattern`, like the table itself.
+        self.query_first = isinstance(stage.pattern, Window) and stage.global_layers is None
         self.grow = check_option("grow", grow, ("bicubic", "antialias", "bilinear", "pad"))
         self.shrink = check_option("shrink", shrink, ("bicubic", "antialias", "bilinear", "crop"))
         init = normal_init(check_finite("std", std, zero=True))
@@ -122,7 +118,7 @@ class RelativeBias(Position):
             shape = (stage.depth, stage.heads, *shape)
             return nnx.Param(init(rngs.params(), shape, stage.dtype), decay=decay)
 
-        rows, columns = side(stage, stage.grid)
+        rows, columns = stage.region(stage.grid)
         self.offsets = draw(2 * rows - 1, 2 * columns - 1)
         if prefix:
             self.prefix_offsets = draw(3)
@@ -146,12 +142,12 @@ class RelativeBias(Position):
         return maps
 
     def _table(self, grid: Grid) -> Float[Array, "layers N h w"]:
-        rows, columns = side(self.stage, grid)
+        rows, columns = self.stage.region(grid)
         return self._resampled(self.offsets[...], (2 * rows - 1, 2 * columns - 1))
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         table = self._table(grid)
-        if not isinstance(self.stage.pattern, Window):
+        if not self.query_first:
             table = jax.lax.rev(table, (2, 3))  # from key minus query to query minus key
         bias = offset_bias(table, self.stage)
         if self.key_scale is not None:
@@ -200,7 +196,7 @@ class ContinuousBias(Position):
         super().__init__(stage, rngs=rngs)
         if hidden < 1:
             raise ValueError(f"hidden={hidden} is not allowed; use a width of at least 1")
-        self.border = tuple(max(n - 1, 1) for n in side(stage, stage.grid))
+        self.border = tuple(max(n - 1, 1) for n in stage.region(stage.grid))
         init, depth, dtype = normal_init(0.02), stage.depth, stage.dtype
         kernel1 = init(rngs.params(), (depth, 2, hidden), dtype)
         kernel2 = init(rngs.params(), (depth, hidden, stage.heads), dtype)
@@ -209,7 +205,7 @@ class ContinuousBias(Position):
         self.kernel2 = nnx.Param(kernel2, decay=False)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        apart = offsets_of(side(self.stage, grid)) / self.border
+        apart = offsets_of(self.stage.region(grid)) / self.border
         apart = jnp.asarray(np.sign(apart) * np.log2(1 + 8 * np.abs(apart)) / 3, self.stage.dtype)
         hidden = jnp.einsum("hwa,lac->lhwc", apart, self.kernel1[...], precision="highest")
         hidden = jax.nn.relu(hidden + self.bias1[...][:, None, None])
@@ -244,7 +240,7 @@ class Alibi2D(Position):
         self.scale = check_finite("scale", scale)
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
-        distance = np.linalg.norm(offsets_of(side(self.stage, grid)), axis=-1)
+        distance = np.linalg.norm(offsets_of(self.stage.region(grid)), axis=-1)
         table = -self.scale * _slopes(self.stage.heads)[:, None, None] * distance
         return Terms(bias=offset_bias(jnp.asarray(table[None], self.stage.dtype), self.stage)[0])
 

@@ -59,7 +59,8 @@ class Rotary(Position):
     @property
     def on_map(self) -> bool:
         """Whether q and k are rotated on the whole map, as no window represents the others."""
-        return isinstance(self.stage.pattern, Window) and not self.relative
+        own_box = self.stage.window_box == "own"
+        return isinstance(self.stage.pattern, Window) and not self.relative and not own_box
 
     @property
     def wraps_attention(self) -> bool:
@@ -85,6 +86,8 @@ class Rotary(Position):
         if self.on_map:
             coords = whole_map(self.coords(grid), self.stage)
             return Terms(transform=RotateMap(Rotation(coords, freqs, self.pairing)))
+        if isinstance(self.stage.pattern, Window) and self.stage.window_box == "own":
+            grid = self.stage.region(grid)
         coords = token_coords(self.coords(grid), self.stage, self.prefix_coords(grid))
         return Terms(rotation=Rotation(coords, freqs, self.pairing))
 
@@ -126,7 +129,7 @@ def token_coords(
         ValueError: for windows, coordinates that are not evenly spaced.
     """
     if isinstance(stage.pattern, Window):
-        height, width = stage.pattern.fit(coords.shape[:2]).size
+        height, width = stage.region(coords.shape[:2])
         steps = [np.diff(coords, axis=axis) for axis in (0, 1)]
         even = all(np.allclose(step, step[:1, :1]) for step in steps)
         if (height, width) != coords.shape[:2] and not even:
@@ -134,7 +137,9 @@ def token_coords(
                 "the coordinates of a rotary scheme are not evenly spaced, so that no window "
                 "represents the others: declare `relative = False` in its class"
             )
-        coords = coords[:height, :width]
+        # A window that is padded may be larger than the map: the coordinates go on as they are.
+        beyond = [(0, max(n - m, 0)) for n, m in zip((height, width), coords.shape, strict=False)]
+        coords = np.pad(coords, [*beyond, (0, 0)], "reflect", reflect_type="odd")[:height, :width]
     if not isinstance(stage.pattern, Global):
         prefix = np.zeros((0, coords.shape[-1]))
     return whole_map(coords, stage, prefix)
@@ -314,14 +319,14 @@ class AxialRope(Rotary):
                 f"aspect={aspect} is the form of a box, which coords=absolute does not have: leave "
                 "it out, or use other coords"
             )
-        self.local = window_coords == "local_unit" and isinstance(stage.pattern, Window)
+        if window_coords == "local_unit":
+            self.stage = dataclasses.replace(stage, window_box="own")
         self.resolution = "extrapolate" if coords == "absolute" else "interpolate"
         self.heads, self.per_head = (1, False) if shared else (stage.heads, True)
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
-        box = self.stage.pattern.fit(grid).size if self.local else grid
-        coords = getattr(grids, self.coords_name)(box)
-        return coords if self.aspect == "isotropic" else coords * max(box) / box
+        coords = getattr(grids, self.coords_name)(grid)
+        return coords if self.aspect == "isotropic" else coords * max(grid) / grid
 
     def freqs(self) -> Float[np.ndarray, "N A R"]:
         rungs = frequencies.deal(self.heads, self.pairs // 2)

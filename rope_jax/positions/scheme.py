@@ -34,6 +34,10 @@ class Stage:
             parameters whose shape depends on it are resized by the scheme's own rule.
         pattern: which keys a query attends to. A window's shift and a neighbourhood's dilation may
             differ between layers.
+        global_layers: the layers of an isotropic backbone with windows that attend to the whole map
+            instead (`Position.with_pattern`); None in all other backbones.
+        window_box: what the coordinates of schemes on a box fill in windows: the "map", whose
+            spacing the tokens of a window have, or each window its "own" box.
         prefix: number of class and register tokens before the map in attention.
         embed_prefix: number of these that are present when `embed` is called (DeiT adds a position
             to its class token, DeiT-III does not).
@@ -46,9 +50,17 @@ class Stage:
     channels: int
     grid: Grid
     pattern: Global | Window | Neighborhood = Global()
+    global_layers: tuple[int, ...] | None = None
+    window_box: str = "map"
     prefix: int = 0
     embed_prefix: int = 0
     dtype: np.dtype = np.dtype(np.float32)
+
+    def region(self, grid: Grid) -> Grid:
+        """Rows and columns of the region of a map that contains one query's keys."""
+        if isinstance(self.pattern, Window):
+            return self.pattern.fit(grid).size
+        return self.pattern.size if isinstance(self.pattern, Neighborhood) else grid
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +159,7 @@ class Position(nnx.Module):
         learnable: the scheme has parameters.
         augments: the scheme draws random numbers in training, which needs a key.
         wraps: the scheme wraps another one, as in `lape(ape)`.
+        within_windows: a transform of its terms sees windows only, not the whole map.
         shrink: how its bias table is resampled to a smaller map; None for schemes without one.
     """
 
@@ -161,6 +174,7 @@ class Position(nnx.Module):
     learnable: ClassVar[bool] = False
     augments: ClassVar[bool] = False
     wraps: ClassVar[bool] = False
+    within_windows: ClassVar[bool] = False
     shrink: str | None = None
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs):
@@ -196,6 +210,16 @@ class Position(nnx.Module):
     def mix(self, tokens: Tokens, grid: Grid, layer: int) -> Tokens:
         """Changes the tokens after a layer; L = P + H*W."""
         return tokens
+
+    def with_pattern(self, pattern: Global | Window | Neighborhood) -> "Position":
+        """Returns the scheme, with its parameters, for layers of another attention pattern."""
+        if pattern == self.stage.pattern:
+            return self
+        other = nnx.merge(*nnx.split(self))
+        for _, module in nnx.iter_modules(other):
+            if isinstance(module, Position):
+                module.stage = dataclasses.replace(module.stage, pattern=pattern)
+        return other
 
     def resize(self, grid: Grid) -> None:
         """Sets the map of creation to `grid`, and resamples parameters that depend on it."""

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.layers import STORED
+from rope_jax.models.pretrained.dense import detectron2
 from rope_jax.models.pretrained.heads import mmseg, segmenter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
@@ -40,6 +41,7 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "cat": cat,
     "mmseg": mmseg,
     "segmenter": segmenter,
+    "detectron2": detectron2,
 }
 
 HEAD = "head."  # start of the names of a classifier's parameters, here
@@ -114,8 +116,8 @@ def convert_state_dict(
         model: from `rope_jax.create_model`.
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
-            "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; with a head of dense
-            prediction, "mmseg" or "segmenter".
+            "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
+            "detectron2" (ViTDet), "mmseg" or "segmenter".
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
             square, as all official ones are, or else of the model's shape. Needed only for a table
             whose length allows both.
@@ -349,7 +351,7 @@ def _slots(model: nnx.Module) -> Iterator[Slot]:
         if owners:
             scheme = schemes[path[: owners[-1]]]
             name = names.get(type(scheme), type(scheme).__name__)
-            name = ".".join([*steps[: owners[0]], name, steps[-1]])
+            name = ".".join([*steps[: owners[0]], name, *steps[owners[-1] :]])
             yield dataclasses.replace(slot, name=name, scheme=scheme)
         else:
             for name, layer in names_by_layer(path, variable):

@@ -15,7 +15,7 @@ from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.relative import RelativeBias
 from rope_jax.positions.rotary import Rotary
-from rope_jax_kernels import Neighborhood, Window
+from rope_jax_kernels import Neighborhood
 from rope_jax_kernels.rotation import Pairing
 
 
@@ -170,6 +170,10 @@ def _write_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
     return x.T[:, :, None, None]
 
 
+def _deconv(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return x.transpose(2, 3, 0, 1)
+
+
 def _read_depthwise(x: np.ndarray, slot: Slot) -> np.ndarray:
     return x[:, 0].transpose(1, 2, 0)
 
@@ -198,6 +202,20 @@ def _grid_of_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     count = shape[1] - slot.scheme.stage.embed_prefix
     candidates = [slot.grid] if slot.grid else [square(count), slot.own_grid]
     return next((grid for grid in candidates if grid and grid[0] * grid[1] == count), None)
+
+
+def _read_patch_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return x[0, 1:]
+
+
+def _write_patch_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return np.concatenate([np.zeros_like(x[:1]), x])[None]
+
+
+def _grid_of_patch_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
+    if len(shape) != 3 or shape[1] < 2:
+        return None
+    return _grid_of_tokens((shape[0], shape[1] - 1, shape[2]), slot)
 
 
 def _fixed_size(slot: Slot) -> bool:
@@ -229,12 +247,12 @@ def _grid_of_offsets(shape: tuple[int, ...], slot: Slot) -> Grid | None:
 
 
 def _query_minus_key(x: np.ndarray, slot: Slot) -> np.ndarray:
-    """Converts the model's table to query minus key, or back; windows already use that order."""
-    return x if isinstance(slot.scheme.stage.pattern, Window) else x[:, ::-1, ::-1]
+    """Converts the model's table to query minus key, or back."""
+    return x if slot.scheme.query_first else x[:, ::-1, ::-1]
 
 
 def _key_minus_query(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[:, ::-1, ::-1] if isinstance(slot.scheme.stage.pattern, Window) else x
+    return x[:, ::-1, ::-1] if slot.scheme.query_first else x
 
 
 def _read_flat_offsets(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -267,6 +285,8 @@ POINTWISE = Rule(_read_pointwise, _write_pointwise)
 """A 1 x 1 convolution, [O, I, 1, 1], which is a linear layer here."""
 FIRST = Rule(_read_tokens, _write_tokens)
 """A tensor with a leading axis of length 1 in files."""
+DECONV = Rule(_deconv, _deconv)
+"""A transposed convolution, [I, O, kh, kw] in files and [kh, kw, I, O] here."""
 DEPTHWISE = Rule(_read_depthwise, _write_depthwise)
 """A depthwise convolution, [C, 1, kh, kw] in files and [kh, kw, C] here."""
 QKV_WEIGHT = Rule(_read_qkv, _write_qkv)
@@ -276,6 +296,8 @@ QV_BIAS = Rule(_read_qv_bias, _write_qv_bias)
 """The bias of q, k and v, [3C], of which k's is ignored and written as 0."""
 TOKENS = Rule(_read_tokens, _write_tokens, _grid_of_tokens)
 """An absolute embedding, [1, T, C]."""
+PATCH_TOKENS = Rule(_read_patch_tokens, _write_patch_tokens, _grid_of_patch_tokens)
+"""The same of a backbone without class token, in a file with an entry for it, written as 0."""
 WINDOW_OFFSETS = Rule(_read_flat_offsets, _write_flat_offsets, _grid_of_flat_offsets)
 """Swin's bias table [(2h-1)*(2w-1), N], query minus key."""
 OFFSETS = Rule(_key_minus_query, _key_minus_query, _grid_of_offsets)

@@ -1,0 +1,134 @@
+"""Relative positions that depend on the query, one term per axis (MViTv2, ViTDet)."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.positions.resample import bilinear_matrix
+from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, scheme
+from rope_jax_kernels import Global, Neighborhood
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AxisBias:
+    """A `Terms.transform` that adds products of queries with vectors of the offset to the logits.
+
+    The products become channels: q . r(y - y') is one of h products of the query, picked out by a
+    key whose row y' of h is one-hot. So attention of h + w more channels, by any implementation and
+    in any pattern, gives them, and no matrix of logits is needed.
+
+    Attributes:
+        rows: [h, h, D], the vector of a query's row and a key's row in the map or window.
+        columns: [w, w, D], the same for columns.
+    """
+
+    rows: Array | PerLayer
+    columns: Array | PerLayer
+
+    def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
+        shape, head_dim = q.shape, q.shape[-1]
+        if q.ndim == 5:  # a map of whole windows
+            grid, prefix = shape[1:3], 0
+        else:
+            grid = (self.rows.shape[0], self.columns.shape[0])
+            prefix = shape[1] - grid[0] * grid[1]
+        flat = [x.reshape(shape[0], -1, *shape[-2:]) for x in (q, k, v)]
+        maps = flat[0][:, prefix:].reshape(shape[0], *grid, *shape[-2:])
+        products, places = [], []
+        for axis, vectors in enumerate((self.rows, self.columns)):
+            place = np.arange(grid[axis]) % len(vectors)
+            form = "byxnd,ykd->byxnk" if axis == 0 else "byxnd,xkd->byxnk"
+            # Logits are scaled, these terms are not.
+            product = jnp.einsum(form, maps, vectors[place].astype(q.dtype)) * head_dim**0.5
+            products.append(product.reshape(*flat[0][:, prefix:].shape[:-1], -1))
+            one_hot = np.eye(len(vectors))[place]
+            one_hot = one_hot[:, None] if axis == 0 else one_hot[None]
+            one_hot = np.broadcast_to(one_hot, (*grid, len(vectors)))
+            places.append(one_hot.reshape(-1, len(vectors)))
+        appended_q = jnp.concatenate(products, axis=-1)
+        appended_k = jnp.asarray(np.concatenate(places, axis=-1), k.dtype)[None, :, None]
+        appended = [appended_q, jnp.broadcast_to(appended_k, appended_q.shape)]
+        appended.append(jnp.zeros_like(appended_q))
+        before = [(0, 0), (prefix, 0), (0, 0), (0, 0)]
+        q, k, v = (
+            jnp.concatenate([x, jnp.pad(more, before)], axis=-1).reshape(*shape[:-1], -1)
+            for x, more in zip(flat, appended, strict=True)
+        )
+        return attend(q, k, v)[..., :head_dim]
+
+
+@scheme("decomposed")
+class Decomposed(Position):
+    """Decomposed relative positions: the query times a learned vector of each axis' offset.
+
+    logits + q . (r_y + r_x), with r_y and r_x the vectors of the offsets query minus key of rows
+    and columns, for each layer and all heads alike; q is not scaled (MViTv2, arXiv 2112.01526,
+    equation 4; ViTDet, arXiv 2203.16527). Layers with windows have tables of the window's offsets,
+    others of the map's; on another map tables are interpolated linearly at each call. Prefix tokens
+    get nothing. The vectors are initially zero.
+
+    Options:
+        side: rows and columns of the map that the tables of layers with global attention are of,
+            whatever the image size; 0 for the map of creation. ViTDet's are of 64 (1024 px).
+    """
+
+    paper = "Li et al., arXiv 2112.01526, eq. 4"
+    equation = "logits + q . (r_y + r_x), r learned for each offset along an axis"
+    acts = "transform"
+    resolution = "resample"
+    per_layer = learnable = within_windows = True
+
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, side: int = 0):
+        super().__init__(stage, rngs=rngs)
+        if isinstance(stage.pattern, Neighborhood):
+            raise ValueError(
+                "a neighbourhood has no rows and columns that its queries share: use a model with "
+                "windows or global attention, or rpb"
+            )
+        if side < 0:
+            raise ValueError(f"side={side} is not allowed; use a number of rows, or 0")
+        self.side = side
+        far = stage.global_layers or ()
+        self.rows, self.columns = nnx.List([]), nnx.List([])
+        for layer in range(stage.depth):
+            own = dataclasses.replace(stage, pattern=Global()) if layer in far else stage
+            for tables, length in zip((self.rows, self.columns), self._sides(own), strict=True):
+                zeros = jnp.zeros((2 * length - 1, stage.head_dim), stage.dtype)
+                tables.append(nnx.Param(zeros, decay=False, layers=False, layer=layer))
+
+    def _sides(self, stage: Stage) -> Grid:
+        """Rows and columns that the tables of a layer are of."""
+        on_map = isinstance(stage.pattern, Global) and self.side > 0
+        return (self.side, self.side) if on_map else stage.region(stage.grid)
+
+    def _vectors(self, tables: nnx.List, length: int) -> Float[Array, "layers n n D"]:
+        place = np.arange(length)
+        offsets = place[:, None] - place + length - 1
+        return jnp.stack([_resampled(table[...], 2 * length - 1)[offsets] for table in tables])
+
+    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
+        sides = self.stage.region(grid)
+        rows, columns = map(self._vectors, (self.rows, self.columns), sides)
+        return Terms(transform=AxisBias(PerLayer(rows), PerLayer(columns)))
+
+    def resize(self, grid: Grid) -> None:
+        super().resize(grid)
+        for layer in range(self.stage.depth):
+            far = layer in (self.stage.global_layers or ())
+            own = dataclasses.replace(self.stage, pattern=Global()) if far else self.stage
+            for tables, length in zip((self.rows, self.columns), self._sides(own), strict=True):
+                tables[layer].set_value(_resampled(tables[layer][...], 2 * length - 1))
+
+
+def _resampled(table: Float[Array, "n D"], count: int) -> Float[Array, "m D"]:
+    """A table of offsets, resampled linearly to another number of them."""
+    if len(table) == count:
+        return table
+    matrix = bilinear_matrix(len(table), count).astype(table.dtype)
+    return jnp.einsum("mn,nd->md", matrix, table, precision="highest")
