@@ -37,6 +37,7 @@ from rope_jax.sharding import (
     use_mesh,
     with_shardings,
 )
+from rope_jax.tasks import classification
 from rope_jax.training import optim
 from rope_jax.training.setup import Setup, initial_state
 from rope_jax.training.step import make_step
@@ -141,7 +142,7 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
     optimizer = optim.make_optimizer(settings.optim, schedule, params, whole)
     images = data.load("digits", None, "train", (8, 8))  # not used by the step
     parts = (images, images, graph, rest, optimizer, schedule)
-    run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None)
+    run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None, task=classification)
     return run, jax.eval_shape(lambda: initial_state(run, make()))
 
 

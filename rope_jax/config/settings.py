@@ -285,6 +285,12 @@ class Config:
         "cross entropy of the softmax, or of each class (binary), see rope_jax.tasks",
         words=("softmax", "binary"),
     )
+    loss_pixels: str = _setting(
+        "all",
+        "segmentation: what the sum of the loss over pixels with a class is divided by, the number "
+        "of all pixels (mmsegmentation) or of those with a class (valid, Segmenter)",
+        words=("all", "valid"),
+    )
     label_smoothing: float = _setting(0.0, "label smoothing of the targets", low=0, below=1)
     ema_decay: float | None = _setting(
         None, "decay per step of the moving average of the weights; None for none", low=0, below=1

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import put_batch, replicated, share, use_mesh
-from rope_jax.tasks import classification as task
+from rope_jax.tasks import classification, task_of
 from rope_jax.text import image_pair
 from rope_jax.training.setup import Setup, State, load_split
 from rope_jax.training.signals import Signals
@@ -34,11 +34,12 @@ def accuracies(
     std: Sequence[float],
     batch_size: int,
     mesh: Mesh,
+    task: ModuleType = classification,
     config: Config | None = None,
     poll: Callable[[int], None] = lambda images: None,
     waiting: Callable[[int], None] = lambda seconds: None,
 ) -> list[Row]:
-    """Top-1 and top-5 accuracy of a model, or of each seed of a run.
+    """The scores of a model, or of each seed of a run: for classification, its accuracies.
 
     >>> from rope_jax.sharding import make_mesh
     >>> pixels, labels = np.zeros((4, 8, 8, 3), np.uint8), np.int32([0, 1, 1, 1])
@@ -55,40 +56,35 @@ def accuracies(
     (0.25, 4)
 
     Args:
-        apply: (weights, normalised images) -> logits.
+        apply: (weights, normalised images) -> the model's outputs.
         weights: a tree of arrays; stacked for a run with several seeds.
         images: a test split or evaluation set at one resolution.
         mean, std: normalisation per channel.
         batch_size: images per step on all devices together.
         mesh: the devices.
+        task: whose scores these are.
         config: of the run, for its seeds, data workers and policy on bad images.
         poll: called after each step with the number of images so far; may raise to stop.
         waiting: see `rope_jax.data.batches`.
 
     Returns:
-        A row per seed: `dataset`, `split`, `resolution`, `top1` and `top5` (fractions), `count`.
+        A row per seed: `dataset`, `split`, `resolution` and the scores: for classification `top1`
+        and `top5` (fractions) and `count`.
 
     Raises:
         ValueError: the model has too few classes, or an image cannot be read.
     """
 
     def count(weights: Any, batch: dict[str, Array]) -> Array:
-        logits = apply(weights, normalise(batch["image"], mean, std))
-        if logits.shape[-1] < images.classes:
-            raise ValueError(
-                f"the model has {logits.shape[-1]} classes, but {images.name} has "
-                f"{images.classes}: use weights for as many"
-            )
-        if images.competing is not None:
-            logits = logits[:, jnp.asarray(images.competing)]
-        return task.count_correct(logits, batch["label"], batch["mask"])
+        return task.count(apply(weights, normalise(batch["image"], mean, std)), batch, images)
 
     config = Config() if config is None else config
     count = jax.jit(seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh))
-    totals = np.zeros((config.seeds, 3), np.int64)
+    totals, seen = np.zeros((config.seeds, 1), np.int64), 0
+    batch_size = -(-batch_size // mesh.size) * mesh.size  # the last batch is padded anyway
     batches = data.evaluation_batches(
         images,
-        batch_size=-(-batch_size // mesh.size) * mesh.size,  # the last batch is padded anyway
+        batch_size=batch_size,
         shard=share(),
         workers=config.data.workers or 0,  # by default threads, which start at once
         bad_images=config.data.bad_images,
@@ -97,13 +93,11 @@ def accuracies(
     with batches:
         for batch in batches:
             counted = np.asarray(count(weights, put_batch(batch, mesh)))
-            totals += counted.reshape(totals.shape)
-            poll(int(totals[0, 2]))
+            totals = totals + (counted if config.seeds > 1 else counted[None])
+            seen = min(seen + batch_size, len(images.labels))
+            poll(seen)
     about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
-    return [
-        about | {"top1": top1 / number, "top5": top5 / number, "count": number}
-        for top1, top5, number in totals.tolist()
-    ]
+    return [about | task.scores(total) for total in totals]
 
 
 def resolutions(config: Config) -> list[tuple[int, int]]:
@@ -177,7 +171,16 @@ def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]
     for how, config in protocols(setup).items():
         for size in resolutions(config):
             images = load_split(config, "test", size)
-            rows += evaluate_split(apply, weights, config, images, setup.mesh, how, signals=signals)
+            rows += evaluate_split(
+                apply,
+                weights,
+                config,
+                images,
+                setup.mesh,
+                how,
+                task=setup.task,
+                signals=signals,
+            )
     return rows
 
 
@@ -230,6 +233,7 @@ def evaluate_split(
     mesh: Mesh,
     how: str,
     *,
+    task: ModuleType = classification,
     signals: Signals | None = None,
 ) -> list[Row]:
     """Evaluates on the test split of a run's data, loaded at one resolution: one row per seed.
@@ -242,7 +246,7 @@ def evaluate_split(
     >>> row["dataset"], row["resolution"], row["count"], row["protocol"]
     ('digits', [8, 8], 360, 'whole image')
 
-    `how` is the rows' protocol; `signals` may stop the evaluation.
+    `how` is the rows' protocol and `task` that of the model; `signals` may stop the evaluation.
     """
     signals = signals or Signals()
     rows = accuracies(
@@ -253,6 +257,7 @@ def evaluate_split(
         std=config.data.std,
         batch_size=config.eval.batch_size,
         mesh=mesh,
+        task=task,
         config=config,
         poll=lambda images: signals(),
         waiting=signals.waiting,
@@ -318,6 +323,7 @@ def evaluate_files(
         std=preprocessing.std,
         batch_size=batch_size,
         mesh=mesh,
+        task=task_of(model),
         poll=poll,
     )
     height, width = (preprocessing.resized(side) for side in size)

@@ -36,6 +36,7 @@ from rope_jax.evaluate.results import add_evaluation, results_table, usable_eval
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
+from rope_jax.tasks import task_of
 from rope_jax.text import image_pair
 from rope_jax.training.kernels import kernels_of_run
 from rope_jax.training.setup import load_split
@@ -195,5 +196,5 @@ def _own_split(
     config = dataclasses.replace(config, eval=options)
     images = load_split(config, "test", size)
     how = protocol(images, config, model.window_rule())
-    (row,) = evaluate_split(apply, weights, config, images, mesh, how)
+    (row,) = evaluate_split(apply, weights, config, images, mesh, how, task=task_of(model))
     return row

@@ -27,6 +27,7 @@ class Backbone(nnx.Module):
         options: the family's `Options`.
         hierarchical: whether the parts are `stages` with successively halved maps, or the model
             itself.
+        task: what the model is for, a key of `rope_jax.tasks.TASKS`.
         softmax: whether the weights of attention come from a softmax and sum to 1.
         name: in `create_model`, which sets this and the next two.
         notation: the text of the positional scheme.
@@ -37,6 +38,7 @@ class Backbone(nnx.Module):
 
     hierarchical: ClassVar[bool] = False
     softmax: ClassVar[bool] = True
+    task: str = "classification"
     name: str | None = None
     notation: str = ""
     image_size: Grid | None = None

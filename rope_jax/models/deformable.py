@@ -59,7 +59,9 @@ def corners_of(
 
 @jax.checkpoint
 def gather_sum(
-    values: Float[Array, "B S N D"], indices: Int[Array, "B Q N K"], weights: Float[Array, "B Q N K"]
+    values: Float[Array, "B S N D"],
+    indices: Int[Array, "B Q N K"],
+    weights: Float[Array, "B Q N K"],
 ) -> Float[Array, "B Q N D"]:
     """Sums of K weighted values for every query and head, in float32 or wider.
 
@@ -138,7 +140,7 @@ class DeformableAttention(nnx.Module):
             padding: True for tokens that count as 0.
         """
         batch, queries, _ = query.shape
-        heads, levels, points = self.shape
+        heads, _, points = self.shape
         values = self.value(tokens)
         if padding is not None:
             values = jnp.where(padding[..., None], 0, values)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -36,7 +35,7 @@ class DenseModel(Backbone):
         blocks: tuple[int, ...] | None = None,
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
-        self.blocks, self.options = blocks, backbone.options
+        self.blocks, self.options, self.task = blocks, backbone.options, head.task
 
     def features(
         self, images: Float[Array, "B h w 3"], **options: Any
@@ -57,9 +56,7 @@ class DenseModel(Backbone):
     ) -> Any:
         """What the task's loss takes: the head's predictions. Arguments as in `__call__`."""
         keys = self.training_keys(train, key, 2)
-        return self.head(
-            self.head_maps(images, train=train, key=keys[0]), train=train, key=keys[1]
-        )
+        return self.head(self.head_maps(images, train=train, key=keys[0]), train=train, key=keys[1])
 
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None

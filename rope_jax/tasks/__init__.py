@@ -1,13 +1,35 @@
-"""Training tasks, one module each; today there is one, `classification`.
+"""What models are trained for, one module a task.
 
-The training step and the evaluation call a task through three functions:
+The training step and the evaluation call a task through four functions:
 
 - `prepare_batch(batch, config, *, seed, key)`: augments and normalises a batch of the loader in the
   step, and adds the targets of the loss. The result has `image`, float32 [B, H, W, 3].
-- `loss_and_accuracy(outputs, batch, config)`: the loss, and a metric for the progress line, from
-  the outputs of the model for a prepared batch.
-- `count_correct(outputs, label, mask)`: int32 counts of an evaluation batch, which are summed over
-  batches: correct in top 1, correct in top 5, total. `mask` is False for padding.
+- `loss(model, batch, config, *, key)`: the loss of a prepared batch, and a metric for the progress
+  line. It calls the model, so that a task may give it more than images.
+- `count(outputs, batch, images)`: integers of an evaluation batch, from the outputs of the model
+  for its images, which are summed over batches. `mask` of the batch is False for padding.
+- `scores(totals)`: the scores of a set by name, from these sums.
 
-A module also documents the fields of its batches.
+A module also documents the fields of its batches. The task of a model is that of its head.
 """
+
+from types import ModuleType
+
+from flax import nnx
+
+from rope_jax.tasks import classification, segmentation
+
+TASKS: dict[str, ModuleType] = {
+    "classification": classification,
+    "segmentation": segmentation,
+}
+
+
+def task_of(model: nnx.Module) -> ModuleType:
+    """The task that a model is for.
+
+    >>> import rope_jax
+    >>> task_of(rope_jax.create_model("vit_digits", depth=1)).__name__
+    'rope_jax.tasks.classification'
+    """
+    return TASKS[model.task]

@@ -5,14 +5,17 @@ A batch from the loader has `image`, `label`, `epoch` and `index`; `prepare_batc
 """
 
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rope_jax.config import Config
-from rope_jax.data import split_augment
+from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.device_batches import take
 from rope_jax.data.images import device, mixing
 
@@ -125,6 +128,39 @@ def loss_and_accuracy(
     logits = logits.astype(jnp.float32)
     accuracy = (logits.argmax(-1) == batch["label"]).mean()
     return LOSSES[config.loss](logits, batch["target"]), accuracy
+
+
+def loss(
+    model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The training loss and accuracy of a model for a batch of `prepare_batch`."""
+    return loss_and_accuracy(model(batch["image"], train=True, key=key), batch, config)
+
+
+def count(logits: Float[Array, "B K"], batch: Batch, images: Images | Streamed) -> Int[Array, "3"]:
+    """`count_correct` of an evaluation batch, among the classes that compete in that set.
+
+    Raises:
+        ValueError: the model has fewer classes than the images.
+    """
+    if logits.shape[-1] < images.classes:
+        raise ValueError(
+            f"the model has {logits.shape[-1]} classes, but {images.name} has "
+            f"{images.classes}: use weights for as many"
+        )
+    if images.competing is not None:
+        logits = logits[:, jnp.asarray(images.competing)]
+    return count_correct(logits, batch["label"], batch["mask"])
+
+
+def scores(totals: Int[np.ndarray, "3"]) -> dict[str, Any]:
+    """Accuracies, as fractions, and the number of images, from sums of `count` over a set.
+
+    >>> scores(np.array([3, 4, 4]))
+    {'top1': 0.75, 'top5': 1.0, 'count': 4}
+    """
+    top1, top5, number = totals.tolist()
+    return {"top1": top1 / number, "top5": top5 / number, "count": number}
 
 
 def count_correct(

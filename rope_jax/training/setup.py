@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 from rope_jax import data, restore, seeds
 from rope_jax.config import Config, ConfigError, blame
@@ -33,6 +33,7 @@ from rope_jax.sharding import (
     state_shardings,
     use_mesh,
 )
+from rope_jax.tasks import task_of
 from rope_jax.text import image_pair
 from rope_jax.training import optim
 
@@ -54,6 +55,7 @@ class Setup:
         optimizer, schedule: of the parameters, and of the learning rate.
         total_steps: of the whole run.
         windows: the size of windows in evaluation, in words; None for models without windows.
+        task: of the model, a module of `rope_jax.tasks`.
     """
 
     config: Config
@@ -66,15 +68,16 @@ class Setup:
     schedule: optax.Schedule
     total_steps: int
     windows: str | None
+    task: ModuleType
 
     def apply(
-        self, params: Any, stats: Any, rest: Any, images: Float[Array, "B H W 3"], **options: Any
-    ) -> tuple[Float[Array, "B K"], Any]:
-        """Logits of one model, and its batch statistics after the call."""
+        self, function: Callable[[nnx.Module], Any], params: Any, stats: Any, rest: Any
+    ) -> tuple[Any, Any]:
+        """The value of a function of one model, and the model's batch statistics after it."""
         model = nnx.merge(self.graph, params, stats, rest)
         with use_mesh(self.mesh):
-            logits = model(images, **options)
-        return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+            value = function(model)
+        return value, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -224,7 +227,8 @@ def assemble(
     whole = functools.partial(on_every_device, mesh=mesh)
     optimizer = optim.make_optimizer(config.optim, schedule, one, whole)
     windows = model.window_rule(scaled=config.eval.scale_windows)
-    return Setup(config, mesh, images, held_out, graph, rest, optimizer, schedule, total, windows)
+    data_and_model = (images, held_out, graph, rest, optimizer, schedule, total, windows)
+    return Setup(config, mesh, *data_and_model, task_of(model))
 
 
 def initial_state(setup: Setup, model: nnx.Module) -> State:

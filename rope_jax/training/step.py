@@ -11,7 +11,6 @@ from jaxtyping import Array
 
 from rope_jax import seeds
 from rope_jax.sharding import on_every_device, replicated, state_shardings
-from rope_jax.tasks import classification as task
 from rope_jax.training import optim
 from rope_jax.training.setup import Setup, State
 
@@ -42,11 +41,11 @@ def make_step(setup: Setup) -> Callable[[State, dict[str, Any]], tuple[State, Me
 
 
 def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tuple[State, Metrics]:
-    config, mesh = setup.config, setup.mesh
+    config, mesh, task = setup.config, setup.mesh, setup.task
 
     def loss(params: Any, stats: Any, batch: Any, key: Array) -> tuple[Array, tuple[Array, Any]]:
-        logits, stats = setup.apply(params, stats, rest, batch["image"], train=True, key=key)
-        value, accuracy = task.loss_and_accuracy(logits, batch, config)
+        own = functools.partial(task.loss, batch=batch, config=config, key=key)
+        (value, accuracy), stats = setup.apply(own, params, stats, rest)
         return value, (accuracy, stats)
 
     key = jax.random.fold_in(jax.random.key(seed), state["step"])

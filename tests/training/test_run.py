@@ -235,7 +235,7 @@ def test_the_step_is_adamw_with_an_average():
 
     def loss_of(params):
         images = normalise(batch["image"], config.data.mean, config.data.std)
-        logits, _ = prepared.apply(params, {}, prepared.rest, images)
+        logits, _ = prepared.apply(lambda model: model(images), params, {}, prepared.rest)
         return -jax.nn.log_softmax(logits)[jnp.arange(120), batch["label"]].mean()
 
     loss, grads = jax.jit(jax.value_and_grad(loss_of))(state["params"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -153,7 +153,7 @@ def create_head(
     *,
     channels: Sequence[int],
     num_classes: int,
-    dtype: np.dtype = np.dtype(np.float32),
+    dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
     overrides: Mapping[str, Any] = {},
 ) -> Head:

@@ -94,9 +94,7 @@ class ConvNorm(nnx.Module):
     Weights are drawn as there: normal, with the variance 2 / (outputs x kernel area).
     """
 
-    def __init__(
-        self, inputs: int, outputs: int, kernel: int = 1, *, rngs: nnx.Rngs, dtypes: dict
-    ):
+    def __init__(self, inputs: int, outputs: int, kernel: int = 1, *, rngs: nnx.Rngs, dtypes: dict):
         init = normal_init((2 / (outputs * kernel**2)) ** 0.5)
         if kernel == 1:
             self.conv = Linear(

@@ -16,7 +16,7 @@ from rope_jax.initializers import normal_init
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import ConvNorm, average_bins, dropout, resize_maps
 from rope_jax.models.layers import Linear
-from rope_jax.models.registry import CountOrZero, Options, OptionalCount, Probability
+from rope_jax.models.registry import CountOrZero, OptionalCount, Options, Probability
 
 _CHANNELS = (1, 2)  # the axes of a map that Dropout2d drops together
 
@@ -43,9 +43,7 @@ class UperNetOptions(Options):
 class Classifier(nnx.Module):
     """Dropout of channels, then a dense layer for every pixel, of a small initial spread."""
 
-    def __init__(
-        self, inputs: int, num_classes: int, rate: float, *, rngs: nnx.Rngs, dtypes: dict
-    ):
+    def __init__(self, inputs: int, num_classes: int, rate: float, *, rngs: nnx.Rngs, dtypes: dict):
         self.rate = rate
         init = normal_init(0.01)
         self.linear = Linear(inputs, num_classes, kernel_init=init, rngs=rngs, **dtypes)
@@ -78,9 +76,7 @@ class PyramidPooling(nnx.Module):
 class ConvHead(nnx.Module):
     """A convolution of 3 x 3 and a classifier (Long et al., arXiv 1411.4038)."""
 
-    def __init__(
-        self, inputs: int, width: int, num_classes: int, rate: float, **settings: Any
-    ):
+    def __init__(self, inputs: int, width: int, num_classes: int, rate: float, **settings: Any):
         self.conv = ConvNorm(inputs, width, 3, **settings)
         self.classify = Classifier(width, num_classes, rate, **settings)
 

@@ -76,7 +76,10 @@ def sliding(model, case, dtype):
         mesh=make_mesh(),
     )
     views = [
-        (at_least(images(*view["image"], seed=view["seed"])[0].astype(dtype), side), view["flipped"])
+        (
+            at_least(images(*view["image"], seed=view["seed"])[0].astype(dtype), side),
+            view["flipped"],
+        )
         for view in case["images"]
     ]
     scores = windows.scores(state, views, (height, width))

@@ -1,0 +1,186 @@
+"""Semantic segmentation: a class for every pixel, scored by mean intersection over union.
+
+A batch from the loader has `image`, `label` [B, H, W], `epoch` and `index`, and `extent` where
+images may be padded; `prepare_batch` returns `image` (normalised) and `label` for the model.
+Pixels of label 255 belong to no class: they are neither trained on nor counted.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+
+from rope_jax.config import Config
+from rope_jax.data import Images, Streamed, split_augment
+from rope_jax.data.device_batches import take
+from rope_jax.data.images import device
+from rope_jax.models.heads import PixelLogits
+from rope_jax.models.heads.maps import resize_maps
+
+IGNORED = 255
+Batch = dict[str, Array]
+
+
+def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:
+    """Augments and normalises the images of a training batch.
+
+    Args:
+        batch: `image` uint8 [B, H, W, 3], `label` uint8 [B, H, W], `epoch`, `index` int32 [B]; and
+            `extent` int32 [B, 2], the rows and columns before padding, where there is any; or, for
+            a data set on the device, `set`, `draws`, `epoch`, `index`.
+        config: of the run.
+        seed: of the run. Augmentation is a function of (seed, epoch, index).
+        key: of this step; not used.
+
+    Returns:
+        `image` float32 [B, H, W, 3], 0 where padded, and `label` uint8 [B, H, W].
+    """
+    augment = split_augment(config.data.augment)
+    if "set" in batch:
+        batch = take(*batch["set"], batch, augment.loader)
+    images, labels = batch["image"], batch["label"]
+    if augment.pixels:
+        keys = device.example_keys(seed, batch["epoch"], batch["index"])
+        fill = tuple(round(255 * x) for x in config.data.mean)
+        images = device.apply(images, keys, augment.pixels, fill)
+    images = device.normalise(images, config.data.mean, config.data.std)
+    if "extent" in batch:
+        rows, columns = jnp.indices(labels.shape[1:])
+        height, width = batch["extent"].T[..., None, None]
+        inside = (rows < height) & (columns < width)
+        images = jnp.where(inside[..., None], images, 0)
+    return {"image": images, "label": labels}
+
+
+def pixel_loss(
+    logits: Float[Array, "B h w K"], labels: UInt8[Array, "B H W"], *, divisor: str = "all"
+) -> Float[Array, ""]:
+    """Cross entropy of the softmax of resized logits, in nats.
+
+    >>> labels = jnp.uint8([[[0, 255]]])
+    >>> [round(float(pixel_loss(jnp.zeros((1, 1, 1, 4)), labels, divisor=n)), 4)
+    ...  for n in ("all", "valid")]
+    [0.6931, 1.3863]
+
+    The resized logits and their softmax are recomputed in the backward pass: they are the largest
+    arrays of a step, 16 times as large as the logits.
+
+    Args:
+        logits: of any size.
+        labels: 0 to K - 1, or 255 for pixels without a class.
+        divisor: of the sum over pixels with a class: the number of "all" pixels (mmsegmentation) or
+            that of the "valid" ones (Segmenter).
+    """
+
+    @jax.checkpoint
+    def total(logits: Float[Array, "B h w K"]) -> Float[Array, ""]:
+        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        full = resize_maps(wide, labels.shape[1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(full, jnp.where(valid, labels, 0))
+        return jnp.where(valid, losses, 0).sum()
+
+    valid = labels != IGNORED
+    count = valid.sum() if divisor == "valid" else labels.size
+    return total(logits) / jnp.maximum(count, 1)
+
+
+def loss(
+    model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The training loss with that of auxiliary logits, and the pixel accuracy.
+
+    Args:
+        model: with a head of segmentation.
+        batch: from `prepare_batch`.
+        config: of the run.
+        key: of this step.
+    """
+    found: PixelLogits = model.predict(batch["image"], train=True, key=key)
+    value = pixel_loss(found.logits, batch["label"], divisor=config.loss_pixels)
+    if found.auxiliary is not None:
+        other = pixel_loss(found.auxiliary, batch["label"], divisor=config.loss_pixels)
+        value += found.auxiliary_weight * other
+    # For progress only: every logit is compared with the pixel at its place.
+    labels = batch["label"]
+    rows, columns = (
+        ((np.arange(n) + 0.5) * size / n).astype(int)
+        for n, size in zip(found.logits.shape[1:3], labels.shape[1:], strict=True)
+    )
+    labels = labels[:, rows[:, None], columns]
+    right = (found.logits.argmax(-1) == labels).sum()
+    return value, right / jnp.maximum((labels != IGNORED).sum(), 1)
+
+
+def count(
+    logits: Float[Array, "B H W K"], batch: Batch, images: Images | Streamed
+) -> Int[Array, "K 3"]:
+    """`count_pixels` of an evaluation batch with the logits of all pixels.
+
+    Raises:
+        ValueError: the model has other classes than the images.
+    """
+    if logits.shape[-1] != images.classes:
+        raise ValueError(
+            f"the model has {logits.shape[-1]} classes, but {images.name} has {images.classes}: "
+            "use weights for as many"
+        )
+    return count_pixels(logits.argmax(-1), batch["label"], batch["mask"], images.classes)
+
+
+def count_pixels(
+    classes: Int[Array, "B H W"], label: UInt8[Array, "B H W"], mask: Bool[Array, " B"], number: int
+) -> Int[Array, "K 3"]:
+    """Counts the pixels of each class in an evaluation batch.
+
+    Args:
+        classes: predicted.
+        label: 0 to number - 1, or 255.
+        mask: False for padding of the batch.
+        number: K, of classes.
+
+    Returns:
+        Per class: pixels of that class that are predicted, pixels predicted as it, pixels of it.
+    """
+    valid = (label != IGNORED) & mask[:, None, None]
+
+    def histogram(values: Array, chosen: Array) -> Array:
+        # Integers, whose sum does not depend on the order in which they are added.
+        return jnp.bincount(jnp.where(chosen, values, number).ravel(), length=number + 1)[:number]
+
+    predicted, label = classes.astype(jnp.int32), label.astype(jnp.int32)
+    counts = [
+        histogram(label, valid & (predicted == label)),
+        histogram(predicted, valid),
+        histogram(label, valid),
+    ]
+    return jnp.stack(counts, axis=-1).astype(jnp.int32)
+
+
+def scores(totals: Int[np.ndarray, "K 3"]) -> Mapping[str, Any]:
+    """Mean intersection over union of the classes that occur, and pixel accuracy.
+
+    >>> found = scores(np.array([[3, 3, 4], [2, 3, 2], [0, 0, 0]]))
+    >>> found["iou"], round(found["miou"], 4), round(found["accuracy"], 4)
+    ([0.75, 0.6666666666666666, None], 0.7083, 0.8333)
+
+    Args:
+        totals: sums of `count_pixels` over a set.
+
+    Returns:
+        `miou`; `accuracy`, the share of pixels with a class that are predicted correctly; `iou`, of
+        every class, None for one that is neither predicted nor there.
+    """
+    right, predicted, there = np.asarray(totals, np.int64).T
+    union = predicted + there - right
+    iou = [float(a / b) if b else None for a, b in zip(right, union, strict=True)]
+    occurring = [x for x in iou if x is not None]
+    return {
+        "miou": float(np.mean(occurring)) if occurring else 0.0,
+        "accuracy": float(right.sum() / max(there.sum(), 1)),
+        "iou": iou,
+    }
