@@ -41,6 +41,7 @@ def accuracies(
 ) -> list[Row]:
     """The scores of a model, or of each seed of a run: for classification, its accuracies.
 
+    >>> import jax.numpy as jnp
     >>> from rope_jax.sharding import make_mesh
     >>> pixels, labels = np.zeros((4, 8, 8, 3), np.uint8), np.int32([0, 1, 1, 1])
     >>> (row,) = accuracies(
@@ -238,6 +239,7 @@ def evaluate_split(
 ) -> list[Row]:
     """Evaluates on the test split of a run's data, loaded at one resolution: one row per seed.
 
+    >>> import jax.numpy as jnp
     >>> from rope_jax.sharding import make_mesh
     >>> apply = lambda weights, images: images.mean((1, 2)) @ weights
     >>> images = load_split(Config(), "test", (8, 8))

@@ -4,6 +4,7 @@ Few programs serve a set. The model sees windows of one size, whatever the image
 up on canvases, whose sides are rounded up to `bucket`s; what is beyond the image is left out.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -90,9 +91,11 @@ class Windows:
         self.size, self.stride, self.multiple = size, stride, multiple
         self.batch = -(-batch // mesh.size) * mesh.size if size else mesh.size
         self._mesh = mesh
-        self._apply = jax.jit(apply, out_shardings=replicated(mesh))
-        self._add_windows = jax.jit(_add_windows, donate_argnums=0)
-        self._probabilities = jax.jit(_probabilities)
+        # Functions of this object, so that `programs` counts its own.
+        own = functools.partial
+        self._apply = jax.jit(own(apply), out_shardings=replicated(mesh))
+        self._add_windows = jax.jit(own(_add_windows), donate_argnums=0)
+        self._probabilities = jax.jit(own(_probabilities))
 
     def programs(self) -> dict[str, int]:
         """How many programs were compiled, of the model and for canvases."""
@@ -161,7 +164,8 @@ class Windows:
             logits = self._apply(weights, batch["image"])
             if sums is None:
                 wide = jnp.promote_types(logits.dtype, jnp.float32)
-                sums = jnp.zeros((*canvas, logits.shape[-1]), wide)
+                shape = (*canvas, logits.shape[-1])
+                sums = jnp.zeros(shape, wide, device=replicated(self._mesh))
             sums = self._add_windows(sums, logits, starts[own], len(starts) - first)
         return sums, np.maximum(count, 1)
 

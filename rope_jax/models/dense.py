@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -47,7 +48,7 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         maps = self.backbone.features(
-            images, blocks=self.blocks, norm=self.head.norm, train=train, key=key
+            images, blocks=self.blocks, norm=self.head.normalised, train=train, key=key
         )
         return maps if self.neck is None else self.neck(maps, train)
 
@@ -112,7 +113,7 @@ def third_blocks(depth: int) -> tuple[int, ...]:
 
     Source: BEiT's segmentation, and Heo et al.; other depths in the same proportions.
     """
-    return tuple(max(1, depth * share // 6) - 1 for share in (2, 3, 4, 6))
+    return tuple(max(place, depth * share // 6 - 1) for place, share in enumerate((2, 3, 4, 6)))
 
 
 def create_dense(
@@ -141,9 +142,9 @@ def create_dense(
     (call,) = parse(head, "head")
     wanted = find_head(call.name).family
     backbone = registry.create_model(
-        name, num_classes=0, seed=seed, last_norm=wanted.norm, **settings
+        name, num_classes=0, seed=seed, last_norm=wanted.normalised, **settings
     )
-    rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(settings.get("dtype", "float32"))
+    rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(settings.get("dtype", "float32")))
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth, neck = [stage.channels for stage in stages], sum(s.depth for s in stages), None
     if wanted.strides is None:
@@ -151,6 +152,11 @@ def create_dense(
     elif len(stages) == 1:
         neck, widths = FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * 4
         blocks = third_blocks(depth) if blocks is None else tuple(blocks)
+        if len(blocks) != 4 or max(blocks) >= depth:
+            raise ValueError(
+                f"the head {call.name!r} takes the maps of four blocks, not {blocks} of the "
+                f"{depth} of {name}: change blocks, or use a deeper model or another head"
+            )
     else:
         epsilon = backbone.options.norm_epsilon
         neck = StageNorms(widths, epsilon, rngs=rngs, dtypes=dtypes)

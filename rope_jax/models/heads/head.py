@@ -21,7 +21,7 @@ from rope_jax.models.registry import Options
 from rope_jax.positions.grids import Grid
 from rope_jax.text import nearest
 
-Maps = Sequence[Float[Array, "B h w C"]]
+Maps = Sequence[Float[Array, "B _h _w _C"]]
 
 
 @jax.tree_util.register_dataclass
@@ -49,14 +49,14 @@ class Head(nnx.Module):
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
-        norm: whether maps of single blocks of a ViT are normalised by the model's last norm.
+        normalised: whether maps of single blocks of a ViT are normalised by the model's last norm.
         options: of this head.
         out_features: number of classes.
     """
 
     task: ClassVar[str]
     strides: ClassVar[tuple[int, ...] | None] = None
-    norm: ClassVar[bool] = True
+    normalised: ClassVar[bool] = True
     options: Options
     out_features: int
 
@@ -184,6 +184,6 @@ def create_head(
         entry.options.override(f"the head {name!r}", overrides),
         channels=tuple(channels),
         num_classes=num_classes,
-        dtypes=dtypes_of(dtype),
+        dtypes=dtypes_of(jnp.dtype(dtype)),
         rngs=rngs,
     )

@@ -93,7 +93,7 @@ class UperNet(SegmentationHead):
     """
 
     strides: ClassVar[tuple[int, ...]] = (4, 8, 16, 32)
-    norm: ClassVar[bool] = False
+    normalised: ClassVar[bool] = False
     auxiliary_map: ClassVar[int] = 2
 
     def __init__(

@@ -1,0 +1,235 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.dense import create_dense, third_blocks
+from rope_jax.models.heads import (
+    HEADS,
+    PixelLogits,
+    SegmentationHead,
+    create_head,
+    list_heads,
+    register_head,
+)
+from rope_jax.models.heads.linear import LinearOptions
+from rope_jax.models.heads.maps import average_bins, dropout, resize_maps
+from rope_jax.models.layers import Linear, dtypes_of
+from rope_jax.models.necks import FourScales
+from rope_jax.models.pretrained import export_state_dict
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+SMALL = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
+FLOAT = dtypes_of(jnp.dtype(jnp.float32))
+
+
+def head_of(name, channels, classes=150, **options):
+    def make():
+        return create_head(
+            name, channels=channels, num_classes=classes, rngs=nnx.Rngs(0), overrides=options
+        )
+
+    return nnx.eval_shape(make)
+
+
+def parameters(module, *, without=()):
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return sum(math.prod(leaf.shape) for path, leaf in flat if path[0] not in without)
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "decoder", "auxiliary"),
+    [
+        (768, 768, 67_963_542, 1_808_534),
+        (1024, 1024, 120_764_566, 2_398_358),
+        (192, 512, 27_614_358, 481_430),
+        (384, 512, 29_187_222, 923_798),
+    ],
+)
+def test_upernet_has_the_official_number_of_parameters(channels, width, decoder, auxiliary):
+    head = head_of("upernet", [channels] * 4, width=width)
+    assert parameters(head, without=("auxiliary",)) == decoder
+    assert parameters(head.auxiliary) == auxiliary
+    assert head_of("upernet", [channels] * 4, width=width, auxiliary_width=0).auxiliary is None
+
+
+@pytest.mark.parametrize(
+    ("channels", "count"), [(192, 1_029_996), (384, 4_050_348), (768, 16_063_020)]
+)
+def test_segmenter_has_the_official_number_of_parameters(channels, count):
+    assert parameters(head_of("segmenter", [channels])) == count
+
+
+@pytest.mark.parametrize(
+    ("channels", "count"),
+    [(192, 443_328), (384, 1_771_392), (768, 7_081_728), (1024, 12_588_032)],
+)
+def test_the_neck_has_the_official_number_of_parameters(channels, count):
+    neck = nnx.eval_shape(lambda: FourScales(channels, rngs=nnx.Rngs(0), dtypes=FLOAT))
+    assert parameters(neck) == count
+
+
+def test_the_width_is_that_of_the_maps_unless_given():
+    own = head_of("upernet", [768] * 4)
+    assert parameters(own) == 67_963_542 + 1_808_534
+
+
+def test_blocks_of_heo_and_beit():
+    assert third_blocks(12) == (3, 5, 7, 11)
+    assert third_blocks(24) == (7, 11, 15, 23)
+    assert third_blocks(4) == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match=r"four blocks, not \(0, 1, 2, 3\) of the 3 of deit_ti16"):
+        create_dense("deit_ti16", head="upernet", num_classes=3, **SMALL | {"depth": 3})
+
+
+def test_maps_are_resized_as_by_definition():
+    """A pixel lies between the two nearest centres; at the border it is the outermost one."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
+    wanted = np.zeros((2, 7, 4, 4))
+    for i in range(7):
+        for j in range(4):
+            y, z = (i + 0.5) * 3 / 7 - 0.5, (j + 0.5) * 5 / 4 - 0.5
+            for di in (0, 1):
+                for dj in (0, 1):
+                    row, column = math.floor(y) + di, math.floor(z) + dj
+                    share = (1 - abs(y - row)) * (1 - abs(z - column))
+                    wanted[:, i, j] += share * x[:, min(max(row, 0), 2), min(max(column, 0), 4)]
+    np.testing.assert_allclose(resize_maps(jnp.asarray(x), (7, 4)), wanted, atol=1e-6)
+
+
+def test_bins_overlap_and_may_be_more_than_the_tokens():
+    x = np.random.default_rng(0).standard_normal((1, 3, 7, 2)).astype(np.float32)
+    found = np.asarray(average_bins(jnp.asarray(x), 6))
+    for i in range(6):
+        for j in range(6):
+            rows = slice(i * 3 // 6, -(-(i + 1) * 3 // 6))
+            columns = slice(j * 7 // 6, -(-(j + 1) * 7 // 6))
+            wanted = x[0, rows, columns].mean((0, 1))
+            np.testing.assert_allclose(found[0, i, j], wanted, atol=1e-6)
+
+
+def test_dropout_drops_whole_channels_and_keeps_the_mean():
+    x = jnp.ones((8, 4, 4, 64))
+    dropped = np.asarray(dropout(x, 0.25, jax.random.key(0), shared=(1, 2)))
+    assert set(np.unique(dropped).round(4)) == {0, np.float32(4 / 3).round(4)}
+    assert (dropped == dropped[:, :1, :1]).all()
+    assert abs(dropped.mean() - 1) < 0.1
+    single = np.asarray(dropout(x, 0.25, jax.random.key(0)))
+    assert not (single == single[:, :1, :1]).all()
+    assert dropout(x, 0.25, None) is x
+
+
+@pytest.mark.parametrize("head", ["linear", "segmenter(head_dim=8)", "upernet(width=8)"])
+def test_every_pixel_has_logits_at_sizes_other_than_that_of_creation(head):
+    model = create_dense("deit_ti16", head=head, num_classes=3, **SMALL)
+    graph, state = nnx.split(model)
+    logits = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, jnp.zeros((2, 24, 40, 3)))
+    assert logits.shape == (2, 24, 40, 3)
+    assert np.isfinite(logits).all()
+    assert model.num_classes == 3
+
+
+def test_training_draws_dropout_and_moves_batch_statistics():
+    model = create_dense("deit_ti16", head="upernet(width=8)", num_classes=3, **SMALL)
+    images = jax.random.normal(jax.random.key(0), (2, 32, 32, 3))
+    with pytest.raises(ValueError, match="needs a key for the head's dropout"):
+        model.predict(images, train=True)
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, key):
+        model = nnx.merge(graph, state)
+        found = model.predict(images, train=True, key=key)
+        return found, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    first, stats = run(state, jax.random.key(1))
+    second, _ = run(state, jax.random.key(2))
+    assert first.auxiliary.shape == (2, 4, 4, 3)
+    assert first.auxiliary_weight == 0.4
+    assert np.abs(first.logits - second.logits).max() > 1e-6
+    before = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, stats)
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "shapes"),
+    [
+        ("swin_t", "upernet", [(16, 24, 96), (8, 12, 192), (4, 6, 384), (2, 3, 768)]),
+        ("deit_ti16", "upernet", [(16, 24, 192), (8, 12, 192), (4, 6, 192), (2, 3, 192)]),
+        ("nat_mini", "linear", [(2, 3, 512)]),
+    ],
+)
+def test_backbones_give_heads_the_maps_that_they_take(name, head, shapes):
+    model = nnx.eval_shape(lambda: create_dense(name, head=head, num_classes=2))
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((1, 64, 96, 3), jnp.float32)
+    maps = jax.eval_shape(lambda state, x: nnx.merge(graph, state).head_maps(x), state, images)
+    assert [x.shape[1:] for x in maps] == shapes
+
+
+def test_a_head_of_yours_is_a_class_and_an_entry():
+    class Mean(SegmentationHead):
+        """Every pixel gets the logits of the mean token."""
+
+        def __init__(self, options, *, channels, num_classes, rngs, dtypes):
+            self.options, self.out_features = options, num_classes
+            self.linear = Linear(channels[0], num_classes, rngs=rngs, **dtypes)
+
+        def __call__(self, maps, *, train=False, key=None):
+            return PixelLogits(self.linear(maps[-1].mean((1, 2), keepdims=True)))
+
+    register_head("mean", Mean, LinearOptions())
+    try:
+        assert "mean" in list_heads()
+        with pytest.raises(ValueError, match="a head named 'mean' exists already"):
+            register_head("mean", Mean, LinearOptions())
+        make = functools.partial(create_dense, "deit_ti16", head="mean", num_classes=3, **SMALL)
+        images = jax.ShapeDtypeStruct((1, 16, 8, 3), jnp.float32)
+        found = jax.eval_shape(lambda images: make()(images), images)
+        assert found.shape == (1, 16, 8, 3)
+    finally:
+        del HEADS["mean"]
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("upernett", "unknown head 'upernett'; the nearest are 'upernet'"),
+        ("upernet(wide=3)", "the head 'upernet' has no option 'wide'"),
+        ("upernet(dropout=1.5)", "dropout=1.5 is not allowed"),
+        ("segmenter(head_dim=7)", "16 channels, which its head_dim=7 does not divide"),
+    ],
+)
+def test_wrong_heads_are_refused(head, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        create_dense("deit_ti16", head=head, num_classes=3, **SMALL)
+
+
+def test_a_head_takes_a_fixed_number_of_maps():
+    with pytest.raises(ValueError, match="'upernet' takes 4 maps, but 1 are given"):
+        head_of("upernet", [8])
+
+
+def test_weights_of_mmsegmentations_segmenter_are_those_of_the_authors_own():
+    """Both name the same arrays: the names of one are translated to those of the other."""
+    settings = {"head": "segmenter(head_dim=8)", "num_classes": 3, **SMALL}
+    model = create_dense("deit_ti16", seed=1, **settings)
+    other = create_dense("deit_ti16", **settings)
+    exported = export_state_dict(model, source="mmseg")
+    assert "backbone.layers.0.attn.attn.in_proj_weight" in exported
+    assert exported["decode_head.patch_proj.weight"].shape == (16, 16)
+    rope_jax.convert_state_dict(other, exported, source="mmseg")
+    own = export_state_dict(model, source="segmenter")
+    np.testing.assert_array_equal(
+        own["decoder.proj_patch"], exported["decode_head.patch_proj.weight"].T
+    )
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        there = dict(nnx.to_flat_state(nnx.state(other, nnx.Param)))[path]
+        np.testing.assert_array_equal(leaf[...], there[...], err_msg=str(path))

@@ -1,0 +1,88 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rope_jax.models.deformable import DeformableAttention, corners_of, gather_sum
+from rope_jax.models.layers import dtypes_of
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+SIZES = [(3, 5), (2, 2)]
+TOKENS = sum(h * w for h, w in SIZES)
+
+
+def sample(values, location, size):
+    """The bilinear value at a location (x, y) of one map [H, W, D]; zero outside of it."""
+    (height, width), (x, y) = size, location
+    x, y, found = x * width - 0.5, y * height - 0.5, 0.0
+    for row in (math.floor(y), math.floor(y) + 1):
+        for column in (math.floor(x), math.floor(x) + 1):
+            if 0 <= row < height and 0 <= column < width:
+                found = found + (1 - abs(y - row)) * (1 - abs(x - column)) * values[row, column]
+    return found
+
+
+def test_points_are_read_as_by_the_definition_inside_and_outside_of_the_maps():
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((2, TOKENS, 2, 4)).astype(np.float32)
+    locations = rng.uniform(-0.3, 1.3, (2, 6, 2, 2, 3, 2)).astype(np.float32)
+    weights = rng.uniform(0, 1, (2, 6, 2, 2, 3)).astype(np.float32)
+    read = jax.jit(lambda v, at, w: gather_sum(v, *corners_of(at, w, SIZES)))
+    found = np.asarray(read(values, locations, weights))
+    starts = np.cumsum([0, *(h * w for h, w in SIZES)])
+    for b, q, n in np.ndindex(2, 6, 2):
+        wanted = 0
+        for level, (h, w) in enumerate(SIZES):
+            plane = values[b, starts[level] : starts[level + 1], n].reshape(h, w, 4)
+            for p in range(3):
+                one = sample(plane, locations[b, q, n, level, p], (h, w))
+                wanted = wanted + weights[b, q, n, level, p] * one
+        np.testing.assert_allclose(found[b, q, n], wanted, atol=1e-5)
+
+
+@pytest.mark.usefixtures("x64")
+def test_gradients_are_those_of_differences():
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((1, TOKENS, 1, 2))
+    locations, weights = (
+        rng.uniform(-0.1, 1.1, (1, 2, 1, 2, 2, 2)),
+        rng.uniform(0, 1, (1, 2, 1, 2, 2)),
+    )
+
+    def total(values, locations, weights):
+        return jnp.sin(gather_sum(values, *corners_of(locations, weights, SIZES))).sum()
+
+    arguments = (values, locations, weights)
+    found = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arguments)
+    run = jax.jit(total)
+    for number, gradient in enumerate(found):
+        direction = rng.standard_normal(gradient.shape)
+        moved = [
+            [x + s * 1e-6 * direction if i == number else x for i, x in enumerate(arguments)]
+            for s in (1, -1)
+        ]
+        slope = (run(*moved[0]) - run(*moved[1])) / 2e-6
+        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-6)
+
+
+def test_heads_begin_with_points_in_eight_directions():
+    layer = DeformableAttention(
+        16, levels=2, heads=8, points=3, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype("float32"))
+    )
+    offsets = np.asarray(layer.offset.bias[...]).reshape(8, 2, 3, 2)
+    steps = [(1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1)]
+    for head, step in enumerate(steps):
+        for point in range(3):
+            wanted = np.multiply(step, point + 1)
+            np.testing.assert_allclose(offsets[head, :, point], [wanted, wanted], atol=1e-6)
+    assert not np.asarray(layer.offset.kernel[...]).any()
+    assert not np.asarray(layer.weight.kernel[...]).any()
+
+
+def test_heads_must_divide_the_channels():
+    dtypes = dtypes_of(jnp.dtype("float32"))
+    with pytest.raises(ValueError, match="10 channels are not divisible by heads=8"):
+        DeformableAttention(10, levels=1, heads=8, points=1, rngs=nnx.Rngs(0), dtypes=dtypes)

@@ -1,0 +1,115 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rope_jax.config import resolve
+from rope_jax.models.heads import PixelLogits
+from rope_jax.models.heads.maps import resize_maps
+from rope_jax.tasks import segmentation as task
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.mark.parametrize("divisor", ["all", "valid"])
+def test_the_loss_is_the_cross_entropy_of_pixels_with_a_class(divisor):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
+    labels = rng.integers(0, 5, (2, 6, 8), dtype=np.uint8)
+    labels[rng.random(labels.shape) < 0.3] = 255
+    full = np.asarray(resize_maps(jnp.asarray(logits), (6, 8)), np.float64)
+    shares = np.exp(full) / np.exp(full).sum(-1, keepdims=True)
+    valid = labels != 255
+    picked = np.take_along_axis(shares, np.where(valid, labels, 0)[..., None], -1)[..., 0]
+    count = valid.sum() if divisor == "valid" else labels.size
+    wanted = -np.log(picked)[valid].sum() / count
+    found, gradient = jax.jit(
+        jax.value_and_grad(lambda x: task.pixel_loss(x, jnp.asarray(labels), divisor=divisor))
+    )(logits)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    # Ignored pixels have no gradient: that of an image of them is 0.
+    ignored = np.full_like(labels, 255)
+    nothing = jax.grad(lambda x: task.pixel_loss(x, jnp.asarray(ignored), divisor=divisor))(logits)
+    assert np.abs(gradient).max() > 0
+    np.testing.assert_array_equal(nothing, 0)
+
+
+class Constant(nnx.Module):
+    """A model whose predictions are given."""
+
+    def __init__(self, predictions):
+        self.predictions = nnx.data(predictions)
+
+    def predict(self, images, *, train, key):
+        assert train
+        return self.predictions
+
+
+def test_the_auxiliary_loss_has_its_weight():
+    rng = np.random.default_rng(0)
+    logits, other = (jnp.asarray(rng.standard_normal((1, 2, 2, 3)), jnp.float32) for _ in range(2))
+    labels = jnp.asarray(rng.integers(0, 3, (1, 4, 4)), jnp.uint8)
+    config, batch = resolve({}), {"image": jnp.zeros((1, 4, 4, 3)), "label": labels}
+    model = Constant(PixelLogits(logits, other, 0.4))
+    found, accuracy = task.loss(model, batch, config, key=jax.random.key(0))
+    wanted = task.pixel_loss(logits, labels) + 0.4 * task.pixel_loss(other, labels)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    wanted = (logits.argmax(-1) == labels[:, 1::2, 1::2]).mean()
+    np.testing.assert_allclose(accuracy, wanted, rtol=1e-6)
+
+
+def test_scores_are_those_of_the_definition_over_a_whole_set():
+    """Intersections and unions are summed over all images before they are divided."""
+    rng = np.random.default_rng(0)
+    classes, total = 6, 0
+    predicted = rng.integers(0, classes - 1, (9, 11, 13))
+    label = rng.integers(0, classes - 1, (9, 11, 13)).astype(np.uint8)
+    label[rng.random(label.shape) < 0.2] = 255
+    predicted[0, 0, 0], label[0, 0, 0] = 3, 3
+    for first in range(0, 9, 4):  # the last batch has three images and one of padding
+        own = slice(first, first + 4)
+        rows = len(predicted[own])
+        pad = [(0, 4 - rows), (0, 0), (0, 0)]
+        total = total + np.asarray(
+            task.count_pixels(
+                jnp.asarray(np.pad(predicted[own], pad)),
+                jnp.asarray(np.pad(label[own], pad)),
+                jnp.arange(4) < rows,
+                classes,
+            )
+        )
+    found, iou = task.scores(total), []
+    valid = label != 255
+    for k in range(classes):
+        there, said = (label == k) & valid, (predicted == k) & valid
+        union = (there | said).sum()
+        iou.append((there & said).sum() / union if union else None)
+    assert iou[-1] is None  # neither predicted nor there
+    np.testing.assert_allclose(found["iou"][:-1], iou[:-1], rtol=1e-12)
+    assert found["iou"][-1] is None
+    assert abs(found["miou"] - np.mean(iou[:-1])) < 1e-12
+    assert abs(found["accuracy"] - (predicted == label)[valid].mean()) < 1e-12
+
+
+def test_a_class_that_is_predicted_but_not_there_counts_with_zero():
+    label, predicted = jnp.uint8([[[0, 0]]]), jnp.array([[[0, 1]]])
+    found = task.scores(np.asarray(task.count_pixels(predicted, label, jnp.array([True]), 3)))
+    assert found["iou"] == [0.5, 0.0, None]
+    assert found["miou"] == 0.25
+
+
+def test_padding_of_images_is_black_after_normalisation():
+    """Padding is 0 for the model, not a pixel value; its labels are 255 from the loader."""
+    batch = {
+        "image": jnp.full((2, 4, 4, 3), 200, jnp.uint8),
+        "label": jnp.zeros((2, 4, 4), jnp.uint8),
+        "extent": jnp.array([[2, 3], [4, 4]]),
+        "epoch": jnp.zeros(2, jnp.int32),
+        "index": jnp.arange(2),
+    }
+    found = task.prepare_batch(batch, resolve({}), seed=0, key=jax.random.key(0))["image"]
+    inside = np.zeros((2, 4, 4), bool)
+    inside[0, :2, :3] = inside[1] = True
+    np.testing.assert_array_equal(np.asarray(found != 0).all(-1), inside)
+    np.testing.assert_array_equal(np.asarray(found == 0).all(-1), ~inside)
