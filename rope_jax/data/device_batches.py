@@ -91,13 +91,16 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
 
 
 def take(
-    images: UInt8[Array, "n H W 3"], labels: Int[Array, " n"], batch: dict[str, Array], augment: str
+    images: UInt8[Array, "n H W 3"],
+    labels: Int[Array, "n ..."],
+    batch: dict[str, Array],
+    augment: str,
 ) -> dict[str, Array]:
     """The batch of `rope_jax.data.batches`, from the whole data set on the device.
 
     Args:
         images: the data set, uint8 [n, H, W, 3].
-        labels: int32 [n].
+        labels: int32 [n], or uint8 [n, H, W] of pixels.
         batch: from `DeviceBatches`.
         augment: as for `DeviceBatches`.
 
@@ -105,9 +108,11 @@ def take(
         `image` uint8 [b, H, W, 3], `label`, `epoch` and `index` int32 [b].
     """
     examples = batch["index"] % len(labels)
-    pixels = images[examples]
+    pixels, label = images[examples], labels[examples]
     for number, one in enumerate(parse_loader(augment)):
-        function = functools.partial(one.entry.on_device, **dict(one.options))
-        pixels = jax.vmap(function)(pixels, batch["draws"][:, number])
-    label = labels[examples]
+        function = jax.vmap(functools.partial(one.entry.on_device, **dict(one.options)))
+        draws = batch["draws"][:, number]
+        pixels = function(pixels, draws)
+        if label.ndim == 3:  # of pixels
+            label = one.moved_labels(function, label, draws)
     return {"image": pixels, "label": label, "epoch": batch["epoch"], "index": batch["index"]}

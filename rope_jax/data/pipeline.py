@@ -74,11 +74,14 @@ class Training:
                         raise
                     bad.append(int(ids[k]))
                     ids[k] = (ids[k] + 1) % count
+        labels = np.asarray(self.images.labels)[ids]
         for augmentation, draws in drawn:
             pixels = augmentation(pixels, draws)
+            if labels.ndim == 3:  # of pixels
+                labels = augmentation.moved_labels(augmentation, labels, draws)
         return {
             "image": pixels,
-            "label": np.asarray(self.images.labels)[ids],
+            "label": labels,
             "epoch": epochs.astype(np.int32),
             "index": indices.astype(np.int32),
             "bad": np.array(bad, np.int64),
@@ -159,7 +162,7 @@ class Evaluation:
                 list(pool.map(read, rows))
         else:
             list(map(read, rows))
-        labels = np.zeros((len(ids), *images.labels.shape[1:]), np.int32)
+        labels = np.zeros((len(ids), *images.labels.shape[1:]), images.labels.dtype)
         labels[mask] = images.labels[ids[mask]]
         return {"image": pixels, "label": labels, "mask": mask, "bad": ids[exists & ~mask]}
 

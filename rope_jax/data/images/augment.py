@@ -28,11 +28,14 @@ class Entry:
         stage: when it runs.
         function: with the signature of its stage; keyword-only arguments are its options.
         on_device: the equivalent within the step, for data sets on the device.
+        moves: whether it moves pixels of images that keep their size, and nothing else: a map of
+            labels is then moved as an image is.
     """
 
     stage: int
     function: Callable[..., Any]
     on_device: Callable[..., Any] | None = None
+    moves: bool = False
 
 
 AUGMENTATIONS = {
@@ -40,7 +43,7 @@ AUGMENTATIONS = {
     "centre": Entry(CROP, crops.centre),
     "stretch": Entry(CROP, crops.stretch),
     "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
-    "flip": Entry(LOADER, crops.flip, device_crops.flip),
+    "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True),
     "rand_augment": Entry(STEP, device.rand_augment),
     "three_augment": Entry(STEP, device.three_augment),
     "color_jitter": Entry(STEP, device.color_jitter),
@@ -63,6 +66,20 @@ class Augmentation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with these arguments and the options."""
         return self.entry.function(*args, **kwargs, **dict(self.options))
+
+    def moved_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
+        """The labels of pixels that `function` moves, [..., H, W]: they move as grey images do.
+
+        Raises:
+            ValueError: the augmentation does not only move pixels.
+        """
+        if not self.entry.moves:
+            raise ValueError(
+                f"{self.name} changes images, but not the labels of their pixels: leave it out of "
+                "--config.data.augment"
+            )
+        grey = labels[..., None].repeat(3, axis=-1)
+        return function(grey, draws)[..., 0]
 
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options)

@@ -10,6 +10,8 @@ from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.index import Source, Streamed
 from rope_jax.data.sources.memory import MEMORY, Images
 from rope_jax.data.sources.packed import Packed
+from rope_jax.data.sources.scenes import LabelMaps as LabelMaps
+from rope_jax.data.sources.scenes import load_scenes
 from rope_jax.data.sources.tfds import Tfds
 from rope_jax.text import image_pair
 
@@ -20,6 +22,8 @@ STREAMED: dict[str, Callable[..., Source]] = {
     "packed": Packed,
     "imagenet": ImageNet,
 }
+
+DRAWN: dict[str, Callable[[str, tuple[int, int]], Images]] = {"scenes": load_scenes}  # at any size
 
 
 def register_source(name: str, open_split: Callable[[str, str], Source]) -> None:
@@ -38,7 +42,7 @@ def register_source(name: str, open_split: Callable[[str, str], Source]) -> None
     Raises:
         ValueError: there is a source of this name.
     """
-    if name in MEMORY or name in STREAMED:
+    if name in MEMORY or name in STREAMED or name in DRAWN:
         raise ValueError(f"a data source named {name!r} exists already: choose another name")
     STREAMED[name] = open_split
 
@@ -58,6 +62,8 @@ def load(
 
     - `"digits"`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, values 0 to 16 spread
       over 0 to 255. Every fifth image (0, 5, 10, ...) belongs to the test split, of 360 images.
+    - `"scenes"`: digits on coloured grounds with a class for every pixel, drawn at `image_size`,
+      see `rope_jax.data.sources.scenes`.
     - `"npz"`: a file with the arrays `train_images` and `train_labels`, `test_images` and
       `test_labels`, or one of the pairs; images uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3],
       labels integers [n].
@@ -78,7 +84,7 @@ def load(
 
     Args:
         source: one of these names.
-        path: of the set; None for digits.
+        path: of the set; None for digits and scenes.
         split: "train" or "test".
         image_size: (h, w) in pixels, or one number. Data sets in memory are resized (bicubic with
             antialiasing), or kept unchanged for None; the others need one.
@@ -106,6 +112,8 @@ def load(
             )
         return Streamed(opened, size, crop)
     _check(source, path, split)
+    if source in DRAWN:
+        return DRAWN[source](split, size or (64, 64))
     images = MEMORY[source](path, split)
     if size is None:
         return images
@@ -147,15 +155,15 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
 
 def _check(source: str, path: str | None, split: str) -> None:
     plugins.load_installed()
-    known = [*MEMORY, *STREAMED]
+    known = [*MEMORY, *DRAWN, *STREAMED]
     if source not in known:
         raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
-    if source == "digits":
+    if source in ("digits", *DRAWN):
         if path is not None:
             raise ValueError(
-                f"path {path!r} is given, but digits come with scikit-learn; leave it out"
+                f"path {path!r} is given, but {source} come with scikit-learn; leave it out"
             )
     elif path is None:
         raise ValueError(f"data source {source!r} needs a path; none is given")

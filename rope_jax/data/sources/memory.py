@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, Int32, UInt8
 
 from rope_jax.data.images.crops import Crop, crop_pixels
 from rope_jax.files import open_regular
@@ -61,14 +61,18 @@ class Images:
             raise ValueError(
                 f"{self.name}: images are {_kind(self.images)}; they must be uint8 [n, H, W, 3]"
             )
-        if self.labels.dtype != np.int32 or self.labels.ndim != 1:
-            raise ValueError(
-                f"{self.name}: labels are {_kind(self.labels)}; they must be int32 [n]"
-            )
         if len(self.images) != len(self.labels) or not len(self.labels):
             raise ValueError(
                 f"{self.name}: {len(self.images)} images and {len(self.labels)} labels; "
                 "there must be as many labels as images, and at least one"
+            )
+        self.check_labels()
+
+    def check_labels(self) -> None:
+        """Raises ValueError for labels of another dtype, shape or range."""
+        if self.labels.dtype != np.int32 or self.labels.ndim != 1:
+            raise ValueError(
+                f"{self.name}: labels are {_kind(self.labels)}; they must be int32 [n]"
             )
         if self.labels.min() < 0 or self.labels.max() >= self.classes:
             raise ValueError(
@@ -102,18 +106,23 @@ class Images:
         return f"{shape} {self.classes} classes {checksum:08x}"
 
 
-def _digits(path: None, split: str) -> Images:
+def load_digits(split: str) -> tuple[Float[np.ndarray, "n 8 8"], Int32[np.ndarray, " n"]]:
+    """Scikit-learn's digits, values 0 to 16, and their labels; every fifth is of the test split."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn import datasets
     except ModuleNotFoundError:
         raise ValueError(
             "the digits come with scikit-learn, which is not installed: "
             "pip install 'rope_jax[demo]', or use images of another source"
         ) from None
-    stored = load_digits()
+    stored = datasets.load_digits()
     chosen = (np.arange(len(stored.target)) % 5 == 0) == (split == "test")
-    images = np.rint(stored.images[chosen] * (255 / 16)).astype(np.uint8)
-    labels = stored.target[chosen].astype(np.int32)
+    return stored.images[chosen], stored.target[chosen].astype(np.int32)
+
+
+def _digits(path: None, split: str) -> Images:
+    ink, labels = load_digits(split)
+    images = np.rint(ink * (255 / 16)).astype(np.uint8)
     return Images(_as_rgb(images), labels, "digits", split, classes=10)
 
 

@@ -1,0 +1,115 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax import data
+from rope_jax.data.device_batches import DeviceBatches, take
+from rope_jax.data.sources import scenes as module
+from rope_jax.data.sources.scenes import LabelMaps, draw_scene
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(module, "COUNTS", {"train": 12, "test": 6})
+
+
+def test_a_scene_is_a_function_of_split_number_and_size():
+    one, again = (draw_scene("train", 3, (48, 64)) for _ in range(2))
+    np.testing.assert_array_equal(one.image, again.image)
+    np.testing.assert_array_equal(one.masks, again.masks)
+    for other in (("test", 3, (48, 64)), ("train", 4, (48, 64)), ("train", 3, (64, 48))):
+        image = draw_scene(*other).image
+        assert image.shape != one.image.shape or not np.array_equal(image, one.image)
+
+
+def test_digits_are_visible_and_labelled():
+    """Masks are disjoint, and 70 % of each digit's ink is to be seen."""
+    drawn = [draw_scene("train", i, (64, 64)) for i in range(40)]
+    assert {len(s.digits) for s in drawn} <= {1, 2, 3, 4, 5, 6}
+    for scene in drawn:
+        assert scene.masks.sum(0).max() <= 1
+        for digit, mask in zip(scene.digits, scene.masks, strict=True):
+            assert (scene.labels[mask] == 1 + digit).all()
+            assert mask.sum() >= 0.7 * 20
+        assert (scene.labels[~scene.masks.any(0)] == 0).all()
+    share = np.mean([s.labels == 0 for s in drawn])
+    assert 0.86 < share < 0.95
+    assert {d for s in drawn for d in s.digits.tolist()} == set(range(10))
+
+
+def test_larger_scenes_have_more_digits_of_the_same_size():
+    small = [draw_scene("train", i, (64, 64)) for i in range(20)]
+    large = [draw_scene("train", i, (128, 128)) for i in range(20)]
+    count = [np.mean([len(s.digits) for s in some]) for some in (small, large)]
+    assert 3 < count[1] / count[0] < 5
+    area = [np.mean([m.sum() for s in some for m in s.masks]) for some in (small, large)]
+    assert 0.8 < area[1] / area[0] < 1.25
+
+
+def test_a_digit_differs_from_its_ground():
+    for i in range(10):
+        scene = draw_scene("test", i, (64, 64))
+        ground = scene.image[~scene.masks.any(0)].astype(float)
+        for mask in scene.masks:
+            apart = np.abs(scene.image[mask].mean(0) - ground.mean(0)).max()
+            assert apart > 25
+
+
+def test_scenes_too_small_for_digits_are_refused():
+    with pytest.raises(ValueError, match="scenes of 8x64 pixels have no room"):
+        draw_scene("train", 0, (8, 64))
+
+
+@pytest.mark.usefixtures("few")
+def test_sets_of_scenes_are_drawn_at_the_size_that_is_asked_for():
+    test = data.load("scenes", split="test", image_size=(48, 64))
+    assert test.images.shape == (6, 48, 64, 3)
+    assert test.labels.shape == (6, 48, 64)
+    assert test.classes == 11
+    assert test.class_names[0] == "background"
+    assert data.load("scenes").size == (64, 64)
+    with pytest.raises(ValueError, match="scenes come with scikit-learn; leave it out"):
+        data.load("scenes", "here")
+
+
+@pytest.mark.usefixtures("few")
+def test_labels_are_flipped_with_their_images_on_host_and_device():
+    images = data.load("scenes", image_size=(16, 24))
+    batch = next(data.batches(images, batch_size=12, seed=0, augment="flip"))
+    own = batch["index"] % 12
+    flipped = 0
+    for k, i in enumerate(own):
+        mirrored = not np.array_equal(batch["image"][k], images.images[i])
+        step = -1 if mirrored else 1
+        flipped += mirrored
+        np.testing.assert_array_equal(batch["image"][k], images.images[i][:, ::step])
+        np.testing.assert_array_equal(batch["label"][k], images.labels[i][:, ::step])
+    assert 0 < flipped < 12
+    on_device = next(DeviceBatches(images, batch_size=12, seed=0, augment="flip"))
+    arrays = map(jnp.asarray, (images.images, images.labels))
+    found = take(*arrays, jax.tree.map(jnp.asarray, on_device), "flip")
+    np.testing.assert_array_equal(found["image"], batch["image"])
+    np.testing.assert_array_equal(found["label"], batch["label"])
+
+
+@pytest.mark.usefixtures("few")
+def test_crops_that_leave_labels_behind_are_refused():
+    images = data.load("scenes", image_size=(16, 24))
+    stream = data.batches(images, batch_size=4, seed=0, augment="crop(pad=2)")
+    with pytest.raises(ValueError, match="crop changes images, but not the labels"):
+        next(stream)
+
+
+def test_maps_of_another_size_or_with_unknown_classes_are_refused():
+    images = np.zeros((2, 4, 6, 3), np.uint8)
+    with pytest.raises(
+        ValueError, match=r"labels are uint8 \[2, 4, 5\]; they must be uint8 \[2, 4"
+    ):
+        LabelMaps(images, np.zeros((2, 4, 5), np.uint8), "mine", "train", 3)
+    labels = np.zeros((2, 4, 6), np.uint8)
+    labels[0, 0] = 255
+    LabelMaps(images, labels, "mine", "train", 3)
+    labels[1, 2, 3] = 3
+    with pytest.raises(ValueError, match="a pixel has label 3; allowed are 0 to 2"):
+        LabelMaps(images, labels, "mine", "train", 3)
