@@ -152,7 +152,14 @@ class OptimConfig:
     learning_rate: float = _setting(1e-3, "peak learning rate", low=0)
     min_learning_rate: float = _setting(1e-5, "learning rate at the end", low=0)
     schedule: str = _setting(
-        "cosine", "learning rate after the warmup", words=("cosine", "constant")
+        "cosine",
+        "learning rate after the warmup; poly: a power of the rest of the run; step: a tenth from "
+        "each of `milestones` on. The warmup of these two is a factor on the rate, as in mmcv",
+        words=("cosine", "constant", "poly", "step"),
+    )
+    power: float = _setting(0.9, "of the schedule poly", above=0)
+    milestones: tuple[float, ...] = _setting(
+        (), "of the schedule step, in epochs, or in steps where `steps` is set", above=0
     )
     schedule_step: str = _setting(
         "iteration",
@@ -162,6 +169,9 @@ class OptimConfig:
     )
     warmup_epochs: float = _setting(
         5.0, "linear warmup; in a shorter run it ends with the last step or epoch", low=0
+    )
+    warmup_steps: int | None = _setting(
+        None, "length of the warmup in steps, instead of warmup_epochs", low=0
     )
     warmup_learning_rate: float = _setting(0.0, "learning rate at the start of the warmup", low=0)
     warmup_prefix: bool = _setting(
@@ -177,6 +187,9 @@ class OptimConfig:
     )
     layer_decay: float = _setting(
         1.0, "factor on the learning rate from each block to the one below", above=0, high=1
+    )
+    backbone_rate: float = _setting(
+        1.0, "dense prediction: factor on the learning rate of the backbone", low=0
     )
     last_norm: str = _setting(
         "head",
@@ -266,6 +279,9 @@ class Config:
         "passes over the training images",
         above=0,
         hint="to evaluate a trained run, use --mode=evaluate",
+    )
+    steps: int | None = _setting(
+        None, "length of the run in steps, instead of epochs", low=1, high=2**31 - 1
     )
     batch_size: int = _setting(128, "images per step on all devices together", low=1, high=_MOST)
     accumulate: int = _setting(

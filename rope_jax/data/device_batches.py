@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, UInt8, UInt64
+from jaxtyping import Array, Integer, UInt8, UInt64
 
 from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import AUGMENTATIONS, CROP, Augmentation, parse_loader
@@ -92,7 +92,7 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
 
 def take(
     images: UInt8[Array, "n H W 3"],
-    labels: Int[Array, "n ..."],
+    labels: Integer[Array, "n ..."],
     batch: dict[str, Array],
     augment: str,
 ) -> dict[str, Array]:

@@ -1,5 +1,6 @@
 """The optimizers and learning rates of the recipes, composed from optax."""
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -17,20 +18,35 @@ from rope_jax.config import OptimConfig
 Whole = Callable[[tuple[int, ...]], bool]
 
 
+def in_epochs(options: OptimConfig, steps_per_epoch: float | None) -> OptimConfig:
+    """The options with milestones in epochs, given in steps unless `steps_per_epoch` is None."""
+    if steps_per_epoch is None:
+        return options
+    milestones = tuple(step / steps_per_epoch for step in options.milestones)
+    return dataclasses.replace(options, milestones=milestones)
+
+
 def learning_rate_schedule(
     options: OptimConfig, *, epochs: float, steps_per_epoch: float
 ) -> optax.Schedule:
-    """Linear warmup, then a cosine or a constant, then cooldown at the minimum.
+    """Linear warmup, then one of the config's curves, then cooldown at the minimum.
 
     A warmup longer than the run (without cooldown) ends with its last step or epoch.
 
     Args:
-        options: of the config.
+        options: of the config, with milestones in epochs.
         epochs: of the whole run, cooldown included.
         steps_per_epoch: a fraction if batches cross the ends of epochs.
     """
+    if options.warmup_steps is not None:
+        warmup_epochs = options.warmup_steps / steps_per_epoch
+        options = dataclasses.replace(options, warmup_epochs=warmup_epochs)
+    if options.schedule == "step" and not options.milestones:
+        raise ValueError("schedule='step' needs milestones: give the epochs or steps of its drops")
     if options.schedule_step == "iteration":
         total = max(1, round((epochs - options.cooldown_epochs) * steps_per_epoch))
+        milestones = tuple(float(round(epoch * steps_per_epoch)) for epoch in options.milestones)
+        options = dataclasses.replace(options, milestones=milestones)
         return _curve(
             options, min(round(options.warmup_epochs * steps_per_epoch), total - 1), total
         )
@@ -50,7 +66,9 @@ def learning_rate_schedule(
 
 
 def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> optax.Schedule:
-    """The learning rate over steps or epochs; the cosine ends at `total`."""
+    """The learning rate over steps or epochs; cosine and poly end at `total`."""
+    if options.schedule in _FACTORS:
+        return _warmed(options, _FACTORS[options.schedule](options, total), warmup)
     peak, end = options.learning_rate, options.min_learning_rate
     start = warmup if options.warmup_prefix else 0  # of the cosine
 
@@ -71,6 +89,44 @@ def _curve(options: OptimConfig, warmup: int | float, total: int | float) -> opt
         return low + (peak - low) * jnp.asarray(time, jnp.float32) / warmup
 
     return optax.join_schedules([before, after], [warmup])
+
+
+def _poly(options: OptimConfig, total: int | float) -> optax.Schedule:
+    """A power of the share of the run that is left, from the peak to the minimum."""
+    peak, end = options.learning_rate, options.min_learning_rate
+
+    def rate(time: Any) -> Any:
+        left = jnp.clip((total - jnp.asarray(time, jnp.float32)) / total, 0, 1)
+        return end + (peak - end) * left**options.power
+
+    return rate
+
+
+def _steps(options: OptimConfig, total: int | float) -> optax.Schedule:
+    """The peak, divided by ten at each milestone."""
+    milestones = np.asarray(options.milestones, np.float32)
+
+    def rate(time: Any) -> Any:
+        passed = (jnp.asarray(time, jnp.float32) >= milestones).sum()
+        return options.learning_rate * 0.1**passed
+
+    return rate
+
+
+_FACTORS = {"poly": _poly, "step": _steps}
+
+
+def _warmed(options: OptimConfig, rate: optax.Schedule, warmup: int | float) -> optax.Schedule:
+    """A curve times a factor that rises linearly to 1 in the warmup."""
+    if not warmup:
+        return rate
+    low = options.warmup_learning_rate / options.learning_rate if options.learning_rate else 0.0
+
+    def warmed(time: Any) -> Any:
+        share = jnp.minimum(jnp.asarray(time, jnp.float32) / warmup, 1)
+        return rate(time) * (low + (1 - low) * share)
+
+    return warmed
 
 
 def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
@@ -115,7 +171,7 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     The factor is 1 for the head, `layer_decay` for the last block, its square for the block below,
     and so on through all stages; downsampling counts with the block before it. The stem, class
     tokens and embeddings added to tokens are below the first block. Per-layer tables of a scheme
-    count with their layers.
+    count with their layers. Neck and head of a dense model have the factor 1.
 
     Args:
         params: of a model.
@@ -127,9 +183,11 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.
     """
     flat = nnx.to_flat_state(params)
+    dense = any(path[0] == BACKBONE for path, _ in flat)
     depths: dict[str, int] = {}  # "stages.2." or "" -> blocks
     for path, leaf in flat:
-        found = re.match(r"(stages\.\d+\.)?blocks\.(\d+)?", ".".join(map(str, path)))
+        own = ".".join(map(str, path[dense:])) if not dense or path[0] == BACKBONE else ""
+        found = re.match(r"(stages\.\d+\.)?blocks\.(\d+)?", own)
         if found:
             count = leaf.shape[0] if found[2] is None else int(found[2]) + 1
             depths[found[1] or ""] = max(depths.get(found[1] or "", 0), count)
@@ -140,7 +198,9 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     top = sum(depths.values()) + 1
 
     def rate(path: tuple, leaf: nnx.Variable) -> Any:
-        name = ".".join(map(str, path))
+        if dense and path[0] != BACKBONE:
+            return 1.0
+        name = ".".join(map(str, path[dense:]))
         stage = next(
             (stage for stage in stages if stage and name.startswith(stage)),
             "" if "" in depths else None,
@@ -167,7 +227,13 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     return _of_each(rate, params)
 
 
+BACKBONE = "backbone"  # of a dense model
 _STEM = ("patch_embed", "class_token", "registers", "position")
+
+
+def backbone_rates(params: nnx.State, factor: float) -> Any:
+    """Factors on the learning rate: `factor` for the backbone of a dense model, 1 for the rest."""
+    return _of_each(lambda path, leaf: factor if path[0] == BACKBONE else 1.0, params)
 
 
 def make_optimizer(
@@ -183,7 +249,8 @@ def make_optimizer(
       DeiT-III uses Apex's FusedLAMB: not for tensors without decay; per layer in a stack of layers.
     - "sgd": with momentum; decay is part of the gradient, as in PyTorch.
 
-    Gradients are first clipped by their global norm; updates are multiplied by `layer_rates`.
+    Gradients are first clipped by their global norm; updates are multiplied by `layer_rates` and
+    `backbone_rates`.
 
     Args:
         options: of the config.
@@ -215,13 +282,17 @@ def make_optimizer(
     if o.clip_norm is not None:
         parts = [clip_by_global_norm(o.clip_norm, whole), *parts]
     if o.layer_decay != 1:
-        rates = layer_rates(params, o.layer_decay, o.last_norm)
-        parts.append(
-            optax.stateless(
-                lambda updates, _: jax.tree.map(lambda u, rate: u * rate, updates, rates)
-            )
-        )
+        parts.append(_scaled(layer_rates(params, o.layer_decay, o.last_norm)))
+    if o.backbone_rate != 1:
+        parts.append(_scaled(backbone_rates(params, o.backbone_rate)))
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def _scaled(rates: Any) -> optax.GradientTransformation:
+    """Updates times a factor for each parameter."""
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u, rate: u * rate, updates, rates)
+    )
 
 
 def global_norm(tree: Any, whole: Whole = lambda shape: True) -> Float[Array, ""]:

@@ -213,15 +213,19 @@ def assemble(
 ) -> Setup:
     """The setup of a complete config. The model may be abstract (`nnx.eval_shape`)."""
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
-    total = max(1, round(config.epochs * steps_per_epoch))
+    epochs = config.epochs if config.steps is None else config.steps / steps_per_epoch
+    total = max(1, round(epochs * steps_per_epoch))
     if total >= 2**31:
         raise ConfigError(
             f"--config.epochs={config.epochs:g} are {total:.3g} steps, which are counted up to "
             "2**31 - 1: use fewer epochs"
         )
-    schedule = optim.learning_rate_schedule(
-        config.optim, epochs=config.epochs, steps_per_epoch=steps_per_epoch
-    )
+    with blame("--config.optim.milestones"):
+        schedule = optim.learning_rate_schedule(
+            optim.in_epochs(config.optim, None if config.steps is None else steps_per_epoch),
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+        )
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     one = seeds.take(params, config)  # decay and layer rates depend on shapes
     whole = functools.partial(on_every_device, mesh=mesh)

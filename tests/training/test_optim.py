@@ -9,6 +9,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.config import OptimConfig
+from rope_jax.models.dense import create_dense
 from rope_jax.training import optim
 from rope_jax.workdir.trees import named_leaves
 
@@ -349,3 +350,61 @@ def test_layer_decay_scales_steps_and_weight_decay():
         np.testing.assert_allclose(
             decayed[f"{name}.fc1.kernel"] * factor, plain[f"{name}.fc1.kernel"], rtol=1e-5
         )
+
+
+def test_the_rate_of_segmenter_is_a_power_of_the_rest_of_the_run():
+    rate = schedule(
+        4, 10, learning_rate=1e-3, min_learning_rate=1e-5, warmup_epochs=0.0, schedule="poly"
+    )
+    for step in (0, 1, 20, 39, 40):
+        wanted = 1e-5 + (1e-3 - 1e-5) * (1 - step / 40) ** 0.9
+        assert float(rate(step)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_warmup_of_beits_segmentation_is_a_factor_on_its_line_to_zero():
+    """160k steps, warmed up in 1,500 from 1e-6 of the rate."""
+    rate = schedule(
+        160, 1000, learning_rate=5e-5, min_learning_rate=0.0, warmup_steps=1500, power=1.0,
+        warmup_learning_rate=5e-5 * 1e-6, schedule="poly",
+    )  # fmt: skip
+    for step in (0, 700, 1499):
+        wanted = 5e-5 * (1 - step / 160_000) * (1 - (1 - step / 1500) * (1 - 1e-6))
+        assert float(rate(step)) == pytest.approx(wanted, rel=1e-5)
+    for step in (1500, 80_000, 159_999):
+        assert float(rate(step)) == pytest.approx(5e-5 * (1 - step / 160_000), rel=1e-3)
+    assert float(rate(160_000)) == 0.0
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_the_rate_of_detection_falls_by_ten_at_its_milestones(in_steps):
+    steps_per_epoch = 7.3
+    milestones = (197.0, 241.0) if in_steps else (27.0, 33.0)
+    options = OptimConfig(
+        learning_rate=1e-4, schedule="step", milestones=milestones, warmup_epochs=0.0
+    )
+    options = optim.in_epochs(options, steps_per_epoch if in_steps else None)
+    rate = optim.learning_rate_schedule(options, epochs=36.0, steps_per_epoch=steps_per_epoch)
+    found = [float(rate(step)) for step in (0, 196, 197, 240, 241, 262)]
+    np.testing.assert_allclose(found, [1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6], rtol=1e-5)
+    with pytest.raises(ValueError, match="needs milestones"):
+        schedule(36, 10, schedule="step")
+
+
+def test_the_backbone_of_a_dense_model_has_a_rate_of_its_own():
+    model = nnx.eval_shape(
+        lambda: create_dense(
+            "deit_ti16", head="segmenter(head_dim=8)", num_classes=3, width=16, heads=2, depth=2
+        )
+    )
+    params = nnx.state(model, nnx.Param)
+    factors = dict(named_leaves(optim.backbone_rates(params, 0.1)))
+    assert {name.split(".")[0]: factor for name, factor in factors.items()} == {
+        "backbone": 0.1,
+        "head": 1.0,
+    }
+    rates = dict(named_leaves(optim.layer_rates(params, 0.5)))
+    assert rates["head.blocks.0.mlp.fc1.kernel"] == 1.0
+    assert rates["backbone.blocks.1.mlp.fc1.kernel"] == 0.5
+    assert rates["backbone.blocks.0.mlp.fc1.kernel"] == 0.25
+    assert rates["backbone.patch_embed.proj.kernel"] == 0.125
+    assert rates["backbone.norm.scale"] == 1.0
