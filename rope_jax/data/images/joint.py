@@ -1,0 +1,124 @@
+"""Joint augmentation of images and the classes of their pixels.
+
+mmsegmentation's recipe for ADE20k: resize at random, crop at random, pad. Images are resized
+bilinearly without antialiasing, classes by the nearest pixel.
+"""
+
+import numpy as np
+from jaxtyping import UInt8
+
+from rope_jax.data.draws import uniform
+
+IGNORED = 255
+_REDRAWN = 10  # crops beyond the first
+
+Pixels = UInt8[np.ndarray, "h w 3"]
+Classes = UInt8[np.ndarray, "h w"]
+
+
+def scaled_size(size: tuple[int, int], ratio: float, *, short: int, long: int) -> tuple[int, int]:
+    """The size at which both sides fit into `ratio` times (short, long), the aspect kept.
+
+    >>> scaled_size((683, 1024), 1.0, short=512, long=2048)
+    (512, 768)
+
+    Args:
+        size: (height, width) of the image.
+        ratio: of the resized image to one that just fits.
+        short, long: pixels that the sides must fit into.
+    """
+    factor = min(long * ratio / max(size), short * ratio / min(size))
+    return tuple(max(1, int(side * factor + 0.5)) for side in size)
+
+
+def scaled_crop(
+    image: Pixels,
+    classes: Classes,
+    size: tuple[int, int],
+    draw: int,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+    short: int = 512,
+    long: int = 2048,
+    share: float = 0.75,
+) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"], tuple[int, int]]:
+    """A crop of the image resized by a random ratio, and its classes.
+
+    >>> pixels, classes = np.zeros((60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
+    >>> image, labels, extent = scaled_crop(pixels, classes, (64, 64), 1, short=32, long=128)
+    >>> image.shape, labels.shape, extent, int(labels.max())
+    ((64, 64, 3), (64, 64), (43, 58), 255)
+
+    Args:
+        image: of any size.
+        classes: of its pixels; 255 for none.
+        size: (H, W) of the crop.
+        draw: 64 random bits.
+        low, high: of the ratio, see `scaled_size`.
+        short, long: as there.
+        share: a crop of which one class holds this share (of the pixels with a class) or more, or
+            that has a single class, is drawn again, up to ten times.
+
+    Returns:
+        The crop, padded at the bottom and on the right with 0, its classes, padded with 255, and
+        its rows and columns before padding.
+
+    Raises:
+        ValueError: options out of range.
+    """
+    if not 0 < low <= high or not 0 < share <= 1 or not 0 < short <= long:
+        raise ValueError(
+            f"scaled_crop(low={low},high={high},short={short},long={long},share={share}): 0 < low "
+            "<= high, 0 < short <= long, and share is above 0 and at most 1"
+        )
+    one = uniform(draw)
+    ratio = low + (high - low) * next(one)
+    resized = scaled_size(image.shape[:2], ratio, short=short, long=long)
+    extent = tuple(map(min, resized, size))
+    for _ in range(1 + _REDRAWN):
+        corner = tuple(int(next(one) * (n - m + 1)) for n, m in zip(resized, extent, strict=True))
+        labels = nearest_crop(classes, resized, corner, extent)
+        counts = np.bincount(labels.ravel(), minlength=256)[:IGNORED]
+        if share == 1 or ((counts > 0).sum() > 1 and counts.max() < share * counts.sum()):
+            break
+    pixels = bilinear_crop(image, resized, corner, extent)
+    padding = [(0, n - m) for n, m in zip(size, extent, strict=True)]
+    pixels = np.pad(pixels, [*padding, (0, 0)])
+    return pixels, np.pad(labels, padding, constant_values=IGNORED), extent
+
+
+def nearest_crop(
+    classes: Classes, resized: tuple[int, int], corner: tuple[int, int], extent: tuple[int, int]
+) -> UInt8[np.ndarray, "rows columns"]:
+    """A part of a map of classes as if it were resized: at each place the pixel that is there.
+
+    Args:
+        classes: the map.
+        resized: (height, width) to which it is resized.
+        corner: first row and column of the part.
+        extent: rows and columns of the part.
+    """
+    rows, columns = (
+        ((np.arange(first, first + count) + 0.5) * before / after).astype(int)
+        for first, count, before, after in zip(corner, extent, classes.shape, resized, strict=True)
+    )
+    return classes[rows[:, None], columns]
+
+
+def bilinear_crop(
+    image: Pixels, resized: tuple[int, int], corner: tuple[int, int], extent: tuple[int, int]
+) -> UInt8[np.ndarray, "rows columns 3"]:
+    """The same part of the image, bilinearly between the centres of pixels."""
+    mixed = image
+    for axis in (0, 1):
+        before, after, first = image.shape[axis], resized[axis], corner[axis]
+        place = (np.arange(first, first + extent[axis]) + 0.5) * before / after - 0.5
+        low = np.floor(place).astype(int)
+        share = (place - low).astype(np.float32).reshape(-1, *(1,) * (2 - axis))
+        one, other = (
+            np.take(mixed, np.clip(low + step, 0, before - 1), axis).astype(np.float32)
+            for step in (0, 1)
+        )
+        mixed = one + share * (other - one)
+    return np.rint(mixed).astype(np.uint8)
