@@ -11,6 +11,7 @@ from flax import nnx
 from rope_jax import plugins, seeds
 from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.files import warn
+from rope_jax.models.dense import create_dense
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, load_weights, open_weights
 from rope_jax.models.pretrained.metadata import Metadata
@@ -27,17 +28,19 @@ def create(config: Config) -> nnx.Module:
     Raises:
         ConfigError: name, position, options and image size are not compatible.
     """
-    size = config.data.image_size
+    size, m = config.data.image_size, config.model
+    settings = {
+        "position": m.position,
+        "num_classes": m.num_classes,
+        "image_size": None if size is None else image_pair(size),
+        "seed": config.seed,
+        "dtype": jnp.dtype(config.dtype),
+        **model_overrides(m.options),
+    }
     with blame("--config.model or --config.data.image_size"):
-        return create_model(
-            config.model.name,
-            position=config.model.position,
-            num_classes=config.model.num_classes,
-            image_size=None if size is None else image_pair(size),
-            seed=config.seed,
-            dtype=jnp.dtype(config.dtype),
-            **model_overrides(config.model.options),
-        )
+        if m.head is not None:
+            return create_dense(m.name, head=m.head, **settings)
+        return create_model(m.name, **settings)
 
 
 def load_checkpoint(

@@ -20,6 +20,7 @@ from rope_jax.config import Config, ConfigError, blame, differences, resolve, se
 from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
     evaluate_state,
+    main_score,
     planned_rows,
     results_table,
     rows_by_line,
@@ -291,7 +292,9 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
     if evaluated and config.tensorboard:
         accuracies = {
-            f"top1_{'x'.join(map(str, row['resolution']))}/{name}": row["top1"]
+            f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[
+                main_score(row)
+            ]
             for name, own in lines.items()
             for row in own
         }

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 
 from rope_jax.analysis.attention import token_at
 from rope_jax.analysis.differences import Difference
-from rope_jax.evaluate.results import Row
+from rope_jax.evaluate.results import Row, main_score
 from rope_jax.files import write_file
 
 # Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
@@ -28,7 +28,7 @@ def available() -> bool:
 def accuracy_against_resolution(
     runs: Mapping[str, Sequence[Row]], path: pathlib.Path
 ) -> pathlib.Path | None:
-    """Draws top-1 accuracy over test resolution, one line per run.
+    """Draws the main score, as top-1 accuracy, over test resolution, one line per run.
 
     Square resolutions are joined by the line. Others are hollow markers, placed at the square root
     of their area. A grey band marks the training resolution.
@@ -45,13 +45,13 @@ def accuracy_against_resolution(
     figure = _figure(7.2, 4.2)
     axes = figure.add_subplot()
     for number, (name, rows) in enumerate(runs.items()):
-        points = [(_side(row), 100 * row["top1"]) for row in rows if _is_square(row)]
+        points = [(_side(row), 100 * row[main_score(row)]) for row in rows if _is_square(row)]
         if points:
             axes.plot(*zip(*sorted(points), strict=True), label=name, **_style(number))
         hollow = _style(number) | {"linestyle": "none", "fillstyle": "none"}
         for row in rows:
             if not _is_square(row):
-                axes.plot(_side(row), 100 * row["top1"], **hollow)
+                axes.plot(_side(row), 100 * row[main_score(row)], **hollow)
     every = [row for rows in runs.values() for row in rows]
     for height, width in {tuple(row["resolution"]) for row in every if not _is_square(row)}:
         place = {"xy": (math.sqrt(height * width), 1.01), "xycoords": ("data", "axes fraction")}
@@ -63,7 +63,8 @@ def accuracy_against_resolution(
     first = every[0]
     title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
     x = "test resolution (pixels; grey: training resolution; hollow: not square)"
-    _label(axes, title, x, "top-1 accuracy (%)", pad=12)
+    titles = {"top1": "top-1 accuracy (%)", "miou": "mIoU (%)"}
+    _label(axes, title, x, titles[main_score(first)], pad=12)
     if squares:
         figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return _save(figure, path)

@@ -60,6 +60,9 @@ class ModelConfig:
     position: str | None = _setting(
         None, "positional scheme, as in rope_jax.positions; None for the model's default"
     )
+    head: str | None = _setting(
+        None, "head of dense prediction, with options if any: upernet(width=512); None to classify"
+    )
     num_classes: int | None = _setting(None, "outputs of the head; None for the data's", low=1)
     options: str = _setting("", "overrides of the model's options: depth=6,drop_path=0.1")
 
@@ -69,10 +72,11 @@ class DataConfig:
     """The images."""
 
     source: str = _setting(
-        "digits", "digits, npz, idx, folder, tfds, packed or imagenet, see rope_jax.data.load"
+        "digits",
+        "digits, scenes, npz, idx, folder, tfds, packed or imagenet, see rope_jax.data.load",
     )
     path: str | None = _setting(
-        None, "file or folder of the source; none for digits", resumable=True
+        None, "file or folder of the source; none for digits and scenes", resumable=True
     )
     image_size: Size | None = _setting(
         None, "training resolution in pixels, int or (height, width); None for the images' own"

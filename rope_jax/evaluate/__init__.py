@@ -13,6 +13,7 @@ from rope_jax.evaluate.accuracy import (
 from rope_jax.evaluate.command import main
 from rope_jax.evaluate.results import (
     add_evaluation,
+    main_score,
     read_evaluations,
     read_results,
     results_table,
@@ -30,6 +31,7 @@ __all__ = [
     "evaluate_split",
     "evaluate_state",
     "main",
+    "main_score",
     "planned_rows",
     "protocol",
     "read_evaluations",

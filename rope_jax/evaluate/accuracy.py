@@ -98,7 +98,7 @@ def accuracies(
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
     about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
-    return [about | task.scores(total) for total in totals]
+    return [about | {"count": seen} | task.scores(total) for total in totals]
 
 
 def resolutions(config: Config) -> list[tuple[int, int]]:

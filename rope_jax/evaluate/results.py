@@ -13,6 +13,18 @@ from rope_jax.text import format_table
 
 Row = dict[str, Any]
 
+# The numbers of a row that a table shows, with their titles. The first of a row is its main score.
+SCORES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "accuracy": "pixels"}
+
+
+def main_score(row: Row) -> str:
+    """The name of a row's first score: top-1 accuracy, or mean intersection over union.
+
+    >>> main_score({"resolution": [64, 64], "miou": 0.5, "accuracy": 0.9})
+    'miou'
+    """
+    return next(score for score in SCORES if score in row)
+
 
 def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
     """Writes `results.json`.
@@ -87,7 +99,7 @@ def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """Accuracy by resolution (and seed, and protocol), for a terminal.
+    """Scores by resolution (and seed, and protocol), for a terminal.
 
     >>> print(results_table([{"resolution": [8, 12], "top1": 0.5, "top5": 1.0, "count": 360}]))
     resolution  top-1   top-5   images
@@ -98,12 +110,11 @@ def results_table(rows: Sequence[Row]) -> str:
         rows: where several are of one resolution and seed, a column has the words in which their
             protocols differ.
     """
-    columns = {
-        "resolution": ["x".join(map(str, row["resolution"])) for row in rows],
-        "top-1": [f"{row['top1']:.4f}" for row in rows],
-        "top-5": [f"{row['top5']:.4f}" for row in rows],
-        "images": [str(row["count"]) for row in rows],
-    }
+    columns = {"resolution": ["x".join(map(str, row["resolution"])) for row in rows]}
+    for score, title in SCORES.items():
+        if score in rows[0]:
+            columns[title] = [f"{row[score]:.4f}" for row in rows]
+    columns["images"] = [str(row["count"]) for row in rows]
     if "seed" in rows[0]:
         columns = {"seed": [str(row["seed"]) for row in rows]} | columns
     if len({(*row["resolution"], row.get("seed")) for row in rows}) < len(rows):
