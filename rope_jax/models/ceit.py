@@ -1,7 +1,6 @@
 """CeiT (arXiv 2103.11816): convolutions in the stem and in each block, attention of class tokens.
 
-The only family with batch normalisation. Called with train=True, a model normalises by the batch
-and updates its running statistics (`nnx.BatchStat`) in place; otherwise it normalises by them.
+The only family with batch normalisation, see `BatchNorm`.
 """
 
 import dataclasses
@@ -18,7 +17,14 @@ from jaxtyping import Array, Float
 from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.attention import SelfAttention
 from rope_jax.models.blocks import Block, drop_path
-from rope_jax.models.layers import PatchProjection, conv, dtypes_of, layer_norm, torch_linear
+from rope_jax.models.layers import (
+    BatchNorm,
+    PatchProjection,
+    conv,
+    dtypes_of,
+    layer_norm,
+    torch_linear,
+)
 from rope_jax.models.registry import Count, Probability, register
 from rope_jax.models.vit import LOCAL, SIZES, ViT, ViTOptions
 from rope_jax.positions import Terms
@@ -61,52 +67,6 @@ class CeiTOptions(ViTOptions):
                 f"patch_size={self.patch_size} must be a multiple of {_STEM_STRIDE}, the stride of "
                 "the stem"
             )
-
-
-class BatchNorm(nnx.Module):
-    """Batch normalisation of the last axis as in torch: epsilon 1e-5, momentum 0.1.
-
-    Batches are normalised by their biased variance; the running variance is of the unbiased one.
-    Statistics are float32 or wider, and of the whole batch where it is divided over devices.
-    """
-
-    epsilon: ClassVar[float] = 1e-5
-    momentum: ClassVar[float] = 0.1
-
-    def __init__(self, features: int, *, dtypes: dict):
-        full = functools.partial(jnp.full, (features,), dtype=dtypes["param_dtype"])
-        self.scale, self.bias = nnx.Param(full(1)), nnx.Param(full(0))
-        self.mean, self.variance = nnx.BatchStat(full(0)), nnx.BatchStat(full(1))
-
-    def __call__(self, x: Float[Array, "... C"], train: bool) -> Float[Array, "... C"]:
-        """Normalises.
-
-        Args:
-            x: input.
-            train: normalise by the batch and update the running statistics.
-
-        Raises:
-            ValueError: there is one value per channel in training, which has no variance.
-        """
-        wide = x.astype(jnp.promote_types(x.dtype, self.scale.dtype))
-        mean, variance = self.mean[...], self.variance[...]
-        if train:
-            count = math.prod(x.shape[:-1])
-            if count < 2:
-                raise ValueError(
-                    f"batch normalisation of shape {x.shape} has one value per channel: train with "
-                    "more images or larger ones"
-                )
-            axes = tuple(range(x.ndim - 1))
-            mean, variance = wide.mean(axes), wide.var(axes)
-            self.mean = self._updated(self.mean, mean)
-            self.variance = self._updated(self.variance, variance * (count / (count - 1)))
-        scale = self.scale[...] * jax.lax.rsqrt(variance + self.epsilon)
-        return ((wide - mean) * scale + self.bias[...]).astype(x.dtype)
-
-    def _updated(self, running: nnx.BatchStat, value: Array) -> nnx.BatchStat:
-        # A new variable: the old one may belong to a state outside of the trace.
-        return running.replace((1 - self.momentum) * running[...] + self.momentum * value)
 
 
 class ImageToTokens(nnx.Module):

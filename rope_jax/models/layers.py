@@ -1,7 +1,9 @@
 """Layers that all backbones share."""
 
 import functools
+import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +175,54 @@ def layer_norm(features: int, epsilon: float, *, rngs: nnx.Rngs, dtypes: dict) -
     return LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=rngs, **dtypes)
 
 
+class BatchNorm(nnx.Module):
+    """Batch normalisation of the last axis as in torch: epsilon 1e-5, momentum 0.1.
+
+    Called with train=True, it normalises by the batch and updates its running statistics
+    (`nnx.BatchStat`) in place; otherwise it normalises by them. Batches are normalised by their
+    biased variance; the running variance is of the unbiased one. Statistics are float32 or wider,
+    and of the whole batch where it is divided over devices.
+    """
+
+    epsilon: ClassVar[float] = 1e-5
+    momentum: ClassVar[float] = 0.1
+
+    def __init__(self, features: int, *, dtypes: dict):
+        full = functools.partial(jnp.full, (features,), dtype=dtypes["param_dtype"])
+        self.scale, self.bias = nnx.Param(full(1)), nnx.Param(full(0))
+        self.mean, self.variance = nnx.BatchStat(full(0)), nnx.BatchStat(full(1))
+
+    def __call__(self, x: Float[Array, "... C"], train: bool) -> Float[Array, "... C"]:
+        """Normalises.
+
+        Args:
+            x: input.
+            train: normalise by the batch and update the running statistics.
+
+        Raises:
+            ValueError: there is one value per channel in training, which has no variance.
+        """
+        wide = x.astype(jnp.promote_types(x.dtype, self.scale.dtype))
+        mean, variance = self.mean[...], self.variance[...]
+        if train:
+            count = math.prod(x.shape[:-1])
+            if count < 2:
+                raise ValueError(
+                    f"batch normalisation of shape {x.shape} has one value per channel: train with "
+                    "more images or larger ones"
+                )
+            axes = tuple(range(x.ndim - 1))
+            mean, variance = wide.mean(axes), wide.var(axes)
+            self.mean = self._updated(self.mean, mean)
+            self.variance = self._updated(self.variance, variance * (count / (count - 1)))
+        scale = self.scale[...] * jax.lax.rsqrt(variance + self.epsilon)
+        return ((wide - mean) * scale + self.bias[...]).astype(x.dtype)
+
+    def _updated(self, running: nnx.BatchStat, value: Array) -> nnx.BatchStat:
+        # A new variable: the old one may belong to a state outside of the trace.
+        return running.replace((1 - self.momentum) * running[...] + self.momentum * value)
+
+
 class Mlp(nnx.Module):
     """Linear, GELU (exact), linear."""
 
@@ -284,31 +334,6 @@ class PatchProjection(nnx.Module):
         rows = patches.reshape(-1, kernel.size // features)
         out = affine(rows, kernel.reshape(-1, features), bias)
         return by_example(out.reshape(*patches.shape[:3], features))
-
-
-class Deconv(nnx.Module):
-    """A transposed convolution of 2 x 2 with stride 2: every token becomes 2 x 2 of them."""
-
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.dtype, param_dtype = dtypes["dtype"], dtypes["param_dtype"]
-        bound = (4 * outputs) ** -0.5  # torch's; it takes the outputs for the inputs
-
-        def draw(*shape: int) -> nnx.Param:
-            value = jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound)
-            return nnx.Param(value)
-
-        self.kernel, self.bias = draw(2, 2, inputs, outputs), draw(outputs)
-
-    def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B H2 W2 C2"]:
-        kernel, bias = self.kernel[...], self.bias[...]
-        outputs = len(bias)
-        batch, height, width, inputs = x.shape
-        rows = by_example(x.astype(self.dtype)).reshape(-1, inputs)
-        # Columns in the order (row, column, channel) of the 2 x 2 tokens.
-        kernel = kernel.transpose(2, 0, 1, 3).reshape(inputs, -1)
-        out = affine(rows, kernel, jnp.tile(bias, 4))
-        out = out.reshape(batch, height, width, 2, 2, outputs).swapaxes(2, 3)
-        return by_example(out.reshape(batch, 2 * height, 2 * width, outputs))
 
 
 class PatchEmbed(nnx.Module):

@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from rope_jax.models.pretrained.layouts import DECONV, PATCH_TOKENS, SAME
+from rope_jax.models.pretrained.layouts import PATCH_TOKENS, SAME
 from rope_jax.models.pretrained.tables import Row, Table, conv, isotropic, norm
 
 
@@ -35,10 +35,7 @@ def _pyramid_level(ours: str, scale: float) -> list[Row]:
     theirs = f"simfp_{level}"
     rows: list[Row] = []
     for number, place in enumerate(deconvs):
-        rows += [
-            (f"{ours}.deconvs.{number}.kernel", f"{theirs}.{place}.weight", DECONV),
-            (f"{ours}.deconvs.{number}.bias", f"{theirs}.{place}.bias", SAME),
-        ]
+        rows += conv(f"{ours}.deconvs.{number}", f"{theirs}.{place}")
     rows += norm(f"{ours}.norms.0", f"{theirs}.1")
     for place, layer in enumerate(("lateral", "output"), first):
         rows += conv(f"{ours}.{layer}", f"{theirs}.{place}")

@@ -162,8 +162,12 @@ def _write_conv(x: np.ndarray, slot: Slot) -> np.ndarray:
     return x.transpose(3, 2, 0, 1)
 
 
-def _deconv(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.transpose(2, 3, 0, 1)
+def _read_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return x[:, :, 0, 0].T
+
+
+def _write_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return x.T[:, :, None, None]
 
 
 def _read_depthwise(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -273,8 +277,10 @@ def _write_flat_freqs(x: np.ndarray, slot: Slot) -> np.ndarray:
 SAME = Rule(_same, _same)
 DENSE = Rule(_transposed, _transposed)
 CONV = Rule(_read_conv, _write_conv)
-DECONV = Rule(_deconv, _deconv)
-"""A transposed convolution, [I, O, kh, kw] in files and [kh, kw, I, O] here."""
+POINTWISE = Rule(_read_pointwise, _write_pointwise)
+"""A 1 x 1 convolution, [O, I, 1, 1], which is a linear layer here."""
+FIRST = Rule(_read_tokens, _write_tokens)
+"""A tensor with a leading axis of length 1 in files."""
 DEPTHWISE = Rule(_read_depthwise, _write_depthwise)
 """A depthwise convolution, [C, 1, kh, kw] in files and [kh, kw, C] here."""
 QKV_WEIGHT = Rule(_read_qkv, _write_qkv)

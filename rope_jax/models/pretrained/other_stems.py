@@ -4,13 +4,22 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.pretrained.isotropic import absolute_table
-from rope_jax.models.pretrained.layouts import QKV_WEIGHT, SAME, TOKENS, Rule, Slot, rotary_of
+from rope_jax.models.pretrained.layouts import (
+    POINTWISE,
+    QKV_WEIGHT,
+    SAME,
+    TOKENS,
+    Rule,
+    Slot,
+    rotary_of,
+)
 from rope_jax.models.pretrained.tables import (
     APE,
     Preprocessing,
     Row,
     Table,
     attention,
+    batch_norm,
     block,
     conv,
     dense,
@@ -85,18 +94,6 @@ def t2t(model: nnx.Module) -> Table:
     return Table(rows, preprocessing=Preprocessing(crop=0.9), frozen=frozen)
 
 
-def _read_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[:, :, 0, 0].T
-
-
-def _write_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.T[:, :, None, None]
-
-
-# A 1 x 1 convolution, [O, I, 1, 1], which is a linear layer here.
-_POINTWISE = Rule(_read_pointwise, _write_pointwise)
-
-
 def ceit(model: nnx.Module) -> Table:
     """coeusguo/ceit; the batch counts of its batch norms are ignored."""
     leff = "blocks.{i}.leff"
@@ -105,9 +102,9 @@ def ceit(model: nnx.Module) -> Table:
     rows = [
         *conv("patch_embed.conv", "i2t.backbone.conv"),
         *conv("patch_embed.proj", "i2t.proj"),
-        *dense(f"{leff}.conv1", f"{leff}.conv1", _POINTWISE),
+        *dense(f"{leff}.conv1", f"{leff}.conv1", POINTWISE),
         *conv(f"{leff}.conv2", f"{leff}.conv2"),
-        *dense(f"{leff}.conv3", f"{leff}.conv3", _POINTWISE),
+        *dense(f"{leff}.conv3", f"{leff}.conv3", POINTWISE),
         *dense("lca.mlp.fc1", "lca.feedforward.fc1"),
         *dense("lca.mlp.fc2", "lca.feedforward.fc2"),
         *block("lca", "lca", scales=("", "")),
@@ -116,9 +113,7 @@ def ceit(model: nnx.Module) -> Table:
         *isotropic(),
     ]
     for ours, theirs in batch_norms.items():
-        rows += norm(ours, theirs)
-        rows.append((f"{ours}.mean", f"{theirs}.running_mean", SAME))
-        rows.append((f"{ours}.variance", f"{theirs}.running_var", SAME))
+        rows += batch_norm(ours, theirs)
     counts = tuple(f"{theirs}.num_batches_tracked" for theirs in batch_norms.values())
     return Table(rows, dropped=counts)
 

@@ -106,6 +106,15 @@ def norm(ours: str, theirs: str) -> list[Row]:
     return [(f"{ours}.scale", f"{theirs}.weight", SAME), (f"{ours}.bias", f"{theirs}.bias", SAME)]
 
 
+def batch_norm(ours: str, theirs: str) -> list[Row]:
+    """Rows of a batch norm, whose count of batches is dropped."""
+    return [
+        *norm(ours, theirs),
+        (f"{ours}.mean", f"{theirs}.running_mean", SAME),
+        (f"{ours}.variance", f"{theirs}.running_var", SAME),
+    ]
+
+
 def dense(ours: str, theirs: str, kernel: Rule = DENSE) -> list[Row]:
     """Rows of a linear layer, with or without bias."""
     return [

@@ -1,0 +1,24 @@
+"""Heads of dense prediction, by name: from feature maps to predictions."""
+
+from rope_jax.models.heads import linear, segmenter, upernet  # noqa: F401  (they register heads)
+from rope_jax.models.heads.head import (
+    HEADS,
+    Head,
+    PixelLogits,
+    SegmentationHead,
+    create_head,
+    find_head,
+    list_heads,
+    register_head,
+)
+
+__all__ = [
+    "HEADS",
+    "Head",
+    "PixelLogits",
+    "SegmentationHead",
+    "create_head",
+    "find_head",
+    "list_heads",
+    "register_head",
+]

@@ -1,0 +1,189 @@
+"""The interface of heads, and heads by name.
+
+A head takes feature maps and returns predictions. It is given channels and strides of the maps,
+and does not depend on the backbone that they come from.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax import plugins
+from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.layers import dtypes_of
+from rope_jax.models.registry import Options
+from rope_jax.positions.grids import Grid
+from rope_jax.text import nearest
+
+Maps = Sequence[Float[Array, "B h w C"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PixelLogits:
+    """Predictions of a segmentation head.
+
+    Attributes:
+        logits: [B, h, w, K], to be resized to the image.
+        auxiliary: those of a second head, for the loss alone; or None.
+        auxiliary_weight: of their loss.
+    """
+
+    logits: Float[Array, "B h w K"]
+    auxiliary: Float[Array, "B h2 w2 K"] | None = None
+    auxiliary_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
+
+
+class Head(nnx.Module):
+    """Base of all heads.
+
+    The constructor takes the options, the maps' `channels` (a number for each, strides ascending),
+    `num_classes`, `dtypes` and `rngs`.
+
+    Attributes:
+        task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
+        strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
+        norm: whether maps of single blocks of a ViT are normalised by the model's last norm.
+        options: of this head.
+        out_features: number of classes.
+    """
+
+    task: ClassVar[str]
+    strides: ClassVar[tuple[int, ...] | None] = None
+    norm: ClassVar[bool] = True
+    options: Options
+    out_features: int
+
+    def __call__(self, maps: Maps, *, train: bool = False, key: Array | None = None) -> Any:
+        """Predictions, in the form that the task's loss takes.
+
+        Args:
+            maps: as many as the constructor was given channels.
+            train: whether to use dropout and batch statistics.
+            key: for dropout; None drops nothing.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, as of models."""
+        return self.out_features
+
+    def parts(self) -> dict[str, nnx.Module]:
+        """None: heads have no positional schemes. (Weights are converted for models and heads.)"""
+        return {}
+
+    def result(self, predictions: Any, image_size: Grid) -> Any:
+        """What a model returns for images of (height, width) pixels."""
+        raise NotImplementedError
+
+
+class SegmentationHead(Head):
+    """Base of heads that give every pixel a class: they return `PixelLogits`."""
+
+    task: ClassVar[str] = "segmentation"
+
+    def result(self, predictions: PixelLogits, image_size: Grid) -> Float[Array, "B H W K"]:
+        return resize_maps(predictions.logits, image_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A registered head: its class and its default options."""
+
+    family: Callable[..., Head]
+    options: Options
+
+
+HEADS: dict[str, Entry] = {}
+
+
+def register_head(name: str, family: Callable[..., Head], options: Options) -> None:
+    """Registers a head.
+
+    Args:
+        name: for `create_model(..., head=name)`.
+        family: class of the head.
+        options: defaults; their fields can be overridden by name.
+
+    Raises:
+        ValueError: there is a head of this name.
+    """
+    if name in HEADS:
+        raise ValueError(f"a head named {name!r} exists already: choose another name")
+    HEADS[name] = Entry(family, options)
+
+
+def list_heads(pattern: str = "*") -> list[str]:
+    """Names of all heads that match a shell-style pattern, sorted.
+
+    >>> import rope_jax.models.heads
+    >>> list_heads("*er*")
+    ['segmenter', 'upernet']
+    """
+    plugins.load_installed()
+    return sorted(fnmatch.filter(HEADS, pattern))
+
+
+def find_head(name: str) -> Entry:
+    """The registered head called `name`.
+
+    >>> import rope_jax.models.heads
+    >>> find_head("upernets")
+    Traceback (most recent call last):
+    ValueError: unknown head 'upernets'; the nearest are 'upernet'...
+
+    Raises:
+        ValueError: there is no such head.
+    """
+    plugins.load_installed()
+    if name not in HEADS:
+        raise ValueError(f"unknown head {name!r}; {nearest(name, HEADS)}")
+    return HEADS[name]
+
+
+def create_head(
+    name: str,
+    *,
+    channels: Sequence[int],
+    num_classes: int,
+    dtype: np.dtype = np.dtype(np.float32),
+    rngs: nnx.Rngs,
+    overrides: Mapping[str, Any] = {},
+) -> Head:
+    """Creates a head for maps of given channels.
+
+    >>> import jax.numpy as jnp
+    >>> import rope_jax.models.heads
+    >>> head = create_head("linear", channels=[8], num_classes=3, rngs=nnx.Rngs(0))
+    >>> head([jnp.zeros((1, 4, 6, 8))]).logits.shape
+    (1, 4, 6, 3)
+
+    Args:
+        name: one of `list_heads()`.
+        channels: of each map that the head takes, strides ascending.
+        num_classes: of the predictions.
+        dtype: of activations.
+        rngs: of the initial weights.
+        overrides: values of options, by field.
+
+    Raises:
+        ValueError: an unknown name or option, or another number of maps than the head takes.
+    """
+    entry = find_head(name)
+    count = 1 if entry.family.strides is None else len(entry.family.strides)
+    if len(channels) != count:
+        raise ValueError(f"the head {name!r} takes {count} maps, but {len(channels)} are given")
+    return entry.family(
+        entry.options.override(f"the head {name!r}", overrides),
+        channels=tuple(channels),
+        num_classes=num_classes,
+        dtypes=dtypes_of(dtype),
+        rngs=rngs,
+    )

@@ -1,0 +1,111 @@
+"""Operations on feature maps [B, H, W, C] that heads share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.initializers import normal_init
+from rope_jax.models.layers import BatchNorm, Linear, conv
+from rope_jax.positions.grids import Grid
+from rope_jax.positions.resample import bilinear_matrix
+
+
+def resize_maps(maps: Float[Array, "B h w C"], size: Grid) -> Float[Array, "B H W C"]:
+    """Bilinear resizing without antialiasing, as torch's with align_corners=False.
+
+    It is two matrix products, whose gradients add in a fixed order on every device.
+
+    >>> resize_maps(jnp.array([0.0, 1.0]).reshape(1, 1, 2, 1), (1, 4)).ravel().tolist()
+    [0.0, 0.25, 0.75, 1.0]
+
+    Args:
+        maps: of any size.
+        size: (H, W).
+    """
+    rows, columns = (
+        None if before == after else bilinear_matrix(before, after)
+        for before, after in zip(maps.shape[1:3], size, strict=True)
+    )
+    return _multiply(maps, rows, columns)
+
+
+@functools.cache
+def _bin_matrix(before: int, after: int) -> np.ndarray:
+    """Averages of bins along one axis; bin i is floor(i n / m) to ceil((i + 1) n / m) of n to m."""
+    matrix = np.zeros((after, before))
+    for i in range(after):
+        start, stop = i * before // after, -(-(i + 1) * before // after)
+        matrix[i, start:stop] = 1 / (stop - start)
+    return matrix
+
+
+def average_bins(maps: Float[Array, "B h w C"], bins: int) -> Float[Array, "B bins bins C"]:
+    """Averages of bins x bins parts of each map, as torch's adaptive average pooling.
+
+    Bins overlap where their number does not divide the side of the map.
+
+    >>> average_bins(jnp.array([1.0, 2.0, 6.0]).reshape(1, 1, 3, 1), 2)[0, 0, :, 0].tolist()
+    [1.5, 4.0]
+
+    Args:
+        maps: of any size, also smaller than the bins.
+        bins: rows and columns of the result.
+    """
+    return _multiply(maps, *(_bin_matrix(side, bins) for side in maps.shape[1:3]))
+
+
+def _multiply(
+    maps: Float[Array, "B h w C"], rows: np.ndarray | None, columns: np.ndarray | None
+) -> Float[Array, "B H W C"]:
+    """The products of both axes of maps with matrices [after, before]; None leaves an axis."""
+    # Full precision: a GPU's default would round float32 maps to ten bits.
+    multiply = functools.partial(jnp.einsum, precision="highest")
+    if rows is not None:
+        maps = multiply("yh,bhwc->bywc", rows.astype(maps.dtype), maps)
+    return maps if columns is None else multiply("xw,bhwc->bhxc", columns.astype(maps.dtype), maps)
+
+
+def dropout(
+    x: Float[Array, "B ..."], rate: float, key: Array | None, *, shared: tuple[int, ...] = ()
+) -> Float[Array, "B ..."]:
+    """Sets elements to 0 with probability `rate` and scales the others up.
+
+    Args:
+        x: any array.
+        rate: 0 to below 1.
+        key: None (evaluation) drops nothing.
+        shared: axes along which elements are dropped together; the rows and columns of a map for
+            torch's Dropout2d, which drops whole channels.
+    """
+    if key is None or not rate:
+        return x
+    shape = [1 if axis in shared else length for axis, length in enumerate(x.shape)]
+    kept = jax.random.bernoulli(key, 1 - rate, shape)
+    return x * jnp.where(kept, 1 / (1 - rate), 0).astype(x.dtype)
+
+
+class ConvNorm(nnx.Module):
+    """A convolution without bias, batch normalisation and ReLU: mmcv's ConvModule.
+
+    Weights are drawn as there: normal, with the variance 2 / (outputs x kernel area).
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int = 1, *, rngs: nnx.Rngs, dtypes: dict
+    ):
+        init = normal_init((2 / (outputs * kernel**2)) ** 0.5)
+        if kernel == 1:
+            self.conv = Linear(
+                inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs, **dtypes
+            )
+        else:
+            settings = {"stride": 1, "padding": kernel // 2, "kernel_init": init}
+            self.conv = conv(inputs, outputs, kernel, rngs=rngs, dtypes=dtypes, **settings)
+        self.bn = BatchNorm(outputs, dtypes=dtypes)
+
+    def __call__(self, maps: Float[Array, "B H W I"], train: bool) -> Float[Array, "B H W O"]:
+        return jax.nn.relu(self.bn(self.conv(maps), train))

@@ -1,0 +1,152 @@
+"""Name tables of dense prediction: a backbone with its neck and head, or a head by itself."""
+
+from flax import nnx
+
+from rope_jax.models.pretrained.layouts import (
+    FIRST,
+    POINTWISE,
+    QKV_BIAS,
+    QKV_WEIGHT,
+    SAME,
+)
+from rope_jax.models.pretrained.tables import (
+    APE,
+    Row,
+    Table,
+    batch_norm,
+    block,
+    conv,
+    dense,
+    isotropic,
+    norm,
+)
+from rope_jax.models.pretrained.timm import timm
+
+_COUNT = "num_batches_tracked"
+_BATCH_NORMS = (
+    f"decode_head.psp_modules.{{i}}.1.bn.{_COUNT}",
+    f"decode_head.lateral_convs.{{i}}.bn.{_COUNT}",
+    f"decode_head.fpn_convs.{{i}}.bn.{_COUNT}",
+    f"decode_head.bottleneck.bn.{_COUNT}",
+    f"decode_head.fpn_bottleneck.bn.{_COUNT}",
+    f"auxiliary_head.convs.0.bn.{_COUNT}",
+    f"backbone.fpn1.1.{_COUNT}",
+)
+
+
+def segmenter(model: nnx.Module) -> Table:
+    """rstrudel/segmenter: a ViT with the mask transformer or the linear decoder.
+
+    A file also has the classifier that its encoder was trained with, which is dropped.
+    """
+    head: list[Row] = [
+        *dense("classify", "head"),
+        *dense("proj", "proj_dec"),
+        ("class_tokens", "cls_emb", FIRST),
+        *block("blocks.{i}", "blocks.{i}", scales=("", "")),
+        *norm("norm", "decoder_norm"),
+        ("proj_patch.kernel", "proj_patch", SAME),
+        ("proj_class.kernel", "proj_classes", SAME),
+        *norm("mask_norm", "mask_norm"),
+    ]
+    rows = _within("decoder.", head, _head(model))
+    rows += _within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
+    return Table(rows, dropped=("encoder.head.weight", "encoder.head.bias"))
+
+
+def mmseg(model: nnx.Module) -> Table:
+    """mmsegmentation's heads: UperNet with its auxiliary head, and Segmenter's.
+
+    Backbones are named as in the code that trains them with that library: with UperNet's
+    deconvolutions as in BEiT's and MAE's, which are timm's names, else as in its own ViT.
+    """
+    rows = _within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
+    if getattr(model, "neck", None) is None:
+        return Table(rows + _within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
+    table = timm(model.backbone)
+    neck: list[Row] = [
+        *conv("up1", "fpn1.0"),
+        *batch_norm("norm", "fpn1.1"),
+        *conv("up2", "fpn1.3"),
+        *conv("up", "fpn2.0"),
+    ]
+    rows += _within("backbone.", _without_classifier(table.rows), "backbone.")
+    rows += _within("backbone.", neck, "neck.")
+    dropped = tuple(f"backbone.{name}" for name in table.dropped)
+    return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
+
+
+def _head(model: nnx.Module) -> str:
+    """Start of the names of a head's parameters, which may be the model itself."""
+    return "head." if hasattr(model, "backbone") else ""
+
+
+def _within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
+    """Rows of a module that is part of another."""
+    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
+
+
+def _without_classifier(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if not row[0].startswith("head.")]
+
+
+def _upernet() -> list[Row]:
+    """UPerHead and FCNHead, whose 1 x 1 convolutions are linear layers here."""
+    decode, auxiliary = "decode_head", "auxiliary_head"
+    pointwise = {
+        "pooling.convs.{i}": f"{decode}.psp_modules.{{i}}.1",
+        "laterals.{i}": f"{decode}.lateral_convs.{{i}}",
+    }
+    wide = {
+        "smooth.{i}": f"{decode}.fpn_convs.{{i}}",
+        "pooling.fuse": f"{decode}.bottleneck",
+        "fuse": f"{decode}.fpn_bottleneck",
+        "auxiliary.conv": f"{auxiliary}.convs.0",
+    }
+    rows = []
+    for names, make in ((pointwise, _pointwise), (wide, conv)):
+        for ours, theirs in names.items():
+            rows += make(f"{ours}.conv", f"{theirs}.conv") + batch_norm(
+                f"{ours}.bn", f"{theirs}.bn"
+            )
+    rows += _pointwise("classify.linear", f"{decode}.conv_seg")
+    return rows + _pointwise("auxiliary.classify.linear", f"{auxiliary}.conv_seg")
+
+
+def _pointwise(ours: str, theirs: str) -> list[Row]:
+    return dense(ours, theirs, POINTWISE)
+
+
+def _mmseg_mask_transformer() -> list[Row]:
+    head: list[Row] = [
+        *dense("proj", "dec_proj"),
+        ("class_tokens", "cls_emb", FIRST),
+        *_mmseg_block("blocks.{i}", "layers.{i}"),
+        *norm("norm", "decoder_norm"),
+        *dense("proj_patch", "patch_proj"),
+        *dense("proj_class", "classes_proj"),
+        *norm("mask_norm", "mask_norm"),
+    ]
+    return _within("decode_head.", head, "")
+
+
+def _mmseg_vit() -> list[Row]:
+    return [
+        APE,
+        ("class_token", "cls_token", SAME),
+        *conv("patch_embed.proj", "patch_embed.projection"),
+        *_mmseg_block("blocks.{i}", "layers.{i}"),
+        *norm("norm", "ln1"),
+    ]
+
+
+def _mmseg_block(ours: str, theirs: str) -> list[Row]:
+    return [
+        *norm(f"{ours}.norm1", f"{theirs}.ln1"),
+        (f"{ours}.attn.qkv.kernel", f"{theirs}.attn.attn.in_proj_weight", QKV_WEIGHT),
+        (f"{ours}.attn.qkv.bias", f"{theirs}.attn.attn.in_proj_bias", QKV_BIAS),
+        *dense(f"{ours}.attn.proj", f"{theirs}.attn.attn.out_proj"),
+        *norm(f"{ours}.norm2", f"{theirs}.ln2"),
+        *dense(f"{ours}.mlp.fc1", f"{theirs}.ffn.layers.0.0"),
+        *dense(f"{ours}.mlp.fc2", f"{theirs}.ffn.layers.1"),
+    ]
