@@ -16,7 +16,13 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_padding
 from rope_jax.models.backbone import Backbone, patch_grid
-from rope_jax.models.blocks import Block, drop_path_rates, make_blocks, run_blocks
+from rope_jax.models.blocks import (
+    Block,
+    drop_path_rates,
+    make_blocks,
+    prepare_blocks,
+    run_blocks,
+)
 from rope_jax.models.layers import (
     Identity,
     PatchEmbed,
@@ -158,23 +164,21 @@ class HierarchyStage(nnx.Module):
         position_key: Array | None,
         key: Array | None,
     ) -> Iterator[Float[Array, "B H W C"]]:
-        """Yields the maps after the wanted blocks, as `run_blocks` does, before downsampling."""
+        """Yields the maps after the wanted blocks, before downsampling."""
         grid = x.shape[1:3]
         tokens = x.reshape(x.shape[0], -1, x.shape[3])
         tokens = self.position.embed(tokens, grid, position_key)
-        outputs = run_blocks(
+        run = prepare_blocks(
             self.blocks,
-            tokens,
             grid,
             patterns,
             self.position,
             self.rates,
-            wanted=wanted,
             position_key=position_key,
             key=key,
         )
-        for tokens in outputs:
-            yield tokens.reshape(x.shape)
+        for outputs in run_blocks(run, tokens, wanted):
+            yield outputs.reshape(x.shape)
 
 
 class Hierarchy(Backbone):
