@@ -11,7 +11,7 @@ from rope_jax.models import registry
 from rope_jax.models.backbone import Backbone
 from rope_jax.models.heads import Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
-from rope_jax.models.necks import FourScales
+from rope_jax.models.necks import FourScales, StageNorms
 from rope_jax.positions.grids import Grid
 from rope_jax.text import parse
 from rope_jax_kernels import Pattern
@@ -24,7 +24,7 @@ class DenseModel(Backbone):
         backbone: without a classifier.
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
-        blocks: whose maps are taken; None for the last of each part.
+        blocks: whose maps are taken; None for the last of every stage.
         head_notation: the text of the head.
     """
 
@@ -38,23 +38,28 @@ class DenseModel(Backbone):
         self.backbone, self.neck, self.head = backbone, neck, head
         self.blocks, self.options = blocks, backbone.options
 
-    def maps(
+    def features(
+        self, images: Float[Array, "B h w 3"], **options: Any
+    ) -> list[Float[Array, "B _H _W _C"]]:
+        return self.backbone.features(images, **options)
+
+    def head_maps(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
-    ) -> list[Float[Array, "B H W C"]]:
+    ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         maps = self.backbone.features(
             images, blocks=self.blocks, norm=self.head.norm, train=train, key=key
         )
-        if self.neck is not None:
-            return self.neck(maps, train)
-        return maps[-1:] if self.head.strides is None else maps
+        return maps if self.neck is None else self.neck(maps, train)
 
     def predict(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Any:
         """What the task's loss takes: the head's predictions. Arguments as in `__call__`."""
         keys = self.training_keys(train, key, 2)
-        return self.head(self.maps(images, train=train, key=keys[0]), train=train, key=keys[1])
+        return self.head(
+            self.head_maps(images, train=train, key=keys[0]), train=train, key=keys[1]
+        )
 
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
@@ -138,15 +143,20 @@ def create_dense(
     """
     (call,) = parse(head, "head")
     wanted = find_head(call.name).family
-    backbone = registry.create_model(name, num_classes=0, seed=seed, **settings)
+    backbone = registry.create_model(
+        name, num_classes=0, seed=seed, last_norm=wanted.norm, **settings
+    )
     rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(settings.get("dtype", "float32"))
-    widths = [part.position.stage.channels for part in backbone.parts().values()]
-    neck = None
+    stages = [part.position.stage for part in backbone.parts().values()]
+    widths, depth, neck = [stage.channels for stage in stages], sum(s.depth for s in stages), None
     if wanted.strides is None:
-        widths = widths[-1:]
-    elif not backbone.hierarchical:
+        widths, blocks = widths[-1:], (depth - 1,)
+    elif len(stages) == 1:
         neck, widths = FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * 4
-        blocks = tuple(third_blocks(backbone.options.depth) if blocks is None else blocks)
+        blocks = third_blocks(depth) if blocks is None else tuple(blocks)
+    else:
+        epsilon = backbone.options.norm_epsilon
+        neck = StageNorms(widths, epsilon, rngs=rngs, dtypes=dtypes)
     made = create_head(
         call.name,
         channels=widths,
@@ -155,6 +165,6 @@ def create_dense(
         rngs=rngs,
         overrides=dict(call.options),
     )
-    model = DenseModel(backbone, neck, made, None if blocks is None else tuple(blocks))
+    model = DenseModel(backbone, neck, made, blocks)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
     return model

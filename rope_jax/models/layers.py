@@ -336,6 +336,31 @@ class PatchProjection(nnx.Module):
         return by_example(out.reshape(*patches.shape[:3], features))
 
 
+class Deconv(nnx.Module):
+    """A transposed convolution of 2 x 2 with stride 2: every token becomes 2 x 2 of them."""
+
+    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict):
+        self.dtype, param_dtype = dtypes["dtype"], dtypes["param_dtype"]
+        bound = (4 * outputs) ** -0.5  # torch's; it takes the outputs for the inputs
+
+        def draw(*shape: int) -> nnx.Param:
+            value = jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound)
+            return nnx.Param(value)
+
+        self.kernel, self.bias = draw(2, 2, inputs, outputs), draw(outputs)
+
+    def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B H2 W2 C2"]:
+        kernel, bias = self.kernel[...], self.bias[...]
+        outputs = len(bias)
+        batch, height, width, inputs = x.shape
+        rows = by_example(x.astype(self.dtype)).reshape(-1, inputs)
+        # Columns in the order (row, column, channel) of the 2 x 2 tokens.
+        kernel = kernel.transpose(2, 0, 1, 3).reshape(inputs, -1)
+        out = affine(rows, kernel, jnp.tile(bias, 4))
+        out = out.reshape(batch, height, width, 2, 2, outputs).swapaxes(2, 3)
+        return by_example(out.reshape(batch, 2 * height, 2 * width, outputs))
+
+
 class PatchEmbed(nnx.Module):
     """Projection of non-overlapping patches, optionally followed by a layer norm."""
 

@@ -1,36 +1,12 @@
 """Necks: from the maps of a backbone to those that a head takes."""
 
+from collections.abc import Sequence
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import fan_in_bias_init
-from rope_jax.models.layers import BatchNorm, affine
-
-
-class Deconv(nnx.Module):
-    """A transposed convolution of 2 x 2 with stride 2: each token becomes four.
-
-    Attributes:
-        kernel: [2, 2, O, I], as flax has it with transpose_kernel=True; bias: [O].
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.dtype, param_dtype = dtypes["dtype"], dtypes["param_dtype"]
-        # torch takes the fan of a transposed convolution from its outputs.
-        shape, init = (2, 2, outputs, inputs), fan_in_bias_init(4 * outputs)
-        self.kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
-        self.bias = nnx.Param(init(rngs.params(), (outputs,), param_dtype))
-
-    def __call__(self, maps: Float[Array, "B H W I"]) -> Float[Array, "B H2 W2 O"]:
-        batch, height, width, inputs = maps.shape
-        kernel = jnp.moveaxis(self.kernel[...], 3, 0)  # [I, 2, 2, O]
-        bias = jnp.broadcast_to(self.bias[...], kernel.shape[1:])
-        rows = maps.astype(self.dtype).reshape(-1, inputs)
-        x = affine(rows, kernel.reshape(inputs, -1), bias.reshape(-1))
-        x = x.reshape(batch, height, width, *kernel.shape[1:])
-        return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, 2 * height, 2 * width, -1)
+from rope_jax.models.layers import BatchNorm, Deconv, layer_norm
 
 
 class FourScales(nnx.Module):
@@ -47,9 +23,24 @@ class FourScales(nnx.Module):
         self.up = Deconv(features, features, **settings)
 
     def __call__(
-        self, maps: list[Float[Array, "B H W C"]], train: bool
-    ) -> list[Float[Array, "B h w C"]]:
+        self, maps: Sequence[Float[Array, "B _H _W C"]], train: bool
+    ) -> list[Float[Array, "B _h _w C"]]:
         first, second, third, fourth = maps
         larger = jax.nn.gelu(self.norm(self.up1(first), train), approximate=False)
         halved = nnx.max_pool(fourth, (2, 2), (2, 2))
         return [self.up2(larger), self.up(second), third, halved]
+
+
+class StageNorms(nnx.Module):
+    """A layer norm for the map of every stage of a hierarchical backbone.
+
+    Source: Swin's detection and segmentation (arXiv 2103.14030); not part of a classifier.
+    """
+
+    def __init__(self, features: Sequence[int], epsilon: float, *, rngs: nnx.Rngs, dtypes: dict):
+        self.norms = nnx.List(layer_norm(n, epsilon, rngs=rngs, dtypes=dtypes) for n in features)
+
+    def __call__(
+        self, maps: Sequence[Float[Array, "B _h _w _C"]], train: bool
+    ) -> list[Float[Array, "B _h _w _C"]]:
+        return [norm(x) for norm, x in zip(self.norms, maps, strict=True)]

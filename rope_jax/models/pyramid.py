@@ -14,8 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.backbone import Backbone
-from rope_jax.models.layers import conv, dtypes_of, layer_norm
-from rope_jax.models.necks import Deconv
+from rope_jax.models.layers import Deconv, conv, dtypes_of, layer_norm
 
 _EPSILON = 1e-6  # of the layer norms, over channels
 _SCALES = (4.0, 2.0, 1.0, 0.5)

@@ -5,6 +5,7 @@ injected into the ViT's tokens, and after it the ViT's tokens into them, by defo
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -19,8 +20,15 @@ from rope_jax.models.blocks import drop_path
 from rope_jax.models.ceit import DepthwiseConv
 from rope_jax.models.deformable import DeformableAttention
 from rope_jax.models.heads.maps import ConvNorm, resize_maps
-from rope_jax.models.layers import BatchNorm, LayerScale, Linear, dtypes_of, layer_norm, linear
-from rope_jax.models.necks import Deconv
+from rope_jax.models.layers import (
+    BatchNorm,
+    Deconv,
+    LayerScale,
+    Linear,
+    dtypes_of,
+    layer_norm,
+    linear,
+)
 from rope_jax.models.registry import Count, Positive, Probability, one_of, register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
 from rope_jax.positions.grids import Grid
@@ -82,7 +90,7 @@ class SpatialPrior(nnx.Module):
         shapes = ((3, width, 2), (width, width, 1), (width, width, 1))
         self.stem = nnx.List(ConvNorm(*io, 3, stride=stride, **settings) for *io, stride in shapes)
         channels = [width, 2 * width, 4 * width, 4 * width]
-        pairs = zip(channels[:-1], channels[1:], strict=True)
+        pairs = itertools.pairwise(channels)
         self.convs = nnx.List(ConvNorm(*pair, 3, stride=2, **settings) for pair in pairs)
         init = normal_init((2 / features) ** 0.5)
         self.projections = nnx.List(

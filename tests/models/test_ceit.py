@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.ceit import BatchNorm, CeiTOptions, DepthwiseConv
+from rope_jax.models.ceit import CeiTOptions, DepthwiseConv
 from rope_jax.models.cost import cost
-from rope_jax.models.layers import dtypes_of
+from rope_jax.models.layers import BatchNorm, dtypes_of
 from rope_jax.models.pretrained import export_state_dict, load_pretrained, save_pretrained
 from rope_jax.models.vit import ViTOptions
 from rope_jax.training.optim import decay_mask

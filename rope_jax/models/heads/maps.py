@@ -95,7 +95,14 @@ class ConvNorm(nnx.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, kernel: int = 1, *, rngs: nnx.Rngs, dtypes: dict
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int = 1,
+        *,
+        stride: int = 1,
+        rngs: nnx.Rngs,
+        dtypes: dict,
     ):
         init = normal_init((2 / (outputs * kernel**2)) ** 0.5)
         if kernel == 1:
@@ -103,7 +110,7 @@ class ConvNorm(nnx.Module):
                 inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs, **dtypes
             )
         else:
-            settings = {"stride": 1, "padding": kernel // 2, "kernel_init": init}
+            settings = {"stride": stride, "padding": kernel // 2, "kernel_init": init}
             self.conv = conv(inputs, outputs, kernel, rngs=rngs, dtypes=dtypes, **settings)
         self.bn = BatchNorm(outputs, dtypes=dtypes)
 

@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from rope_jax.models.pretrained.layouts import PATCH_TOKENS, POINTWISE, SAME
+from rope_jax.models.pretrained.layouts import DECONV, PATCH_TOKENS, POINTWISE, SAME
 from rope_jax.models.pretrained.tables import (
     Row,
     Table,
@@ -43,7 +43,7 @@ def _pyramid_level(ours: str, scale: float) -> list[Row]:
     theirs = f"simfp_{level}"
     rows: list[Row] = []
     for number, place in enumerate(deconvs):
-        rows += conv(f"{ours}.deconvs.{number}", f"{theirs}.{place}")
+        rows += dense(f"{ours}.deconvs.{number}", f"{theirs}.{place}", DECONV)
     rows += norm(f"{ours}.norms.0", f"{theirs}.1")
     for place, layer in enumerate(("lateral", "output"), first):
         rows += conv(f"{ours}.{layer}", f"{theirs}.{place}")
@@ -64,7 +64,7 @@ def vit_adapter(model: nnx.Module) -> Table:
         ("position.ape.embedding", "pos_embed", PATCH_TOKENS),
         ("levels", "level_embed", SAME),
         *_spatial_prior(),
-        *conv("up", "up"),
+        *dense("up", "up", DECONV),
     ]
     for level in range(4):
         rows += batch_norm(f"map_norms.{level}", f"norm{level + 1}")

@@ -3,6 +3,7 @@
 from flax import nnx
 
 from rope_jax.models.pretrained.layouts import (
+    DECONV,
     FIRST,
     POINTWISE,
     QKV_BIAS,
@@ -65,10 +66,10 @@ def mmseg(model: nnx.Module) -> Table:
         return Table(rows + _within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
     table = timm(model.backbone)
     neck: list[Row] = [
-        *conv("up1", "fpn1.0"),
+        *dense("up1", "fpn1.0", DECONV),
         *batch_norm("norm", "fpn1.1"),
-        *conv("up2", "fpn1.3"),
-        *conv("up", "fpn2.0"),
+        *dense("up2", "fpn1.3", DECONV),
+        *dense("up", "fpn2.0", DECONV),
     ]
     rows += _within("backbone.", _without_classifier(table.rows), "backbone.")
     rows += _within("backbone.", neck, "neck.")

@@ -170,6 +170,10 @@ def _write_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
     return x.T[:, :, None, None]
 
 
+def _deconv(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return x.transpose(2, 3, 0, 1)
+
+
 def _read_depthwise(x: np.ndarray, slot: Slot) -> np.ndarray:
     return x[:, 0].transpose(1, 2, 0)
 
@@ -281,6 +285,8 @@ POINTWISE = Rule(_read_pointwise, _write_pointwise)
 """A 1 x 1 convolution, [O, I, 1, 1], which is a linear layer here."""
 FIRST = Rule(_read_tokens, _write_tokens)
 """A tensor with a leading axis of length 1 in files."""
+DECONV = Rule(_deconv, _deconv)
+"""A transposed convolution, [I, O, kh, kw] in files and [kh, kw, I, O] here."""
 DEPTHWISE = Rule(_read_depthwise, _write_depthwise)
 """A depthwise convolution, [C, 1, kh, kw] in files and [kh, kw, C] here."""
 QKV_WEIGHT = Rule(_read_qkv, _write_qkv)

@@ -7,7 +7,9 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
+from rope_jax.evaluate.windows import Windows, at_least
 from rope_jax.models.dense import create_dense
+from rope_jax.sharding import make_mesh
 from tests.parity.dense import images
 
 PATCH = 16
@@ -52,7 +54,30 @@ def outputs(golden, dtype):
     case, model = golden.case, model_of(golden, dtype)
     same = images(*case["logits"]["image"]).astype(dtype)
     other = images(*case["logits_other_size"]["image"], seed=case["logits_other_size"]["seed"])
-    return {
+    found = {
         "logits": logits_of(model, same)[:, :, ::4, ::4],
         "logits_other_size": logits_of(model, other.astype(dtype))[:, :, ::6, ::8],
     }
+    if "sliding" in case:
+        scores = sliding(model, case["sliding"], dtype)
+        found |= {"sliding": scores[:, ::5, ::5], "sliding_classes": scores.argmax(0)}
+    return found
+
+
+def sliding(model, case, dtype):
+    """Mean probabilities of two views, [K, H, W] at the size of the original."""
+    graph, state = nnx.split(model)
+    side, (height, width) = case["window"], case["original"]
+    windows = Windows(
+        lambda state, x: nnx.merge(graph, state)(x),
+        size=(side, side),
+        stride=case["stride"],
+        batch=2,
+        mesh=make_mesh(),
+    )
+    views = [
+        (at_least(images(*view["image"], seed=view["seed"])[0].astype(dtype), side), view["flipped"])
+        for view in case["images"]
+    ]
+    scores = windows.scores(state, views, (height, width))
+    return np.asarray(scores)[:height, :width].transpose(2, 0, 1)
