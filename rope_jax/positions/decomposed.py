@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.positions.resample import bilinear_matrix
 from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, scheme
-from rope_jax_kernels import Global, Neighborhood
+from rope_jax_kernels import Global, Neighborhood, Window
 
 
 @jax.tree_util.register_dataclass
@@ -83,13 +83,15 @@ class Decomposed(Position):
     acts = "transform"
     resolution = "resample"
     per_layer = learnable = within_windows = True
+    keeps_norms = False  # queries and keys get more channels
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, side: int = 0):
         super().__init__(stage, rngs=rngs)
-        if isinstance(stage.pattern, Neighborhood):
+        shifted = isinstance(stage.pattern, Window) and stage.global_layers is None
+        if isinstance(stage.pattern, Neighborhood) or shifted:
             raise ValueError(
-                "a neighbourhood has no rows and columns that its queries share: use a model with "
-                "windows or global attention, or rpb"
+                "neighbourhoods and shifted windows have no rows and columns that all queries "
+                "share: use a ViT with windows or global attention, or rpb"
             )
         if side < 0:
             raise ValueError(f"side={side} is not allowed; use a number of rows, or 0")
