@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_padding
+from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_windows
 from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import (
     Block,
@@ -211,7 +211,7 @@ class Hierarchy(Backbone):
             block = options.of_stage(index)
             stage = block.stage(grid, self.pattern(), dtypes["param_dtype"])
             scheme = create_position(position, stage, rngs=rngs)
-            check_padding(scheme)
+            check_windows(scheme)
             if index > 0:
                 scheme = _without_embedding(scheme, rngs)
             downsample = None

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import normal_init
-from rope_jax.models.attention import WINDOW_PADDING, check_padding, window_of
+from rope_jax.models.attention import WINDOW_PADDING, check_windows, window_of
 from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import (
     Block,
@@ -201,7 +201,7 @@ class ViT(Backbone):
         self.registers = self.learned_tokens(options.registers, rngs=rngs, dtypes=dtypes)
         stage = options.stage(self.grids(image_size)[0], self.pattern, dtypes["param_dtype"])
         self.position = create_position(position, stage, rngs=rngs)
-        check_padding(self.position)
+        check_windows(self.position)
         self.rates = drop_path_rates(options.drop_path, options.depth, options.drop_path_schedule)
 
         def make_block() -> nnx.Module:

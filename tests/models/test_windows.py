@@ -60,13 +60,23 @@ def windowed(x, attn, size, padding, shift, extra=lambda q, dy, dx: 0.0):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("padding", ["mask", "tokens", "qkv"])
 @pytest.mark.parametrize(
-    ("grid", "side", "shift"), [((4, 5), 3, 0), ((4, 5), 3, 1), ((2, 5), 4, 0), ((4, 3), 4, 2)]
+    ("grid", "side", "shift", "padding"),
+    [
+        ((4, 5), 3, 0, "mask"),
+        ((4, 5), 3, 0, "tokens"),
+        ((4, 5), 3, 0, "qkv"),
+        ((4, 5), 3, 1, "mask"),
+        ((4, 5), 3, 1, "tokens"),
+        ((4, 5), 3, 1, "qkv"),
+        ((2, 5), 4, 0, "mask"),  # a window that is larger than the map
+        ((2, 5), 4, 0, "tokens"),
+        ((2, 5), 4, 0, "qkv"),
+        ((4, 3), 4, 2, "tokens"),  # it keeps its shift, as in official codes
+        ((4, 3), 4, 2, "qkv"),
+    ],
 )
 def test_attention_in_windows_is_that_of_the_definition(grid, side, shift, padding):
-    if padding == "mask" and shift and min(grid) < side:
-        pytest.skip("masked windows are fitted to the map, and not shifted then")
     model = small_model("vit_s16", "none", dtype=jnp.float64, **WINDOWS, window_size=side)
     attn = model.blocks[0].attn
     plain = window_of(side, padding)
@@ -158,9 +168,9 @@ def test_coordinates_in_windows_and_on_the_map():
         in_windows, on_map = coords("axial_rope", grid, window, window_box=box)
         np.testing.assert_allclose(in_windows - in_windows[0], own * spacing, atol=1e-6)
         np.testing.assert_allclose(on_map - on_map[0], whole * 2 / 8, atol=1e-6)
-    # A scheme that is not relative has no coordinates of windows, unless each has its own box.
+    # Padded windows may be larger than the map: coordinates go on beyond it.
     in_windows, _ = coords("rope2d", (3, 3), PaddedWindow((4, 4)))
-    np.testing.assert_array_equal(in_windows, own)  # they go on beyond the map
+    np.testing.assert_array_equal(in_windows, own)
 
 
 def test_tables_of_biases_have_the_size_of_the_window():
@@ -185,8 +195,12 @@ def test_tables_of_biases_have_the_size_of_the_window():
             {"window_padding": "qkv", "position": "lpe"},
             "window_padding='qkv' reproduces codes in which padding takes part",
         ),
+        (
+            {"window_box": "own", "position": "comrope"},
+            "window_box='own' needs a position that windows see by themselves",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes, advice):
     with pytest.raises(ValueError, match=re.escape(advice)):
-        small_model("vit_s16", **WINDOWS | changes)
+        small_model("vit_s16", changes.pop("position", None), **WINDOWS | changes)
