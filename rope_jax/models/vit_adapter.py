@@ -99,7 +99,7 @@ class SpatialPrior(nnx.Module):
 
     def __call__(
         self, images: Float[Array, "B H W 3"], train: bool
-    ) -> list[Float[Array, "B h w C"]]:
+    ) -> list[Float[Array, "B _h _w C"]]:
         x = images
         for layer in self.stem:
             x = layer(x, train)
@@ -212,7 +212,7 @@ class ViTAdapter(ViT):
         norm: bool | None = None,
         train: bool = False,
         key: Array | None = None,
-    ) -> list[Float[Array, "B H W C"]]:
+    ) -> list[Float[Array, "B _H _W C"]]:
         """The four maps, batch-normalised.
 
         Args:
