@@ -11,7 +11,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
-from tests.models.small import filled, pictures, small_model
+from tests.models.small import SMALL, filled, pictures
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -35,27 +35,22 @@ def test_parameters_are_as_many_as_in_the_official_code():
 
 
 def test_maps_halve_from_level_to_level_on_odd_maps_too():
-    pyramid = nnx.eval_shape(lambda: FeaturePyramid(16, outputs=8, rngs=nnx.Rngs(0)))
-    maps = jax.eval_shape(pyramid, [jax.ShapeDtypeStruct((1, 5, 9, 16), jnp.float32)])
+    last = jax.ShapeDtypeStruct((1, 5, 9, 16), jnp.float32)
+    maps = jax.eval_shape(lambda x: FeaturePyramid(16, outputs=8, rngs=nnx.Rngs(0))([x]), last)
     assert [x.shape[1:3] for x in maps] == [(20, 36), (10, 18), (5, 9), (2, 4), (1, 2)]
 
 
 def test_the_pyramid_trains_in_bfloat16_with_drop_path():
     def make():
-        vit = small_model(
-            "deit_ti16",
-            "rope2d",
-            dtype=jnp.bfloat16,
-            drop_path=0.4,
-            window_size=2,
-            global_blocks=(1,),
-            num_classes=0,
-            **WINDOWS,
+        options = {"drop_path": 0.4, "window_size": 2, "global_blocks": (1,), "num_classes": 0}
+        vit = rope_jax.create_model(
+            "deit_ti16", position="rope2d", dtype=jnp.bfloat16, **SMALL | WINDOWS | options
         )
-        pyramid = FeaturePyramid(48, outputs=8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        settings = {"outputs": 8, "scales": (4.0, 0.5), "dtype": jnp.bfloat16}
+        pyramid = FeaturePyramid(48, rngs=nnx.Rngs(0), **settings)
         return PyramidBackbone(vit, pyramid)
 
-    graph, params = nnx.split(filled(make()))
+    graph, params = nnx.split(filled(nnx.eval_shape(make)))
 
     @jax.jit
     @jax.value_and_grad
