@@ -114,5 +114,5 @@ class ConvNorm(nnx.Module):
             self.conv = conv(inputs, outputs, kernel, rngs=rngs, dtypes=dtypes, **settings)
         self.bn = BatchNorm(outputs, dtypes=dtypes)
 
-    def __call__(self, maps: Float[Array, "B H W I"], train: bool) -> Float[Array, "B H W O"]:
+    def __call__(self, maps: Float[Array, "B H W I"], train: bool) -> Float[Array, "B h w O"]:
         return jax.nn.relu(self.bn(self.conv(maps), train))
