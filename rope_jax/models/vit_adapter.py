@@ -266,10 +266,10 @@ def _split(tokens: Float[Array, "B S C"], sizes: Sequence[Grid]) -> list[Float[A
     return [x.reshape(x.shape[0], *size, -1) for x, size in zip(parts, sizes, strict=True)]
 
 
-def _centres(sizes: Sequence[Grid]) -> Float[np.ndarray, "1 S 1 2"]:
+def _centres(sizes: Sequence[Grid]) -> Float[Array, "1 S 1 2"]:
     """Centres (x, y) of the tokens of maps in reading order; a map is [0, 1] along each axis."""
     centres = [(np.indices(size).reshape(2, -1).T + 0.5) / size for size in sizes]
-    return np.concatenate(centres)[None, :, None, ::-1]
+    return jnp.asarray(np.concatenate(centres)[None, :, None, ::-1])
 
 
 def _norms(
