@@ -5,7 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
+from flax import nnx
 
+import rope_jax
+from rope_jax.models.pretrained import export_state_dict
 from tests.parity.dense import DATA, check_of, differences, goldens
 from tests.parity.dense.__main__ import main
 
@@ -29,6 +32,22 @@ def test_outputs_in_float64_are_those_of_the_official_code(name):
 def test_outputs_are_those_of_the_official_code(name):
     for key, (difference, limit) in differences(goldens()[name], "float32").items():
         assert difference <= limit, key
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [("vitdet_rel", "detectron2"), ("vit_adapter", "vit_adapter")]
+)
+def test_weights_are_exported_as_they_came(name, source):
+    golden = goldens()[name]
+    weights = golden.weights
+    model = nnx.eval_shape(lambda: check_of(name).created(golden.case, weights, "float32"))
+    rope_jax.convert_state_dict(model, weights, source=source)
+    exported = export_state_dict(model, source=source)
+    assert exported.keys() == weights.keys()
+    for key, array in weights.items():
+        if key.endswith("pos_embed"):  # the class token's entry is not used
+            array, exported[key] = array[:, 1:], exported[key][:, 1:]
+        np.testing.assert_array_equal(exported[key], array, err_msg=key)
 
 
 def folder_of(path, *names):

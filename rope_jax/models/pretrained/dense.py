@@ -20,7 +20,7 @@ def detectron2(model: nnx.Module) -> Table:
     The entry of the class token in the table of positions is not used and is dropped. The map is
     padded to whole windows by zeros for tokens: create the model with window_padding="tokens".
     """
-    (prefix,) = model.parts()
+    prefix = next(iter(model.parts()), "")  # "backbone." of a backbone in a larger model
     rows: list[Row] = [
         *isotropic(),
         ("position.ape.embedding", "pos_embed", PATCH_TOKENS),
@@ -58,7 +58,7 @@ def vit_adapter(model: nnx.Module) -> Table:
     maps are padded to whole windows by zeros for queries, keys and values: create a model with
     windows with window_padding="qkv".
     """
-    (prefix,) = model.parts()
+    prefix = next(iter(model.parts()), "")  # "backbone." of a backbone in a larger model
     rows: list[Row] = [
         *isotropic(scales=("gamma1", "gamma2")),
         ("position.ape.embedding", "pos_embed", PATCH_TOKENS),
