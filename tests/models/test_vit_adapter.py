@@ -54,7 +54,7 @@ def test_the_added_maps_are_those_of_the_groups_or_of_the_last_one():
 
 
 def test_everything_trains():
-    model = filled(small(drop_path=0.4))
+    model = filled(small(drop_path=0.4, depth=2, groups=(0, 1), added="last"))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
