@@ -278,14 +278,16 @@ class Hierarchy(Backbone):
         x, first = self.patch_embed(images), 0
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             end = first + self.options.depths[index]
-            last = end - 1  # its map goes on to the next stage
-            wanted = sorted({*range(first, end)} & {*blocks} | {last})
+            wanted = {*range(first, end)} & {*blocks}
+            if blocks[-1] >= end:
+                wanted.add(end - 1)  # whose map goes on to the next stage
+            wanted = sorted(wanted)
             own_keys = keys[2 * index : 2 * index + 2]
             own = stage(x, self.patterns(index, grid), [n - first for n in wanted], *own_keys)
             for block, x in zip(wanted, own, strict=True):
                 if block in blocks:
                     yield x
-            if last >= blocks[-1]:
+            if blocks[-1] < end:
                 return
             x, first = stage.downsample(x), end
 

@@ -50,6 +50,7 @@ ALIKE = {
 }
 
 WINDOWS = ("dinat", "nat", "swin")
+WITHOUT_TOKENS = ("cct", "cvt", "vit_adapter", "vit_s16")
 
 
 def reason(name, text):
@@ -62,7 +63,7 @@ def reason(name, text):
         return "a bias that depends on the query is no table of offsets, which windows"
     if "key_norm=True" in text and name.startswith(WINDOWS):
         return "key_norm=True goes with global attention"
-    if "prefix=True" in text and name.startswith((*WINDOWS, "cct", "cvt", "vit_s16", "vit_adapter")):
+    if "prefix=True" in text and name.startswith((*WINDOWS, *WITHOUT_TOKENS)):
         return "prefix=True is the bias of class and register tokens, of which this model's"
     return None
 
