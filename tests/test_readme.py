@@ -22,7 +22,7 @@ def test_the_python_of_the_readme_runs(code, quick_compiles):
 @pytest.mark.parametrize(
     "code",
     re.findall(r"```python\n(.*?)```", PAGES["models.md"] + PAGES["finetuning.md"], re.DOTALL),
-    ids=["load", "save", "fine-tune"],
+    ids=["maps", "load", "save", "fine-tune"],
 )
 def test_the_python_of_the_pages_runs(code, quick_compiles, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

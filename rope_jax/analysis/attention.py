@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from rope_jax.models.blocks import list_blocks
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid, absolute
+from rope_jax.positions.scheme import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,23 +233,32 @@ def _layer_function(
         for stage in probed.parts().values():
             stage.blocks = list_blocks(stage.blocks, stage.position.stage.depth)
             # Values cannot be collected from inside a scan.
-            _probe(stage.position, note)
+            stage.position = _Probed(stage.position, note)
         probed(images)
         return found
 
     return functools.partial(run, state)
 
 
-def _probe(position: Position, note: Callable[[AttentionLayer], None]) -> None:
-    """Wraps the transform of the scheme's terms in a probe, in place."""
-    terms_of = position.terms
+class _Probed(Position):
+    """A scheme whose terms have a probe around their transform."""
 
-    def terms(grid: Grid, key: Array | None = None) -> Terms:
-        terms = terms_of(grid, key)
-        probe = _Probe(terms.transform, note, position.stage.prefix, grid)
+    def __init__(self, inner: Position, note: Callable[[AttentionLayer], None]):
+        self.stage, self.inner, self.note = inner.stage, inner, note
+
+    def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
+        return self.inner.embed(tokens, grid, key)
+
+    def terms(self, grid: Grid, key: Array | None = None) -> Terms:
+        terms = self.inner.terms(grid, key)
+        probe = _Probe(terms.transform, self.note, self.stage.prefix, grid)
         return dataclasses.replace(terms, transform=probe)
 
-    position.terms = terms
+    def mix_after(self, depth: int) -> tuple[int, ...]:
+        return self.inner.mix_after(depth)
+
+    def mix(self, tokens: Tokens, grid: Grid, layer: int) -> Tokens:
+        return self.inner.mix(tokens, grid, layer)
 
 
 @functools.partial(
@@ -278,7 +288,11 @@ class _Probe:
             # A scheme may also convolve the values, and may call attention once per image. So the
             # scheme receives zeros, attention receives `values`, and the output for zeros is
             # subtracted.
-            replaced = lambda q, k, v, *bias: attend(q, k, values[: len(v)], *bias)
+            def replaced(q: Array, k: Array, v: Array, *bias: Array) -> Array:
+                more = v.shape[-1] - values.shape[-1]  # channels that the scheme appended
+                padded = jnp.pad(values[: len(v)], [*[(0, 0)] * (v.ndim - 1), (0, more)])
+                return attend(q, k, padded, *bias)
+
             out = inner(q, k, zeros, replaced)
             return out if self.inner is None else out - inner(q, k, zeros, attend)
 

@@ -10,6 +10,7 @@ from rope_jax.models import (  # noqa: F401  (each family registers its models)
     swin,
     t2t,
     vit,
+    vit_adapter,
 )
 from rope_jax.models.export import export, load_exported
 from rope_jax.models.pretrained import convert_state_dict, save_pretrained

@@ -58,15 +58,24 @@ def window_of(side: int, padding: str) -> Window:
     return plain if padding == "mask" else PaddedWindow(plain.size, padding=padding)
 
 
-def check_padding(position: Position) -> None:
-    """Raises ValueError for a scheme that cannot serve the stage's windows because of padding."""
-    pattern = position.stage.pattern
-    for scheme in position.schemes() if isinstance(pattern, PaddedWindow) else ():
-        if scheme.wraps_attention and not scheme.within_windows:
+def check_windows(position: Position) -> None:
+    """Raises ValueError for a scheme that needs the whole map where windows do not show it."""
+    stage = position.stage
+    padded = isinstance(stage.pattern, PaddedWindow)
+    own_box = isinstance(stage.pattern, Window) and stage.window_box == "own"
+    for scheme in position.schemes():
+        if not scheme.wraps_attention or scheme.within_windows:
+            continue
+        if padded:
             raise ValueError(
-                f"window_padding={pattern.padding!r} reproduces codes in which padding takes part "
-                "in attention, but padding has no place on the map that this position could use: "
-                "leave window_padding out, or choose another position"
+                f"window_padding={stage.pattern.padding!r} reproduces codes in which padding takes "
+                "part in attention, but padding has no place on the map that this position could "
+                "use: leave window_padding out, or choose another position"
+            )
+        if own_box and scheme.resolution == "interpolate":
+            raise ValueError(
+                "window_box='own' needs a position that windows see by themselves, but this one "
+                "acts on the whole map: leave window_box out, or choose another position"
             )
 
 

@@ -70,7 +70,7 @@ class Backbone(nnx.Module):
         norm: bool | None = None,
         train: bool = False,
         key: Array | None = None,
-    ) -> list[Float[Array, "B H W C"]]:
+    ) -> list[Float[Array, "B _H _W _C"]]:
         """Feature maps after some blocks, for dense prediction; without class and register tokens.
 
         >>> import jax.numpy as jnp

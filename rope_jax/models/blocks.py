@@ -119,50 +119,60 @@ def list_blocks(blocks: nnx.List | nnx.Module, depth: int) -> nnx.List:
     return nnx.List([nnx.merge(graph, layer) for layer in layers])
 
 
-def run_blocks(
+RunBlocks = Callable[[Float[Array, "B L C"], range], Float[Array, "B L C"]]
+"""Runs the blocks of these numbers, which follow each other, on tokens."""
+
+
+def prepare_blocks(
     blocks: nnx.List | nnx.Module,
-    x: Float[Array, "B L C"],
     grid: Grid,
     patterns: Sequence[Pattern],
     position: Position,
     rates: Sequence[float],
     *,
-    wanted: Sequence[int],
     position_key: Array | None,
     key: Array | None,
     extras: Sequence[tuple] | None = None,
-) -> Iterator[Array]:
-    """Yields the tokens [B, L, C] after some blocks of a stage; no block after them is run.
+) -> RunBlocks:
+    """Computes what the blocks of a stage share, and returns a function that runs some of them.
 
     Args:
         blocks: from `make_blocks`; they are called as `Block` is.
-        x: tokens before the first block.
         grid: (H, W).
         patterns: attention pattern of each layer.
         position: positional scheme of the stage.
         rates: drop-path rate of each layer.
-        wanted: the layers after which tokens are yielded, ascending and at least one.
         position_key: for schemes that augment coordinates in training, or None.
         key: for drop path, or None.
         extras: additional arguments of each block; only for blocks in a list.
     """
     terms = terms_of_patterns(position, grid, patterns, position_key)
     depth = len(rates)
+    keys = None if key is None else jax.random.split(key, depth)
     if not isinstance(blocks, nnx.List):
-        keys = None if key is None else jax.random.split(key, depth)
-        yield from _scanned(blocks, x, grid, patterns, position, terms, rates, keys, wanted)
-        return
-    keys = [None] * depth if key is None else jax.random.split(key, depth)
-    extras = [()] * depth if extras is None else extras
-    layers = zip(blocks, patterns, rates, keys, extras, strict=True)
-    for layer, (block, pattern, rate, own_key, extra) in enumerate(layers):
-        own_terms = terms[type(pattern)].layer(layer)
-        x = block(x, grid, pattern, own_terms, rate, own_key, *extra)
-        x = position.mix(x, grid, layer)
-        if layer in wanted:
-            yield x
-        if layer == wanted[-1]:
-            return
+        return _scanned(blocks, grid, patterns, position, terms, rates, keys)
+
+    def run(x: Array, layers: range) -> Array:
+        for layer in layers:
+            own_terms = terms[type(patterns[layer])].layer(layer)
+            own_key = None if keys is None else keys[layer]
+            extra = () if extras is None else extras[layer]
+            arguments = (patterns[layer], own_terms, rates[layer], own_key)
+            x = position.mix(blocks[layer](x, grid, *arguments, *extra), grid, layer)
+        return x
+
+    return run
+
+
+def run_blocks(
+    run: RunBlocks, x: Float[Array, "B L C"], wanted: Sequence[int]
+) -> Iterator[Float[Array, "B L C"]]:
+    """Yields the tokens after each of the wanted blocks, whose numbers ascend."""
+    first = 0
+    for last in wanted:
+        x = run(x, range(first, last + 1))
+        first = last + 1
+        yield x
 
 
 def terms_of_patterns(
@@ -182,40 +192,36 @@ def terms_of_patterns(
 
 def _scanned(
     block: nnx.Module,
-    x: Float[Array, "B L C"],
     grid: Grid,
     patterns: Sequence[Pattern],
     position: Position,
     terms: Mapping[type, Terms],
     rates: Sequence[float],
     keys: Array | None,
-    wanted: Sequence[int],
-) -> Iterator[Array]:
-    """`run_blocks` of stacked blocks, with a scan between wanted layers and mixed tokens."""
+) -> RunBlocks:
+    """`prepare_blocks` of stacked blocks; the scan is split wherever the scheme mixes tokens."""
     graph, state = nnx.split(block)
-    depth = len(rates)
     per_layer = [of_kind.per_layer() for of_kind in terms.values()]
     inputs = (state, per_layer, jnp.asarray(rates, jnp.float32), keys)
 
     def run_layer(x: Array, inputs: Any, pattern: Pattern) -> Array:
         state, values, rate, key = inputs
-        own = {
-            kind: of_kind.with_layer(own)
-            for (kind, of_kind), own in zip(terms.items(), values, strict=True)
-        }
-        return nnx.merge(graph, state)(x, grid, pattern, own[type(pattern)], rate, key)
+        own = dict(zip(terms, values, strict=True))[type(pattern)]
+        own_terms = terms[type(pattern)].with_layer(own)
+        return nnx.merge(graph, state)(x, grid, pattern, own_terms, rate, key)
 
-    first = 0
-    for end in sorted({*position.mix_after(depth), *wanted}):
-        if end > wanted[-1]:
-            return
-        layers = slice(first, end + 1)
-        own = jax.tree.map(operator.itemgetter(layers), inputs)
-        x = _scan_layers(run_layer, x, own, patterns[layers])
-        x = position.mix(x, grid, end)
-        if end in wanted:
-            yield x
-        first = end + 1
+    def run(x: Array, layers: range) -> Array:
+        first = layers[0]
+        for end in sorted({*position.mix_after(len(rates)), layers[-1]} & {*layers}):
+            own = slice(first, end + 1)
+            x = _scan_layers(
+                run_layer, x, jax.tree.map(operator.itemgetter(own), inputs), patterns[own]
+            )
+            x = position.mix(x, grid, end)
+            first = end + 1
+        return x
+
+    return run
 
 
 def _scan_layers(

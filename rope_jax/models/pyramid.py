@@ -63,7 +63,7 @@ class FeaturePyramid(nnx.Module):
     >>> from flax import nnx
     >>> from rope_jax.models.pyramid import FeaturePyramid
     >>> pyramid = FeaturePyramid(96, outputs=32, rngs=nnx.Rngs(0))
-    >>> [x.shape for x in pyramid(jnp.zeros((1, 6, 10, 96)))]
+    >>> [x.shape for x in pyramid([jnp.zeros((1, 6, 10, 96))])]
     [(1, 24, 40, 32), (1, 12, 20, 32), (1, 6, 10, 32), (1, 3, 5, 32), (1, 2, 3, 32)]
 
     Args:
@@ -93,14 +93,22 @@ class FeaturePyramid(nnx.Module):
                 f"scales={tuple(scales)} must be powers of 2 in descending order, from 0.5 to one "
                 f"that divides the map's {inputs} channels"
             )
-        dtypes = dtypes_of(dtype)
+        dtypes = dtypes_of(jnp.dtype(dtype))
         self.levels = nnx.List(
             PyramidLevel(inputs, outputs, scale, rngs=rngs, dtypes=dtypes) for scale in scales
         )
 
-    def __call__(self, x: Float[Array, "B H W C"]) -> list[Float[Array, "B h w C2"]]:
-        maps = [level(x) for level in self.levels]
-        return [*maps, maps[-1][:, ::2, ::2]]
+    def __call__(
+        self, maps: Sequence[Float[Array, "B H W C"]], train: bool = False
+    ) -> list[Float[Array, "B _h _w C2"]]:
+        """The maps of the pyramid, finest first.
+
+        Args:
+            maps: of a backbone, of which the last is used.
+            train: is not used; other necks have batch statistics.
+        """
+        outputs = [level(maps[-1]) for level in self.levels]
+        return [*outputs, outputs[-1][:, ::2, ::2]]
 
 
 class PyramidBackbone(nnx.Module):
@@ -134,7 +142,7 @@ class PyramidBackbone(nnx.Module):
 
     def features(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
-    ) -> list[Float[Array, "B H W C"]]:
+    ) -> list[Float[Array, "B _h _w C"]]:
         """The maps of the pyramid, finest first; arguments as in `Backbone.features`."""
-        (x,) = self.backbone.features(images, norm=False, train=train, key=key)
-        return self.neck(x)
+        maps = self.backbone.features(images, norm=False, train=train, key=key)
+        return self.neck(maps, train)

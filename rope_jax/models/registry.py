@@ -252,11 +252,13 @@ def create_model(
             tables are resized by the scheme's rule. `model.preprocessing` then holds the
             preprocessing that they expect.
         **overrides: the family's options by name, for example depth=2 (`ViTOptions`,
-            `SwinOptions`, `NATOptions`, `CATOptions`, `T2TOptions`, `CeiTOptions`, `CCTOptions`).
+            `SwinOptions`, `NATOptions`, `CATOptions`, `T2TOptions`, `CeiTOptions`, `CCTOptions`,
+            `ViTAdapterOptions`).
 
     Returns:
         A module: `model(images[B, H, W, 3], train=False, key=None)` returns logits
-        [B, num_classes], `model.features(images)` a list of maps [B, h, w, C].
+        [B, num_classes], `model.features(images)` a list of maps [B, h, w, C], by default after
+        the last block of every stage.
 
     Raises:
         ValueError: an unknown name, option or scheme, an impossible combination, or weights that do

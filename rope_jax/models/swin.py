@@ -14,9 +14,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_padding
+from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_windows
 from rope_jax.models.backbone import Backbone, patch_grid
-from rope_jax.models.blocks import Block, drop_path_rates, make_blocks, run_blocks
+from rope_jax.models.blocks import (
+    Block,
+    drop_path_rates,
+    make_blocks,
+    prepare_blocks,
+    run_blocks,
+)
 from rope_jax.models.layers import (
     Identity,
     PatchEmbed,
@@ -158,23 +164,21 @@ class HierarchyStage(nnx.Module):
         position_key: Array | None,
         key: Array | None,
     ) -> Iterator[Float[Array, "B H W C"]]:
-        """Yields the maps after the wanted blocks, as `run_blocks` does, before downsampling."""
+        """Yields the maps after the wanted blocks, before downsampling."""
         grid = x.shape[1:3]
         tokens = x.reshape(x.shape[0], -1, x.shape[3])
         tokens = self.position.embed(tokens, grid, position_key)
-        outputs = run_blocks(
+        run = prepare_blocks(
             self.blocks,
-            tokens,
             grid,
             patterns,
             self.position,
             self.rates,
-            wanted=wanted,
             position_key=position_key,
             key=key,
         )
-        for tokens in outputs:
-            yield tokens.reshape(x.shape)
+        for outputs in run_blocks(run, tokens, wanted):
+            yield outputs.reshape(x.shape)
 
 
 class Hierarchy(Backbone):
@@ -207,7 +211,7 @@ class Hierarchy(Backbone):
             block = options.of_stage(index)
             stage = block.stage(grid, self.pattern(), dtypes["param_dtype"])
             scheme = create_position(position, stage, rngs=rngs)
-            check_padding(scheme)
+            check_windows(scheme)
             if index > 0:
                 scheme = _without_embedding(scheme, rngs)
             downsample = None
@@ -274,14 +278,16 @@ class Hierarchy(Backbone):
         x, first = self.patch_embed(images), 0
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             end = first + self.options.depths[index]
-            last = end - 1  # its map goes on to the next stage
-            wanted = sorted({*range(first, end)} & {*blocks} | {last})
+            wanted = {*range(first, end)} & {*blocks}
+            if blocks[-1] >= end:
+                wanted.add(end - 1)  # whose map goes on to the next stage
+            wanted = sorted(wanted)
             own_keys = keys[2 * index : 2 * index + 2]
             own = stage(x, self.patterns(index, grid), [n - first for n in wanted], *own_keys)
             for block, x in zip(wanted, own, strict=True):
                 if block in blocks:
                     yield x
-            if last >= blocks[-1]:
+            if blocks[-1] < end:
                 return
             x, first = stage.downsample(x), end
 

@@ -14,9 +14,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import normal_init
-from rope_jax.models.attention import WINDOW_PADDING, check_padding, window_of
+from rope_jax.models.attention import WINDOW_PADDING, check_windows, window_of
 from rope_jax.models.backbone import Backbone, patch_grid
-from rope_jax.models.blocks import Block, drop_path_rates, make_blocks, run_blocks
+from rope_jax.models.blocks import (
+    Block,
+    RunBlocks,
+    drop_path_rates,
+    make_blocks,
+    prepare_blocks,
+    run_blocks,
+)
 from rope_jax.models.layers import (
     Identity,
     PatchEmbed,
@@ -194,7 +201,7 @@ class ViT(Backbone):
         self.registers = self.learned_tokens(options.registers, rngs=rngs, dtypes=dtypes)
         stage = options.stage(self.grids(image_size)[0], self.pattern, dtypes["param_dtype"])
         self.position = create_position(position, stage, rngs=rngs)
-        check_padding(self.position)
+        check_windows(self.position)
         self.rates = drop_path_rates(options.drop_path, options.depth, options.drop_path_schedule)
 
         def make_block() -> nnx.Module:
@@ -254,24 +261,30 @@ class ViT(Backbone):
         blocks: Sequence[int],
     ) -> Iterator[Array]:
         """Yields the tokens [B, L, C] after the blocks of these numbers, which ascend."""
+        x, run = self.start(images, train, key)
+        return run_blocks(run, x, blocks)
+
+    def start(
+        self, images: Float[Array, "B h w 3"], train: bool, key: Array | None
+    ) -> tuple[Float[Array, "B L C"], RunBlocks]:
+        """The tokens [B, L, C] before the first block, and a function that runs blocks."""
         check_images(images)
         # Keys for the position, for a stem with randomness, and for the blocks.
         keys = self.training_keys(train, key, 2 + self.stem_draws)
         (grid,) = self.grids(images.shape[1:3])
         patches = self.tokenize(images, train, keys[1])
         x = self.embed(patches, grid, keys[0])
-        return run_blocks(
+        run = prepare_blocks(
             self.blocks,
-            x,
             grid,
             self.patterns(0, grid),
             self.position,
             self.rates,
-            wanted=blocks,
             position_key=keys[0],
             key=keys[-1],
             extras=self.block_arguments(patches, train),
         )
+        return x, run
 
     def tokenize(
         self, images: Float[Array, "B h w 3"], train: bool, key: Array | None

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.positions.resample import bilinear_matrix
 from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, scheme
-from rope_jax_kernels import Global, Neighborhood
+from rope_jax_kernels import Global, Neighborhood, Window
 
 
 @jax.tree_util.register_dataclass
@@ -39,22 +39,21 @@ class AxisBias:
             grid = (self.rows.shape[0], self.columns.shape[0])
             prefix = shape[1] - grid[0] * grid[1]
         flat = [x.reshape(shape[0], -1, *shape[-2:]) for x in (q, k, v)]
-        maps = flat[0][:, prefix:].reshape(shape[0], *grid, *shape[-2:])
-        products, places = [], []
+        queries = flat[0][:, prefix:]
+        maps = queries.reshape(shape[0], *grid, *shape[-2:])
+        products, one_hots = [], []
         for axis, vectors in enumerate((self.rows, self.columns)):
-            place = np.arange(grid[axis]) % len(vectors)
-            form = "byxnd,ykd->byxnk" if axis == 0 else "byxnd,xkd->byxnk"
-            # Logits are scaled, these terms are not.
-            product = jnp.einsum(form, maps, vectors[place].astype(q.dtype)) * head_dim**0.5
-            products.append(product.reshape(*flat[0][:, prefix:].shape[:-1], -1))
-            one_hot = np.eye(len(vectors))[place]
-            one_hot = one_hot[:, None] if axis == 0 else one_hot[None]
-            one_hot = np.broadcast_to(one_hot, (*grid, len(vectors)))
-            places.append(one_hot.reshape(-1, len(vectors)))
-        appended_q = jnp.concatenate(products, axis=-1)
-        appended_k = jnp.asarray(np.concatenate(places, axis=-1), k.dtype)[None, :, None]
-        appended = [appended_q, jnp.broadcast_to(appended_k, appended_q.shape)]
-        appended.append(jnp.zeros_like(appended_q))
+            places = np.arange(grid[axis]) % len(vectors)  # within the window
+            own = jnp.tile(vectors, (grid[axis] // len(vectors), 1, 1)).astype(q.dtype)
+            form = ("byxnd,ykd->byxnk", "byxnd,xkd->byxnk")[axis]
+            products.append(jnp.einsum(form, maps, own).reshape(*queries.shape[:-1], -1))
+            one_hot = np.expand_dims(np.eye(len(vectors))[places], 1 - axis)
+            one_hots.append(np.broadcast_to(one_hot, (*grid, len(vectors))))
+        # Logits are scaled, these terms are not.
+        of_queries = jnp.concatenate(products, axis=-1) * head_dim**0.5
+        of_keys = np.concatenate(one_hots, axis=-1).reshape(1, -1, 1, of_queries.shape[-1])
+        of_keys = jnp.broadcast_to(jnp.asarray(of_keys, k.dtype), of_queries.shape)
+        appended = (of_queries, of_keys, jnp.zeros_like(of_queries))
         before = [(0, 0), (prefix, 0), (0, 0), (0, 0)]
         q, k, v = (
             jnp.concatenate([x, jnp.pad(more, before)], axis=-1).reshape(*shape[:-1], -1)
@@ -83,13 +82,15 @@ class Decomposed(Position):
     acts = "transform"
     resolution = "resample"
     per_layer = learnable = within_windows = True
+    keeps_norms = False  # queries and keys get more channels
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, side: int = 0):
         super().__init__(stage, rngs=rngs)
-        if isinstance(stage.pattern, Neighborhood):
+        shifted = isinstance(stage.pattern, Window) and stage.global_layers is None
+        if isinstance(stage.pattern, Neighborhood) or shifted:
             raise ValueError(
-                "a neighbourhood has no rows and columns that its queries share: use a model with "
-                "windows or global attention, or rpb"
+                "neighbourhoods and shifted windows have no rows and columns that all queries "
+                "share: use a ViT with windows or global attention, or rpb"
             )
         if side < 0:
             raise ValueError(f"side={side} is not allowed; use a number of rows, or 0")
@@ -108,9 +109,16 @@ class Decomposed(Position):
         return (self.side, self.side) if on_map else stage.region(stage.grid)
 
     def _vectors(self, tables: nnx.List, length: int) -> Float[Array, "layers n n D"]:
+        """The vector of every pair of a query's and a key's row (or column), for all layers."""
         place = np.arange(length)
         offsets = place[:, None] - place + length - 1
-        return jnp.stack([_resampled(table[...], 2 * length - 1)[offsets] for table in tables])
+
+        def spread(table: Float[Array, "m D"]) -> Float[Array, "n n D"]:
+            # A product, because the gradient of a gather is a scatter.
+            matrix = bilinear_matrix(len(table), 2 * length - 1)[offsets].astype(table.dtype)
+            return jnp.einsum("qkm,md->qkd", matrix, table, precision="highest")
+
+        return jnp.stack([spread(table[...]) for table in tables])
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         sides = self.stage.region(grid)

@@ -211,6 +211,9 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
             block = re.match(r"blocks\.(\d+)\.", own)
             if block:
                 return layer_decay ** (top - first - int(block[1]))
+            table = leaf.get_metadata().get("layer")  # of one layer, where their shapes differ
+            if own.startswith("position.") and table is not None:
+                return layer_decay ** (top - first - table)
             layers = own.startswith("position.") and _stacked(path, leaf)
             if own.startswith("blocks.") or layers:
                 powers = layer_decay ** (top - first - np.arange(depth, dtype=np.float32))

@@ -171,3 +171,23 @@ def test_attention_without_a_softmax_and_queries_outside_the_image_are_refused()
         attention_statistics(small_model("vit_s16"), [])
     with pytest.raises(ValueError, match=r"query=\(2.0, 0.0\) must be two numbers"):
         attention_maps(small_model("vit_s16"), pictures(6, 10), query=(2.0, 0.0))
+
+
+@pytest.mark.parametrize("padding", ["mask", "tokens"])
+def test_layers_with_windows_and_with_global_attention(padding):
+    """With equal logits a query attends to the tokens of its window, 2 x 2 on a map of 3 x 4."""
+    model = small_model(
+        "vit_s16",
+        "decomposed",
+        class_token=False,
+        attention="window",
+        window_size=2,
+        window_padding=padding,
+        global_blocks=(1,),
+    )
+    found = attention_statistics(even(model), [pictures(6, 8)])
+    assert found.grids == [(3, 4), (3, 4)]
+    # The last row has windows of two tokens; padding is left out here too.
+    in_windows = (2 * math.log(4) + math.log(2)) / 3
+    np.testing.assert_allclose(found.entropy[0], in_windows, rtol=1e-5)
+    np.testing.assert_allclose(found.entropy[1], math.log(12), rtol=1e-5)

@@ -46,20 +46,24 @@ ALIKE = {
     "dinov3_s16": _SMALL,
     "nat_s_tiny": _STAGES,
     "resformer_ti16": _SMALL,
+    "vit_adapter_ti16": ({**_PLAIN, "groups": (0,), "added": "last"}, *_FIXED[1:]),
 }
 
 WINDOWS = ("dinat", "nat", "swin")
+WITHOUT_TOKENS = ("cct", "cvt", "vit_adapter", "vit_s16")
 
 
 def reason(name, text):
     """Why a backbone cannot have a scheme, or None where it can."""
     if name == "cat_5" and any(biased in text for biased in ("alibi2d", "cpb", "irpe", "rpb")):
         return "this position adds a bias to the logits of a softmax, and the cross-axis"
+    if "decomposed" in text and name.startswith(WINDOWS):
+        return "neighbourhoods and shifted windows have no rows and columns that all queries"
     if "irpe" in text and name.startswith(WINDOWS):
         return "a bias that depends on the query is no table of offsets, which windows"
     if "key_norm=True" in text and name.startswith(WINDOWS):
         return "key_norm=True goes with global attention"
-    if "prefix=True" in text and name.startswith((*WINDOWS, "cct", "cvt", "vit_s16")):
+    if "prefix=True" in text and name.startswith((*WINDOWS, *WITHOUT_TOKENS)):
         return "prefix=True is the bias of class and register tokens, of which this model's"
     return None
 
@@ -98,7 +102,7 @@ NAMES = [*BACKBONES, *ALIKE]
 TRACED = [(name, text) for name in NAMES for text in DEFAULTS]
 # Another scheme for each backbone, and one pair for each reason to refuse.
 QUICK = {(name, DEFAULTS[5 * i % len(DEFAULTS)]) for i, name in enumerate(NAMES)}
-QUICK |= {("cat_5", "rpb"), ("swin_t", "irpe")}
+QUICK |= {("cat_5", "rpb"), ("swin_t", "irpe"), ("swin_t", "decomposed")}
 
 
 @pytest.mark.parametrize(("name", "text"), some_slow(TRACED, QUICK))

@@ -59,6 +59,7 @@ DEFAULTS = [
     "cat_rope",
     "comrope",
     "cpb(hidden=8)",
+    "decomposed",
     "dinov3",
     "eva02",
     "gpe",

@@ -94,16 +94,25 @@ class ConvNorm(nnx.Module):
     Weights are drawn as there: normal, with the variance 2 / (outputs x kernel area).
     """
 
-    def __init__(self, inputs: int, outputs: int, kernel: int = 1, *, rngs: nnx.Rngs, dtypes: dict):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int = 1,
+        *,
+        stride: int = 1,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
         init = normal_init((2 / (outputs * kernel**2)) ** 0.5)
         if kernel == 1:
             self.conv = Linear(
                 inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs, **dtypes
             )
         else:
-            settings = {"stride": 1, "padding": kernel // 2, "kernel_init": init}
+            settings = {"stride": stride, "padding": kernel // 2, "kernel_init": init}
             self.conv = conv(inputs, outputs, kernel, rngs=rngs, dtypes=dtypes, **settings)
         self.bn = BatchNorm(outputs, dtypes=dtypes)
 
-    def __call__(self, maps: Float[Array, "B H W I"], train: bool) -> Float[Array, "B H W O"]:
+    def __call__(self, maps: Float[Array, "B H W I"], train: bool) -> Float[Array, "B h w O"]:
         return jax.nn.relu(self.bn(self.conv(maps), train))

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained.dense import detectron2
+from rope_jax.models.pretrained.dense import detectron2, vit_adapter
 from rope_jax.models.pretrained.heads import mmseg, segmenter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
@@ -42,6 +42,7 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "mmseg": mmseg,
     "segmenter": segmenter,
     "detectron2": detectron2,
+    "vit_adapter": vit_adapter,
 }
 
 HEAD = "head."  # start of the names of a classifier's parameters, here
@@ -117,7 +118,7 @@ def convert_state_dict(
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
             "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
-            "detectron2" (ViTDet), "mmseg" or "segmenter".
+            "detectron2" (ViTDet), "vit_adapter", "mmseg" or "segmenter".
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
             square, as all official ones are, or else of the model's shape. Needed only for a table
             whose length allows both.

@@ -2,8 +2,16 @@
 
 from flax import nnx
 
-from rope_jax.models.pretrained.layouts import DECONV, PATCH_TOKENS, SAME
-from rope_jax.models.pretrained.tables import Row, Table, conv, isotropic, norm
+from rope_jax.models.pretrained.layouts import DECONV, PATCH_TOKENS, POINTWISE, SAME
+from rope_jax.models.pretrained.tables import (
+    Row,
+    Table,
+    batch_norm,
+    conv,
+    dense,
+    isotropic,
+    norm,
+)
 
 
 def detectron2(model: nnx.Module) -> Table:
@@ -12,7 +20,7 @@ def detectron2(model: nnx.Module) -> Table:
     The entry of the class token in the table of positions is not used and is dropped. The map is
     padded to whole windows by zeros for tokens: create the model with window_padding="tokens".
     """
-    (prefix,) = model.parts()
+    prefix = next(iter(model.parts()), "")  # "backbone." of a backbone in a larger model
     rows: list[Row] = [
         *isotropic(),
         ("position.ape.embedding", "pos_embed", PATCH_TOKENS),
@@ -35,12 +43,72 @@ def _pyramid_level(ours: str, scale: float) -> list[Row]:
     theirs = f"simfp_{level}"
     rows: list[Row] = []
     for number, place in enumerate(deconvs):
-        rows += [
-            (f"{ours}.deconvs.{number}.kernel", f"{theirs}.{place}.weight", DECONV),
-            (f"{ours}.deconvs.{number}.bias", f"{theirs}.{place}.bias", SAME),
-        ]
+        rows += dense(f"{ours}.deconvs.{number}", f"{theirs}.{place}", DECONV)
     rows += norm(f"{ours}.norms.0", f"{theirs}.1")
     for place, layer in enumerate(("lateral", "output"), first):
         rows += conv(f"{ours}.{layer}", f"{theirs}.{place}")
         rows += norm(f"{ours}.{layer}_norm", f"{theirs}.{place}.norm")
     return rows
+
+
+def vit_adapter(model: nnx.Module) -> Table:
+    """czczup/ViT-Adapter: the backbone.
+
+    The entry of the class token in the table of positions is not used and is dropped. In its code
+    maps are padded to whole windows by zeros for queries, keys and values: create a model with
+    windows with window_padding="qkv".
+    """
+    prefix = next(iter(model.parts()), "")  # "backbone." of a backbone in a larger model
+    rows: list[Row] = [
+        *isotropic(scales=("gamma1", "gamma2")),
+        ("position.ape.embedding", "pos_embed", PATCH_TOKENS),
+        ("levels", "level_embed", SAME),
+        *_spatial_prior(),
+        *dense("up", "up", DECONV),
+    ]
+    for level in range(4):
+        rows += batch_norm(f"map_norms.{level}", f"norm{level + 1}")
+    injector, extractor = "interactions.{i}.injector", "interactions.{i}.extractor"
+    rows += _deformable(injector, injector)
+    rows.append((f"{injector}.scale.gamma", f"{injector}.gamma", SAME))
+    rows += _extractor("interactions.{i}.extractors.0", extractor)
+    for index in (1, 2):
+        extra = f"interactions.{{i}}.extra_extractors.{index - 1}"
+        rows += _extractor(f"interactions.{{i}}.extractors.{index}", extra)
+    rows = [(f"{prefix}{ours}", f"{prefix}{theirs}", rule) for ours, theirs, rule in rows]
+    norms = [f"spm.stem.{n}" for n in (1, 4, 7)] + [f"spm.conv{n}.1" for n in (2, 3, 4)]
+    norms += [f"norm{n}" for n in (1, 2, 3, 4)]
+    return Table(rows, dropped=tuple(f"{prefix}{name}.num_batches_tracked" for name in norms))
+
+
+def _spatial_prior() -> list[Row]:
+    """Rows of the convolutional branch, whose 1 x 1 convolutions are linear layers here."""
+    places = {f"stem.{n}": (f"stem.{3 * n}", f"stem.{3 * n + 1}") for n in range(3)}
+    places |= {f"convs.{n}": (f"conv{n + 2}.0", f"conv{n + 2}.1") for n in range(3)}
+    rows: list[Row] = []
+    for ours, (theirs, own_norm) in places.items():
+        rows += conv(f"prior.{ours}.conv", f"spm.{theirs}")
+        rows += batch_norm(f"prior.{ours}.bn", f"spm.{own_norm}")
+    for n in range(4):
+        rows += dense(f"prior.projections.{n}", f"spm.fc{n + 1}", POINTWISE)
+    return rows
+
+
+def _deformable(ours: str, theirs: str) -> list[Row]:
+    """Rows of deformable attention and of the norms of its two inputs."""
+    rows = [*norm(f"{ours}.query_norm", f"{theirs}.query_norm")]
+    rows += norm(f"{ours}.token_norm", f"{theirs}.feat_norm")
+    names = {"offset": "sampling_offsets", "weight": "attention_weights"}
+    for here, there in (names | {"value": "value_proj", "out": "output_proj"}).items():
+        rows += dense(f"{ours}.attn.{here}", f"{theirs}.attn.{there}")
+    return rows
+
+
+def _extractor(ours: str, theirs: str) -> list[Row]:
+    return [
+        *_deformable(ours, theirs),
+        *norm(f"{ours}.mlp_norm", f"{theirs}.ffn_norm"),
+        *dense(f"{ours}.fc1", f"{theirs}.ffn.fc1"),
+        *dense(f"{ours}.fc2", f"{theirs}.ffn.fc2"),
+        *conv(f"{ours}.conv", f"{theirs}.ffn.dwconv.dwconv"),
+    ]

@@ -52,7 +52,7 @@ def outputs(golden, dtype):
     def run(state, x):
         model = nnx.merge(graph, state)
         (last,) = model.backbone.features(x, norm=False)
-        return last, model.neck(last)
+        return last, model.neck([last])
 
     last, maps = run(state, jnp.asarray(images(*case["image"]), dtype))
     stored = {f"p{n}": x[:, ::2, ::2, :8] for n, x in enumerate(maps, 2)}

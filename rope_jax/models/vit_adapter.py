@@ -1,0 +1,317 @@
+"""ViT-Adapter (arXiv 2205.08534): maps of four strides from a plain ViT and a convolutional branch.
+
+The branch makes tokens of strides 8, 16 and 32. Before each group of the ViT's blocks they are
+injected into the ViT's tokens, and after it the ViT's tokens into them, by deformable attention.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.initializers import normal_init
+from rope_jax.models.blocks import drop_path
+from rope_jax.models.ceit import DepthwiseConv
+from rope_jax.models.deformable import DeformableAttention
+from rope_jax.models.heads.maps import ConvNorm, resize_maps
+from rope_jax.models.layers import (
+    BatchNorm,
+    Deconv,
+    LayerScale,
+    Linear,
+    dtypes_of,
+    layer_norm,
+    linear,
+)
+from rope_jax.models.registry import Count, Positive, Probability, one_of, register
+from rope_jax.models.vit import SIZES, ViT, ViTOptions
+from rope_jax.positions.grids import Grid
+
+_LEVELS = 3  # strides 8, 16, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTAdapterOptions(ViTOptions):
+    """Options of ViT-Adapter.
+
+    Attributes:
+        groups: the last block of each group of blocks; the last group ends with the last block.
+        prior_width: channels of the first convolutions of the branch.
+        deform_heads, deform_points: heads of the deformable attention, and points for each of them
+            in each map.
+        deform_ratio: channels of its values, relative to `width`.
+        adapter_ratio: hidden channels of the branch's MLPs, relative to `width`.
+        added: the ViT's map that is added to each of the four: the "last" one (the code of
+            detection), or that of each of four "groups" (the code of segmentation).
+    """
+
+    class_token: bool = False
+    layer_scale: float | None = 1.0
+    last_norm: bool = False
+    drop_path: Probability = 0.1
+    groups: tuple = (2, 5, 8, 11)
+    prior_width: Count = 64
+    deform_heads: Count = 6
+    deform_points: Count = 4
+    deform_ratio: Positive = 1.0
+    adapter_ratio: Positive = 0.25
+    added: Annotated[str, one_of("last", "groups")] = "groups"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if sorted({*self.groups}) != [*self.groups] or self.groups[-1:] != (self.depth - 1,):
+            raise ValueError(
+                f"groups={self.groups} must be numbers of blocks in ascending order, of which the "
+                f"last is {self.depth - 1}"
+            )
+        if self.added == "groups" and len(self.groups) != 4:
+            raise ValueError(
+                f"added='groups' takes a map of each of four groups, but groups={self.groups}: "
+                "change either"
+            )
+        if self.patch_size != 16:
+            raise ValueError(
+                f"patch_size={self.patch_size} is not possible: the strides of the four maps, 4 to "
+                "32 pixels, go with patches of 16"
+            )
+
+
+class SpatialPrior(nnx.Module):
+    """Maps of strides 4, 8, 16 and 32 by convolutions of the image."""
+
+    def __init__(self, width: int, features: int, *, rngs: nnx.Rngs, dtypes: dict):
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        shapes = ((3, width, 2), (width, width, 1), (width, width, 1))
+        self.stem = nnx.List(ConvNorm(*io, 3, stride=stride, **settings) for *io, stride in shapes)
+        channels = [width, 2 * width, 4 * width, 4 * width]
+        pairs = itertools.pairwise(channels)
+        self.convs = nnx.List(ConvNorm(*pair, 3, stride=2, **settings) for pair in pairs)
+        init = normal_init((2 / features) ** 0.5)
+        self.projections = nnx.List(
+            Linear(inputs, features, kernel_init=init, rngs=rngs, **dtypes) for inputs in channels
+        )
+
+    def __call__(
+        self, images: Float[Array, "B H W 3"], train: bool
+    ) -> list[Float[Array, "B _h _w C"]]:
+        x = images
+        for layer in self.stem:
+            x = layer(x, train)
+        maps = [nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))]
+        for layer in self.convs:
+            maps.append(layer(maps[-1], train))
+        return [project(x) for project, x in zip(self.projections, maps, strict=True)]
+
+
+class Injector(nnx.Module):
+    """tokens + gamma attention(norm(tokens), norm(branch)); gamma starts at 0."""
+
+    def __init__(self, options: ViTAdapterOptions, *, rngs: nnx.Rngs, dtypes: dict):
+        self.query_norm, self.token_norm = _norms(options, 2, rngs=rngs, dtypes=dtypes)
+        self.attn = _deformable(options, _LEVELS, rngs=rngs, dtypes=dtypes)
+        self.scale = LayerScale(options.width, 0.0, dtypes["param_dtype"])
+
+    def __call__(
+        self,
+        tokens: Float[Array, "B L C"],
+        grid: Grid,
+        branch: Float[Array, "B S C"],
+        sizes: Sequence[Grid],
+    ) -> Float[Array, "B L C"]:
+        """Returns the ViT's tokens of a map of `grid`; `branch` has those of maps of `sizes`."""
+        query, values = self.query_norm(tokens), self.token_norm(branch)
+        return tokens + self.scale(self.attn(query, _centres([grid]), values, sizes))
+
+
+class Extractor(nnx.Module):
+    """branch + attention(norm(branch), norm(tokens)), then branch + mlp(norm(branch)).
+
+    The MLP has a depthwise convolution of each map before its activation.
+    """
+
+    def __init__(self, options: ViTAdapterOptions, *, rngs: nnx.Rngs, dtypes: dict):
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        norms = _norms(options, 3, **settings)
+        self.query_norm, self.token_norm, self.mlp_norm = norms
+        self.attn = _deformable(options, 1, **settings)
+        hidden = int(options.width * options.adapter_ratio)
+        self.fc1 = linear(options.width, hidden, **settings)
+        self.fc2 = linear(hidden, options.width, **settings)
+        self.conv = DepthwiseConv(hidden, **settings)
+        _draw(self.conv, 9, rngs)
+
+    def __call__(
+        self,
+        branch: Float[Array, "B S C"],
+        sizes: Sequence[Grid],
+        tokens: Float[Array, "B L C"],
+        grid: Grid,
+        drop: float,
+        key: Array | None,
+    ) -> Float[Array, "B S C"]:
+        """Returns the tokens of maps of `sizes`; `tokens` are the ViT's, of a map of `grid`.
+
+        Args:
+            drop: probability of dropping the MLP.
+            key: for drop path; None (evaluation) drops nothing.
+        """
+        query, values = self.query_norm(branch), self.token_norm(tokens)
+        branch = branch + self.attn(query, _centres(sizes), values, [grid])
+        hidden = self.fc1(self.mlp_norm(branch))
+        hidden = _join([self.conv(x) for x in _split(hidden, sizes)])
+        out = self.fc2(jax.nn.gelu(hidden, approximate=False))
+        return branch + drop_path(out, drop, key)
+
+
+class Interaction(nnx.Module):
+    """What acts around one group of blocks: an injector before it, extractors after it."""
+
+    def __init__(
+        self, options: ViTAdapterOptions, extractors: int, *, rngs: nnx.Rngs, dtypes: dict
+    ):
+        self.injector = Injector(options, rngs=rngs, dtypes=dtypes)
+        self.extractors = nnx.List(
+            Extractor(options, rngs=rngs, dtypes=dtypes) for _ in range(extractors)
+        )
+
+
+class ViTAdapter(ViT):
+    """A ViT whose `features` are four maps, of strides 4, 8, 16 and 32.
+
+    Source: arXiv 2205.08534. As a classifier it is the ViT alone.
+    """
+
+    def __init__(
+        self, options: ViTAdapterOptions, *, dtype: np.dtype, rngs: nnx.Rngs, **settings: Any
+    ):
+        super().__init__(options, dtype=dtype, rngs=rngs, **settings)
+        dtypes, width = dtypes_of(dtype), options.width
+        made = {"rngs": rngs, "dtypes": dtypes}
+        self.prior = SpatialPrior(options.prior_width, width, **made)
+        levels = jax.random.normal(rngs.params(), (_LEVELS, width), dtypes["param_dtype"])
+        self.levels = nnx.Param(levels)
+        last = len(options.groups) - 1
+        self.interactions = nnx.List(
+            Interaction(options, 3 if index == last else 1, **made) for index in range(last + 1)
+        )
+        self.up = Deconv(width, width, **made)
+        _draw(self.up, 4 * width, rngs)
+        self.map_norms = nnx.List(BatchNorm(width, dtypes=dtypes) for _ in range(_LEVELS + 1))
+
+    def features(
+        self,
+        images: Float[Array, "B h w 3"],
+        *,
+        blocks: Sequence[int] | None = None,
+        norm: bool | None = None,
+        train: bool = False,
+        key: Array | None = None,
+    ) -> list[Float[Array, "B _H _W C"]]:
+        """The four maps, batch-normalised.
+
+        Args:
+            images, train, key: as in `Backbone.features`.
+            blocks: must be None.
+            norm: must not be True.
+
+        Raises:
+            ValueError: blocks, or norm=True.
+        """
+        if blocks is not None or norm:
+            raise ValueError(
+                f"blocks={blocks} and norm={norm} do not go with ViT-Adapter, whose four maps are "
+                "of no single block and have norms of their own: leave both out"
+            )
+        options, (grid,) = self.options, self.grids(images.shape[1:3])
+        keys = self.training_keys(train, key, 1 + len(options.groups))
+        finest, *priors = self.prior(images, train)
+        sizes = [x.shape[1:3] for x in priors]
+        levels = self.levels[...].astype(finest.dtype)
+        branch = _join([x + level for x, level in zip(priors, levels, strict=True)])
+        x, run = self.start(images, train, keys[0])
+        prefix, first, maps = x.shape[1] - grid[0] * grid[1], 0, []
+        groups = zip(self.interactions, options.groups, keys[1:], strict=True)
+        for interaction, last, own_key in groups:
+            injected = interaction.injector(x[:, prefix:], grid, branch, sizes)
+            x = run(jnp.concatenate([x[:, :prefix], injected], axis=1), range(first, last + 1))
+            first, tokens = last + 1, x[:, prefix:]
+            maps.append(tokens.reshape(-1, *grid, options.width))
+            for index, extractor in enumerate(interaction.extractors):
+                drop_key = None if own_key is None else jax.random.fold_in(own_key, index)
+                branch = extractor(branch, sizes, tokens, grid, options.drop_path, drop_key)
+        outputs = _split(branch, sizes)
+        outputs = [finest + self.up(outputs[0]), *outputs]
+        maps = maps if options.added == "groups" else maps[-1:] * len(outputs)
+        return [
+            normed(x + resize_maps(own, x.shape[1:3]), train)
+            for normed, x, own in zip(self.map_norms, outputs, maps, strict=True)
+        ]
+
+
+def _join(maps: Sequence[Float[Array, "B _ _ C"]]) -> Float[Array, "B S C"]:
+    """Tokens of all maps, one map after the other in reading order."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1, x.shape[-1]) for x in maps], axis=1)
+
+
+def _split(tokens: Float[Array, "B S C"], sizes: Sequence[Grid]) -> list[Float[Array, "B _ _ C"]]:
+    """Inverse of `_join` for maps of these sizes."""
+    ends = np.cumsum([height * width for height, width in sizes])
+    parts = jnp.split(tokens, ends[:-1], axis=1)
+    return [x.reshape(x.shape[0], *size, -1) for x, size in zip(parts, sizes, strict=True)]
+
+
+def _centres(sizes: Sequence[Grid]) -> Float[Array, "1 S 1 2"]:
+    """Centres (x, y) of the tokens of maps in reading order; a map is [0, 1] along each axis."""
+    centres = [(np.indices(size).reshape(2, -1).T + 0.5) / size for size in sizes]
+    return jnp.asarray(np.concatenate(centres)[None, :, None, ::-1])
+
+
+def _norms(
+    options: ViTAdapterOptions, count: int, *, rngs: nnx.Rngs, dtypes: dict
+) -> list[nnx.Module]:
+    width, epsilon = options.width, options.norm_epsilon
+    return [layer_norm(width, epsilon, rngs=rngs, dtypes=dtypes) for _ in range(count)]
+
+
+def _deformable(
+    options: ViTAdapterOptions, levels: int, *, rngs: nnx.Rngs, dtypes: dict
+) -> DeformableAttention:
+    return DeformableAttention(
+        options.width,
+        levels=levels,
+        heads=options.deform_heads,
+        points=options.deform_points,
+        ratio=options.deform_ratio,
+        rngs=rngs,
+        dtypes=dtypes,
+    )
+
+
+def _draw(layer: nnx.Module, fan_out: int, rngs: nnx.Rngs) -> None:
+    """Draws a convolution's initial weights as the official code does; its bias becomes 0."""
+    kernel, bias = layer.kernel, layer.bias
+    init = normal_init((2 / fan_out) ** 0.5)
+    kernel.set_value(init(rngs.params(), kernel.shape, kernel.dtype))
+    bias.set_value(jnp.zeros_like(bias[...]))
+
+
+_ADAPTERS = {
+    "ti": {},
+    "s": {"drop_path": 0.2},
+    "b": {"drop_path": 0.3, "deform_heads": 12, "deform_ratio": 0.5},
+    "l": {"drop_path": 0.4, "deform_heads": 16, "deform_ratio": 0.5, "groups": (5, 11, 17, 23)},
+}
+
+for size, changes in _ADAPTERS.items():
+    register(
+        f"vit_adapter_{size}16",
+        ViTAdapter,
+        ViTAdapterOptions(**SIZES[size] | changes),
+        position="ape",
+    )

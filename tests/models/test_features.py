@@ -1,0 +1,162 @@
+"""Maps of any blocks of any backbone, in evaluation and in training."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from tests.models.small import filled, pictures, some_slow
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SMALL = {"width": 24, "heads": 3, "depth": 3, "mlp_ratio": 2.0, "drop_path": 0.4}
+PATCH = SMALL | {"patch_size": 4}
+STAGES = {"width": 24, "heads": (3, 3), "depths": (3, 2), "drop_path": 0.4}
+# Options, and the last block of each stage.
+FAMILIES = {
+    "deit3_s16": (PATCH, [2]),
+    "dinov3_s16": (PATCH, [2]),
+    "beit_b16": (PATCH, [2]),
+    "cat_5": (PATCH | {"operator": "released"}, [2]),
+    "cct_7_3x1": (SMALL, [2]),
+    "ceit_t": (PATCH, [2]),
+    "t2t_vit_7": (SMALL, [2]),
+    "swin_t": (STAGES | {"window_size": 3}, [2, 4]),
+    "dinat_small": (STAGES | {"kernel_size": 3, "dilations": (2, 1)}, [2, 4]),
+}
+SIZE = (16, 24)
+
+
+def small(name, **changes):
+    make = lambda: rope_jax.create_model(
+        name, num_classes=5, image_size=SIZE, **FAMILIES[name][0] | changes
+    )
+    return filled(nnx.eval_shape(make))
+
+
+def compiled(model, read):
+    """read(model, images, key), compiled."""
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, images, key: read(nnx.merge(graph, state), images, key))
+    return lambda images, key=None: run(state, images, key)
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["beit_b16", "ceit_t", "swin_t"]))
+def test_maps_after_all_blocks_are_those_of_the_model(name):
+    model, ends = small(name), FAMILIES[name][1]
+    every = range(ends[-1] + 1)
+
+    def read(model, images, _):
+        last = model.features(images, blocks=ends[-1:])
+        raw = model.features(images, blocks=every, norm=False)
+        return model.features(images), last, raw, model.norm(raw[-1])
+
+    usual, last, raw, normed = compiled(model, read)(pictures(*SIZE))
+    assert [x.shape[1:3] for x in usual] == model.grids(SIZE)
+    assert len(raw) == len(every)
+    for x, end in zip(usual[:-1], ends, strict=False):  # all but the last map are not normalised
+        np.testing.assert_array_equal(x, raw[end])
+    want = normed if model.norms_tokens else raw[-1]
+    np.testing.assert_allclose(usual[-1], want, atol=1e-5)
+    np.testing.assert_allclose(usual[-1], last[0], atol=1e-5)
+    for one, other in itertools.pairwise(raw):
+        assert one.shape != other.shape or np.abs(one - other).max() > 1e-2
+
+
+def test_every_map_can_be_normalised():
+    model = small("deit3_s16")
+
+    def read(model, images, _):
+        normed = model.features(images, blocks=(0, 2), norm=True)
+        raw = model.features(images, blocks=(0, 2), norm=False)
+        return normed, [model.norm(x) for x in raw]
+
+    for got, want in zip(*compiled(model, read)(pictures(*SIZE)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16"]))
+def test_maps_train_with_drop_path_and_gradients(name):
+    model, ends = small(name), FAMILIES[name][1]
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    images = pictures(*SIZE)
+
+    def loss(params, key):
+        maps = nnx.merge(graph, params, rest).features(
+            images, blocks=(ends[-1] - 1, ends[-1]), train=True, key=key
+        )
+        return sum((x**2).mean() for x in maps)
+
+    run = jax.jit(jax.value_and_grad(loss))
+    (one, gradients), (other, _) = (run(params, jax.random.key(seed)) for seed in (0, 1))
+    assert np.isfinite(one)
+    assert abs(one - other) > 1e-4 * abs(one)
+    unused = ("head", "norm", "lca", "layer_embedding", "attention_pool")
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert np.isfinite(gradient[...]).all(), path
+        if path[0] not in unused:
+            assert np.abs(gradient[...]).max() > 0, path
+
+
+def test_stacked_blocks_give_the_same_maps():
+    listed = small("deit3_s16")
+    scanned = small("deit3_s16", scan_layers=True)
+    from_list = dict(nnx.to_flat_state(nnx.state(listed)))
+    for path, param in nnx.to_flat_state(nnx.state(scanned)):
+        if path[0] == "blocks":
+            layers = [from_list["blocks", i, *path[1:]][...] for i in range(3)]
+            param.set_value(jnp.stack(layers))
+        else:
+            param.set_value(from_list[path][...])
+    key = jax.random.key(3)
+    for settings in ({}, {"train": True}):
+        read = lambda model, images, key, settings=settings: model.features(
+            images, blocks=(0, 2), norm=False, key=key, **settings
+        )
+        got, want = (compiled(model, read)(pictures(*SIZE), key) for model in (scanned, listed))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "block", "after"), [("swin_t", 1, 2), ("deit3_s16", 0, 1)])
+def test_blocks_after_the_last_one_wanted_are_not_run(name, block, after):
+    model = small(name)
+    blocks = model.blocks if name == "deit3_s16" else model.stages[0].blocks
+    blocks[after].mlp = None  # such a block cannot even be traced
+    shapes = jax.eval_shape(lambda images: model.features(images, blocks=(block,)), pictures(*SIZE))
+    assert len(shapes) == 1
+    with pytest.raises(TypeError):
+        jax.eval_shape(lambda images: model.features(images, blocks=(after,)), pictures(*SIZE))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "advice"),
+    [
+        ("deit3_s16", {"blocks": (1, 3)}, "blocks=(1, 3) must be numbers of this model's 3 blocks"),
+        ("deit3_s16", {"blocks": (1, 0)}, "in ascending order, from 0 to 2"),
+        ("deit3_s16", {"blocks": ()}, "blocks=() must be"),
+        ("swin_t", {"norm": True}, "has block 2 of an earlier one, of other channels"),
+        ("swin_t", {"train": True}, "train=True needs a key for drop path"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, settings, advice):
+    model = small(name)
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        nnx.eval_shape(lambda: model.features(pictures(*SIZE), **settings))
+
+
+def test_a_model_without_a_last_norm():
+    bare = small("deit3_s16", last_norm=False)
+    assert not [path for path, _ in nnx.to_flat_state(nnx.state(bare)) if path[0] == "norm"]
+    images = pictures(*SIZE)
+    usual, raw = compiled(
+        bare, lambda model, images, _: (model.features(images), model.features(images, norm=False))
+    )(images)
+    np.testing.assert_array_equal(usual[0], raw[0])
+    with pytest.raises(ValueError, match="created with last_norm=False"):
+        bare.features(images, norm=True)

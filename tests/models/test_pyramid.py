@@ -1,0 +1,73 @@
+"""ViTDet: its size, and what its golden (tests/parity/dense/vitdet.py) does not show."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
+from tests.models.small import SMALL, filled, pictures
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+WINDOWS = {"class_token": False, "attention": "window", "last_norm": False}
+
+
+def count(make):
+    params = jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param))
+    return sum(math.prod(param.shape) for param in params)
+
+
+def test_parameters_are_as_many_as_in_the_official_code():
+    def vit():
+        return rope_jax.create_model("deit_b16", num_classes=0, **WINDOWS)
+
+    unused = 768  # the class token's entry in the official table of positions
+    assert count(vit) == 85_796_352 - unused
+    pyramid = lambda **settings: FeaturePyramid(768, rngs=nnx.Rngs(0), **settings)
+    assert count(pyramid) == 5_560_000
+    assert count(lambda: pyramid(scales=(2.0, 1.0, 0.5))) == 3_444_096
+
+
+def test_maps_halve_from_level_to_level_on_odd_maps_too():
+    last = jax.ShapeDtypeStruct((1, 5, 9, 16), jnp.float32)
+    maps = jax.eval_shape(lambda x: FeaturePyramid(16, outputs=8, rngs=nnx.Rngs(0))([x]), last)
+    assert [x.shape[1:3] for x in maps] == [(20, 36), (10, 18), (5, 9), (2, 4), (1, 2)]
+
+
+def test_the_pyramid_trains_in_bfloat16_with_drop_path():
+    def make():
+        options = {"drop_path": 0.4, "window_size": 2, "global_blocks": (1,), "num_classes": 0}
+        vit = rope_jax.create_model(
+            "deit_ti16", position="rope2d", dtype=jnp.bfloat16, **SMALL | WINDOWS | options
+        )
+        settings = {"outputs": 8, "scales": (4.0, 0.5), "dtype": jnp.bfloat16}
+        pyramid = FeaturePyramid(48, rngs=nnx.Rngs(0), **settings)
+        return PyramidBackbone(vit, pyramid)
+
+    graph, params = nnx.split(filled(nnx.eval_shape(make)))
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, key):
+        maps = nnx.merge(graph, params).features(pictures(6, 10), train=True, key=key)
+        assert all(x.dtype == jnp.bfloat16 for x in maps)
+        return sum((x.astype(jnp.float32) ** 3).mean() for x in maps)
+
+    value, gradients = loss(params, jax.random.key(0))
+    assert value != loss(params, jax.random.key(1))[0]
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert gradient[...].dtype == jnp.float32
+        assert 0 < np.abs(gradient[...]).max() < np.inf, path
+
+
+@pytest.mark.parametrize("scales", [(), (1.0, 2.0), (3.0,), (8.0, 1.0), (0.25,)])
+def test_scales_that_there_are_no_maps_of_are_refused(scales):
+    advice = f"scales={scales} must be powers of 2 in descending order, from 0.5 to one"
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        FeaturePyramid(12, scales=scales, rngs=nnx.Rngs(0))

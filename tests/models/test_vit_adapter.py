@@ -1,0 +1,100 @@
+"""ViT-Adapter: what its golden (tests/parity/dense/vit_adapter.py) does not show."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.layers import BatchNorm
+from rope_jax.models.vit import ViT
+from tests.models.small import filled, pictures
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SMALL = {"width": 24, "heads": 3, "depth": 4, "mlp_ratio": 2.0, "num_classes": 0, "prior_width": 4}
+SMALL |= {"groups": (0, 1, 2, 3), "deform_heads": 2, "deform_points": 2, "image_size": 32}
+
+
+def small(**changes):
+    return rope_jax.create_model("vit_adapter_ti16", **SMALL | changes)
+
+
+def test_maps_have_strides_4_to_32_of_images_of_any_number_of_patches():
+    images = jax.ShapeDtypeStruct((2, 48, 80, 3), jnp.float32)
+    maps = jax.eval_shape(lambda images: small().features(images), images)
+    assert [x.shape for x in maps] == [
+        (2, 12, 20, 24),
+        (2, 6, 10, 24),
+        (2, 3, 5, 24),
+        (2, 2, 3, 24),
+    ]
+
+
+def test_the_added_maps_are_those_of_the_groups_or_of_the_last_one():
+    """Injectors are 0 at the start: the ViT's maps are then those of the ViT alone."""
+    graph, state = nnx.split(small())
+    last = nnx.graphdef(small(added="last"))
+
+    @jax.jit
+    def run(state, images):
+        model, other = nnx.merge(graph, state), nnx.merge(last, state)
+        alone = ViT.features(model, images, blocks=model.options.groups)
+        return model.features(images), other.features(images), alone
+
+    groups, last, alone = run(state, pictures(32, 64))
+    for level, (one, other) in enumerate(zip(groups, last, strict=True)):
+        want = resize_maps(alone[level] - alone[-1], one.shape[1:3])
+        scale = (1 + BatchNorm.epsilon) ** 0.5  # of the batch norm at the start
+        np.testing.assert_allclose((one - other) * scale, want, atol=2e-5)
+
+
+def test_everything_trains():
+    model = filled(small(drop_path=0.4, depth=2, groups=(0, 1), added="last"))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def step(params, key):
+        def loss(params):
+            model = nnx.merge(graph, params, rest)
+            maps = model.features(pictures(32, 64), train=True, key=key)
+            return sum((x**3).mean() for x in maps), nnx.state(model, nnx.BatchStat)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (value, statistics), gradients = step(params, jax.random.key(0))
+    assert value != step(params, jax.random.key(1))[0][0]
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert 0 < np.abs(gradient[...]).max() < np.inf, path
+    for path, before in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
+        assert np.abs(dict(nnx.to_flat_state(statistics))[path][...] - before[...]).max() > 0, path
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        (
+            {"groups": (0, 1)},
+            "groups=(0, 1) must be numbers of blocks in ascending order, of which",
+        ),
+        (
+            {"groups": (1, 3)},
+            "added='groups' takes a map of each of four groups, but groups=(1, 3)",
+        ),
+        ({"patch_size": 8}, "patch_size=8 is not possible: the strides of the four maps"),
+        ({"deform_heads": 7}, "24 channels are not divisible by heads=7"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(changes, advice):
+    with pytest.raises(ValueError, match=re.escape(advice)):
+        nnx.eval_shape(lambda: small(**changes))
+
+
+@pytest.mark.parametrize("settings", [{"blocks": (1,)}, {"norm": True}])
+def test_its_maps_are_not_those_of_blocks(settings):
+    with pytest.raises(ValueError, match="do not go with ViT-Adapter, whose four maps are of no"):
+        nnx.eval_shape(small).features(pictures(32, 32), **settings)

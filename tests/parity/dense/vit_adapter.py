@@ -1,0 +1,48 @@
+"""ViT-Adapter's backbone, in the form of its detection code."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import rope_jax
+from tests.parity.dense import images
+
+LIMITS = {"float64": 2e-5}  # the official code makes the references in float32
+
+
+def created(case, weights, dtype):
+    """The model of a case, without weights."""
+    depth = case["depth"]
+    side = round((weights["pos_embed"].shape[1] - 1) ** 0.5)
+    values = weights["interactions.0.injector.attn.value_proj.bias"].size
+    return rope_jax.create_model(
+        "vit_adapter_ti16",
+        width=case["embed_dim"],
+        depth=depth,
+        heads=case["heads"],
+        mlp_ratio=weights["blocks.0.mlp.fc1.bias"].size / case["embed_dim"],
+        image_size=16 * side,
+        attention="window",
+        window_size=case["window"],
+        window_padding="qkv",
+        global_blocks=tuple(sorted({*range(depth)} - {*case["windowed_blocks"]})),
+        groups=tuple(blocks[-1] for blocks in case["interactions"]),
+        prior_width=case["conv_inplane"],
+        deform_heads=case["deform_heads"],
+        deform_points=case["points"],
+        deform_ratio=values / case["embed_dim"],
+        adapter_ratio=float(case["cffn_ratio"]),
+        added="last",
+        num_classes=0,
+        dtype=dtype,
+    )
+
+
+def outputs(golden, dtype):
+    case, weights = golden.case, golden.weights
+    model = nnx.eval_shape(lambda: created(case, weights, dtype))
+    rope_jax.convert_state_dict(model, weights, source="vit_adapter")
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, x: nnx.merge(graph, state).features(x))
+    maps = run(state, jnp.asarray(images(*case["image"]), dtype))
+    return {f"f{n}": x[:, ::2, ::2, :8].transpose(0, 3, 1, 2) for n, x in enumerate(maps, 1)}

@@ -1,0 +1,80 @@
+"""Dense prediction equals official code, and the runner of `python -m tests.parity.dense`."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.pretrained import export_state_dict
+from tests.parity.dense import DATA, check_of, differences, goldens
+from tests.parity.dense.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+QUICK = ["msda", "upernet_heads", "vit_adapter", "vitdet_rel"]
+CHECKED = [name for name in goldens() if check_of(name)]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CHECKED]
+)
+def test_outputs_in_float64_are_those_of_the_official_code(name):
+    for key, (difference, limit) in differences(goldens()[name], "float64").items():
+        assert difference <= limit, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKED)
+def test_outputs_are_those_of_the_official_code(name):
+    for key, (difference, limit) in differences(goldens()[name], "float32").items():
+        assert difference <= limit, key
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [("vitdet_rel", "detectron2"), ("vit_adapter", "vit_adapter")]
+)
+def test_weights_are_exported_as_they_came(name, source):
+    golden = goldens()[name]
+    weights = golden.weights
+    model = nnx.eval_shape(lambda: check_of(name).created(golden.case, weights, "float32"))
+    rope_jax.convert_state_dict(model, weights, source=source)
+    exported = export_state_dict(model, source=source)
+    assert exported.keys() == weights.keys()
+    for key, array in weights.items():
+        if key.endswith("pos_embed"):  # the class token's entry is not used
+            array, exported[key] = array[:, 1:], exported[key][:, 1:]
+        np.testing.assert_array_equal(exported[key], array, err_msg=key)
+
+
+def folder_of(path, *names):
+    """A folder of some of the goldens."""
+    for name in names:
+        for kind in ("json", "npz"):
+            shutil.copy(DATA / f"{name}.{kind}", path)
+    cases = {name: golden.case for name, golden in goldens().items() if name in names}
+    (path / "cases.json").write_text(json.dumps(cases))
+    return str(path)
+
+
+def test_the_runner_reports_every_output_and_goldens_without_a_check(tmp_path, capsys):
+    assert main([folder_of(tmp_path, "msda", "mask2former"), "--x64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [
+        ["msda", "points"],
+        ["msda", "boxes_masked"],
+    ]
+    assert lines[2:] == ["checked 1 of 2 goldens", "there is no check of mask2former"]
+
+
+def test_the_runner_fails_where_an_output_differs(tmp_path, capsys):
+    folder = folder_of(tmp_path, "msda")
+    with np.load(tmp_path / "msda.npz") as file:
+        arrays = dict(file)
+    arrays["points"][0, 0, 0] += 1e-4
+    np.savez(tmp_path / "msda.npz", **arrays)
+    assert main([folder]) == 1
+    assert "not as the official code: msda.points" in capsys.readouterr().out
