@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -244,10 +244,15 @@ def _slowed() -> None:
         say("save", 0.5)
         return originals[1](*args)
 
-    def evaluation_batches(*args: Any, **options: Any) -> Any:
-        for batch in originals[2](*args, **options):
+    def slowly(made: Iterator[Any]) -> Iterator[Any]:
+        for batch in made:
             say("evaluation", 0.1)
             yield batch
+
+    def evaluation_batches(*args: Any, **options: Any) -> Any:
+        batches = originals[2](*args, **options)
+        batches._make = slowly(batches._make)
+        return batches
 
     loop.make_step = make_step
     Checkpoints._write = write_checkpoint
