@@ -6,14 +6,15 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test test-all test-process lint format clean
+.PHONY: help setup train compare test test-all test-process test-slow lint format clean
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
-	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
+	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
+	@echo "make test-all                     these three"
 	@echo "make test-faults                  fault injection: kills, damaged checkpoints, attacks (twenty minutes)"
 	@echo "make test-newest                  a selection with the newest jax, flax, ... within the bounds (.venv-newest)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
@@ -42,9 +43,11 @@ test: setup
 test-process: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
-# Everything, with the products of many cases (most schemes on most backbones): half an hour.
-test-all: setup
-	$(RUN) -m pytest -n 2 --dist worksteal -m "slow or not slow"
+# The products of many cases: most schemes on most backbones.
+test-slow: setup
+	$(RUN) -m pytest -n 2 --dist worksteal -m slow
+
+test-all: test test-process test-slow
 
 # Fifty kills at random instants, two hundred damaged checkpoints, SIGTERM in every phase, and the
 # attacks of tests/faults/attacks; no progress may be lost. Takes twenty minutes.

@@ -35,7 +35,7 @@ class Attack:
     Attributes:
         name: in words, for the table of results.
         tries: in `make test-faults`.
-        slow: whether the tests leave it to `make test-all`.
+        slow: whether the tests leave it to `make test-slow`.
         run: the function.
     """
 
