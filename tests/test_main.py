@@ -115,8 +115,8 @@ def test_prints_that_fail_are_no_failures(monkeypatch):
 def test_help_that_nobody_reads_is_no_error(monkeypatch):
     ours, theirs = os.pipe()
     os.close(ours)
-    monkeypatch.setattr(sys, "stdout", open(theirs, "w"))  # noqa: SIM115
-    with pytest.raises(SystemExit) as caught:
+    with open(theirs, "w") as stream, pytest.raises(SystemExit) as caught:
+        monkeypatch.setattr(sys, "stdout", stream)
         command.parse_flags(["rope_jax.main", "--config.help"])
     sys.stdout.close()
     assert caught.value.code is None
