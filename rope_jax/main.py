@@ -11,8 +11,8 @@ profile of a few steps. Exit status:
 - 0: the run is complete, or was stopped by a signal and saved;
 - 1: it failed: a loss that is not finite, a checkpoint that could not be written, a bug;
 - 2: the command, the config or the workdir is wrong;
-- 128 + signal number (130, 138, 143): stopped without saving: nothing to save, a second signal, or
-  one of several processes that waits for images.
+- 128 + signal number (129, 130, 138, 143): stopped without saving: nothing to save, a second
+  signal, or one of several processes that waits for images.
 """
 
 import dataclasses
