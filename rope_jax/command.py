@@ -48,6 +48,7 @@ _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parses absl's flags; every mistake ends in one line and status 2."""
+    keep_going_unread()
     if {"-h", "-help", "--help", "--config.help"} & set(arguments):
         print(_help(settings_only="--config.help" in arguments))
         sys.exit()

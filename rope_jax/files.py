@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -263,16 +264,19 @@ def locked_file(path: pathlib.Path, *, wait: bool) -> Iterator[IO[bytes]]:
 def _has_name(file: IO[bytes], path: pathlib.Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 @contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[None]:
+def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
     """Locks a workdir (created if missing) for this process.
 
     The operating system releases the lock when the process ends, however it ends, so locks are
     never stale. A workdir that was created here and is still empty is removed again.
+
+    Yields:
+        a function: whether the workdir still has this lock, so was not deleted, moved or replaced.
 
     Raises:
         ValueError: another process holds it; the message names it.
@@ -298,9 +302,11 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             file.truncate(0)
             # Not buffered: closing the file would write what is left, and fail without a name.
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        still_ours = functools.partial(_has_name, file, path)
         try:
-            yield
+            yield still_ours
         finally:
-            if made and [p.name for p in workdir.iterdir()] == [path.name]:
-                path.unlink()
-                workdir.rmdir()
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
+                if made and still_ours() and [p.name for p in workdir.iterdir()] == [path.name]:
+                    path.unlink()
+                    workdir.rmdir()

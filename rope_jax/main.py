@@ -11,8 +11,8 @@ profile of a few steps. Exit status:
 - 0: the run is complete, or was stopped by a signal and saved;
 - 1: it failed: a loss that is not finite, a checkpoint that could not be written, a bug;
 - 2: the command, the config or the workdir is wrong;
-- 128 + signal number (130, 138, 143): stopped without saving: nothing to save, a second signal, or
-  one of several processes that waits for images.
+- 128 + signal number (129, 130, 138, 143): stopped without saving: nothing to save, a second
+  signal, or one of several processes that waits for images.
 """
 
 import dataclasses
@@ -27,7 +27,6 @@ from rope_jax import run
 from rope_jax.command import (
     ended_soon,
     exit_statuses,
-    keep_going_unread,
     next_command,
     parse_flags,
 )
@@ -61,7 +60,6 @@ _JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all proce
 
 def main(_: list[str]) -> None:
     """Trains or evaluates, as the flags specify."""
-    keep_going_unread()
     seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
     with ended_soon(seconds), exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)

@@ -16,6 +16,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rope_jax.files import warn
 
@@ -67,6 +68,21 @@ def load(names: Iterable[str], *, wanted_by: str = "--plugins") -> None:
             kind = type(error).__name__
             raise ValueError(f"{about} cannot be imported: {kind}: {error}") from error
         _loaded[name] = None
+
+
+def named_in(config: Any) -> list[str]:
+    """The plug-ins in a run's stored config; none in one that is damaged.
+
+    >>> named_in({"plugins": ["my_schemes"]}), named_in({"plugins": "my_schemes"})
+    (['my_schemes'], [])
+
+    Args:
+        config: the value of a JSON file, which may be anything.
+    """
+    names = config.get("plugins") if isinstance(config, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []
+    return names
 
 
 @functools.cache

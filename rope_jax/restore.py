@@ -91,7 +91,7 @@ def read_checkpoint(
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
         about = checkpoints.about(step)
-        plugins.load(about["config"].get("plugins", ()), wanted_by=f"of the run {path}")
+        plugins.load(plugins.named_in(about["config"]), wanted_by=f"of the run {path}")
         config = resolve(about["config"])
         if ema and config.ema_decay is None:
             raise ValueError(

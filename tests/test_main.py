@@ -113,6 +113,16 @@ def test_prints_that_fail_are_no_failures(monkeypatch):
     sys.stdout.close()
 
 
+def test_help_that_nobody_reads_is_no_error(monkeypatch):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    monkeypatch.setattr(sys, "stdout", open(theirs, "w"))  # noqa: SIM115
+    with pytest.raises(SystemExit) as caught:
+        command.parse_flags(["rope_jax.main", "--config.help"])
+    sys.stdout.close()
+    assert caught.value.code is None
+
+
 def test_an_end_that_does_not_come_is_made(monkeypatch):
     """A thread that never answers must not keep the process."""
     ended: queue.SimpleQueue = queue.SimpleQueue()
@@ -320,6 +330,17 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
     again.send(signal.SIGTERM)
     assert again.wait(120) == 0
     assert f"found step {saved}" in again.said()
+
+
+@pytest.mark.process
+def test_a_workdir_that_is_deleted_is_one_line(tmp_path, forked):
+    settings = [*SMALL, "--config.epochs=4000.0", "--config.checkpoint_every=20"]
+    running = forked(tmp_path / "run", *settings)
+    running.wait_for("\nsaved step 20:")
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert running.wait(120) == 1
+    assert "run was deleted or moved, or another run has" in running.said().splitlines()[-1]
+    assert "Traceback" not in running.said()
 
 
 @pytest.mark.process

@@ -11,11 +11,14 @@ import sys
 import pytest
 
 import rope_jax
+import rope_jax.run
 from rope_jax import plugins
 from rope_jax.data import load, register_source
 from rope_jax.models.registry import MODELS, find_model, register
 from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES, scheme
+from rope_jax.training.signals import Interrupted, stop_signals
+from tests.training.recipe import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "docs" / "examples" / "my_schemes.py"
@@ -223,3 +226,30 @@ def test_a_class_without_what_its_scheme_needs_is_refused():
     ):
         scheme("nothing")(Nothing)
     assert "nothing" not in SCHEMES
+
+
+def test_a_signal_during_an_import_is_no_fault_of_the_plug_in(clean, tmp_path, monkeypatch):
+    (tmp_path / "slow_one.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Interrupted, match="SIGTERM"), stop_signals():
+        plugins.load(["slow_one"])
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"plugins": 3}', '{"plugins": "abc"}', "null", '{"plugins": [3]}']
+)
+def test_a_damaged_config_of_a_run_names_no_plug_ins(clean, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert rope_jax.run._with_plugins(tiny(), tmp_path).plugins == ()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "nothing"])
+def test_a_config_that_is_no_file_names_no_plug_ins(clean, tmp_path, kind):
+    path = tmp_path / "config.json"
+    {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "nothing": lambda: None,
+    }[kind]()
+    assert rope_jax.run._with_plugins(tiny(), tmp_path).plugins == ()

@@ -34,8 +34,8 @@ def problem_of(folder: pathlib.Path, step: int) -> str | None:
             if pause is None:
                 raise OSError(
                     error.errno,
-                    f"checkpoint {folder} cannot be read ({os.strerror(error.errno or 0)}), which "
-                    "tells nothing about its content: it is left as it is; try again when it can",
+                    f"checkpoint {folder} cannot be read ({os.strerror(error.errno or 0)}); it may "
+                    "be intact and was not renamed. Start again once it can be read",
                     error.filename,
                 ) from error
             time.sleep(pause)

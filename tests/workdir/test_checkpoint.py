@@ -7,6 +7,7 @@ import pathlib
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ import pytest
 
 from rope_jax.files import SaveFailed, write_file
 from rope_jax.sharding import make_mesh, replicated, with_shardings
+from rope_jax.training.signals import Interrupted, stop_signals
 from rope_jax.workdir import checkpoint, integrity
 from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.integrity import Damaged
@@ -530,7 +532,9 @@ def test_a_read_that_fails_condemns_no_checkpoint(tmp_path, two, monkeypatch):
             failures[:] = [OSError(code, os.strerror(code), "file")] * 3
             assert checkpoints.newest_verified(rename=True) == 2
             failures[:] = [OSError(code, os.strerror(code), "file")] * 4
-            with pytest.raises(OSError, match=f"{os.strerror(code)}.* tells nothing about its con"):
+            with pytest.raises(
+                OSError, match=f"{os.strerror(code)}.*; it may be intact and was not"
+            ):
                 checkpoints.newest_verified(rename=True)
         assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
 
@@ -575,3 +579,45 @@ def test_a_state_of_another_step_is_refused(tmp_path, two):
         assert checkpoints.newest_verified() == 30
         with pytest.raises(Damaged, match="30 holds the state of step 20"):
             checkpoints.load(30, shapes({"step": jnp.array(0)}))
+
+
+@pytest.mark.parametrize("lost", ["before", "while it is written"])
+def test_nothing_is_written_to_a_workdir_that_is_no_longer_ours(tmp_path, monkeypatch, lost):
+    begin, ours = checkpoint.ocp.save_checkpointables_async, [lost != "before"]
+
+    def lose(path, *args, **kwargs):
+        ours[:] = [False]
+        return begin(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
+
+    def save(checkpoints):
+        checkpoints.save(1, state(), about={})
+        checkpoints.wait()
+
+    message = f"^step 1 is not saved: {tmp_path} was deleted or moved, or another run has taken"
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, keep=2, still_ours=lambda: ours[0]) as checkpoints:
+        with pytest.raises(SaveFailed, match=message):
+            save(checkpoints)
+        assert checkpoints.steps() == []
+        assert lost != "before" or not list(folder.iterdir())
+
+
+def test_a_lock_that_cannot_be_looked_up_is_not_lost(tmp_path):
+    def stalled():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Checkpoints(tmp_path, still_ours=stalled) as checkpoints:
+        checkpoints.save(1, state(), about={})
+    assert checkpoints.steps() == [1]
+
+
+def test_a_signal_while_a_checkpoint_is_read_is_no_error_of_reading(two, monkeypatch):
+    def stopped(*args):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", stopped)
+    stopping = pytest.raises(Interrupted, match="SIGTERM")
+    with Checkpoints(two) as checkpoints, stopping, stop_signals():
+        checkpoints.load(2, shapes(state()))
