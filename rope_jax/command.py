@@ -28,7 +28,7 @@ from rope_jax.config import (
     setting_called,
     settings_help,
 )
-from rope_jax.data import BadImages
+from rope_jax.data import BadImages, BadSet
 from rope_jax.data.workers import DeadWorker
 from rope_jax.files import SaveFailed
 from rope_jax.restore import create
@@ -113,7 +113,7 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         yield
     except ConfigError as error:
         _stop(2, str(error), at_once=distributed)
-    except (NonFinite, SaveFailed, DeadWorker) as error:
+    except (NonFinite, SaveFailed, DeadWorker, BadSet) as error:
         _stop(1, str(error), at_once=distributed)
     except BadImages as error:
         _stop(1, f"{error}; {_BAD_IMAGES}", at_once=distributed)

@@ -11,7 +11,8 @@ import pathlib
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 _KINDS = {
@@ -21,6 +22,7 @@ _KINDS = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
+RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _JSON_BYTES = 1 << 28  # of a JSON file; config, results and indices have far fewer
 
 
@@ -159,6 +161,27 @@ def file_sha256(path: str | os.PathLike) -> str:
     """The sha256 of a regular file's content, in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def has_sha256(path: pathlib.Path, sha256: str) -> bool:
+    """Whether a regular file has this sha256, in hexadecimal."""
+    return file_sha256(path) == sha256
+
+
+def retried(read: Callable[[], Any], pauses: Sequence[float]) -> Any:
+    """The result of `read`, which is called again, after each of the pauses (s), if it fails.
+
+    >>> retried(lambda: 3, RETRY_AFTER)
+    3
+
+    Raises:
+        OSError: the last call failed, too.
+    """
+    for pause in pauses:
+        with contextlib.suppress(OSError):
+            return read()
+        time.sleep(pause)
+    return read()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from absl.testing import flagsaver
 
 from rope_jax import command
 from rope_jax.config import ConfigError, resolve
-from rope_jax.data import BadImages
+from rope_jax.data import BadImages, BadSet
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
 from rope_jax.training.signals import Interrupted
@@ -59,6 +59,7 @@ def stopped_by(name, *, saved):
             "`python -m rope_jax.data.verify` lists all that cannot be used, and "
             "--config.data.bad_images=skip goes on without them\n",
         ),
+        (BadSet("2 of 6 images cannot be used"), 1, "rope_jax: 2 of 6 images cannot be used\n"),
         (
             MemoryError("Unable to allocate 9 TiB"),
             1,

@@ -11,10 +11,9 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from rope_jax.files import file_sha256, read_regular
+from rope_jax.files import RETRY_AFTER, file_sha256, read_regular
 
 MANIFEST = "manifest.json"
-RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _LARGEST = 1 << 28  # bytes of a manifest: those of millions of files
 
 
