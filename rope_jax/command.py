@@ -225,7 +225,12 @@ def _exit(status: int, *, at_once: bool) -> None:
 
 
 def next_command(config: Config, workdir: pathlib.Path) -> str | None:
-    """This command with another scheme, in a folder beside this one; None if there is no other."""
+    """This command with another scheme, in a folder beside this one.
+
+    None if there is no other, or if the run started from weights, which have their own scheme.
+    """
+    if config.init_from is not None:
+        return None
     for other in _OTHERS:
         model = dataclasses.replace(config.model, position=other)
         with contextlib.suppress(ConfigError):

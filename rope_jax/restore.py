@@ -135,8 +135,8 @@ def start_from(model: nnx.Module, config: Config) -> None:
     """Loads the weights of `config.init_from` into a fresh model.
 
     It may be anything that `pretrained` of `create_model` takes. Position tables are resized by
-    their scheme's rule. A head for other classes keeps its initial weights. Other values of options
-    and schemes than those of the weights are a warning.
+    their scheme's rule. A head for another number of classes keeps its initial weights. If options
+    or schemes differ from those of the weights, a warning says so.
 
     Raises:
         ConfigError: there are no weights, or their names or shapes are another model's.

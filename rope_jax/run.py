@@ -143,7 +143,7 @@ def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
         plugins.load_installed()
         plugins.load(before, wanted_by=f"of the run {workdir}")
         plugins.load(config.plugins)
-    return dataclasses.replace(config, plugins=plugins.loaded())
+    return dataclasses.replace(config, plugins=plugins.needed(to_json(config)))
 
 
 @contextlib.contextmanager

@@ -200,6 +200,11 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
     ]
 
 
+def test_weights_have_one_scheme_so_that_no_other_is_next():
+    config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
+    assert command.next_command(config, pathlib.Path("runs/a")) is None
+
+
 @pytest.mark.parametrize(
     ("options", "other"),
     [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax import plugins
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
 
@@ -318,15 +319,17 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
             method = getattr(cls, missing)
             if getattr(method, "__isabstractmethod__", False):
                 form = f"{missing}({', '.join(inspect.signature(method).parameters)})"
+                about = (method.__doc__ or "").split(";")[0].rstrip(".")
+                which = f", which {about[0].lower()}{about[1:]}" if about else ""
                 raise ValueError(
-                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}, which "
-                    f"{method.__doc__[0].lower()}{method.__doc__[1:].split(';')[0].rstrip('.')}"
+                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}{which}"
                 )
         if name in SCHEMES:
             raise ValueError(
                 f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"
             )
         SCHEMES[name] = cls
+        plugins.registered(name)
         return cls
 
     return register
