@@ -84,9 +84,9 @@ def split_parameter(shape: tuple[int, ...], mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, P(*spec))
 
 
-def on_every_device(shape: tuple[int, ...], mesh: AnyMesh) -> bool:
-    """Whether every device holds all of an array of the training state."""
-    return split_parameter(shape, mesh).is_fully_replicated
+def on_every_device(mesh: AnyMesh) -> Callable[[tuple[int, ...]], bool]:
+    """Returns whether every device holds all of an array of the training state, by its shape."""
+    return lambda shape: split_parameter(shape, mesh).is_fully_replicated
 
 
 def state_shardings(state: Any, mesh: AnyMesh) -> Any:

@@ -96,7 +96,8 @@ class SelfAttention(nnx.Module):
             with jax.named_scope("attention"):
                 out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
 
-        # Attention and projection then save one array for their backward passes, also in a scan.
+        # Attention's output would otherwise be saved twice, for its own backward pass and, in the
+        # shape of tokens, for that of the projection, also in a scan.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(out: Array) -> Array:
             return self.proj(out.reshape(batch, tokens, features))
