@@ -61,9 +61,7 @@ _JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all proce
 
 def main(_: list[str]) -> None:
     """Trains or evaluates, as the flags specify."""
-    keep_going_unread()
-    seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
-    with ended_soon(seconds), exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
+    with exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)
         config = dataclasses.replace(config, plugins=(*config.plugins, *_PLUGINS.value))
         keep_compiled()
@@ -81,8 +79,15 @@ def main(_: list[str]) -> None:
 
 
 def command() -> None:
-    """Parses `sys.argv` and calls `main`."""
-    app.run(main, flags_parser=parse_flags)
+    """Parses `sys.argv`, calls `main`, and ends the process."""
+
+    def run_and_end(arguments: list[str]) -> None:
+        keep_going_unread()
+        seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
+        with ended_soon(seconds):
+            main(arguments)
+
+    app.run(run_and_end, flags_parser=parse_flags)
 
 
 if __name__ == "__main__":
