@@ -48,8 +48,8 @@ _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parses absl's flags; every mistake ends in one line and status 2."""
-    keep_going_unread()
     if {"-h", "-help", "--help", "--config.help"} & set(arguments):
+        keep_going_unread()
         print(_help(settings_only="--config.help" in arguments))
         sys.exit()
     try:

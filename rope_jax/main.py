@@ -27,6 +27,7 @@ from rope_jax import run
 from rope_jax.command import (
     ended_soon,
     exit_statuses,
+    keep_going_unread,
     next_command,
     parse_flags,
 )
@@ -60,6 +61,7 @@ _JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all proce
 
 def main(_: list[str]) -> None:
     """Trains or evaluates, as the flags specify."""
+    keep_going_unread()
     seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
     with ended_soon(seconds), exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)

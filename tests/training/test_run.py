@@ -649,6 +649,7 @@ def test_a_workdir_that_is_deleted_or_taken_stops_the_run(tmp_path, monkeypatch)
 
     def taken(self, step, *args):
         if step == 10:
+            self._checkpoints.newest()  # waits until step 8 is on the disk
             shutil.rmtree(workdir)
             second.enter_context(locked(workdir))
             (workdir / "checkpoints").mkdir()
