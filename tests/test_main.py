@@ -119,7 +119,7 @@ def test_help_that_nobody_reads_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with open(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        with pytest.raises(SystemExit, match="^$"):
+        with pytest.raises(SystemExit, match=r"^$"):
             command.parse_flags(["rope_jax.main", "--config.help"])
     sys.stdout.close()
 
