@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import gc
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -540,20 +540,30 @@ def test_a_read_that_fails_condemns_no_checkpoint(tmp_path, two, monkeypatch):
         assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
 
 
-# Of orbax, which makes a coroutine before the event loop that cannot be created.
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-def test_too_few_file_handles_are_told_as_such(two):
+@pytest.mark.parametrize("failing", ["load_checkpointables", "checkpointables_metadata"])
+def test_files_that_verify_and_cannot_be_read_are_no_damage(two, monkeypatch, failing):
+    """Without file handles, orbax and tensorstore raise errors of any kind."""
+
+    def fail(*_):
+        raise TypeError("'NoneType' object is not iterable")
+
     with Checkpoints(two) as checkpoints:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1])
-        )
-        try:
-            with pytest.raises(OSError, match=r"Too many open files|ulimit -n"):
-                checkpoints.load(2, shapes(state()))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    gc.collect()  # the coroutine, here and not in another test
+        monkeypatch.setattr(checkpoint.ocp, failing, fail)
+        with pytest.raises(OSError, match=r"could not be read \('NoneType'.*ulimit -n"):
+            checkpoints.load(2, shapes(state()))
+
+
+def test_metadata_that_orbax_does_not_read_is_told(two, monkeypatch):
+    original = checkpoint.ocp.checkpointables_metadata
+
+    def without_trees(folder):
+        found = original(folder)
+        return types.SimpleNamespace(metadata=dict.fromkeys(found.metadata))
+
+    with Checkpoints(two) as checkpoints:
+        monkeypatch.setattr(checkpoint.ocp, "checkpointables_metadata", without_trees)
+        with pytest.raises(OSError, match=r"could not be read: .*ulimit -n"):
+            checkpoints.load(2, shapes(state()))
 
 
 @pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a file"])
