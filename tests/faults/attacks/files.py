@@ -126,7 +126,11 @@ def _unreadable() -> None:
 @attack("reads that fail while a checkpoint is verified", tries=2)
 def failed_reads(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
     completed(folder)
-    refused([start(folder, prepare=_unreadable)], "cannot be read", "it may be intact and was not renamed")
+    refused(
+        [start(folder, prepare=_unreadable)],
+        "cannot be read",
+        "it may be intact and was not renamed",
+    )
     names = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
     expect(names == sorted(["8", str(STEPS)]), f"there are {names}")
     completed(folder)
