@@ -48,15 +48,19 @@ class Planned:
 
 
 def command() -> None:
-    """Calls `main` with `sys.argv`, as `rope_jax.main` does its own."""
+    """Calls `main` with `sys.argv`, and ends the process."""
     keep_going_unread()
-    with ended_soon(15):
-        main()
+    asked = _parse(None)
+    with ended_soon(15.0):
+        _compare(asked)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Trains what is missing, prints the tables, and writes the report."""
-    asked = _parse(arguments)
+    _compare(_parse(arguments))
+
+
+def _compare(asked: argparse.Namespace) -> None:
     with exit_statuses(str(asked.out), distributed=False):
         keep_compiled()
         with blame("JAX_PLATFORMS"):

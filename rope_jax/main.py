@@ -83,7 +83,7 @@ def command() -> None:
 
     def run_and_end(arguments: list[str]) -> None:
         keep_going_unread()
-        seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
+        seconds = 120.0 if _DISTRIBUTED.value else 15.0  # several processes wait for each other
         with ended_soon(seconds):
             main(arguments)
 
