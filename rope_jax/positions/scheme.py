@@ -309,6 +309,18 @@ SCHEMES: dict[str, type[Position]] = {"none": Position}
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
     """Class decorator that registers a scheme under `name`.
 
+    >>> from rope_jax.positions.absolute import Absolute
+    >>> @scheme("constant")
+    ... class Constant(Absolute):
+    ...     def table(self, grid):
+    ...         tokens = self.stage.embed_prefix + grid[0] * grid[1]
+    ...         return jax.numpy.ones((tokens, self.stage.channels))
+    >>> SCHEMES.pop("constant").__name__  # in this example only
+    'Constant'
+
+    Args:
+        name: for the notation, `name(option=value)`; see `Position` for the class.
+
     Raises:
         ValueError: there is a scheme of this name, or the class lacks a method.
     """
