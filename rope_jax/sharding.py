@@ -100,7 +100,7 @@ def state_shardings(state: Any, mesh: AnyMesh) -> Any:
     True
 
     Args:
-        state: a tree of arrays or of `jax.ShapeDtypeStruct`s.
+        state: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`).
         mesh: see `make_mesh`.
     """
     return jax.tree.map(lambda x: split_parameter(x.shape, mesh), state)
