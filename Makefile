@@ -99,6 +99,7 @@ tables: setup
 # Builds the site; a warning, or a link to a page, a file or a heading that is not there, is an error.
 SPHINX = .venv-docs/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs
 docs: .venv-docs/ready
+	rm -rf build/docs
 	$(SPHINX) --fresh-env -b html . build/docs
 	.venv-docs/bin/python -m docs.check_links build/docs
 

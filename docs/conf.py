@@ -9,6 +9,7 @@ import re
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import rope_jax
@@ -71,5 +72,8 @@ class ArxivLinks(SphinxPostTransform):
 
 
 def setup(app: Sphinx) -> None:
-    """Registers the links to papers."""
+    """Registers the links to papers, and the docstrings' own heading for attributes."""
     app.add_post_transform(ArxivLinks)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"

@@ -127,8 +127,8 @@ class Position(nnx.Module):
     ('logits', 'resample', True)
 
     The keyword-only parameters of the constructor are the scheme's options, with their types.
-    Trainable arrays are `nnx.Param`s; `nnx.Param(value, decay=False)` is not decayed. The first
-    axis of a parameter is the layer's, or it is marked `layers=False`.
+    Trainable arrays are of type `nnx.Param`; `nnx.Param(value, decay=False)` is not decayed. The
+    first axis of a parameter is the layer's, or it is marked `layers=False`.
 
     Class attributes describe the scheme with default options; constructors override them on the
     instance if options change them. Tests measure all of these:

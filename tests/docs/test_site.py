@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 PAGES = [*DOCS.rglob("*.md"), *ROOT.glob("colabs/*.ipynb"), ROOT / "README.md"]
 PAGES.append(ROOT / "kernels" / "README.md")
 INDEX = (DOCS / "index.md").read_text()
-NAMES = re.compile(r"^\.\. (?:auto(?:function|class|data)|currentmodule):: (\S+)", re.MULTILINE)
+NAMES = re.compile(r"^\.\. (?:auto(?:function|class|data)|currentmodule):: ([\w.]+)", re.MULTILINE)
 
 
 def test_every_page_is_in_the_contents_and_in_the_list():
@@ -65,6 +65,8 @@ def test_names_of_the_reference_have_examples(page):
         module, _, attribute = name.rpartition(".")
         text = getattr(importlib.import_module(module), attribute).__doc__
         assert ">>> " in text, name
+        # reStructuredText ends code only before a space or a mark: `x`s is not code.
+        assert not re.search(r"`[\w.]+`\w", text), name
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path, capsys):
