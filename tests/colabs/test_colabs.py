@@ -4,6 +4,7 @@ The outputs that notebooks carry are those of their code; the cell that installs
 it in a clone, in a wheel and on an index.
 """
 
+import doctest
 import importlib.metadata
 import json
 import os
@@ -80,6 +81,8 @@ def test_changed_code_is_not_up_to_date():
 
 
 def test_text_that_was_overwritten_is_not_shown():
+    tried = doctest.testmod(make_notebooks)
+    assert (tried.attempted, tried.failed) == (1, 0)
     stream = {"output_type": "stream", "name": "stdout"}
     picture = {"output_type": "display_data", "data": {}}
     outputs = [

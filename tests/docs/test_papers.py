@@ -1,6 +1,7 @@
 """The page on papers: every recipe with published accuracies, every claim that is tested."""
 
 import ast
+import doctest
 import pathlib
 import re
 
@@ -46,6 +47,11 @@ def test_results_stand_in_the_section_of_their_paper():
     assert "`rope2d` above `vit` with `ape` | Heo et al., figure 4 | 12 px: -10.0 ± 0.0" in heo
     assert "thesis, table" not in heo
     assert "none of these models has two seeds yet" in found["LaPE, Yu et al.: ImageNet"]
+
+
+def test_examples():
+    assert doctest.testmod(papers).attempted > 0
+    assert doctest.testmod(papers).failed == 0
 
 
 def test_the_citation_has_all_references():
