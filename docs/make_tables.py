@@ -17,6 +17,7 @@ from benchmarks._runner import Result
 from docs.evidence import evidence, ranking
 from docs.papers import citation, papers
 from docs.results import ROOT, newest, no_result, origin, read_results
+from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.positions.__main__ import markdown
 from rope_jax.text import markdown_table
@@ -283,6 +284,7 @@ def costs(results: Sequence[Result]) -> str:
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "digits": digits,
     "schemes": schemes,
+    "scheme_options": scheme_options,
     "rotary": rotary_table,
     "data": data,
     "evidence": evidence,
