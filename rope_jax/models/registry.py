@@ -143,6 +143,12 @@ def register(
 ) -> None:
     """Registers a model.
 
+    >>> from rope_jax.models.vit import ViT, ViTOptions
+    >>> register("vit_narrow", ViT, ViTOptions(width=48, heads=3, depth=1), position="rope2d")
+    >>> list_models("vit_narrow")
+    ['vit_narrow']
+    >>> del MODELS["vit_narrow"]  # in this example only
+
     Args:
         name: for `create_model`.
         family: class of the model.

@@ -128,8 +128,8 @@ class Position(nnx.Module):
     ('logits', 'resample', True)
 
     The keyword-only parameters of the constructor are the scheme's options, with their types.
-    Trainable arrays are `nnx.Param`s; `nnx.Param(value, decay=False)` is not decayed. The first
-    axis of a parameter is the layer's, or it is marked `layers=False`.
+    Trainable arrays are of type `nnx.Param`; `nnx.Param(value, decay=False)` is not decayed. The
+    first axis of a parameter is the layer's, or it is marked `layers=False`.
 
     Class attributes describe the scheme with default options; constructors override them on the
     instance if options change them. Tests measure all of these:
@@ -309,6 +309,18 @@ SCHEMES: dict[str, type[Position]] = {"none": Position}
 
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
     """Class decorator that registers a scheme under `name`.
+
+    >>> from rope_jax.positions.absolute import Absolute
+    >>> @scheme("constant")
+    ... class Constant(Absolute):
+    ...     def table(self, grid):
+    ...         tokens = self.stage.embed_prefix + grid[0] * grid[1]
+    ...         return jax.numpy.ones((tokens, self.stage.channels))
+    >>> SCHEMES.pop("constant").__name__  # in this example only
+    'Constant'
+
+    Args:
+        name: for the notation, `name(option=value)`; see `Position` for the class.
 
     Raises:
         ValueError: there is a scheme of this name, or the class lacks a method.
