@@ -11,12 +11,13 @@ from rope_jax.data.order import batch_examples, epoch_length
 from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
 from rope_jax.data.sources import Images, Streamed, load, open_source, register_source
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
-from rope_jax.data.sources.index import BadImages
+from rope_jax.data.sources.index import BadImages, BadSet
 
 __all__ = [
     "EVALUATION_SETS",
     "AugmentSplit",
     "BadImages",
+    "BadSet",
     "Batches",
     "EvaluationSet",
     "Images",

@@ -6,7 +6,7 @@ Batches are created in this process, in a thread, or in worker processes.
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -21,7 +21,7 @@ from rope_jax.data.images.augment import CROP, Augmentation, parse_loader
 from rope_jax.data.images.crops import crop_pixels
 from rope_jax.data.order import batch_examples, check_batch
 from rope_jax.data.sources import Images, Streamed
-from rope_jax.data.sources.index import BadImages
+from rope_jax.data.sources.index import BadImages, BadSet
 from rope_jax.data.workers import Batch
 
 BAD_IMAGES = ("error", "skip")
@@ -70,9 +70,11 @@ class Training:
                     pixels[k] = self.images.read(int(ids[k]), crop, draw)
                     break
                 except BadImages:
-                    if self.bad_images == "error" or len(bad) > _allowed(count):
+                    if self.bad_images == "error":
                         raise
                     bad.append(int(ids[k]))
+                    if len(bad) > _allowed(count) + 1:
+                        raise _too_many(bad, count) from None
                     ids[k] = (ids[k] + 1) % count
         labels = np.asarray(self.images.labels)[ids]
         for augmentation, draws in drawn:
@@ -118,6 +120,16 @@ def named_streams(
 def _allowed(count: int) -> int:
     """The number of images of a set that may be skipped; never all of them."""
     return min(-(-count // _BAD_SHARE), count - 1)
+
+
+def _too_many(skipped: Iterable[int], count: int) -> BadSet:
+    """The error for skipped images, by number, of a set of `count`."""
+    ids = sorted(set(skipped))
+    return BadSet(
+        f"{len(ids)} of {count} images cannot be used, more than {_allowed(count)} (one in "
+        f"{_BAD_SHARE}): {', '.join(map(str, ids[:8]))}, ...; "
+        "python -m rope_jax.data.verify lists them with the reasons"
+    )
 
 
 @dataclass(frozen=True)
@@ -194,12 +206,7 @@ class Batches(Iterator[Batch]):
         self.skipped.update(batch.pop("bad").tolist())
         if len(self.skipped) > _allowed(self._count):
             self.close()
-            some = ", ".join(map(str, sorted(self.skipped)[:8]))
-            raise BadImages(
-                f"{len(self.skipped)} of {self._count} images cannot be used, more than "
-                f"{_allowed(self._count)} (one in {_BAD_SHARE}): {some}, ...; "
-                "python -m rope_jax.data.verify lists them with the reasons"
-            )
+            raise _too_many(self.skipped, self._count)
         return batch
 
     def close(self) -> None:
