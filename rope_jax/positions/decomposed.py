@@ -33,7 +33,7 @@ class AxisBias:
 
     def __call__(self, q: Array, k: Array, v: Array, attend: Callable) -> Array:
         shape, head_dim = q.shape, q.shape[-1]
-        if q.ndim == 5:  # a map of whole windows
+        if q.ndim == 5:  # a map of windows
             grid, prefix = shape[1:3], 0
         else:
             grid = (self.rows.shape[0], self.columns.shape[0])
@@ -44,7 +44,8 @@ class AxisBias:
         products, one_hots = [], []
         for axis, vectors in enumerate((self.rows, self.columns)):
             places = np.arange(grid[axis]) % len(vectors)  # within the window
-            own = jnp.tile(vectors, (grid[axis] // len(vectors), 1, 1)).astype(q.dtype)
+            windows = -(-grid[axis] // len(vectors))  # the last may be a part of one
+            own = jnp.tile(vectors, (windows, 1, 1))[: grid[axis]].astype(q.dtype)
             form = ("byxnd,ykd->byxnk", "byxnd,xkd->byxnk")[axis]
             products.append(jnp.einsum(form, maps, own).reshape(*queries.shape[:-1], -1))
             one_hot = np.expand_dims(np.eye(len(vectors))[places], 1 - axis)

@@ -46,7 +46,10 @@ ALIKE = {
     "dinov3_s16": _SMALL,
     "nat_s_tiny": _STAGES,
     "resformer_ti16": _SMALL,
-    "vit_adapter_ti16": ({**_PLAIN, "groups": (0,), "added": "last"}, *_FIXED[1:]),
+    "vit_adapter_ti16": (
+        {**_PLAIN, "groups": (0,), "added": "last", "deform_heads": 2},
+        *_FIXED[1:],
+    ),
 }
 
 WINDOWS = ("dinat", "nat", "swin")
