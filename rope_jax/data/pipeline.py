@@ -6,19 +6,20 @@ Batches are created in this process, in a thread, or in worker processes.
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt64
 
 from rope_jax.data.ahead import Ahead, Waiting
 from rope_jax.data.checking import FileCheck
 from rope_jax.data.draws import example_draws
-from rope_jax.data.images.augment import CROP, Augmentation, parse_loader
-from rope_jax.data.images.crops import crop_pixels
+from rope_jax.data.images.augment import CROP, LOADER, Augmentation, parse_loader
+from rope_jax.data.images.joint import crop_both, padded
 from rope_jax.data.order import batch_examples, check_batch
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages
@@ -26,6 +27,7 @@ from rope_jax.data.workers import Batch
 
 BAD_IMAGES = ("error", "skip")
 _BAD_SHARE = 1000  # one image in 1,000 may be skipped
+Drawn = tuple[Augmentation, UInt64[np.ndarray, " b"]]  # with the draws of some examples
 _THREADS = 8  # decode images for an evaluation
 
 
@@ -63,29 +65,44 @@ class Training:
         if drawn and drawn[0][0].entry.stage == CROP:
             crop, crop_draws = drawn.pop(0)
         ids, bad = indices % count, []
-        pixels = np.empty((len(ids), *self.images.size, 3), np.uint8)
+        rows: list[Batch] = []
         for k, draw in enumerate(crop_draws.tolist()):
             while True:
                 try:
-                    pixels[k] = self.images.read(int(ids[k]), crop, draw)
+                    rows.append(self.images.example(int(ids[k]), crop, draw))
                     break
                 except BadImages:
                     if self.bad_images == "error" or len(bad) > _allowed(count):
                         raise
                     bad.append(int(ids[k]))
                     ids[k] = (ids[k] + 1) % count
-        labels = np.asarray(self.images.labels)[ids]
-        for augmentation, draws in drawn:
-            pixels = augmentation(pixels, draws)
-            if labels.ndim == 3:  # of pixels
-                labels = augmentation.moved_labels(augmentation, labels, draws)
-        return {
-            "image": pixels,
-            "label": labels,
+        if crop is not None and crop.entry.joint:  # of sizes of their own
+            parts = [self._padded(row, drawn, k) for k, row in enumerate(rows)]
+            batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        else:
+            batch = self._changed(_stacked(rows), drawn)
+        return batch | {
             "epoch": epochs.astype(np.int32),
             "index": indices.astype(np.int32),
             "bad": np.array(bad, np.int64),
         }
+
+    def _changed(self, batch: Batch, drawn: Sequence[Drawn]) -> Batch:
+        """A batch after the augmentations that keep the size of images."""
+        for augmentation, draws in drawn:
+            batch["image"] = augmentation(batch["image"], draws)
+            if self.images.pixelwise:
+                labels = augmentation.moved_labels(augmentation, batch["label"], draws)
+                batch["label"] = labels
+        return batch
+
+    def _padded(self, row: Batch, drawn: Sequence[Drawn], k: int) -> Batch:
+        """Example k as a batch of its own, augmented and then padded; with its `extent`."""
+        drawn = [(augmentation, draws[k : k + 1]) for augmentation, draws in drawn]
+        batch = self._changed(_stacked([row]), drawn)
+        extent = np.array([batch["label"].shape[1:]], np.int32)
+        image, label = padded(batch["image"], batch["label"], self.images.size)
+        return {"image": image, "label": label, "extent": extent}
 
     def examples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and indices of examples of this shard's stream, see `batch_examples`."""
@@ -113,6 +130,38 @@ def named_streams(
     """The loader's augmentations with the streams of their draws (`rope_jax.data.draws`)."""
     for number, one in enumerate(augmentations):
         yield f"{number} {one.name}", one
+
+
+def check_augmentations(augmentations: Sequence[Augmentation], images: Images | Streamed) -> None:
+    """Raises ValueError for augmentations of the loader that do not suit the labels of a set."""
+    for one in augmentations:
+        if one.entry.joint and not images.pixelwise:
+            raise ValueError(
+                f"{one.name} is for images whose pixels have classes, but {images.name} has a "
+                "class for each image: use resized_crop"
+            )
+        if images.pixelwise and one.entry.stage == LOADER:
+            one.check_moves()
+
+
+def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
+    """Reads all labels of pixels that are files.
+
+    Args:
+        images: of any kind.
+        bad_images: "error" or "skip", see `batches`.
+
+    Raises:
+        ValueError: labels cannot be used, or too many of them; the message names a file.
+    """
+    errors = [] if images.in_memory else images.source.label_errors()
+    if len(errors) > (_allowed(len(images.labels)) if bad_images == "skip" else 0):
+        more = f" ({len(errors)} of {len(images.labels)} images have such)" if errors[1:] else ""
+        raise ValueError(f"{errors[0]}{more}")
+
+
+def _stacked(rows: Sequence[Batch]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _allowed(count: int) -> int:
@@ -146,25 +195,24 @@ class Evaluation:
         ids = numbers // size * self.batch_size + part * size + numbers % size
         exists = ids < len(images.labels)
         mask = exists.copy()
-        pixels = np.zeros((len(ids), *images.size, 3), np.uint8)
+        label = np.zeros(images.size, np.uint8) if images.pixelwise else images.labels[0] * 0
+        rows = [{"image": np.zeros((*images.size, 3), np.uint8), "label": label}] * len(ids)
 
         def read(k: int) -> None:
             try:
-                pixels[k] = images.read(int(ids[k]))
+                rows[k] = images.example(int(ids[k]))
             except BadImages:
                 if self.bad_images == "error":
                     raise
                 mask[k] = False
 
-        rows = np.flatnonzero(exists).tolist()
+        wanted = np.flatnonzero(exists).tolist()
         if self.threads:
             with ThreadPoolExecutor(self.threads) as pool:
-                list(pool.map(read, rows))
+                list(pool.map(read, wanted))
         else:
-            list(map(read, rows))
-        labels = np.zeros((len(ids), *images.labels.shape[1:]), images.labels.dtype)
-        labels[mask] = images.labels[ids[mask]]
-        return {"image": pixels, "label": labels, "mask": mask, "bad": ids[exists & ~mask]}
+            list(map(read, wanted))
+        return _stacked(rows) | {"mask": mask, "bad": ids[exists & ~mask]}
 
 
 class Batches(Iterator[Batch]):
@@ -258,7 +306,9 @@ def batches(
     Returns:
         An iterator over `image` uint8 [b, H, W, 3] and `label`, `epoch` and `index` int32 [b]. The
         last two (see `batch_examples`) together identify one augmented example. Errors of threads
-        and processes are raised by the iterator.
+        and processes are raised by the iterator. Of sets whose pixels have classes, `label` is
+        uint8 [b, H, W], and after a joint crop there is `extent` int32 [b, 2], the rows and columns
+        before padding.
 
     Raises:
         ValueError: arguments out of range, at once.
@@ -269,10 +319,11 @@ def batches(
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images)
     # Steps, seeds, repeats and options out of range are refused now, not in a worker.
     make.examples(start_step * size, start_step * size + 1)
-    blank = np.zeros((1, *images.size, 3), np.uint8)
+    check_augmentations(augmentations, images)
+    blank, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:
         if one.entry.stage == CROP:
-            crop_pixels(blank[0], one, images.size)
+            crop_both(blank[0], none, one, images.size)
         else:
             one(blank, np.zeros(1, np.uint64))
     made = _produced(
@@ -309,7 +360,8 @@ def evaluation_batches(
 
     Returns:
         An iterator over `image` uint8 [b, H, W, 3], `label` int32 [b], or [b, M] for sets with
-        several correct labels (padded with -1), and `mask` bool [b]. The last batch is padded with
+        several correct labels (padded with -1), or uint8 [b, H, W] for those whose pixels have
+        classes; and `mask` bool [b]. The last batch is padded with
         black images of label 0, whose mask is False.
 
     Raises:
