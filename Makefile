@@ -6,18 +6,23 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test test-all test-process lint format clean
+.PHONY: help setup train compare test test-all test-process test-slow lint format docs links
+.PHONY: notebooks clean
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
-	@echo "make test-all                     all tests, every scheme on every backbone among them (half an hour)"
+	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
+	@echo "make test-all                     these three"
 	@echo "make test-faults                  fault injection: kills, damaged checkpoints, attacks (twenty minutes)"
 	@echo "make test-newest                  a selection with the newest jax, flax, ... within the bounds (.venv-newest)"
 	@echo "make test-aot                     compile the GPU kernels, on any machine (5 GB of CUDA wheels in .venv-cuda)"
 	@echo "make tables                       regenerate the documentation's tables and pictures from the results"
+	@echo "make docs                         the documentation site, in build/docs (.venv-docs)"
+	@echo "make links                        check the site's links to other sites (needs a network)"
+	@echo "make notebooks                    execute the notebooks that changed, and store their outputs"
 	@echo "make setup [EXTRAS=test,cuda13]   create .venv only; with cuda13 or cuda12 for an NVIDIA GPU"
 
 setup: .venv/ready
@@ -42,9 +47,11 @@ test: setup
 test-process: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
-# Everything, with the products of many cases (most schemes on most backbones): half an hour.
-test-all: setup
-	$(RUN) -m pytest -n 2 --dist worksteal -m "slow or not slow"
+# The products of many cases: most schemes on most backbones.
+test-slow: setup
+	$(RUN) -m pytest -n 2 --dist worksteal -m slow
+
+test-all: test test-process test-slow
 
 # Fifty kills at random instants, two hundred damaged checkpoints, SIGTERM in every phase, and the
 # attacks of tests/faults/attacks; no progress may be lost. Takes twenty minutes.
@@ -93,5 +100,25 @@ tables: setup
 	$(RUN) -m docs.make_pictures
 	$(RUN) -m docs.make_tables
 
+# Builds the site; a warning, or a link to a page, a file or a heading that is not there, is an error.
+SPHINX = .venv-docs/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs
+docs: .venv-docs/ready
+	rm -rf build/docs
+	$(SPHINX) --fresh-env -b html . build/docs
+	.venv-docs/bin/python -m docs.check_links build/docs
+
+links: .venv-docs/ready
+	$(SPHINX) -b linkcheck . build/links
+
+# Executes notebooks whose code changed, and stores their outputs; a test fails if they are missing.
+notebooks: .venv-docs/ready
+	.venv-docs/bin/python -m docs.make_notebooks
+
+.venv-docs/ready: pyproject.toml constraints.txt
+	$(or $(PYTHON),python3) -m venv .venv-docs
+	@echo '*' > .venv-docs/.gitignore
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-cuda .venv-newest runs
+	rm -rf .venv .venv-cuda .venv-docs .venv-newest build runs

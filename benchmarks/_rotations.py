@@ -1,7 +1,6 @@
 """Rotations of q and k by us and by others, and the packing of gradients: parts of `rotary`."""
 
 import functools
-import importlib.util
 import itertools
 import math
 import time
@@ -19,6 +18,7 @@ from benchmarks._timing import (
     copies_beyond_cache,
     serves,
     take_turns,
+    torch_on_gpu,
     working,
 )
 from rope_jax_kernels import Rotation, rotate, rotate_by_angles
@@ -92,14 +92,14 @@ def peer_rows(
             if form == "xla" or serves(form, rotate, *qk, Rotation(*where)):
                 options = (step, arguments, PEER_ROUNDS, REPEATS[temperature])
                 makers[form] = lambda options=options: compile_loop(*options).timer()
-        timers = working(makers)
-        if importlib.util.find_spec("torch"):
+        if torch_on_gpu():
             from benchmarks import _torch
 
             steps = PEER_ROUNDS * REPEATS[temperature]
-            timers |= _torch.rotations(shape, theta.tolist(), copies, steps)
-        times = take_turns(timers, turns)
-        yield {"shape": shape, "temperature": temperature, "microseconds": times}
+            makers |= _torch.rotations(shape, theta.tolist(), copies, steps)
+        timers, left_out = working(makers)
+        row = {"shape": shape, "temperature": temperature}
+        yield row | {"microseconds": take_turns(timers, turns), "left_out": left_out}
 
 
 def pack_separately(q: jax.Array, k: jax.Array, v: jax.Array, rotation: Rotation) -> jax.Array:
@@ -166,7 +166,8 @@ def pack_rows(
             tuple(jnp.full(shape, i + n, jnp.bfloat16) for n in range(3)) for i in range(copies)
         ]
         arguments = (triples, coords, freqs)
-        timers = working(
+        timers, left_out = working(
             {name: functools.partial(pack_timer, pack, arguments) for name, pack in PACKS.items()}
         )
-        yield {"shape": shape, "pairs": pairs, "microseconds": take_turns(timers, turns)}
+        row = {"shape": shape, "pairs": pairs, "left_out": left_out}
+        yield row | {"microseconds": take_turns(timers, turns)}

@@ -4,7 +4,8 @@ A benchmark is a function `run(keep, ...)`. Its other parameters define the comm
 keyword-only parameters become options, the others positional arguments, and `*flags` receives the
 arguments after `--`. `keep(**figures)` adds machine, versions, date and settings to the figures,
 writes them to the file of `--out`, and returns the result; benchmarks call it after every part, and
-`earlier` reads what an interrupted call has written there. A benchmark with a parameter `limit_s`
+`earlier` reads what an interrupted call has written there. The command line is part of the result
+as `arguments`, see `arguments_of`. A benchmark with a parameter `limit_s`
 is ended a few seconds after this time, whatever it is doing.
 """
 
@@ -122,6 +123,13 @@ def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def arguments_of(function: Callable, argv: Sequence[str]) -> dict[str, Any]:
+    """The arguments in a command line that say what is measured, as they are in a result."""
+    found = vars(parser_of(function, "").parse_args(argv))
+    kept = {name: value for name, value in found.items() if name not in ("out", "limit_s")}
+    return json.loads(json.dumps(kept, default=str))
+
+
 def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:
     """Runs a benchmark with the arguments of a command line.
 
@@ -148,7 +156,7 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
                   and p.kind is p.POSITIONAL_OR_KEYWORD]  # fmt: skip
     if "out" in inspect.signature(function).parameters:
         options["out"] = out
-    keep = functools.partial(_keep, name, settings, out)
+    keep = functools.partial(_keep, name, settings, arguments_of(function, own), out)
     with contextlib.ExitStack() as stack:
         if "limit_s" in settings:
             limit_s = settings["limit_s"]
@@ -176,8 +184,10 @@ def alarm(limit_s: float, action: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def _keep(name: str, settings: dict, out: pathlib.Path | None, /, **figures: Any) -> Result:
-    result = record(name, **{"settings": settings} | figures)
+def _keep(
+    name: str, settings: dict, arguments: dict, out: pathlib.Path | None, /, **figures: Any
+) -> Result:
+    result = record(name, **{"settings": settings, "arguments": arguments} | figures)
     write(result, out)
     return result
 

@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import pathlib
 import re
 import statistics
@@ -166,6 +168,24 @@ def mixed(items: Sequence) -> list:
     return [items[i] for i in sorted(range(len(items)), key=lambda i: f"{i:0{width}b}"[::-1])]
 
 
+def groups(items: Sequence, size: int) -> list:
+    """The items in groups: the first of one item, so that a short call completes at least that.
+
+    >>> groups("abcdef", 3)
+    ['a', 'bcd', 'ef']
+    """
+    starts = [0, *range(1, len(items), size)] if items else []
+    ends = [*starts[1:], len(items)]
+    return [items[start:end] for start, end in zip(starts, ends, strict=False)]
+
+
+def torch_on_gpu() -> bool:
+    """Whether torch is installed and finds a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    return importlib.import_module("torch").cuda.is_available()
+
+
 def within(limit_s: float, work: Callable[[], Any]) -> Any:
     """The result of the work, in a thread that is left behind if it does not end.
 
@@ -184,15 +204,15 @@ def within(limit_s: float, work: Callable[[], Any]) -> Any:
     return outcome.result(limit_s)
 
 
-def working(makers: Mapping[str, Callable[[], Timer]]) -> dict[str, Timer]:
-    """The timers that can be made, by form; the others are reported and skipped."""
-    timers = {}
+def working(makers: Mapping[str, Callable[[], Timer]]) -> tuple[dict[str, Timer], dict[str, str]]:
+    """The timers that can be made, by form, and the reasons why others cannot."""
+    timers, left_out = {}, {}
     for form, make in makers.items():
         try:
             timers[form] = make()
         except Exception as error:  # the other forms are measured nevertheless
-            print(f"{form} is skipped: {reason_of(error)}", flush=True)
-    return timers
+            left_out[form] = reason_of(error)
+    return timers, left_out
 
 
 def reason_of(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks._timing import working
+Makers = dict[str, Callable[[], Callable[[], float]]]  # of timers, in microseconds, by form
 
 
 def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -21,12 +21,8 @@ def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
         x[..., pairs : 2 * pairs] = b * cos[:, None] + a * sin[:, None]
 
 
-def rotations(
-    shape: tuple[int, ...], theta: list[list[float]], copies: int, steps: int
-) -> dict[str, Callable[[], float]]:
-    """Timers of one rotation, in microseconds, by library.
-
-    Libraries that are not installed, or fail on this machine, are skipped.
+def rotations(shape: tuple[int, ...], theta: list[list[float]], copies: int, steps: int) -> Makers:
+    """Functions that make timers of one rotation, by library; only those that are installed.
 
     Args:
         shape: [B, L, N, C] of q and of k.
@@ -34,24 +30,26 @@ def rotations(
         copies: number of pairs of q and k to cycle through.
         steps: rounds over all pairs in one graph.
     """
-    angles = torch.tensor(theta, device="cuda")
-    cos, sin = angles.cos(), angles.sin()
-    arrays = [
-        tuple(torch.ones(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        for _ in range(copies)
-    ]
-    forms = {"torch": lambda: torch_compiled(cos, sin)}
+    forms = {"torch": torch_compiled}
     if importlib.util.find_spec("liger_kernel"):
-        forms["liger"] = lambda: liger(cos, sin, shape[-1])
+        forms["liger"] = functools.partial(liger, channels=shape[-1])
     if importlib.util.find_spec("flash_attn"):
-        forms["flash_attn"] = lambda: flash_attn(cos, sin)
-    return graph_timers(forms, arrays, steps)
+        forms["flash_attn"] = flash_attn
+
+    @functools.cache  # shared by the libraries
+    def arrays() -> list[tuple[torch.Tensor, ...]]:
+        ones = functools.partial(torch.ones, shape, dtype=torch.bfloat16, device="cuda")
+        return [(ones(), ones()) for _ in range(copies)]
+
+    def make(form: Callable) -> Callable[[], float]:
+        angles = torch.tensor(theta, device="cuda")
+        return graph_timer(form(angles.cos(), angles.sin()), arrays(), steps)
+
+    return {name: functools.partial(make, form) for name, form in forms.items()}
 
 
-def attentions(
-    sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int
-) -> dict[str, Callable[[], float]]:
-    """Timers of torch's attention, in microseconds, by form.
+def attentions(sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int) -> Makers:
+    """Functions that make timers of torch's attention, by form.
 
     Args:
         sees: function of query and key indices that returns whether the query attends to the key;
@@ -60,8 +58,12 @@ def attentions(
         copies: number of projections to cycle through.
         steps: rounds over all projections in one graph.
     """
-    arrays = [(torch.randn(shape, device="cuda").bfloat16(),) for _ in range(copies)]
-    return graph_timers({"torch": lambda: torch_attention(sees, shape)}, arrays, steps)
+
+    def make() -> Callable[[], float]:
+        arrays = [(torch.randn(shape, device="cuda").bfloat16(),) for _ in range(copies)]
+        return graph_timer(torch_attention(sees, shape), arrays, steps)
+
+    return {"torch": make}
 
 
 def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
@@ -83,14 +85,6 @@ def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
         lambda qkv: attend(*qkv.view(shape[0], tokens, *shape[-3:]).permute(2, 0, 3, 1, 4)),
         dynamic=False,
     )
-
-
-def graph_timers(
-    forms: dict[str, Callable], arrays: list[tuple], steps: int
-) -> dict[str, Callable[[], float]]:
-    """A `graph_timer` by form; forms that fail on this machine are skipped, with a message."""
-    make = lambda form: graph_timer(form(), arrays, steps)
-    return working({name: functools.partial(make, form) for name, form in forms.items()})
 
 
 def torch_compiled(cos: torch.Tensor, sin: torch.Tensor) -> Callable:

@@ -29,7 +29,6 @@ that hangs, the process ends, and the next call goes on without it.
 
 import concurrent.futures
 import functools
-import importlib.util
 import os
 import pathlib
 import time
@@ -41,7 +40,16 @@ import jax
 from benchmarks._goals import goal_table, spread
 from benchmarks._layers import ROUNDS, STEPS, Layer, compile_form, copies_of, layers, sees
 from benchmarks._runner import Keep, Result, earlier, end_now
-from benchmarks._timing import Timer, machine_limits, reason_of, take_turns, within
+from benchmarks._timing import (
+    Timer,
+    groups,
+    machine_limits,
+    reason_of,
+    take_turns,
+    torch_on_gpu,
+    within,
+    working,
+)
 from rope_jax_kernels import Global
 
 TOGETHER = 4  # layers that are compiled together, then measured one by one
@@ -121,10 +129,11 @@ def measure_peers(
     del limits
     copies, is_global = copies_of(layer, True), isinstance(layer.pattern, Global)
     qkvs, *rest = jax.jit(lambda: layer.operands(copies))()
-    timers, _ = timers_of(loops, {"cold": qkvs}, rest, ROUNDS * STEPS)
+    timers, left_out = timers_of(loops, {"cold": qkvs}, rest, ROUNDS * STEPS)
     mask = None if is_global else functools.partial(sees, layer.pattern, layer.places)
-    torch = _torch.attentions(mask, layer.shape, copies, -(-STEPS // copies))
-    return layer.about | {"microseconds": {"cold": take_turns(timers["cold"] | torch, turns)}}
+    torch, refused = working(_torch.attentions(mask, layer.shape, copies, -(-STEPS // copies)))
+    figures = {"cold": take_turns(timers["cold"] | torch, turns)}
+    return layer.about | {"microseconds": figures, "left_out": left_out | refused}
 
 
 MEASURES = {"rows": measure, "peers": measure_peers}
@@ -180,13 +189,14 @@ def summary(result: Result) -> str:
         times = row["microseconds"]["cold"].items()
         figures = "  ".join(f"{form} {us:.1f}" for form, us in times)
         lines += ["", f"{row['model']}, {row['pattern']}, without position: {figures} us"]
+        lines += [f"  {form} is left out: {reason}" for form, reason in row["left_out"].items()]
     return "\n".join([*lines, "", goal_table(result["goals"], "A")])
 
 
 def tasks(short: bool, on_gpu: bool) -> list[tuple[str, Layer]]:
-    """All layers for the rows of a result, then those for its peers, if torch is installed."""
+    """All layers for the rows of a result, then those for its peers, if torch finds a GPU."""
     found = list(layers(short))
-    with_torch = on_gpu and importlib.util.find_spec("torch") is not None
+    with_torch = on_gpu and torch_on_gpu()
     others = [layer for layer in found if layer.direction == "forward" and with_torch]
     return [("rows", layer) for layer in found] + [("peers", layer) for layer in others]
 
@@ -250,8 +260,7 @@ def run(
 
     result, todo = keep_all(), missing()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in range(0, len(todo), TOGETHER):
-            group = todo[start : start + TOGETHER]
+        for group in groups(todo, TOGETHER):
             # Nothing compiles during timing.
             compiled = compile_all(pool, group, figures["hangs"], on_gpu)
             for (kind, layer), loops in zip(group, compiled, strict=True):

@@ -1,4 +1,4 @@
-"""All that only a GPU shows, in one command: tests, measured choices of kernels, the suite.
+"""Everything that needs a GPU, in one command: tests, measured choices of kernels, the suite.
 
     python -m benchmarks gpu --out=benchmarks/results --limit-s=560
 
@@ -11,7 +11,7 @@ prints "complete". In the folder --out,
     measured/                 has the choices, for kernels/rope_jax_kernels/measured
     PART_gpu.json             are the results of the suite's parts, which `make tables` reads
     gpu_gpu.json, *.log       say how far each step has come, and what it has printed
-    cache/                    can be deleted
+    cache/                    can be deleted once everything is complete
 
 A test that ends its process twice, or hangs, is left out and counted as failed. --rehearse runs the
 same on a machine without a GPU, with small sizes: the names of its files end in _cpu.
@@ -26,17 +26,17 @@ import shutil
 import sys
 import time
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from benchmarks._runner import Keep, earlier, record, write
-from benchmarks.suite import GRACE_S, PARTS, run_process
+from benchmarks.suite import GRACE_S, PARTS, finished, run_process
 from rope_jax_kernels.cache import sources_of_kernels
 
 # Those that show most come first.
 TESTS = ("rotary", "unpack", "attention", "training", "limits", "sanitizer")
-WORKERS = 4  # processes that test side by side; the largest arrays of four fit on one GPU
+WORKERS = 4  # processes that test side by side; one of them runs all tests with the largest arrays
 # (model, position, images on one GPU, training), as the suite measures them.
 MODELS = (
     ("deit3_s16", "axial_rope", 256, False),
@@ -52,7 +52,8 @@ MODELS = (
 TUNE_S = 45.0  # for one model
 KINDS = ("tests", "tune", "suite")
 ALL_KINDS = list(KINDS)
-NEEDED = ("pytest", "beartype", "hypothesis", "jaxtyping", "flax", "optax", "ml_collections")
+NEEDED = ("pytest", "xdist", "beartype", "hypothesis", "jaxtyping", "flax", "optax")
+NEEDED += ("ml_collections",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +79,9 @@ def outcomes_file(out: pathlib.Path, platform: str) -> pathlib.Path:
 def steps(out: pathlib.Path, platform: str, rehearse: bool) -> list[Step]:
     """All steps but the suite, whose command depends on the time that is left."""
     files = [f"tests/gpu/test_gpu_{name}.py" for name in TESTS]
-    side_by_side = not rehearse and importlib.util.find_spec("xdist")
     command = [sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider"]
-    command += ["-n", str(WORKERS)] if side_by_side else []
+    # Also in a rehearsal: a test that ends its process would otherwise end pytest with status 1.
+    command += ["-n", "1" if rehearse else str(WORKERS), "--dist", "loadgroup"]
     found = [Step("tests", [*command, f"--outcomes={outcomes_file(out, platform)}"], 30.0)]
     for model, position, batch, training in MODELS[: 1 if rehearse else None]:
         options = [f"--model={model}", f"--position={position}", f"--batch={batch}"]
@@ -110,10 +111,20 @@ def ended(name: str, status: str) -> bool:
     return status == "ok" or status in of_tests
 
 
+def read_outcomes(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The outcomes in a file of tests; a line that was cut off is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 def outcomes(path: pathlib.Path) -> str:
     """Counts of the tests' outcomes, and the names of those that failed."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("}")]
+    entries = read_outcomes(path)
     found = {entry["test"]: entry for entry in entries if entry["outcome"] != "started"}
     counts = Counter(entry["outcome"] for entry in found.values())
     text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
@@ -137,11 +148,8 @@ def suite_step(out: pathlib.Path, left_s: float, rehearse: bool) -> Step:
 
 def suite_left(out: pathlib.Path, platform: str, rehearse: bool) -> list[str]:
     """The parts of the suite that are not complete."""
-    parts = {name: part.benchmark for name, part in PARTS.items()}
-    parts = {"attention": "attention"} if rehearse else parts
-    result = {name: earlier(out / f"{name}_{platform}.json", kind, {}) for name, kind in
-              parts.items()}  # fmt: skip
-    return [name for name, found in result.items() if found.get("left") != 0]
+    parts = ["attention"] if rehearse else PARTS
+    return [name for name in parts if not finished(name, platform, out)]
 
 
 def attempt(step: Step, out: pathlib.Path, platform: str, left_s: float) -> str:

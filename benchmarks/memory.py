@@ -10,7 +10,6 @@ running process needs somewhat more memory. What counts as a launch and as bytes
 
 import collections
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -138,8 +137,7 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
 
     graph, params, _, rest = nnx.split(nnx.eval_shape(make), nnx.Param, nnx.BatchStat, ...)
     schedule = optim.learning_rate_schedule(settings.optim, epochs=300.0, steps_per_epoch=1251.0)
-    whole = functools.partial(on_every_device, mesh=mesh)
-    optimizer = optim.make_optimizer(settings.optim, schedule, params, whole)
+    optimizer = optim.make_optimizer(settings.optim, schedule, params, on_every_device(mesh))
     images = data.load("digits", None, "train", (8, 8))  # not used by the step
     parts = (images, images, graph, rest, optimizer, schedule)
     run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None, task=classification)

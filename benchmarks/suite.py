@@ -10,7 +10,9 @@ what is not complete. At the end, the suite prints the goals, a comparison with 
 the status of each part.
 """
 
+import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -25,11 +27,11 @@ from typing import Any, Literal
 import jax
 
 from benchmarks._goals import geometric_mean, goal_table
-from benchmarks._runner import Keep, Result, earlier, record, write
+from benchmarks._runner import Keep, Result, arguments_of, earlier, record, write
 from rope_jax.text import format_table
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-RESERVE_S = 10.0  # fraction of a part's time reserved for saving its result after --limit-s
+RESERVE_S = 10.0  # seconds kept for saving the result after --limit-s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +63,30 @@ PARTS = {
 }
 
 
-def command(part: Part, on_gpu: bool, seconds: float, out: pathlib.Path) -> list[str]:
+def options(part: Part, platform: str) -> list[str]:
+    """The arguments of a part besides --limit-s and --out."""
+    return (part.on_gpu if platform == "gpu" else part.on_cpu).split()
+
+
+def command(part: Part, platform: str, seconds: float, out: pathlib.Path) -> list[str]:
     """Returns the command of a part with a time limit."""
     limit = f"--limit-s={max(1, int(seconds - RESERVE_S))}"
-    arguments = [limit, *(part.on_gpu if on_gpu else part.on_cpu).split(), f"--out={out}"]
+    arguments = [limit, *options(part, platform), f"--out={out}"]
     return [sys.executable, "-m", "benchmarks", part.benchmark, *arguments]
+
+
+def finished(name: str, platform: str, out: pathlib.Path) -> Result:
+    """The complete result of the suite's own command for a part, in folder `out`; or {}."""
+    part = PARTS[name]
+    found = earlier(out / f"{name}_{platform}.json", part.benchmark, {})
+    function = importlib.import_module(f"benchmarks.{part.benchmark}").run
+    same = found.get("arguments") == arguments_of(function, options(part, platform))
+    return found if same and found.get("left") == 0 else {}
 
 
 def run_process(command: list[str], seconds: float, log: pathlib.Path) -> str:
     """Runs a command; returns "ok", "out of time" or "failed (status ...)"."""
-    with log.open("w") as file:
+    with log.open("w") as file, _exit_at_sigterm():
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -81,6 +97,16 @@ def run_process(command: list[str], seconds: float, log: pathlib.Path) -> str:
         finally:  # also when the suite itself is interrupted
             _end(process)
     return "ok" if status == 0 else f"failed (status {status})"
+
+
+@contextlib.contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM raises SystemExit, so that processes in their own sessions end."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -128,7 +154,11 @@ def _timed(result: Result) -> Iterator[tuple[str, dict[str, float]]]:
             for temperature, times in row["microseconds"].items():
                 yield f"{row.get('model', 'rotation')} {row['direction']}, {temperature}", times
         for row in result.get("peers", []):
-            yield f"rotation of q and k, {row['temperature']}", row["microseconds"]
+            if result["benchmark"] == "rotary":
+                yield f"rotation of q and k, {row['temperature']}", row["microseconds"]
+            else:
+                what = f"{row['model']} {row['pattern']}, without position"
+                yield what, row["microseconds"]["cold"]
 
 
 def summary(parts: list[dict[str, Any]], results: list[Result]) -> str:
@@ -172,20 +202,19 @@ def run(
     platform = jax.default_backend()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
-    parts, results = [], []
-    todo = [name for name in PARTS if name in only]
+    complete = {name: finished(name, platform, out) for name in PARTS if name in only}
+    todo = [name for name, found in complete.items() if not found]
+    results = [found for found in complete.values() if found]
+    status = {"seconds": 0.0, "status": "complete", "written": True}
+    parts = [{"part": name} | status for name, found in complete.items() if found]
     for place, name in enumerate(todo):
         start, part = time.monotonic(), PARTS[name]
         seconds = (end - start) * part.share / sum(PARTS[other].share for other in todo[place:])
         file = out / f"{name}_{platform}.json"
         log = file.with_suffix(".log")
         before = file.stat().st_mtime_ns if file.exists() else None
-        if complete := (found := earlier(file, part.benchmark, {})).get("left") == 0:
-            results.append(found)
-            parts.append({"part": name, "seconds": 0.0, "status": "complete", "written": complete})
-            continue
         print(f"{name}: at most {seconds:.0f} s", flush=True)
-        status = run_process(command(part, platform == "gpu", seconds, file), seconds, log)
+        status = run_process(command(part, platform, seconds, file), seconds, log)
         written = file.exists() and file.stat().st_mtime_ns != before
         if written:
             results.append(json.loads(file.read_text()))

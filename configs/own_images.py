@@ -1,9 +1,9 @@
 """A vision transformer from scratch on your own images, in folders or an .npz file.
 
-    python -m rope_jax.main --config=configs/own_images.py:path=IMAGES --workdir=runs/own
+    rope_jax train --config=own_images:path=IMAGES --workdir=runs/own
     rope_jax compare --path=IMAGES --positions=ape,rope_mixed,axial_rope --seeds=3
 
-IMAGES has folders train/CLASS/*.jpg and val/CLASS/*.jpg, or is a file of arrays, see
+IMAGES has folders train/CLASS/*.jpg and val/CLASS/*.jpg, or is a file of arrays, NAME.npz, see
 `rope_jax.data.load`. Hardware: one GPU; on a CPU choose a small resolution. Hours and accuracy
 depend on the images. The augmentation is DeiT-III's with mixup and CutMix, for some thousand images
 and more.
@@ -17,13 +17,13 @@ from rope_jax import config as cfg
 def get_config(arguments: str | None = None):
     """Arguments: path, source, model, position, resolution, epochs, batch, seed.
 
-    source is that of `rope_jax.data.load`, position None the model's own scheme, batch the images
-    in a step.
+    source is that of `rope_jax.data.load`, None for "npz" if the path ends so and else "folder";
+    position None is the model's own scheme, batch the images in a step.
     """
     args = cfg.recipe_arguments(
         arguments,
         path=None,
-        source="folder",
+        source=None,
         model="deit3_ti16",
         position=None,
         resolution=224,
@@ -40,7 +40,8 @@ def get_config(arguments: str | None = None):
     config.model.name = args.model
     config.model.position = args.position
 
-    config.data.source = args.source
+    by_ending = "npz" if str(args.path).endswith(".npz") else "folder"
+    config.data.source = args.source or by_ending
     config.data.path = args.path
     config.data.image_size = args.resolution
     config.data.mean = cfg.IMAGENET_MEAN
@@ -54,7 +55,7 @@ def get_config(arguments: str | None = None):
     config.optim.min_learning_rate = 1e-6
     config.optim.warmup_epochs = 5.0
 
-    # Other sizes of which most patches are a whole part: 160, 288 and 320 beside 224 pixels.
+    # Multiples of 32 near 0.75, 1.25 and 1.5 times the training size.
     sides = (32 * round(share * args.resolution / 32) for share in (0.75, 1.25, 1.5))
     config.eval.resolutions = tuple(side for side in sides if side > 0)
     return config

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._runner import Result
-from docs.make_tables import ROOT, newest, read_results
+from docs.results import ROOT, newest, read_results
 from experiments._claims import accuracies, interval
 from rope_jax.analysis.plots import COLOURS, MARKERS
 

@@ -6,12 +6,7 @@ experiments/results. With --check nothing is written, and a difference is an err
 """
 
 import ast
-import collections
-import dataclasses
 import itertools
-import json
-import math
-import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,49 +14,26 @@ from collections.abc import Callable, Sequence
 from benchmarks import machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
-from experiments._claims import accuracies, interval, judge, sides
-from experiments._claims import claims as claims_of
-from experiments._parts import PARTS
+from docs.evidence import evidence, ranking
+from docs.papers import citation, papers
+from docs.results import ROOT, newest, no_result, origin, read_results
+from docs.scheme_options import scheme_options
+from rope_jax.analysis.costs import scheme_costs
 from rope_jax.positions.__main__ import markdown
 from rope_jax.text import markdown_table
 
-ROOT = pathlib.Path(__file__).parents[1]
-DOCS = ("schemes.md", "evidence.md", "benchmarks.md", "many_devices.md", "running.md")
-FILES = ("README.md", "kernels/README.md", *(f"docs/{name}" for name in DOCS))
+DOCS = (
+    "schemes",
+    "choosing",
+    "evidence",
+    "papers",
+    "benchmarks",
+    "many_devices",
+    "running",
+    "citing",
+)
+FILES = ("README.md", "kernels/README.md", *(f"docs/{name}.md" for name in DOCS))
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def read_results(root: pathlib.Path | None = None) -> list[Result]:
-    """Reads all results, newest first, with the path of each file under "file"."""
-    root, results = root or ROOT, []
-    for folder in ("benchmarks", "experiments"):
-        for path in sorted((root / folder / "results").glob("*.json")):
-            result = json.loads(path.read_text())
-            results.append(result | {"file": str(path.relative_to(root))})
-    return sorted(results, key=lambda result: result["date"], reverse=True)
-
-
-def newest(
-    results: Sequence[Result], benchmark: str, platform: str | None = None, **settings: str
-) -> Result | None:
-    """Returns the newest result of a benchmark with the given platform and settings, or None."""
-    for result in results:
-        on_platform = platform in (None, result["machine"]["platform"])
-        matches = settings.items() <= result["settings"].items()
-        if result["benchmark"] == benchmark and on_platform and matches:
-            return result
-    return None
-
-
-def no_result(command: str) -> str:
-    """Text in place of a table without results."""
-    return f"No result yet: `python -m {command}`.\n"
-
-
-def origin(result: Result) -> str:
-    """Device, jax version, date and file of a result."""
-    version, date = result["versions"]["jax"], result["date"][:10]
-    return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`"
 
 
 def digits(results: Sequence[Result]) -> str:
@@ -97,67 +69,6 @@ def rotary_table(results: Sequence[Result]) -> str:
     launches += f"{limits['kernel_launch_us']:.2f} us, a copy moves "
     table = markdown_table(rotary.RATIO_HEADER, rotary.ratio_rows(result))
     return f"{table}\n{launches}{limits['copy_gb_per_s']:,.0f} GB/s. {origin(result)}.\n"
-
-
-def evidence(results: Sequence[Result]) -> str:
-    """Accuracies by backbone, scheme and resolution, and verdicts on the claims, of all parts."""
-    texts = []
-    for name, part in PARTS.items():
-        if (result := newest(results, "evidence", part=name)) is None:
-            texts.append(f"Part `{name}`. {no_result(f'experiments evidence {name}')}")
-            continue
-        about = (
-            f"Part `{name}`, {part.about}. Top-1 accuracy (%), mean and 95 % interval over seeds."
-        )
-        if flags := result["settings"]["flags"]:
-            about += f" Flags of all runs: `{' '.join(flags)}`."
-        if not result["complete"]:
-            about += " Not all runs are finished."
-        about += f" {origin(result)}.\n"
-        texts.append("\n".join([about, accuracy_table(result), claims_table(name, result)]))
-    return "\n".join(texts)
-
-
-def accuracy_table(result: Result) -> str:
-    """Accuracy of every model of a part, at the training resolution and others."""
-    rows = []
-    for model in PARTS[result["settings"]["part"]].models:
-        runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == model]
-        if not runs:
-            continue
-        cells = []
-        trained, *others = (row["resolution"][0] for row in runs[0]["eval"])
-        for side in (None, *others):
-            mean, half = interval(list(accuracies(runs, *model, side).values()))
-            cells.append(f"{mean:.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}"))
-        elsewhere = ", ".join(f"{x}: {cell}" for x, cell in zip(others, cells[1:], strict=True))
-        backbone, position = model
-        names = [f"`{backbone}`", f"`{position or 'its own'}`", str(len(runs))]
-        rows.append([*names, f"{cells[0]} ({trained} px)", elsewhere])
-    header = ["backbone", "position", "seeds", "at the training resolution", "at other sides, px"]
-    return markdown_table(header, rows)
-
-
-def claims_table(part: str, result: Result) -> str:
-    """The outcome of the papers' claims, one row for each with all its resolutions."""
-
-    def comparison(claim) -> tuple:
-        return claim.source, claim.better, claim.worse, claim.equal
-
-    rows, verdicts = [], collections.Counter()
-    for (source, *_), group in itertools.groupby(claims_of(part), comparison):
-        judged = [(claim, found) for claim in group if (found := judge(claim, result["runs"]))]
-        if judged:
-            cells = []
-            for claim, found in judged:
-                side = f"{claim.resolution} px: " if claim.resolution else "as trained: "
-                cells.append(f"{side if len(judged) > 1 or claim.resolution else ''}{found}")
-                verdicts[found.verdict] += 1
-            what = sides(dataclasses.replace(judged[0][0], resolution=None))
-            rows.append([what, source, "<br>".join(cells)])
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-    table = markdown_table(["claim", "source", "difference in points, and verdict"], rows)
-    return f"{table}\nOf {verdicts.total()} comparisons: {counts}.\n" if rows else table
 
 
 def gib(count: float) -> str:
@@ -343,12 +254,44 @@ def schemes(results: Sequence[Result]) -> str:
     return markdown()
 
 
+COSTLY = ("ape", "lape(ape)", "rpb", "cpb", "alibi2d", "rope2d", "rope_mixed", "axial_rope")
+MODELS = {"ViT-S": "deit3_s16", "Swin-T": "swin_t"}
+
+
+def costs(results: Sequence[Result]) -> str:
+    """Parameters and operations of schemes in whole models, counted from their definitions."""
+    del results
+    counted = {title: scheme_costs(name, COSTLY, 224) for title, name in MODELS.items()}
+    rows = []
+    for number, position in enumerate(COSTLY):
+        cells = [f"`{position}`"]
+        for of_model in counted.values():
+            cost = of_model[number]
+            share = 100 * cost.operations / cost.multiply_adds
+            cells += [
+                f"{cost.parameters:,}",
+                f"{cost.operations / 1e6:.1f} million ({share:.2f} %)",
+            ]
+        rows.append(cells)
+    header = [f"{title}: {what}" for title in MODELS for what in ("parameters", "operations")]
+    text = markdown_table(["scheme", *header], rows)
+    models = " and ".join(f"`{name}`" for name in MODELS.values())
+    return (
+        f"{text}\n{models} at 224 px, per image; in parentheses, the share of the multiply-adds.\n"
+    )
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "digits": digits,
     "schemes": schemes,
+    "scheme_options": scheme_options,
     "rotary": rotary_table,
     "data": data,
     "evidence": evidence,
+    "ranking": ranking,
+    "costs": costs,
+    "papers": papers,
+    "citation": citation,
     "models": model_tables,
     "startup": startup_tables,
     "memory": memory,

@@ -17,7 +17,7 @@ COMMANDS = {
     "train": ("rope_jax.main", "command", "train a recipe, resume it, and evaluate it"),
     "evaluate": ("rope_jax.evaluate.command", "main", "accuracy of a model at any resolution"),
     "analyse": ("rope_jax.analysis.__main__", "main", "attention, frequencies, correlation, costs"),
-    "compare": ("rope_jax.compare", "main", "train several schemes and seeds on these images"),
+    "compare": ("rope_jax.compare", "command", "train several schemes and seeds on these images"),
     "report": ("rope_jax.analysis.report", "main", "compare finished runs on one page"),
     "export": ("rope_jax.export_model", "main", "write a model as a program that needs only jax"),
     "tune": ("rope_jax.tune", "main", "measure the fastest kernels of a model on this GPU"),

@@ -28,7 +28,7 @@ from rope_jax.config import (
     setting_called,
     settings_help,
 )
-from rope_jax.data import BadImages
+from rope_jax.data import BadImages, BadSet
 from rope_jax.data.workers import DeadWorker
 from rope_jax.files import SaveFailed
 from rope_jax.restore import create
@@ -49,6 +49,7 @@ _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parses absl's flags; every mistake ends in one line and status 2."""
     if {"-h", "-help", "--help", "--config.help"} & set(arguments):
+        keep_going_unread()
         print(_help(settings_only="--config.help" in arguments))
         sys.exit()
     try:
@@ -112,7 +113,7 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         yield
     except ConfigError as error:
         _stop(2, str(error), at_once=distributed)
-    except (NonFinite, SaveFailed, DeadWorker) as error:
+    except (NonFinite, SaveFailed, DeadWorker, BadSet) as error:
         _stop(1, str(error), at_once=distributed)
     except BadImages as error:
         _stop(1, f"{error}; {_BAD_IMAGES}", at_once=distributed)
@@ -224,7 +225,12 @@ def _exit(status: int, *, at_once: bool) -> None:
 
 
 def next_command(config: Config, workdir: pathlib.Path) -> str | None:
-    """This command with another scheme, in a folder beside this one; None if there is no other."""
+    """This command with another scheme, in a folder beside this one.
+
+    None if there is no other, or if the run started from weights, which have their own scheme.
+    """
+    if config.init_from is not None:
+        return None
     for other in _OTHERS:
         model = dataclasses.replace(config.model, position=other)
         with contextlib.suppress(ConfigError):

@@ -11,20 +11,32 @@ held in memory and are augmented on the device, otherwise one after the other.
 """
 
 import argparse
+import collections
 import dataclasses
 import pathlib
 
-from rope_jax import data, run
+import jax
+from flax import nnx
+
+from rope_jax import data, plugins, restore, run
 from rope_jax.analysis.report import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.arguments import Number, command_parser
-from rope_jax.command import exit_statuses
+from rope_jax.command import ended_soon, exit_statuses, keep_going_unread
 from rope_jax.compilation import keep_compiled
-from rope_jax.config import Config, ConfigError, blame, load_recipe, resolve, with_arguments
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    blame,
+    load_recipe,
+    resolve,
+    settings_help,
+    with_arguments,
+)
 from rope_jax.data.device_batches import DeviceBatches
-from rope_jax.models.registry import find_model
+from rope_jax.sharding import require_devices
 from rope_jax.text import image_pair, items, literal
-from rope_jax.training.setup import load_split
+from rope_jax.training.setup import Split, load_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +47,24 @@ class Planned:
     config: Config
 
 
+def command() -> None:
+    """Calls `main` with `sys.argv`, and ends the process."""
+    keep_going_unread()
+    asked = _parse(None)
+    with ended_soon(15.0):
+        _compare(asked)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Trains what is missing, prints the tables, and writes the report."""
-    asked = _parse(arguments)
+    _compare(_parse(arguments))
+
+
+def _compare(asked: argparse.Namespace) -> None:
     with exit_statuses(str(asked.out), distributed=False):
         keep_compiled()
+        with blame("JAX_PLATFORMS"):
+            require_devices()
         planned = plan(asked)
         for number, one in enumerate(planned, 1):
             config = one.config
@@ -65,6 +90,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/compare"), help="folder of the runs")
     asked, rest = parser.parse_known_args(arguments)
+    if "--config.help" in rest:
+        print(settings_help())
+        parser.exit()
     asked.settings = {}
     for word in rest:
         name, equals, value = word.removeprefix("--config.").partition("=")
@@ -82,10 +110,19 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
     """
     if asked.config is None and asked.path is None:
         raise ConfigError("--path is missing: the folder of the images, or name a --config")
+    if "seeds" in asked.settings:
+        raise ConfigError("--config.seeds is not a setting of a comparison: use --seeds")
     configs = [_config(asked, position) for position in dict.fromkeys(items(asked.positions))]
+    schemes = collections.Counter(config.model.position for config in configs)
     if len(configs) < 2:
         raise ConfigError(f"--positions={asked.positions} has nothing to compare: name two or more")
-    if asked.seeds > 1 and _fits_the_device(configs[0]):
+    if schemes.total() > len(schemes):
+        raise ConfigError(
+            f"--positions={asked.positions}: the recipe or a --config.model.position makes several "
+            f"of them {schemes.most_common(1)[0][0]}: name each scheme once"
+        )
+    images = load_split(configs[0], "train")
+    if asked.seeds > 1 and _in_one_step(asked, configs[0], images):
         return [_together(asked, config) for config in configs]
     seeds = range(configs[0].seed, configs[0].seed + asked.seeds)
     return [_alone(asked, config, seed) for seed in seeds for config in configs]
@@ -101,47 +138,58 @@ def _together(asked: argparse.Namespace, config: Config) -> Planned:
 def _alone(asked: argparse.Namespace, config: Config, seed: int) -> Planned:
     """One seed of a scheme; the folder of seed 0 has the name of the scheme."""
     name = config.model.position + (f"-{seed}" if seed else "")
-    return Planned(asked.out / name, dataclasses.replace(config, seed=seed))
+    return Planned(asked.out / name, dataclasses.replace(config, seed=seed, seeds=1))
 
 
 def _config(asked: argparse.Namespace, position: str) -> Config:
-    """The settings of the first run of a scheme."""
-    recipe, given = asked.config or "own_images", {"position": position}
-    if asked.config is None:
-        source = "folder" if pathlib.Path(asked.path).is_dir() else "npz"
-        given |= {"path": asked.path, "source": source}
-        given |= {} if asked.model is None else {"model": asked.model}
+    """The settings of the first run of a scheme, of which a model can be created.
+
+    `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
+    """
+    recipe, changes = asked.config or "own_images", {}
     with blame("--config"):
-        raw = load_recipe(with_arguments(recipe, **given)).to_dict()
-    changes = dict(asked.settings)
-    if asked.config is not None and asked.path is not None:
+        raw = load_recipe(with_arguments(recipe, position=position)).to_dict()
+    if asked.path is not None:
         changes["data.path"] = asked.path
-    if asked.config is not None and asked.model is not None:
+        if not pathlib.Path(asked.path).exists():
+            raise ConfigError(f"--path={asked.path} does not exist")
+        if asked.path.endswith(".npz"):
+            changes["data.source"] = "npz"
+        elif asked.config is None and not pathlib.Path(asked.path).is_dir():
+            raise ConfigError(f"--path={asked.path} is neither a folder nor an .npz file")
+    if asked.model is not None:
         changes["model.name"] = asked.model
     if asked.resolutions is not None:
         with blame("--resolutions"):
             changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
-    for name, value in changes.items():
+    for name, value in (changes | asked.settings).items():
         section, _, key = name.rpartition(".")
         if section and not isinstance(raw.get(section), dict):
-            raise ConfigError(f"--config.{name} is not a setting: see --config.help of training")
+            raise ConfigError(f"--config.{name} is not a setting: see --config.help")
         (raw[section] if section else raw)[key] = value
     config = resolve(raw)
-    with blame("--model"):
-        find_model(config.model.name)
+    with blame("--config.plugins"):
+        plugins.load(config.plugins, wanted_by="of the recipe")
+    nnx.eval_shape(lambda: restore.create(config))
     return config
 
 
-def _fits_the_device(config: Config) -> bool:
-    """Whether the training images can be kept on the device, with the recipe's augmentation."""
-    images = load_split(config, "train")
+def _in_one_step(asked: argparse.Namespace, config: Config, images: Split) -> bool:
+    """Whether all seeds are trained in one step, with the images on the device.
+
+    Unless --config.data.on_device is given, they are if the recipe's augmentation runs on the
+    device and the images take at most half of its memory.
+    """
+    if (given := asked.settings.get("data.on_device")) is not None:
+        return given
     loader = data.split_augment(config.data.augment).loader
     try:
         DeviceBatches(images, batch_size=1, seed=0, augment=loader)
     except ValueError:
         return False
-    return True
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return limit is None or images.images.nbytes <= limit / 2
 
 
 if __name__ == "__main__":
-    main()
+    command()

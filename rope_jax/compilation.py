@@ -54,14 +54,19 @@ class _Checked:
         with contextlib.suppress(OSError, ValueError):
             if read_regular(self._seal(key), at_most=_LARGEST).decode() == _digest(key, value):
                 return value
-        (self._folder / f"{key}-cache").unlink(missing_ok=True)  # jax replaces no entry
+        self._entry(key).unlink(missing_ok=True)  # jax replaces no entry
         return None
 
     def put(self, key: str, value: bytes) -> None:
         """Adds an entry, unless another process did so in the meantime."""
+        if self._entry(key).exists():
+            return
+        # First the digest: other processes delete entries without one.
+        write_file(self._seal(key), _digest(key, value))
         self._cache.put(key, value)
-        if self._cache.get(key) == value:
-            write_file(self._seal(key), _digest(key, value))
+
+    def _entry(self, key: str) -> pathlib.Path:
+        return self._folder / f"{key}-cache"
 
     def _seal(self, key: str) -> pathlib.Path:
         return self._folder / f"{key}-sha256"

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -10,7 +11,8 @@ import pathlib
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 _KINDS = {
@@ -20,6 +22,7 @@ _KINDS = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
+RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _JSON_BYTES = 1 << 28  # of a JSON file; config, results and indices have far fewer
 
 
@@ -160,6 +163,27 @@ def file_sha256(path: str | os.PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def has_sha256(path: pathlib.Path, sha256: str) -> bool:
+    """Whether a regular file has this sha256, in hexadecimal."""
+    return file_sha256(path) == sha256
+
+
+def retried(read: Callable[[], Any], pauses: Sequence[float]) -> Any:
+    """The result of `read`, which is called again, after each of the pauses (s), if it fails.
+
+    >>> retried(lambda: 3, RETRY_AFTER)
+    3
+
+    Raises:
+        OSError: the last call failed, too.
+    """
+    for pause in pauses:
+        with contextlib.suppress(OSError):
+            return read()
+        time.sleep(pause)
+    return read()
+
+
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
     """Adds a path to each OSError in the context that names none (as a full disk's)."""
@@ -240,16 +264,19 @@ def locked_file(path: pathlib.Path, *, wait: bool) -> Iterator[IO[bytes]]:
 def _has_name(file: IO[bytes], path: pathlib.Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 @contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[None]:
+def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
     """Locks a workdir (created if missing) for this process.
 
     The operating system releases the lock when the process ends, however it ends, so locks are
     never stale. A workdir that was created here and is still empty is removed again.
+
+    Yields:
+        a function: whether the workdir still has this lock, so was not deleted, moved or replaced.
 
     Raises:
         ValueError: another process holds it; the message names it.
@@ -275,9 +302,11 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             file.truncate(0)
             # Not buffered: closing the file would write what is left, and fail without a name.
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        still_ours = functools.partial(_has_name, file, path)
         try:
-            yield
+            yield still_ours
         finally:
-            if made and [p.name for p in workdir.iterdir()] == [path.name]:
-                path.unlink()
-                workdir.rmdir()
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
+                if made and still_ours() and [p.name for p in workdir.iterdir()] == [path.name]:
+                    path.unlink()
+                    workdir.rmdir()

@@ -11,8 +11,8 @@ profile of a few steps. Exit status:
 - 0: the run is complete, or was stopped by a signal and saved;
 - 1: it failed: a loss that is not finite, a checkpoint that could not be written, a bug;
 - 2: the command, the config or the workdir is wrong;
-- 128 + signal number (130, 138, 143): stopped without saving: nothing to save, a second signal, or
-  one of several processes that waits for images.
+- 128 + signal number (129, 130, 138, 143): stopped without saving: nothing to save, a second
+  signal, or one of several processes that waits for images.
 """
 
 import dataclasses
@@ -61,9 +61,7 @@ _JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all proce
 
 def main(_: list[str]) -> None:
     """Trains or evaluates, as the flags specify."""
-    keep_going_unread()
-    seconds = 120 if _DISTRIBUTED.value else 15  # several processes wait for each other
-    with ended_soon(seconds), exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
+    with exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
         config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)
         config = dataclasses.replace(config, plugins=(*config.plugins, *_PLUGINS.value))
         keep_compiled()
@@ -81,8 +79,15 @@ def main(_: list[str]) -> None:
 
 
 def command() -> None:
-    """Parses `sys.argv` and calls `main`."""
-    app.run(main, flags_parser=parse_flags)
+    """Parses `sys.argv`, calls `main`, and ends the process."""
+
+    def run_and_end(arguments: list[str]) -> None:
+        keep_going_unread()
+        seconds = 120.0 if _DISTRIBUTED.value else 15.0  # several processes wait for each other
+        with ended_soon(seconds):
+            main(arguments)
+
+    app.run(run_and_end, flags_parser=parse_flags)
 
 
 if __name__ == "__main__":

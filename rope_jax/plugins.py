@@ -6,23 +6,51 @@ They are imported by name, from three places:
 - the environment variable ROPE_JAX_PLUGINS: `my_schemes,more_schemes`;
 - the entry points `rope_jax.plugins` of installed packages.
 
-A run records the names in its config.json. Whatever loads the run imports them again, so modules
-must be installed, in PYTHONPATH or in the current folder. docs/own_scheme.md has an example.
+A run records in its config.json the names that were given, and the entry points that registered
+what it uses. Whatever loads the run imports them again, so modules must be installed, in PYTHONPATH
+or in the current folder. docs/own_scheme.md has an example.
 """
 
 import functools
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rope_jax.files import warn
 
 VARIABLE = "ROPE_JAX_PLUGINS"
 ENTRY_POINTS = "rope_jax.plugins"
 
-_loaded: dict[str, None] = {}  # in the order of loading
+# Plug-in -> names that it registered, in the order of loading. None stands for a plug-in that was
+# asked for by name, or whose module had been imported before.
+_loaded: dict[str, set[str] | None] = {}
+_importing: list[set[str]] = []  # what the modules being imported have registered, inner ones last
+
+
+class UnknownName(ValueError):
+    """A model or a scheme that is not registered, for example because a plug-in is missing."""
+
+
+def registered(name: str) -> None:
+    """Notes a scheme, model or image source as that of the plug-ins that are being imported."""
+    for names in _importing:
+        names.add(name)
+
+
+def needed(text: str) -> tuple[str, ...]:
+    """Names of the loaded plug-ins that belong to a run or a model.
+
+    These are all that were asked for by name, and the entry points that registered what is used.
+
+    Args:
+        text: that contains the names of model, schemes and image source.
+    """
+    words = set(re.findall(r"\w+", text))
+    return tuple(name for name, own in _loaded.items() if own is None or own & words)
 
 
 def loaded() -> tuple[str, ...]:
@@ -44,29 +72,56 @@ def load(names: Iterable[str], *, wanted_by: str = "--plugins") -> None:
     Raises:
         ValueError: there is no such module, or importing it raises an exception.
     """
+    for name in names:
+        _import(name, wanted_by)
+        _loaded[name] = None
+
+
+def _import(name: str, wanted_by: str) -> set[str] | None:
+    """Imports a plug-in; returns what it registered, or None if it had been imported before."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:  # as for `python -m`, but last
         sys.path.append(folder)
-    for name in names:
-        about = f"plug-in {name!r} ({wanted_by})"
-        parts = str(name).split(".")
-        if not all(part.isidentifier() for part in parts) or parts[-1] == "py":
+    about = f"plug-in {name!r} ({wanted_by})"
+    parts = str(name).split(".")
+    if not all(part.isidentifier() for part in parts) or parts[-1] == "py":
+        raise ValueError(
+            f"{about} is not the name of a module: for a file my_schemes.py, write my_schemes, "
+            "and add its folder to PYTHONPATH unless it is the current one"
+        )
+    if name in sys.modules:
+        return None
+    names: set[str] = set()
+    _importing.append(names)
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        top = parts[0]
+        if isinstance(error, ModuleNotFoundError) and error.name in (top, name):
             raise ValueError(
-                f"{about} is not the name of a module: for a file my_schemes.py, write my_schemes, "
-                "and add its folder to PYTHONPATH unless it is the current one"
-            )
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            top = parts[0]
-            if isinstance(error, ModuleNotFoundError) and error.name in (top, name):
-                raise ValueError(
-                    f"{about} is not there: install it, or run from the folder that holds {top}.py "
-                    "or add that folder to PYTHONPATH"
-                ) from None
-            kind = type(error).__name__
-            raise ValueError(f"{about} cannot be imported: {kind}: {error}") from error
-        _loaded[name] = None
+                f"{about} is not there: install it, or run from the folder that holds {top}.py "
+                "or add that folder to PYTHONPATH"
+            ) from None
+        kind = type(error).__name__
+        raise ValueError(f"{about} cannot be imported: {kind}: {error}") from error
+    finally:
+        _importing.pop()
+    return names
+
+
+def named_in(config: Any) -> list[str]:
+    """The plug-ins in a run's stored config; none in one that is damaged.
+
+    >>> named_in({"plugins": ["my_schemes"]}), named_in({"plugins": "my_schemes"})
+    (['my_schemes'], [])
+
+    Args:
+        config: the value of a JSON file, which may be anything.
+    """
+    names = config.get("plugins") if isinstance(config, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []
+    return names
 
 
 @functools.cache
@@ -82,6 +137,8 @@ def load_installed() -> None:
         found.append((point.module, f"entry point {point.name} of {package}"))
     for name, origin in found:
         try:
-            load([name], wanted_by=origin)
+            names = _import(name, origin)
         except ValueError as error:
             warn(f"WARNING: {error}")
+        else:
+            _loaded.setdefault(name, None if origin == VARIABLE else names)

@@ -20,7 +20,7 @@ _NO_PORT = (
     f"another one in {_ADDRESS} (JAX_COORDINATOR_PORT under SLURM and Open MPI)"
 )
 _SAY_EVERY = 15  # seconds
-_END_TOGETHER = 60  # seconds that a process which has finished waits for the others
+_END_TOGETHER = 60  # how long a finished process waits for the others to finish, in seconds
 
 
 def join(heartbeat: int, timeout: int) -> None:

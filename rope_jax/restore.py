@@ -94,7 +94,7 @@ def read_checkpoint(
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
         about = checkpoints.about(step)
-        plugins.load(about["config"].get("plugins", ()), wanted_by=f"of the run {path}")
+        plugins.load(plugins.named_in(about["config"]), wanted_by=f"of the run {path}")
         config = resolve(about["config"])
         if ema and config.ema_decay is None:
             raise ValueError(
@@ -138,8 +138,8 @@ def start_from(model: nnx.Module, config: Config) -> None:
     """Loads the weights of `config.init_from` into a fresh model.
 
     It may be anything that `pretrained` of `create_model` takes. Position tables are resized by
-    their scheme's rule. A head for other classes keeps its initial weights. Other values of options
-    and schemes than those of the weights are a warning.
+    their scheme's rule. A head for another number of classes keeps its initial weights. If options
+    or schemes differ from those of the weights, a warning says so.
 
     Raises:
         ConfigError: there are no weights, or their names or shapes are another model's.

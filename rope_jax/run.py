@@ -5,19 +5,20 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jaxtyping import UInt8
 
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
-from rope_jax.data.images.decode import decode_image
+from rope_jax.data.images.decode import MAX_BYTES, decode_image
 from rope_jax.evaluate import (
     evaluate_state,
     main_score,
@@ -28,7 +29,7 @@ from rope_jax.evaluate import (
     usable_results,
     write_results,
 )
-from rope_jax.files import locked, set_aside, warn, write_file
+from rope_jax.files import locked, read_json, read_regular, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
 from rope_jax.training.agreement import (
@@ -69,11 +70,13 @@ def train(
     """
     flags = {"mode": "train", "strict_restore": strict_restore, "resume_override": resume_override}
     with contextlib.ExitStack() as stack:
-        setup, model, signals = stack.enter_context(_prepared(config, workdir, flags))
+        setup, model, signals, still_ours = stack.enter_context(_prepared(config, workdir, flags))
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
-                Checkpoints(workdir / "checkpoints", keep=config.keep_checkpoints)
+                Checkpoints(
+                    workdir / "checkpoints", keep=config.keep_checkpoints, still_ours=still_ours
+                )
             )
             checkpoints.clean()
         state = load_newest(
@@ -93,9 +96,9 @@ def train(
         step = int(state["step"])
         if step < setup.total_steps:
             stack.enter_context(choices_for_training(setup, state, workdir))
-            with MetricsWriter(
-                workdir, restored_step=step, tensorboard=config.tensorboard
-            ) as writer:
+            with blame("--workdir"):
+                writer = MetricsWriter(workdir, restored_step=step, tensorboard=config.tensorboard)
+            with writer:
                 state = train_loop(setup, state, checkpoints, writer, signals, workdir)
         else:
             stack.enter_context(kernels_of_run(config, workdir))
@@ -116,7 +119,7 @@ def evaluate_newest(
     """
     flags = {"mode": "evaluate", "strict_restore": strict_restore}
     flags |= {"resume_override": resume_override}
-    with _prepared(config, workdir, flags) as (setup, model, signals):
+    with _prepared(config, workdir, flags) as (setup, model, signals, _):
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
                 setup,
@@ -135,23 +138,25 @@ def evaluate_newest(
 def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
     """The config with its plug-ins and those of the run so far, which are loaded."""
     before: list[str] = []
-    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # new, or damaged
-        before = json.loads((workdir / "config.json").read_text()).get("plugins", [])
+    with blame("--workdir"), contextlib.suppress(FileNotFoundError, ValueError):  # new, or damaged
+        before = plugins.named_in(read_json(workdir / "config.json"))
     with blame("--plugins"):
         plugins.load_installed()
         plugins.load(before, wanted_by=f"of the run {workdir}")
         plugins.load(config.plugins)
-    return dataclasses.replace(config, plugins=plugins.loaded())
+    return dataclasses.replace(config, plugins=plugins.needed(to_json(config)))
 
 
 @contextlib.contextmanager
 def _prepared(
     config: Config, workdir: pathlib.Path, flags: dict[str, Any]
-) -> Iterator[tuple[Setup, nnx.Module, Signals]]:
+) -> Iterator[tuple[Setup, nnx.Module, Signals, Callable[[], bool]]]:
     """Handles signals, holds the workdir's lock, and prepares the run.
 
-    Of several processes the first holds the lock; all must have the same run before them.
+    Of several processes the first holds the lock; all must have the same run before them. The last
+    of what this yields is a function: whether this process still has the lock, if it took it.
     """
+    still_ours = lambda: True
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(stop_signals())
         with all_or_none() as facts:
@@ -159,14 +164,14 @@ def _prepared(
                 raise _no_checkpoints(workdir)
             if jax.process_index() == 0:
                 with blame("--workdir"):
-                    stack.enter_context(locked(workdir))
+                    still_ours = stack.enter_context(locked(workdir))
             signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
             setup, model = prepare(_with_plugins(config, workdir))
             facts |= {f"--{name}": str(value) for name, value in flags.items()}
             if jax.process_count() > 1:
                 facts |= about(setup, model)
         require_one_workdir(workdir)
-        yield setup, model, signals
+        yield setup, model, signals, still_ours
 
 
 def _no_checkpoints(workdir: pathlib.Path) -> ConfigError:
@@ -275,7 +280,8 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
     config, step = setup.config, int(state["step"])
     first, wanted = jax.process_index() == 0, planned_rows(setup)
-    results = usable_results(workdir) if first else None
+    with blame("--workdir"):
+        results = usable_results(workdir) if first else None
     if results is None or results["step"] != step or not same_rows(results, wanted):
         results = None
     if evaluated := from_first_process(results is None):
@@ -298,7 +304,15 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
             for name, own in lines.items()
             for row in own
         }
-        pictures = {path.stem: decode_image(path.read_bytes()) for path in workdir.glob("*.png")}
-        write_board(workdir, step, numbers=accuracies, pictures=pictures)
+        write_board(workdir, step, numbers=accuracies, pictures=_pictures(workdir))
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"
     print(f"\npicture: {picture}" if picture else f"\n{missing}")
+
+
+def _pictures(workdir: pathlib.Path) -> dict[str, UInt8[np.ndarray, "_ _ 3"]]:
+    """The pictures in a workdir by name; files that are none are left out."""
+    found = {}
+    for path in sorted(workdir.glob("*.png")):
+        with contextlib.suppress(ValueError, OSError):
+            found[path.stem] = decode_image(read_regular(path, at_most=MAX_BYTES))
+    return found

@@ -42,6 +42,9 @@ def require_devices() -> None:
 def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:
     """The mesh ("data", "fsdp") of all devices, with those of one process adjacent.
 
+    >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1}
+
     Args:
         fsdp: number of devices over which parameters are sharded, preferably in one machine.
         devices: the devices to use; None for all.
@@ -84,13 +87,22 @@ def split_parameter(shape: tuple[int, ...], mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, P(*spec))
 
 
-def on_every_device(shape: tuple[int, ...], mesh: AnyMesh) -> bool:
-    """Whether every device holds all of an array of the training state."""
-    return split_parameter(shape, mesh).is_fully_replicated
+def on_every_device(mesh: AnyMesh) -> Callable[[tuple[int, ...]], bool]:
+    """Returns whether every device holds all of an array of the training state, by its shape."""
+    return lambda shape: split_parameter(shape, mesh).is_fully_replicated
 
 
 def state_shardings(state: Any, mesh: AnyMesh) -> Any:
-    """The shardings of a training state, or of its shapes."""
+    """The shardings of a training state, or of its shapes.
+
+    >>> mesh = make_mesh(devices=jax.devices()[:1])
+    >>> state_shardings({"kernel": np.zeros((8, 4))}, mesh)["kernel"].is_fully_replicated
+    True
+
+    Args:
+        state: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`).
+        mesh: see `make_mesh`.
+    """
     return jax.tree.map(lambda x: split_parameter(x.shape, mesh), state)
 
 
@@ -123,7 +135,16 @@ def share_of(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
-    """Moves this process's part of a batch to the mesh; returns the global arrays."""
+    """Moves this process's part of a batch to the mesh; returns the global arrays.
+
+    >>> mesh = make_mesh(devices=jax.devices()[:1])
+    >>> put_batch({"image": np.zeros((4, 8, 8, 3), np.float32)}, mesh)["image"].shape
+    (4, 8, 8, 3)
+
+    Args:
+        batch: arrays whose first axis is the example, [B / processes, ...].
+        mesh: see `make_mesh`.
+    """
     if jax.process_count() == 1:
         return jax.device_put(batch, split_batch(mesh))
     return {
@@ -208,7 +229,12 @@ def _mesh_for(batched: list[Array]) -> AbstractMesh | None:
 
 
 def use_mesh(mesh: AnyMesh) -> Any:
-    """Context manager in which models are traced for a mesh (see `over_batch`)."""
+    """Context manager in which models are traced for a mesh (see `over_batch`).
+
+    >>> with use_mesh(make_mesh(devices=jax.devices()[:1])):
+    ...     print(jax.sharding.get_abstract_mesh().axis_names)
+    ('data', 'fsdp')
+    """
     return jax.sharding.use_abstract_mesh(
         mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     )

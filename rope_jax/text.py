@@ -243,7 +243,8 @@ def literal(text: str) -> Any:
     """The value of a Python literal, or the text itself if it is not one."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: deeply nested
+    # RecursionError and MemoryError: deeply nested text.
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 

@@ -50,6 +50,7 @@ def test_one_seed_is_the_run_of_the_recipe():
 def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
     folder = pictures(tmp_path / "images", images=1)
     common = ["--positions=ape,none", "--seeds=2", f"--out={tmp_path}"]
+    common += ["--config.model.options=depth=1,width=24,heads=1"]
     found = plan(f"--path={folder}", "--model=deit3_s16", "--resolutions=96,64x128", *common)
     assert [one.workdir.name for one in found] == ["ape", "none", "ape-1", "none-1"]
     assert [one.config.seed for one in found] == [0, 0, 1, 1]
@@ -75,12 +76,67 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
         (["--config=digits", "--config.opt.b1=1"], "--config.opt.b1 is not a setting"),
         (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
         (["--config=digits", "--resolutions=8y"], "--resolutions"),
-        (["--path=nowhere.npz"], "nowhere.npz"),
+        (["--path=nowhere.npz"], "--path=nowhere.npz does not exist"),
+        (["--path=no,where"], "--path=no,where does not exist"),
+        (["--config=digits", "--positions=ape,rope_mixd"], "scheme 'rope_mixd'; did you mean"),
+        (
+            ["--config=digits", "--config.seeds=2"],
+            "--config.seeds is not a setting of a comparison",
+        ),
+        (
+            ["--config=digits", "--config.model.position=ape"],
+            "makes several of them ape: name each",
+        ),
+        (
+            ["--config=digits", "--config.plugins=('nothing',)"],
+            r"plug-in 'nothing' \(of the recipe",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         plan(*arguments)
+
+
+def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
+    folder = pictures(tmp_path / "my, images=1", images=1)
+    common = ["--model=vit_digits", "--positions=ape,none", "--seeds=1", *TINY]
+    for recipe in ([], ["--config=own_images"]):
+        found = plan(f"--path={folder}", *recipe, *common)
+        assert (found[0].config.data.source, found[0].config.data.path) == ("folder", str(folder))
+    (tmp_path / "images.zip").touch()
+    with pytest.raises(ConfigError, match=r"is neither a folder nor an \.npz file"):
+        plan(f"--path={tmp_path / 'images.zip'}", *common)
+    (tmp_path / "images.npz").touch()
+    for recipe in ([], ["--config=digits"]):
+        with pytest.raises(ConfigError, match=r"images\.npz"):
+            plan(f"--path={tmp_path / 'images.npz'}", *recipe, *common)
+
+
+def test_images_stay_where_they_are_wanted_or_fit(monkeypatch):
+    asked = ("--config=digits", "--positions=ape,none", "--seeds=2", TINY[0])
+    apart = plan(*asked, "--config.data.on_device=False")
+    assert [(one.config.seed, one.config.data.on_device) for one in apart] == [
+        (seed, False) for seed in (0, 0, 1, 1)
+    ]
+
+    class Device:
+        bytes = 1437 * 8 * 8 * 3  # of the training images
+
+        def memory_stats(self):
+            return {"bytes_limit": self.bytes}
+
+    monkeypatch.setattr(compare.jax, "local_devices", lambda: [Device()])
+    assert len(plan(*asked)) == 4
+    monkeypatch.setattr(Device, "bytes", 2 * Device.bytes)
+    assert [one.config.seeds for one in plan(*asked)] == [2, 2]
+
+
+def test_all_settings_are_listed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        plan("--config.help")
+    assert caught.value.code in (None, 0)
+    assert "--config.optim.learning_rate: a number" in capsys.readouterr().out
 
 
 def test_other_arguments_are_refused(capsys):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from rope_jax.compilation import keep_compiled
+from rope_jax.compilation import _Checked, keep_compiled
 from rope_jax.files import cache_folder
 
 
@@ -99,3 +99,22 @@ def test_a_swapped_entry_is_compiled_anew(tmp_path):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
+
+
+def test_an_entry_has_its_digest_before_it_appears(tmp_path):
+    """Another process that reads it at that moment would delete it."""
+
+    class Folder:
+        def get(self, key):
+            path = tmp_path / f"{key}-cache"
+            return path.read_bytes() if path.exists() else None
+
+        def put(self, key, value):
+            (tmp_path / f"{key}-cache").write_bytes(value)
+            assert another.get(key) == value
+
+    cache, another = (_Checked(Folder(), str(tmp_path)) for _ in range(2))
+    assert cache.get("a") is None
+    cache.put("a", b"program")
+    cache.put("a", b"the same, compiled by a slower process")
+    assert another.get("a") == b"program"

@@ -93,7 +93,7 @@ FLOORS = {
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),
     "rope_jax.compilation": ("files", "jax"),
     "rope_jax.command": ("run", "absl jax flax.nnx"),
-    "rope_jax.compare": ("command compilation", ""),
+    "rope_jax.compare": ("command compilation", "jax flax.nnx"),
     "rope_jax.main": ("command compilation", "absl ml_collections"),
     "rope_jax": ("main interrupts", ""),  # __init__ alone: the public names
     "rope_jax.__main__": ("rope_jax interrupts", ""),  # imports the module of a command by its name

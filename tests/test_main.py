@@ -17,7 +17,7 @@ from absl.testing import flagsaver
 
 from rope_jax import command
 from rope_jax.config import ConfigError, resolve
-from rope_jax.data import BadImages
+from rope_jax.data import BadImages, BadSet
 from rope_jax.files import SaveFailed, locked
 from rope_jax.training import loop
 from rope_jax.training.signals import Interrupted
@@ -59,6 +59,7 @@ def stopped_by(name, *, saved):
             "`python -m rope_jax.data.verify` lists all that cannot be used, and "
             "--config.data.bad_images=skip goes on without them\n",
         ),
+        (BadSet("2 of 6 images cannot be used"), 1, "rope_jax: 2 of 6 images cannot be used\n"),
         (
             MemoryError("Unable to allocate 9 TiB"),
             1,
@@ -109,6 +110,17 @@ def test_prints_that_fail_are_no_failures(monkeypatch):
     os.close(ours)
     for _ in range(2):
         print("lost \ud800", flush=True)  # a surrogate: not even text
+    sys.stdout.close()
+
+
+def test_help_that_nobody_reads_is_no_error(monkeypatch):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with open(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit, match=r"^$"):
+            command.parse_flags(["rope_jax.main", "--config.help"])
     sys.stdout.close()
 
 
@@ -186,6 +198,11 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
         "--config.model.position=rope2d",
         "--workdir=runs/a_rope2d",
     ]
+
+
+def test_weights_have_one_scheme_so_that_no_other_is_next():
+    config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
+    assert command.next_command(config, pathlib.Path("runs/a")) is None
 
 
 @pytest.mark.parametrize(
@@ -319,6 +336,17 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
     again.send(signal.SIGTERM)
     assert again.wait(120) == 0
     assert f"found step {saved}" in again.said()
+
+
+@pytest.mark.process
+def test_a_workdir_that_is_deleted_is_one_line(tmp_path, forked):
+    settings = [*SMALL, "--config.epochs=4000.0", "--config.checkpoint_every=20"]
+    running = forked(tmp_path / "run", *settings)
+    running.wait_for("\nsaved step 20:")
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert running.wait(120) == 1
+    assert "run was deleted or moved, or another run has" in running.said().splitlines()[-1]
+    assert "Traceback" not in running.said()
 
 
 @pytest.mark.process

@@ -91,7 +91,7 @@ def test_every_dependency_is_pinned_for_ci():
     }
     extras = PROJECT["optional-dependencies"]
     wanted = PROJECT["dependencies"] + [
-        x for name in ("demo", "log", "plot", "test") for x in extras[name]
+        x for name in ("demo", "docs", "log", "plot", "test") for x in extras[name]
     ]
     names = {w.split(">")[0].split("[")[0].lower().replace("_", "-") for w in wanted} - {"rope-jax"}
     assert names <= pinned
@@ -118,7 +118,9 @@ def test_the_command_works_without_a_clone(installed, tmp_path):
     assert command("--version") == f"rope_jax {rope_jax.__version__}\n"
     small = ["--config.model.options=depth=1,width=16,heads=1", "--config.eval.resolutions=()"]
     trained = command("train", "--config=digits:epochs=1", "--workdir=run", *small)
-    assert "try next: rope_jax train --config=digits:epochs=1,position=none" in trained
+    (following,) = (line for line in trained.splitlines() if line.startswith("try next: "))
+    assert following.startswith("try next: rope_jax train --config=digits:epochs=1 ")
+    assert following.endswith(" --config.model.position=rope2d --workdir=run_rope2d")
     assert "12x12" in command("evaluate", "run", "--resolutions=12")
     command("report", "run", "--out=page")
     assert (tmp_path / "page" / "report.html").exists()

@@ -1,5 +1,7 @@
 """Plug-ins: the documentation's scheme in every command, and names that lead nowhere."""
 
+import abc
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -11,11 +13,17 @@ import sys
 import pytest
 
 import rope_jax
+import rope_jax.run
 from rope_jax import plugins
+from rope_jax.analysis.runs import read_runs
+from rope_jax.config import resolve, to_json
 from rope_jax.data import load, register_source
+from rope_jax.evaluate import write_results
 from rope_jax.models.registry import MODELS, find_model, register
 from rope_jax.positions.rotary import Rotary
-from rope_jax.positions.scheme import SCHEMES, scheme
+from rope_jax.positions.scheme import SCHEMES, Position, scheme
+from rope_jax.training.signals import Interrupted, stop_signals
+from tests.training.recipe import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "docs" / "examples" / "my_schemes.py"
@@ -154,7 +162,9 @@ def test_a_checkpoint_loads_with_the_module_that_defines_its_scheme(clean, tmp_p
     # A file of weights never imports anything.
     message = r"unknown positional scheme 'rope_log_2'.* was saved with the plug-in mine: import it"
     with pytest.raises(ValueError, match=message):
-        rope_jax.create_model(str(tmp_path / "saved"))
+        rope_jax.create_model(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"num_classes=-1 must be a whole number.* no head$"):
+        rope_jax.create_model(tmp_path / "saved", num_classes=-1)
     model, config = rope_jax.load_checkpoint(str(tmp_path / "run"))
     assert (model.notation, config.plugins) == ("rope_log_2", ("mine",))
     assert rope_jax.create_model(str(tmp_path / "saved")).notation == "rope_log_2"
@@ -174,6 +184,9 @@ def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, m
     monkeypatch.setenv("ROPE_JAX_PLUGINS", "two, missing")
     assert rope_jax.list_positions("rope_[ot]*") == ["rope_one", "rope_two"]
     assert plugins.loaded() == ("two", "one")
+    # Of an installed package a run needs what it uses; what the environment names, always.
+    assert plugins.needed("rope2d+ape") == ("two",)
+    assert plugins.needed("vit_digits lape(rope_one)+ape") == ("two", "one")
     first, second = capsys.readouterr().err.splitlines()
     assert "WARNING: plug-in 'missing' (ROPE_JAX_PLUGINS) is not there: install it" in first
     assert "'nowhere.schemes' (entry point other of schemes) is not there" in second
@@ -214,6 +227,24 @@ def test_models_and_sources_have_names_of_their_own(clean):
         register_source("digits", load)
 
 
+def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):
+    (tmp_path / "model_of_mine.py").write_text(
+        "from rope_jax.models.registry import find_model, register\n"
+        "entry = find_model('vit_digits')\n"
+        "register('vit_of_mine', entry.family, entry.options, position='rope2d')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = resolve({"model": {"name": "vit_of_mine"}, "plugins": ["model_of_mine"]})
+    pathlib.Path("config.json").write_text(to_json(config))
+    row = {"dataset": "digits", "split": "test", "resolution": [8, 8], "count": 360}
+    write_results(tmp_path, 1, [row | {"top1": 0.9, "top5": 1.0, "protocol": "as it is"}])
+    (run,) = read_runs(tmp_path)
+    assert (run.config.model.position, plugins.loaded()) == ("rope2d", ("model_of_mine",))
+    pathlib.Path("config.json").write_text(to_json(dataclasses.replace(config, plugins=("none",))))
+    with pytest.raises(ValueError, match=r"plug-in 'none' \(of the run .*\) is not there"):
+        read_runs(tmp_path)
+
+
 def test_a_class_without_what_its_scheme_needs_is_refused():
     class Nothing(Rotary):
         """Not finished."""
@@ -222,4 +253,38 @@ def test_a_class_without_what_its_scheme_needs_is_refused():
         ValueError, match=r"Nothing lacks the method freqs\(self\), which returns r"
     ):
         scheme("nothing")(Nothing)
+
+    class Bare(Position):
+        @abc.abstractmethod
+        def frame(self, grid): ...
+
+    with pytest.raises(ValueError, match=r"Bare lacks the method frame\(self, grid\)$"):
+        scheme("nothing")(Bare)
     assert "nothing" not in SCHEMES
+
+
+def test_a_signal_during_an_import_is_no_fault_of_the_plug_in(clean, tmp_path, monkeypatch):
+    (tmp_path / "slow_one.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Interrupted, match="SIGTERM"), stop_signals():
+        plugins.load(["slow_one"])
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"plugins": 3}', '{"plugins": "abc"}', "null", '{"plugins": [3]}']
+)
+def test_a_damaged_config_of_a_run_names_no_plug_ins(clean, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert rope_jax.run._with_plugins(tiny(), tmp_path).plugins == ()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "nothing"])
+def test_a_config_that_is_no_file_names_no_plug_ins(clean, tmp_path, kind):
+    path = tmp_path / "config.json"
+    {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "nothing": lambda: None,
+    }[kind]()
+    assert rope_jax.run._with_plugins(tiny(), tmp_path).plugins == ()

@@ -19,7 +19,16 @@ RECORDER = jax.make_user_context(None)
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A distinct call that was traced.
+    """A distinct call that was traced, as `record` notes it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rope_jax_kernels import Global, attention, record
+        >>> q = jnp.ones((1, 4, 2, 16))
+        >>> with record() as calls:
+        ...     _ = jax.eval_shape(lambda q: attention(q, q, q, pattern=Global()), q)
+        >>> [(call.op, call.count, call.directions) for call in calls]
+        [('attention', 1, {'forward': 1})]
 
     Attributes:
         op: name of the operation.

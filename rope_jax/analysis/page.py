@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import html
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 from rope_jax.text import markdown_table
@@ -81,8 +82,9 @@ class Table:
 def _row_html(header: Sequence[str], cells: Sequence[str]) -> str:
     found = ""
     for name, cell in zip(header, cells, strict=True):
-        value, bracket, interval = html.escape(cell).partition(" [")  # an interval has its own line
-        small = f"<small>[{interval}</small>" if bracket else ""
+        number = re.fullmatch(r"([+-]?[\d.]+) (\[.*\])", cell)  # its interval has its own line
+        value = html.escape(number[1] if number else cell)
+        small = f"<small>{html.escape(number[2])}</small>" if number else ""
         found += f'<td data-column="{html.escape(name, quote=True)}"><div>{value}{small}</div></td>'
     return f"<tr>{found}</tr>"
 

@@ -1,12 +1,13 @@
 """Finished runs, read from their workdirs and grouped by what they share."""
 
 import dataclasses
+import operator
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax import seeds
-from rope_jax.config import Config, resolve
+from rope_jax import plugins, seeds
+from rope_jax.config import Config, resolve, settings
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row
 from rope_jax.files import read_json
@@ -56,6 +57,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
 
     Raises:
         FileNotFoundError: the workdir has no results.
+        ValueError: a plug-in of the run cannot be imported.
     """
     results = read_results(workdir)
     if results is None:
@@ -64,6 +66,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             f"run rope_jax.main with --workdir={workdir} to its end first"
         )
     config = resolve(read_json(workdir / "config.json"))
+    plugins.load(config.plugins, wanted_by=f"of the run {workdir}")
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)
     config = dataclasses.replace(config, model=model)
@@ -86,7 +89,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
 
 
 def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
-    """Groups runs that differ only in their seed.
+    """Groups runs that differ only in their seed, or in settings that do not affect results.
 
     Returns:
         Label -> runs. The label is the position, with the model and the workdir where it would be
@@ -95,24 +98,35 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
     Raises:
         ValueError: two runs have the same config and seed.
     """
-    alike: dict[Config, list[RunResults]] = {}
+    alike: dict[tuple, list[RunResults]] = {}
     for run in runs:
-        group = alike.setdefault(dataclasses.replace(run.config, seed=0), [])
+        group = alike.setdefault(_shared(run.config), [])
         if same := [other.workdir for other in group if other.config.seed == run.config.seed]:
             raise ValueError(
                 f"{same[0]} and {run.workdir} hold the same run, of seed {run.config.seed}: "
                 "leave one of them out"
             )
         group.append(run)
-    several_models = len({config.model.name for config in alike}) > 1
+    several_models = len({run.config.model.name for run in runs}) > 1
     groups: dict[str, list[RunResults]] = {}
-    for config, group in alike.items():
-        label = config.model.position
-        label = f"{config.model.name}, {label}" if several_models else label
+    for group in alike.values():
+        model = group[0].config.model
+        label = f"{model.name}, {model.position}" if several_models else model.position
         workdir = group[0].workdir
         labels = (label, f"{label} ({workdir.name})", f"{label} ({workdir})")
         groups[next(label for label in labels if label not in groups)] = group
     return groups
+
+
+def _shared(config: Config) -> tuple:
+    """The values of the settings in which the runs of one group agree."""
+    return tuple(
+        operator.attrgetter(name)(config)
+        for name, field in settings().items()
+        if name.startswith("eval.")
+        or name == "data.path"
+        or (name != "seed" and not field.metadata["rule"].resumable)
+    )
 
 
 def sizes_of(runs: Sequence[RunResults]) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.settings import Config, Rule, Size
+from rope_jax.files import SaveFailed
 from rope_jax.text import Call, Value, assignments, closest, literal, parse
 
 # Arguments of `create_model` that other settings give.
@@ -41,9 +42,14 @@ def in_one_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def blame(flag: str) -> Iterator[None]:
-    """Turns an error of a value, a file, a module or its size into a ConfigError of the flag."""
+    """Turns an error of a value, a file, a module or its size into a ConfigError of the flag.
+
+    A file that could not be written is no mistake of a flag, and stays a SaveFailed.
+    """
     try:
         yield
+    except SaveFailed:
+        raise
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{error} [{flag}]") from error
     except (OverflowError, MemoryError, RecursionError) as error:

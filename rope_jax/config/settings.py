@@ -318,8 +318,8 @@ class Config:
     init_from: str | None = _setting(
         None,
         "weights to start from, as `pretrained` of create_model takes them: workdir of a run, "
-        ".safetensors or .npz file, hub id; position tables are resized, a head for other classes "
-        "stays new",
+        ".safetensors or .npz file, hub id; position tables are resized, a head for another "
+        "number of classes stays new",
     )
     log_every: int = _setting(50, "steps between lines of metrics", low=1, resumable=True)
     checkpoint_every: int = _setting(

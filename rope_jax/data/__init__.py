@@ -4,26 +4,21 @@ Sources of images, a training stream that is a pure function of (seed, step), an
 untrusted image files.
 """
 
+from rope_jax.data.examples import check_labels
 from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
-from rope_jax.data.pipeline import (
-    Batches,
-    batches,
-    check_labels,
-    cores,
-    evaluation_batches,
-    worker_count,
-)
+from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
 from rope_jax.data.sources import Images, Streamed, StreamedMaps, load, open_source, register_source
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
-from rope_jax.data.sources.index import BadImages
+from rope_jax.data.sources.index import BadImages, BadSet
 
 __all__ = [
     "EVALUATION_SETS",
     "AugmentSplit",
     "BadImages",
+    "BadSet",
     "Batches",
     "EvaluationSet",
     "Images",

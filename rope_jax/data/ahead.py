@@ -57,7 +57,7 @@ class Ahead(Iterator[Batch]):
             batch, error = self._awaited()
             if error is not None:
                 raise error
-        except BaseException:
+        except Exception:  # after a signal the caller may have something to save before it closes
             self.close()
             raise
         self._wanted.put(True)

@@ -1,20 +1,26 @@
 """The checksums of an image set, compared in the background while its images are used."""
 
 import itertools
+import pathlib
 import threading
-from collections.abc import Callable
+import traceback
 
+from rope_jax.data.ahead import _SAY_EVERY, Waiting
 from rope_jax.data.sources import Images, Streamed
-from rope_jax.data.sources.index import BadImages
+from rope_jax.data.sources.index import BadSet
+from rope_jax.files import RETRY_AFTER, has_sha256, retried, warn
+
+# Files that this process has read, with the checksums that they had: each is read once.
+_INTACT: set[tuple[pathlib.Path, str]] = set()
 
 
 class FileCheck:
-    """Compares the files of a set with their checksums, once, in a thread.
+    """Compares the files of a set with their checksums, once in a process, in a thread.
 
     Sets without checksums pass at once. hashlib computes about 2 GB/s, beside Python's own work.
     """
 
-    def __init__(self, images: Images | Streamed, waiting: Callable[[int], None]):
+    def __init__(self, images: Images | Streamed, waiting: Waiting):
         """The first call starts the thread, which ends with the process.
 
         Args:
@@ -28,9 +34,19 @@ class FileCheck:
 
     def _run(self) -> None:
         try:
-            self._damaged = self._images.source.damaged(self._stop.is_set) or []
-        except (OSError, ValueError) as error:
+            self._damaged = self._images.source.damaged(self._intact) or []
+        except Exception as error:  # any: a thread that died would count as a check that passed
             self._error = error
+
+    def _intact(self, path: pathlib.Path, sha256: str) -> bool:
+        """Whether a file has its checksum; True after `close`, and after the first that has not."""
+        if self._stop.is_set() or (path, sha256) in _INTACT:
+            return True
+        if retried(lambda: has_sha256(path, sha256), RETRY_AFTER):
+            _INTACT.add((path, sha256))
+            return True
+        self._stop.set()
+        return False
 
     def __call__(self, *, wait: bool) -> None:
         """Raises what was found so far.
@@ -39,26 +55,35 @@ class FileCheck:
             wait: for the end of the check.
 
         Raises:
-            BadImages: a file has changed since it was written, or cannot be read.
+            BadSet: a file has changed since it was written, or cannot be read.
         """
         if self._images.in_memory:
             return
         if self._thread.ident is None:
             self._thread.start()
-        for seconds in itertools.count(1):
-            if not wait or not self._thread.is_alive():
-                break
-            self._thread.join(1.0)
-            self._waiting(seconds)
+        if wait:
+            self._wait()
         if self._thread.is_alive():
             return
+        name = self._images.name
         if self._error is not None:
-            raise BadImages(f"{self._images.name} cannot be checked: {self._error}")
+            reason = "".join(traceback.format_exception_only(self._error)).strip()
+            raise BadSet(f"the files of {name} cannot be checked: {reason}") from self._error
         if self._damaged:
-            raise BadImages(
-                f"{self._damaged[0]} of {self._images.name} ({self._images.source.index}) has "
-                "changed since it was written: restore it, or prepare the set again"
+            raise BadSet(
+                f"{self._damaged[0]} of {name} ({self._images.source.index}) has changed since it "
+                "was written: restore it, or prepare the set again"
             )
+
+    def _wait(self) -> None:
+        for seconds in itertools.count(1):
+            self._thread.join(1.0)
+            if not self._thread.is_alive():
+                return
+            if seconds % _SAY_EVERY == 0:
+                what = f"the checksums of {self._images.name}, {self._images.split} split"
+                warn(f"WARNING: {seconds} s without a batch: waiting for {what}")
+            self._waiting(seconds)
 
     def close(self) -> None:
         """Ends the check after the current file."""

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Integer, UInt8, UInt64
 
 from rope_jax.data.draws import example_draws
+from rope_jax.data.examples import check_augmentations, named_streams
 from rope_jax.data.images.augment import AUGMENTATIONS, CROP, Augmentation, parse_loader
 from rope_jax.data.images.device_crops import pack
 from rope_jax.data.order import batch_examples
-from rope_jax.data.pipeline import check_augmentations, named_streams
 from rope_jax.data.sources import Images, Streamed
 
 

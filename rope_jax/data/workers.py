@@ -23,7 +23,7 @@ from absl import flags
 Batch = dict[str, np.ndarray]
 
 _PIECE = 32  # examples; few, so that the first batch is ready soon and few are held in memory
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class DeadWorker(RuntimeError):
@@ -59,8 +59,8 @@ def in_processes(
         make: (start, stop) -> examples of the stream; picklable.
         size: examples in a batch.
         step: the first one.
-        workers: number of processes, at least 1. They ignore Ctrl-C, which the parent process
-            handles, and end with that process.
+        workers: number of processes, at least 1. They ignore Ctrl-C and the other signals
+            that the parent process handles, and end with that process.
         stop: step at which the stream ends; None for never.
         crew: to this list the processes are added when they have started.
 

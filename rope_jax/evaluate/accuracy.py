@@ -166,7 +166,8 @@ def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]
         trained = nnx.merge(setup.graph, *weights)
         size, scaled = images.shape[1:3], setup.config.eval.scale_windows
         with use_mesh(setup.mesh):
-            return at_resolution(trained, size, scale_windows=scaled)(images)
+            copy = at_resolution(trained, size, scale_windows=scaled, flags="--config.eval.")
+            return copy(images)
 
     rows = []
     for how, config in protocols(setup).items():
@@ -191,6 +192,7 @@ def at_resolution(
     *,
     scale_windows: bool = False,
     rpb_shrink: str | None = None,
+    flags: str = "--",
 ) -> nnx.Module:
     """A copy of a model for images of another size; position tables are resized by their rule.
 
@@ -206,6 +208,10 @@ def at_resolution(
         scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
         rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
             model's own rule.
+        flags: how the flags begin that errors name.
+
+    Raises:
+        ConfigError: the model takes no images of that size, or an option does not suit it.
     """
     copy = nnx.clone(model)
     if rpb_shrink is not None:
@@ -220,8 +226,8 @@ def at_resolution(
         try:
             copy.scale_windows()
         except ValueError as error:
-            raise ConfigError(f"--{error}") from error
-    with blame("--resolutions"):
+            raise ConfigError(f"{flags}{error}") from error
+    with blame(f"{flags}resolutions"):
         copy.resize(size)
     return copy
 

@@ -60,7 +60,12 @@ def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
     >>> usable_results(workdir) is None, sorted(path.name for path in workdir.iterdir())
     (True, ['results.json.damaged'])
     """
-    return _usable(workdir / "results.json")
+    path = workdir / "results.json"
+    try:
+        return _read(path)
+    except ValueError as error:
+        set_aside(path, f"{error}; its results are computed again")
+        return None
 
 
 def _read(path: pathlib.Path, earlier: Set[str] = frozenset()) -> dict[str, Any] | None:
@@ -73,14 +78,6 @@ def _read(path: pathlib.Path, earlier: Set[str] = frozenset()) -> dict[str, Any]
         warn(f"WARNING: {path} has no digest, as those of earlier versions: it cannot be verified")
         return value
     return unsealed(value, str(path))
-
-
-def _usable(path: pathlib.Path) -> dict[str, Any] | None:
-    try:
-        return _read(path)
-    except ValueError as error:
-        set_aside(path, f"{error}; its results are computed again")
-        return None
 
 
 def _text(entries: dict[str, Any]) -> str:
@@ -162,7 +159,11 @@ def usable_evaluations(path: pathlib.Path) -> list[Row]:
     >>> usable_evaluations(pathlib.Path("runs/none/evaluations.json"))
     []
     """
-    return (_usable(path) or {"rows": []})["rows"]
+    try:
+        return read_evaluations(path)
+    except ValueError as error:
+        set_aside(path, f"{error}; of its results only those that are asked for are computed again")
+        return []
 
 
 def add_evaluation(path: pathlib.Path, row: Row) -> None:

@@ -158,7 +158,8 @@ class SelfAttention(nnx.Module):
         if isinstance(pattern, PaddedWindow):
             out = out[:, : grid[0], : grid[1]]
 
-        # Attention and projection then save one array for their backward passes, also in a scan.
+        # Attention's output would otherwise be saved twice, for its own backward pass and, in the
+        # shape of tokens, for that of the projection, also in a scan.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def project(out: Array) -> Array:
             return self.proj(out.reshape(batch, tokens, features))

@@ -28,6 +28,8 @@ class Backbone(nnx.Module):
         hierarchical: whether the parts are `stages` with successively halved maps, or the model
             itself.
         task: what the model is for, a key of `rope_jax.tasks.TASKS`.
+        own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
+            instead of those after blocks.
         softmax: whether the weights of attention come from a softmax and sum to 1.
         name: in `create_model`, which sets this and the next two.
         notation: the text of the positional scheme.
@@ -37,6 +39,7 @@ class Backbone(nnx.Module):
     """
 
     hierarchical: ClassVar[bool] = False
+    own_maps: ClassVar[bool] = False
     softmax: ClassVar[bool] = True
     task: str = "classification"
     name: str | None = None

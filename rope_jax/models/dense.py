@@ -147,7 +147,14 @@ def create_dense(
     rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(settings.get("dtype", "float32")))
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth, neck = [stage.channels for stage in stages], sum(s.depth for s in stages), None
-    if wanted.strides is None:
+    if wanted.strides is None and backbone.own_maps:
+        raise ValueError(
+            f"the head {call.name!r} takes one map, but {name} makes four of other strides: use "
+            "upernet, or another model"
+        )
+    if backbone.own_maps:
+        widths = widths * len(wanted.strides)
+    elif wanted.strides is None:
         widths, blocks = widths[-1:], (depth - 1,)
     elif len(stages) == 1:
         neck, widths = FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * 4

@@ -143,6 +143,12 @@ def register(
 ) -> None:
     """Registers a model.
 
+    >>> from rope_jax.models.vit import ViT, ViTOptions
+    >>> register("vit_narrow", ViT, ViTOptions(width=48, heads=3, depth=1), position="rope2d")
+    >>> list_models("vit_narrow")
+    ['vit_narrow']
+    >>> del MODELS["vit_narrow"]  # in this example only
+
     Args:
         name: for `create_model`.
         family: class of the model.
@@ -159,6 +165,7 @@ def register(
         raise ValueError(f"a model named {name!r} exists already: choose another name")
     options = dataclasses.replace(options, **changes)
     MODELS[name] = Entry(family, options, position, num_classes, image_size)
+    plugins.registered(name)
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -187,7 +194,9 @@ def find_model(name: str) -> Entry:
     plugins.load_installed()
     if name not in MODELS:
         hint = _name_here(name) or nearest(name, MODELS)
-        raise ValueError(f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all")
+        raise plugins.UnknownName(
+            f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all"
+        )
     return MODELS[name]
 
 
@@ -212,7 +221,7 @@ def _name_here(name: str) -> str | None:
 
 
 def create_model(
-    name: str,
+    name: str | os.PathLike,
     *,
     position: str | None = None,
     num_classes: int | None = None,
@@ -241,7 +250,7 @@ def create_model(
         position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
             "rope_mixed+ape", ...
         num_classes: outputs of the head; 0 for none: the model returns the pooled features that its
-            head would take. With weights for other classes, the head stays new, which is printed.
+            head would take. With weights for another number, the head stays new, which is printed.
         image_size: pixels, a side or (height, width), for parameters whose shape depends on it.
             Calls accept other sizes.
         seed: of the initial weights.
@@ -272,6 +281,7 @@ def create_model(
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
     plugins.load_installed()
+    name = os.fspath(name)
     if pretrained is False and name not in MODELS and names_weights(name):
         pretrained = name
     with contextlib.ExitStack() as stack:
@@ -295,7 +305,7 @@ def create_model(
                 dtype=dtype,
                 overrides=overrides,
             )
-        except ValueError as error:
+        except plugins.UnknownName as error:
             missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
             if not missing:
                 raise

@@ -187,6 +187,8 @@ class ViTAdapter(ViT):
     Source: arXiv 2205.08534. As a classifier it is the ViT alone.
     """
 
+    own_maps = True
+
     def __init__(
         self, options: ViTAdapterOptions, *, dtype: np.dtype, rngs: nnx.Rngs, **settings: Any
     ):

@@ -101,7 +101,8 @@ def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
 def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     name = call.name
     if name not in SCHEMES:
-        raise ValueError(f"unknown positional scheme {name!r}; {closest(name, list_positions())}")
+        hint = closest(name, list_positions())
+        raise plugins.UnknownName(f"unknown positional scheme {name!r}; {hint}")
     cls = SCHEMES[name]
     options = bind(call, options_of(cls.__init__))
     if len(call.inner) != cls.wraps:

@@ -24,7 +24,13 @@ from rope_jax.positions.scheme import (
 
 
 class Absolute(Position):
-    """Base of the absolute embeddings: schemes with a `table`."""
+    """Base of the absolute embeddings: schemes with a `table`.
+
+    >>> from rope_jax.positions import create_position
+    >>> stage = Stage(depth=2, heads=3, head_dim=16, channels=48, grid=(4, 5))
+    >>> create_position("sincos2d", stage, rngs=nnx.Rngs(0)).table((2, 3)).shape
+    (6, 48)
+    """
 
     acts = "tokens"
     relative = keeps_norms = False

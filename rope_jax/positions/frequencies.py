@@ -10,17 +10,28 @@ def deal(heads: int, pairs: int) -> Float[np.ndarray, "N M"]:
     Each head spans the whole ladder at stride `heads`, with its own small offset (HDiT
     `AxialRoPE`; the saw-tooth of the thesis' figure C.1). Heads that share their frequencies count
     as one head.
+
+    >>> deal(2, 2).tolist()
+    [[0.0, 0.5], [0.25, 0.75]]
     """
     return np.arange(heads * pairs).reshape(pairs, heads).T / (heads * pairs)
 
 
 def decay(rungs: Float[np.ndarray, "N M"], base: float) -> Float[np.ndarray, "N M"]:
-    """Exponential decay base**-rung: from 1 down towards 1 / base (RoFormer)."""
+    """Exponential decay base**-rung: from 1 down towards 1 / base (RoFormer).
+
+    >>> decay(deal(1, 2), 100.0).tolist()
+    [[1.0, 0.1]]
+    """
     return base**-rungs
 
 
 def ladder(pairs: int, base: float) -> Float[np.ndarray, "1 M"]:
-    """The ladder base**(-i / pairs) shared by all heads (RoFormer; base 100 in 2-D RoPE)."""
+    """The ladder base**(-i / pairs) shared by all heads (RoFormer; base 100 in 2-D RoPE).
+
+    >>> ladder(2, 100.0).tolist()
+    [[1.0, 0.1]]
+    """
     return decay(deal(1, pairs), base)
 
 
@@ -62,6 +73,9 @@ def two_axes(
     ladder: Float[np.ndarray, "N M"], axis_order: str, *, alternate: bool = False
 ) -> Float[np.ndarray, "N 2 R"]:
     """Uses a ladder once per axis, R = 2M; axis 0 of the result's pairs is y, axis 1 is x.
+
+    >>> two_axes(ladder(2, 100.0), "yx").tolist()
+    [[[1.0, 0.1, 0.0, 0.0], [0.0, 0.0, 1.0, 0.1]]]
 
     Args:
         ladder: radians per unit of coordinate.

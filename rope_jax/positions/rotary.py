@@ -33,6 +33,12 @@ from rope_jax_kernels import Global, Rotation, Window, rotate
 class Rotary(Position):
     """Base of the rotary schemes.
 
+    >>> from rope_jax.positions import create_position
+    >>> stage = Stage(depth=2, heads=3, head_dim=16, channels=48, grid=(4, 5))
+    >>> position = create_position("rope2d(k_rope=2)", stage, rngs=nnx.Rngs(0))
+    >>> position.coords((2, 3)).shape, position.freqs().shape  # [H, W, A], [N or 1, A, R]
+    ((2, 3, 2), (1, 2, 4))
+
     Options of every rotary scheme:
         pairing: "half" turns channels (r, R + r) together, "interleaved" (2r, 2r + 1). Official
             weights of Heo et al., EVA-02 and VisionLLaMA are interleaved; the converter permutes.

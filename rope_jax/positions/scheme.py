@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax import plugins
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
 
@@ -139,8 +140,8 @@ class Position(nnx.Module):
     ('logits', 'resample', True)
 
     The keyword-only parameters of the constructor are the scheme's options, with their types.
-    Trainable arrays are `nnx.Param`s; `nnx.Param(value, decay=False)` is not decayed. The first
-    axis of a parameter is the layer's, or it is marked `layers=False`.
+    Trainable arrays are of type `nnx.Param`; `nnx.Param(value, decay=False)` is not decayed. The
+    first axis of a parameter is the layer's, or it is marked `layers=False`.
 
     Class attributes describe the scheme with default options; constructors override them on the
     instance if options change them. Tests measure all of these:
@@ -333,6 +334,18 @@ SCHEMES: dict[str, type[Position]] = {"none": Position}
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
     """Class decorator that registers a scheme under `name`.
 
+    >>> from rope_jax.positions.absolute import Absolute
+    >>> @scheme("constant")
+    ... class Constant(Absolute):
+    ...     def table(self, grid):
+    ...         tokens = self.stage.embed_prefix + grid[0] * grid[1]
+    ...         return jax.numpy.ones((tokens, self.stage.channels))
+    >>> SCHEMES.pop("constant").__name__  # in this example only
+    'Constant'
+
+    Args:
+        name: for the notation, `name(option=value)`; see `Position` for the class.
+
     Raises:
         ValueError: there is a scheme of this name, or the class lacks a method.
     """
@@ -342,15 +355,17 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
             method = getattr(cls, missing)
             if getattr(method, "__isabstractmethod__", False):
                 form = f"{missing}({', '.join(inspect.signature(method).parameters)})"
+                about = (method.__doc__ or "").split(";")[0].rstrip(".")
+                which = f", which {about[0].lower()}{about[1:]}" if about else ""
                 raise ValueError(
-                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}, which "
-                    f"{method.__doc__[0].lower()}{method.__doc__[1:].split(';')[0].rstrip('.')}"
+                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}{which}"
                 )
         if name in SCHEMES:
             raise ValueError(
                 f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"
             )
         SCHEMES[name] = cls
+        plugins.registered(name)
         return cls
 
     return register

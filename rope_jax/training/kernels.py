@@ -14,7 +14,6 @@ from rope_jax.files import read_regular, warn, write_file
 from rope_jax.processes import text_of_first
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
-from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
 from rope_jax_kernels.cache import word_of
@@ -113,8 +112,6 @@ def _measured(setup: Setup, state: State) -> Choices:
             return Choices()
         print("measuring the kernels on this device", flush=True)
         return tune(calls, say=warn)
-    except Interrupted:
-        raise
     except Exception as error:  # nothing else that happens here may stop a training
         warn(f"WARNING: the kernels could not be measured ({error!r}): built-in preferences")
         return Choices()

@@ -313,12 +313,15 @@ def global_norm(tree: Any, whole: Whole = lambda shape: True) -> Float[Array, ""
 
 
 def _groups(leaves: Sequence[Array], whole: Whole) -> list[tuple[Array, ...]]:
-    """The arrays that can be joined, a hundred at a time: XLA copies more of them twice."""
+    """The arrays that can be joined, at most a hundred in a group.
+
+    XLA copies the operands of a longer concatenation a second time.
+    """
     return list(itertools.batched((x for x in leaves if whole(x.shape)), 100))
 
 
 def _join(group: Sequence[Array]) -> Float[Array, " n"]:
-    """One array, computed once for all of its uses."""
+    """One array. The barrier stops XLA from fusing the concatenation into each of its uses."""
     return jax.lax.optimization_barrier(jnp.concatenate([x.ravel() for x in group]))
 
 

@@ -231,8 +231,7 @@ def assemble(
         )
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     one = seeds.take(params, config)  # decay and layer rates depend on shapes
-    whole = functools.partial(on_every_device, mesh=mesh)
-    optimizer = optim.make_optimizer(config.optim, schedule, one, whole)
+    optimizer = optim.make_optimizer(config.optim, schedule, one, on_every_device(mesh))
     windows = model.window_rule(scaled=config.eval.scale_windows)
     data_and_model = (images, held_out, graph, rest, optimizer, schedule, total, windows)
     return Setup(config, mesh, *data_and_model, task_of(model))

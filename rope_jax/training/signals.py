@@ -16,11 +16,14 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ALONE_AFTER = 10  # seconds that one of several processes still waits after a signal
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """A signal stopped the run (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP).
 
+    It may be raised anywhere, like KeyboardInterrupt, and is no error that `except Exception` may
+    take for one of the code that it interrupts.
+
     Attributes:
-        saved: whether a checkpoint holds the latest state.
+        saved: whether stopping loses nothing: a checkpoint exists.
         alone: whether this is one of several processes that could not save with the others.
     """
 
@@ -52,16 +55,18 @@ class Signals:
     def waiting(self, seconds: int) -> None:
         """Call once a second while this process waits for something that may never come.
 
+        Args:
+            seconds: for which it has waited so far.
+
         Raises:
             Interrupted: a stop was requested. Of several processes only this one is stopped, after
                 a few seconds: the others wait for it, and end with it.
         """
-        del seconds
         if self._stop is None:
             return
         if jax.process_count() == 1:
             self()
-        if time.monotonic() - self._since > _ALONE_AFTER:
+        if min(seconds, time.monotonic() - self._since) > _ALONE_AFTER:
             error = Interrupted(signal.Signals(self._stop).name)
             error.alone = True
             raise error

@@ -57,7 +57,6 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
         state["params"], state.get("stats", {}), batch, key
     )
     grads = jax.lax.with_sharding_constraint(grads, state_shardings(grads, mesh))
-    whole = functools.partial(on_every_device, mesh=mesh)
     with jax.named_scope("optimizer"):
         updates, opt = setup.optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
@@ -69,7 +68,7 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
     metrics = {
         "loss": value,
         "accuracy": accuracy,
-        "grad_norm": optim.global_norm(grads, whole),
+        "grad_norm": optim.global_norm(grads, on_every_device(mesh)),
         "learning_rate": jnp.asarray(setup.schedule(state["step"]), jnp.float32),
     }
     if config.non_finite == "skip":

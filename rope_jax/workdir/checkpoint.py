@@ -39,7 +39,10 @@ _STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
 _UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # worth a retry
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
-_TOO_FEW = "its files verify, so the system may lack file handles (ulimit -n) or memory"
+_TOO_FEW = (
+    "the files match their hashes, but reading them failed; the usual causes are too few file "
+    "handles (ulimit -n) or too little memory"
+)
 _SPARE = 1.2  # free space to have, in sizes of the next checkpoint
 
 
@@ -57,9 +60,21 @@ class Checkpoints:
         on_saved: called with (step, bytes, seconds) in the writing thread when a step is on disk.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: int | None = None):
-        """Opens the folder (created if missing); keeps the newest `keep` valid steps, or all."""
-        self._folder, self._keep = folder.absolute(), keep
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        keep: int | None = None,
+        still_ours: Callable[[], bool] = lambda: True,
+    ):
+        """Opens the folder (created if missing).
+
+        Args:
+            folder: of all steps.
+            keep: only the newest `keep` valid steps are kept; None for all.
+            still_ours: whether this process may write there, see `rope_jax.files.locked`.
+        """
+        self._folder, self._keep, self._still_ours = folder.absolute(), keep, still_ours
         self._folder.mkdir(parents=True, exist_ok=True)
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="rope_jax.workdir.checkpoint"
@@ -125,7 +140,10 @@ class Checkpoints:
         Raises:
             Damaged: no step is valid; or `strict`, and the newest one is not.
         """
-        return _decided(lambda: self._newest_verified(strict, rename))
+        elsewhere = Damaged(
+            "the first process found no checkpoint that can be used; see its message"
+        )
+        return _decided(lambda: self._newest_verified(strict, rename), elsewhere)
 
     def _newest_verified(self, strict: bool, rename: bool) -> int | None:
         bad = []
@@ -182,10 +200,18 @@ class Checkpoints:
 
         Raises:
             NonFinite: a value is not finite; nothing is written.
-            SaveFailed: the previous save failed.
+            SaveFailed: the previous save failed, or the folder is no longer this run's.
         """
         self.wait()
-        if _decided(lambda: int(step in self._present())):
+
+        def is_there() -> int:
+            self._require_ours(step)
+            return int(step in self._present())
+
+        elsewhere = SaveFailed(
+            f"step {step} is not saved: the first process cannot save it; see its message"
+        )
+        if _decided(is_there, elsewhere):
             return
         bad = not_finite(state)
         if bad:
@@ -222,11 +248,23 @@ class Checkpoints:
                 "another process could not write its part of a checkpoint; see its message"
             )
 
+    def _require_ours(self, step: int) -> None:
+        try:
+            ours = self._still_ours()
+        except OSError:  # it cannot be told now; writing will fail if the folder is gone
+            return
+        if not ours:
+            raise SaveFailed(
+                f"step {step} is not saved: {self._folder.parent} was deleted or moved, or another "
+                "run has taken its place"
+            )
+
     def _write(self, step: int, size: int, arrays: Callable[[], None]) -> None:
         """Writes, seals and prunes, in the thread; retries transient errors."""
         begun = time.monotonic()
         for pause in (*RETRY_AFTER, None):
             try:
+                self._require_ours(step)
                 if not self._folder.is_dir():
                     raise FileNotFoundError(
                         errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder)
@@ -238,6 +276,7 @@ class Checkpoints:
                     self._seal(step)
                 break
             except Exception as error:  # orbax and tensorstore raise exceptions of any type
+                self._require_ours(step)  # the cause, if it is not
                 if pause is not None and jax.process_count() == 1 and _is_transient(error):
                     time.sleep(pause)
                     continue
@@ -278,6 +317,7 @@ class Checkpoints:
         write_file(folder / MANIFEST, manifest(step, files))
         for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
             sync_folder(path)
+        self._require_ours(step)
         if os.path.lexists(self._folder / str(step)):
             self._set_aside(step)
         folder.rename(self._folder / str(step))
@@ -361,8 +401,8 @@ class Checkpoints:
         return metadata
 
 
-def _decided(choose: Callable[[], int | None]) -> int | None:
-    """The first process's choice, in all processes."""
+def _decided(choose: Callable[[], int | None], elsewhere: Exception) -> int | None:
+    """The first process's choice, in all processes; its error, and `elsewhere` in the others."""
     if jax.process_count() == 1:
         return choose()
     nothing, failed = -1, -2
@@ -375,9 +415,7 @@ def _decided(choose: Callable[[], int | None]) -> int | None:
             error = caught
     code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
     if code == failed:
-        raise error or Damaged(
-            "the first process found no checkpoint that can be used; see its message"
-        )
+        raise error or elsewhere
     return None if code == nothing else code
 
 

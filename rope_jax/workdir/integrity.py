@@ -11,10 +11,9 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from rope_jax.files import file_sha256, read_regular
+from rope_jax.files import RETRY_AFTER, file_sha256, read_regular
 
 MANIFEST = "manifest.json"
-RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _LARGEST = 1 << 28  # bytes of a manifest: those of millions of files
 
 
@@ -35,8 +34,8 @@ def problem_of(folder: pathlib.Path, step: int) -> str | None:
             if pause is None:
                 raise OSError(
                     error.errno,
-                    f"checkpoint {folder} cannot be read ({os.strerror(error.errno or 0)}), which "
-                    "tells nothing about its content: it is left as it is; try again when it can",
+                    f"checkpoint {folder} cannot be read ({os.strerror(error.errno or 0)}); it may "
+                    "be intact and was not renamed. Start again once it can be read",
                     error.filename,
                 ) from error
             time.sleep(pause)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rope_jax import config as cfg
-from rope_jax.analysis import expected, plots, report
+from rope_jax import plugins
+from rope_jax.analysis import expected, page, plots, report
 from rope_jax.evaluate import write_results
 from rope_jax.files import sealed
 from rope_jax.models import list_models
@@ -125,6 +126,24 @@ def test_runs_of_other_settings_are_rows_of_their_own(tmp_path):
         "rope2d",
         "rope2d (b)",
     }
+
+
+def test_settings_that_do_not_affect_results_do_not_divide_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_loaded", {})
+    a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)))
+    b = workdir(tmp_path / "b", "ape", rows(((8, 8), 0.8)))
+    other = {"model": {"name": "vit_digits", "position": "ape"}, "seed": 1, "log_every": 5}
+    (b / "config.json").write_text(cfg.to_json(cfg.resolve(other | {"plugins": ["math"]})))
+    runs = [*report.read_runs(a), *report.read_runs(b)]
+    assert report.group_runs(runs) == {"ape": runs}
+    (b / "config.json").write_text(cfg.to_json(cfg.resolve(other | {"data": {"path": "b"}})))
+    assert len(report.group_runs([*runs[:1], *report.read_runs(b)])) == 2
+
+
+def test_only_intervals_have_lines_of_their_own():
+    table = page.Table(["note", "8x8"], [["see [a]", "+1.0 [-0.5, +2.5]"]]).html()
+    assert "<div>see [a]</div>" in table
+    assert "<div>+1.0<small>[-0.5, +2.5]</small></div>" in table
 
 
 def test_what_differs_beside_the_position_is_named(tmp_path):

@@ -1,4 +1,7 @@
-"""What the GPU tests and benchmarks run, compiled for Hopper, so that no trifle fails there."""
+"""What the GPU tests and benchmarks run, compiled for Hopper.
+
+Errors that a compiler can find are found here, without a GPU.
+"""
 
 import functools
 import pathlib

@@ -137,7 +137,7 @@ LIMITS = {
     ("xla", "fixed"): (6, 12.1),
     ("unpack", "fixed"): (4, 12.1),
     ("unpack_pack", "fixed"): (4, 15.1),
-    ("xla", "learned"): (14, 20.3),
+    ("xla", "learned"): (14, 18.4),
     ("unpack", "learned"): (6, 17.6),
 }
 

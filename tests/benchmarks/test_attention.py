@@ -205,8 +205,13 @@ def test_what_only_a_gpu_measures_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     limits = {"copy_gb_per_s": 1.0, "launch_us": 1.0}
     monkeypatch.setattr(attention, "machine_limits", lambda turns: limits)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: True)
-    torch = types.SimpleNamespace(attentions=lambda *_: {"torch": lambda: 1.0})
+    monkeypatch.setattr(attention, "torch_on_gpu", lambda: True)
+
+    def refused():
+        raise MemoryError("too large")
+
+    makers = {"torch": lambda: lambda: 1.0, "another": refused}
+    torch = types.SimpleNamespace(attentions=lambda *_: makers)
     monkeypatch.setitem(sys.modules, "benchmarks._torch", torch)
     monkeypatch.setattr(benchmarks, "_torch", torch, raising=False)
     for module in (attention, _layers):
@@ -222,6 +227,7 @@ def test_what_only_a_gpu_measures_runs(monkeypatch, tmp_path, capsys):
         assert set(row["microseconds"][temperature]) == set(forms) - {"cudnn"}
     assert "cuDNN" in row["left_out"]["cudnn"] or "cudnn" in row["left_out"]["cudnn"]
     assert set(peer["microseconds"]["cold"]) == {"triton", "torch"}
+    assert peer["left_out"]["another"] == "MemoryError: too large"
     assert set(result["goals"]) == {"A3"}
     assert result["left"] == 0
     assert "cudnn is left out: " in capsys.readouterr().out

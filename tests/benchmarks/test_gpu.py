@@ -5,12 +5,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
-from benchmarks import gpu, suite
-from benchmarks._runner import call, record, write
+from benchmarks import attention, gpu, suite
+from benchmarks._runner import arguments_of, call, record, write
 from rope_jax import tune
+from tests.gpu import conftest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -66,7 +68,8 @@ def test_steps_follow_each_other_and_a_second_call_continues(tmp_path, started, 
 
     started.steps.clear()
     started.statuses.clear()
-    write(record("attention", {}, rows=[], left=0), tmp_path / "attention_cpu.json")
+    found = record("attention", {}, arguments=arguments_of(attention.run, []), rows=[], left=0)
+    write(found, tmp_path / "attention_cpu.json")
     run_gpu(*options)
     assert [name for name, _ in started.steps] == names[1:]  # the tests are complete
     assert capsys.readouterr().out.endswith("complete\n")
@@ -99,13 +102,36 @@ def test_outcomes_are_counted(tmp_path):
     assert gpu.outcomes(tmp_path / "none") == "tests: none"
 
 
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
+    path = tmp_path / "tests.jsonl"
+    path.write_text('{"test": "a", "outc')
+    conftest.Outcomes(path).write(test="b", outcome="passed")
+    assert gpu.read_outcomes(path) == [{"test": "b", "outcome": "passed"}]
+
+
+@pytest.mark.parametrize("keywords", [{"gpu"}, {"slow"}])
+def test_only_gpu_tests_have_a_time_limit(keywords, monkeypatch):
+    limits = []
+    timer = types.SimpleNamespace(
+        dump_traceback_later=lambda limit, **_: limits.append(limit),
+        cancel_dump_traceback_later=lambda: limits.append(None),
+    )
+    monkeypatch.setattr(conftest, "faulthandler", timer)
+    run = conftest.pytest_runtest_protocol(types.SimpleNamespace(keywords=keywords))
+    next(run)
+    with pytest.raises(StopIteration, match="result"):
+        run.send("result")
+    assert limits == ([conftest.TEST_S, None] if keywords == {"gpu"} else [])
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_gpu_tests_can_be_rehearsed_and_are_not_repeated(tmp_path):
     """One that interprets no kernel."""
     path = tmp_path / "tests.jsonl"
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_gpu_limits.py", "-q", "-p",
-               "no:cacheprovider", "-k", "on_the_cpu", f"--outcomes={path}"]  # fmt: skip
+               "no:cacheprovider", "-k", "on_the_cpu", "-n", "1", "--dist", "loadgroup",
+               f"--outcomes={path}"]  # fmt: skip
     environment = os.environ | {"ROPE_JAX_REHEARSE_GPU_TESTS": "1"}
     for status in (0, 5):  # 5: no test is left
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,5 +1,4 @@
 import functools
-import importlib.util
 import json
 
 import jax
@@ -101,7 +100,7 @@ def test_what_only_a_gpu_measures_runs(monkeypatch):
     monkeypatch.setattr(_rotations, "PEER_SHAPES", [(1, 5, 2, 8)])
     monkeypatch.setattr(_rotations, "PACK_SHAPES", [(1, 5, 2, 8)])
     monkeypatch.setattr(_rotations, "PEER_ROUNDS", 1)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no other software
+    monkeypatch.setattr(_rotations, "torch_on_gpu", lambda: False)
     (peer,) = _rotations.peer_rows(["triton"], turns=1)
     assert (peer["shape"], peer["temperature"], set(peer["microseconds"])) == (
         (1, 5, 2, 8),
@@ -176,6 +175,23 @@ def test_goals_without_a_kernel_are_not_measured():
     assert rotary.goals(figures([row(900_000, {"xla": 3.0, "eager": 60.0})]), "triton") == {}
 
 
+def test_goals_leave_out_rows_without_all_forms():
+    whole = {"xla": 30.0, "triton": 10.0, "eager": 50.0}
+    parts = [{name: us for name, us in whole.items() if name != form} for form in whole]
+    found = rotary.goals(figures([row(15_000_000, times) for times in (whole, *parts)]), "triton")
+    assert {name: goal["count"] for name, goal in found.items()} == {"K1": 2, "K2": 2, "K5": 1}
+
+
+def test_a_form_that_fails_is_left_out(monkeypatch):
+    def fail(case):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(rotary, "eager_timer", fail)
+    case, limits = rotary.Case(1, 1, 2, 32, "16-32", "forward"), {"launch_us": 1e3}
+    _, left_out, eager = rotary.prepare(case, [], 1.0, limits | {"copy_gb_per_s": 1e3})
+    assert (left_out, eager) == ({"eager": "MemoryError: too large"}, None)
+
+
 def test_a_result_tells_where_it_comes_from(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rotary, "SHORT", ((1,), (3,), (7,), (32,)))
     assert (
@@ -207,5 +223,4 @@ def test_a_second_call_measures_what_is_missing(tmp_path, monkeypatch):
         assert main(benchmarks, ["rotary", f"--out={out}", *options]) == 0
         result = json.loads(out.read_text())
         rows.append((len(prepared), len(result["rows"]), result["left"]))
-    # The first group of 64 has all cases, of which one is measured.
-    assert rows == [(2, 1, 1), (11, 12, 0), (0, 12, 0), (12, 12, 0)]
+    assert rows == [(1, 1, 1), (11, 12, 0), (0, 12, 0), (12, 12, 0)]

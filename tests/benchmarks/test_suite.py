@@ -3,13 +3,17 @@
 import json
 import os
 import pathlib
+import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
 from benchmarks import attention, models, rotary, startup, suite
-from benchmarks._runner import call, parser_of, record, write
+from benchmarks._runner import arguments_of, call, parser_of, record, write
+
+MODULES = {"attention": attention, "models": models, "rotary": rotary, "startup": startup}
 
 
 def program(text):
@@ -18,6 +22,13 @@ def program(text):
 
 def run_suite(*argv):
     call("suite", suite.run, argv, "python -m benchmarks suite")
+
+
+def whole(name, left, **changed):
+    """A result of a part by the suite's command, or with other arguments."""
+    part = suite.PARTS[name]
+    arguments = arguments_of(MODULES[part.benchmark].run, suite.options(part, "cpu")) | changed
+    return record(part.benchmark, {}, arguments=arguments, rows=[], goals={}, left=left)
 
 
 def running(stat):
@@ -47,6 +58,29 @@ time.sleep(60)
     while running(stat):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_part_too(tmp_path):
+    child = tmp_path / "child"
+    text = f"""
+import os, pathlib, time
+pathlib.Path({str(child)!r}).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+    run = f"""
+import pathlib, sys
+from benchmarks import suite
+suite.run_process([sys.executable, "-c", {text!r}], 60, pathlib.Path({str(tmp_path / "log")!r}))
+"""
+    end = time.monotonic() + 60
+    with subprocess.Popen(program(run)) as process:
+        while not (child.exists() and child.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert not running(pathlib.Path(f"/proc/{child.read_text()}/stat"))
 
 
 @pytest.mark.process
@@ -111,11 +145,12 @@ def test_results_of_an_earlier_suite_are_not_taken_for_new_ones(tmp_path, monkey
 
 def test_complete_parts_are_not_measured_again(tmp_path, monkeypatch, capsys):
     for name, left in (("rotary", 0), ("attention", 3)):
-        write(record(name, {}, rows=[], goals={}, left=left), tmp_path / f"{name}_cpu.json")
+        write(whole(name, left), tmp_path / f"{name}_cpu.json")
     ran = []
 
     def run(command, seconds, log):
         ran.append(command[3])
+        assert seconds == pytest.approx(528, abs=5)  # all of the time
         write(record("attention", {}, rows=[], goals={}, left=1), log.with_suffix(".json"))
         return "ok"
 
@@ -125,6 +160,14 @@ def test_complete_parts_are_not_measured_again(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "complete" in printed
     assert "ok, 1 left" in printed
+
+
+def test_other_results_in_the_same_file_are_not_the_suites(tmp_path):
+    for changed, complete in (({}, True), ({"short": True}, False), ({"turns": 1}, False)):
+        write(whole("rotary", 0, **changed), tmp_path / "rotary_cpu.json")
+        assert bool(suite.finished("rotary", "cpu", tmp_path)) == complete
+    write(whole("train", 0), tmp_path / "forward_cpu.json")
+    assert not suite.finished("forward", "cpu", tmp_path)
 
 
 def test_ours_beside_others():
@@ -150,6 +193,11 @@ def test_ours_beside_others():
         ("xla+rope", "triton+rope"): pytest.approx(3),
         ("cudnn", "triton"): pytest.approx(4),
     }
+    peer = {"model": "ViT", "pattern": "global"}
+    peers = [peer | {"microseconds": {"cold": {"triton": 2.0, "torch": 3.0}}}]
+    assert list(suite.peers({"benchmark": "attention", "rows": [], "peers": peers})) == [
+        ("ViT global, without position", "torch", "triton", pytest.approx(1.5))
+    ]
     # Without kernels plain jax.numpy is ours; several sizes give their geometric mean.
     rows = [
         {"direction": "forward", "microseconds": {"hot": {"xla": 1.0, "eager": slow}}}
@@ -162,13 +210,12 @@ def test_ours_beside_others():
 
 
 def test_every_part_is_a_benchmark_that_knows_its_arguments():
-    modules = {"attention": attention, "models": models, "rotary": rotary, "startup": startup}
     for part in suite.PARTS.values():
-        for on_gpu in (True, False):
-            command = suite.command(part, on_gpu, 100, pathlib.Path("x.json"))
+        for platform in ("gpu", "cpu"):
+            command = suite.command(part, platform, 100, pathlib.Path("x.json"))
             _, _, package, name, *arguments = command
             assert (package, name) == ("benchmarks", part.benchmark)
-            args = parser_of(modules[name].run, "x").parse_args(arguments)
+            args = parser_of(MODULES[name].run, "x").parse_args(arguments)
             assert args.out.name == "x.json"
             assert args.limit_s == 90
 

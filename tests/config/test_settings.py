@@ -5,6 +5,7 @@ import beartype.door
 import pytest
 
 from rope_jax import config as cfg
+from rope_jax.files import SaveFailed
 
 
 def test_defaults_are_those_of_the_dataclasses():
@@ -149,6 +150,11 @@ def test_values_that_are_too_large_name_their_flag(error):
         cfg.blame("--config.x"),
     ):
         raise error("9 TiB")
+
+
+def test_a_file_that_could_not_be_written_is_no_mistake_of_a_flag():
+    with pytest.raises(SaveFailed, match="disk full"), cfg.blame("--workdir"):
+        raise SaveFailed("disk full")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"data": []}'])

@@ -212,6 +212,8 @@ def test_tables_of_offsets_shrink_as_asked():
     assert model.position.shrink == "bicubic"  # the model itself stays
     with pytest.raises(ConfigError, match="--rpb_shrink=crop is for models with the scheme rpb"):
         evaluate.at_resolution(make("none"), (32, 48), rpb_shrink="crop")
+    with pytest.raises(ConfigError, match=r"33x48 .*\[--config.eval.resolutions\]"):
+        evaluate.at_resolution(model, (33, 48), flags="--config.eval.")
 
 
 def test_windows_grow_with_the_image():

@@ -11,6 +11,7 @@ from rope_jax.evaluate import (
     usable_results,
     write_results,
 )
+from rope_jax.evaluate.results import usable_evaluations
 
 ROWS = [
     {
@@ -98,3 +99,18 @@ def test_damaged_evaluations_are_begun_anew(tmp_path):
     path.mkdir()
     add_evaluation(path, row)
     assert read_evaluations(path) == [row]
+
+
+def test_evaluations_of_earlier_versions_are_adopted(tmp_path, capsys):
+    """They have no digest; what is damaged is lost, except what is asked for again."""
+    path = tmp_path / "evaluations.json"
+    rows = [{"asked": {"seed": seed}, "top1": 0.5} for seed in range(3)]
+    path.write_text(json.dumps({"rows": rows[:2]}))
+    add_evaluation(path, rows[2])
+    assert "has no digest, as those of earlier versions" in capsys.readouterr().err
+    assert read_evaluations(path) == rows
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    path.write_text(path.read_text().replace("0.5", "0.9"))
+    assert usable_evaluations(path) == []
+    told = capsys.readouterr().err
+    assert "of its results only those that are asked for are computed again" in told

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -36,19 +36,15 @@ from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_events, read_metrics
 from rope_jax.workdir.trees import tree_hash
-from tests.faults.attacks import Absent, all_attacks, durable, expect, last_logged
+from tests.faults.attacks import SMALL, Absent, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
 
 EVERY = 8  # steps between checkpoints
 STEPS = 36
 SETTINGS = [
-    "--config=configs/digits.py:position=rope_mixed,epochs=3",
-    "--config.model.options=depth=1,width=16,heads=1",
-    "--config.batch_size=120",
+    *SMALL,
     "--config.ema_decay=0.9",
-    "--config.eval.resolutions=((4, 6),)",
     "--config.eval.batch_size=30",
-    "--config.log_every=1",
     f"--config.checkpoint_every={EVERY}",
 ]
 DAMAGES = ("flip", "truncate", "zero", "delete")
@@ -244,10 +240,15 @@ def _slowed() -> None:
         say("save", 0.5)
         return originals[1](*args)
 
-    def evaluation_batches(*args: Any, **options: Any) -> Any:
-        for batch in originals[2](*args, **options):
+    def slowly(made: Iterator[Any]) -> Iterator[Any]:
+        for batch in made:
             say("evaluation", 0.1)
             yield batch
+
+    def evaluation_batches(*args: Any, **options: Any) -> Any:
+        batches = originals[2](*args, **options)
+        batches._make = slowly(batches._make)
+        return batches
 
     loop.make_step = make_step
     Checkpoints._write = write_checkpoint
@@ -308,7 +309,7 @@ def tries(pattern: str, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]
         for number in range(attack.tries):
             with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as name:
                 try:
-                    attack.run(pathlib.Path(name), np.random.default_rng((seed, number)))
+                    attack.run(pathlib.Path(name), number, np.random.default_rng((seed, number)))
                 except Absent as absent:
                     row["absent"] = str(absent)
                     break

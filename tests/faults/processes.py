@@ -99,7 +99,7 @@ def _run(
     """The new process."""
     import jax
 
-    from rope_jax import command, main
+    from rope_jax import main
 
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
@@ -117,6 +117,6 @@ def _run(
     try:
         if prepare is not None:
             prepare()
-        main.app.run(main.main, argv=sys.argv, flags_parser=command.parse_flags)
+        main.command()
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out

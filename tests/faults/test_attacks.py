@@ -16,6 +16,6 @@ def cases():
 @pytest.mark.parametrize("attack", list(cases()))
 def test_a_run_survives(attack, tmp_path):
     try:
-        attack.run(tmp_path, np.random.default_rng(0))
+        attack.run(tmp_path, 0, np.random.default_rng(0))
     except Absent as absent:
         pytest.skip(str(absent))

@@ -7,7 +7,6 @@ kernels, which shows that the tests themselves work.
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import threading
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks._timing import torch_on_gpu
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window, attention_qkv, rotate_qkv
 
 REHEARSING = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
@@ -118,7 +118,7 @@ def other_work():
     """Keeps other streams of the device busy: copies to it and, with torch, matrix products."""
     ended, copied = threading.Event(), np.ones(at(2**26, 2**10), np.float32)
     products = [lambda: jax.block_until_ready(jax.device_put(copied))]
-    if importlib.util.find_spec("torch") and not REHEARSING:
+    if torch_on_gpu() and not REHEARSING:
         import torch
 
         x, stream = torch.ones(4096, 4096, device="cuda").bfloat16(), torch.cuda.Stream()

@@ -33,14 +33,20 @@ def fill_with_nan(count):
 
 @pytest.mark.parametrize("run", SERVED, ids=str)
 def test_memory_that_is_not_written_is_not_read(run):
-    """What is left over in memory changes no bit."""
+    """What is left over in memory changes no bit.
+
+    Gradients by cuDNN are sums in an order that varies, so they are equal up to rounding.
+    """
     compute, operands = jax.jit(run), run.operands()
     before = jax.tree.map(np.asarray, compute(*operands))
     for count in (1, 16, 64):
         fill_with_nan(at(count, 1))
         for name, x in compute(*operands).items():
             assert np.isfinite(np.float32(x)).all(), name
-            assert np.asarray(x).tobytes() == before[name].tobytes(), name
+            if run.implementation == "cudnn" and name != "out":
+                assert error(x, before[name]) <= allowed_error(0, run.dtype, gradient=True), name
+            else:
+                assert np.asarray(x).tobytes() == before[name].tobytes(), name
 
 
 def check_last_examples(run):
@@ -66,6 +72,7 @@ def test_more_examples_than_a_grid_has_programs(run):
     check_last_examples(run)
 
 
+@pytest.mark.xdist_group("largest")  # one process at a time has them
 @pytest.mark.parametrize("run", ours(programs.MANY_ELEMENTS), ids=str)
 def test_more_elements_than_31_bits_count(run):
     shape = run.shapes()[0]

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from tests.gpu import sanitized
+from tests.gpu.conftest import TEST_S
+
 pytestmark = pytest.mark.gpu
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,8 +26,10 @@ def found_sanitizer():
     return shutil.which(SANITIZER, path=os.pathsep.join(folders))
 
 
+# A process for each kernel: the sanitizer slows them down, and a test has a time limit.
+@pytest.mark.parametrize("place", range(len(sanitized.RUNS)), ids=map(str, sanitized.RUNS))
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
-def test_no_errors_are_found(tool):
+def test_no_errors_are_found(tool, place):
     if (command := found_sanitizer()) is None:
         pytest.skip(f"{SANITIZER} is not installed")
     # Each array has an allocation of its own, so that what is beside it is not allocated.
@@ -32,11 +37,11 @@ def test_no_errors_are_found(tool):
     environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     done = subprocess.run(
         [command, f"--tool={tool}", f"--error-exitcode={FOUND}", sys.executable, "-m",
-         "tests.gpu.sanitized"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220,
+         "tests.gpu.sanitized", str(place)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_S - 20,
     )  # fmt: skip
     printed = done.stdout + done.stderr
     if done.returncode and (reason := next((x for x in UNSUPPORTED if x in printed), None)):
         pytest.skip(f"{SANITIZER}: {reason}")
     assert done.returncode == 0, printed[-4000:]
-    assert "kernels have run" in printed
+    assert f"{sanitized.RUNS[place]} has run" in printed

@@ -8,6 +8,7 @@ import pytest
 
 from rope_jax.data import Images, ahead, batches, epoch_length, evaluation_batches
 from rope_jax.data.order import batch_examples, batch_ids, permutation
+from rope_jax.training.signals import Interrupted
 
 
 def numbered(n, size=4):
@@ -285,18 +286,21 @@ def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monk
     def batches():
         yield {"label": np.zeros(1)}
         answer.wait(60)
+        yield {"label": np.ones(1)}
 
     def waiting(seconds):
         waited.append(seconds)
-        raise InterruptedError
+        raise Interrupted
 
     monkeypatch.setattr(ahead, "_SAY_EVERY", 1)
     monkeypatch.setattr(ahead, "_PATIENCE", 0.05)
     stream = ahead.Ahead(batches(), "the images of here", waiting)
     next(stream)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(Interrupted):
         next(stream)
     assert waited == [1]
     assert "1 s without a batch: waiting for the images of here" in capsys.readouterr().err
-    assert next(stream, None) is None  # it is closed
     answer.set()
+    assert next(stream)["label"] == 1  # not closed: first there may be something to save
+    stream.close()
+    assert next(stream, None) is None

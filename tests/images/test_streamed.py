@@ -16,6 +16,7 @@ from PIL import Image
 
 from rope_jax.data import (
     BadImages,
+    BadSet,
     Streamed,
     batches,
     decode_image,
@@ -260,7 +261,7 @@ def test_a_skipped_image_is_replaced_by_the_next_and_counted(tmp_path):
     assert stream.skipped == {2}
     damage(tmp_path, "train/n00000002/n00000002_2.JPEG")
     with pytest.raises(
-        BadImages, match=r"2 of 6 images cannot be used, more than 1 \(one in 1000\): 2, 5"
+        BadSet, match=r"2 of 6 images cannot be used, more than 1 \(one in 1000\): 2, 5"
     ):
         take(1, batches(images, bad_images="skip", **options))
 
@@ -291,9 +292,9 @@ def test_a_set_without_a_usable_image_is_an_error_under_any_policy(tmp_path):
     assert next(batches(images[0], batch_size=3, seed=0))["index"].tolist() == [0, 0, 0]
     for split in ("train", "test"):
         damage(tmp_path, f"{split}/n00000001/n00000001_0.JPEG")
-    with pytest.raises(BadImages):
+    with pytest.raises(BadSet, match="1 of 1 images cannot be used, more than 0"):
         next(batches(images[0], batch_size=3, seed=0, bad_images="skip"))
-    with pytest.raises(BadImages):
+    with pytest.raises(BadSet, match="1 of 1 images cannot be used, more than 0"):
         next(evaluation_batches(images[1], batch_size=3, bad_images="skip"))
 
 
@@ -605,7 +606,7 @@ def test_pixels_that_changed_end_the_first_epoch(tmp_path, workers):
     training = batches(images, batch_size=2, seed=0, workers=workers)
     for stream, count in ((training, 3), (evaluation_batches(images, batch_size=4), None)):
         message = r"images-00002\.bin of set .* has changed since it was written: restore it, or"
-        with stream, pytest.raises(BadImages, match=message):
+        with stream, pytest.raises(BadSet, match=message):
             take(count, stream)
 
 

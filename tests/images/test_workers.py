@@ -99,6 +99,8 @@ from rope_jax.data import batches, load
 def main():
     stopped = []
     signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
     images = load("folder", sys.argv[1], "test", (12, 12))
     stream = batches(images, batch_size=32, seed=0, workers=1)
     next(stream)
@@ -115,7 +117,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_outlive_ctrl_c_and_not_their_parent(pictures, tmp_path):
+def test_workers_outlive_signals_and_not_their_parent(pictures, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     with subprocess.Popen(
         [sys.executable, tmp_path / "program.py", pictures],
@@ -128,7 +130,10 @@ def test_workers_outlive_ctrl_c_and_not_their_parent(pictures, tmp_path):
         assert process.stdout.readline() == "ready\n"
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 1
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        # To all of them, as a terminal does, or a batch system.
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGINT)
         assert process.stdout.readline() == "saved\n"
         process.kill()
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""Which cases of a test run in `make test`; the others run in `make test-all`."""
+"""Which cases of a test run in `make test`; the others run in `make test-slow`."""
 
 import pytest
 

@@ -113,7 +113,7 @@ def test_the_command_prints_the_table(capsys):
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        (["deit_ti"], "did you mean 'deit_ti16'"),
+        (["deit_ti"], "the nearest are 'deit_ti16'"),
         (["swin_t", "--image_size=2b"], "image size '2b' must be a positive number of pixels, 224"),
     ],
 )

@@ -80,7 +80,7 @@ class _Rows(Position):
 
 def test_a_scheme_of_ones_own_resizes_its_parameters_together(tmp_path, monkeypatch):
     monkeypatch.setitem(SCHEMES, "rows", scheme("rows_of_test")(_Rows))
-    monkeypatch.delitem(SCHEMES, "rows_of_test")
+    del SCHEMES["rows_of_test"]
     model = small("deit3_s16", "rows+rope2d", image_size=(32, 64))
     rope_jax.save_pretrained(model, tmp_path)
     other = rope_jax.create_model(str(tmp_path), image_size=(96, 48))

@@ -78,7 +78,7 @@ def test_shapes_are_checked_before_anything_is_read(tmp_path):
         archive.open("norm.scale.npy", "w") as file,
     ):
         np.lib.format.write_array_header_1_0(file, header)
-    with pytest.raises(ConfigError, match=r"norm.scale has shape \[1000000000000\], not \[16\]"):
+    with pytest.raises(ConfigError, match=r"norm.scale .* declares 4,000,000,000,000 bytes"):
         started(tmp_path / "weights.npz", **APE)
 
 

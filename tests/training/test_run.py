@@ -1,5 +1,6 @@
 """A run from its first step to its results: resumed, interrupted, refused, damaged, continued."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from PIL import Image
 
 import rope_jax.run
 from rope_jax import data
@@ -34,6 +36,7 @@ from rope_jax.training.setup import (
 )
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
+from rope_jax.workdir import metrics
 from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import read_events, read_metrics
 from rope_jax.workdir.trees import not_finite, tree_hash
@@ -639,3 +642,46 @@ def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
     )
     assert (event["step"], event["folder"]) == (7, str(tmp_path / "profile"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_workdir_that_is_deleted_or_taken_stops_the_run(tmp_path, monkeypatch):
+    workdir, write, second = tmp_path / "run", Reporter.report, contextlib.ExitStack()
+
+    def taken(self, step, *args):
+        if step == 10:
+            self._checkpoints.newest()  # waits until step 8 is on the disk
+            shutil.rmtree(workdir)
+            second.enter_context(locked(workdir))
+            (workdir / "checkpoints").mkdir()
+        write(self, step, *args)
+
+    monkeypatch.setattr(Reporter, "report", taken)
+    with second:
+        with pytest.raises(SaveFailed, match=f"step 16 is not saved: {workdir} was deleted or mo"):
+            run(workdir, ema_decay=0.9)
+        assert sorted(path.name for path in workdir.rglob("*")) == [".lock", "checkpoints"]
+
+
+def test_files_that_cannot_be_read_are_told_with_the_workdir(tmp_path, finished, monkeypatch):
+    def fail(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", "some/file")
+
+    for owner, name, workdir in (
+        (metrics, "read_regular", tmp_path),
+        (rope_jax.run, "usable_results", finished[0]),
+        (rope_jax.run, "read_json", finished[0]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(ConfigError, match=r"denied: 'some/file' \[--workdir\]"):
+                run(workdir, ema_decay=0.9)
+
+
+def test_only_pictures_are_taken_for_pictures(tmp_path):
+    Image.new("RGB", (3, 2)).save(tmp_path / "good.png")
+    (tmp_path / "text.png").write_text("not one")
+    (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    found = rope_jax.run._pictures(tmp_path)
+    assert {name: picture.shape for name, picture in found.items()} == {"good": (2, 3, 3)}

@@ -7,9 +7,11 @@ import pathlib
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -21,6 +23,7 @@ import pytest
 
 from rope_jax.files import SaveFailed, write_file
 from rope_jax.sharding import make_mesh, replicated, with_shardings
+from rope_jax.training.signals import Interrupted, stop_signals
 from rope_jax.workdir import checkpoint, integrity
 from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.integrity import Damaged
@@ -530,22 +533,37 @@ def test_a_read_that_fails_condemns_no_checkpoint(tmp_path, two, monkeypatch):
             failures[:] = [OSError(code, os.strerror(code), "file")] * 3
             assert checkpoints.newest_verified(rename=True) == 2
             failures[:] = [OSError(code, os.strerror(code), "file")] * 4
-            with pytest.raises(OSError, match=f"{os.strerror(code)}.* tells nothing about its con"):
+            with pytest.raises(
+                OSError, match=f"{os.strerror(code)}.*; it may be intact and was not"
+            ):
                 checkpoints.newest_verified(rename=True)
         assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
 
 
-def test_too_few_file_handles_are_told_as_such(two):
+@pytest.mark.parametrize("failing", ["load_checkpointables", "checkpointables_metadata"])
+def test_files_that_verify_and_cannot_be_read_are_no_damage(two, monkeypatch, failing):
+    """Without file handles, orbax and tensorstore raise errors of any kind."""
+
+    def fail(*_):
+        raise TypeError("'NoneType' object is not iterable")
+
     with Checkpoints(two) as checkpoints:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1])
-        )
-        try:
-            with pytest.raises(OSError, match=r"Too many open files|ulimit -n"):
-                checkpoints.load(2, shapes(state()))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        monkeypatch.setattr(checkpoint.ocp, failing, fail)
+        with pytest.raises(OSError, match=r"could not be read \('NoneType'.*ulimit -n"):
+            checkpoints.load(2, shapes(state()))
+
+
+def test_metadata_that_orbax_does_not_read_is_told(two, monkeypatch):
+    original = checkpoint.ocp.checkpointables_metadata
+
+    def without_trees(folder):
+        found = original(folder)
+        return types.SimpleNamespace(metadata=dict.fromkeys(found.metadata))
+
+    with Checkpoints(two) as checkpoints:
+        monkeypatch.setattr(checkpoint.ocp, "checkpointables_metadata", without_trees)
+        with pytest.raises(OSError, match=r"could not be read: .*ulimit -n"):
+            checkpoints.load(2, shapes(state()))
 
 
 @pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a file"])
@@ -575,3 +593,45 @@ def test_a_state_of_another_step_is_refused(tmp_path, two):
         assert checkpoints.newest_verified() == 30
         with pytest.raises(Damaged, match="30 holds the state of step 20"):
             checkpoints.load(30, shapes({"step": jnp.array(0)}))
+
+
+@pytest.mark.parametrize("lost", ["before", "while it is written"])
+def test_nothing_is_written_to_a_workdir_that_is_no_longer_ours(tmp_path, monkeypatch, lost):
+    begin, ours = checkpoint.ocp.save_checkpointables_async, [lost != "before"]
+
+    def lose(path, *args, **kwargs):
+        ours[:] = [False]
+        return begin(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
+
+    def save(checkpoints):
+        checkpoints.save(1, state(), about={})
+        checkpoints.wait()
+
+    message = f"^step 1 is not saved: {tmp_path} was deleted or moved, or another run has taken"
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, keep=2, still_ours=lambda: ours[0]) as checkpoints:
+        with pytest.raises(SaveFailed, match=message):
+            save(checkpoints)
+        assert checkpoints.steps() == []
+        assert lost != "before" or not list(folder.iterdir())
+
+
+def test_a_lock_that_cannot_be_looked_up_is_not_lost(tmp_path):
+    def stalled():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Checkpoints(tmp_path, still_ours=stalled) as checkpoints:
+        checkpoints.save(1, state(), about={})
+    assert checkpoints.steps() == [1]
+
+
+def test_a_signal_while_a_checkpoint_is_read_is_no_error_of_reading(two, monkeypatch):
+    def stopped(*args):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", stopped)
+    stopping = pytest.raises(Interrupted, match="SIGTERM")
+    with Checkpoints(two) as checkpoints, stopping, stop_signals():
+        checkpoints.load(2, shapes(state()))

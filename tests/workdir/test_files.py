@@ -1,9 +1,11 @@
 """Files of a workdir are complete or absent, also with several writers."""
 
 import concurrent.futures
+import contextlib
 import errno
 import json
 import os
+import shutil
 
 import pytest
 
@@ -125,6 +127,22 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path):
         locked(tmp_path),
     ):
         pass
+
+
+def test_a_lock_is_lost_with_its_workdir(tmp_path):
+    workdir = tmp_path / "run"
+    with locked(workdir) as still_ours:
+        assert still_ours()
+        workdir.rename(tmp_path / "elsewhere")
+        assert not still_ours()
+    assert [p.name for p in tmp_path.iterdir()] == ["elsewhere"]
+    with contextlib.ExitStack() as first:
+        first_has_it = first.enter_context(locked(workdir))
+        shutil.rmtree(workdir)
+        with locked(workdir) as second_has_it:
+            assert not first_has_it()
+            first.close()  # removes nothing of the second's, which is still empty
+            assert second_has_it()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])

@@ -1,5 +1,7 @@
 """Changes of colours in the jitted training step: mmsegmentation's photometric distortion."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,26 +56,59 @@ def photometric(
             f"photometric(brightness={brightness},contrast={contrast},saturation={saturation},"
             f"hue={hue},p={p}): brightness is 0 to 255, hue 0 to {_HUES}, the others 0 to 1"
         )
+    return changed(image, draw(key, brightness, contrast, saturation, hue, p))
+
+
+class Changes(NamedTuple):
+    """What is done to one image.
+
+    Attributes:
+        wanted: whether brightness, contrast, saturation and hue are changed.
+        early: whether contrast comes before saturation and hue.
+        added: to all values.
+        contrast, saturation: factors.
+        turn: of the hue, of 180.
+    """
+
+    wanted: Bool[Array, "4"]
+    early: Bool[Array, ""]
+    added: Float[Array, ""]
+    contrast: Float[Array, ""]
+    saturation: Float[Array, ""]
+    turn: Int[Array, ""]
+
+
+def draw(
+    key: Key[Array, ""], brightness: float, contrast: float, saturation: float, hue: int, p: float
+) -> Changes:
+    """Draws the changes of one image. Arguments as of `photometric`."""
     which, early, *sizes = jax.random.split(key, 6)
-    wanted = jax.random.bernoulli(which, p, (4,))
-    early = jax.random.bernoulli(early)
-    add = jax.random.uniform(sizes[0], minval=-brightness, maxval=brightness)
-    times = jax.random.uniform(sizes[1], minval=1 - contrast, maxval=1 + contrast)
-    richer = jax.random.uniform(sizes[2], minval=1 - saturation, maxval=1 + saturation)
-    turn = jax.random.randint(sizes[3], (), -hue, max(hue, 1 - hue))  # NumPy's, without the last
+    return Changes(
+        wanted=jax.random.bernoulli(which, p, (4,)),
+        early=jax.random.bernoulli(early),
+        added=jax.random.uniform(sizes[0], minval=-brightness, maxval=brightness),
+        contrast=jax.random.uniform(sizes[1], minval=1 - contrast, maxval=1 + contrast),
+        saturation=jax.random.uniform(sizes[2], minval=1 - saturation, maxval=1 + saturation),
+        turn=jax.random.randint(sizes[3], (), -hue, max(hue, 1 - hue)),  # NumPy's: without hue
+    )
+
+
+def changed(image: Image, changes: Changes) -> Image:
+    """Changes the colours of an image."""
+    brightness, contrast, saturation, hue = changes.wanted
 
     def contrasted(image: Image, when: Bool[Array, ""]) -> Image:
-        return jnp.where(when, _cut(image * times), image)
+        return jnp.where(when, _cut(image * changes.contrast), image)
 
-    image = jnp.where(wanted[0], _cut(image + add), image)
-    image = contrasted(image, wanted[1] & early)
+    image = jnp.where(brightness, _cut(image + changes.added), image)
+    image = contrasted(image, contrast & changes.early)
     hues, saturations, values = to_hsv(image)
-    saturated = _cut(saturations * richer).astype(jnp.int32)
-    image = jnp.where(wanted[2], to_rgb((hues, saturated, values)), image)
+    saturated = _cut(saturations * changes.saturation).astype(jnp.int32)
+    image = jnp.where(saturation, to_rgb((hues, saturated, values)), image)
     hues, saturations, values = to_hsv(image)
-    turned = to_rgb(((hues + turn) % _HUES, saturations, values))
-    image = jnp.where(wanted[3], turned, image)
-    return contrasted(image, wanted[1] & ~early)
+    turned = to_rgb(((hues + changes.turn) % _HUES, saturations, values))
+    image = jnp.where(hue, turned, image)
+    return contrasted(image, contrast & ~changes.early)
 
 
 def _cut(values: Float[Array, "..."]) -> UInt8[Array, "..."]:

@@ -49,6 +49,7 @@ def register_source(name: str, open_split: Callable[[str, str], Source]) -> None
     if name in MEMORY or name in STREAMED or name in DRAWN:
         raise ValueError(f"a data source named {name!r} exists already: choose another name")
     STREAMED[name] = open_split
+    plugins.registered(name)
 
 
 def load(

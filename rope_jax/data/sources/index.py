@@ -31,7 +31,15 @@ from jaxtyping import Int32, UInt8
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.files import file_sha256, naming, read_json, sealed, set_aside, unsealed
+from rope_jax.files import (
+    file_sha256,
+    has_sha256,
+    naming,
+    read_json,
+    sealed,
+    set_aside,
+    unsealed,
+)
 
 
 class Source(abc.ABC):
@@ -100,11 +108,11 @@ class Source(abc.ABC):
         checksum = zlib.crc32(self.labels.tobytes(), zlib.crc32(b"\0".join(files)))
         return f"{len(self.labels)} files {len(self.class_names)} classes {checksum:08x}"
 
-    def damaged(self, stopped: Callable[[], bool] = lambda: False) -> list[str] | None:
+    def damaged(self, intact: Callable[[Path, str], bool] = has_sha256) -> list[str] | None:
         """Names of files with a wrong checksum; None if the set has no checksums.
 
         Args:
-            stopped: called now and then; True ends the search.
+            intact: whether a file has a checksum.
         """
         return None
 
@@ -246,7 +254,14 @@ class Staged:
 
 
 class BadImages(ValueError):
-    """An image cannot be used, or too many of those that were skipped cannot."""
+    """An image cannot be used."""
+
+
+class BadSet(BadImages):
+    """A set cannot be used, with `bad_images="skip"` neither.
+
+    One of its files has changed or cannot be read, or too many of its images cannot be used.
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.data.sources.index import Source
-from rope_jax.files import file_sha256, open_regular, read_json
+from rope_jax.files import has_sha256, open_regular, read_json
 
 FORMAT = 2
 
@@ -107,12 +107,12 @@ class Packed(Source):
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return f"{super().fingerprint()} content {digest[:16]}"
 
-    def damaged(self, stopped: Callable[[], bool] = lambda: False) -> list[str]:
-        """Names of the shards whose content has changed since; reads everything."""
+    def damaged(self, intact: Callable[[Path, str], bool] = has_sha256) -> list[str]:
+        """Names of the shards whose content has changed since; see `Source.damaged`."""
         return [
             shard["file"]
             for shard in self.about["shards"]
-            if not stopped() and file_sha256(self.index / shard["file"]) != shard["sha256"]
+            if not intact(self.index / shard["file"], shard["sha256"])
         ]
 
     @functools.cached_property

@@ -38,7 +38,7 @@ class Description:
         options: all options of its family.
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, where known.
-        plugins: modules that were loaded when it was saved (`rope_jax.plugins`).
+        plugins: modules that it may need (`rope_jax.plugins`).
     """
 
     name: str
@@ -57,7 +57,8 @@ class Description:
             return None
         options = dataclasses.asdict(model.options)
         about = (model.num_classes, model.image_size, options, model.preprocessing)
-        return cls(model.name, model.notation, *about, model.class_names, plugins.loaded())
+        needed = plugins.needed(f"{model.name} {model.notation}")
+        return cls(model.name, model.notation, *about, model.class_names, needed)
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> "Description":

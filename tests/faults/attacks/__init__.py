@@ -1,11 +1,15 @@
 """Attacks on a run, one family per module of this package, each tried several times.
 
-An attack is a function of an empty folder and a random generator, registered with its name:
+An attack is a function of an empty folder, the try's number (from 0) and a random generator,
+registered with its name:
 
-    @attack("a damaged results.json", tries=5)
-    def damaged_results(folder, rng):
+    @attack("a damaged results.json", tries=len(DAMAGES))
+    def damaged_results(folder, number, rng):
+        kind = DAMAGES[number % len(DAMAGES)]
         ...
         expect(status == 0, "exit status ...")
+
+The number selects the case, so that all of them are tried; instants and places are random.
 
 It raises an AssertionError if the run did not survive, and Absent if a program that it needs is not
 installed. `test_attacks.py` tries each once, `make test-faults` as often as is written here; the
@@ -16,12 +20,26 @@ import dataclasses
 import importlib
 import pathlib
 import pkgutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_metrics
+from tests.faults.processes import ROOT, Run
+
+SMALL = [  # 36 steps; a later argument of the same name takes precedence
+    f"--config={ROOT}/configs/digits.py:epochs=3",
+    "--config.model.options=depth=1,width=16,heads=1",
+    "--config.batch_size=120",
+    "--config.log_every=1",
+    "--config.checkpoint_every=8",
+    "--config.eval.resolutions=((4, 6),)",
+    "--config.eval.batch_size=100",
+]
+ENDLESS = "--config.epochs=4000.0"
+BOUND = 120  # seconds in which everything must end
 
 
 class Absent(Exception):
@@ -35,14 +53,14 @@ class Attack:
     Attributes:
         name: in words, for the table of results.
         tries: in `make test-faults`.
-        slow: whether the tests leave it to `make test-all`.
+        slow: whether the tests leave it to `make test-slow`.
         run: the function.
     """
 
     name: str
     tries: int
     slow: bool
-    run: Callable[[pathlib.Path, np.random.Generator], None]
+    run: Callable[[pathlib.Path, int, np.random.Generator], None]
 
 
 _ATTACKS: list[Attack] = []
@@ -87,3 +105,31 @@ def durable(workdir: pathlib.Path) -> int:
 def last_logged(workdir: pathlib.Path) -> int:
     """The last step in metrics.jsonl, 0 for none."""
     return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
+
+
+def ended(runs: Sequence[Run]) -> list[int]:
+    """The exit statuses; raises AssertionError if a process goes on."""
+    deadline = time.monotonic() + BOUND
+    try:
+        statuses = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
+        expect(None not in statuses, f"exit statuses {statuses} after {BOUND} s: {said(runs)}")
+        return statuses
+    finally:
+        for run in runs:
+            run.kill()
+
+
+def said(runs: Sequence[Run]) -> str:
+    """The end of the output of all processes."""
+    return "".join(f"\nprocess {number}: {run.said()[-2000:]}" for number, run in enumerate(runs))
+
+
+def refused(runs: Sequence[Run], *words: str, status: int = 2) -> None:
+    """All processes must end with a status, and with one sentence that has these words."""
+    statuses = ended(runs)
+    expect(statuses == [status] * len(runs), f"exit statuses {statuses}: {said(runs)}")
+    for run in runs:
+        last = run.said().strip().splitlines()[-1]
+        expect(last.startswith("rope_jax: "), f"no sentence: {said(runs)}")
+        expect(all(word in last for word in words), f"{words} are not in: {last}")
+        expect("Traceback" not in run.said(), said(runs))

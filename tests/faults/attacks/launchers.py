@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from tests.faults.attacks import Absent, attack, durable, expect, last_logged
-from tests.faults.attacks.several import ENDLESS, SMALL
+from tests.faults.attacks import ENDLESS, Absent, attack, durable, expect, last_logged
+from tests.faults.attacks.several import TOGETHER
 from tests.faults.processes import ROOT
 
 CONFIGURATION = """\
@@ -68,8 +68,7 @@ def needs(*programs: str) -> None:
 
 def command(workdir: pathlib.Path) -> str:
     """The run, which would take hours, without checkpoints before a signal."""
-    words = [word for word in SMALL if not word.startswith("--config.checkpoint_every")]
-    words += [ENDLESS, "--config.checkpoint_every=100000", f"--workdir={workdir}"]
+    words = [*TOGETHER, ENDLESS, "--config.checkpoint_every=100000", f"--workdir={workdir}"]
     return " ".join(f"'{word}'" for word in (sys.executable, "-m", "rope_jax.main", *words))
 
 
@@ -129,7 +128,7 @@ def end(daemon: psutil.Process) -> None:
 
 
 @attack("SLURM: a signal before the end of the time, requeued, resumed", slow=True)
-def slurm_job(folder, rng):
+def slurm_job(folder, number, rng):
     needs("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
     expect(os.geteuid() == 0, "SLURM's daemons need root")
     workdir, output, job = folder / "run", folder / "out.txt", folder / "job.sh"
@@ -143,16 +142,16 @@ def slurm_job(folder, rng):
             )
             return done.stdout
 
-        number = call("sbatch", "--parsable", f"--output={output}", str(job)).strip()
+        job_id = call("sbatch", "--parsable", f"--output={output}", str(job)).strip()
         wait_until(lambda: "srun ended with" in told(), "the signal ends the step")
         expect("srun ended with 0" in told(), told()[-3000:])
         first = durable(workdir)
         expect(first >= last_logged(workdir) > 0, f"step {first} is on disk: {told()[-3000:]}")
         wait_until(lambda: "PENDING" in call("squeue", "-h", "-o%T"), "the job is requeued")
-        call("scontrol", "update", f"JobId={number}", "StartTime=now")
+        call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
         wait_until(lambda: f"found step {first} of" in told(), "the job resumes")
         wait_until(lambda: told().count("srun ended with") == 2, "the second signal ends the step")
-        call("scancel", number)
+        call("scancel", job_id)
         wait_until(lambda: not call("squeue", "-h"), "the job is cancelled")
     expect(told().count("srun ended with 0") == 2, told()[-3000:])
     expect("Traceback" not in told(), told()[-3000:])
@@ -161,12 +160,12 @@ def slurm_job(folder, rng):
 
 
 @attack("Open MPI: SIGUSR1 and SIGTERM to mpirun, resumed", slow=True)
-def open_mpi(folder, rng):
+def open_mpi(folder, number, rng):
     needs("mpirun")
     workdir = folder / "run"
     launcher = "mpirun --mca odls_base_sigkill_timeout 20 --oversubscribe -n 2 "
     before = 0
-    for turn, number in enumerate((signal.SIGUSR1, signal.SIGTERM)):
+    for turn, sent in enumerate((signal.SIGUSR1, signal.SIGTERM)):
         log = folder / f"{turn}.txt"
         with log.open("w") as output:
             variables = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
@@ -183,12 +182,12 @@ def open_mpi(folder, rng):
                 lambda log=log, run=run: re.search(r"^step ", log.read_text(), re.M) or run.poll(),
                 "the first step",
             )
-            run.send_signal(number)
+            run.send_signal(sent)
             run.wait(180)
         finally:
             run.kill()
         told, after = log.read_text(), durable(workdir)
-        expect(f"stopped by {number.name}; saved in" in told, told[-3000:])
+        expect(f"stopped by {sent.name}; saved in" in told, told[-3000:])
         expect("Traceback" not in told, told[-3000:])
         expect(turn == 0 or f"found step {before} of" in told, told[-3000:])
         expect(after >= max(last_logged(workdir), before + 1), f"{after} steps after {before}")

@@ -9,22 +9,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rope_jax.training import agreement
-from tests.faults.attacks import attack, durable, expect, last_logged
-from tests.faults.processes import ROOT, Run
+from tests.faults.attacks import (
+    BOUND,
+    ENDLESS,
+    SMALL,
+    attack,
+    durable,
+    ended,
+    expect,
+    last_logged,
+    refused,
+    said,
+)
+from tests.faults.processes import Run
 
-SMALL = [
-    f"--config={ROOT}/configs/digits.py:epochs=3",
-    "--config.model.options=depth=1,width=16,heads=1",
-    "--config.batch_size=120",
-    "--config.log_every=1",
-    "--config.checkpoint_every=8",
-    "--config.eval.resolutions=((4, 6),)",
-    "--config.eval.batch_size=100",
-    "--distributed",
-    "--heartbeat=10",
-]
-ENDLESS = "--config.epochs=4000.0"
-BOUND = 90  # seconds in which everything must end
+TOGETHER = [*SMALL, "--distributed", "--heartbeat=10"]
 
 
 def free_address() -> str:
@@ -38,7 +37,7 @@ def start(
     folder,
     each: Sequence[Sequence[str]],
     *,
-    settings: Sequence[str] = SMALL,
+    settings: Sequence[str] = TOGETHER,
     environments: Sequence[dict[str, str]] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> list[Run]:
@@ -57,34 +56,6 @@ def start(
     return runs
 
 
-def ended(runs: Sequence[Run]) -> list[int]:
-    """The exit statuses; raises AssertionError if a process goes on."""
-    deadline = time.monotonic() + BOUND
-    try:
-        statuses = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
-        expect(None not in statuses, f"exit statuses {statuses}: {said(runs)}")
-        return statuses
-    finally:
-        for run in runs:
-            run.kill()
-
-
-def said(runs: Sequence[Run]) -> str:
-    """The end of the output of all processes."""
-    return "".join(f"\nprocess {number}: {run.said()[-1500:]}" for number, run in enumerate(runs))
-
-
-def expect_refusal(runs: Sequence[Run], *words: str) -> None:
-    """All processes must end with status 2 and a sentence with these words."""
-    statuses = ended(runs)
-    expect(statuses == [2] * len(runs), f"exit statuses {statuses}: {said(runs)}")
-    for run in runs:
-        last = run.said().strip().splitlines()[-1]
-        expect(last.startswith("rope_jax: "), f"no sentence: {said(runs)}")
-        expect(all(word in last for word in words), f"{words} are not in: {last}")
-        expect("Traceback" not in run.said(), said(runs))
-
-
 DIFFERENCES = [
     (["--config.epochs=2.0"], "--config.epochs is 2.0, not 3.0"),
     (["--config.optim.learning_rate=0.5"], "--config.optim.learning_rate is 0.5"),
@@ -98,10 +69,10 @@ DIFFERENCES = [
 
 
 @attack("one of two processes has another setting", tries=len(DIFFERENCES))
-def other_setting(folder, rng):
-    arguments, words = DIFFERENCES[rng.integers(len(DIFFERENCES))]
+def other_setting(folder, number, rng):
+    arguments, words = DIFFERENCES[number % len(DIFFERENCES)]
     runs = start(folder, [[], arguments])
-    expect_refusal(runs, words)
+    refused(runs, words)
     expect("process 1" in runs[0].said(), f"which process differs? {said(runs)}")
 
 
@@ -110,9 +81,9 @@ def _impatient() -> None:
 
 
 @attack("one of two processes has another workdir", tries=2)
-def other_workdir(folder, rng):
+def other_workdir(folder, number, rng):
     runs = start(folder, [[], [f"--workdir={folder / 'other'}"]], prepare=_impatient)
-    expect_refusal(runs, "process 1", ".lock (of --workdir) is missing", "that all share")
+    refused(runs, "process 1", ".lock (of --workdir) is missing", "that all share")
 
 
 def _in_own_folder() -> None:
@@ -120,38 +91,41 @@ def _in_own_folder() -> None:
 
 
 @attack("one of two processes has other images", tries=2)
-def other_images(folder, rng):
-    for number in range(2):
-        (folder / str(number)).mkdir()
+def other_images(folder, number, rng):
+    for process in range(2):
+        (folder / str(process)).mkdir()
         pixels = rng.integers(0, 256, (240, 8, 8, 3), dtype=np.uint8)
         labels = np.arange(240) % 4
         arrays = {"train_images": pixels, "train_labels": labels}
         arrays |= {"test_images": pixels[:20], "test_labels": labels[:20]}
-        np.savez(folder / str(number) / "images.npz", **arrays)
+        np.savez(folder / str(process) / "images.npz", **arrays)
     images = ["--config.data.source=npz", "--config.data.path=images.npz"]
-    folders = [{"TEST_FOLDER": str(folder / str(number))} for number in range(2)]
+    folders = [{"TEST_FOLDER": str(folder / str(process))} for process in range(2)]
     runs = start(folder, [images, images], environments=folders, prepare=_in_own_folder)
-    expect_refusal(runs, "in process 1 the images of the train split is")
+    refused(runs, "in process 1 the images of the train split is")
 
 
-@attack("a signal to one of two fresh processes", tries=4)
-def signal_to_one(folder, rng):
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+
+
+@attack("a signal to one of two fresh processes", tries=len(SIGNALS))
+def signal_to_one(folder, number, rng):
     runs = start(folder, [[ENDLESS, "--config.checkpoint_every=100000"]] * 2)
     runs[0].wait_for(f"\nstep {rng.integers(1, 30):5d}/")
-    number = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP][rng.integers(4)]
-    runs[rng.integers(2)].send(number)
+    sent = SIGNALS[number % len(SIGNALS)]
+    runs[rng.integers(2)].send(sent)
     statuses = ended(runs)
-    expect(statuses == [0, 0], f"{number}: exit statuses {statuses}: {said(runs)}")
+    expect(statuses == [0, 0], f"{sent}: exit statuses {statuses}: {said(runs)}")
     logged = last_logged(folder / "run")
     expect(durable(folder / "run") == logged, f"step {logged} was not saved: {said(runs)}")
 
 
 @attack("the death of one of two processes", tries=6)
-def death_of_one(folder, rng):
+def death_of_one(folder, number, rng):
     runs = start(folder, [[ENDLESS]] * 2)
     runs[0].wait_for("\nsaved step 8:")
     time.sleep(rng.uniform(0, 2))
-    victim = rng.integers(2)
+    victim = number % 2
     runs[victim].kill()
     begun, survivor = time.monotonic(), runs[1 - victim]
     status = survivor.wait(BOUND)
@@ -166,33 +140,30 @@ def death_of_one(folder, rng):
     expect(durable(folder / "run") >= 8, "step 8 was reported as saved")
 
 
-@attack("a first process that cannot be reached, or an impossible address", tries=5)
-def nobody_to_join(folder, rng):
-    number = ("1", "JAX_PROCESS_ID")
-    cases = [
-        ({"JAX_COORDINATOR_ADDRESS": "nobody.invalid:1234"}, "(nobody.invalid:"),
-        ({}, "not all processes have joined at 127.0.0.1:"),
-        ({"JAX_COORDINATOR_ADDRESS": "localhost"}, "JAX_COORDINATOR_ADDRESS=localhost must be"),
-        ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 must be less than JAX_NUM_PROCESSES=2"),
-        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two must be a whole number"),
-    ]
-    variables, words = cases[rng.integers(len(cases))]
-    variables = {number[1]: number[0]} | variables
-    (run,) = start(
-        folder,
-        [["--join_timeout=16"]],
-        environments=[{"JAX_NUM_PROCESSES": "2"} | variables],
-    )
-    expect_refusal([run], words)
+UNREACHABLE = [
+    ({"JAX_COORDINATOR_ADDRESS": "nobody.invalid:1234"}, "(nobody.invalid:"),
+    ({}, "not all processes have joined at 127.0.0.1:"),
+    ({"JAX_COORDINATOR_ADDRESS": "localhost"}, "JAX_COORDINATOR_ADDRESS=localhost must be"),
+    ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 must be less than JAX_NUM_PROCESSES=2"),
+    ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two must be a whole number"),
+]
+
+
+@attack("a first process that cannot be reached, or an impossible address", tries=len(UNREACHABLE))
+def nobody_to_join(folder, number, rng):
+    variables, words = UNREACHABLE[number % len(UNREACHABLE)]
+    variables = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"} | variables
+    (run,) = start(folder, [["--join_timeout=16"]], environments=[variables])
+    refused([run], words)
     if "joined" in words or "nobody" in words:
         expect("15 of 16 s" in run.said(), f"nothing was said while waiting: {run.said()}")
 
 
 @attack("a port that another program uses", tries=2)
-def used_port(folder, rng):
+def used_port(folder, number, rng):
     with socket.socket() as used:
         used.bind(("0.0.0.0", 0))
         used.listen()
         address = f"localhost:{used.getsockname()[1]}"
         (run,) = start(folder, [[]], environments=[{"JAX_COORDINATOR_ADDRESS": address}])
-        expect_refusal([run], "cannot listen on the port of", address)
+        refused([run], "cannot listen on the port of", address)

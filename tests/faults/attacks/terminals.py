@@ -7,11 +7,8 @@ import signal
 import termios
 import time
 
-from tests.faults.attacks import attack, durable, expect, last_logged
-from tests.faults.attacks.several import ENDLESS, SMALL
+from tests.faults.attacks import ENDLESS, SMALL, attack, durable, expect, last_logged
 from tests.faults.processes import Run
-
-ALONE = [word for word in SMALL if word not in ("--distributed", "--heartbeat=10")]
 
 
 def _on_terminal() -> None:
@@ -33,18 +30,18 @@ def read_until(descriptor: int, mark: bytes, seconds: float = 90) -> bytes:
 
 
 @attack("a terminal that is closed", tries=4)
-def closed_terminal(folder, rng):
+def closed_terminal(folder, number, rng):
     """The kernel and the shell send SIGHUP, and every print fails."""
     ours, theirs = pty.openpty()
     variables = {"TEST_TERMINAL": os.ttyname(theirs)}
-    given = [*ALONE, ENDLESS, "--config.checkpoint_every=100000", f"--workdir={folder / 'run'}"]
+    given = [*SMALL, ENDLESS, "--config.checkpoint_every=100000", f"--workdir={folder / 'run'}"]
     run = Run(given, folder / "log", environment=variables, prepare=_on_terminal)
     try:
         read_until(ours, b"\nstep %5d/" % rng.integers(2, 30))
         os.close(theirs)
     finally:
         os.close(ours)
-    if rng.integers(2):
+    if number % 2:
         time.sleep(rng.uniform(0, 0.5))
         if run.returncode is None:
             run.send(signal.SIGHUP)  # the shell's
@@ -63,14 +60,14 @@ def _into_pipe() -> None:
 
 
 @attack("a pipe that is closed (`| head`)", tries=4)
-def closed_pipe(folder, rng):
+def closed_pipe(folder, number, rng):
     os.mkfifo(folder / "pipe")
     variables = {"TEST_PIPE": str(folder / "pipe")}
-    given = [*ALONE, f"--workdir={folder / 'run'}"]
+    given = [*SMALL, f"--workdir={folder / 'run'}"]
     run = Run(given, folder / "log", environment=variables, prepare=_into_pipe)
     pipe = os.open(folder / "pipe", os.O_RDONLY)
     try:
-        read_until(pipe, [b"parameter", b"\nstep  3/", b"saved step"][rng.integers(3)])
+        read_until(pipe, [b"parameter", b"\nstep  3/", b"saved step"][number % 3])
     finally:
         os.close(pipe)
     status = run.wait(120)

@@ -12,16 +12,26 @@ import psutil
 from PIL import Image
 
 from rope_jax.data.sources import Streamed
-from tests.faults.attacks import attack, durable, expect, last_logged
-from tests.faults.attacks.several import ended, said, start
-from tests.faults.processes import ROOT, Run
+from tests.faults.attacks import (
+    ENDLESS,
+    SMALL,
+    attack,
+    durable,
+    ended,
+    expect,
+    last_logged,
+    said,
+)
+from tests.faults.attacks.several import start
+from tests.faults.processes import Run
 
 SETTINGS = [
-    f"--config={ROOT}/configs/digits.py:epochs=3",
+    *(
+        setting for setting in SMALL if "eval.resolutions" not in setting
+    ),  # a later tuple does not replace it
+    ENDLESS,
     "--config.model.options=depth=1,width=16,heads=1,patch_size=4",
-    "--config.epochs=10000.0",
     "--config.batch_size=16",
-    "--config.log_every=1",
     "--config.checkpoint_every=100000",
     "--config.eval.resolutions=()",
     "--config.data.source=folder",
@@ -53,7 +63,7 @@ def expect_saved(folder: pathlib.Path, run: Run, seconds: float) -> None:
 
 
 @attack("data workers that are stopped (SIGSTOP), then SIGTERM", tries=3)
-def stopped_workers(folder, rng):
+def stopped_workers(folder, number, rng):
     given = [*SETTINGS, pictures(folder, rng), "--config.data.workers=2"]
     run = Run([*given, f"--workdir={folder / 'run'}"], folder / "log")
     run.wait_for("\nstep ")
@@ -89,7 +99,7 @@ def _stalled_reads() -> None:
 
 
 @attack("a file system that stops answering, then SIGTERM", tries=3)
-def stalled_file_system(folder, rng):
+def stalled_file_system(folder, number, rng):
     given = [*SETTINGS, pictures(folder, rng), f"--workdir={folder / 'run'}"]
     reads = {"TEST_READS": str(rng.integers(100, 1000))}
     run = Run(given, folder / "log", environment=reads, prepare=_stalled_reads)
@@ -100,9 +110,9 @@ def stalled_file_system(folder, rng):
 
 
 @attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2, slow=True)
-def stalled_process(folder, rng):
-    often = [word.replace("=100000", "=4") for word in SETTINGS]
-    settings = [*often, pictures(folder, rng), "--distributed", "--heartbeat=10"]
+def stalled_process(folder, number, rng):
+    settings = [*SETTINGS, "--config.checkpoint_every=4", pictures(folder, rng)]
+    settings += ["--distributed", "--heartbeat=10"]
     reads = {"TEST_READS": str(rng.integers(100, 400))}
     both, environments = [[], []], [{}, reads]
     runs = start(folder, both, settings=settings, environments=environments, prepare=_stalled_reads)

@@ -1,0 +1,102 @@
+"""Tables of the experiment `evidence`: accuracies, and the outcome of the papers' claims."""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from benchmarks._runner import Result
+from docs.results import newest, no_result, origin
+from experiments._claims import Claim, accuracies, interval, judge, sides
+from experiments._claims import claims as claims_of
+from experiments._parts import PARTS
+from rope_jax.text import markdown_table
+
+
+def evidence(results: Sequence[Result]) -> str:
+    """Accuracies by backbone, scheme and resolution, and verdicts on the claims, of all parts."""
+    texts = []
+    for name, part in PARTS.items():
+        if (result := newest(results, "evidence", part=name)) is None:
+            texts.append(f"Part `{name}`. {no_result(f'experiments evidence {name}')}")
+            continue
+        about = (
+            f"Part `{name}`, {part.about}. Top-1 accuracy (%), mean and 95 % interval over seeds."
+        )
+        if flags := result["settings"]["flags"]:
+            about += f" Flags of all runs: `{' '.join(flags)}`."
+        if not result["complete"]:
+            about += " Not all runs are finished."
+        about += f" {origin(result)}.\n"
+        texts.append("\n".join([about, accuracy_table(result), claims_table(name, result)]))
+    return "\n".join(texts)
+
+
+def accuracy_table(result: Result) -> str:
+    """Accuracy of every model of a part, at the training resolution and others."""
+    rows = []
+    for model in PARTS[result["settings"]["part"]].models:
+        runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == model]
+        if not runs:
+            continue
+        cells = []
+        trained, *others = (row["resolution"][0] for row in runs[0]["eval"])
+        for side in (None, *others):
+            mean, half = interval(list(accuracies(runs, *model, side).values()))
+            cells.append(f"{mean:.1f}" + ("" if math.isnan(half) else f" ± {half:.1f}"))
+        elsewhere = ", ".join(f"{x}: {cell}" for x, cell in zip(others, cells[1:], strict=True))
+        backbone, position = model
+        names = [f"`{backbone}`", f"`{position or 'its own'}`", str(len(runs))]
+        rows.append([*names, f"{cells[0]} ({trained} px)", elsewhere])
+    header = ["backbone", "position", "seeds", "at the training resolution", "at other sides, px"]
+    return markdown_table(header, rows)
+
+
+def claims_table(
+    part: str, result: Result, keep: Callable[[Claim], bool] = lambda claim: True
+) -> str:
+    """The outcome of the papers' claims, one row for each with all its resolutions."""
+
+    def comparison(claim) -> tuple:
+        return claim.source, claim.better, claim.worse, claim.equal
+
+    rows, verdicts = [], collections.Counter()
+    for (source, *_), group in itertools.groupby(filter(keep, claims_of(part)), comparison):
+        judged = [(claim, found) for claim in group if (found := judge(claim, result["runs"]))]
+        if judged:
+            cells = []
+            for claim, found in judged:
+                side = f"{claim.resolution} px: " if claim.resolution else "as trained: "
+                cells.append(f"{side if len(judged) > 1 or claim.resolution else ''}{found}")
+                verdicts[found.verdict] += 1
+            what = sides(dataclasses.replace(judged[0][0], resolution=None))
+            rows.append([what, source, "<br>".join(cells)])
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    table = markdown_table(["claim", "source", "difference in points, and verdict"], rows)
+    return f"{table}\nOf {verdicts.total()} comparisons: {counts}.\n" if rows else table
+
+
+RANKED = (None, 16, 24, 32)  # sides in pixels; None is that of training
+
+
+def ranking(results: Sequence[Result]) -> str:
+    """Accuracies of the small ViT with every scheme, the most accurate first."""
+    if (result := newest(results, "evidence", part="vit")) is None:
+        return no_result("experiments evidence vit")
+    rows = {}
+    for backbone, position in PARTS["vit"].models:
+        found = [accuracies(result["runs"], backbone, position, side).values() for side in RANKED]
+        if all(found):
+            rows[position] = [interval(list(values)) for values in found]
+    ordered = sorted(rows.items(), key=lambda row: row[1][0], reverse=True)
+    cells = [
+        [f"`{position}`", *(f"{mean:.1f} ± {half:.1f}" for mean, half in means)]
+        for position, means in ordered
+    ]
+    trained = result["runs"][0]["eval"][0]["resolution"][0]
+    header = ["position", f"{trained} px, as trained", *(f"{side} px" for side in RANKED[1:])]
+    about = (
+        f"Top-1 accuracy (%) of a small ViT on {PARTS['vit'].about}, mean and 95 % interval over"
+    )
+    return f"{markdown_table(header, cells)}\n{about} seeds. {origin(result)}.\n"
