@@ -27,7 +27,7 @@ from benchmarks._program import OPTIONS, absent_gpus, compile_ahead, sizes
 from benchmarks._runner import Keep, record
 from rope_jax import config, data
 from rope_jax.models import attention as model_attention
-from rope_jax.models.registry import create_model
+from rope_jax.models.create import create_model
 from rope_jax.sharding import (
     make_mesh,
     on_every_device,

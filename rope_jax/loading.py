@@ -12,8 +12,8 @@ from flax import nnx
 from rope_jax.arguments import Number
 from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.files import file_sha256
+from rope_jax.models.create import create_model
 from rope_jax.models.pretrained import Preprocessing, load_pretrained
-from rope_jax.models.registry import create_model
 from rope_jax.restore import create, read_checkpoint
 from rope_jax.text import image_pair
 

@@ -11,12 +11,11 @@ from flax import nnx
 from rope_jax import plugins, seeds
 from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.files import warn
-from rope_jax.models.dense import create_dense
+from rope_jax.models.create import create_model as create_model  # public here, see FOLDERS below
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, load_weights, open_weights
 from rope_jax.models.pretrained.metadata import Metadata
 from rope_jax.models.pretrained.own import OWN, own_state_dict
-from rope_jax.models.registry import create_model as create_model  # public here, see FOLDERS below
 from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.text import image_pair, parse
 from rope_jax.workdir.checkpoint import Checkpoints
@@ -38,9 +37,7 @@ def create(config: Config) -> nnx.Module:
         **model_overrides(m.options),
     }
     with blame("--config.model or --config.data.image_size"):
-        if m.head is not None:
-            return create_dense(m.name, head=m.head, **settings)
-        return create_model(m.name, **settings)
+        return create_model(m.name, head=m.head, **settings)
 
 
 def load_checkpoint(

@@ -17,7 +17,8 @@ from flax import nnx
 
 from rope_jax.arguments import Number, command_parser
 from rope_jax.config import ConfigError, blame, model_overrides
-from rope_jax.models.registry import create_model, find_model
+from rope_jax.models.create import create_model
+from rope_jax.models.registry import find_model
 from rope_jax.text import format_table, image_pair
 from rope_jax_kernels import Call, Choices, record, tune
 from rope_jax_kernels.choices import Measured

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from rope_jax.models.cost import attended_pairs, cost
-from rope_jax.models.registry import create_model
+from rope_jax.models.create import create_model
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.text import image_pair

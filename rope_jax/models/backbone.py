@@ -30,9 +30,12 @@ class Backbone(nnx.Module):
         task: what the model is for, a key of `rope_jax.tasks.TASKS`.
         own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
             instead of those after blocks.
+        beyond_classifier: starts of the names of parameters that weights of a classifier may lack;
+            {i} stands for any number.
         softmax: whether the weights of attention come from a softmax and sum to 1.
-        name: in `create_model`, which sets this and the next two.
+        name: in `create_model`, which sets this and the next three.
         notation: the text of the positional scheme.
+        head_notation: the text of the head of dense prediction; None without one.
         image_size: (height, width) in pixels, of creation or the last `resize`.
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, in their order, where known.
@@ -40,10 +43,12 @@ class Backbone(nnx.Module):
 
     hierarchical: ClassVar[bool] = False
     own_maps: ClassVar[bool] = False
+    beyond_classifier: ClassVar[tuple[str, ...]] = ()
     softmax: ClassVar[bool] = True
     task: str = "classification"
     name: str | None = None
     notation: str = ""
+    head_notation: str | None = None
     image_size: Grid | None = None
     preprocessing: Preprocessing | None = None
     class_names: tuple[str, ...] | None = None

@@ -14,7 +14,8 @@ import math
 
 from flax import nnx
 
-from rope_jax.models.registry import create_model, find_model
+from rope_jax.models.create import create_model
+from rope_jax.models.registry import find_model
 from rope_jax.positions.grids import Grid
 from rope_jax.text import format_table, image_pair
 from rope_jax_kernels import Global, Neighborhood, Pattern

@@ -1,17 +1,18 @@
 """Dense prediction: a backbone, a neck that makes the maps a head takes, and the head."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models import registry
 from rope_jax.models.backbone import Backbone
-from rope_jax.models.heads import Head, create_head, find_head
+from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import FourScales, StageNorms
+from rope_jax.models.pretrained.metadata import Description
+from rope_jax.models.registry import create_backbone
 from rope_jax.positions.grids import Grid
 from rope_jax.text import parse
 from rope_jax_kernels import Pattern
@@ -25,7 +26,6 @@ class DenseModel(Backbone):
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
         blocks: whose maps are taken; None for the last of every stage.
-        head_notation: the text of the head.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class DenseModel(Backbone):
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
+        self.grids(images.shape[1:3])
         maps = self.backbone.features(
             images, blocks=self.blocks, norm=self.head.normalised, train=train, key=key
         )
@@ -86,7 +87,14 @@ class DenseModel(Backbone):
         return {f"backbone.{name}": part for name, part in self.backbone.parts().items()}
 
     def grids(self, image_size: Grid) -> list[Grid]:
-        return self.backbone.grids(image_size)
+        grids = self.backbone.grids(image_size)
+        if min(grids[-1]) < getattr(self.neck, "least", 1):
+            height, width = image_size
+            raise ValueError(
+                f"images of {height}x{width} pixels give this head maps of less than "
+                f"{self.neck.least} tokens a side: use larger images, or another head"
+            )
+        return grids
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         return self.backbone.patterns(part, grid)
@@ -118,55 +126,51 @@ def third_blocks(depth: int) -> tuple[int, ...]:
 
 def create_dense(
     name: str,
+    described: Description | None = None,
     *,
     head: str,
-    num_classes: int,
     blocks: Sequence[int] | None = None,
+    num_classes: int | None = None,
     seed: int = 0,
+    dtype: Any = jnp.float32,
+    overrides: Mapping[str, Any] = {},
     **settings: Any,
 ) -> DenseModel:
-    """Creates a backbone with a head.
+    """A backbone with a head, with initial weights. Arguments as in `create_model`.
 
-    Args:
-        name: of the backbone, for `create_model`.
-        head: one of `list_heads()`, with options if any: "upernet(width=512)".
-        num_classes: of the predictions.
-        blocks: of a plain ViT, 0-based, whose maps a head of four maps takes; None for
-            `third_blocks`.
-        seed: of the initial weights.
-        **settings: of `create_model`.
-
-    Raises:
-        ValueError: an unknown head, or one that this backbone cannot serve.
+    What is None is what `described` has, a model with weights.
     """
     (call,) = parse(head, "head")
     wanted = find_head(call.name).family
-    backbone = registry.create_model(
-        name, num_classes=0, seed=seed, last_norm=wanted.normalised, **settings
-    )
-    rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(settings.get("dtype", "float32")))
-    stages = [part.position.stage for part in backbone.parts().values()]
-    widths, depth, neck = [stage.channels for stage in stages], sum(s.depth for s in stages), None
-    if wanted.strides is None and backbone.own_maps:
+    if num_classes is None and described is not None and described.head is not None:
+        num_classes = described.num_classes
+    if not num_classes:
         raise ValueError(
-            f"the head {call.name!r} takes one map, but {name} makes four of other strides: use "
-            "upernet, or another model"
+            f"num_classes={num_classes} leaves the head {call.name!r} without classes: say how "
+            "many there are, 150 in ADE20k"
         )
-    if backbone.own_maps:
-        widths = widths * len(wanted.strides)
-    elif wanted.strides is None:
-        widths, blocks = widths[-1:], (depth - 1,)
-    elif len(stages) == 1:
-        neck, widths = FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * 4
-        blocks = third_blocks(depth) if blocks is None else tuple(blocks)
-        if len(blocks) != 4 or max(blocks) >= depth:
-            raise ValueError(
-                f"the head {call.name!r} takes the maps of four blocks, not {blocks} of the "
-                f"{depth} of {name}: change blocks, or use a deeper model or another head"
-            )
-    else:
-        epsilon = backbone.options.norm_epsilon
-        neck = StageNorms(widths, epsilon, rngs=rngs, dtypes=dtypes)
+    if overrides.get("last_norm", wanted.normalised) != wanted.normalised:
+        raise ValueError(
+            f"last_norm={overrides['last_norm']} does not go with the head {call.name!r}, which "
+            "determines it: leave it out"
+        )
+    backbone = create_backbone(
+        name,
+        described,
+        num_classes=0,
+        seed=seed,
+        dtype=dtype,
+        overrides={**overrides, "last_norm": wanted.normalised},
+        **settings,
+    )
+    if problem := _problem(wanted, backbone):
+        serving = [other for other in HEADS if not _problem(HEADS[other].family, backbone)]
+        raise ValueError(
+            f"the head {call.name!r} takes {problem} of {name}: use {' or '.join(serving)}, or "
+            "another model"
+        )
+    rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(dtype))
+    neck, widths, blocks = _neck(wanted, backbone, blocks, rngs=rngs, dtypes=dtypes)
     made = create_head(
         call.name,
         channels=widths,
@@ -177,4 +181,52 @@ def create_dense(
     )
     model = DenseModel(backbone, neck, made, blocks)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
+    model.head_notation = head
     return model
+
+
+def _problem(head: type[Head], backbone: Backbone) -> str | None:
+    """What a head takes and what this backbone has instead, in words; None if it serves."""
+    stages = len(backbone.parts())
+    if head.strides is None:
+        return "one map, not the four" if backbone.own_maps else None
+    strides = ", ".join(map(str, head.strides))
+    if backbone.own_maps or stages in (1, len(head.strides)):
+        return None
+    return f"maps of strides {strides}, not those of the {stages} stages"
+
+
+def _neck(
+    head: type[Head],
+    backbone: Backbone,
+    blocks: Sequence[int] | None,
+    *,
+    rngs: nnx.Rngs,
+    dtypes: dict,
+) -> tuple[nnx.Module | None, list[int], tuple[int, ...] | None]:
+    """The neck between backbone and head, the channels of the head's maps, and their blocks."""
+    stages = [part.position.stage for part in backbone.parts().values()]
+    widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
+    single, count = head.strides is None, 1 if head.strides is None else len(head.strides)
+    if blocks is not None and (backbone.own_maps or len(stages) > 1):
+        raise ValueError(
+            f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
+            "last of every stage; leave them out"
+        )
+    if backbone.own_maps:
+        return None, widths * count, None
+    if len(stages) > 1 and not single:
+        epsilon = backbone.options.norm_epsilon
+        return StageNorms(widths, epsilon, rngs=rngs, dtypes=dtypes), widths, None
+    if blocks is None:
+        blocks = (depth - 1,) if single else third_blocks(depth)
+    blocks = tuple(blocks)
+    if len(blocks) != count or max(blocks) >= depth:
+        words = "one block" if single else "four blocks"
+        raise ValueError(
+            f"the head takes the maps of {words}, not {blocks} of the {depth} of "
+            f"{backbone.name}: change blocks, or use a deeper model or another head"
+        )
+    if single:
+        return None, widths[-1:], blocks
+    return FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * count, blocks

@@ -1,6 +1,7 @@
 """Necks: from the maps of a backbone to those that a head takes."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -13,7 +14,12 @@ class FourScales(nnx.Module):
     """Four maps of a plain ViT at 4, 2, 1 and 1/2 times their size, with the same channels.
 
     Source: BEiT's segmentation (arXiv 2106.08254, appendix; its code).
+
+    Attributes:
+        least: side in tokens of the smallest maps, which are halved.
     """
+
+    least: ClassVar[int] = 2
 
     def __init__(self, features: int, *, rngs: nnx.Rngs, dtypes: dict):
         settings = {"rngs": rngs, "dtypes": dtypes}

@@ -3,10 +3,8 @@
 Each field of a family's `Options` declares its type and the values that it may have.
 """
 
-import contextlib
 import dataclasses
 import fnmatch
-import os
 import re
 import types
 import typing
@@ -19,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from rope_jax import plugins
-from rope_jax.models.pretrained.files import load_weights, open_weights
 from rope_jax.models.pretrained.metadata import Description
+from rope_jax.positions.grids import Grid
 from rope_jax.text import closest, image_pair, nearest
 
 
@@ -117,7 +115,9 @@ class Entry:
 
 MODELS: dict[str, Entry] = {}
 
-_ARGUMENTS = ("position", "num_classes", "image_size", "seed", "dtype", "pretrained")
+_ARGUMENTS = (
+    *("position", "num_classes", "image_size", "seed", "dtype", "pretrained", "head", "blocks"),
+)
 _OF_TIMM = {  # arguments of timm's models -> those of `create_model`
     "img_size": "image_size",
     "embed_dim": "width",
@@ -220,125 +220,21 @@ def _name_here(name: str) -> str | None:
     return None
 
 
-def create_model(
-    name: str | os.PathLike,
+def create_backbone(
+    name: str,
+    described: Description | None = None,
     *,
     position: str | None = None,
     num_classes: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | Grid | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-    pretrained: bool | str | os.PathLike = False,
-    **overrides: Any,
+    overrides: Mapping[str, Any] = {},
 ) -> nnx.Module:
-    """Creates a backbone with a positional scheme.
+    """A model with initial weights, without a head of dense prediction.
 
-    >>> import jax.numpy as jnp
-    >>> import rope_jax
-    >>> model = rope_jax.create_model("vit_digits", position="rope2d+ape", depth=1)
-    >>> model(jnp.zeros((2, 8, 8, 3))).shape
-    (2, 10)
-    >>> [features.shape for features in model.features(jnp.zeros((2, 12, 16, 3)))]
-    [(2, 6, 8, 96)]
-
-    Works under `nnx.eval_shape`, which returns shapes without allocating. None selects the model's
-    default for an argument; with weights that describe their model (`rope_jax.save_pretrained`,
-    runs), the value of that model.
-
-    Args:
-        name: one of `list_models()`, or such weights: a folder, file, workdir or hub id.
-        position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
-            "rope_mixed+ape", ...
-        num_classes: outputs of the head; 0 for none: the model returns the pooled features that its
-            head would take. With weights for another number, the head stays new, which is printed.
-        image_size: pixels, a side or (height, width), for parameters whose shape depends on it.
-            Calls accept other sizes.
-        seed: of the initial weights.
-        dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
-            jax_enable_x64).
-        pretrained: False, or weights: a .safetensors or .npz file, a folder of `save_pretrained`,
-            the workdir of a run, or a hub id; see `pretrained.load_pretrained`. Their position
-            tables are resized by the scheme's rule. `model.preprocessing` then holds the
-            preprocessing that they expect.
-        **overrides: the family's options by name, for example depth=2 (`ViTOptions`,
-            `SwinOptions`, `NATOptions`, `CATOptions`, `T2TOptions`, `CeiTOptions`, `CCTOptions`,
-            `ViTAdapterOptions`).
-
-    Returns:
-        A module: `model(images[B, H, W, 3], train=False, key=None)` returns logits
-        [B, num_classes], `model.features(images)` a list of maps [B, h, w, C], by default after
-        the last block of every stage.
-
-    Raises:
-        ValueError: an unknown name, option or scheme, an impossible combination, or weights that do
-            not fit; the message suggests what to change.
-        FileNotFoundError: the weights file does not exist.
-        ImportError: a package that reads the weights is not installed.
+    None selects what `described` has, or the model's default. Arguments as in `create_model`.
     """
-    if pretrained is True:
-        raise ValueError(
-            "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
-            "'timm/deit_tiny_patch16_224.fb_in1k'"
-        )
-    plugins.load_installed()
-    name = os.fspath(name)
-    if pretrained is False and name not in MODELS and names_weights(name):
-        pretrained = name
-    with contextlib.ExitStack() as stack:
-        file = None if pretrained is False else stack.enter_context(open_weights(pretrained))
-        described = None if file is None else file.description
-        if name == pretrained:
-            if described is None:
-                raise ValueError(
-                    f"{name} does not describe its model: create_model(NAME, pretrained={name!r})"
-                )
-            name = described.name
-        same = described if described is not None and described.name == name else None
-        try:
-            model = _create(
-                name,
-                same,
-                position=position,
-                num_classes=num_classes,
-                image_size=image_size,
-                seed=seed,
-                dtype=dtype,
-                overrides=overrides,
-            )
-        except plugins.UnknownName as error:
-            missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
-            if not missing:
-                raise
-            raise ValueError(
-                f"{error}; {pretrained} was saved with the plug-in {', '.join(sorted(missing))}: "
-                "import it, or name it by --plugins or ROPE_JAX_PLUGINS"
-            ) from None
-        if file is not None:
-            load_weights(model, file, new_head=num_classes is not None)
-    return model
-
-
-def names_weights(name: str) -> bool:
-    """Whether a name that no model has is that of a file, a folder or a hub id.
-
-    >>> names_weights("runs/digits"), names_weights("deit_s16")
-    (True, False)
-    """
-    return "/" in name or name.endswith(".safetensors") or os.path.exists(name)
-
-
-def _create(
-    name: str,
-    described: Description | None,
-    *,
-    position: Any,
-    num_classes: Any,
-    image_size: Any,
-    seed: int,
-    dtype: Any,
-    overrides: Mapping[str, Any],
-) -> nnx.Module:
-    """A model with initial weights; None selects what `described` has, or the model's default."""
     entry = find_model(name)
     default = described or entry
     position = default.position if position is None else position

@@ -188,6 +188,8 @@ class ViTAdapter(ViT):
     """
 
     own_maps = True
+    # LayerScale begins at 1, where it is none.
+    beyond_classifier = ("prior", "levels", "interactions", "up", "map_norms", "blocks.{i}.scale")
 
     def __init__(
         self, options: ViTAdapterOptions, *, dtype: np.dtype, rngs: nnx.Rngs, **settings: Any

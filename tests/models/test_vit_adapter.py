@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.dense import create_dense
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.layers import BatchNorm
 from rope_jax.models.vit import ViT
@@ -98,14 +97,14 @@ def test_options_that_do_not_go_together_are_refused(changes, advice):
 def test_upernet_takes_its_maps_and_heads_of_one_map_are_refused():
     def logits(images, head):
         settings = {key: value for key, value in SMALL.items() if key != "num_classes"}
-        model = create_dense("vit_adapter_ti16", head=head, num_classes=7, **settings)
+        model = rope_jax.create_model("vit_adapter_ti16", head=head, num_classes=7, **settings)
         assert model.neck is None
         return model(images)
 
     images = jax.ShapeDtypeStruct((1, 32, 64, 3), jnp.float32)
     found = jax.eval_shape(lambda images: logits(images, "upernet(width=8)"), images)
     assert found.shape == (1, 32, 64, 7)
-    advice = "the head 'linear' takes one map, but vit_adapter_ti16 makes four of other strides"
+    advice = "'linear' takes one map, not the four of vit_adapter_ti16: use upernet, or another"
     with pytest.raises(ValueError, match=advice):
         jax.eval_shape(lambda images: logits(images, "linear"), images)
 

@@ -9,7 +9,6 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.config import OptimConfig
-from rope_jax.models.dense import create_dense
 from rope_jax.training import optim
 from rope_jax.workdir.trees import named_leaves
 
@@ -392,7 +391,7 @@ def test_the_rate_of_detection_falls_by_ten_at_its_milestones(in_steps):
 
 def test_the_backbone_of_a_dense_model_has_a_rate_of_its_own():
     model = nnx.eval_shape(
-        lambda: create_dense(
+        lambda: rope_jax.create_model(
             "deit_ti16", head="segmenter(head_dim=8)", num_classes=3, width=16, heads=2, depth=2
         )
     )

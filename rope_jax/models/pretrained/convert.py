@@ -17,7 +17,7 @@ from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
 from rope_jax.models.pretrained.layouts import Rule, Slot, rotary_of
 from rope_jax.models.pretrained.other_stems import cat, cct, ceit, t2t
-from rope_jax.models.pretrained.tables import Table, fill_name, match_name
+from rope_jax.models.pretrained.tables import Table, begins, fill_name, match_name
 from rope_jax.models.pretrained.timm import timm
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
@@ -45,7 +45,13 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "vit_adapter": vit_adapter,
 }
 
+DENSE = ("mmseg", "segmenter", "detectron2", "vit_adapter")
+"""Sources that name a model with its head; others name classifiers, whose backbone one may be."""
+
 HEAD = "head."  # start of the names of a classifier's parameters, here
+CLASSIFIER = (HEAD, "class_token", "norm.")
+"""Starts of the names of what a classifier may have beyond a backbone of dense prediction."""
+
 LARGEST = 2**28  # elements of a table to be resized
 _ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
 
@@ -71,12 +77,17 @@ class Conversion:
         frozen: expected values of tensors that the model computes, by name.
         problems: everything that does not fit.
         new_head: whether the model's head keeps its initial weights.
+        unused: tensors of a classifier that the model, which is none, has no place for.
+        fresh: starts of the names of parameters that keep their initial weights, as no classifier
+            has them.
     """
 
     links: list[Link]
     frozen: dict[str, np.ndarray]
     problems: list[str]
     new_head: bool
+    unused: list[str]
+    fresh: tuple[str, ...]
 
 
 def name_table(model: nnx.Module, source: str) -> Table:
@@ -118,7 +129,8 @@ def convert_state_dict(
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
             "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
-            "detectron2" (ViTDet), "vit_adapter", "mmseg" or "segmenter".
+            "detectron2" (ViTDet), "vit_adapter", "mmseg" or "segmenter". With those of classifiers
+            the backbone of a model of dense prediction is filled.
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
             square, as all official ones are, or else of the model's shape. Needed only for a table
             whose length allows both.
@@ -128,6 +140,8 @@ def convert_state_dict(
         ValueError: names or shapes that do not fit, all of them in one message; the model is not
             changed.
     """
+    if source not in DENSE:
+        model = getattr(model, "backbone", model)
     if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
         raise ValueError(
             f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds "
@@ -222,12 +236,14 @@ def plan_conversion(
         grids, new_head: see `convert_state_dict`.
     """
     table = name_table(model, source)
-    found, problems = _links(model, table, source)
+    fresh = _fresh(model, table, shapes)
+    found, problems = _links(model, table, source, fresh)
     links, frozen, left, grids = [], {}, dict(shapes), grids or {}
     found, new_head = _without_head(found, shapes, new_head)
-    if new_head or not model.num_classes:
-        heads = {theirs for ours, theirs, _ in table.rows if ours.startswith(HEAD)}
-        left = {key: shape for key, shape in left.items() if key not in heads}
+    dropped = CLASSIFIER if not model.num_classes else (HEAD,) if new_head else ()
+    names = {theirs for ours, theirs, _ in table.rows if ours.startswith(dropped)}
+    unused = [key for key in left if key in names - {link.key for link in found}]
+    left = {key: shape for key, shape in left.items() if key not in unused}
     tables = {link.key for link in found if link.rule.grid}
     for key in grids:
         if key not in tables:
@@ -259,7 +275,19 @@ def plan_conversion(
             problems.append(_not_floating(key, dtype))
         else:
             frozen[key] = want
-    return Conversion(links, frozen, problems, new_head)
+    return Conversion(links, frozen, problems, new_head, unused, fresh)
+
+
+def _fresh(model: nnx.Module, table: Table, shapes: Shapes) -> tuple[str, ...]:
+    """Starts of the names of what a family adds to classifiers, where the file has none of it."""
+    starts = getattr(model, "beyond_classifier", ())
+    slots = list(_slots(model)) if starts else []
+
+    def there(start: str) -> bool:
+        own = [slot for slot in slots if begins(slot.name, (start,))]
+        return any(link.key in shapes for slot in own for link in _named(table, slot))
+
+    return tuple(start for start in starts if not there(start))
 
 
 def _without_head(links: list[Link], shapes: Shapes, allowed: bool) -> tuple[list[Link], bool]:
@@ -299,10 +327,16 @@ def _frozen(model: nnx.Module, table: Table, key: str, shape: tuple[int, ...]) -
     return None
 
 
-def _links(model: nnx.Module, table: Table, source: str) -> tuple[list[Link], list[str]]:
-    """The tensor of each parameter by name, and parameters without one."""
+def _links(
+    model: nnx.Module, table: Table, source: str, fresh: tuple[str, ...] = ()
+) -> tuple[list[Link], list[str]]:
+    """The tensor of each parameter by name, and parameters without one.
+
+    Those whose names start as in `fresh` are left out.
+    """
     links, problems = [], []
-    slots = [dataclasses.replace(slot, pairing=table.pairing) for slot in _slots(model)]
+    slots = [slot for slot in _slots(model) if not begins(slot.name, fresh)]
+    slots = [dataclasses.replace(slot, pairing=table.pairing) for slot in slots]
     if table.pairing is None and any(slot.rotary for slot in slots):
         problems.append(
             f"source {source!r} has no models whose position rotates: choose another position, or "

@@ -6,6 +6,7 @@ from the header before any array is read.
 
 import contextlib
 import dataclasses
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.pretrained.convert import (
+    DENSE,
     SOURCES,
+    Conversion,
     convert_state_dict,
     export_state_dict,
     name_table,
@@ -25,7 +28,14 @@ from rope_jax.models.pretrained.convert import (
 )
 from rope_jax.models.pretrained.layouts import rotary_of
 from rope_jax.models.pretrained.metadata import Description, Metadata
-from rope_jax.models.pretrained.own import OWN, has_own_names, load_own, own_state_dict, plan_own
+from rope_jax.models.pretrained.own import (
+    OWN,
+    Plan,
+    has_own_names,
+    load_own,
+    own_state_dict,
+    plan_own,
+)
 from rope_jax.npz import open_npz
 from rope_jax.text import parse
 
@@ -123,39 +133,88 @@ def load_weights(
 
     `other_model` is called with what differs in a different model, instead of raising a ValueError.
     """
-    if file.metadata is not None and (message := _other_model(model, file)):
+    target, source = _target(model, file, source)
+    if file.metadata is not None and (message := _other_model(target, file, target is not model)):
         if other_model is None:
             raise ValueError(
                 f"{message}. Create the model that was saved, or pass the arrays to "
                 "rope_jax.convert_state_dict, which checks names and shapes only"
             )
         other_model(message)
-    source = source or file.source or _first_that_fits(model, file)
     about = file.description
     if source == OWN:
         size = None if about is None else about.image_size
-        plan = plan_own(model, file.shapes, image_size=size, new_head=new_head)
+        plan = plan_own(target, file.shapes, image_size=size, new_head=new_head)
         refuse(plan.problems, source)
-        load_own(model, file.read, plan)
+        load_own(target, file.read, plan)
         preprocessing = None
     else:
         grids = None if file.metadata is None else file.metadata.grids
         how = {"source": source, "grids": grids, "new_head": new_head}
-        plan = plan_conversion(model, file.shapes, **how)
+        plan = plan_conversion(target, file.shapes, **how)
         refuse(plan.problems, source)
         wanted = [*(link.key for link in plan.links), *plan.frozen]
-        convert_state_dict(model, {key: file.read(key) for key in wanted}, **how)
-        preprocessing = name_table(model, source).preprocessing
+        convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
+        preprocessing = name_table(target, source).preprocessing
     model.preprocessing = (about and about.preprocessing) or preprocessing
-    if plan.new_head:
+    if target is not model:
+        print(_of_backbone(model, plan))
+    elif plan.new_head:
         print(f"head: new, {model.num_classes} classes")
     elif about is not None and model.num_classes:
         model.class_names = about.class_names
 
 
-def _other_model(model: nnx.Module, file: WeightsFile) -> str | None:
-    """What to tell about weights of a different model; None for those of this one."""
-    other = file.metadata.differences(model)
+def _of_backbone(model: nnx.Module, plan: Plan | Conversion) -> str:
+    """What the weights of a classifier were used for in a model of dense prediction."""
+    new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
+    unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
+    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}"
+
+
+def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:
+    """What weights are for, the model or its backbone, and their source.
+
+    Raises:
+        ValueError: they are those of another head.
+    """
+    backbone = getattr(model, "backbone", None)
+    if file.description is not None:
+        there, here = (
+            None if text is None else parse(text, "head")[0].name
+            for text in (file.description.head, getattr(model, "head_notation", None))
+        )
+        if there not in (None, here):
+            instead = "is a classifier" if here is None else f"has the head {here!r}"
+            raise ValueError(
+                f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
+                "use weights of the same head, or of a classifier"
+            )
+        targets = [model if there == here or backbone is None else backbone]
+    else:
+        targets = [model] if backbone is None else [model, backbone]
+    found = []
+    for target in targets:
+        own = source or file.source or _first_that_fits(target, file)
+        if len(targets) == 1:
+            return target, own
+        if target is backbone or own in (*DENSE, OWN):
+            found.append((len(_problems(target, file, own)), target, own))
+    return min(found, key=operator.itemgetter(0))[1:]
+
+
+def _problems(model: nnx.Module, file: WeightsFile, source: str) -> list[str]:
+    if source == OWN:
+        return plan_own(model, file.shapes).problems
+    return plan_conversion(model, file.shapes, source=source).problems
+
+
+def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
+    """What to tell about weights of a different model; None for those of this one.
+
+    `backbone` is whether the model is that of a model of dense prediction.
+    """
+    other = file.metadata.differences(model, backbone=backbone)
     if file.source == OWN and file.description is not None and not other:
         # Under these names, order and pairing of the schemes are those of the model.
         there, here = _schemes(file.description.position), _schemes(model.notation)
@@ -345,12 +404,10 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     """
     if has_own_names(model, file.shapes):
         return OWN
-    problems = {
-        source: len(plan_conversion(model, file.shapes, source=source).problems)
-        for source in SOURCES
-    }
+    sources = SOURCES if getattr(model, "backbone", None) is None else DENSE
+    problems = {source: len(_problems(model, file, source)) for source in sources}
     fewest = min(problems.values())
-    best = [source for source in SOURCES if problems[source] == fewest]
+    best = [source for source in sources if problems[source] == fewest]
     pairings = {name_table(model, source).pairing for source in best}
     rotates = any(rotary_of(part.position) is not None for part in model.parts().values())
     if rotates and fewest == 0 and len(pairings) > 1:

@@ -189,7 +189,10 @@ def square(tokens: int) -> Grid | None:
 
 
 def _read_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[0]
+    if slot.scheme is None or slot.scheme.stage.prefix:
+        return x[0]
+    height, width = slot.grid or slot.own_grid  # without the entry of a class token
+    return x[0, -height * width :]
 
 
 def _write_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
@@ -201,7 +204,10 @@ def _grid_of_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
         return None
     count = shape[1] - slot.scheme.stage.embed_prefix
     candidates = [slot.grid] if slot.grid else [square(count), slot.own_grid]
-    return next((grid for grid in candidates if grid and grid[0] * grid[1] == count), None)
+    counts = (count,) if slot.scheme.stage.prefix else (count, count - 1)
+    if not slot.grid:
+        candidates.append(square(count - 1))
+    return next((g for n in counts for g in candidates if g and g[0] * g[1] == n), None)
 
 
 def _read_patch_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:

@@ -24,6 +24,9 @@ _IGNORED |= {"layer_scale", "std", "token_std"}  # initial values
 _IGNORED |= {"scan_layers", "pad_compat"}  # how blocks run
 _IGNORED |= {"window_size", "grow", "shrink", "resampler"}  # how tables are resized
 _IGNORED |= {"pairing"}  # converted
+_IGNORED |= {"class_token", "last_norm"}  # are there or not
+_IGNORED |= {"dropout", "auxiliary_weight"}  # of heads, in training only
+_WINDOWS = {"attention", "global_blocks", "window_padding", "window_box"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Description:
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, where known.
         plugins: modules that it may need (`rope_jax.plugins`).
+        head: text of its head of dense prediction; None for a classifier.
+        blocks: whose maps that head takes; None for the last of every stage.
     """
 
     name: str
@@ -49,22 +54,27 @@ class Description:
     preprocessing: Preprocessing | None = None
     class_names: tuple[str, ...] | None = None
     plugins: tuple[str, ...] = ()
+    head: str | None = None
+    blocks: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Description | None":
         """The description of a model; None for one that `create_model` did not create."""
         if model.name is None:
             return None
+        head = model.head_notation
+        blocks = None if head is None else model.blocks
         options = dataclasses.asdict(model.options)
         about = (model.num_classes, model.image_size, options, model.preprocessing)
-        needed = plugins.needed(f"{model.name} {model.notation}")
-        return cls(model.name, model.notation, *about, model.class_names, needed)
+        needed = plugins.needed(f"{model.name} {model.notation} {head or ''}")
+        return cls(model.name, model.notation, *about, model.class_names, needed, head, blocks)
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> "Description":
         """The description stored as JSON; KeyError, TypeError or ValueError for anything else."""
         height, width = map(int, entries["image_size"])
         how, names = entries["preprocessing"], entries["class_names"]
+        head, blocks = entries.get("head"), entries.get("blocks")  # older files have none
         if how is not None:
             how = Preprocessing(
                 tuple(map(float, how["mean"])),
@@ -81,6 +91,8 @@ class Description:
             how,
             None if names is None else tuple(map(str, names)),
             tuple(map(str, entries["plugins"])),
+            None if head is None else str(head),
+            None if blocks is None else tuple(map(int, blocks)),
         )
 
 
@@ -118,8 +130,11 @@ class Metadata:
             if isinstance(module, Position) and type(module) in names
         ]
         options = _plain(dataclasses.asdict(model.options))
+        if getattr(model, "head_notation", None) is not None:
+            own = _plain(dataclasses.asdict(model.head.options))
+            options |= {f"head.{name}": value for name, value in own.items()}
         settings = sorted(settings, key=json.dumps)
-        return cls(type(model).__name__, options, settings, dict(grids), Description.of(model))
+        return cls(family_of(model), options, settings, dict(grids), Description.of(model))
 
     def to_json(self) -> str:
         """Text for a file."""
@@ -147,17 +162,26 @@ class Metadata:
                 f"pretrained={path!r} has metadata about its model that cannot be read: {error!r}"
             ) from None
 
-    def differences(self, model: nnx.Module) -> list[str]:
-        """How the model of the weights differs from `model`, in what weights depend on."""
+    def differences(self, model: nnx.Module, *, backbone: bool = False) -> list[str]:
+        """How the model of the weights differs from `model`, in what weights depend on.
+
+        A backbone of dense prediction may have windows that the classifier had not (ViTDet).
+        """
         own = json.loads(Metadata.of(model, {}).to_json())
         pairs = [("family", self.family, own["family"])]
         for name, value in own["options"].items():
-            if name in self.options:
+            if name in self.options and not (backbone and name in _WINDOWS):
                 pairs.append((name, self.options[name], value))
         pairs.append(("position", self.position, own["position"]))
         return [
             f"{what} is {file} there and {here} here" for what, file, here in pairs if file != here
         ]
+
+
+def family_of(model: nnx.Module) -> str:
+    """Name of the class of a model; of one that adds to a family's classifiers, of that family."""
+    kind = type(model)
+    return (kind.__base__ if getattr(kind, "beyond_classifier", ()) else kind).__name__
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,17 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained.convert import HEAD, LARGEST, Shapes, names_by_layer
+from rope_jax.models.pretrained.convert import (
+    CLASSIFIER,
+    HEAD,
+    LARGEST,
+    Shapes,
+    names_by_layer,
+)
+from rope_jax.models.pretrained.layouts import square
+from rope_jax.models.pretrained.tables import begins
 from rope_jax.positions import Position
+from rope_jax.positions.absolute import Learned
 from rope_jax.positions.grids import Grid
 
 OWN = "rope_jax"
@@ -38,6 +47,7 @@ class Place:
         key: name of the tensor, or None if there is none.
         stored_layer: index into the tensor's first axis, or None for all of it.
         stored: shape of what fills the place.
+        skip: rows of the tensor before those that fill the place: of a class token.
         dtype: of the tensor.
     """
 
@@ -47,6 +57,7 @@ class Place:
     key: str | None = None
     stored_layer: int | None = None
     stored: tuple[int, ...] | None = None
+    skip: int = 0
     dtype: np.dtype | None = None
 
 
@@ -59,12 +70,15 @@ class Plan:
         grids: the file's map of each part whose scheme is resized, by the part's prefix.
         problems: everything that does not fit.
         new_head: whether the head keeps its initial weights.
+        unused, fresh: see `convert.Conversion`.
     """
 
     places: dict[str, Place]
     grids: dict[str, Grid]
     problems: list[str]
     new_head: bool
+    unused: list[str]
+    fresh: tuple[str, ...]
 
 
 def own_state_dict(model: nnx.Module) -> dict[str, np.ndarray]:
@@ -105,12 +119,19 @@ def plan_own(
         new_head: leave the head as it is if the weights have none or one for other classes.
     """
     places = _places(model, shapes)
+    starts = getattr(model, "beyond_classifier", ())
+    fresh = tuple(start for start in starts if not any(begins(key, (start,)) for key in shapes))
+    places = {name: place for name, place in places.items() if not begins(name, fresh)}
     heads = [name for name in places if name.startswith(HEAD)]
     new_head = new_head and any(places[name].stored != places[name].shape for name in heads)
     unexpected = shapes.keys() - {place.key for place in places.values()}
-    if new_head or not heads:
+    dropped = CLASSIFIER if not heads else (HEAD,) if new_head else ()
+    unused = sorted(name for name in unexpected if name.startswith(dropped))
+    if new_head:
         places = {name: place for name, place in places.items() if name not in heads}
-        unexpected = {name for name in unexpected if not name.startswith(HEAD)}
+    if "class_token" in unused:
+        places = _without_class_entry(model, places, image_size)
+    unexpected -= {*unused}
     there = {name: place for name, place in places.items() if place.key is not None}
     grids = _grids_to_resize(model, there, image_size)
     problems = [f"{name} is missing" for name in places if name not in there]
@@ -120,7 +141,7 @@ def plan_own(
             problems.append(f"{name} holds {place.dtype}, not floating-point numbers")
         elif place.stored != place.shape and _within(name, grids) is None:
             problems.append(f"{name} has shape {list(place.stored)}, not {list(place.shape)}")
-    return Plan(there, grids, problems, new_head)
+    return Plan(there, grids, problems, new_head, unused, fresh)
 
 
 def load_own(model: nnx.Module, read: Callable[[str], np.ndarray], plan: Plan) -> None:
@@ -131,6 +152,7 @@ def load_own(model: nnx.Module, read: Callable[[str], np.ndarray], plan: Plan) -
     for name, place in plan.places.items():
         array = read(place.key)
         array = array if place.stored_layer is None else array[place.stored_layer]
+        array = array[place.skip :] if place.skip else array
         prefix = _within(name, plan.grids)
         if prefix is not None:
             positions[prefix][_inside(place.path)] = array
@@ -146,6 +168,25 @@ def load_own(model: nnx.Module, read: Callable[[str], np.ndarray], plan: Plan) -
         arrays = {p: jnp.asarray(x, own[p].dtype) for p, x in positions[prefix].items()}
         for path, value in _resized(position, arrays, grid).items():
             own[path].set_value(value)
+
+
+def _without_class_entry(
+    model: nnx.Module, places: Mapping[str, Place], image_size: Grid | None
+) -> dict[str, Place]:
+    """The places, with tables of absolute positions without the row of a class token."""
+    places, tables = dict(places), {}
+    grids = model.grids(image_size) if image_size else [None] * len(model.parts())
+    for (prefix, part), grid in zip(model.parts().items(), grids, strict=True):
+        for path, module in nnx.iter_modules(part.position):
+            if isinstance(module, Learned):
+                tables[".".join([f"{prefix}position", *map(str, path), "embedding"])] = grid
+    for name, grid in tables.items():
+        place = places[name]
+        rows = 0 if place.stored is None else place.stored[0]
+        if rows - 1 == math.prod(grid) if grid else square(rows - 1) and not square(rows):
+            stored = (rows - 1, *place.stored[1:])
+            places[name] = dataclasses.replace(place, skip=1, stored=stored)
+    return places
 
 
 def _variables(module: nnx.Module) -> dict[tuple, nnx.Variable]:

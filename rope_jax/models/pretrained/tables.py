@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from flax import nnx
@@ -91,9 +91,21 @@ class Table:
 
 def match_name(template: str, name: str) -> dict[str, int] | None:
     """The numbers of a template's braces in `name`, or None if the name does not match."""
-    pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
-    match = re.fullmatch(pattern, name)
+    match = re.fullmatch(_pattern(template), name)
     return match and {key: int(number) for key, number in match.groupdict().items()}
+
+
+def begins(name: str, templates: Sequence[str]) -> bool:
+    """Whether a name begins as one of some templates.
+
+    >>> begins("blocks.3.scale1.gamma", ["head.", "blocks.{i}.scale"])
+    True
+    """
+    return any(re.match(_pattern(template), name) for template in templates)
+
+
+def _pattern(template: str) -> str:
+    return re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
 
 
 def fill_name(template: str, values: dict[str, int]) -> str:

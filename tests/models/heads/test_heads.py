@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.dense import create_dense, third_blocks
+from rope_jax.models.dense import third_blocks
 from rope_jax.models.heads import (
     HEADS,
     PixelLogits,
@@ -84,7 +84,7 @@ def test_blocks_of_heo_and_beit():
     assert third_blocks(24) == (7, 11, 15, 23)
     assert third_blocks(4) == (0, 1, 2, 3)
     with pytest.raises(ValueError, match=r"four blocks, not \(0, 1, 2, 3\) of the 3 of deit_ti16"):
-        create_dense("deit_ti16", head="upernet", num_classes=3, **SMALL | {"depth": 3})
+        rope_jax.create_model("deit_ti16", head="upernet", num_classes=3, **SMALL | {"depth": 3})
 
 
 def test_maps_are_resized_as_by_definition():
@@ -127,7 +127,7 @@ def test_dropout_drops_whole_channels_and_keeps_the_mean():
 
 @pytest.mark.parametrize("head", ["linear", "segmenter(head_dim=8)", "upernet(width=8)"])
 def test_every_pixel_has_logits_at_sizes_other_than_that_of_creation(head):
-    model = create_dense("deit_ti16", head=head, num_classes=3, **SMALL)
+    model = rope_jax.create_model("deit_ti16", head=head, num_classes=3, **SMALL)
     graph, state = nnx.split(model)
     logits = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, jnp.zeros((2, 24, 40, 3)))
     assert logits.shape == (2, 24, 40, 3)
@@ -136,7 +136,7 @@ def test_every_pixel_has_logits_at_sizes_other_than_that_of_creation(head):
 
 
 def test_training_draws_dropout_and_moves_batch_statistics():
-    model = create_dense("deit_ti16", head="upernet(width=8)", num_classes=3, **SMALL)
+    model = rope_jax.create_model("deit_ti16", head="upernet(width=8)", num_classes=3, **SMALL)
     images = jax.random.normal(jax.random.key(0), (2, 32, 32, 3))
     with pytest.raises(ValueError, match="needs a key for the head's dropout"):
         model.predict(images, train=True)
@@ -167,7 +167,7 @@ def test_training_draws_dropout_and_moves_batch_statistics():
     ],
 )
 def test_backbones_give_heads_the_maps_that_they_take(name, head, shapes):
-    model = nnx.eval_shape(lambda: create_dense(name, head=head, num_classes=2))
+    model = nnx.eval_shape(lambda: rope_jax.create_model(name, head=head, num_classes=2))
     graph, state = nnx.split(model)
     images = jax.ShapeDtypeStruct((1, 64, 96, 3), jnp.float32)
     maps = jax.eval_shape(lambda state, x: nnx.merge(graph, state).head_maps(x), state, images)
@@ -190,7 +190,9 @@ def test_a_head_of_yours_is_a_class_and_an_entry():
         assert "mean" in list_heads()
         with pytest.raises(ValueError, match="a head named 'mean' exists already"):
             register_head("mean", Mean, LinearOptions())
-        make = functools.partial(create_dense, "deit_ti16", head="mean", num_classes=3, **SMALL)
+        make = functools.partial(
+            rope_jax.create_model, "deit_ti16", head="mean", num_classes=3, **SMALL
+        )
         images = jax.ShapeDtypeStruct((1, 16, 8, 3), jnp.float32)
         found = jax.eval_shape(lambda images: make()(images), images)
         assert found.shape == (1, 16, 8, 3)
@@ -209,7 +211,7 @@ def test_a_head_of_yours_is_a_class_and_an_entry():
 )
 def test_wrong_heads_are_refused(head, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        create_dense("deit_ti16", head=head, num_classes=3, **SMALL)
+        rope_jax.create_model("deit_ti16", head=head, num_classes=3, **SMALL)
 
 
 def test_a_head_takes_a_fixed_number_of_maps():
@@ -220,8 +222,8 @@ def test_a_head_takes_a_fixed_number_of_maps():
 def test_weights_of_mmsegmentations_segmenter_are_those_of_the_authors_own():
     """Both name the same arrays: the names of one are translated to those of the other."""
     settings = {"head": "segmenter(head_dim=8)", "num_classes": 3, **SMALL}
-    model = create_dense("deit_ti16", seed=1, **settings)
-    other = create_dense("deit_ti16", **settings)
+    model = rope_jax.create_model("deit_ti16", seed=1, **settings)
+    other = rope_jax.create_model("deit_ti16", **settings)
     exported = export_state_dict(model, source="mmseg")
     assert "backbone.layers.0.attn.attn.in_proj_weight" in exported
     assert exported["decode_head.patch_proj.weight"].shape == (16, 16)

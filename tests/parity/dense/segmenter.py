@@ -8,7 +8,6 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.evaluate.windows import Windows, at_least
-from rope_jax.models.dense import create_dense
 from rope_jax.sharding import make_mesh
 from tests.parity.dense import images
 
@@ -21,7 +20,7 @@ def model_of(golden, dtype):
     heads = {"segmenter_mask": f"segmenter(depth={case.get('decoder_layers')})"}
 
     def make():
-        return create_dense(
+        return rope_jax.create_model(
             "deit_ti16",
             head=heads.get(golden.name, "linear"),
             num_classes=case["classes"],

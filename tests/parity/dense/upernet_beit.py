@@ -5,7 +5,6 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.dense import create_dense
 from tests.parity.dense import images
 
 
@@ -13,7 +12,7 @@ def outputs(golden, dtype):
     case, auxiliary = golden.case, golden.case["auxiliary"]
 
     def make():
-        return create_dense(
+        return rope_jax.create_model(
             "beit_b16",
             head=f"upernet(width={case['width']},auxiliary_width={auxiliary['width']})",
             num_classes=case["classes"],

@@ -1,0 +1,145 @@
+"""`create_model` with a head: maps of every backbone, its file, and weights of classifiers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.pretrained import load_pretrained
+from rope_jax.models.pretrained.own import own_state_dict
+
+TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
+UPERNET = {"head": "upernet(width=4,auxiliary_width=4)", "num_classes": 3}
+DENSE = TINY | UPERNET
+ADAPTER = DENSE | {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
+
+
+def abstract(name, **settings):
+    return nnx.eval_shape(lambda: rope_jax.create_model(name, **settings))
+
+
+def logits_of(model, *size):
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
+    return jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, images)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """A ViT with UperNet."""
+    return rope_jax.create_model("deit_ti16", seed=3, **DENSE)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    """The weights of a DeiT, whose table of positions has an entry for its class token."""
+    return rope_jax.create_model("deit_ti16", seed=1, num_classes=5, **TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["linear", "segmenter", "upernet"])
+@pytest.mark.parametrize("name", rope_jax.list_models())
+def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(name, head):
+    settings = {"head": head, "num_classes": 2, "image_size": 64}
+    if (name.startswith("vit_adapter"), head) in [(True, "linear"), (True, "segmenter")]:
+        with pytest.raises(ValueError, match=r"takes one map, .* use upernet, or another model"):
+            abstract(name, **settings)
+    else:
+        assert logits_of(abstract(name, **settings), 64, 128).shape == (1, 64, 128, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; the nearest are 'upernet'"),
+        ("vit_adapter_ti16", {"head": "linear"}, "one map, not the four of vit_adapter_ti16: use"),
+        ("deit_ti16", {"head": "linear", "num_classes": None}, "without classes: say how many"),
+        ("deit_ti16", {"head": "linear", "num_classes": 0}, "num_classes=0 leaves the head"),
+        ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
+        ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"maps of one block, not \(3, 5\)"),
+        ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
+        ("deit_ti16", {"head": "upernet", "last_norm": True}, "last_norm=True does not go with"),
+    ],
+)
+def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        abstract(name, **{"num_classes": 3} | settings)
+
+
+def test_images_that_give_too_small_maps_are_refused(dense):
+    with pytest.raises(ValueError, match="images of 16x32 pixels give this head maps of less than"):
+        logits_of(dense, 16, 32)
+
+
+def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, capsys):
+    dense.class_names = ("a", "b", "c")
+    rope_jax.save_pretrained(dense, tmp_path)
+    again = rope_jax.create_model(tmp_path)
+    capsys.readouterr()
+    assert (again.head_notation, again.blocks) == (dense.head_notation, (0, 1, 2, 3))
+    assert again.class_names == ("a", "b", "c")
+    assert_equal(own_state_dict(again), own_state_dict(dense))
+    other = abstract("deit_ti16", **DENSE | {"num_classes": 2})
+    load_pretrained(other, tmp_path, new_head=True)
+    assert capsys.readouterr().out == "head: new, 2 classes\n"
+    np.testing.assert_array_equal(other.neck.up.kernel[...], dense.neck.up.kernel[...])
+    for head, message in ((None, "is a classifier"), ("linear", "has the head 'linear'")):
+        model = abstract("deit_ti16", head=head, num_classes=3, **TINY)
+        with pytest.raises(ValueError, match=f"with the head 'upernet', and this model {message}"):
+            load_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize("source", [None, "timm"])
+def test_the_weights_of_a_classifier_are_those_of_the_backbone(
+    source, classifier, tmp_path, capsys
+):
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path, source=source)
+    model = abstract("deit_ti16", **DENSE)
+    load_pretrained(model, path)
+    theirs = own_state_dict(classifier)
+    for name, value in own_state_dict(model.backbone).items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+    rest = nnx.state({"neck": model.neck, "head": model.head})
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(rest))
+    found = capsys.readouterr().out
+    assert found.startswith("weights of a classifier: new neck, head, not used head.")
+    assert "norm." in found
+
+
+@pytest.mark.parametrize("source", [None, "timm"])
+@pytest.mark.parametrize("size", [64, 96])
+def test_a_backbone_without_class_token_leaves_out_its_entries(
+    source, size, classifier, tmp_path, capsys
+):
+    """ViT-Adapter starts from a DeiT; its table is that of the patches, resized by the rule."""
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path, source=source)
+    settings = ADAPTER | {"image_size": size}
+    model = abstract("vit_adapter_ti16", **settings)
+    load_pretrained(model, path)
+    resized = nnx.clone(classifier)
+    resized.resize(size)
+    table = resized.position.embedding[1:]
+    np.testing.assert_allclose(model.backbone.position.embedding, table, atol=1e-6)
+    kernel = classifier.blocks[3].mlp.fc2.kernel[...]
+    np.testing.assert_array_equal(model.backbone.blocks[3].mlp.fc2.kernel[...], kernel)
+    found = capsys.readouterr().out
+    added = "prior, levels, interactions, up, map_norms, blocks.{i}.scale"
+    assert f"classifier: new {added}, head, not used" in found
+    assert ("cls_token" if source else "class_token") in found
+
+
+def test_weights_that_fit_neither_model_nor_backbone_are_refused(classifier, tmp_path):
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path)
+    with pytest.raises(ValueError, match="width is 8 there and 16 here"):
+        rope_jax.create_model("deit_ti16", pretrained=path, **DENSE | {"width": 16})
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, wanted[name], err_msg=name)
