@@ -4,12 +4,13 @@ Sources of images, a training stream that is a pure function of (seed, step), an
 untrusted image files.
 """
 
+from rope_jax.data.examples import check_labels
 from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
 from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
-from rope_jax.data.sources import Images, Streamed, load, open_source, register_source
+from rope_jax.data.sources import Images, Streamed, StreamedMaps, load, open_source, register_source
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages, BadSet
 
@@ -22,8 +23,10 @@ __all__ = [
     "EvaluationSet",
     "Images",
     "Streamed",
+    "StreamedMaps",
     "batch_examples",
     "batches",
+    "check_labels",
     "cores",
     "decode_image",
     "epoch_length",

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Integer, UInt8, UInt64
 
 from rope_jax.data.draws import example_draws
+from rope_jax.data.examples import check_augmentations, named_streams
 from rope_jax.data.images.augment import AUGMENTATIONS, CROP, Augmentation, parse_loader
 from rope_jax.data.images.device_crops import pack
 from rope_jax.data.order import batch_examples
-from rope_jax.data.pipeline import named_streams
 from rope_jax.data.sources import Images, Streamed
 
 
@@ -54,6 +54,7 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
                 f"on_device=True goes with {known} and what the step does, not with {others[0]}: "
                 "set it to False"
             )
+        check_augmentations(self._augmentations, images)
         for one in self._augmentations:
             self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
         self._seed, self._step = seed, start_step

@@ -6,9 +6,7 @@ Batches are created in this process, in a thread, or in worker processes.
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -16,167 +14,20 @@ import numpy as np
 
 from rope_jax.data.ahead import Ahead, Waiting
 from rope_jax.data.checking import FileCheck
-from rope_jax.data.draws import example_draws
-from rope_jax.data.images.augment import CROP, Augmentation, parse_loader
-from rope_jax.data.images.crops import crop_pixels
-from rope_jax.data.order import batch_examples, check_batch
+from rope_jax.data.examples import (
+    BAD_IMAGES,
+    THREADS,
+    Evaluation,
+    Training,
+    allowed,
+    check_augmentations,
+    too_many,
+)
+from rope_jax.data.images.augment import CROP, parse_loader
+from rope_jax.data.images.joint import crop_both
+from rope_jax.data.order import check_batch
 from rope_jax.data.sources import Images, Streamed
-from rope_jax.data.sources.index import BadImages, BadSet
 from rope_jax.data.workers import Batch
-
-BAD_IMAGES = ("error", "skip")
-_BAD_SHARE = 1000  # one image in 1,000 may be skipped
-_THREADS = 8  # decode images for an evaluation
-
-
-@dataclass(frozen=True)
-class Training:
-    """Creates examples of the training stream, a pure function of its fields and the position.
-
-    Attributes:
-        images: the training split.
-        batch_size: examples in the batch of all shards together.
-        seed: 0 to 2**64 - 1.
-        augmentations: of the loader.
-        repeats: see `epoch_length`.
-        shard: (k, of): the k-th of `of` equal parts of the batch.
-        bad_images: "error" or "skip".
-    """
-
-    images: Images | Streamed
-    batch_size: int
-    seed: int
-    augmentations: tuple[Augmentation, ...]
-    repeats: int = 1
-    shard: tuple[int, int] = (0, 1)
-    bad_images: str = "error"
-
-    def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop` of this shard's stream: see `batches`, and `bad` ids."""
-        epochs, indices = self.examples(start, stop)
-        count = len(self.images.labels)
-        drawn = [
-            (one, example_draws(self.seed, epochs, indices, count * self.repeats, stream))
-            for stream, one in named_streams(self.augmentations)
-        ]
-        crop, crop_draws = None, np.zeros(len(indices), np.uint64)
-        if drawn and drawn[0][0].entry.stage == CROP:
-            crop, crop_draws = drawn.pop(0)
-        ids, bad = indices % count, []
-        pixels = np.empty((len(ids), *self.images.size, 3), np.uint8)
-        for k, draw in enumerate(crop_draws.tolist()):
-            while True:
-                try:
-                    pixels[k] = self.images.read(int(ids[k]), crop, draw)
-                    break
-                except BadImages:
-                    if self.bad_images == "error":
-                        raise
-                    bad.append(int(ids[k]))
-                    if len(bad) > _allowed(count) + 1:
-                        raise _too_many(bad, count) from None
-                    ids[k] = (ids[k] + 1) % count
-        labels = np.asarray(self.images.labels)[ids]
-        for augmentation, draws in drawn:
-            pixels = augmentation(pixels, draws)
-            if labels.ndim == 3:  # of pixels
-                labels = augmentation.moved_labels(augmentation, labels, draws)
-        return {
-            "image": pixels,
-            "label": labels,
-            "epoch": epochs.astype(np.int32),
-            "index": indices.astype(np.int32),
-            "bad": np.array(bad, np.int64),
-        }
-
-    def examples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and indices of examples of this shard's stream, see `batch_examples`."""
-        size = self.batch_size // self.shard[1]
-        first = start // size
-        parts = [
-            batch_examples(
-                step,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                count=len(self.images.labels),
-                repeats=self.repeats,
-                shard=self.shard,
-            )
-            for step in range(first, -(-stop // size))
-        ]
-        wanted = slice(start - first * size, stop - first * size)
-        epochs, indices = (np.concatenate(x)[wanted] for x in zip(*parts, strict=True))
-        return epochs, indices
-
-
-def named_streams(
-    augmentations: tuple[Augmentation, ...],
-) -> Iterator[tuple[str, Augmentation]]:
-    """The loader's augmentations with the streams of their draws (`rope_jax.data.draws`)."""
-    for number, one in enumerate(augmentations):
-        yield f"{number} {one.name}", one
-
-
-def _allowed(count: int) -> int:
-    """The number of images of a set that may be skipped; never all of them."""
-    return min(-(-count // _BAD_SHARE), count - 1)
-
-
-def _too_many(skipped: Iterable[int], count: int) -> BadSet:
-    """The error for skipped images, by number, of a set of `count`."""
-    ids = sorted(set(skipped))
-    return BadSet(
-        f"{len(ids)} of {count} images cannot be used, more than {_allowed(count)} (one in "
-        f"{_BAD_SHARE}): {', '.join(map(str, ids[:8]))}, ...; "
-        "python -m rope_jax.data.verify lists them with the reasons"
-    )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Creates the examples of an evaluation: every image once, in order, without augmentation.
-
-    Attributes:
-        images: the split to evaluate.
-        batch_size: examples in the batch of all shards together.
-        shard: (k, of): the k-th of `of` equal parts of each batch.
-        bad_images: "error", or "skip": their mask is False.
-        threads: number of threads that read images; 0 for the caller's only.
-    """
-
-    images: Images | Streamed
-    batch_size: int
-    shard: tuple[int, int] = (0, 1)
-    bad_images: str = "error"
-    threads: int = 0
-
-    def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop` of this shard: see `evaluation_batches`, and `bad` ids."""
-        images, (part, parts) = self.images, self.shard
-        size = self.batch_size // parts
-        numbers = np.arange(start, stop)
-        ids = numbers // size * self.batch_size + part * size + numbers % size
-        exists = ids < len(images.labels)
-        mask = exists.copy()
-        pixels = np.zeros((len(ids), *images.size, 3), np.uint8)
-
-        def read(k: int) -> None:
-            try:
-                pixels[k] = images.read(int(ids[k]))
-            except BadImages:
-                if self.bad_images == "error":
-                    raise
-                mask[k] = False
-
-        rows = np.flatnonzero(exists).tolist()
-        if self.threads:
-            with ThreadPoolExecutor(self.threads) as pool:
-                list(pool.map(read, rows))
-        else:
-            list(map(read, rows))
-        labels = np.zeros((len(ids), *images.labels.shape[1:]), images.labels.dtype)
-        labels[mask] = images.labels[ids[mask]]
-        return {"image": pixels, "label": labels, "mask": mask, "bad": ids[exists & ~mask]}
 
 
 class Batches(Iterator[Batch]):
@@ -204,9 +55,9 @@ class Batches(Iterator[Batch]):
         if self._left >= 0:
             self._check(wait=self._left == 0)
         self.skipped.update(batch.pop("bad").tolist())
-        if len(self.skipped) > _allowed(self._count):
+        if len(self.skipped) > allowed(self._count):
             self.close()
-            raise _too_many(self.skipped, self._count)
+            raise too_many(self.skipped, self._count)
         return batch
 
     def close(self) -> None:
@@ -265,7 +116,9 @@ def batches(
     Returns:
         An iterator over `image` uint8 [b, H, W, 3] and `label`, `epoch` and `index` int32 [b]. The
         last two (see `batch_examples`) together identify one augmented example. Errors of threads
-        and processes are raised by the iterator.
+        and processes are raised by the iterator. Of sets whose pixels have classes, `label` is
+        uint8 [b, H, W], and after a joint crop there is `extent` int32 [b, 2], the rows and columns
+        before padding.
 
     Raises:
         ValueError: arguments out of range, at once.
@@ -276,10 +129,11 @@ def batches(
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images)
     # Steps, seeds, repeats and options out of range are refused now, not in a worker.
     make.examples(start_step * size, start_step * size + 1)
-    blank = np.zeros((1, *images.size, 3), np.uint8)
+    check_augmentations(augmentations, images)
+    blank, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:
         if one.entry.stage == CROP:
-            crop_pixels(blank[0], one, images.size)
+            crop_both(blank[0], none, one, images.size)
         else:
             one(blank, np.zeros(1, np.uint64))
     made = _produced(
@@ -316,7 +170,8 @@ def evaluation_batches(
 
     Returns:
         An iterator over `image` uint8 [b, H, W, 3], `label` int32 [b], or [b, M] for sets with
-        several correct labels (padded with -1), and `mask` bool [b]. The last batch is padded with
+        several correct labels (padded with -1), or uint8 [b, H, W] for those whose pixels have
+        classes; and `mask` bool [b]. The last batch is padded with
         black images of label 0, whose mask is False.
 
     Raises:
@@ -326,7 +181,7 @@ def evaluation_batches(
     count = len(images.labels)
     check_batch(batch_size, count, shard)
     ahead = not images.in_memory
-    threads = _THREADS if ahead and not workers else 0
+    threads = THREADS if ahead and not workers else 0
     make = Evaluation(images, batch_size, shard, bad_images, threads)
     steps = range(-(-count // batch_size))
     made = _produced(

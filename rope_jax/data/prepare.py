@@ -26,10 +26,10 @@ import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.arguments import Number, command_parser
+from rope_jax.data.examples import BAD_IMAGES
 from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
-from rope_jax.data.pipeline import BAD_IMAGES
 from rope_jax.data.sources import open_source
 from rope_jax.data.sources.index import Source, write_index
 from rope_jax.data.sources.packed import FORMAT
@@ -134,6 +134,11 @@ def prepare(
         ValueError: images that cannot be used, options out of range, or a preparation with other
             options in the same folder.
     """
+    if source.pixelwise:
+        raise ValueError(
+            f"{source.name} has classes of pixels, which a packed set cannot hold: train on the "
+            "set as it is"
+        )
     known = interpolation in INTERPOLATIONS and bad_images in BAD_IMAGES
     if side < int(square) or shard_images < 1 or not known:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Decodes every image of a set and lists those that cannot be used.
+"""Decodes every image of a set, and labels of pixels, and lists those that cannot be used.
 
     python -m rope_jax.data.verify --source=folder --path=PATH
 
@@ -36,11 +36,12 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
     """
     count = len(source.labels)
     counter, bad = ImageCounter(f"{source.name} {source.split}", count), []
+    present: set[int] = set()
     jobs = [(source, start, min(start + _JOB, count)) for start in range(0, count, _JOB)]
-    for found, examined in run_jobs(_examine, jobs, workers=workers):
+    for found, classes, examined in run_jobs(_examine, jobs, workers=workers):
         bad += found
+        present |= classes
         counter.add(examined)
-    present = set(source.labels.tolist())
     names = enumerate(source.class_names)
     found = {
         "name": source.name,
@@ -54,18 +55,19 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
     return found if damaged is None else found | {"damaged": damaged}
 
 
-def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]], int]:
-    """The bad images among `start` to `stop`, and how many were examined."""
-    bad = []
+def _examine(source: Source, start: int, stop: int) -> tuple[list[dict[str, Any]], set[int], int]:
+    """The bad images among `start` to `stop`, the classes there, and how many were examined."""
+    bad, present = [], set()
     for example in range(start, stop):
         try:
+            present.update(source.classes_of(example))
             data = source.read(example)
             if isinstance(data, bytes):
                 decode_image(data)
         except (ValueError, OSError) as error:
             name = source.example_name(example)
             bad.append({"example": example, "name": name, "reason": str(error)})
-    return bad, stop - start
+    return bad, present, stop - start
 
 
 def main(argv: list[str] | None = None) -> int:

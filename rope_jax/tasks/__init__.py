@@ -1,7 +1,8 @@
 """What models are trained for, one module a task.
 
-The training step and the evaluation call a task through four functions:
+The training step and the evaluation call a task through five functions:
 
+- `check(config, images)`: raises ConfigError for settings and images that do not suit the task.
 - `prepare_batch(batch, config, *, seed, key)`: augments and normalises a batch of the loader in the
   step, and adds the targets of the loss. The result has `image`, float32 [B, H, W, 3].
 - `loss(model, batch, config, *, key)`: the loss of a prepared batch, and a metric for the progress

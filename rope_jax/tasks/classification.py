@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from rope_jax.config import Config
+from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.device_batches import take
 from rope_jax.data.images import device, mixing
@@ -74,6 +74,20 @@ def soft_targets(
 
 
 Batch = dict[str, Array]
+
+
+def check(config: Config, images: Images | Streamed) -> None:
+    """Rejects images whose pixels have classes.
+
+    Raises:
+        ConfigError: with the flag to change.
+    """
+    if images.pixelwise:
+        raise ConfigError(
+            f"--config.data.source={config.data.source} has classes of pixels, but "
+            f"{config.model.name} without a head of dense prediction has one class for each image: "
+            "add --config.model.head=linear, segmenter or upernet"
+        )
 
 
 def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from rope_jax.config import Config
+from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.device_batches import take
 from rope_jax.data.images import device
@@ -24,6 +24,39 @@ from rope_jax.models.heads.maps import resize_maps
 
 IGNORED = 255
 Batch = dict[str, Array]
+
+
+def check(config: Config, images: Images | Streamed) -> None:
+    """Rejects images without classes of pixels, and settings for classes of whole images.
+
+    Raises:
+        ConfigError: with the flag to change.
+    """
+    head, mix = f"--config.model.head={config.model.head}", config.mix
+    if not images.pixelwise:
+        raise ConfigError(
+            f"{head} needs classes of pixels, but --config.data.source={config.data.source} has "
+            "one class for each image: use scenes, masks or ade20k, or no head"
+        )
+    whole = {
+        "mix.mixup": mix.mixup,
+        "mix.cutmix": mix.cutmix,
+        "label_smoothing": config.label_smoothing,
+    }
+    for name, value in whole.items():
+        if value:
+            raise ConfigError(
+                f"--config.{name}={value} is for classes of whole images: set it to 0 with {head}"
+            )
+    if config.loss != "softmax":
+        raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
+    split = split_augment(config.data.augment)
+    for one in (*split.pixels, *split.erasing):
+        if not one.entry.colours:
+            raise ConfigError(
+                f"--config.data.augment: {one.name} changes images, but not the labels of their "
+                f"pixels: leave it out with {head}"
+            )
 
 
 def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:

@@ -115,6 +115,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     _check_data(config, images, held_out)
     config = _complete(config, images)
     model = seeds.create_models(config, restore.create)
+    task_of(model).check(config, images)
     _check_evaluation(config, model)
     return assemble(config, mesh, images, held_out, model), model
 
@@ -149,6 +150,8 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
     """Rejects data settings that do not fit the images."""
     with blame("--config.data.path"):
         _check_class_names(images, held_out)
+        for split in (images, held_out):
+            data.check_labels(split, config.data.bad_images)
     with blame("--config.data.augment"):
         loader = data.split_augment(config.data.augment).loader
         data.batches(images, batch_size=1, seed=config.seed, augment=loader)

@@ -3,9 +3,9 @@ import pytest
 
 from rope_jax.data import Images, batches, draws, split_augment
 from rope_jax.data.draws import epoch_draws, example_draws
+from rope_jax.data.examples import named_streams
 from rope_jax.data.images.augment import Augmentation, AugmentSplit, parse_crop, parse_loader
 from rope_jax.data.images.crops import pad_and_crop
-from rope_jax.data.pipeline import named_streams
 
 N, H, W = 40, 6, 9
 IMAGES = np.random.default_rng(0).integers(

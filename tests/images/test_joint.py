@@ -2,11 +2,17 @@ import math
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from rope_jax.data.draws import example_draws
-from rope_jax.data.images.joint import bilinear_crop, nearest_crop, scaled_crop, scaled_size
-from rope_jax.data.sources.pairs import ade20k, masks
+from rope_jax.data.images.augment import parse_crop
+from rope_jax.data.images.joint import (
+    bilinear_crop,
+    crop_both,
+    nearest_crop,
+    padded,
+    scaled_crop,
+    scaled_size,
+)
 
 
 def draws(count):
@@ -51,16 +57,11 @@ def test_image_and_classes_stay_together():
     image = np.repeat((classes * 20)[..., None], 3, -1)
     sizes = set()
     for draw in draws(20):
-        pixels, labels, extent = scaled_crop(image, classes, (48, 40), draw, short=48, long=64)
-        assert pixels.shape == (48, 40, 3)
-        assert labels.shape == (48, 40)
-        inside = np.zeros((48, 40), bool)
-        inside[: extent[0], : extent[1]] = True
-        assert (labels[~inside] == 255).all()
-        assert not pixels[~inside].any()
-        same = pixels[..., 0][inside] == labels[inside] * 20
-        assert same.mean() > 0.8
-        sizes.add(extent)
+        pixels, labels = scaled_crop(image, classes, (48, 40), draw, short=48, long=64)
+        assert pixels.shape == (*labels.shape, 3)
+        assert (np.array(labels.shape) <= (48, 40)).all()
+        assert (pixels[..., 0] == labels * 20).mean() > 0.8
+        sizes.add(labels.shape)
     assert len(sizes) > 5
 
 
@@ -90,65 +91,23 @@ def test_the_size_of_official_recipes():
         )
 
 
-def save(path, array, mode=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture = Image.fromarray(array)
-    (picture if mode is None else picture.convert(mode)).save(path)
+def test_crops_with_a_box_cut_image_and_classes_alike():
+    """Each class has a colour; resized by the nearest pixel, the classes have no others."""
+    classes = np.repeat(np.repeat(np.arange(12).reshape(3, 4), 16, 0), 16, 1).astype(np.uint8)
+    image = np.repeat((classes * 20)[..., None], 3, -1)
+    for crop in ("centre(crop=0.8)", "stretch(interpolation=bilinear)", "resized_crop"):
+        for draw in draws(3):
+            pixels, labels = crop_both(image, classes, parse_crop(crop), (24, 20), draw)
+            assert (pixels.shape, labels.shape) == ((24, 20, 3), (24, 20))
+            near = np.abs(pixels[..., 0].astype(int) - 20 * labels.astype(int)) <= 4
+            assert near.mean() > 0.6
+            assert set(np.unique(labels)) <= set(range(12))
+            middle = classes[24, 32] if crop != "resized_crop" else labels[12, 10]
+            assert labels[12, 10] in (middle, 5, 6)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("b", "a"):
-            save(tmp_path / split / f"{name}.jpg", rng.integers(0, 256, (4, 6, 3), dtype=np.uint8))
-            save(tmp_path / split / f"{name}.png", rng.integers(0, 3, (4, 6), dtype=np.uint8))
-    (tmp_path / "classes.txt").write_text("sky\nsea\nsand\n")
-    return tmp_path
-
-
-def test_a_folder_of_pairs(folder):
-    found = masks(str(folder), "test")
-    assert [file.name for file in found.images] == ["a.jpg", "b.jpg"]
-    assert found.class_names == ("sky", "sea", "sand")
-    wanted = np.array(Image.open(folder / "val" / "a.png"))
-    np.testing.assert_array_equal(found.classes(0, (4, 6)), wanted)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda f: (f / "b.png").unlink(), "b.jpg has no labels: .*b.png is missing"),
-        (lambda f: (f / "b.jpg").unlink(), "b.png has no image in"),
-        (lambda f: save(f / "a.png", np.zeros((4, 5), np.uint8)), "a.png has 4x5 .* a.jpg 4x6"),
-        (
-            lambda f: save(f / "a.png", np.full((4, 6), 3, np.uint8)),
-            "a.png has the value 3, .* 0 to 2",
-        ),
-        (lambda f: save(f / "a.png", np.zeros((4, 6), np.uint8), "P"), "a.png has a palette"),
-        (lambda f: save(f / "a.png", np.zeros((4, 6, 3), np.uint8)), "a.png has colours"),
-        (lambda f: (f / "a.png").write_bytes(b"no picture"), "a.png cannot be read as a PNG"),
-        (lambda f: (f.parent / "classes.txt").unlink(), "classes.txt, which lists the classes"),
-    ],
-)
-def test_bad_pairs_are_named(folder, change, message):
-    change(folder / "train")
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        masks(str(folder), "train").classes(0, (4, 6))
-
-
-def test_ade20k_has_no_class_at_zero(tmp_path):
-    labels = np.array([[0, 1, 150], [2, 0, 3]], np.uint8)
-    save(tmp_path / "images" / "validation" / "ADE_val_1.jpg", np.zeros((2, 3, 3), np.uint8))
-    save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels)
-    lines = [f"{i}\t0.1\t1\t2\tname {i}, other" for i in range(1, 151)]
-    (tmp_path / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *lines]))
-    found = ade20k(str(tmp_path), "test")
-    assert len(found.class_names) == 150
-    assert found.class_names[0] == "name 1, other"
-    np.testing.assert_array_equal(found.classes(0), [[255, 0, 149], [1, 255, 2]])
-    save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels + np.uint8(1))
-    with pytest.raises(
-        ValueError, match="has the value 151, which is none of its 150 classes: values"
-    ):
-        found.classes(0)
+def test_padding_has_no_class():
+    images, labels = padded(np.ones((2, 3, 4, 3), np.uint8), np.ones((2, 3, 4), np.uint8), (5, 4))
+    assert images[:, 3:].max() == 0
+    assert (labels[:, 3:] == 255).all()
+    assert images[:, :3].min() == labels[:, :3].min() == labels[:, :3].max() == 1

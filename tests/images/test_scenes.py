@@ -96,9 +96,19 @@ def test_labels_are_flipped_with_their_images_on_host_and_device():
 @pytest.mark.usefixtures("few")
 def test_crops_that_leave_labels_behind_are_refused():
     images = data.load("scenes", image_size=(16, 24))
-    stream = data.batches(images, batch_size=4, seed=0, augment="crop(pad=2)")
     with pytest.raises(ValueError, match="crop changes images, but not the labels"):
-        next(stream)
+        data.batches(images, batch_size=4, seed=0, augment="crop(pad=2)")
+
+
+@pytest.mark.usefixtures("few")
+def test_scenes_can_be_cropped_with_their_labels():
+    images = data.load("scenes", image_size=(32, 48))
+    augment = "scaled_crop(low=0.7,high=1.0,short=32,long=48)"
+    batch = next(data.batches(images, batch_size=12, seed=0, augment=augment))
+    ink = batch["label"] != 0
+    assert (batch["label"].shape, batch["extent"].shape) == ((12, 32, 48), (12, 2))
+    assert batch["extent"].min() < 32
+    assert 0.02 < (ink & (batch["label"] < 255)).mean() < 0.2
 
 
 def test_maps_of_another_size_or_with_unknown_classes_are_refused():

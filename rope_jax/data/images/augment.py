@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rope_jax.data.images import crops, device, device_crops
+from rope_jax.data.images import crops, device, device_colours, device_crops, joint
 from rope_jax.text import Call, bind, closest, options_of, parse
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
@@ -30,23 +30,31 @@ class Entry:
         on_device: the equivalent within the step, for data sets on the device.
         moves: whether it moves pixels of images that keep their size, and nothing else: a map of
             labels is then moved as an image is.
+        joint: of a crop, whether it is of an image and the classes of its pixels together; it may
+            then be smaller than the size.
+        colours: of an augmentation in the step, whether it changes colours only, so that labels of
+            pixels stay right.
     """
 
     stage: int
     function: Callable[..., Any]
     on_device: Callable[..., Any] | None = None
     moves: bool = False
+    joint: bool = False
+    colours: bool = False
 
 
 AUGMENTATIONS = {
     "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
     "centre": Entry(CROP, crops.centre),
     "stretch": Entry(CROP, crops.stretch),
+    "scaled_crop": Entry(CROP, joint.scaled_crop, joint=True),
     "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
     "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True),
     "rand_augment": Entry(STEP, device.rand_augment),
-    "three_augment": Entry(STEP, device.three_augment),
-    "color_jitter": Entry(STEP, device.color_jitter),
+    "three_augment": Entry(STEP, device.three_augment, colours=True),
+    "color_jitter": Entry(STEP, device.color_jitter, colours=True),
+    "photometric": Entry(STEP, device_colours.photometric, colours=True),
     "erase": Entry(ERASING, device.erase),
 }
 
@@ -71,15 +79,20 @@ class Augmentation:
         """The labels of pixels that `function` moves, [..., H, W]: they move as grey images do.
 
         Raises:
-            ValueError: the augmentation does not only move pixels.
+            ValueError: as `check_moves`.
         """
-        if not self.entry.moves:
-            raise ValueError(
-                f"{self.name} changes images, but not the labels of their pixels: leave it out of "
-                "--config.data.augment"
-            )
+        self.check_moves()
         grey = labels[..., None].repeat(3, axis=-1)
         return function(grey, draws)[..., 0]
+
+    def check_moves(self) -> None:
+        """Raises ValueError unless it only moves pixels, and so moves labels of pixels, too."""
+        if not self.entry.moves:
+            known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.moves)
+            raise ValueError(
+                f"{self.name} changes images, but not the labels of their pixels: leave it out; "
+                f"{known} and crops move both"
+            )
 
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options)

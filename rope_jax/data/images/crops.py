@@ -173,18 +173,18 @@ def stretch(
 
 
 def crop_pixels(
-    image: UInt8[np.ndarray, "H W 3"], crop: Crop, size: tuple[int, int], draw: int = 0
-) -> UInt8[np.ndarray, "h w 3"]:
+    image: UInt8[np.ndarray, "H W *colours"], crop: Crop, size: tuple[int, int], draw: int = 0
+) -> UInt8[np.ndarray, "h w *colours"]:
     """Crops and resizes the pixels of a picture.
 
     Args:
-        image: uint8 [H, W, 3].
+        image: uint8 [H, W, 3], or [H, W] without colours.
         crop: one of this module, with its options bound.
         size: (h, w) of the result, in pixels.
         draw: 64 random bits.
 
     Returns:
-        uint8 [h, w, 3].
+        uint8 [h, w, 3] or [h, w].
     """
     height, width = image.shape[:2]
     box = crop(width, height, size, draw)

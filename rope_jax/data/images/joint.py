@@ -1,19 +1,53 @@
-"""Joint augmentation of images and the classes of their pixels.
+"""Joint crops of images and the classes of their pixels.
 
-mmsegmentation's recipe for ADE20k: resize at random, crop at random, pad. Images are resized
-bilinearly without antialiasing, classes by the nearest pixel.
+`scaled_crop` is mmsegmentation's recipe for ADE20k: resize at random, crop at random. Images are
+resized bilinearly without antialiasing, classes by the nearest pixel.
 """
+
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
+from PIL import Image
 
 from rope_jax.data.draws import uniform
+from rope_jax.data.images.crops import Box, crop_pixels
 
 IGNORED = 255
 _REDRAWN = 10  # crops beyond the first
 
 Pixels = UInt8[np.ndarray, "h w 3"]
 Classes = UInt8[np.ndarray, "h w"]
+
+
+def crop_both(
+    image: Pixels, classes: Classes, crop: Any, size: tuple[int, int], draw: int = 0
+) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"]]:
+    """One crop of an image and of its classes, which are resized by the nearest pixel.
+
+    Args:
+        image: of any size.
+        classes: of its pixels; 255 for none.
+        crop: an `Augmentation`, joint or not.
+        size: (H, W) of the crop, which a joint one may fall short of.
+        draw: 64 random bits.
+    """
+    if crop.entry.joint:
+        return crop(image, classes, size, draw)
+
+    def nearest(*arguments: Any) -> Box:
+        return crop(*arguments)._replace(interpolation=Image.Resampling.NEAREST)
+
+    return crop_pixels(image, crop, size, draw), crop_pixels(classes, nearest, size, draw)
+
+
+def padded(
+    images: UInt8[np.ndarray, "B h w 3"], labels: UInt8[np.ndarray, "B h w"], size: tuple[int, int]
+) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B H W"]]:
+    """Pads at the bottom and on the right: images with 0, labels with 255."""
+    rows, columns = ((0, n - m) for n, m in zip(size, labels.shape[1:], strict=True))
+    around = ((0, 0), rows, columns)
+    return np.pad(images, (*around, (0, 0))), np.pad(labels, around, constant_values=IGNORED)
 
 
 def scaled_size(size: tuple[int, int], ratio: float, *, short: int, long: int) -> tuple[int, int]:
@@ -42,18 +76,18 @@ def scaled_crop(
     short: int = 512,
     long: int = 2048,
     share: float = 0.75,
-) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"], tuple[int, int]]:
+) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"]]:
     """A crop of the image resized by a random ratio, and its classes.
 
     >>> pixels, classes = np.zeros((60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
-    >>> image, labels, extent = scaled_crop(pixels, classes, (64, 64), 1, short=32, long=128)
-    >>> image.shape, labels.shape, extent, int(labels.max())
-    ((64, 64, 3), (64, 64), (43, 58), 255)
+    >>> image, labels = scaled_crop(pixels, classes, (64, 64), 1, short=32, long=128)
+    >>> image.shape, labels.shape
+    ((43, 58, 3), (43, 58))
 
     Args:
         image: of any size.
         classes: of its pixels; 255 for none.
-        size: (H, W) of the crop.
+        size: the largest (H, W) of the crop.
         draw: 64 random bits.
         low, high: of the ratio, see `scaled_size`.
         short, long: as there.
@@ -61,8 +95,7 @@ def scaled_crop(
             that has a single class, is drawn again, up to ten times.
 
     Returns:
-        The crop, padded at the bottom and on the right with 0, its classes, padded with 255, and
-        its rows and columns before padding.
+        The crop and its classes; smaller than `size` where the resized image is.
 
     Raises:
         ValueError: options out of range.
@@ -82,10 +115,7 @@ def scaled_crop(
         counts = np.bincount(labels.ravel(), minlength=256)[:IGNORED]
         if share == 1 or ((counts > 0).sum() > 1 and counts.max() < share * counts.sum()):
             break
-    pixels = bilinear_crop(image, resized, corner, extent)
-    padding = [(0, n - m) for n, m in zip(size, extent, strict=True)]
-    pixels = np.pad(pixels, [*padding, (0, 0)])
-    return pixels, np.pad(labels, padding, constant_values=IGNORED), extent
+    return bilinear_crop(image, resized, corner, extent), labels
 
 
 def nearest_crop(

@@ -10,6 +10,8 @@ from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.index import Source, Streamed
 from rope_jax.data.sources.memory import MEMORY, Images
 from rope_jax.data.sources.packed import Packed
+from rope_jax.data.sources.pairs import Ade20k, Masks
+from rope_jax.data.sources.pairs import StreamedMaps as StreamedMaps
 from rope_jax.data.sources.scenes import LabelMaps as LabelMaps
 from rope_jax.data.sources.scenes import load_scenes
 from rope_jax.data.sources.tfds import Tfds
@@ -21,6 +23,8 @@ STREAMED: dict[str, Callable[..., Source]] = {
     "tfds": Tfds,
     "packed": Packed,
     "imagenet": ImageNet,
+    "masks": Masks,
+    "ade20k": Ade20k,
 }
 
 DRAWN: dict[str, Callable[[str, tuple[int, int]], Images]] = {"scenes": load_scenes}  # at any size
@@ -78,6 +82,9 @@ def load(
     - `"tfds"`: a data set prepared by tensorflow-datasets.
     - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
     - `"imagenet"`: the official archives of ImageNet-1k.
+    - `"masks"`: images and the classes of their pixels, path/train/NAME.jpg with NAME.png beside
+      it, likewise path/test/ (or path/val/), and the names of the classes in path/classes.txt.
+    - `"ade20k"`: the official folder ADEChallengeData2016, with 150 classes of pixels.
 
     >>> images = load("digits", split="test", image_size=(16, 12))
     >>> images.images.shape, images.classes
@@ -111,7 +118,7 @@ def load(
                 f"data source {source!r} ({path}) needs an image_size (height, width): "
                 "its images may differ in size"
             )
-        return Streamed(opened, size, crop)
+        return opened.streamed(size, crop)
     _check(source, path, split)
     if source in DRAWN:
         return DRAWN[source](split, size or (64, 64))

@@ -13,13 +13,14 @@ same stream.
 """
 
 import abc
+import contextlib
 import functools
 import json
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,10 +49,12 @@ class Source(abc.ABC):
         index: the folder with the index.
         competing: indices of the logits among which the labels count, or None for all.
         note: the scoring rule, for the protocol of an evaluation.
+        pixelwise: whether the labels are of pixels.
     """
 
     competing: tuple[int, ...] | None = None
     note: str = ""
+    pixelwise: bool = False
 
     def __init__(self, index: Path):
         self.index = index
@@ -112,6 +115,22 @@ class Source(abc.ABC):
             intact: whether a file has a checksum.
         """
         return None
+
+    def streamed(self, size: tuple[int, int], crop: str) -> "Streamed":
+        """The images cropped to one size."""
+        return Streamed(self, size, crop)
+
+    def classes_of(self, example: int) -> list[int]:
+        """The classes that an example has.
+
+        Raises:
+            ValueError, OSError: labels of pixels cannot be used.
+        """
+        return np.atleast_1d(self.labels[example]).tolist()
+
+    def label_errors(self) -> list[str]:
+        """What is wrong with labels of pixels, which are all read; a sentence for each image."""
+        return []
 
     def check_index(self) -> None:
         """Compares the arrays of the index with their checksums.
@@ -269,9 +288,11 @@ class Streamed:
     size: tuple[int, int]
     crop: str = "centre"
     in_memory: ClassVar[bool] = False
+    pixelwise: ClassVar[bool] = False
 
     def __post_init__(self):
-        parse_crop(self.crop)
+        if parse_crop(self.crop).entry.joint:
+            raise ValueError(f"{self.crop} is for training: evaluate with centre or stretch")
 
     @property
     def labels(self) -> Int32[np.ndarray, "n ..."]:
@@ -336,11 +357,23 @@ class Streamed:
             MemoryError: there is too little memory to decode it.
         """
         crop = crop or parse_crop(self.crop)
-        try:
+        with self.naming(example):
             data = self.source.read(example)
             if isinstance(data, bytes):
                 return crop_file(EncodedImage(data), crop, self.size, draw)
             return crop_pixels(data, crop, self.size, draw)
+
+    def example(
+        self, example: int, crop: Crop | None = None, draw: int = 0
+    ) -> dict[str, np.ndarray]:
+        """An image with its labels, `image` and `label`. Arguments and errors as of `read`."""
+        return {"image": self.read(example, crop, draw), "label": self.labels[example]}
+
+    @contextlib.contextmanager
+    def naming(self, example: int) -> Iterator[None]:
+        """Turns errors of an image into `BadImages`, which name it."""
+        try:
+            yield
         except (ValueError, OSError) as error:
             if isinstance(error.__cause__, MemoryError):  # no reason to skip the image
                 raise error.__cause__ from None

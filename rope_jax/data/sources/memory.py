@@ -49,6 +49,7 @@ class Images:
     split: str
     classes: int
     in_memory: ClassVar[bool] = True
+    pixelwise: ClassVar[bool] = False  # whether labels are of pixels
     class_names: ClassVar[None] = None
     competing: ClassVar[None] = None
     note: ClassVar[str] = ""
@@ -97,6 +98,12 @@ class Images:
         """
         image = self.images[example]
         return image if crop is None else crop_pixels(image, crop, self.size, draw)
+
+    def example(
+        self, example: int, crop: Crop | None = None, draw: int = 0
+    ) -> dict[str, np.ndarray]:
+        """An image with its labels, `image` and `label`. Arguments as of `read`."""
+        return {"image": self.read(example, crop, draw), "label": self.labels[example]}
 
     def fingerprint(self) -> str:
         """Shape of the images, number of classes, and a checksum of pixels and labels."""

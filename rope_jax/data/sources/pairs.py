@@ -4,66 +4,166 @@ A PNG of classes is grey: its values are numbers of classes. One with a palette 
 refused, because it does not tell which numbers are meant.
 """
 
-import dataclasses
+import struct
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
+from rope_jax.data.images.augment import Augmentation, parse_crop
+from rope_jax.data.images.decode import EncodedImage, decode_image
+from rope_jax.data.images.joint import IGNORED, crop_both
+from rope_jax.data.sources.folder import Files, listed
+from rope_jax.data.sources.index import Streamed
 from rope_jax.files import open_regular
 
-IGNORED = 255
 _IMAGES = (".jpg", ".jpeg", ".webp")
+_THREADS = 8  # read labels in a check
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """One split of images and their classes.
+class StreamedMaps(Streamed):
+    """One split of a set of images and the classes of their pixels, read when needed.
 
-    Attributes:
-        images, labels: files, in the order of their names.
-        class_names: of the classes, in their order.
-        zero: what a label of 0 means: "class", the first one, or "none", and 1 the first.
+    Its `labels`, one of each image, are 0.
     """
 
-    images: tuple[Path, ...]
-    labels: tuple[Path, ...]
-    class_names: tuple[str, ...]
-    zero: str = "class"
+    pixelwise: ClassVar[bool] = True
 
-    def classes(
-        self, example: int, size: tuple[int, int] | None = None
-    ) -> UInt8[np.ndarray, "h w"]:
+    @property
+    def protocol(self) -> str:
+        return f"{super().protocol}; labels resized by the nearest pixel"
+
+    def original(self, example: int) -> tuple[UInt8[np.ndarray, "h w 3"], UInt8[np.ndarray, "h w"]]:
+        """An image as it is stored, and the classes of its pixels; 255 for none.
+
+        Raises:
+            BadImages: the image or its labels cannot be used; the message names them.
+        """
+        with self.naming(example):
+            image = decode_image(self.source.read(example))
+            return image, self.source.classes(example, image.shape[:2])
+
+    def example(
+        self, example: int, crop: Augmentation | None = None, draw: int = 0
+    ) -> dict[str, np.ndarray]:
+        crop = crop or parse_crop(self.crop)
+        image, classes = crop_both(*self.original(example), crop, self.size, draw)
+        return {"image": image, "label": classes}
+
+
+class Masks(Files):
+    """Images in path/train/ and path/test/ (or path/val/), each NAME.jpg with NAME.png beside it.
+
+    The names of the classes are the lines of path/classes.txt.
+
+    Args:
+        path: the set.
+        split: "train" or "test".
+
+    Raises:
+        FileNotFoundError: a folder, the list of classes or the labels of an image are missing.
+        ValueError: labels without an image.
+
+    Attributes:
+        first: the value of the first class; below it is no class.
+    """
+
+    pixelwise = True
+    first: ClassVar[int] = 0
+
+    def __init__(self, path: str, split: str):
+        folder = Path(path, split)
+        if split == "test" and not folder.is_dir():
+            folder = Path(path, "val")
+        names = _lines(Path(path, "classes.txt"))
+        self._write(path, split, folder.relative_to(path), folder.relative_to(path), names)
+
+    def _write(
+        self, path: str, split: str, images: Path, labels: Path, class_names: Sequence[str]
+    ) -> None:
+        """The index of the images and labels in two folders, relative to the path."""
+        if len(class_names) > IGNORED:
+            raise ValueError(f"{path} has {len(class_names)} classes; at most {IGNORED} can be")
+        self._labels = labels
+        names = [f"{images.as_posix()}/{name}" for name in _paired(Path(path), images, labels)]
+        about = {"name": Path(path).resolve().name, "split": split}
+        super().__init__(Path(path), names, np.zeros(len(names), int), class_names, **about)
+
+    def streamed(self, size: tuple[int, int], crop: str) -> StreamedMaps:
+        return StreamedMaps(self, size, crop)
+
+    def label_file(self, example: int) -> Path:
+        """The PNG with the classes of an image."""
+        return self._root / self._labels / f"{Path(self.example_name(example)).stem}.png"
+
+    def classes(self, example: int, size: tuple[int, int]) -> UInt8[np.ndarray, "h w"]:
         """The classes of an image's pixels; 255 for none.
 
         Args:
             example: number of the image.
-            size: (height, width) of the image, where known.
+            size: (height, width) of the image.
 
         Raises:
             ValueError: the file is no such PNG, has another size than the image or a value that is
                 not of a class; the message names it.
         """
-        path = self.labels[example]
+        path = self.label_file(example)
         values = read_grey(path)
-        if size is not None and values.shape != size:
+        if values.shape != size:
             raise ValueError(
                 f"{path} has {values.shape[0]}x{values.shape[1]} pixels, but its image "
-                f"{self.images[example].name} {size[0]}x{size[1]}: both must have the same size"
+                f"{self.example_name(example)} {size[0]}x{size[1]}: both must have the same size"
             )
-        if self.zero == "none":
-            values = values - np.uint8(1)  # 0 becomes 255
+        values = values - np.uint8(self.first)  # below it is 255
         there = values[values != IGNORED]
         if there.size and there.max() >= len(self.class_names):
-            first = int(self.zero == "none")
-            last = len(self.class_names) - 1 + first
+            last = len(self.class_names) - 1 + self.first
             raise ValueError(
-                f"{path} has the value {there.max() + first}, which is none of its "
-                f"{len(self.class_names)} classes: values are {first} to {last}"
-                + ("" if first else ", and 255 for no class")
+                f"{path} has the value {there.max() + self.first}, which is none of its "
+                f"{len(self.class_names)} classes: values are {self.first} to {last}, and "
+                f"{(IGNORED + self.first) % 256} for no class"
             )
         return values
+
+    def classes_of(self, example: int) -> list[int]:
+        width, height = EncodedImage(self.read(example)).size
+        values = np.unique(self.classes(example, (height, width)))
+        return values[values != IGNORED].tolist()
+
+    def label_errors(self) -> list[str]:
+        def error(example: int) -> str | None:
+            try:
+                width, height = EncodedImage(self.read(example)).size
+            except (ValueError, OSError):  # of the image, which may be skipped
+                return None
+            try:
+                self.classes(example, (height, width))
+            except ValueError as found:
+                return str(found)
+            return None
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(filter(None, pool.map(error, range(len(self.labels)))))
+
+    def __getstate__(self) -> dict[str, object]:
+        return super().__getstate__() | {"_labels": self._labels}
+
+
+class Ade20k(Masks):
+    """The official folder ADEChallengeData2016: 150 classes, of which a label of 0 is none."""
+
+    first = 1
+
+    def __init__(self, path: str, split: str):
+        part = {"train": "training", "test": "validation"}[split]
+        lines = _lines(Path(path, "objectInfo150.txt"))[1:]  # the first is a header
+        names = [line.split("\t")[-1].strip() for line in lines]
+        self._write(path, split, Path("images", part), Path("annotations", part), names)
 
 
 def read_grey(path: Path) -> UInt8[np.ndarray, "h w"]:
@@ -72,68 +172,47 @@ def read_grey(path: Path) -> UInt8[np.ndarray, "h w"]:
     Raises:
         ValueError: the file is something else, or damaged; the message names it.
     """
+    unreadable = (UnidentifiedImageError, OSError, SyntaxError, struct.error, zlib.error)
     try:
         with open_regular(path) as file, Image.open(file, formats=["PNG"]) as picture:
-            if picture.mode != "L":
-                has = {"P": "a palette", "RGB": "colours", "RGBA": "colours"}
-                raise ValueError(
-                    f"{path} has {has.get(picture.mode, f'pixels of mode {picture.mode}')}; labels "
-                    "are grey PNGs of 8 bits whose values are the numbers of classes: convert it"
-                )
-            return np.array(picture)
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+            mode = picture.mode
+            values = np.array(picture) if mode == "L" else None
+    except (*unreadable, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as a PNG of labels: {error}") from error
+    if values is None:
+        has = {"P": "a palette", "RGB": "colours", "RGBA": "colours"}
+        raise ValueError(
+            f"{path} has {has.get(mode, f'pixels of mode {mode}')}; labels are grey PNGs of 8 bits "
+            "whose values are the numbers of classes: convert it"
+        )
+    return values
 
 
-def masks(path: str, split: str) -> Pairs:
-    """Images in path/train/ and path/test/ (or path/val/), each NAME.jpg with NAME.png beside it.
-
-    The names of the classes are the lines of path/classes.txt.
-
-    Raises:
-        FileNotFoundError: a folder, the list of classes or the labels of an image are missing.
-        ValueError: labels without an image.
-    """
-    root = Path(path)
-    folder = root / split
-    if split == "test" and not folder.is_dir():
-        folder = root / "val"
-    return _paired(folder, folder, _names(root / "classes.txt"))
-
-
-def ade20k(path: str, split: str) -> Pairs:
-    """The official folder ADEChallengeData2016: 150 classes, of which a label of 0 is none.
-
-    Raises:
-        FileNotFoundError, ValueError: as `masks`.
-    """
-    part = {"train": "training", "test": "validation"}[split]
-    table = _names(Path(path) / "objectInfo150.txt")[1:]  # its first line is a header
-    names = tuple(line.split("\t")[-1].strip() for line in table)
-    found = _paired(Path(path, "images", part), Path(path, "annotations", part), names)
-    return dataclasses.replace(found, zero="none")
-
-
-def _names(path: Path) -> tuple[str, ...]:
+def _lines(path: Path) -> list[str]:
+    """The lines of a list of classes that are not empty."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}, which lists the classes one a line, does not exist")
-    return tuple(line.rstrip() for line in path.read_text().splitlines() if line.strip())
+    return [line.rstrip() for line in path.read_text().splitlines() if line.strip()]
 
 
-def _paired(images: Path, labels: Path, names: tuple[str, ...]) -> Pairs:
-    for folder in (images, labels):
+def _paired(root: Path, images: Path, labels: Path) -> list[str]:
+    """The sorted names of the images, each of which has labels."""
+    for folder in (root / images, root / labels):
         if not folder.is_dir():
             raise FileNotFoundError(f"the folder {folder} does not exist")
-    found = sorted(file for file in images.iterdir() if file.suffix.lower() in _IMAGES)
+    found = [n for n in listed(root / images, folders=False) if Path(n).suffix.lower() in _IMAGES]
     if not found:
-        raise ValueError(f"{images} has no image ({', '.join(_IMAGES)})")
-    masks = {file.stem: file for file in labels.iterdir() if file.suffix.lower() == ".png"}
-    for file in found:
-        if file.stem not in masks:
-            raise FileNotFoundError(f"{file} has no labels: {labels / file.stem}.png is missing")
-    stems = {file.stem for file in found}
-    if alone := sorted(masks.keys() - stems):
+        raise FileNotFoundError(f"{root / images} has no images ({', '.join(_IMAGES)})")
+    maps = {n[:-4] for n in listed(root / labels, folders=False) if n.endswith(".png")}
+    for name in found:
+        if Path(name).stem not in maps:
+            raise FileNotFoundError(
+                f"{root / images / name} has no labels: {root / labels / Path(name).stem}.png is "
+                "missing"
+            )
+    if alone := sorted(maps - {Path(name).stem for name in found}):
         raise ValueError(
-            f"{masks[alone[0]]} has no image in {images}: add it, or remove the labels"
+            f"{root / labels / alone[0]}.png has no image in {root / images}: add it, or remove "
+            "the labels"
         )
-    return Pairs(tuple(found), tuple(masks[file.stem] for file in found), names)
+    return found

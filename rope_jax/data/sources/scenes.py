@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt8
 from PIL import Image
 
+from rope_jax.data.images.augment import Augmentation
+from rope_jax.data.images.joint import crop_both
 from rope_jax.data.sources.memory import Images, load_digits
 
 COUNTS = {"train": 2000, "test": 200}  # scenes of a split
@@ -37,6 +39,15 @@ class LabelMaps(Images):
 
     class_names: tuple[str, ...] | None = None
     protocol: ClassVar[str] = "whole image, at the size at which it was made"
+    pixelwise: ClassVar[bool] = True
+
+    def example(
+        self, example: int, crop: Augmentation | None = None, draw: int = 0
+    ) -> dict[str, np.ndarray]:
+        image, classes = self.images[example], self.labels[example]
+        if crop is not None:
+            image, classes = crop_both(image, classes, crop, self.size, draw)
+        return {"image": image, "label": classes}
 
     def check_labels(self) -> None:
         """Raises ValueError for labels of another dtype, size or range."""

@@ -1,0 +1,153 @@
+"""Changes of colours in the jitted training step: mmsegmentation's photometric distortion."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+
+Image = UInt8[Array, "H W 3"]
+Hsv = tuple[Int[Array, "H W"], Int[Array, "H W"], Int[Array, "H W"]]
+
+_HUES = 180  # of 8-bit images in OpenCV: a step is two degrees
+_SHIFT = 12  # OpenCV divides by multiplication with such fractions
+_STEPS = np.maximum(np.arange(256), 1)
+_PER_VALUE = np.where(np.arange(256) > 0, np.rint((255 << _SHIFT) / _STEPS), 0).astype(np.int32)
+_PER_RANGE = np.where(np.arange(256) > 0, np.rint((30 << _SHIFT) / _STEPS), 0).astype(np.int32)
+
+
+def photometric(
+    image: Image,
+    key: Key[Array, ""],
+    fill: tuple[int, int, int] = (0, 0, 0),
+    *,
+    brightness: float = 32.0,
+    contrast: float = 0.5,
+    saturation: float = 0.5,
+    hue: int = 18,
+    p: float = 0.5,
+) -> Image:
+    """PhotoMetricDistortion of mmsegmentation 1.2.2.
+
+    Brightness, contrast (here, or at the end, equally often), saturation and hue are changed in
+    this order. After each change the image is cut to 8 bits.
+
+    >>> image = jnp.full((2, 2, 3), 200, jnp.uint8)
+    >>> photometric(image, jax.random.key(1), p=0.0)[0, 0].tolist()
+    [200, 200, 200]
+
+    Args:
+        image: uint8 [H, W, 3].
+        key: a scalar key.
+        fill: not used.
+        brightness: what is added lies between its negative and it.
+        contrast: values are multiplied by a factor between 1 - contrast and 1 + contrast.
+        saturation: likewise.
+        hue: the largest turn, of 180.
+        p: probability of each change.
+
+    Raises:
+        ValueError: options out of range.
+    """
+    shares = 0 <= contrast <= 1 and 0 <= saturation <= 1 and 0 <= p <= 1
+    if not shares or not 0 <= brightness <= 255 or not 0 <= hue <= _HUES:
+        raise ValueError(
+            f"photometric(brightness={brightness},contrast={contrast},saturation={saturation},"
+            f"hue={hue},p={p}): brightness is 0 to 255, hue 0 to {_HUES}, the others 0 to 1"
+        )
+    return changed(image, draw(key, brightness, contrast, saturation, hue, p))
+
+
+class Changes(NamedTuple):
+    """What is done to one image.
+
+    Attributes:
+        wanted: whether brightness, contrast, saturation and hue are changed.
+        early: whether contrast comes before saturation and hue.
+        added: to all values.
+        contrast, saturation: factors.
+        turn: of the hue, of 180.
+    """
+
+    wanted: Bool[Array, "4"]
+    early: Bool[Array, ""]
+    added: Float[Array, ""]
+    contrast: Float[Array, ""]
+    saturation: Float[Array, ""]
+    turn: Int[Array, ""]
+
+
+def draw(
+    key: Key[Array, ""], brightness: float, contrast: float, saturation: float, hue: int, p: float
+) -> Changes:
+    """Draws the changes of one image. Arguments as of `photometric`."""
+    which, early, *sizes = jax.random.split(key, 6)
+    return Changes(
+        wanted=jax.random.bernoulli(which, p, (4,)),
+        early=jax.random.bernoulli(early),
+        added=jax.random.uniform(sizes[0], minval=-brightness, maxval=brightness),
+        contrast=jax.random.uniform(sizes[1], minval=1 - contrast, maxval=1 + contrast),
+        saturation=jax.random.uniform(sizes[2], minval=1 - saturation, maxval=1 + saturation),
+        turn=jax.random.randint(sizes[3], (), -hue, max(hue, 1 - hue)),  # NumPy's: without hue
+    )
+
+
+def changed(image: Image, changes: Changes) -> Image:
+    """Changes the colours of an image."""
+    brightness, contrast, saturation, hue = changes.wanted
+
+    def contrasted(image: Image, when: Bool[Array, ""]) -> Image:
+        return jnp.where(when, _cut(image * changes.contrast), image)
+
+    image = jnp.where(brightness, _cut(image + changes.added), image)
+    image = contrasted(image, contrast & changes.early)
+    hues, saturations, values = to_hsv(image)
+    saturated = _cut(saturations * changes.saturation).astype(jnp.int32)
+    image = jnp.where(saturation, to_rgb((hues, saturated, values)), image)
+    hues, saturations, values = to_hsv(image)
+    turned = to_rgb(((hues + changes.turn) % _HUES, saturations, values))
+    image = jnp.where(hue, turned, image)
+    return contrasted(image, contrast & ~changes.early)
+
+
+def _cut(values: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    return jnp.clip(values, 0, 255).astype(jnp.uint8)
+
+
+def to_hsv(image: Image) -> Hsv:
+    """Hue, 0 to 179, saturation and value, 0 to 255, as OpenCV's cvtColor of 8-bit images."""
+    red, green, blue = jnp.moveaxis(image.astype(jnp.int32), -1, 0)
+    value = jnp.maximum(jnp.maximum(red, green), blue)
+    size = value - jnp.minimum(jnp.minimum(red, green), blue)
+    half = 1 << (_SHIFT - 1)
+    saturation = (size * jnp.asarray(_PER_VALUE)[value] + half) >> _SHIFT
+    sixths = jnp.where(
+        value == red,
+        green - blue,
+        jnp.where(value == green, blue - red + 2 * size, red - green + 4 * size),
+    )
+    hue = (sixths * jnp.asarray(_PER_RANGE)[size] + half) >> _SHIFT
+    return jnp.where(hue < 0, hue + _HUES, hue), saturation, value
+
+
+def to_rgb(hsv: Hsv) -> Image:
+    """Inverse of `to_hsv` up to rounding."""
+    hue, saturation, value = (x.astype(jnp.float32) for x in hsv)
+    saturation = saturation / 255
+    sector = jnp.floor(hue * (6 / _HUES))
+    place = hue * (6 / _HUES) - sector
+    low = value * (1 - saturation)
+    falling, rising = value * (1 - saturation * place), value * (1 - saturation * (1 - place))
+    sector = (sector.astype(jnp.int32) % 6)[..., None]
+    channels = [
+        (value, rising, low),
+        (falling, value, low),
+        (low, value, rising),
+        (low, falling, value),
+        (rising, low, value),
+        (value, low, falling),
+    ]
+    pixels = [jnp.stack(channel, axis=-1) for channel in channels]
+    found = jnp.select([sector == number for number in range(6)], pixels)
+    return jnp.rint(found).astype(jnp.uint8)

@@ -1,0 +1,82 @@
+"""Photometric distortion: OpenCV's colours against colorsys, and what each change does."""
+
+import colorsys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax.data.images.device_colours import Changes, changed, draw, photometric, to_hsv, to_rgb
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+PIXELS = np.random.default_rng(0).integers(0, 256, (20, 15, 3), dtype=np.uint8)
+SCALE = np.array([180, 255, 255])
+
+
+def in_floats(function, pixels):
+    return np.apply_along_axis(lambda x: function(*x), -1, pixels)
+
+
+def test_colours_are_those_of_opencv_up_to_rounding():
+    found = np.stack(to_hsv(jnp.asarray(PIXELS)), axis=-1)
+    apart = np.abs(found - in_floats(colorsys.rgb_to_hsv, PIXELS / 255.0) * SCALE)
+    apart[..., 0] = np.minimum(apart[..., 0], 180 - apart[..., 0])
+    assert apart.max() <= 0.66  # half a step, and the rounding of OpenCV's quotients
+    back = np.asarray(to_rgb(tuple(jnp.moveaxis(jnp.asarray(found), -1, 0))))
+    assert np.abs(back - in_floats(colorsys.hsv_to_rgb, found / SCALE) * 255).max() <= 0.501
+    known = jnp.uint8([[[255, 0, 0], [0, 255, 0], [0, 0, 255], [9, 9, 9], [0, 0, 0], [255, 0, 9]]])
+    assert np.stack(to_hsv(known), -1)[0].tolist() == [
+        [0, 255, 255], [60, 255, 255], [120, 255, 255], [0, 0, 9], [0, 0, 0], [179, 255, 255],
+    ]  # fmt: skip
+
+
+def test_changes_are_made_in_their_order():
+    """Against Python's colours, rounded where OpenCV rounds."""
+    none = Changes(np.zeros(4, bool), True, 0.0, 1.0, 1.0, 0)
+    run, pixels = jax.jit(changed), jnp.asarray(PIXELS)
+
+    def found(**changes):
+        made = jax.tree.map(jnp.asarray, none._replace(**changes))
+        return np.asarray(run(pixels, made)).astype(int)
+
+    def hsv(pixels, change):
+        values = in_floats(colorsys.rgb_to_hsv, pixels / 255.0) * SCALE
+        return in_floats(colorsys.hsv_to_rgb, change(values) / SCALE) * 255
+
+    all_four = np.ones(4, bool)
+    np.testing.assert_array_equal(found(), PIXELS)
+    brighter = np.clip(PIXELS + 20.5, 0, 255).astype(int)
+    np.testing.assert_array_equal(found(wanted=np.arange(4) == 0, added=20.5), brighter)
+    flatter = (PIXELS * np.float32(0.7)).astype(int)
+    for early in (True, False):
+        wanted = np.arange(4) == 1
+        np.testing.assert_array_equal(found(wanted=wanted, contrast=0.7, early=early), flatter)
+    grey = hsv(PIXELS, lambda x: x * (1, 0.5, 1))
+    assert np.abs(found(wanted=np.arange(4) == 2, saturation=0.5) - grey).max() < 5
+    turned = hsv(PIXELS, lambda x: np.add(x, (17, 0, 0)) % (180, 256, 256))
+    assert np.abs(found(wanted=np.arange(4) == 3, turn=17) - turned).max() < 5
+    both = {"wanted": all_four, "contrast": 1.5, "saturation": 0.5, "turn": -9}
+    cut_first = hsv(np.clip(PIXELS * 1.5, 0, 255), lambda x: x * (1, 0.5, 1) - (9, 0, 0))
+    cut_last = np.clip(1.5 * hsv(PIXELS, lambda x: x * (1, 0.5, 1) - (9, 0, 0)), 0, 255)
+    for early, wanted, other in ((True, cut_first, cut_last), (False, cut_last, cut_first)):
+        image = found(early=early, **both)
+        assert np.abs(image - wanted).mean() < 1
+        assert np.abs(image - other).mean() > 5
+
+
+def test_changes_are_drawn_as_in_mmsegmentation():
+    keys = jax.random.split(jax.random.key(0), 2000)
+    drawn = jax.jit(jax.vmap(lambda key: draw(key, 32.0, 0.5, 0.5, 18, 0.5)))(keys)
+    assert np.abs(drawn.wanted.mean(0) - 0.5).max() < 0.04
+    assert np.abs(np.corrcoef(np.c_[drawn.wanted, drawn.early].T) - np.eye(5)).max() < 0.08
+    assert 0.46 < drawn.early.mean() < 0.54
+    for values, low, high in ((drawn.added, -32, 32), (drawn.contrast, 0.5, 1.5)):
+        assert low <= values.min() < low + 0.02 * (high - low)
+        assert high - 0.02 * (high - low) < values.max() <= high
+    assert 0.5 <= drawn.saturation.min() < 0.52
+    assert set(drawn.turn.tolist()) == set(range(-18, 18))
+    with pytest.raises(
+        ValueError, match=r"photometric\(brightness=32.0,contrast=2.0,.*the others 0"
+    ):
+        photometric(jnp.asarray(PIXELS), keys[0], contrast=2.0)

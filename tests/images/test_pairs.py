@@ -1,0 +1,191 @@
+"""Images with PNGs of the classes of their pixels: folders, batches, bad input."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax.data import BadImages, Images, batches, check_labels, evaluation_batches, load
+from rope_jax.data.draws import example_draws
+from rope_jax.data.images.augment import parse_loader
+from rope_jax.data.images.joint import scaled_crop
+from rope_jax.data.prepare import main as prepare_main
+from rope_jax.data.verify import main as verify_main
+from rope_jax.data.verify import verify
+
+CROP = "scaled_crop(short=12,long=40)"
+
+
+def save(path, array, mode=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.fromarray(array)
+    (picture if mode is None else picture.convert(mode)).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Five images a split, of several sizes, whose colour is 80 times their class."""
+    rng = np.random.default_rng(0)
+    for split, number in itertools.product(("train", "val"), range(5)):
+        classes = rng.integers(0, 3, (3, 4)).repeat(6 + number, 0).repeat(5 + number, 1)
+        classes = classes.astype(np.uint8)
+        save(tmp_path / split / f"{number}.jpg", np.repeat(80 * classes[..., None], 3, -1))
+        save(tmp_path / split / f"{number}.png", classes)
+    (tmp_path / "classes.txt").write_text("sky\nsea\nsand\n")
+    return tmp_path
+
+
+def classes_of(folder, split, number):
+    return np.array(Image.open(folder / split / f"{number}.png"))
+
+
+def test_a_folder_of_pairs(folder):
+    found = load("masks", str(folder), "test", (16, 12))
+    assert found.source.example_name(1) == "val/1.jpg"
+    assert found.class_names == ["sky", "sea", "sand"]
+    assert len(found.labels) == 5
+    for one in (found, pickle.loads(pickle.dumps(found))):
+        image, classes = one.original(3)
+        np.testing.assert_array_equal(classes, classes_of(folder, "val", 3))
+        assert np.abs(image[..., 1].astype(int) - 80 * classes.astype(int)).mean() < 10
+    check_labels(found)
+
+
+def test_training_batches_are_joint_crops_flipped_before_padding(folder):
+    images = load("masks", str(folder), "train", (16, 12))
+    batch = next(batches(images, batch_size=20, seed=3, augment=f"{CROP}+flip"))
+    assert batch["image"].shape == (20, 16, 12, 3)
+    assert (batch["label"].shape, batch["label"].dtype) == ((20, 16, 12), np.uint8)
+    crop, _ = parse_loader(f"{CROP}+flip")
+    draws = example_draws(3, batch["epoch"], batch["index"], 5, "0 scaled_crop").tolist()
+    flipped = set()
+    for k, draw in enumerate(draws):
+        wanted = scaled_crop(
+            *images.original(int(batch["index"][k])), (16, 12), draw, **dict(crop.options)
+        )
+        height, width = wanted[1].shape
+        assert batch["extent"][k].tolist() == [height, width]
+        found = batch["image"][k, :height, :width], batch["label"][k, :height, :width]
+        mirrored = not np.array_equal(found[0], wanted[0])
+        flipped.add(mirrored)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other[:, ::-1] if mirrored else other)
+        padding = np.ones((16, 12), bool)
+        padding[:height, :width] = False
+        assert (batch["label"][k][padding] == 255).all()
+        assert not batch["image"][k][padding].any()
+    assert flipped == {False, True}
+    assert len(np.unique(batch["extent"], axis=0)) > 2
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
+def test_the_stream_depends_on_seed_and_step_alone(folder, workers):
+    images = load("masks", str(folder), "train", (16, 12))
+    options = {"seed": 1, "augment": f"{CROP}+flip", "workers": workers}
+    with batches(images, batch_size=4, **options) as stream:
+        whole = list(itertools.islice(stream, 4))
+    with batches(images, batch_size=4, start_step=2, **options) as stream:
+        resumed = list(itertools.islice(stream, 2))
+    halves = [
+        next(batches(images, batch_size=4, start_step=3, shard=(k, 2), **options)) for k in (0, 1)
+    ]
+    for name, array in whole[3].items():
+        np.testing.assert_array_equal(resumed[1][name], array)
+        np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), array)
+    np.testing.assert_array_equal(resumed[0]["image"], whole[2]["image"])
+
+
+def test_evaluation_batches_have_one_size(folder):
+    images = load("masks", str(folder), "test", (24, 20), crop="stretch(interpolation=bilinear)")
+    one, two = evaluation_batches(images, batch_size=3)
+    assert two["mask"].tolist() == [True, True, False]
+    assert not two["label"][2].any()
+    stretched = Image.fromarray(classes_of(folder, "val", 4)).resize((20, 24), Image.NEAREST)
+    np.testing.assert_array_equal(two["label"][1], stretched)
+    assert "stretch(interpolation=bilinear) of each image" in images.protocol
+    assert one["label"].shape == (3, 24, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "1.png").unlink(), "1.jpg has no labels: .*1.png is missing"),
+        (lambda f: (f / "1.jpg").unlink(), "1.png has no image in"),
+        (lambda f: save(f / "1.png", np.zeros((4, 5), np.uint8)), "1.png has 4x5 .*1.jpg 21x24"),
+        (
+            lambda f: save(f / "1.png", np.full((21, 24), 3, np.uint8)),
+            "1.png has the value 3, .* 0 to 2, and 255 for no class",
+        ),
+        (lambda f: save(f / "1.png", np.zeros((21, 24), np.uint8), "P"), "1.png has a palette"),
+        (lambda f: save(f / "1.png", np.zeros((21, 24, 3), np.uint8)), "1.png has colours"),
+        (lambda f: (f / "1.png").write_bytes(b"no picture"), "1.png cannot be read as a PNG"),
+        (lambda f: (f / "1.png").write_bytes((f / "1.png").read_bytes()[:60]), "1.png cannot be"),
+        (lambda f: (f.parent / "classes.txt").unlink(), "classes.txt, which lists the classes"),
+        (lambda f: [file.unlink() for file in f.iterdir()], "train has no images"),
+    ],
+)
+def test_bad_pairs_are_named(folder, change, message):
+    change(folder / "train")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        check_labels(load("masks", str(folder), "train", (16, 12)))
+
+
+def test_bad_labels_may_be_skipped_like_bad_images(folder):
+    save(folder / "train" / "1.png", np.zeros((4, 5), np.uint8))
+    images = load("masks", str(folder), "train", (16, 12))
+    check_labels(images, "skip")
+    with pytest.raises(BadImages, match=r"image 1 of .* \(train/1.jpg\) cannot be used: .*4x5"):
+        next(batches(images, batch_size=5, seed=0, augment=CROP))
+    stream = batches(images, batch_size=5, seed=0, augment=CROP, bad_images="skip")
+    next(stream)
+    assert stream.skipped == {1}
+    save(folder / "train" / "2.png", np.zeros((4, 5), np.uint8))
+    with pytest.raises(ValueError, match=r"1.png has 4x5 .* \(2 of 5 images have such\)"):
+        check_labels(images, "skip")
+
+
+def test_verify_reads_labels_and_finds_classes_without_pixels(folder, capsys):
+    (folder / "classes.txt").write_text("sky\nsea\nsand\nsnow\n")
+    found = verify(load("masks", str(folder), "train", (8, 8)).source, workers=0)
+    assert (found["images"], found["classes"], found["bad"]) == (5, 4, [])
+    assert found["empty_classes"] == ["snow"]
+    save(folder / "val" / "1.png", np.full((21, 24), 9, np.uint8))
+    asked = ["--source=masks", f"--path={folder}", "--workers=0"]
+    assert verify_main(asked) == 1
+    assert "bad: test 1 val/1.jpg: " in (told := capsys.readouterr().out)
+    assert "1.png has the value 9, which is none of its 4 classes" in told
+    assert prepare_main([*asked, f"--out={folder / 'packed'}"]) == 1
+    assert "classes of pixels, which a packed set cannot hold" in capsys.readouterr().err
+
+
+def test_ade20k_has_no_class_at_zero(tmp_path):
+    labels = np.array([[0, 1, 150], [2, 0, 3]], np.uint8)
+    save(tmp_path / "images" / "validation" / "ADE_val_1.jpg", np.zeros((2, 3, 3), np.uint8))
+    save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels)
+    lines = [f"{i}\t0.1\t1\t2\tname {i}, other" for i in range(1, 151)]
+    (tmp_path / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *lines]))
+    found = load("ade20k", str(tmp_path), "test", (8, 8))
+    assert found.classes == 150
+    assert found.class_names[0] == "name 1, other"
+    np.testing.assert_array_equal(found.original(0)[1], [[255, 0, 149], [1, 255, 2]])
+    assert found.source.classes_of(0) == [0, 1, 2, 149]
+    save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels + np.uint8(1))
+    with pytest.raises(
+        ValueError, match="value 151, which is none of its 150 classes: values are 1"
+    ):
+        check_labels(found)
+
+
+def test_augmentations_that_do_not_suit_the_labels_are_refused(folder):
+    images = load("masks", str(folder), "train", (16, 12))
+    digits = Images(np.zeros((2, 8, 8, 3), np.uint8), np.int32([0, 1]), "digits", "train", 2)
+    with pytest.raises(ValueError, match="crop changes images, but not the labels of their pixels"):
+        batches(images, batch_size=1, seed=0, augment="crop(pad=2)")
+    with pytest.raises(
+        ValueError, match="scaled_crop is for images whose pixels have classes, but"
+    ):
+        batches(digits, batch_size=1, seed=0, augment=CROP)
+    with pytest.raises(ValueError, match="scaled_crop is for training: evaluate with centre"):
+        load("masks", str(folder), "test", (16, 12), crop="scaled_crop")
