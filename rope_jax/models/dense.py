@@ -12,7 +12,7 @@ from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import FourScales, StageNorms
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.models.registry import create_backbone
+from rope_jax.models.registry import create_backbone, find_model
 from rope_jax.positions.grids import Grid
 from rope_jax.text import parse
 from rope_jax_kernels import Pattern
@@ -149,7 +149,9 @@ def create_dense(
             f"num_classes={num_classes} leaves the head {call.name!r} without classes: say how "
             "many there are, 150 in ADE20k"
         )
-    if overrides.get("last_norm", wanted.normalised) != wanted.normalised:
+    # Families that cannot leave their last norm out keep it, and it takes no part.
+    last_norm = wanted.normalised or "last_norm" in find_model(name).options.fixed
+    if overrides.get("last_norm", last_norm) != last_norm:
         raise ValueError(
             f"last_norm={overrides['last_norm']} does not go with the head {call.name!r}, which "
             "determines it: leave it out"
@@ -160,7 +162,7 @@ def create_dense(
         num_classes=0,
         seed=seed,
         dtype=dtype,
-        overrides={**overrides, "last_norm": wanted.normalised},
+        overrides={**overrides, "last_norm": last_norm},
         **settings,
     )
     if problem := _problem(wanted, backbone):

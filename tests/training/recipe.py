@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import signal
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from flax import nnx
 import rope_jax.run
 from rope_jax import config as cfg
 from rope_jax import data, restore
+from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
 
@@ -83,3 +85,15 @@ def accuracy(model: nnx.Module, config: cfg.Config, resolution: tuple[int, int])
     images = data.load("digits", None, "test", tuple(resolution))
     x = (images.images / np.float32(255) - config.data.mean) / config.data.std
     return (logits(model, x.astype(np.float32)).argmax(-1) == images.labels).mean()
+
+
+def interrupt_at(monkeypatch, step):
+    """Sends SIGINT while the batch of this step is drawn."""
+    waiting = Reporter.waiting_for_batch
+
+    def interrupted(self, number):
+        if number == step:
+            signal.raise_signal(signal.SIGINT)
+        return waiting(self, number)
+
+    monkeypatch.setattr(Reporter, "waiting_for_batch", interrupted)

@@ -40,25 +40,13 @@ from rope_jax.workdir import metrics
 from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.metrics import read_events, read_metrics
 from rope_jax.workdir.trees import not_finite, tree_hash
-from tests.training.recipe import accuracy, final_state, run, tiny
+from tests.training.recipe import accuracy, final_state, interrupt_at, run, tiny
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("finished")
     return workdir, run(workdir, ema_decay=0.9)
-
-
-def interrupt_at(monkeypatch, step):
-    """Sends SIGINT while the batch of this step is drawn."""
-    waiting = Reporter.waiting_for_batch
-
-    def interrupted(self, number):
-        if number == step:
-            signal.raise_signal(signal.SIGINT)
-        return waiting(self, number)
-
-    monkeypatch.setattr(Reporter, "waiting_for_batch", interrupted)
 
 
 def test_a_run_leaves_its_files(finished):

@@ -1,0 +1,156 @@
+"""Runs with a head: trained, interrupted, of several seeds, evaluated, loaded, started from."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import rope_jax
+from rope_jax import data, seeds
+from rope_jax.analysis import report
+from rope_jax.config import ConfigError, resolve
+from rope_jax.data.sources import scenes
+from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.metrics import read_metrics
+from rope_jax.workdir.trees import tree_hash
+from tests.training.recipe import final_state, interrupt_at, logits, run, started
+
+SCENES = {
+    "data__source": "scenes",
+    "data__image_size": 16,
+    "data__augment": "flip",
+    "model__position": "rope_mixed",
+    "batch_size": 8,
+    "steps": 4,
+    "optim__warmup_epochs": 0.0,
+    "optim__schedule": "poly",
+    "checkpoint_every": 100,
+    "eval__batch_size": 8,
+    "eval__resolutions": ((12, 20),),
+}
+HEADS = {
+    "segmenter": SCENES
+    | {
+        "model__head": "segmenter(head_dim=8,depth=1)",
+        "model__options": "depth=1,width=16,heads=1,drop_path=0.2",
+    },
+    "upernet": SCENES
+    | {
+        "model__head": "upernet(width=8,auxiliary_width=8)",
+        "model__options": "depth=4,width=16,heads=1,drop_path=0.2,scan_layers=True",
+        "ema_decay": 0.9,
+    },
+    "linear": SCENES | {"model__head": "linear", "model__options": "depth=1,width=16,heads=1"},
+}
+UPERNET = HEADS["upernet"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_scenes():
+    before = dict(scenes.COUNTS)
+    scenes.COUNTS.update(train=24, test=12)
+    yield
+    scenes.COUNTS.update(before)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "segmenter",
+        pytest.param("upernet", marks=pytest.mark.slow),
+        pytest.param("linear", marks=pytest.mark.slow),
+    ],
+)
+def finished(request, tmp_path_factory):
+    """A workdir and the settings of its run."""
+    workdir, settings = tmp_path_factory.mktemp(request.param), HEADS[request.param]
+    run(workdir, **settings)
+    return workdir, settings
+
+
+def rows_of(workdir):
+    return json.loads((workdir / "results.json").read_text())["eval"]
+
+
+def test_the_loaded_model_scores_what_the_run_reported(finished):
+    """Mean IoU by its definition, from the classes of all pixels of the test scenes."""
+    workdir, settings = finished
+    model, config = rope_jax.load_checkpoint(str(workdir))
+    assert (model.head_notation, model.class_names[1]) == (settings["model__head"], "0")
+    rows = rows_of(workdir)
+    assert [row["resolution"] for row in rows] == [[16, 16], [12, 20]]
+    assert (workdir / "accuracy.png").stat().st_size > 0
+    row = rows[1]
+    images = data.load("scenes", split="test", image_size=(12, 20))
+    x = (images.images / np.float32(255) - config.data.mean) / config.data.std
+    found = logits(model, x.astype(np.float32)).argmax(-1)
+    iou = []
+    for number in range(11):
+        predicted, there = found == number, images.labels == number
+        union = (predicted | there).sum()
+        iou.append((predicted & there).sum() / union if union else None)
+    assert row["iou"] == pytest.approx(iou, abs=1e-12)
+    assert row["miou"] == pytest.approx(np.mean([x for x in iou if x is not None]), abs=1e-12)
+    assert row["accuracy"] == pytest.approx((found == images.labels).mean(), abs=1e-12)
+    assert row["count"] == 12
+
+
+def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished, monkeypatch):
+    workdir, settings = finished
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 2)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            run(tmp_path, **settings)
+    run(tmp_path, **settings)
+    states = [final_state(folder, **settings) for folder in (tmp_path, workdir)]
+    assert int(states[0]["step"]) == 4
+    assert ("stats" in states[0]) == ("upernet" in settings["model__head"])
+    assert tree_hash(states[0]) == tree_hash(states[1])
+    assert rows_of(tmp_path) == rows_of(workdir)
+    losses = [
+        [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+        for folder in (tmp_path, workdir)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_classifier_and_from_no_other_task(tmp_path, capsys):
+    plain = {"model__options": UPERNET["model__options"], "model__position": "rope_mixed"}
+    run(tmp_path, epochs=0.1, eval__resolutions=(), **plain)  # digits of 8 x 8 pixels
+    trained = rope_jax.load_checkpoint(str(tmp_path))[0]
+    changes = UPERNET | {"model__num_classes": 11, "data__image_size": (16, 16)}
+    model = started(tmp_path, **changes)
+    kernel = trained.blocks.attn.qkv.kernel[...]
+    np.testing.assert_array_equal(model.backbone.blocks.attn.qkv.kernel[...], kernel)
+    found = capsys.readouterr().out
+    assert "weights of a classifier: new neck, head, not used head.bias, head.kernel, norm" in found
+    with pytest.raises(
+        ConfigError, match="with the head 'upernet', and this model is a classifier"
+    ):
+        started(finished, **plain)
+    with pytest.raises(ConfigError, match="'upernet', and this model has the head 'linear'"):
+        started(finished, **changes | {"model__head": "linear"})
+
+
+@pytest.mark.slow
+def test_several_seeds_are_each_as_if_alone_and_share_a_report(tmp_path, capsys):
+    both = UPERNET | {"seeds": 2, "data__on_device": True}
+    run(tmp_path / "both", **both)
+    alone = UPERNET | {"seed": 1, "data__on_device": True}
+    run(tmp_path / "alone", **alone)
+    state = final_state(tmp_path / "both", **both)
+    config = resolve(json.loads((tmp_path / "both" / "config.json").read_text()))
+    second = seeds.split(state, config)[1]
+    other = final_state(tmp_path / "alone", **alone)
+    for name in ("params", "stats"):
+        for ours, theirs in zip(
+            jax.tree.leaves(second[name]), jax.tree.leaves(other[name]), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+    rows = rows_of(tmp_path / "both")
+    assert [row["seed"] for row in rows] == [0, 1, 0, 1]
+    report.main([str(tmp_path / "both"), "--out", str(tmp_path / "report")])
+    assert "mean IoU (%)" in capsys.readouterr().out
+    assert "Mean IoU in percent" in (tmp_path / "report" / "report.md").read_text()
