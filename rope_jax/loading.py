@@ -68,6 +68,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "default: fresh weights",
     )
     add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
+    add("--head", help="of dense prediction, for --model: upernet(width=512)")
     add("--num_classes", type=Number(int, low=0), help="outputs of --model")
     add("--image_size", help="pixels for which --model is created: 224 or 224x320")
     add("--options", default="", help="overrides of --model: depth=6,window_size=8")
@@ -95,7 +96,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
 
 def _load_run(arguments: argparse.Namespace) -> LoadedModel:
-    own = ("position", "weights", "source", "num_classes", "image_size", "options", "dtype")
+    own = ("position", "weights", "source", "head", "num_classes", "image_size", "options", "dtype")
     if given := [name for name in own if getattr(arguments, name)]:
         raise ConfigError(
             f"--{given[0]} goes with --model; a WORKDIR has it in its config.json: leave it out"
@@ -138,6 +139,7 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
             image_size=size and image_pair(size),
             seed=seed,
             dtype=dtype,
+            head=arguments.head,
             **options,
         )
     saved = model.name != arguments.model  # --model names weights
@@ -156,6 +158,8 @@ def _load_named(arguments: argparse.Namespace) -> LoadedModel:
         image_size=model.image_size,
         seed=seed,
         dtype=dtype,
+        head=model.head_notation,
+        blocks=None if model.head_notation is None else model.blocks,
         **dataclasses.asdict(model.options),
     )
     return LoadedModel(

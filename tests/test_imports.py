@@ -88,7 +88,7 @@ FLOORS = {
     "rope_jax.export_model": ("loading", ""),
     "rope_jax.tune": ("config models", f"{ARRAYS} flax.nnx"),
     "rope_jax.training": ("restore tasks processes", f"{ARRAYS} flax.nnx optax"),
-    "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx"),
+    "rope_jax.evaluate": ("training loading", f"{ARRAYS} flax.nnx PIL"),
     "rope_jax.analysis": ("evaluate", f"{ARRAYS} flax.nnx matplotlib scipy.special"),
     "rope_jax.run": ("analysis", f"{ARRAYS} flax.nnx"),
     "rope_jax.compilation": ("files", "jax"),

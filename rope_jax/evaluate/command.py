@@ -1,11 +1,18 @@
-"""Accuracy of a model at any list of resolutions, on a run's test split or a set of files.
+"""Scores of a model at any list of resolutions, on a run's test split or a set of files.
 
     python -m rope_jax.evaluate runs/digits --resolutions=8,12,16
     python -m rope_jax.evaluate --model=deit_s16 --weights=deit_s.safetensors --dataset=real \
         --images=ILSVRC2012_val --resolutions=224,384
+    python -m rope_jax.evaluate runs/upernet --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
+    python -m rope_jax.evaluate --model=WEIGHTS --dataset=ade20k --images=ADEChallengeData2016
 
 Each resolution is written to a row of `evaluations.json` as soon as it is evaluated; existing rows
 are not evaluated again.
+
+Segmentation is scored at the size at which labels are stored. Images of a set in memory are seen as
+they are, others are resized to a short side of the resolution and seen through windows of that
+size. A picture beside the rows, predictions_512x512.png, shows the first images, their labels and
+the predictions.
 """
 
 import argparse
@@ -17,12 +24,14 @@ import pathlib
 import sys
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from rope_jax import data
 from rope_jax.arguments import Number, command_parser
-from rope_jax.config import ConfigError, in_one_line
+from rope_jax.config import ConfigError, blame, in_one_line
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import (
     Row,
@@ -32,14 +41,29 @@ from rope_jax.evaluate.accuracy import (
     on_all_devices,
     protocol,
 )
-from rope_jax.evaluate.results import add_evaluation, results_table, usable_evaluations
+from rope_jax.evaluate.results import (
+    add_evaluation,
+    class_table,
+    results_table,
+    usable_evaluations,
+)
+from rope_jax.evaluate.segments import Views, draw_pictures, segment_split, side_multiple
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.models.pretrained import Preprocessing
-from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
+from rope_jax.sharding import (
+    from_first_process,
+    make_mesh,
+    replicated,
+    require_devices,
+    share,
+    use_mesh,
+)
 from rope_jax.tasks import task_of
 from rope_jax.text import image_pair
 from rope_jax.training.kernels import kernels_of_run
 from rope_jax.training.setup import load_split
+
+_MASKS = ("ade20k", "masks")  # sets whose pixels have classes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,7 +85,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
     add, share = parser.add_argument, Number(float, above=0, high=1)
-    add("--dataset", choices=data.EVALUATION_SETS, help="default: test split of the WORKDIR's data")
+    sets = (*data.EVALUATION_SETS, *_MASKS)
+    add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
     add("--images", help="folder of the dataset")
     add("--resolutions", help="224,384,224x320; the training resolution is the default")
     add("--crop", type=share, help="share of the resized image to keep; default: the weights' or 1")
@@ -72,21 +97,42 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
     )
     add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
-    add("--batch_size", type=Number(int, low=1), default=128, help="images in a step")
+    add("--scales", type=_scales, help="segmentation: 0.5,1,1.5, of the images, averaged")
+    add("--flip", action="store_true", help="segmentation: average with flipped images, too")
+    add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
+    stride = "segmentation: pixels from window to window; default: two thirds of the window"
+    add("--stride", type=Number(int, low=1), help=stride)
+    add("--pictures", type=Number(int, low=0), default=4, help="images in predictions_*.png")
+    add("--batch_size", type=Number(int, low=1), default=128, help="images or windows in a step")
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
     return parser.parse_args(arguments)
 
 
-def _check(asked: argparse.Namespace, has_split: bool) -> None:
+def _scales(text: str) -> tuple[float, ...]:
+    return tuple(map(Number(float, above=0, high=16), text.split(",")))
+
+
+def _check(asked: argparse.Namespace, has_split: bool, segments: bool) -> None:
     """Rejects incompatible arguments."""
+    given = [name for name in ("scales", "flip", "window", "stride") if getattr(asked, name)]
+    if given and not segments:
+        raise ConfigError(
+            f"--{given[0]} is for models that segment images, and this one classifies them: leave "
+            "it out"
+        )
+    if asked.dataset is not None and segments != (asked.dataset in _MASKS):
+        fitting = ", ".join(_MASKS if segments else data.EVALUATION_SETS)
+        raise ConfigError(
+            f"--dataset={asked.dataset} is of another task than the model: use one of {fitting}"
+        )
     if (asked.dataset is None) != (asked.images is None) or not (asked.dataset or has_split):
         raise ConfigError(
             "name --dataset and the folder of its --images; only a WORKDIR has a test split of "
             "its own"
         )
-    if asked.dataset is None and (asked.crop or asked.interpolation):
+    if (asked.dataset is None or segments) and (asked.crop or asked.interpolation):
         raise ConfigError(
-            "--crop and --interpolation are of --images: the test split of a WORKDIR is prepared "
+            "--crop and --interpolation are of --images that are classified: others are prepared "
             "as in training"
         )
 
@@ -95,7 +141,8 @@ def _evaluate(asked: argparse.Namespace) -> None:
     about = load_model(asked)
     if asked.scale_windows is None:
         asked.scale_windows = about.config is not None and about.config.eval.scale_windows
-    _check(asked, about.config is not None)
+    segments = about.model.task == "segmentation"
+    _check(asked, about.config is not None, segments)
     given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
     preprocessing = dataclasses.replace(
         about.preprocessing, **{name: value for name, value in given.items() if value is not None}
@@ -109,7 +156,10 @@ def _evaluate(asked: argparse.Namespace) -> None:
         rows = _evaluate_sizes(asked, about, preprocessing, sizes, out)
     if share()[0] == 0:
         print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
-        print(f"{results_table(rows)}\n\nrows: {out}")
+        print(results_table(rows))
+        if segments:
+            print(f"\n{class_table(rows, about.model.class_names)}")
+        print(f"\nrows: {out}")
 
 
 def _evaluate_sizes(
@@ -120,10 +170,16 @@ def _evaluate_sizes(
     out: pathlib.Path,
 ) -> list[Row]:
     """The row of each size: from the file, or evaluated and added to it."""
-    found = None if asked.dataset is None else data.EvaluationSet(asked.dataset, asked.images)
+    segments, found = about.model.task == "segmentation", None
+    if asked.dataset is not None and not segments:
+        found = data.EvaluationSet(asked.dataset, asked.images)
     mesh, rows, first = make_mesh(), [], share()[0] == 0
     for size in sizes:
         identity = _identity(asked, about, size)
+        if segments:
+            images = _images(asked, about, size)
+            views = _views(asked, images)
+            identity |= {"images": asked.images, "views": str(views)}
         if found is not None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
             identity |= {"images": asked.images} | how
@@ -133,7 +189,9 @@ def _evaluate_sizes(
             model = at_resolution(
                 about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink
             )
-            if found is None:
+            if segments:
+                row = _segment(asked, about, images, views, preprocessing, mesh, out.parent)
+            elif found is None:
                 row = _own_split(about, model, size, asked.batch_size, mesh)
             else:
                 row = evaluate_files(
@@ -179,6 +237,77 @@ def _identity(
     if config is not None:
         identity["seed"] = config.seed
     return identity
+
+
+def _images(
+    asked: argparse.Namespace, about: LoadedModel, size: tuple[int, int]
+) -> data.Images | data.Streamed:
+    """The images of --dataset, or of the run's test split, for a segmentation."""
+    if asked.dataset is None:
+        return load_split(about.config, "test", size)
+    return data.load(asked.dataset, asked.images, "test", size)
+
+
+def _views(asked: argparse.Namespace, images: data.Images | data.Streamed) -> Views:
+    """The views that were asked for; by default windows of the size of evaluation, or the whole
+    images of a set in memory."""
+    scales = asked.scales or (1.0,)
+    window = asked.window or ("whole" if images.in_memory else None)
+    if window == "whole":
+        if asked.stride is not None:
+            raise ConfigError("--stride is from window to window: name a --window, or leave it out")
+        return Views(scales, asked.flip)
+    with blame("--window"):
+        size = images.size if window is None else image_pair(window)
+    return Views(scales, asked.flip, size, asked.stride or max(1, 2 * min(size) // 3))
+
+
+def _segment(
+    asked: argparse.Namespace,
+    about: LoadedModel,
+    images: data.Images | data.Streamed,
+    views: Views,
+    preprocessing: Preprocessing,
+    mesh: Mesh,
+    folder: pathlib.Path,
+) -> Row:
+    """The row of a segmentation, and its picture in `folder`."""
+    about.model.class_names = about.model.class_names or images.class_names
+    graph, weights = nnx.split(about.model)
+    options = {"scale_windows": asked.scale_windows, "rpb_shrink": asked.rpb_shrink}
+
+    def apply(weights: Any, windows: Array) -> Array:
+        with use_mesh(mesh):
+            model = nnx.merge(graph, weights)
+            return at_resolution(model, windows.shape[1:3], **options)(windows)
+
+    if views.window is not None:
+        with blame("--window"):
+            about.model.grids(views.window)
+    found = segment_split(
+        apply,
+        jax.device_put(weights, replicated(mesh)),
+        images,
+        views,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        batch_size=min(asked.batch_size, 16),
+        multiple=side_multiple(about.model.grids),
+        mesh=mesh,
+        pictures=asked.pictures,
+        bad_images="error" if about.config is None else about.config.data.bad_images,
+        poll=functools.partial(_show_progress, len(images.labels)),
+    )
+    first = share()[0] == 0
+    if first:
+        print(file=sys.stderr)
+    if first and found.pictures:
+        path = folder / f"predictions_{'x'.join(map(str, images.size))}.png"
+        draw_pictures(found.pictures, images.classes, path)
+        print(f"picture: {path}")
+    windows = about.model.window_rule(scaled=asked.scale_windows)
+    how = "; ".join(filter(None, (found.row["protocol"], windows)))
+    return found.row | {"protocol": how}
 
 
 def _show_progress(total: int, images: int) -> None:

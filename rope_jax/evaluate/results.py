@@ -119,6 +119,25 @@ def results_table(rows: Sequence[Row]) -> str:
     return format_table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
+def class_table(rows: Sequence[Row], class_names: Sequence[str] | None) -> str:
+    """Intersection over union of each class, a column for each row of a segmentation.
+
+    >>> print(class_table([{"resolution": [8, 8], "iou": [0.5, None]}], ["sky", "sea"]))
+    class  8x8
+    -----  ------
+    sky    0.5000
+    sea    -
+
+    Args:
+        rows: with `iou`; a class that is neither predicted nor there has None.
+        class_names: of all classes; None for their numbers.
+    """
+    names = class_names or [str(number) for number in range(len(rows[0]["iou"]))]
+    header = ["class", *("x".join(map(str, row["resolution"])) for row in rows)]
+    columns = [["-" if x is None else f"{x:.4f}" for x in row["iou"]] for row in rows]
+    return format_table(header, list(zip(names, *columns, strict=True)))
+
+
 def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
     """The rows of each line of the accuracy plot: one per seed and protocol.
 

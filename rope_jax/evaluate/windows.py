@@ -69,6 +69,8 @@ class Windows:
         stride: pixels from each window to the next.
         batch: windows in a step on all devices together.
         multiple: of the sides of canvases that are windows: the patch size.
+        exact: whether whole images are padded to that multiple only, for sets of few sizes; else
+            to canvases.
     """
 
     def __init__(
@@ -79,16 +81,17 @@ class Windows:
         stride: int = 1,
         batch: int = 1,
         multiple: int = 1,
+        exact: bool = False,
         mesh: Mesh,
     ):
         """Compiles nothing yet.
 
         Args:
             apply: (weights, normalised windows) -> logits of every pixel.
-            size, stride, batch, multiple: see above.
+            size, stride, batch, multiple, exact: see above.
             mesh: the devices.
         """
-        self.size, self.stride, self.multiple = size, stride, multiple
+        self.size, self.stride, self.multiple, self.exact = size, stride, multiple, exact
         self.batch = -(-batch // mesh.size) * mesh.size if size else mesh.size
         self._mesh = mesh
         # Functions of this object, so that `programs` counts its own.
@@ -128,11 +131,13 @@ class Windows:
         self, weights: Any, image: Float[np.ndarray, "h w 3"], *, flipped: bool, original: Size
     ) -> Float[Array, "H W K"]:
         """Probabilities of one view: those of the mean logits, resized to the original."""
-        canvas = tuple(
-            math.ceil(bucket(max(side, least)) / self.multiple) * self.multiple
-            for side, least in zip(image.shape, self.size or (1, 1), strict=False)
+        sides = [max(n, least) for n, least in zip(image.shape, self.size or (1, 1), strict=False)]
+        canvas, tight = (
+            tuple(math.ceil(side / self.multiple) * self.multiple for side in own)
+            for own in (map(bucket, sides), sides)
         )
-        window = self.size or canvas
+        window = self.size or (tight if self.exact else canvas)
+        canvas = tuple(map(max, canvas, window))
         sums, count = self._sums(weights, image, window, canvas)
         rows, columns = (
             np.zeros((bucket(after), side), count.dtype)

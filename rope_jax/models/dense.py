@@ -12,9 +12,9 @@ from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import FourScales, StageNorms
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.models.registry import create_backbone, find_model
+from rope_jax.models.registry import check_classes, create_backbone, find_model
 from rope_jax.positions.grids import Grid
-from rope_jax.text import parse
+from rope_jax.text import Call, parse
 from rope_jax_kernels import Pattern
 
 
@@ -113,6 +113,21 @@ class DenseModel(Backbone):
         return self.backbone.window_rule(scaled=scaled)
 
 
+def head_call(head: str) -> Call:
+    """The name and options of a head's text.
+
+    >>> head_call("upernet(width=512)").name
+    'upernet'
+
+    Raises:
+        ValueError: it is not the text of one head.
+    """
+    calls = parse(head, "head") if isinstance(head, str) else []
+    if len(calls) != 1:
+        raise ValueError(f"head={head!r} must be the text of one head, such as 'upernet'")
+    return calls[0]
+
+
 def third_blocks(depth: int) -> tuple[int, ...]:
     """The blocks of a plain ViT whose outputs become four maps: 3, 5, 7, 11 of 12.
 
@@ -130,7 +145,7 @@ def create_dense(
     *,
     head: str,
     blocks: Sequence[int] | None = None,
-    num_classes: int | None = None,
+    num_classes: Any = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
     overrides: Mapping[str, Any] = {},
@@ -140,14 +155,13 @@ def create_dense(
 
     What is None is what `described` has, a model with weights.
     """
-    (call,) = parse(head, "head")
+    call = head_call(head)
     wanted = find_head(call.name).family
     if num_classes is None and described is not None and described.head is not None:
         num_classes = described.num_classes
-    if not num_classes:
+    if not (num_classes := check_classes(num_classes or 0)):
         raise ValueError(
-            f"num_classes={num_classes} leaves the head {call.name!r} without classes: say how "
-            "many there are, 150 in ADE20k"
+            f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )
     # Families that cannot leave their last norm out keep it, and it takes no part.
     last_norm = wanted.normalised or "last_norm" in find_model(name).options.fixed

@@ -18,7 +18,6 @@ from flax import nnx
 
 from rope_jax import plugins
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.positions.grids import Grid
 from rope_jax.text import closest, image_pair, nearest
 
 
@@ -224,9 +223,9 @@ def create_backbone(
     name: str,
     described: Description | None = None,
     *,
-    position: str | None = None,
-    num_classes: int | None = None,
-    image_size: int | Grid | None = None,
+    position: Any = None,
+    num_classes: Any = None,
+    image_size: Any = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
     overrides: Mapping[str, Any] = {},
@@ -243,23 +242,28 @@ def create_backbone(
             f"position={position!r} must be the text of a scheme, such as 'axial_rope' or "
             "'rope2d(base=50)'"
         )
-    num_classes = default.num_classes if num_classes is None else num_classes
-    if not isinstance(num_classes, int | np.integer) or num_classes < 0:
-        raise ValueError(
-            f"num_classes={num_classes!r} must be a whole number: of classes, or 0 for no head"
-        )
+    num_classes = check_classes(default.num_classes if num_classes is None else num_classes)
     size = image_pair(default.image_size if image_size is None else image_size)
     options = {} if described is None else described.options
     model = entry.family(
         entry.options.override(name, {**options, **overrides}),
         position=position,
-        num_classes=int(num_classes),
+        num_classes=num_classes,
         image_size=size,
         dtype=_compute_dtype(dtype),
         rngs=nnx.Rngs(seed),
     )
     model.name, model.notation, model.image_size = name, position, size
     return model
+
+
+def check_classes(number: Any) -> int:
+    """A number of classes; raises ValueError for anything else."""
+    if not isinstance(number, int | np.integer) or number < 0:
+        raise ValueError(
+            f"num_classes={number!r} must be a whole number: of classes, or 0 for no head"
+        )
+    return int(number)
 
 
 def _compute_dtype(dtype: Any) -> np.dtype:

@@ -59,8 +59,13 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
     [
         ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; the nearest are 'upernet'"),
         ("vit_adapter_ti16", {"head": "linear"}, "one map, not the four of vit_adapter_ti16: use"),
-        ("deit_ti16", {"head": "linear", "num_classes": None}, "without classes: say how many"),
-        ("deit_ti16", {"head": "linear", "num_classes": 0}, "num_classes=0 leaves the head"),
+        (
+            "deit_ti16",
+            {"head": "linear", "num_classes": None},
+            "the head 'linear' needs num_classes",
+        ),
+        ("deit_ti16", {"head": "linear", "num_classes": "3"}, "num_classes='3' must be a whole"),
+        ("deit_ti16", {"head": "linear+upernet"}, "must be the text of one head"),
         ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
         ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"maps of one block, not \(3, 5\)"),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),

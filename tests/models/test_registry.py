@@ -43,8 +43,8 @@ def test_defaults_of_every_isotropic_model(name):
     digits = name == "vit_digits"
     assert model.head.kernel.shape == (model.options.width, 10 if digits else 1000)
     assert model.position.stage.grid == ((4, 4) if digits else (14, 14))
-    family = re.match(r"deit3?|vit|nat", name)[0]
-    scheme = {"deit": "Learned", "deit3": "Learned", "vit": "AxialRope", "nat": "Position"}[family]
+    schemes = {"vit_adapter": "Learned", "vit": "AxialRope", "deit": "Learned", "nat": "Position"}
+    scheme = next(scheme for family, scheme in schemes.items() if name.startswith(family))
     assert type(model.position).__name__ == scheme
 
 

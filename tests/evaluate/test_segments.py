@@ -1,0 +1,171 @@
+"""Segmentation of sets: scores by definition, views, programs, pictures, and the command."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+import rope_jax
+from rope_jax import data, evaluate
+from rope_jax.config import ConfigError
+from rope_jax.data.sources import scenes
+from rope_jax.data.sources.index import BadImages
+from rope_jax.evaluate.segments import Views, colours, draw_pictures, segment_split, side_multiple
+from rope_jax.sharding import make_mesh
+from tests.small_run import save_run
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def by_colour(weights, images):
+    """Scores of three classes from the red of single pixels: windows must not show."""
+    red = images[..., :1]
+    return -jnp.square(red - jnp.array([0.0, 0.4, 0.8])) * 50 + weights
+
+
+def split(images, views, **changes):
+    settings = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, "multiple": 4}
+    weights = np.zeros(3, np.float32)
+    return segment_split(by_colour, weights, images, views, mesh=make_mesh(), **settings | changes)
+
+
+@pytest.fixture
+def masks(tmp_path):
+    """Four images with a short side of 24 pixels, and labels that are wrong in two rows."""
+    folder = tmp_path / "set" / "test"
+    folder.mkdir(parents=True)
+    (tmp_path / "set" / "classes.txt").write_text("low\nmiddle\nhigh\n")
+    rng = np.random.default_rng(0)
+    for name, size in {"a": (24, 40), "b": (40, 24), "c": (24, 24), "d": (24, 40)}.items():
+        classes = np.kron(rng.integers(0, 3, (2, 2)), np.ones((size[0] // 2, size[1] // 2)))
+        red = np.uint8(np.round(classes * 102))
+        Image.fromarray(np.stack([red, red, red], -1)).save(folder / f"{name}.jpg", quality=100)
+        labels = classes.astype(np.uint8)
+        labels[:3, :5], labels[5:7] = 255, 2
+        Image.fromarray(labels).save(folder / f"{name}.png")
+    return data.load("masks", str(tmp_path / "set"), "test", (24, 24))
+
+
+def definition(masks):
+    """Mean IoU and accuracy of the nearest colour at every pixel, at the size of the labels."""
+    found, there = [], []
+    for number in range(4):
+        image, labels = masks.original(number)
+        valid = labels != 255
+        found.append(np.abs(image[..., :1] / 255 - [0, 0.4, 0.8]).argmin(-1)[valid])
+        there.append(labels[valid])
+    found, there = np.concatenate(found), np.concatenate(there)
+    iou = [
+        ((found == k) & (there == k)).sum() / ((found == k) | (there == k)).sum() for k in range(3)
+    ]
+    return iou, (found == there).mean()
+
+
+@pytest.mark.parametrize("views", [Views(), Views(window=(16, 16), stride=8), Views(flip=True)])
+def test_scores_are_those_at_the_size_of_the_labels(masks, views):
+    found = split(masks, views, pictures=2)
+    iou, accuracy = definition(masks)
+    assert found.row["count"] == 4
+    np.testing.assert_allclose(found.row["iou"], iou, atol=1e-12)
+    assert found.row["miou"] == pytest.approx(np.mean(iou), abs=1e-12)
+    assert found.row["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert str(views) in found.row["protocol"]
+    assert "short side of 24 pixels, at most 96 long" in found.row["protocol"]
+    image, labels, predicted = found.pictures[1]
+    assert image.shape[:2] == labels.shape == predicted.shape == (40, 24)
+    assert (predicted == labels)[labels != 255].mean() > 0.8
+
+
+def test_one_program_serves_all_images_of_a_set(masks):
+    views = Views(scales=(0.5, 1.0, 1.5), flip=True, window=(16, 16), stride=8)
+    assert split(masks, views).programs["model"] == 1
+    whole = split(masks, Views()).programs
+    assert whole["model"] == 3  # canvases 24 x 48, 48 x 24, 24 x 24
+
+
+def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
+    file = masks.source.label_file(2)
+    file.write_bytes(file.read_bytes()[:60])
+    with pytest.raises(BadImages, match=r"c\.png"):
+        split(masks, Views())
+    assert split(masks, Views(), bad_images="skip").row["count"] == 3
+
+
+def test_views_have_the_sizes_of_mmsegmentation():
+    image = np.zeros((300, 400, 3), np.float32)
+    views = Views(scales=(0.5, 1.0), flip=True)
+    assert [(view.shape[:2], flipped) for view, flipped in views.of(image, (512, 2048))] == [
+        ((256, 341), False),
+        ((256, 341), True),
+        ((512, 683), False),
+        ((512, 683), True),
+    ]
+    assert [view.shape[:2] for view, _ in Views(scales=(0.5,)).of(image, None)] == [(150, 200)]
+    least = Views(scales=(0.5,), window=(512, 512), stride=341)
+    assert [view.shape[:2] for view, _ in least.of(image, (512, 2048))] == [(512, 682)]
+
+
+def test_sides_that_a_model_takes():
+    model = nnx.eval_shape(lambda: rope_jax.create_model("deit_ti16", depth=1))
+    assert side_multiple(model.grids) == 16
+
+    def none(size):
+        raise ValueError
+
+    with pytest.raises(ConfigError, match="name a --window that it takes"):
+        side_multiple(none)
+
+
+def test_a_picture_has_a_row_for_each_image(tmp_path):
+    assert len(np.unique(colours(150), axis=0)) == 150
+    image = np.full((4, 6, 3), 7, np.uint8)
+    labels = np.zeros((4, 6), np.uint8)
+    labels[0, 0], labels[1] = 255, 1
+    draw_pictures([(image, labels, labels)] * 2, 2, tmp_path / "p.png")
+    sheet = np.asarray(Image.open(tmp_path / "p.png"))[::32, ::32]
+    assert sheet.shape == (10, 22, 3)
+    assert (sheet[:4, :6] == 7).all()
+    assert sheet[0, 8].tolist() == [255] * 3
+    assert sheet[1, 8].tolist() == sheet[7, 16].tolist() == [128, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A workdir of a segmentation of scenes with fresh weights."""
+    workdir = tmp_path_factory.mktemp("run")
+    options = {"name": "vit_digits", "head": "linear", "num_classes": 11}
+    sizes = {"source": "scenes", "image_size": 16}
+    save_run(workdir, 3, model=options | {"options": "depth=1,width=16,heads=2"}, data=sizes)
+    return workdir
+
+
+def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, monkeypatch):
+    monkeypatch.setitem(scenes.COUNTS, "test", 6)
+    evaluate.main([str(run), "--resolutions=12x20", "--scales=0.5,1", "--flip"])
+    out = capsys.readouterr().out
+    assert "mIoU" in out
+    assert "background  0." in out
+    evaluate.main([str(run), "--resolutions=12x20"])  # other views are another row
+    rows = json.loads((run / "evaluations.json").read_text())["rows"]
+    assert [(row["resolution"], row["count"]) for row in rows] == [([12, 20], 6)] * 2
+    assert "scales 0.5, 1, each also flipped, whole images" in rows[0]["protocol"]
+    assert len(rows[0]["iou"]) == 11
+    assert Image.open(run / "predictions_12x20.png").size[0] > 60
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stride=4"], "--stride is from window to window: name a --window"),
+        (["--window=15"], r"15x15 is not divisible by the patch size 2: .* \[--window\]"),
+        (["--dataset=real", "--images=x"], "--dataset=real is of another task than the model"),
+        (["--crop=0.9"], "are prepared as in training"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch):
+    monkeypatch.setitem(scenes.COUNTS, "test", 6)
+    with pytest.raises(SystemExit, match=message):
+        evaluate.main([str(run), *flags])
