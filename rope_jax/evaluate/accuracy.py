@@ -97,8 +97,15 @@ def accuracies(
             totals = totals + (counted if config.seeds > 1 else counted[None])
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
+    about = description(images) | {"count": seen}
+    return [about | task.scores(total) for total in totals]
+
+
+def description(images: data.Images | data.Streamed) -> Row:
+    """The entries of a row about its images, with the names of classes of pixels."""
+    names = {"class_names": list(images.class_names or ())} if images.pixelwise else {}
     about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
-    return [about | {"count": seen} | task.scores(total) for total in totals]
+    return about | names
 
 
 def resolutions(config: Config) -> list[tuple[int, int]]:

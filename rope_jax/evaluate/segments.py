@@ -17,6 +17,7 @@ from rope_jax.config import ConfigError
 from rope_jax.data import Images, Streamed, StreamedMaps
 from rope_jax.data.images.joint import scaled_size
 from rope_jax.data.sources.index import BadImages
+from rope_jax.evaluate.accuracy import description
 from rope_jax.evaluate.results import Row
 from rope_jax.evaluate.windows import Apply, Size, Windows, at_least, resize_image
 from rope_jax.files import write_file
@@ -170,11 +171,10 @@ def segment_split(
         if len(kept) < pictures:
             kept.append((image, label, np.asarray(found)[: label.shape[0], : label.shape[1]]))
         poll(number + 1)
-    about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
     resized = "images at their own size"
     if short is not None:
         resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
-    row = about | {"count": used} | segmentation.scores(totals)
+    row = description(images) | {"count": used} | segmentation.scores(totals)
     row["protocol"] = f"{resized}, labels at their own size; {views}"
     return Segmented(row, kept, windows.programs())
 

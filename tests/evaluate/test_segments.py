@@ -153,7 +153,8 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
     assert [(row["resolution"], row["count"]) for row in rows] == [([12, 20], 6)] * 2
     assert "scales 0.5, 1, each also flipped, whole images" in rows[0]["protocol"]
     assert len(rows[0]["iou"]) == 11
-    assert Image.open(run / "predictions_12x20.png").size[0] > 60
+    with Image.open(run / "predictions_12x20.png") as picture:
+        assert picture.size[0] > 60
 
 
 @pytest.mark.parametrize(
