@@ -6,12 +6,13 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test test-all test-process test-slow lint format docs links
+.PHONY: help setup train compare segment test test-all test-process test-slow lint format docs links
 .PHONY: notebooks clean
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
+	@echo "make segment [ARGS=...]           train a small ViT to segment scenes of digits: mIoU at five sizes, a picture"
 	@echo "make test | lint | format         checks for every change (tests: eight minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
@@ -39,6 +40,10 @@ train: setup
 SCHEMES = none,ape,rpb,rope2d,rope_mixed,axial_rope
 compare: setup
 	$(RUN) -m rope_jax.compare --config=digits --positions='$(SCHEMES)' --seeds=1 $(ARGS)
+
+segment: WORKDIR = runs/scenes
+segment: setup
+	$(RUN) -m rope_jax.main --config=configs/scenes.py --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist worksteal

@@ -17,6 +17,7 @@ from benchmarks._runner import Result
 from docs.evidence import evidence, ranking
 from docs.papers import citation, papers
 from docs.results import ROOT, newest, no_result, origin, read_results
+from docs.scenes import scenes
 from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.positions.__main__ import markdown
@@ -31,6 +32,7 @@ DOCS = (
     "many_devices",
     "running",
     "citing",
+    "segmentation",
 )
 FILES = ("README.md", "kernels/README.md", *(f"docs/{name}.md" for name in DOCS))
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -289,6 +291,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "data": data,
     "evidence": evidence,
     "ranking": ranking,
+    "scenes": scenes,
     "costs": costs,
     "papers": papers,
     "citation": citation,

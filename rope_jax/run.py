@@ -17,6 +17,7 @@ from jaxtyping import UInt8
 
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
+from rope_jax.analysis.segments import segments
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
 from rope_jax.data.images.decode import MAX_BYTES, decode_image
 from rope_jax.evaluate import (
@@ -295,7 +296,11 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {model}, step {step}")
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
-    picture = accuracy_against_resolution(lines, workdir / "accuracy.png")
+    pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
+    if setup.held_out.pixelwise and jax.process_count() == 1:
+        path = workdir / "segments.png"
+        new = evaluated or not path.is_file()
+        pictures.append(segments(setup, state, path) if new else path)
     if evaluated and config.tensorboard:
         accuracies = {
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[
@@ -306,7 +311,8 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
         }
         write_board(workdir, step, numbers=accuracies, pictures=_pictures(workdir))
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"
-    print(f"\npicture: {picture}" if picture else f"\n{missing}")
+    drawn = [f"picture: {picture}" for picture in pictures if picture]
+    print("", *(drawn or [missing]), sep="\n")
 
 
 def _pictures(workdir: pathlib.Path) -> dict[str, UInt8[np.ndarray, "_ _ 3"]]:

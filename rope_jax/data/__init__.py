@@ -10,7 +10,15 @@ from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
 from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
-from rope_jax.data.sources import Images, Streamed, StreamedMaps, load, open_source, register_source
+from rope_jax.data.sources import (
+    Images,
+    LabelMaps,
+    Streamed,
+    StreamedMaps,
+    load,
+    open_source,
+    register_source,
+)
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages, BadSet
 
@@ -22,6 +30,7 @@ __all__ = [
     "Batches",
     "EvaluationSet",
     "Images",
+    "LabelMaps",
     "Streamed",
     "StreamedMaps",
     "batch_examples",

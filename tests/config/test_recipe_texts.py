@@ -9,10 +9,10 @@ import rope_jax
 from rope_jax.analysis import expected
 from rope_jax.training.optim import decay_mask
 from rope_jax.workdir.trees import named_leaves
-from tests.config.test_recipes import RECIPES, recipe, resolved
+from tests.config.test_recipes import DENSE, RECIPES, recipe, resolved
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *DENSE])
 def test_a_recipe_tells_what_it_costs(name):
     raw, text = recipe(name, "position=rope2d,resolution=64")
     assert raw.model.position == "rope2d"
@@ -23,17 +23,21 @@ def test_a_recipe_tells_what_it_costs(name):
     assert re.search(r"\n\nDeviations from the original, as far as known:\n\n- ", text)
 
 
+def paragraphs(text, *, after, before):
+    """The tables between two parts of a docstring, as lists of rows of cells."""
+    part = text[text.index(after) : text.index(before, text.index(after))]
+    return [
+        [re.split(r"  +", line.strip()) for line in paragraph.strip("\n").splitlines()]
+        for paragraph in part.split("\n\n")
+        if re.match(r"\n? {4}\S", paragraph)
+    ]
+
+
 def tables(text):
     """The source of the expected accuracies of a docstring, and its tables as (header, rows)."""
     start = re.search(r"Expected top-1 in percent \((.+?)\), not\s+trained\s+here", text, re.S)
-    end = text.index("Deviations from the original")
-    paragraphs = text[start.end() : end].split("\n\n")
-    lines = [
-        [re.split(r"  +", line.strip()) for line in paragraph.strip("\n").splitlines()]
-        for paragraph in paragraphs
-        if re.match(r"\n? {4}\S", paragraph)
-    ]
-    return " ".join(start[1].split()), [(header, rows) for header, *rows in lines]
+    found = paragraphs(text, after=start[0], before="Deviations from the original")
+    return " ".join(start[1].split()), [(header, rows) for header, *rows in found]
 
 
 @pytest.mark.parametrize("name", RECIPES)
