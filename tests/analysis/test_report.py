@@ -126,7 +126,7 @@ def test_runs_of_a_segmentation_are_compared_by_mean_iou(tmp_path, capsys):
     assert "| sea | 40.0 | - |" in markdown
     assert "top-1" not in markdown
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
-    with pytest.raises(SystemExit, match="by mean IoU and .* by top-1 accuracy: compare runs of"):
+    with pytest.raises(SystemExit, match=r"by mean IoU and .* by top-1 accuracy: compare runs of"):
         report.main([str(a), str(c)])
 
 
