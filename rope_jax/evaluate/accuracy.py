@@ -17,7 +17,7 @@ from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import put_batch, replicated, share, use_mesh
-from rope_jax.tasks import classification, task_of
+from rope_jax.tasks import classification
 from rope_jax.text import image_pair
 from rope_jax.training.setup import Setup, State, load_split
 from rope_jax.training.signals import Signals
@@ -338,7 +338,6 @@ def evaluate_files(
         std=preprocessing.std,
         batch_size=batch_size,
         mesh=mesh,
-        task=task_of(model),
         poll=poll,
     )
     height, width = (preprocessing.resized(side) for side in size)
