@@ -36,7 +36,7 @@ from rope_jax.sharding import (
     use_mesh,
     with_shardings,
 )
-from rope_jax.tasks import classification
+from rope_jax.tasks import segmentation, task_of
 from rope_jax.training import optim
 from rope_jax.training.setup import Setup, initial_state
 from rope_jax.training.step import make_step
@@ -92,6 +92,7 @@ def compile_step(
     *,
     fsdp: int = 1,
     implementation: str | None = None,
+    size: int = SIZE,
     **options: Any,
 ) -> Step:
     """Compiles the training step of a model.
@@ -102,13 +103,16 @@ def compile_step(
         batch: images per device.
         fsdp: as in `MeshConfig`.
         implementation: implementation of attention; None for the model's own choice.
-        **options: options of the model.
+        size: side of the images in pixels.
+        **options: options of the model, and further arguments of `create_model`: head, num_classes.
     """
     run, state = _run(name, make_mesh(fsdp, devices=devices), options)
     count = batch * run.mesh.size
-    image = jax.ShapeDtypeStruct((count, SIZE, SIZE, 3), jnp.uint8)
+    image = jax.ShapeDtypeStruct((count, size, size, 3), jnp.uint8)
     number = jax.ShapeDtypeStruct((count,), jnp.int32)
-    arrays = {"image": image, "label": number, "epoch": number, "index": number}
+    pixels = jax.ShapeDtypeStruct((count, size, size), jnp.uint8)
+    label = pixels if run.task is segmentation else number
+    arrays = {"image": image, "label": label, "epoch": number, "index": number}
     names = () if implementation is None else ("attention", "attention_qkv")
     forced = {op: {implementation: range(1000)} for op in names}
     with use_mesh(run.mesh), mock.patch.dict(dispatch.PREFERENCE, forced):
@@ -129,18 +133,19 @@ def _run(name: str, mesh: Any, options: dict[str, Any]) -> tuple[Setup, Any]:
     raw = config.default()
     raw.update({"dtype": "bfloat16", "ema_decay": 0.9999})
     settings = config.resolve(raw)
-    model = dataclasses.replace(settings.model, num_classes=1000)
-    settings = dataclasses.replace(settings, model=model)
 
     def make() -> nnx.Module:
         return create_model(name, dtype=jnp.bfloat16, **options)
 
-    graph, params, _, rest = nnx.split(nnx.eval_shape(make), nnx.Param, nnx.BatchStat, ...)
+    model = nnx.eval_shape(make)
+    about = dataclasses.replace(settings.model, num_classes=model.num_classes)
+    settings = dataclasses.replace(settings, model=about)
+    graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
     schedule = optim.learning_rate_schedule(settings.optim, epochs=300.0, steps_per_epoch=1251.0)
     optimizer = optim.make_optimizer(settings.optim, schedule, params, on_every_device(mesh))
     images = data.load("digits", None, "train", (8, 8))  # not used by the step
     parts = (images, images, graph, rest, optimizer, schedule)
-    run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None, task=classification)
+    run = Setup(settings, mesh, *parts, total_steps=300 * 1251, windows=None, task=task_of(model))
     return run, jax.eval_shape(lambda: initial_state(run, make()))
 
 

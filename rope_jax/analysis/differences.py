@@ -7,7 +7,7 @@ import numpy as np
 
 from rope_jax.analysis.intervals import newcombe, student
 from rope_jax.analysis.runs import Groups, RunResults, rows_at, size_text, sizes_of
-from rope_jax.evaluate.results import Row
+from rope_jax.evaluate.results import SHARES, Row, main_score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +18,20 @@ class Difference:
         name: of the group from which the base is subtracted.
         size: (height, width) in pixels.
         mean: over seeds, of differences of shares in [-1, 1].
-        low, high: bounds of its 95 % confidence interval.
+        low, high: bounds of its 95 % confidence interval; None where there is none.
     """
 
     name: str
     size: tuple[int, int]
     mean: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
-        mean, low, high = (100 * value for value in (self.mean, self.low, self.high))
-        return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+        mean = f"{100 * self.mean:+.1f}"
+        if self.low is None or self.high is None:
+            return mean
+        return f"{mean} [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
 
 
 def paired_differences(groups: Groups) -> list[Difference]:
@@ -37,7 +39,8 @@ def paired_differences(groups: Groups) -> list[Difference]:
 
     Runs of equal seeds are compared: they share the order of the images, their augmentation and the
     initial weights of all that is not positional. With several seeds the interval is Student's over
-    these differences; with one, Newcombe's over images, which treats the two runs as independent.
+    these differences; with one, Newcombe's over images, which treats the two runs as independent,
+    or none for scores that are no shares of images.
 
     Args:
         groups: from `group_runs`.
@@ -59,12 +62,13 @@ def _difference(
     pairs = [(own[seed], other[seed]) for seed in own if seed in other]
     if not pairs:
         return None
-    values = [row["top1"] - base_row["top1"] for row, base_row in pairs]
+    score, low, high = main_score(pairs[0][0]), None, None
+    values = [row[score] - base_row[score] for row, base_row in pairs]
     if len(pairs) > 1:
         low, high = student(values)
-    else:
+    elif score in SHARES:
         ((row, base_row),) = pairs
-        low, high = newcombe(row["top1"], row["count"], base_row["top1"], base_row["count"])
+        low, high = newcombe(row[score], row["count"], base_row[score], base_row["count"])
     return Difference(name, size, float(np.mean(values)), low, high)
 
 

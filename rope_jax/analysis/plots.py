@@ -78,13 +78,16 @@ def _is_square(row: Row) -> bool:
     return row["resolution"][0] == row["resolution"][1]
 
 
-def differences(found: Sequence[Difference], path: pathlib.Path, *, base: str) -> pathlib.Path:
-    """Draws differences in accuracy as points with their intervals, a colour per resolution.
+def differences(
+    found: Sequence[Difference], path: pathlib.Path, *, base: str, score: str = "top-1 accuracy"
+) -> pathlib.Path:
+    """Draws differences in a score as points with their intervals, a colour per resolution.
 
     Args:
         found: from `paired_differences`.
         path: of the PNG file.
         base: name of the group from which they differ.
+        score: its name.
     """
     names = list(dict.fromkeys(one.name for one in found))
     sizes = list(dict.fromkeys(one.size for one in found))
@@ -94,7 +97,10 @@ def differences(found: Sequence[Difference], path: pathlib.Path, *, base: str) -
         own = [one for one in found if one.size == size]
         heights = [names.index(one.name) + 0.8 * ((number + 0.5) / len(sizes) - 0.5) for one in own]
         means = np.array([100 * one.mean for one in own])
-        reach = [means - [100 * one.low for one in own], [100 * one.high for one in own] - means]
+        bounds = [(one.low, one.high) for one in own]
+        reach = None
+        if all(bound is not None for pair in bounds for bound in pair):
+            reach = np.abs(100 * np.array(bounds).T - means)
         style = {"linestyle": "none", "capsize": 2, "linewidth": 1.2} | _style(number)
         label = f"{size[0]}x{size[1]}"
         axes.errorbar(means, heights, xerr=reach, label=label, **style)
@@ -102,7 +108,7 @@ def differences(found: Sequence[Difference], path: pathlib.Path, *, base: str) -
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     title = f"Difference from {base} (95 % intervals)"
-    _label(axes, title, "top-1 accuracy, percentage points", "")
+    _label(axes, title, f"{score}, percentage points", "")
     figure.legend(loc="outside right center", frameon=False, fontsize=9, title="pixels")
     return _save(figure, path)
 

@@ -29,7 +29,7 @@ from rope_jax.analysis.runs import (
 )
 from rope_jax.arguments import command_parser
 from rope_jax.config import ConfigError, differences
-from rope_jax.evaluate.results import Row
+from rope_jax.evaluate.results import SCORES, SHARES, Row, class_names, main_score, score_name
 from rope_jax.text import format_table
 
 # Pictures of `python -m rope_jax.analysis`, by file name, with captions.
@@ -45,21 +45,27 @@ _PICTURES = {
 _ANALYSES = ("attention", "maps", "fourier", "decay", "learned", "correlation")
 
 
-def _mean_top1(rows: Sequence[Row]) -> float:
-    return float(np.mean([row["top1"] for row in rows]))
+def _scores(rows: Sequence[Row]) -> list[float]:
+    """The main score of each row."""
+    return [row[main_score(row)] for row in rows]
 
 
 def percent(rows: Sequence[Row]) -> str:
-    """Mean top-1 accuracy in percent."""
-    return f"{100 * _mean_top1(rows):.1f}"
+    """Mean of the main score in percent."""
+    return f"{100 * np.mean(_scores(rows)):.1f}"
 
 
 def percent_with_interval(rows: Sequence[Row]) -> str:
-    """Top-1 accuracy in percent with its interval: over images for one row, else over seeds."""
-    if len(rows) == 1:
-        low, high = wilson(rows[0]["top1"], rows[0]["count"])
+    """The main score in percent with its interval: over images for one row, else over seeds.
+
+    A mean over classes of a single row has none.
+    """
+    if len(rows) > 1:
+        low, high = np.clip(student(_scores(rows)), 0, 1)
+    elif main_score(rows[0]) in SHARES:
+        low, high = wilson(*_scores(rows), rows[0]["count"])
     else:
-        low, high = np.clip(student([row["top1"] for row in rows]), 0, 1)
+        return percent(rows)
     return f"{percent(rows)} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
@@ -92,6 +98,7 @@ def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[Block]]:
         "Differences": _differences(groups, out),
         "Training": _training(groups, out),
         "Beside the papers": _papers(groups),
+        "Classes": _classes(groups),
         "Further evaluations": _evaluations(runs),
         "Attention and position": _analyses(runs, out),
         "Runs": _runs(runs),
@@ -103,10 +110,9 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     """Table and picture of accuracy at each resolution."""
     first = _all_runs(groups)[0].rows[0]
     text = Text(
-        f"Top-1 accuracy in percent ({first['dataset']} {first['split']}, {first['count']:,} "
+        f"{_sentence(first)} in percent ({first['dataset']} {first['split']}, {first['count']:,} "
         "images). The first resolution is that of training. Of several evaluation crops the first "
-        "counts; the others are below. Intervals are of 95 %: Student's t over runs with several "
-        "seeds, Wilson's over images for a single run."
+        f"counts; the others are below. Intervals are of 95 %: {_intervals(first)}."
     )
     notes = [Text(f"Not alike: {note}") for note in unlike(groups)]
     header, body = comparison(groups, percent_with_interval)
@@ -116,10 +122,26 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     means = {}
     for name, group in groups.items():
         found = [rows_at(group, size) for size in sizes_of(group)]
-        means[name] = [rows[0] | {"top1": _mean_top1(rows)} for rows in found]
+        means[name] = [
+            rows[0] | {main_score(rows[0]): float(np.mean(_scores(rows)))} for rows in found
+        ]
     path = plots.accuracy_against_resolution(means, out / "comparison.png")
-    caption = "top-1 accuracy over test resolution, a line per scheme, training resolution in grey"
+    what = score_name(first)
+    caption = f"{what} over test resolution, a line per scheme, training resolution in grey"
     return [text, *notes, Table(header, body), *([Picture(path, caption)] if path else [])]
+
+
+def _sentence(row: Row) -> str:
+    """The name of the main score at the start of a sentence."""
+    name = score_name(row)
+    return name[0].upper() + name[1:]
+
+
+def _intervals(row: Row) -> str:
+    """What the intervals of a row's score are, in words."""
+    seeds = "Student's t over runs with several seeds"
+    images = "Wilson's over images for a single run"
+    return f"{seeds}, {images}" if main_score(row) in SHARES else f"{seeds}; a single run has none"
 
 
 def unlike(groups: Groups) -> list[str]:
@@ -145,17 +167,19 @@ def _differences(groups: Groups, out: pathlib.Path) -> list[Block]:
     found = paired_differences(groups)
     if not found:
         return []
-    base = next(iter(groups))
+    base, first = next(iter(groups)), _all_runs(groups)[0].rows[0]
+    single = "Newcombe's over images, as if each run had been tested on images of its own"
     text = Text(
-        f"Difference in top-1 accuracy from {base}, in percentage points, with intervals of 95 %: "
-        "of several seeds Student's t over the differences of equal seeds, for these test images; "
-        "of one seed Newcombe's over images, as if each run had been tested on images of its own. "
-        "They are not widened for the number of comparisons."
+        f"Difference in {score_name(first)} from {base}, in percentage points, with intervals of "
+        "95 %: of several seeds Student's t over the differences of equal seeds, for these test "
+        f"images; of one seed {single if main_score(first) in SHARES else 'none'}. They are not "
+        "widened for the number of comparisons."
     )
     blocks = [text, Table(*differences_table(found))]
     if plots.available():
-        path = plots.differences(found, out / "differences.png", base=base)
-        blocks.append(Picture(path, f"difference in top-1 accuracy from {base}, with intervals"))
+        what = score_name(first)
+        path = plots.differences(found, out / "differences.png", base=base, score=what)
+        blocks.append(Picture(path, f"difference in {what} from {base}, with intervals"))
     return blocks
 
 
@@ -200,18 +224,33 @@ def _papers(groups: Groups) -> list[Block]:
     return [text, Table(("model", "position", "resolution", "ours", "paper", "source"), body)]
 
 
+def _classes(groups: Groups) -> list[Block]:
+    """Intersection over union of each class at the training resolution, of the first seeds."""
+    rows = {name: group[0].rows[0] for name, group in groups.items()}
+    if not all("iou" in row for row in rows.values()):
+        return []
+    columns = [
+        ["-" if x is None else f"{100 * x:.1f}" for x in row["iou"]] for row in rows.values()
+    ]
+    names = class_names(next(iter(rows.values())))
+    text = Text("Intersection over union in percent, at the training resolution.")
+    return [text, Table(("class", *rows), list(zip(names, *columns, strict=True)))]
+
+
 def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
     """Results with further crops, and of `python -m rope_jax.evaluate`."""
     seeds_of = collections.Counter(run.workdir for run in runs)
-    body = []
+    body, first = [], runs[0].rows[0]
+    _, *others = titles = [score for score in SCORES if score in first]
     for run in runs:
         seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
         for row in run.listed:
-            accuracies = percent_with_interval([row]), f"{100 * row['top5']:.1f}"
+            accuracies = [f"{100 * row[score]:.1f}" for score in others]
+            accuracies = percent_with_interval([row]), *accuracies
             size = size_text(row["resolution"])
             name = f"{run.workdir.name}{seed}"
             body.append((name, row["dataset"], size, *accuracies, row["protocol"]))
-    header = ("workdir", "data", "resolution", "top-1", "top-5", "protocol")
+    header = ("workdir", "data", "resolution", *(SCORES[score] for score in titles), "protocol")
     return [Table(header, body)] if body else []
 
 
@@ -284,6 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
     workdirs = dict.fromkeys(parsed.workdirs)  # a workdir given twice is not a second seed
     try:
         groups = group_runs([run for workdir in workdirs for run in read_runs(workdir)])
+        require_one_score(groups)
     except (OSError, ValueError, ConfigError) as error:
         sys.exit(f"report: {error}")
     if parsed.analyse:
@@ -292,10 +332,21 @@ def main(arguments: list[str] | None = None) -> None:
     print_report(groups, parsed.out or parsed.workdirs[0].parent)
 
 
+def require_one_score(groups: Groups) -> None:
+    """Raises ValueError if runs of different tasks are to be compared."""
+    names = {score_name(run.rows[0]): run.workdir for run in _all_runs(groups)}
+    if len(names) > 1:
+        (one, here), (other, there), *_ = names.items()
+        raise ValueError(
+            f"{here} was evaluated by {one} and {there} by {other}: compare runs of one task"
+        )
+
+
 def print_report(groups: Groups, out: pathlib.Path) -> None:
     """Writes the report, and prints its table and the names of its files."""
     table = write_report(groups, out)
-    print(f"top-1 accuracy (%) at test resolution; trained at the first one\n\n{table}\n")
+    what = score_name(_all_runs(groups)[0].rows[0])
+    print(f"{what} (%) at test resolution; trained at the first one\n\n{table}\n")
     print(f"table: {out / 'comparison.txt'}")
     if plots.available():
         print(f"picture: {out / 'comparison.png'}")

@@ -17,7 +17,7 @@ from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import put_batch, replicated, share, use_mesh
-from rope_jax.tasks import classification, task_of
+from rope_jax.tasks import classification
 from rope_jax.text import image_pair
 from rope_jax.training.setup import Setup, State, load_split
 from rope_jax.training.signals import Signals
@@ -97,8 +97,15 @@ def accuracies(
             totals = totals + (counted if config.seeds > 1 else counted[None])
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
+    about = description(images) | {"count": seen}
+    return [about | task.scores(total) for total in totals]
+
+
+def description(images: data.Images | data.Streamed) -> Row:
+    """The entries of a row about its images, with the names of classes of pixels."""
+    names = {"class_names": list(images.class_names or ())} if images.pixelwise else {}
     about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
-    return [about | {"count": seen} | task.scores(total) for total in totals]
+    return about | names
 
 
 def resolutions(config: Config) -> list[tuple[int, int]]:
@@ -331,7 +338,6 @@ def evaluate_files(
         std=preprocessing.std,
         batch_size=batch_size,
         mesh=mesh,
-        task=task_of(model),
         poll=poll,
     )
     height, width = (preprocessing.resized(side) for side in size)

@@ -159,7 +159,7 @@ def _evaluate(asked: argparse.Namespace) -> None:
         print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows))
         if segments:
-            print(f"\n{class_table(rows, about.model.class_names)}")
+            print(f"\n{class_table(rows)}")
         print(f"\nrows: {out}")
 
 
@@ -273,7 +273,6 @@ def _segment(
     folder: pathlib.Path,
 ) -> Row:
     """The row of a segmentation, and its picture in `folder`."""
-    about.model.class_names = about.model.class_names or images.class_names
     graph, weights = nnx.split(about.model)
     options = {"scale_windows": asked.scale_windows, "rpb_shrink": asked.rpb_shrink}
 

@@ -15,6 +15,8 @@ Row = dict[str, Any]
 
 # The numbers of a row that a table shows, with their titles. The first of a row is its main score.
 SCORES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "accuracy": "pixels"}
+_NAMES = {"top1": "top-1 accuracy", "miou": "mean IoU"}  # of main scores, in sentences
+SHARES = ("top1", "top5")  # of `count` images; other scores have no interval over images
 
 
 def main_score(row: Row) -> str:
@@ -24,6 +26,15 @@ def main_score(row: Row) -> str:
     'miou'
     """
     return next(score for score in SCORES if score in row)
+
+
+def score_name(row: Row) -> str:
+    """The name of a row's main score in a sentence.
+
+    >>> score_name({"miou": 0.5, "accuracy": 0.9})
+    'mean IoU'
+    """
+    return _NAMES[main_score(row)]
 
 
 def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
@@ -119,10 +130,16 @@ def results_table(rows: Sequence[Row]) -> str:
     return format_table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
-def class_table(rows: Sequence[Row], class_names: Sequence[str] | None) -> str:
+def class_names(row: Row) -> list[str]:
+    """The names of the classes of a row of a segmentation, or their numbers."""
+    return row.get("class_names") or [str(number) for number in range(len(row["iou"]))]
+
+
+def class_table(rows: Sequence[Row]) -> str:
     """Intersection over union of each class, a column for each row of a segmentation.
 
-    >>> print(class_table([{"resolution": [8, 8], "iou": [0.5, None]}], ["sky", "sea"]))
+    >>> row = {"resolution": [8, 8], "iou": [0.5, None], "class_names": ["sky", "sea"]}
+    >>> print(class_table([row]))
     class  8x8
     -----  ------
     sky    0.5000
@@ -130,12 +147,10 @@ def class_table(rows: Sequence[Row], class_names: Sequence[str] | None) -> str:
 
     Args:
         rows: with `iou`; a class that is neither predicted nor there has None.
-        class_names: of all classes; None for their numbers.
     """
-    names = class_names or [str(number) for number in range(len(rows[0]["iou"]))]
     header = ["class", *("x".join(map(str, row["resolution"])) for row in rows)]
     columns = [["-" if x is None else f"{x:.4f}" for x in row["iou"]] for row in rows]
-    return format_table(header, list(zip(names, *columns, strict=True)))
+    return format_table(header, list(zip(class_names(rows[0]), *columns, strict=True)))
 
 
 def rows_by_line(position: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:

@@ -14,6 +14,7 @@ from rope_jax.config import ConfigError
 from rope_jax.data import Images, Streamed, StreamedMaps
 from rope_jax.data.images.joint import scaled_size
 from rope_jax.data.sources.index import BadImages
+from rope_jax.evaluate.accuracy import description
 from rope_jax.evaluate.pictures import Segmented
 from rope_jax.evaluate.results import Row
 from rope_jax.evaluate.windows import Apply, Size, Windows, at_least, resize_image
@@ -168,11 +169,10 @@ def segment_split(
             predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
             kept.append(Segmented(image, label, predicted))
         poll(number + 1)
-    about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
     resized = "images at their own size"
     if short is not None:
         resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
-    row = about | {"count": used} | segmentation.scores(totals)
+    row = description(images) | {"count": used} | segmentation.scores(totals)
     row["protocol"] = f"{resized}, labels at their own size; {views}"
     return Scored(row, kept, windows.programs())
 

@@ -106,6 +106,30 @@ def test_one_table_one_picture_one_page(tmp_path, capsys):
         assert f"]({name})" in markdown
 
 
+def segmented(miou, iou):
+    names = {"class_names": ["sky", "sea"]}
+    row = {"miou": miou, "accuracy": 0.9, "iou": iou, "resolution": [64, 64], "count": 200}
+    return [row | names | {"dataset": "scenes", "split": "test", "protocol": "as it is"}]
+
+
+def test_runs_of_a_segmentation_are_compared_by_mean_iou(tmp_path, capsys):
+    """A mean over classes is no share of images: of a single run it has no interval."""
+    a = workdir(tmp_path / "a", "ape", segmented(0.5, [0.6, 0.4]))
+    b = workdir(tmp_path / "b", "rope2d", segmented(0.75, [0.75, None]))
+    report.main([str(a), str(b)])
+    assert "mean IoU (%) at test resolution" in capsys.readouterr().out
+    table = (tmp_path / "comparison.txt").read_text()
+    assert table.splitlines()[-1].split() == ["rope2d", "+25.0"]
+    markdown = (tmp_path / "report.md").read_text()
+    assert "Mean IoU in percent (scenes test, 200 images)" in markdown
+    assert "a single run has none" in markdown
+    assert "| sea | 40.0 | - |" in markdown
+    assert "top-1" not in markdown
+    c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
+    with pytest.raises(SystemExit, match=r"by mean IoU and .* by top-1 accuracy: compare runs of"):
+        report.main([str(a), str(c)])
+
+
 def test_intervals_are_the_textbook_ones():
     np.testing.assert_allclose(report.wilson(0.5, 100), (0.4038, 0.5962), atol=1e-4)
     np.testing.assert_allclose(report.wilson(1.0, 10), (0.7225, 1.0), atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import load_pretrained
+from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
@@ -64,7 +64,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
             {"head": "linear", "num_classes": None},
             "the head 'linear' needs num_classes",
         ),
-        ("deit_ti16", {"head": "linear", "num_classes": "3"}, "num_classes='3' must be a whole"),
+        ("deit_ti16", {"head": "linear", "num_classes": -1}, "num_classes=-1 must be a whole"),
         ("deit_ti16", {"head": "linear+upernet"}, "must be the text of one head"),
         ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
         ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"maps of one block, not \(3, 5\)"),
@@ -118,8 +118,9 @@ def test_the_weights_of_a_classifier_are_those_of_the_backbone(
     assert "norm." in found
 
 
-@pytest.mark.parametrize("source", [None, "timm"])
-@pytest.mark.parametrize("size", [64, 96])
+@pytest.mark.parametrize(
+    ("source", "size"), [(None, 64), ("timm", 96), pytest.param(None, 96, marks=pytest.mark.slow)]
+)
 def test_a_backbone_without_class_token_leaves_out_its_entries(
     source, size, classifier, tmp_path, capsys
 ):
@@ -139,6 +140,23 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
     added = "prior, levels, interactions, up, map_norms, blocks.{i}.scale"
     assert f"classifier: new {added}, head, not used" in found
     assert ("cls_token" if source else "class_token") in found
+
+
+@pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])
+def test_files_of_vit_adapter_with_upernet(source):
+    """Backbone and heads are named as in its checkpoints, counts of batches among them."""
+    make = lambda: abstract("vit_adapter_ti16", **ADAPTER)
+    model, other, rng = make(), make(), np.random.default_rng(0)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), nnx.state(model))
+    nnx.update(model, values)
+    exported = export_state_dict(model, source=source)
+    for name in ("backbone.spm.conv2.0.weight", "backbone.norm4.running_var", "backbone.pos_embed"):
+        assert name in exported
+    assert exported["decode_head.conv_seg.weight"].shape == (3, 4, 1, 1)
+    assert exported["auxiliary_head.convs.0.conv.weight"].shape == (4, 8, 3, 3)
+    count = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
+    rope_jax.convert_state_dict(other, exported | count, source=source)
+    assert_equal(own_state_dict(other), own_state_dict(model))
 
 
 def test_weights_that_fit_neither_model_nor_backbone_are_refused(classifier, tmp_path):

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained.dense import detectron2, vit_adapter
-from rope_jax.models.pretrained.heads import mmseg, segmenter
+from rope_jax.models.pretrained.dense import detectron2
+from rope_jax.models.pretrained.heads import mmseg, segmenter, vit_adapter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
 from rope_jax.models.pretrained.layouts import Rule, Slot, rotary_of

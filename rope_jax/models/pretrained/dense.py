@@ -51,7 +51,7 @@ def _pyramid_level(ours: str, scale: float) -> list[Row]:
     return rows
 
 
-def vit_adapter(model: nnx.Module) -> Table:
+def adapter_backbone(model: nnx.Module) -> Table:
     """czczup/ViT-Adapter: the backbone.
 
     The entry of the class token in the table of positions is not used and is dropped. In its code

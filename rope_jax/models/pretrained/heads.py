@@ -1,7 +1,10 @@
 """Name tables of dense prediction: a backbone with its neck and head, or a head by itself."""
 
+import dataclasses
+
 from flax import nnx
 
+from rope_jax.models.pretrained.dense import adapter_backbone
 from rope_jax.models.pretrained.layouts import (
     DECONV,
     FIRST,
@@ -59,9 +62,12 @@ def mmseg(model: nnx.Module) -> Table:
     """mmsegmentation's heads: UperNet with its auxiliary head, and Segmenter's.
 
     Backbones are named as in the code that trains them with that library: with UperNet's
-    deconvolutions as in BEiT's and MAE's, which are timm's names, else as in its own ViT.
+    deconvolutions as in BEiT's and MAE's, which are timm's names, ViT-Adapter's as in its code, and
+    others as in the library's own ViT.
     """
     rows = _within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
+    if getattr(getattr(model, "backbone", None), "own_maps", False):
+        return vit_adapter(model)
     if getattr(model, "neck", None) is None:
         return Table(rows + _within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
     table = timm(model.backbone)
@@ -75,6 +81,15 @@ def mmseg(model: nnx.Module) -> Table:
     rows += _within("backbone.", neck, "neck.")
     dropped = tuple(f"backbone.{name}" for name in table.dropped)
     return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
+
+
+def vit_adapter(model: nnx.Module) -> Table:
+    """czczup/ViT-Adapter: the backbone, or the backbone with UperNet."""
+    table = adapter_backbone(model)
+    if getattr(model, "head_notation", None) is None:
+        return table
+    rows = [*table.rows, *_within("", _upernet(), _head(model))]
+    return dataclasses.replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
 
 
 def _head(model: nnx.Module) -> str:
