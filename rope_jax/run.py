@@ -17,7 +17,6 @@ from jaxtyping import UInt8
 
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
-from rope_jax.analysis.segments import segments
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
 from rope_jax.data.images.decode import MAX_BYTES, decode_image
 from rope_jax.evaluate import (
@@ -30,6 +29,7 @@ from rope_jax.evaluate import (
     usable_results,
     write_results,
 )
+from rope_jax.evaluate.pictures import draw_pictures, first_images
 from rope_jax.files import locked, read_json, read_regular, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
@@ -298,9 +298,11 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     lines = rows_by_line(config.model.position, rows)
     pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
     if setup.held_out.pixelwise and jax.process_count() == 1:
-        path = workdir / "segments.png"
-        new = evaluated or not path.is_file()
-        pictures.append(segments(setup, state, path) if new else path)
+        pictures.append(workdir / "segments.png")
+        if evaluated or not pictures[-1].is_file():
+            images = setup.held_out
+            found = first_images(setup, state)
+            draw_pictures(found, images.class_names, images.classes, pictures[-1])
     if evaluated and config.tensorboard:
         accuracies = {
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[

@@ -42,7 +42,7 @@ def accuracy_against_resolution(
     """
     if not available():
         return None
-    figure = figure_of(7.2, 4.2)
+    figure = _figure(7.2, 4.2)
     axes = figure.add_subplot()
     for number, (name, rows) in enumerate(runs.items()):
         points = [(_side(row), 100 * row[main_score(row)]) for row in rows if _is_square(row)]
@@ -67,7 +67,7 @@ def accuracy_against_resolution(
     _label(axes, title, x, titles[main_score(first)], pad=12)
     if squares:
         figure.legend(loc="outside right center", frameon=False, fontsize=9)
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def _side(row: Row) -> float:
@@ -91,7 +91,7 @@ def differences(
     """
     names = list(dict.fromkeys(one.name for one in found))
     sizes = list(dict.fromkeys(one.size for one in found))
-    figure = figure_of(7.2, 1.2 + 0.16 * len(names) * (len(sizes) + 1))
+    figure = _figure(7.2, 1.2 + 0.16 * len(names) * (len(sizes) + 1))
     axes = figure.add_subplot()
     for number, size in enumerate(sizes):
         own = [one for one in found if one.size == size]
@@ -110,7 +110,7 @@ def differences(
     title = f"Difference from {base} (95 % intervals)"
     _label(axes, title, f"{score}, percentage points", "")
     figure.legend(loc="outside right center", frameon=False, fontsize=9, title="pixels")
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def values_by_layer(
@@ -124,7 +124,7 @@ def values_by_layer(
         label: of the vertical axis, with the unit.
         title: of the picture.
     """
-    figure = figure_of(7.2, 3.8)
+    figure = _figure(7.2, 3.8)
     axes = figure.add_subplot()
     layers = range(1, len(values) + 1)
     axes.plot(layers, [np.mean(heads) for heads in values], **_style(0))
@@ -133,7 +133,7 @@ def values_by_layer(
         axes.plot([layer] * len(heads), heads, color=_colour(0), **dots)
     axes.set_xticks(layers)
     _label(axes, title, "layer (line: mean of the heads; dots: heads)", label)
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def lines(
@@ -154,7 +154,7 @@ def lines(
         title: of the picture.
         **scales: xscale="log", yscale="log".
     """
-    figure = figure_of(7.2, 3.8)
+    figure = _figure(7.2, 3.8)
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
         alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
@@ -162,7 +162,7 @@ def lines(
     axes.set(**scales)
     _label(axes, title, x, y)
     axes.legend(frameon=False, fontsize=9)
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def panels(
@@ -183,7 +183,7 @@ def panels(
         marks: name -> (row, column) of the token that is marked.
     """
     across, down = _layout(len(maps), 6)
-    figure = figure_of(max(1.55 * across + 0.9, 4.0), 1.75 * down + 0.4)
+    figure = _figure(max(1.55 * across + 0.9, 4.0), 1.75 * down + 0.4)
     for number, (name, values) in enumerate(maps.items(), 1):
         axes = figure.add_subplot(down, across, number)
         image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
@@ -195,7 +195,7 @@ def panels(
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.suptitle(title, fontsize=10)
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def overlays(
@@ -218,7 +218,7 @@ def overlays(
     """
     across, down = _layout(len(maps) + 1, 5)
     height, width = image.shape[:2]
-    figure = figure_of(1.9 * across, (1.9 * height / width + 0.25) * down + 0.4)
+    figure = _figure(1.9 * across, (1.9 * height / width + 0.25) * down + 0.4)
     extent = (0, width, height, 0)
     overlay = {"cmap": "inferno", "alpha": 0.65, "extent": extent, "interpolation": "bilinear"}
     cross = {"marker": "+", "color": "cyan", "markersize": 9, "markeredgewidth": 2}
@@ -235,7 +235,7 @@ def overlays(
         axes.set_title(name, fontsize=8)
         axes.set_axis_off()
     figure.suptitle(title, fontsize=10)
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def costs(
@@ -248,7 +248,7 @@ def costs(
         path: of the PNG file.
         title: of the picture.
     """
-    figure = figure_of(7.2, 1.1 + 0.3 * len(added))
+    figure = _figure(7.2, 1.1 + 0.3 * len(added))
     names = list(added)
     for column, label in enumerate(("parameters", "operations per image")):
         axes = figure.add_subplot(1, 2, column + 1)
@@ -261,7 +261,7 @@ def costs(
         axes.tick_params(labelsize=8, labelleft=column == 0)
         axes.set_xlabel(f"added {label}", fontsize=8)
     figure.suptitle(title, fontsize=10)
-    return save(figure, path)
+    return _save(figure, path)
 
 
 def frequencies_before_and_after(
@@ -279,7 +279,7 @@ def frequencies_before_and_after(
         title: of the picture.
     """
     across, down = _layout(len(after), 4)
-    figure = figure_of(2.1 * across + 1.2, 2.1 * down + 0.6)
+    figure = _figure(2.1 * across + 1.2, 2.1 * down + 0.6)
     reach = 1.05 * max(abs(before).max(), abs(after).max())
     styles = (
         (before, {"label": "before", "marker": ".", "color": "0.6"}),
@@ -298,11 +298,10 @@ def frequencies_before_and_after(
     figure.supxlabel("x, radians per token", fontsize=8)
     figure.supylabel("y, radians per token", fontsize=8)
     figure.suptitle(title, fontsize=10)
-    return save(figure, path)
+    return _save(figure, path)
 
 
-def figure_of(width: float, height: float) -> Any:
-    """A figure of a size in inches, which no window shows."""
+def _figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -311,8 +310,7 @@ def figure_of(width: float, height: float) -> Any:
     return figure
 
 
-def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
-    """Writes a figure as a PNG file."""
+def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     write_file(path, content.getvalue())

@@ -41,13 +41,14 @@ from rope_jax.evaluate.accuracy import (
     on_all_devices,
     protocol,
 )
+from rope_jax.evaluate.pictures import draw_pictures
 from rope_jax.evaluate.results import (
     add_evaluation,
     class_table,
     results_table,
     usable_evaluations,
 )
-from rope_jax.evaluate.segments import Views, draw_pictures, segment_split, side_multiple
+from rope_jax.evaluate.segments import Views, segment_split, side_multiple
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import (
@@ -302,7 +303,7 @@ def _segment(
         print(file=sys.stderr)
     if first and found.pictures:
         path = folder / f"predictions_{'x'.join(map(str, images.size))}.png"
-        draw_pictures(found.pictures, images.classes, path)
+        draw_pictures(found.pictures, images.class_names, images.classes, path)
         print(f"picture: {path}")
     windows = about.model.window_rule(scaled=asked.scale_windows)
     how = "; ".join(filter(None, (found.row["protocol"], windows)))

@@ -1,9 +1,7 @@
-"""Segmentation of a test split at the images' own sizes: views, scores, and pictures."""
+"""Segmentation of a test split at the images' own sizes: views and scores."""
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, UInt8
-from PIL import Image
 
 from rope_jax.config import ConfigError
 from rope_jax.data import Images, Streamed, StreamedMaps
 from rope_jax.data.images.joint import scaled_size
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate.accuracy import description
+from rope_jax.evaluate.pictures import Segmented
 from rope_jax.evaluate.results import Row
 from rope_jax.evaluate.windows import Apply, Size, Windows, at_least, resize_image
-from rope_jax.files import write_file
 from rope_jax.tasks import segmentation
 from rope_jax.tasks.segmentation import IGNORED
 
@@ -84,7 +81,7 @@ class Views:
 
 
 @dataclasses.dataclass(frozen=True)
-class Segmented:
+class Scored:
     """What `segment_split` finds.
 
     Attributes:
@@ -94,7 +91,7 @@ class Segmented:
     """
 
     row: Row
-    pictures: list[Triple]
+    pictures: list[Segmented]
     programs: dict[str, int]
 
 
@@ -112,7 +109,7 @@ def segment_split(
     pictures: int = 0,
     bad_images: str = "error",
     poll: Callable[[int], None] = lambda images: None,
-) -> Segmented:
+) -> Scored:
     """Scores a model on a split, each image compared with its labels at its own size.
 
     Logits of windows are averaged and resized to the image, and the softmaxes of views averaged
@@ -169,14 +166,15 @@ def segment_split(
         totals += np.asarray(counts)
         used += 1
         if len(kept) < pictures:
-            kept.append((image, label, np.asarray(found)[: label.shape[0], : label.shape[1]]))
+            predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
+            kept.append(Segmented(image, label, predicted))
         poll(number + 1)
     resized = "images at their own size"
     if short is not None:
         resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
     row = description(images) | {"count": used} | segmentation.scores(totals)
     row["protocol"] = f"{resized}, labels at their own size; {views}"
-    return Segmented(row, kept, windows.programs())
+    return Scored(row, kept, windows.programs())
 
 
 def _pair(images: Images | Streamed, number: int) -> Pair:
@@ -217,44 +215,3 @@ def side_multiple(grids: Callable[[Size], Any]) -> int:
             continue
         return side
     raise ConfigError("the model takes images of few sizes only: name a --window that it takes")
-
-
-def colours(number: int) -> UInt8[np.ndarray, "n 3"]:
-    """A colour for each class, distinct for up to 256 classes (those of PASCAL VOC).
-
-    >>> colours(3).tolist()
-    [[0, 0, 0], [128, 0, 0], [0, 128, 0]]
-    """
-    table = np.zeros((number, 3), np.uint8)
-    for bit in range(8):
-        # Bits 0, 1, 2 of the class become the highest bits of red, green and blue, and so on.
-        for channel in range(3):
-            values = np.arange(number) >> (3 * bit + channel) & 1
-            table[:, channel] |= (values << (7 - bit)).astype(np.uint8)
-    return table
-
-
-def draw_pictures(pictures: Sequence[Triple], classes: int, path: Path) -> None:
-    """Writes a picture: in each row an image, its labels, and the predicted classes.
-
-    Pixels without a class are white.
-
-    Args:
-        pictures: at least one image with its labels and predictions.
-        classes: number of classes.
-        path: of the PNG.
-    """
-    table = np.full((256, 3), 255, np.uint8)
-    table[:classes] = colours(classes)
-    height, width = (max(image.shape[axis] for image, _, _ in pictures) for axis in (0, 1))
-    gap = max(2, width // 32)
-    sheet = np.full((len(pictures) * (height + gap) - gap, 3 * (width + gap) - gap, 3), 255, "u1")
-    for row, (image, label, found) in enumerate(pictures):
-        for column, panel in enumerate((image, table[label], table[found])):
-            top, left = row * (height + gap), column * (width + gap)
-            sheet[top : top + image.shape[0], left : left + image.shape[1]] = panel
-    times = max(1, 192 // max(height, width))  # small images are enlarged
-    sheet = sheet.repeat(times, axis=0).repeat(times, axis=1)
-    encoded = io.BytesIO()
-    Image.fromarray(sheet).save(encoded, "PNG")
-    write_file(path, encoded.getvalue())

@@ -138,7 +138,7 @@ def crosses(figure):
 def figures(monkeypatch):
     """The figures that are saved."""
     found = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: found.append(figure) or path)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: found.append(figure) or path)
     return found
 
 
