@@ -24,7 +24,6 @@ from rope_jax.tasks.segmentation import IGNORED
 _LONG = 4  # an image's longer side is at most this many times the size, as in mmsegmentation
 
 Pair = tuple[UInt8[np.ndarray, "_h _w 3"], UInt8[np.ndarray, "_h _w"]]
-Triple = tuple[UInt8[np.ndarray, "_h _w 3"], UInt8[np.ndarray, "_h _w"], UInt8[np.ndarray, "_h _w"]]
 
 
 @dataclasses.dataclass(frozen=True)
