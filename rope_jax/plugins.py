@@ -32,11 +32,11 @@ _importing: list[set[str]] = []  # what the modules being imported have register
 
 
 class UnknownName(ValueError):
-    """A model or a scheme that is not registered, for example because a plug-in is missing."""
+    """A model, scheme or head that is not registered, for example because a plug-in is missing."""
 
 
 def registered(name: str) -> None:
-    """Notes a scheme, model or image source as that of the plug-ins that are being imported."""
+    """Notes a scheme, model, head or image source as that of the plug-ins being imported."""
     for names in _importing:
         names.add(name)
 
@@ -47,7 +47,7 @@ def needed(text: str) -> tuple[str, ...]:
     These are all that were asked for by name, and the entry points that registered what is used.
 
     Args:
-        text: that contains the names of model, schemes and image source.
+        text: that contains the names of model, schemes, head and image source.
     """
     words = set(re.findall(r"\w+", text))
     return tuple(name for name, own in _loaded.items() if own is None or own & words)

@@ -13,7 +13,8 @@ from rope_jax.config import Config, blame, model_overrides, resolve
 from rope_jax.files import warn
 from rope_jax.models.create import create_model as create_model  # public here, see FOLDERS below
 from rope_jax.models.pretrained import Preprocessing
-from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, load_weights, open_weights
+from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, open_weights
+from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.metadata import Metadata
 from rope_jax.models.pretrained.own import OWN, own_state_dict
 from rope_jax.sharding import make_mesh, replicated, with_shardings

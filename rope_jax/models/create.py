@@ -10,7 +10,8 @@ from flax import nnx
 
 from rope_jax import plugins
 from rope_jax.models.dense import create_dense
-from rope_jax.models.pretrained.files import load_weights, open_weights
+from rope_jax.models.pretrained.files import open_weights
+from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.models.registry import MODELS, create_backbone
 

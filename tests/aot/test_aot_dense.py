@@ -26,8 +26,8 @@ def test_vit_b_with_upernet_at_512_pixels_fits():
         drop_path=0.15,
         scan_layers=True,
     )
-    print(f"state {step.state / 1e9:.2f} GB, rest {step.rest / 1e9:.2f} GB")
-    assert step.state + step.rest < 100e9
+    assert step.state < 3e9
+    assert step.rest < 20e9  # 18.4 GB when this was written; an H200 has 141
 
 
 def test_windows_of_vitdet_run_in_the_kernels():

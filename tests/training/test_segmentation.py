@@ -57,9 +57,9 @@ def few_scenes():
 @pytest.fixture(
     scope="module",
     params=[
-        "segmenter",
+        "linear",
+        pytest.param("segmenter", marks=pytest.mark.slow),
         pytest.param("upernet", marks=pytest.mark.slow),
-        pytest.param("linear", marks=pytest.mark.slow),
     ],
 )
 def finished(request, tmp_path_factory):

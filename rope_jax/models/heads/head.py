@@ -107,6 +107,12 @@ HEADS: dict[str, Entry] = {}
 def register_head(name: str, family: Callable[..., Head], options: Options) -> None:
     """Registers a head.
 
+    >>> from rope_jax.models.heads.linear import LinearHead, LinearOptions
+    >>> register_head("mine", LinearHead, LinearOptions())
+    >>> "mine" in list_heads()
+    True
+    >>> del HEADS["mine"]  # in this example only
+
     Args:
         name: for `create_model(..., head=name)`.
         family: class of the head.
@@ -118,6 +124,7 @@ def register_head(name: str, family: Callable[..., Head], options: Options) -> N
     if name in HEADS:
         raise ValueError(f"a head named {name!r} exists already: choose another name")
     HEADS[name] = Entry(family, options)
+    plugins.registered(name)
 
 
 def list_heads(pattern: str = "*") -> list[str]:
@@ -137,14 +144,14 @@ def find_head(name: str) -> Entry:
     >>> import rope_jax.models.heads
     >>> find_head("upernets")
     Traceback (most recent call last):
-    ValueError: unknown head 'upernets'; the nearest are 'upernet'...
+    rope_jax.plugins.UnknownName: unknown head 'upernets'; the nearest are 'upernet'...
 
     Raises:
         ValueError: there is no such head.
     """
     plugins.load_installed()
     if name not in HEADS:
-        raise ValueError(f"unknown head {name!r}; {nearest(name, HEADS)}")
+        raise plugins.UnknownName(f"unknown head {name!r}; {nearest(name, HEADS)}")
     return HEADS[name]
 
 

@@ -6,44 +6,23 @@ from the header before any array is read.
 
 import contextlib
 import dataclasses
-import operator
 import os
 import re
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from rope_jax.models.pretrained.convert import (
-    DENSE,
-    SOURCES,
-    Conversion,
-    convert_state_dict,
-    export_state_dict,
-    name_table,
-    plan_conversion,
-    refuse,
-    table_grids,
-)
-from rope_jax.models.pretrained.layouts import rotary_of
+from rope_jax.models.pretrained.convert import SOURCES
 from rope_jax.models.pretrained.metadata import Description, Metadata
-from rope_jax.models.pretrained.own import (
-    OWN,
-    Plan,
-    has_own_names,
-    load_own,
-    own_state_dict,
-    plan_own,
-)
+from rope_jax.models.pretrained.own import OWN
 from rope_jax.npz import open_npz
-from rope_jax.text import parse
 
 _HUB_FILE = "model.safetensors"
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Of paths; a hub id may contain dots, too.
-_EXTENSIONS = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".pkl", ".ckpt", ".tar")
+EXTENSIONS = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".pkl", ".ckpt", ".tar")
 _METADATA = "rope_jax"  # entry of a file's metadata that describes the model
 _FROM_PICKLE = (
     "open it with torch.load(..., weights_only=True) and save its tensors with "
@@ -80,214 +59,9 @@ FOLDERS: list[Callable[[str], contextlib.AbstractContextManager[WeightsFile] | N
 """Functions that open a folder of weights of another kind (a run's), or return None."""
 
 
-def load_pretrained(
-    model: nnx.Module,
-    where: str | os.PathLike,
-    *,
-    source: str | None = None,
-    new_head: bool = False,
-) -> None:
-    """Loads weights into a model, and sets `model.preprocessing` and `model.class_names`.
-
-    >>> import tempfile
-    >>> import rope_jax
-    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
-    >>> path = f"{tempfile.mkdtemp()}/weights.safetensors"
-    >>> save_pretrained(rope_jax.create_model("deit_ti16", **small), path, source="timm")
-    >>> model = rope_jax.create_model("deit_ti16", seed=1, **small)
-    >>> load_pretrained(model, path)
-    >>> model.preprocessing.mean
-    (0.485, 0.456, 0.406)
-
-    Args:
-        model: from `rope_jax.create_model`.
-        where: path of a .safetensors or .npz file, with torch's names or those of parameters here;
-            a folder that `save_pretrained` wrote; the workdir of a run; or a hub id "owner/name"
-            (needs huggingface_hub), whose model.safetensors is used.
-        source: naming convention, see `convert_state_dict`, or "rope_jax" for names of parameters
-            here; None for that of the file or of the hub's owner, or else the first source whose
-            names fit.
-        new_head: leave the model's head as it is, and print so, if the weights have none or one for
-            other classes.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a file of weights, or the weights do not fit the model (all problems
-            in one message; the model is not changed), or a file of `save_pretrained` belongs to a
-            different model with weights of the same names and shapes.
-        ImportError: the package that reads it is not installed.
-    """
-    with open_weights(where) as file:
-        load_weights(model, file, source=source, new_head=new_head)
-
-
-def load_weights(
-    model: nnx.Module,
-    file: WeightsFile,
-    *,
-    source: str | None = None,
-    new_head: bool = False,
-    other_model: Callable[[str], None] | None = None,
-) -> None:
-    """Loads an open file; arguments as in `load_pretrained`.
-
-    `other_model` is called with what differs in a different model, instead of raising a ValueError.
-    """
-    target, source = _target(model, file, source)
-    if file.metadata is not None and (message := _other_model(target, file, target is not model)):
-        if other_model is None:
-            raise ValueError(
-                f"{message}. Create the model that was saved, or pass the arrays to "
-                "rope_jax.convert_state_dict, which checks names and shapes only"
-            )
-        other_model(message)
-    about = file.description
-    if source == OWN:
-        size = None if about is None else about.image_size
-        plan = plan_own(target, file.shapes, image_size=size, new_head=new_head)
-        refuse(plan.problems, source)
-        load_own(target, file.read, plan)
-        preprocessing = None
-    else:
-        grids = None if file.metadata is None else file.metadata.grids
-        how = {"source": source, "grids": grids, "new_head": new_head}
-        plan = plan_conversion(target, file.shapes, **how)
-        refuse(plan.problems, source)
-        wanted = [*(link.key for link in plan.links), *plan.frozen]
-        convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
-        preprocessing = name_table(target, source).preprocessing
-    model.preprocessing = (about and about.preprocessing) or preprocessing
-    if target is not model:
-        print(_of_backbone(model, plan))
-    elif plan.new_head:
-        print(f"head: new, {model.num_classes} classes")
-    elif about is not None and model.num_classes:
-        model.class_names = about.class_names
-
-
-def _of_backbone(model: nnx.Module, plan: Plan | Conversion) -> str:
-    """What the weights of a classifier were used for in a model of dense prediction."""
-    new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
-    unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
-    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}"
-
-
-def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:
-    """What weights are for, the model or its backbone, and their source.
-
-    Raises:
-        ValueError: they are those of another head.
-    """
-    backbone = getattr(model, "backbone", None)
-    if file.description is not None:
-        there, here = (
-            None if text is None else parse(text, "head")[0].name
-            for text in (file.description.head, getattr(model, "head_notation", None))
-        )
-        if there not in (None, here):
-            instead = "is a classifier" if here is None else f"has the head {here!r}"
-            raise ValueError(
-                f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
-                "use weights of the same head, or of a classifier"
-            )
-        targets = [model if there == here or backbone is None else backbone]
-    else:
-        targets = [model] if backbone is None else [model, backbone]
-    found = []
-    for target in targets:
-        own = source or file.source or _first_that_fits(target, file)
-        if len(targets) == 1:
-            return target, own
-        if target is backbone or own in (*DENSE, OWN):
-            found.append((len(_problems(target, file, own)), target, own))
-    return min(found, key=operator.itemgetter(0))[1:]
-
-
-def _problems(model: nnx.Module, file: WeightsFile, source: str) -> list[str]:
-    if source == OWN:
-        return plan_own(model, file.shapes).problems
-    return plan_conversion(model, file.shapes, source=source).problems
-
-
-def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
-    """What to tell about weights of a different model; None for those of this one.
-
-    `backbone` is whether the model is that of a model of dense prediction.
-    """
-    other = file.metadata.differences(model, backbone=backbone)
-    if file.source == OWN and file.description is not None and not other:
-        # Under these names, order and pairing of the schemes are those of the model.
-        there, here = _schemes(file.description.position), _schemes(model.notation)
-        other = [f"position is {there} there and {here} here"] if there != here else []
-    if not other:
-        return None
-    return f"{file.where!r} holds the weights of another model: {'; '.join(other)}"
-
-
-def _schemes(notation: str) -> list[str]:
-    """Each part of a sum with the channels that it pairs."""
-    calls = parse(notation, "position")
-    return [f"{call.name}, {dict(call.options).get('pairing', 'half')}" for call in calls]
-
-
-def save_pretrained(
-    model: nnx.Module, path: str | os.PathLike, *, source: str | None = None
-) -> None:
-    """Writes a model: its weights, and what `rope_jax.create_model(path)` needs to create it again.
-
-    That is its name, options, position, classes and image size, and the preprocessing and class
-    names that it has. The round trip is exact, and no other model loads the weights by mistake.
-
-    >>> import tempfile
-    >>> import rope_jax
-    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
-    >>> model = rope_jax.create_model("deit_ti16", position="rope2d", **small)
-    >>> model.class_names = ("cat", "dog")
-    >>> folder = tempfile.mkdtemp()
-    >>> rope_jax.save_pretrained(model, folder)
-    >>> again = rope_jax.create_model(folder)
-    >>> again.name, again.notation, again.image_size, again.class_names
-    ('deit_ti16', 'rope2d', (32, 32), ('cat', 'dog'))
-
-    Args:
-        model: from `rope_jax.create_model` or `rope_jax.load_checkpoint`.
-        path: of a .safetensors file, or of a folder, created if missing, for a model.safetensors.
-        source: names and layouts of other code for the weights, see `convert_state_dict`; None for
-            the names of parameters here, which every model has.
-
-    Raises:
-        ValueError: the source has no name for some of the parameters; the path has another
-            extension; the model was not created by `create_model`.
-        ImportError: safetensors is not installed.
-    """
-    path = os.fspath(path)
-    if os.path.splitext(path)[1] in _EXTENSIONS[1:]:
-        raise ValueError(f"path={path!r} must end in .safetensors, or be a folder")
-    if source is None:
-        state_dict, grids = own_state_dict(model), {}
-    else:
-        state_dict = export_state_dict(model, source=source)
-        grids = table_grids(model, source=source)
-    metadata = Metadata.of(model, grids)
-    if metadata.description is None:
-        raise ValueError("the model was not created by rope_jax.create_model: create it so")
-    library = _safetensors()
-    if not path.endswith(".safetensors"):
-        os.makedirs(path, exist_ok=True)
-        path = os.path.join(path, _HUB_FILE)
-    entries = {"format": "pt", "source": source or OWN, _METADATA: metadata.to_json()}
-    temporary = f"{path}.tmp"
-    try:
-        library.numpy.save_file(state_dict, temporary, metadata=entries)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
-
-
 @contextlib.contextmanager
 def open_weights(where: str | os.PathLike) -> Iterator[WeightsFile]:
-    """Opens weights, see `load_pretrained`.
+    """Opens weights, see `load.load_pretrained`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -360,7 +134,7 @@ def _find(where: str) -> tuple[str, str | None]:
             )
         return path, None
     hub_id = re.fullmatch(r"([\w-][\w.-]*)/[\w-][\w.-]*", where)
-    if os.path.exists(where) or not hub_id or os.path.splitext(where)[1] in _EXTENSIONS:
+    if os.path.exists(where) or not hub_id or os.path.splitext(where)[1] in EXTENSIONS:
         return where, None
     return _download(where), hub_id[1].lower()
 
@@ -387,6 +161,34 @@ def _download(name: str) -> str:
         ) from error
 
 
+def write_safetensors(
+    path: str, state_dict: dict[str, np.ndarray], source: str, metadata: Metadata
+) -> None:
+    """Writes a .safetensors file, or model.safetensors into a folder, which may be new.
+
+    Args:
+        path: of the file or folder.
+        state_dict: tensors by name.
+        source: whose names these are.
+        metadata: of the model.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
+    library = _safetensors()
+    if not path.endswith(".safetensors"):
+        os.makedirs(path, exist_ok=True)
+        path = os.path.join(path, _HUB_FILE)
+    entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
+    temporary = f"{path}.tmp"
+    try:
+        library.numpy.save_file(state_dict, temporary, metadata=entries)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+
+
 def _safetensors():
     try:
         import safetensors
@@ -394,25 +196,3 @@ def _safetensors():
     except ImportError as error:
         raise ImportError(f".safetensors files need safetensors: {_INSTALL}") from error
     return safetensors
-
-
-def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
-    """The source with the fewest problems, the first of equal ones.
-
-    Raises:
-        ValueError: several sources fit, and pair channels for rotation differently.
-    """
-    if has_own_names(model, file.shapes):
-        return OWN
-    sources = SOURCES if getattr(model, "backbone", None) is None else DENSE
-    problems = {source: len(_problems(model, file, source)) for source in sources}
-    fewest = min(problems.values())
-    best = [source for source in sources if problems[source] == fewest]
-    pairings = {name_table(model, source).pairing for source in best}
-    rotates = any(rotary_of(part.position) is not None for part in model.parts().values())
-    if rotates and fewest == 0 and len(pairings) > 1:
-        raise ValueError(
-            f"the names of these weights fit the sources {', '.join(best)}, which pair channels "
-            "differently: say which by source= of rope_jax.convert_state_dict, or --source"
-        )
-    return best[0]
