@@ -1,4 +1,4 @@
-"""The linear head: a class for every patch, resized to pixels (Segmenter's linear decoder)."""
+"""The linear head: a class for every patch, or for the cells of a patch, resized to pixels."""
 
 import dataclasses
 
@@ -7,12 +7,18 @@ from jaxtyping import Array
 
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.layers import linear
-from rope_jax.models.registry import Options
+from rope_jax.models.registry import Count, Options
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearOptions(Options):
-    """The linear head has no options."""
+    """Options of the linear head.
+
+    Attributes:
+        cells: predictions along each side of a token; 1 in Segmenter's linear decoder.
+    """
+
+    cells: Count = 1
 
     draws = ()
 
@@ -20,7 +26,8 @@ class LinearOptions(Options):
 class LinearHead(SegmentationHead):
     """A dense layer on each token of the last, normalised map.
 
-    Source: Strudel et al., arXiv 2105.05633, section 3.1.
+    Source: Strudel et al., arXiv 2105.05633, section 3.1; several cells a token are not of the
+    paper: they follow outlines finer than a patch.
     """
 
     def __init__(
@@ -33,10 +40,15 @@ class LinearHead(SegmentationHead):
         dtypes: dict,
     ):
         self.options, self.out_features = options, num_classes
-        self.classify = linear(channels[0], num_classes, rngs=rngs, dtypes=dtypes)
+        outputs = options.cells**2 * num_classes
+        self.classify = linear(channels[0], outputs, rngs=rngs, dtypes=dtypes)
 
     def __call__(self, maps: Maps, *, train: bool = False, key: Array | None = None) -> PixelLogits:
-        return PixelLogits(self.classify(maps[-1]))
+        logits, cells = self.classify(maps[-1]), self.options.cells
+        batch, height, width, _ = logits.shape
+        logits = logits.reshape(batch, height, width, cells, cells, self.out_features)
+        shape = (batch, height * cells, width * cells, self.out_features)
+        return PixelLogits(logits.swapaxes(2, 3).reshape(shape))
 
 
 register_head("linear", LinearHead, LinearOptions())

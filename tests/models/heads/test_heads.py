@@ -125,6 +125,19 @@ def test_dropout_drops_whole_channels_and_keeps_the_mean():
     assert dropout(x, 0.25, None) is x
 
 
+def test_cells_of_a_token_lie_beside_each_other():
+    """Cell (a, b) of a token at (y, x) becomes the prediction at (2 y + a, 2 x + b)."""
+    head = create_head(
+        "linear", channels=[5], num_classes=3, rngs=nnx.Rngs(0), overrides={"cells": 2}
+    )
+    maps = jax.random.normal(jax.random.key(0), (2, 3, 4, 5))
+    found = head([maps]).logits
+    assert found.shape == (2, 6, 8, 3)
+    own = np.asarray(head.classify(maps)).reshape(2, 3, 4, 2, 2, 3)
+    for a, b in np.ndindex(2, 2):
+        np.testing.assert_array_equal(found[:, a::2, b::2], own[..., a, b, :])
+
+
 @pytest.mark.parametrize("head", ["linear", "segmenter(head_dim=8)", "upernet(width=8)"])
 def test_every_pixel_has_logits_at_sizes_other_than_that_of_creation(head):
     model = rope_jax.create_model("deit_ti16", head=head, num_classes=3, **SMALL)
