@@ -1,7 +1,12 @@
 """Segmentation of scenes of handwritten digits on two CPU cores, without a download.
 
-python -m rope_jax.main --config=configs/scenes.py --workdir=runs/scenes
-python -m rope_jax.main --config=configs/scenes.py:position=ape --workdir=runs/scenes_ape
+    python -m rope_jax.main --config=configs/scenes.py --workdir=runs/scenes
+    python -m rope_jax.main --config=configs/scenes.py:position=ape --workdir=runs/scenes_ape
+
+About three CPU minutes. A ViT with patches of 8 pixels predicts 4 x 4 cells of each patch. It is
+trained at 64 pixels, and evaluated at four other sizes with digits as large as there, so that the
+positional scheme decides how well it does. The schedule is short: scores compare schemes, and are
+not what such a model can reach. `python -m experiments scenes` trains six schemes with three seeds.
 """
 
 from rope_jax import config as cfg
@@ -10,28 +15,28 @@ from rope_jax import config as cfg
 def get_config(arguments: str | None = None):
     """Arguments: position (a scheme), head, epochs, seed."""
     args = cfg.recipe_arguments(
-        arguments, position="rope_mixed", head="linear", epochs=12.0, seed=0
+        arguments, position="rope_mixed", head="linear(cells=4)", epochs=24.0, seed=0
     )
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs
-    config.batch_size = 20
-    config.log_every = 50
-    config.checkpoint_every = 500
+    config.batch_size = 16
+    config.log_every = 250
+    config.checkpoint_every = 1000
 
     config.model.name = "vit_digits"
     config.model.position = args.position
     config.model.head = args.head
-    config.model.options = "patch_size=4,width=64,depth=4,heads=2"
+    config.model.options = "patch_size=8,width=96,depth=4,heads=3"
 
     config.data.source = "scenes"
     config.data.image_size = 64
     config.data.on_device = True
 
     config.optim.learning_rate = 2e-3
-    config.optim.warmup_epochs = 1.0
+    config.optim.warmup_epochs = 0.5
     config.optim.weight_decay = 0.05
 
     config.eval.resolutions = (48, 96, 128, (64, 128))
-    config.eval.batch_size = 20
+    config.eval.batch_size = 25
     return config
