@@ -1,6 +1,7 @@
 """Segmentation of a test split at the images' own sizes: views and scores."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate.accuracy import description
 from rope_jax.evaluate.pictures import Segmented
 from rope_jax.evaluate.results import Row
-from rope_jax.evaluate.windows import Apply, Size, Windows, at_least, resize_image
+from rope_jax.evaluate.windows import Apply, Size, Windows, resize_image
 from rope_jax.tasks import segmentation
 from rope_jax.tasks.segmentation import IGNORED
 
@@ -60,7 +61,7 @@ class Views:
     ) -> Iterator[tuple[Float[np.ndarray, "_H _W 3"], bool]]:
         """The views of a normalised image, each with whether it is mirrored.
 
-        With windows, views are enlarged to a short side of theirs (BEiT, Segmenter).
+        With windows, no view is smaller than one (BEiT).
 
         Args:
             image: at its own size.
@@ -72,8 +73,10 @@ class Views:
                 resized = tuple(max(1, int(side * scale + 0.5)) for side in size)
             else:
                 resized = scaled_size(size, scale, short=fit[0], long=fit[1])
+            least = 1 if self.window is None else min(self.window)
+            if min(resized) < least:
+                resized = scaled_size(size, 1.0, short=least, long=math.inf)
             view = image if resized == size else resize_image(image, resized)
-            view = view if self.window is None else at_least(view, min(self.window))
             yield view, False
             if self.flip:
                 yield view[:, ::-1], True

@@ -43,14 +43,6 @@ def bucket(side: int) -> int:
     return power * 3 // 4 if side <= power * 3 // 4 else power
 
 
-def at_least(image: Float[np.ndarray, "h w 3"], side: int) -> Float[np.ndarray, "H W 3"]:
-    """An image enlarged to a short side of at least `side` pixels, bilinearly, as by Segmenter."""
-    short = min(image.shape[:2])
-    if short >= side:
-        return image
-    return resize_image(image, tuple(int(n / short * side) for n in image.shape[:2]))
-
-
 def resize_image(image: Float[np.ndarray, "h w 3"], size: Size) -> Float[np.ndarray, "H W 3"]:
     """Bilinear resizing without antialiasing."""
     rows, columns = (

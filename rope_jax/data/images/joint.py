@@ -50,7 +50,9 @@ def padded(
     return np.pad(images, (*around, (0, 0))), np.pad(labels, around, constant_values=IGNORED)
 
 
-def scaled_size(size: tuple[int, int], ratio: float, *, short: int, long: int) -> tuple[int, int]:
+def scaled_size(
+    size: tuple[int, int], ratio: float, *, short: float, long: float
+) -> tuple[int, int]:
     """The size at which both sides fit into `ratio` times (short, long), the aspect kept.
 
     >>> scaled_size((683, 1024), 1.0, short=512, long=2048)

@@ -1,8 +1,7 @@
 """Conversion between the weights of other code and a model's."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,13 +14,21 @@ from rope_jax.models.pretrained.dense import detectron2
 from rope_jax.models.pretrained.heads import mmseg, segmenter, vit_adapter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
-from rope_jax.models.pretrained.layouts import Rule, Slot, rotary_of
+from rope_jax.models.pretrained.layouts import Slot
+from rope_jax.models.pretrained.links import (
+    CLASSIFIER,
+    HEAD,
+    Link,
+    fit,
+    links_of,
+    named,
+    not_floating,
+    slots_of,
+)
 from rope_jax.models.pretrained.other_stems import cat, cct, ceit, t2t
-from rope_jax.models.pretrained.tables import Table, begins, fill_name, match_name
+from rope_jax.models.pretrained.tables import Table, begins, match_name
 from rope_jax.models.pretrained.timm import timm
-from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
-from rope_jax.positions.scheme import SCHEMES
 from rope_jax.text import closest
 
 # Without a source, the first one that fits is used: sources with many models come first.
@@ -48,24 +55,10 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
 DENSE = ("mmseg", "segmenter", "detectron2", "vit_adapter")
 """Sources that name a model with its head; others name classifiers, whose backbone one may be."""
 
-HEAD = "head."  # start of the names of a classifier's parameters, here
-CLASSIFIER = (HEAD, "class_token", "norm.")
-"""Starts of the names of what a classifier may have beyond a backbone of dense prediction."""
-
-LARGEST = 2**28  # elements of a table to be resized
 _ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 Grids = Mapping[str, Grid]
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A parameter of the model and the tensor that fills it."""
-
-    slot: Slot
-    key: str
-    rule: Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +189,7 @@ def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray
     Raises:
         ValueError: the source has no name for some of the parameters; the message lists them.
     """
-    links, problems = _links(model, name_table(model, source), source)
+    links, problems = links_of(model, name_table(model, source), source)
     refuse(problems, source)
     variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
     first, counted_from_end = {}, {}
@@ -215,7 +208,7 @@ def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray
 
 def table_grids(model: nnx.Module, *, source: str) -> dict[str, Grid]:
     """(rows, columns) of the map or window of each of a model's tables, by name in a file."""
-    links, _ = _links(model, name_table(model, source), source)
+    links, _ = links_of(model, name_table(model, source), source)
     return {link.key: link.slot.own_grid for link in links if link.rule.grid}
 
 
@@ -237,7 +230,7 @@ def plan_conversion(
     """
     table = name_table(model, source)
     fresh = _fresh(model, table, shapes)
-    found, problems = _links(model, table, source, fresh)
+    found, problems = links_of(model, table, source, fresh)
     links, frozen, left, grids = [], {}, dict(shapes), grids or {}
     found, new_head = _without_head(found, shapes, new_head)
     dropped = CLASSIFIER if not model.num_classes else (HEAD,) if new_head else ()
@@ -252,7 +245,7 @@ def plan_conversion(
         left.pop(link.key, None)
         if link.key in shapes:
             given = dataclasses.replace(link.slot, grid=grids.get(link.key))
-            grid, problem = _fit(dataclasses.replace(link, slot=given), *shapes[link.key])
+            grid, problem = fit(dataclasses.replace(link, slot=given), *shapes[link.key])
             problems += [problem] if problem else []
             slot = dataclasses.replace(link.slot, grid=grid)
             links.append(dataclasses.replace(link, slot=slot))
@@ -272,7 +265,7 @@ def plan_conversion(
                 f"shape {list(want.shape)}"
             )
         elif not jnp.issubdtype(dtype, jnp.floating):
-            problems.append(_not_floating(key, dtype))
+            problems.append(not_floating(key, dtype))
         else:
             frozen[key] = want
     return Conversion(links, frozen, problems, new_head, unused, fresh)
@@ -281,11 +274,11 @@ def plan_conversion(
 def _fresh(model: nnx.Module, table: Table, shapes: Shapes) -> tuple[str, ...]:
     """Starts of the names of what a family adds to classifiers, where the file has none of it."""
     starts = getattr(model, "beyond_classifier", ())
-    slots = list(_slots(model)) if starts else []
+    slots = list(slots_of(model)) if starts else []
 
     def there(start: str) -> bool:
         own = [slot for slot in slots if begins(slot.name, (start,))]
-        return any(link.key in shapes for slot in own for link in _named(table, slot))
+        return any(link.key in shapes for slot in own for link in named(table, slot))
 
     return tuple(start for start in starts if not there(start))
 
@@ -325,115 +318,3 @@ def _frozen(model: nnx.Module, table: Table, key: str, shape: tuple[int, ...]) -
         if (numbers := match_name(template, key)) is not None:
             return compute(model, numbers, shape)
     return None
-
-
-def _links(
-    model: nnx.Module, table: Table, source: str, fresh: tuple[str, ...] = ()
-) -> tuple[list[Link], list[str]]:
-    """The tensor of each parameter by name, and parameters without one.
-
-    Those whose names start as in `fresh` are left out.
-    """
-    links, problems = [], []
-    slots = [slot for slot in _slots(model) if not begins(slot.name, fresh)]
-    slots = [dataclasses.replace(slot, pairing=table.pairing) for slot in slots]
-    if table.pairing is None and any(slot.rotary for slot in slots):
-        problems.append(
-            f"source {source!r} has no models whose position rotates: choose another position, or "
-            "the source of one that does"
-        )
-    for slot in slots:
-        found = _named(table, slot)
-        if not found and slot.scheme is not None:
-            for i in range(slot.shape[0]):
-                layer = dataclasses.replace(slot, name=f"{slot.name}.{i}", layer=i)
-                found += _named(table, layer)
-        links += found
-        if not found:
-            problems.append(
-                f"{slot.name} of the model has no name in source {source!r}: choose another source "
-                "or position"
-            )
-    return links, problems
-
-
-def _named(table: Table, slot: Slot) -> list[Link]:
-    links = []
-    for ours, theirs, rule in table.rows:
-        if (numbers := match_name(ours, slot.name)) is not None:
-            own = dataclasses.replace(slot, part=rule.part)
-            links.append(Link(own, fill_name(theirs, numbers), rule))
-            if rule.part is None or rule.part[0] + 1 == rule.part[1]:
-                break
-    return links
-
-
-def _slots(model: nnx.Module) -> Iterator[Slot]:
-    """The parameters of a model by name.
-
-    Those of a positional scheme are named after the scheme, whatever its place in a sum. Stacked
-    blocks have the layer in their names, like blocks in a list.
-    """
-    modules = nnx.iter_modules(model)
-    schemes = {path: module for path, module in modules if isinstance(module, Position)}
-    names = {scheme: name for name, scheme in SCHEMES.items()}
-    rotaries = {prefix: rotary_of(part.position) for prefix, part in model.parts().items()}
-    for path, variable in nnx.to_flat_state(nnx.state(model, STORED)):
-        steps = [str(step) for step in path]
-        owners = [n for n in range(len(path)) if path[:n] in schemes]
-        prefix = max((p for p in rotaries if ".".join(steps).startswith(p)), key=len, default="")
-        slot = Slot("", path, tuple(variable.shape), rotary=rotaries.get(prefix))
-        if owners:
-            scheme = schemes[path[: owners[-1]]]
-            name = names.get(type(scheme), type(scheme).__name__)
-            name = ".".join([*steps[: owners[0]], name, *steps[owners[-1] :]])
-            yield dataclasses.replace(slot, name=name, scheme=scheme)
-        else:
-            for name, layer in names_by_layer(path, variable):
-                yield dataclasses.replace(slot, name=name, layer=layer)
-
-
-def names_by_layer(path: tuple, variable: nnx.Variable) -> Iterator[tuple[str, int | None]]:
-    """A parameter's name; of stacked blocks, the name and number of each layer, as in a list."""
-    steps = [str(step) for step in path]
-    if "blocks" not in steps or not variable.get_metadata().get("layers"):
-        yield ".".join(steps), None
-        return
-    place = steps.index("blocks") + 1
-    for layer in range(variable.shape[0]):
-        yield ".".join([*steps[:place], str(layer), *steps[place:]]), layer
-
-
-def _fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | None, str | None]:
-    """The grid of a table that must be resized, and the problem of a tensor that does not fit."""
-    key, slot, rule = link.key, link.slot, link.rule
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return None, _not_floating(key, dtype)
-    want = rule.write(np.empty(slot.shape, np.bool_), slot).shape
-    share = rule.cut_shape(tuple(shape))
-    fits = share == want
-    grid = None
-    if rule.grid and (fits or math.prod(shape) <= LARGEST):
-        grid = rule.grid(share, slot)
-    if fits and (not rule.grid or grid == slot.own_grid):
-        return None, None
-    if fits and grid and not slot.grid:
-        one, own = ("x".join(map(str, sides)) for sides in (grid, slot.own_grid))
-        return None, (
-            f"{key} may be of {one} or, as in this model, of {own} tokens: say which by "
-            f"convert_state_dict(grids={{{key!r}: ...}})"
-        )
-    if grid:
-        return grid, None
-    problem = f"{key} has shape {list(shape)}, "
-    if slot.grid:
-        height, width = slot.grid
-        return None, f"{problem}which no table of {height}x{width} tokens has: correct grids"
-    hint = "" if rule.cut is None else " of it"
-    if slot.name.startswith(HEAD) and len(shape) == len(want) and shape[0] != want[0]:
-        hint = f": create the model with num_classes={shape[0]}, or pass new_head=True"
-    return None, f"{problem}but {slot.name} of the model takes {list(want)}{hint}"
-
-
-def _not_floating(key: str, dtype: np.dtype) -> str:
-    return f"{key} has dtype {dtype}; weights are floating-point"

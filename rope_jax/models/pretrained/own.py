@@ -17,14 +17,9 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained.convert import (
-    CLASSIFIER,
-    HEAD,
-    LARGEST,
-    Shapes,
-    names_by_layer,
-)
+from rope_jax.models.pretrained.convert import Shapes
 from rope_jax.models.pretrained.layouts import square
+from rope_jax.models.pretrained.links import CLASSIFIER, HEAD, LARGEST, names_by_layer
 from rope_jax.models.pretrained.tables import begins
 from rope_jax.positions import Position
 from rope_jax.positions.absolute import Learned

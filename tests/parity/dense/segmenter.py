@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
-from rope_jax.evaluate.windows import Windows, at_least
+from rope_jax.evaluate.windows import Windows, resize_image
 from rope_jax.sharding import make_mesh
 from tests.parity.dense import images
 
@@ -83,3 +83,11 @@ def sliding(model, case, dtype):
     ]
     scores = windows.scores(state, views, (height, width))
     return np.asarray(scores)[:height, :width].transpose(2, 0, 1)
+
+
+def at_least(image, side):
+    """A view enlarged to a short side of at least `side` pixels, as Segmenter's inference does."""
+    short = min(image.shape[:2])
+    if short >= side:
+        return image
+    return resize_image(image, tuple(int(n / short * side) for n in image.shape[:2]))
