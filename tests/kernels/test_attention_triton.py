@@ -23,7 +23,7 @@ from rope_jax_kernels import (
     explain,
 )
 from rope_jax_kernels.accuracy import allowed_error, error
-from rope_jax_kernels.attention.arithmetic import cos_sin
+from rope_jax_kernels.arithmetic import cos_sin
 from tests.kernels.attention_terms import term_sizes
 from tests.kernels.covering import covering
 

@@ -639,6 +639,21 @@ def test_tiles(args, expected):
 
 
 @pytest.mark.parametrize(
+    ("args", "rows"),
+    [
+        ((1, 49, 8, 32, 2, "half"), 32),  # 2 pairs a thread
+        ((1, 98 * 100, 8, 32, 2, "half"), 64),  # 4 are enough for all multiprocessors
+        ((1, 196 * 100, 8, 32, 2, "half"), 128),
+        ((2, 64, 128, 256, 2, "half"), 2),
+        ((2, 64, 1, 8, 2, "half"), 128),  # one pair a thread at most
+    ],
+)
+def test_small_launches_are_spread(args, rows):
+    tile = tile_sizes.tile_of(*args)
+    assert tile_sizes.spread_tile_of(*args) == dataclasses.replace(tile, rows=rows)
+
+
+@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
