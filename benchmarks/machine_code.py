@@ -245,8 +245,15 @@ def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
 def dumped(f: Callable, shapes: Sequence[Any], kind: str, rounds: Mapping[str, int]) -> list[Code]:
     """The kernels of a program that is compiled for a kind of GPU; see `read_dump`."""
     with tempfile.TemporaryDirectory() as folder:
+
+        @functools.wraps(f)
+        def dumping(*args: Any) -> Any:
+            return f(*args)
+
+        # A program of another name: XLA dumps nothing of one that jax's cache has.
+        dumping.__name__ = pathlib.Path(folder).name
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
-        compile_ahead(f, shapes, absent_gpus(kind=kind)[0], donate=(0,), options=options)
+        compile_ahead(dumping, shapes, absent_gpus(kind=kind)[0], donate=(0,), options=options)
         return read_dump(pathlib.Path(folder), rounds)
 
 

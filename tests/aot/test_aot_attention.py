@@ -116,7 +116,8 @@ def test_instructions_stay_within_their_budget(name):
     for code in codes:
         assert code.sines == 0, code
         assert code.spilled == 0, code
-        assert code.resident >= 2, code  # one block computes while another one waits
+        # One block computes while another one waits.
+        assert code.resident(machine_code.gpu_of(machine_code.H200)) >= 2, code
     rows = machine_code.rows_of(name, codes, layer, batch)
     for row, budget in zip(rows, BUDGETS[name], strict=True):
         assert row["instructions_per_logit"] <= budget, row
@@ -133,7 +134,8 @@ ROTATION_BUDGETS = [148, 148, 453, 783]
 def test_instructions_of_rotations_stay_within_their_budget(name, budget):
     code = machine_code.rotation_kernel(machine_code.ROTATIONS[name])
     assert code.instructions <= budget, code
-    assert code.spilled == 0 == code.sines, code
+    assert code.spilled == 0, code
+    assert code.sines in (2, 8), code  # of each pair both at once: 2 or 8 pairs a thread
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "Swin", "DiNAT"])
