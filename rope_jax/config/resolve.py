@@ -232,6 +232,7 @@ def setting_called(name: str) -> str | None:
     """
     name = name.replace("-", "_")
     found = [known for known in settings() if known.rpartition(".")[2] == name]
+    found.sort(key=lambda known: known.count("."))
     if name in _ELSEWHERE and not found:
         found = [_ELSEWHERE[name]]
     return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None

@@ -225,6 +225,8 @@ def _name_here(name: str) -> str | None:
     dino = re.match(r"(reg4_)?(dinov[23])", rest)
     rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
     family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
+    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
+        return None
     form, also = "_reg" if dino and dino[1] else "", ""
     if rotary:
         scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")

@@ -123,6 +123,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ("vit_s16", {"num_class": 9}, "did you mean 'num_classes'?"),
         ("resnet50", {}, "unknown model 'resnet50'; "),
         ("deit_small", {}, "'deit_small' is 'deit_s16' here"),
+        ("vit_base_patch16_clip_224", {}, "'vit_base_patch16_clip_224'; the nearest are"),
         ("vit-base-patch16-224", {}, "'vit-base-patch16-224' is 'deit_b16' here"),
         (
             "vit_s16",

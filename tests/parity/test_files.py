@@ -362,6 +362,15 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
         small(pretrained="timm/vit_small.naver_in1k")
 
 
+def test_names_of_no_source_are_not_listed_one_by_one(tmp_path):
+    """Such as those of transformers: no table is the nearest one."""
+    names = [f"encoder.layer.{i}.attention.attention.query.weight" for i in range(2)]
+    np.savez(tmp_path / "other.npz", **{name: np.zeros((48, 48), np.float32) for name in names})
+    message = r"no name .* in a known source \(.*timm.*\), but encoder\.layer\.0\..*query\.weight, "
+    with pytest.raises(ValueError, match=message):
+        small(pretrained=tmp_path / "other.npz")
+
+
 def test_a_source_may_be_given(tmp_path):
     save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
     load_pretrained(small(), tmp_path / "model.safetensors", source="deit")

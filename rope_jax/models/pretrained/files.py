@@ -359,14 +359,19 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     """The source with the fewest problems, the first of equal ones.
 
     Raises:
-        ValueError: several sources fit, and pair channels for rotation differently.
+        ValueError: none has any of the names; or several fit, and pair channels for rotation
+            differently.
     """
     if has_own_names(model, file.shapes):
         return OWN
-    problems = {
-        source: len(plan_conversion(model, file.shapes, source=source).problems)
-        for source in SOURCES
-    }
+    plans = {source: plan_conversion(model, file.shapes, source=source) for source in SOURCES}
+    if not any(plan.links for plan in plans.values()):
+        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
+        raise ValueError(
+            f"{file.where!r} has no name that a parameter of this model has in a known source "
+            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
+        )
+    problems = {source: len(plan.problems) for source, plan in plans.items()}
     fewest = min(problems.values())
     best = [source for source in SOURCES if problems[source] == fewest]
     pairings = {name_table(model, source).pairing for source in best}
