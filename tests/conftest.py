@@ -1,6 +1,7 @@
 """Checks every annotation of the two packages while tests run, and offers what many tests need."""
 
 import os
+import signal
 import sys
 import tempfile
 
@@ -16,6 +17,9 @@ if imported := sorted(name for name in sys.modules if name.split(".")[0] in _PAC
     )
 # Shapes, dtypes and types of all arguments and results: a wrong annotation fails the test.
 jaxtyping.install_import_hook(_PACKAGES, "beartype.beartype")
+# Some tests send SIGHUP, which is ignored in what `nohup` starts.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config):

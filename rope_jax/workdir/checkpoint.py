@@ -11,10 +11,9 @@ import contextlib
 import errno
 import os
 import pathlib
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,27 +21,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from rope_jax.files import SaveFailed, file_sha256, open_regular, sync_folder, warn, write_file
-from rope_jax.workdir.integrity import (
-    MANIFEST,
-    RETRY_AFTER,
-    Damaged,
-    files_of,
-    manifest,
-    problem_of,
+from rope_jax.files import RETRY_AFTER, SaveFailed, open_regular, warn
+from rope_jax.workdir import steps
+from rope_jax.workdir.failures import (
+    TOO_FEW,
+    free_space,
+    human_size,
+    is_transient,
+    quiet_failures,
+    reading,
+    reason_of,
 )
-from rope_jax.workdir.quiet import quiet_failures
+from rope_jax.workdir.integrity import Damaged, problem_of, seal
 from rope_jax.workdir.trees import check_tree, not_finite
 
-_STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
-# Leftovers of a crash: the only names that are ever deleted.
-_UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
-_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # worth a retry
-_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES)
-_TOO_FEW = (
-    "the files match their hashes, but reading them failed; the usual causes are too few file "
-    "handles (ulimit -n) or too little memory"
-)
 _SPARE = 1.2  # free space to have, in sizes of the next checkpoint
 
 
@@ -104,31 +96,13 @@ class Checkpoints:
         Raises:
             Damaged: something else than a folder (a link, a file) has the name of a step.
         """
-        if not self._folder.is_dir():
-            return []
-        with os.scandir(self._folder) as entries:
-            numbered = [e for e in entries if _STEP.fullmatch(e.name)]
-            for entry in numbered:
-                if not _is_step(entry):
-                    kind = "a link" if entry.is_symlink() else "not the folder of a step"
-                    raise Damaged(
-                        f"{entry.path} is {kind}: put the folder of that step in its place, or "
-                        "move it away to go on without that step"
-                    )
-        return sorted(int(entry.name) for entry in numbered)
-
-    def _present(self) -> list[int]:
-        """The steps that have a folder, whatever else there is."""
-        if not self._folder.is_dir():
-            return []
-        with os.scandir(self._folder) as entries:
-            return sorted(int(e.name) for e in entries if _is_step(e))
+        return steps.listed(self._folder)
 
     def newest(self) -> int | None:
         """The newest step, or None. Waits for a pending save."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending])
-        return max(self._present(), default=None)
+        return max(steps.present(self._folder), default=None)
 
     def newest_verified(self, *, strict: bool = False, rename: bool = False) -> int | None:
         """The newest valid step; None if there never was one.
@@ -156,7 +130,7 @@ class Checkpoints:
                 raise Damaged(
                     f"{told}; without --strict_restore the newest one that verifies is taken"
                 )
-            bad.append((self._set_aside(step) if rename else self._folder / str(step)).name)
+            bad.append(steps.set_aside(self._folder, step).name if rename else str(step))
             warn(
                 f"WARNING: {told}; looking for an older one"
                 + (f". It is kept as {bad[-1]}" if rename else "")
@@ -184,14 +158,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Removes unfinished saves and deletions. Only for the process that holds the lock."""
         if jax.process_index() == 0:
-            with os.scandir(self._folder) as entries:
-                left = [
-                    e.path
-                    for e in entries
-                    if _UNFINISHED.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
-                ]
-            for path in left:
-                shutil.rmtree(path)
+            steps.remove_unfinished(self._folder)
 
     def save(self, step: int, state: dict[str, Any], *, about: dict) -> None:
         """Starts to write a state, with `about` as JSON. An existing step is not overwritten.
@@ -206,7 +173,7 @@ class Checkpoints:
 
         def is_there() -> int:
             self._require_ours(step)
-            return int(step in self._present())
+            return int(step in steps.present(self._folder))
 
         elsewhere = SaveFailed(
             f"step {step} is not saved: the first process cannot save it; see its message"
@@ -277,16 +244,12 @@ class Checkpoints:
                 break
             except Exception as error:  # orbax and tensorstore raise exceptions of any type
                 self._require_ours(step)  # the cause, if it is not
-                if pause is not None and jax.process_count() == 1 and _is_transient(error):
+                if pause is not None and jax.process_count() == 1 and is_transient(error):
                     time.sleep(pause)
                     continue
-                lines = (str(error).strip() or type(error).__name__).splitlines()
-                words = [os.strerror(code) for code in (*_LASTING, *_TRANSIENT)]
-                # Messages of tensorstore have 500 characters.
-                reason = next((word for word in words if word in str(error)), lines[0][:300])
                 raise SaveFailed(
-                    f"step {step} could not be saved in {self._folder}: {reason}. It needs "
-                    f"{_human(size)}, {_free(self._folder)}; "
+                    f"step {step} could not be saved in {self._folder}: {reason_of(error)}. It "
+                    f"needs {human_size(size)}, {free_space(self._folder)}; "
                     "older checkpoints are untouched, and the same command goes on from the "
                     "newest one"
                 ) from error
@@ -303,54 +266,31 @@ class Checkpoints:
                 if shutil.disk_usage(self._folder).free < _SPARE * size:
                     warn(
                         f"WARNING: the next checkpoint may not fit into {self._folder}: it needs "
-                        f"{_human(size)}, {_free(self._folder)}"
+                        f"{human_size(size)}, {free_space(self._folder)}"
                     )
 
     def _seal(self, step: int) -> None:
-        """Hashes the files, syncs them to the disk, and renames the folder."""
-        folder = self._folder / f"{step}.writing"
-        files = {}
-        for name, path in sorted(files_of(folder)):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        write_file(folder / MANIFEST, manifest(step, files))
-        for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-            sync_folder(path)
+        """Makes a folder that was written the folder of its step."""
+        written = self._folder / f"{step}.writing"
+        seal(written, step)
         self._require_ours(step)
-        if os.path.lexists(self._folder / str(step)):
-            self._set_aside(step)
-        folder.rename(self._folder / str(step))
-        sync_folder(self._folder)
+        steps.complete(written, step)
 
     def _prune(self) -> None:
         """Deletes steps older than the newest `keep` valid ones."""
         if self._keep is None:
             return
         kept = 0
-        for step in reversed(self._present()):
+        for step in reversed(steps.present(self._folder)):
             if kept == self._keep:
-                doomed = self._folder / f"{step}.deleting"
-                shutil.rmtree(doomed, ignore_errors=True)
-                # Renamed first, so that a partly deleted step is never taken for a complete one.
-                (self._folder / str(step)).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                steps.delete(self._folder, step)
             elif (problem := self.problem(step)) is None:
                 kept += 1
             else:
                 warn(
                     f"WARNING: checkpoint {self._folder / str(step)} is damaged: {problem}. It is "
-                    f"kept as {self._set_aside(step).name}"
+                    f"kept as {steps.set_aside(self._folder, step).name}"
                 )
-
-    def _set_aside(self, step: int) -> pathlib.Path:
-        """Renames a damaged step to `<step>.corrupt`, or `.corrupt.2` and so on."""
-        number, target = 1, self._folder / f"{step}.corrupt"
-        while os.path.lexists(target):
-            number += 1
-            target = self._folder / f"{step}.corrupt.{number}"
-        (self._folder / str(step)).rename(target)
-        return target
 
     def load(self, step: int, shapes: dict[str, Any]) -> dict[str, Any]:
         """Reads a state, or the entries of it that are named in `shapes`.
@@ -366,7 +306,7 @@ class Checkpoints:
         """
         found = self._metadata(step).metadata
         check_tree(shapes, {name: found[name] for name in shapes if name in found})
-        with _readable(self._folder / str(step)):
+        with reading(self._folder / str(step)):
             state = ocp.load_checkpointables(self._folder / str(step), shapes)
         if "step" in state and int(state["step"]) != step:
             raise Damaged(
@@ -393,11 +333,11 @@ class Checkpoints:
     def _metadata(self, step: int) -> Any:
         """What orbax stored beside the arrays; of what it cannot read, it returns None."""
         folder = self._folder / str(step)
-        with _readable(folder):
+        with reading(folder):
             metadata = ocp.checkpointables_metadata(folder)
         if unread := [name for name, tree in metadata.metadata.items() if tree is None]:
             with open_regular(folder / unread[0] / "_METADATA"):  # raises the cause, if it lasts
-                raise OSError(f"{folder / unread[0]} could not be read: {_TOO_FEW}")
+                raise OSError(f"{folder / unread[0]} could not be read: {TOO_FEW}")
         return metadata
 
 
@@ -417,44 +357,3 @@ def _decided(choose: Callable[[], int | None], elsewhere: Exception) -> int | No
     if code == failed:
         raise error or elsewhere
     return None if code == nothing else code
-
-
-@contextlib.contextmanager
-def _readable(folder: pathlib.Path) -> Iterator[None]:
-    """Turns any error of orbax and tensorstore, for files that verify, into one of reading."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise OSError(f"{folder} could not be read ({reason}): {_TOO_FEW}") from error
-
-
-def _is_step(entry: os.DirEntry) -> bool:
-    """Whether an entry of the folder is a step's: a folder of its own, named like 0 or 1000."""
-    return bool(_STEP.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
-
-
-def _is_transient(error: BaseException | None) -> bool:
-    """Whether a retry may succeed. Orbax passes on errors of file systems as codes or as text."""
-    words = [os.strerror(code) for code in _TRANSIENT]
-    while error is not None:
-        if getattr(error, "errno", None) in _TRANSIENT or any(word in str(error) for word in words):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _free(folder: pathlib.Path) -> str:
-    try:
-        return f"{_human(shutil.disk_usage(folder).free)} are free"
-    except OSError:
-        return "and that folder cannot be reached"
-
-
-def _human(size: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit} ({size:,} bytes)"
-    return f"{size} bytes"

@@ -8,10 +8,16 @@ checkpoint is taken for a damaged one.
 import json
 import os
 import pathlib
-import time
 from collections.abc import Iterator
 
-from rope_jax.files import RETRY_AFTER, file_sha256, read_regular
+from rope_jax.files import (
+    RETRY_AFTER,
+    file_sha256,
+    read_regular,
+    retried,
+    sync_folder,
+    write_file,
+)
 
 MANIFEST = "manifest.json"
 _LARGEST = 1 << 28  # bytes of a manifest: those of millions of files
@@ -21,24 +27,33 @@ class Damaged(ValueError):
     """A checkpoint differs from what was written."""
 
 
+def seal(folder: pathlib.Path, step: int) -> None:
+    """Writes the manifest of the files in a folder, and syncs all of it to the disk."""
+    files = {}
+    for name, path in sorted(files_of(folder)):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    write_file(folder / MANIFEST, manifest(step, files))
+    for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+        sync_folder(path)
+
+
 def problem_of(folder: pathlib.Path, step: int) -> str | None:
     """A description of the damage to the files of a step; None for a valid step.
 
     Raises:
         OSError: they cannot be read, now and after several more attempts.
     """
-    for pause in (*RETRY_AFTER, None):
-        try:
-            return _problem(folder, step)
-        except OSError as error:
-            if pause is None:
-                raise OSError(
-                    error.errno,
-                    f"checkpoint {folder} cannot be read ({os.strerror(error.errno or 0)}); it may "
-                    "be intact and was not renamed. Start again once it can be read",
-                    error.filename,
-                ) from error
-            time.sleep(pause)
+    try:
+        return retried(lambda: _problem(folder, step), RETRY_AFTER)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"checkpoint {folder} cannot be read ({os.strerror(error.errno or 0)}); it may be "
+            "intact and was not renamed. Start again once it can be read",
+            error.filename,
+        ) from error
 
 
 def _problem(folder: pathlib.Path, step: int) -> str | None:

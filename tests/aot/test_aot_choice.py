@@ -46,9 +46,10 @@ def train(layer, implementation, qkv, coords, freqs, bias, cotangent):
     return out, pull_back(cotangent)
 
 
-def compiled(layer, implementation, gpu, dtype="bfloat16"):
+def compiled(layer, implementation, gpu, dtype="bfloat16", function=train):
     shapes = list(layer.shapes(4, dtype).values())
-    return compile_ahead(functools.partial(train, layer, implementation), shapes, gpu)
+    shapes = shapes if function is train else shapes[:-1]
+    return compile_ahead(functools.partial(function, layer, implementation), shapes, gpu)
 
 
 def kernels_of(program):
@@ -64,6 +65,7 @@ def holds_weights(layer, program):
     return any(f",{n},{n}]" in program.as_text() for n in sizes)
 
 
+@pytest.mark.parametrize("function", [attend, train])
 @pytest.mark.parametrize(
     "case",
     covering(
@@ -72,10 +74,11 @@ def holds_weights(layer, program):
     ),
     ids=" ".join,
 )
-def test_the_default_trains(case, gpu_of):
+def test_the_default(case, function, gpu_of):
+    """Forward, and with gradients."""
     kind, name = case
     layer = LAYERS[name]
-    program = compiled(layer, None, gpu_of(kind))
+    program = compiled(layer, None, gpu_of(kind), function=function)
     if isinstance(layer.pattern, Global):
         # Beside cuDNN is the kernel that unpacks and rotates.
         expected = set() if kind == T4 else {"cudnn", "triton"}
@@ -89,6 +92,14 @@ def test_the_default_trains(case, gpu_of):
 def test_without_sixteen_bits_older_gpus_take_xla(kind, gpu_of):
     layer = LAYERS["vit_s_class_token"]
     assert kernels_of(compiled(layer, None, gpu_of(kind), "float32")) == set()
+
+
+@pytest.mark.parametrize("function", [attend, train])
+@pytest.mark.parametrize("name", covering(list(LAYERS), SOME))
+def test_the_default_on_a_cpu(name, function):
+    assert (
+        kernels_of(compiled(LAYERS[name], None, jax.devices("cpu")[0], function=function)) == set()
+    )
 
 
 GLOBAL = [name for name, layer in LAYERS.items() if isinstance(layer.pattern, Global)]
@@ -105,23 +116,38 @@ def test_cudnn_trains_at_the_numbers_of_tokens_of_models(kind, name, biased, gpu
     assert biased or not holds_weights(layer, program)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_whatever_serves_a_layer_trains(name, gpus):
-    """Each by its name, on an H200; the others' defaults are above."""
-    layer = LAYERS[name]
+def serving(layer, device, dtype="bfloat16"):
+    """The implementations that `explain` calls ok."""
     reasons = {}
 
     def look(qkv, coords, freqs, bias, _):
         terms = {"pattern": layer.pattern, "rotation": Rotation(coords, freqs)}
         reasons.update(explain(attention_qkv, qkv, bias=bias if layer.bias else None, **terms))
 
-    compile_ahead(look, list(layer.shapes(4).values()), gpus[0])
-    serving = {name for name, reason in reasons.items() if reason == "ok"}
-    local = {"xla", "triton"}
-    assert serving == (local | {"cudnn", "mosaic"} if name in GLOBAL else local)
-    for implementation in serving:
-        compiled(layer, implementation, gpus[0])
+    compile_ahead(look, list(layer.shapes(4, dtype).values()), device)
+    return {name for name, reason in reasons.items() if reason == "ok"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", [*KINDS, "cpu"])
+def test_explain(kind, dtype, gpu_of):
+    """What serves the layers of all models; those of `Global` in 16 bits have the widest choice."""
+    device = jax.devices("cpu")[0] if kind == "cpu" else gpu_of(kind)
+    everywhere = {"xla"} if kind in (T4, "cpu") else {"xla", "triton"}
+    widest = everywhere | {H200: {"cudnn", "mosaic"}, A100: {"cudnn"}, L4: {"cudnn"}}.get(
+        kind, set()
+    )
+    for name, layer in LAYERS.items():
+        expected = widest if name in GLOBAL and dtype == "bfloat16" else everywhere
+        assert serving(layer, device, dtype) == expected, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_whatever_serves_a_layer_trains(name, gpus):
+    """Each by its name, on an H200; the others' defaults are above."""
+    for implementation in serving(LAYERS[name], gpus[0]):
+        compiled(LAYERS[name], implementation, gpus[0])
 
 
 def layers(layer, implementation, depth, x, w, freqs, coords):

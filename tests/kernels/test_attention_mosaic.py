@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
-from rope_jax_kernels.attention import mosaic_kernel, triton
+from rope_jax_kernels.attention import mosaic_kernel, mosaic_launch, triton
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.test_attention_triton import check, operands
 
@@ -56,7 +56,7 @@ def forward(qkv, coords, freqs, dtype):
         Global(), (tokens,), heads, head_dim, True, pairs, "half", head_dim**-0.5, True, "mosaic"
     )
     rotation = () if freqs is None else (jnp.asarray(coords), jnp.asarray(freqs))
-    out, lse = mosaic_kernel.forward(task, triton.views(task, (jnp.asarray(qkv, dtype),)), rotation)
+    out, lse = mosaic_launch.forward(task, triton.views(task, (jnp.asarray(qkv, dtype),)), rotation)
     return np.asarray(out, np.float64), np.asarray(lse)[:, :, :tokens]
 
 
@@ -196,7 +196,7 @@ def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     """Both views begin where their memory begins and hold rows in the same order."""
     task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False, "mosaic")
     views = flatten_ref_union(
-        mosaic_kernel.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
+        mosaic_launch.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
     )
     offsets, swizzles = zip(
         *((view.transforms[0].offset, view.transforms[1].swizzle) for view in views), strict=True

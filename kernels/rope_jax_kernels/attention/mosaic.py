@@ -1,4 +1,4 @@
-"""Global attention by a Pallas kernel for Mosaic GPU on Hopper; see `mosaic_kernel`.
+"""Global attention by a Pallas kernel for Mosaic GPU on Hopper, launched by `mosaic_launch`.
 
 Its residuals and its backward pass are those of `triton`.
 """

@@ -214,9 +214,9 @@ def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Ar
     q, k, v = views(task, arrays)
     if task.implementation == "mosaic":
         # Here, because Mosaic GPU takes a second to import and Triton does not need it.
-        from rope_jax_kernels.attention import mosaic_kernel
+        from rope_jax_kernels.attention import mosaic_launch
 
-        by_mosaic = functools.partial(mosaic_kernel.forward, task)
+        by_mosaic = functools.partial(mosaic_launch.forward, task)
         return differentiated_once(by_mosaic, task)((q, k, v), rotation)
     launch, turning = plan(task, q.dtype.itemsize, "forward"), tables(rotation)
     batch, tokens = q.shape[:2]
