@@ -98,7 +98,11 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
     arguments = ml_collections.ConfigDict(defaults)
     for key, value in _assignments(text or "", "recipe argument").items():
         if key not in defaults:
-            raise ConfigError(f"the recipe has no argument {key!r}; {closest(key, defaults)}")
+            hint = setting_called(key)
+            setting = f"; for the setting, {hint}" if hint else ""
+            raise ConfigError(
+                f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
+            )
         if defaults[key] is not None and not isinstance(defaults[key], str):
             kind = type(defaults[key])
             found = literal(value)
