@@ -159,8 +159,10 @@ def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
     [
         (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
         (["--confg=x"], "Unknown command line flag 'confg'"),
-        (["--epochs=3"], "Unknown command line flag 'epochs'"),
+        (["--epochs=3"], "there is no flag --epochs"),
         (["--epochs=3"], "; use --config.epochs"),
+        (["--batch-size=3"], "; use --config.batch_size"),
+        (["--model=deit_s16"], "there is no flag --model; use --config.model.name"),
         (["--config.optim.lr=0.1"], "lr"),
         (["--config.data.img_size=9"], "; use --config.data.image_size"),
         (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),

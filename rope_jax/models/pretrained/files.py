@@ -6,6 +6,7 @@ from the header before any array is read.
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from rope_jax.models.pretrained.convert import (
 from rope_jax.models.pretrained.layouts import rotary_of
 from rope_jax.models.pretrained.metadata import Description, Metadata
 from rope_jax.models.pretrained.own import OWN, has_own_names, load_own, own_state_dict, plan_own
+from rope_jax.models.pretrained.tables import Preprocessing
 from rope_jax.npz import open_npz
 from rope_jax.text import parse
 
@@ -39,7 +41,7 @@ _FROM_PICKLE = (
     "open it with torch.load(..., weights_only=True) and save its tensors with "
     "safetensors.torch.save_file"
 )
-_INSTALL = "install the extra: pip install rope_jax[hub]"
+_INSTALL = "install the extra: pip install 'rope_jax[hub]'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class WeightsFile:
         source: naming convention, if the file was written by `save_pretrained`.
         metadata: of the model, likewise.
         where: path or hub id, for error messages.
+        preprocessing: of the hub repository's evaluation, where its config.json has timm's.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -59,6 +62,7 @@ class WeightsFile:
     source: str | None = None
     metadata: Metadata | None = None
     where: str = ""
+    preprocessing: Preprocessing | None = None
 
     @property
     def description(self) -> Description | None:
@@ -146,7 +150,8 @@ def load_weights(
         wanted = [*(link.key for link in plan.links), *plan.frozen]
         convert_state_dict(model, {key: file.read(key) for key in wanted}, **how)
         preprocessing = name_table(model, source).preprocessing
-    model.preprocessing = (about and about.preprocessing) or preprocessing
+    described = about and about.preprocessing
+    model.preprocessing = described or file.preprocessing or preprocessing
     if plan.new_head:
         print(f"head: new, {model.num_classes} classes")
     elif about is not None and model.num_classes:
@@ -199,7 +204,6 @@ def save_pretrained(
     Raises:
         ValueError: the source has no name for some of the parameters; the path has another
             extension; the model was not created by `create_model`.
-        ImportError: safetensors is not installed.
     """
     path = os.fspath(path)
     if os.path.splitext(path)[1] in _EXTENSIONS[1:]:
@@ -245,7 +249,8 @@ def open_weights(where: str | os.PathLike) -> Iterator[WeightsFile]:
         path, owner = _find(where)
         file = stack.enter_context(_open_file(path))
         source = file.source or _HUB_SOURCES.get(owner)
-        yield dataclasses.replace(file, source=source, where=where)
+        preprocessing = None if owner is None else _hub_preprocessing(where)
+        yield dataclasses.replace(file, source=source, where=where, preprocessing=preprocessing)
 
 
 @contextlib.contextmanager
@@ -328,12 +333,25 @@ def _download(name: str) -> str:
         ) from error
 
 
-def _safetensors():
+def _hub_preprocessing(name: str) -> Preprocessing | None:
+    """The preprocessing in the config.json of a timm repository; None if there is none."""
+    import huggingface_hub
+
     try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(f".safetensors files need safetensors: {_INSTALL}") from error
+        with open(huggingface_hub.hf_hub_download(name, "config.json"), encoding="utf-8") as file:
+            about = json.load(file)["pretrained_cfg"]
+        mean, std = (tuple(map(float, about[key])) for key in ("mean", "std"))
+        return Preprocessing(mean, std, float(about["crop_pct"]), str(about["interpolation"]))
+    except (FileNotFoundError, huggingface_hub.utils.EntryNotFoundError):
+        return None
+    except (KeyError, TypeError, ValueError):  # another library's names
+        return None
+
+
+def _safetensors():
+    """The package, imported where it is used: `import rope_jax` stays fast."""
+    import safetensors.numpy
+
     return safetensors
 
 
@@ -341,14 +359,19 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     """The source with the fewest problems, the first of equal ones.
 
     Raises:
-        ValueError: several sources fit, and pair channels for rotation differently.
+        ValueError: none has any of the names; or several fit, and pair channels for rotation
+            differently.
     """
     if has_own_names(model, file.shapes):
         return OWN
-    problems = {
-        source: len(plan_conversion(model, file.shapes, source=source).problems)
-        for source in SOURCES
-    }
+    plans = {source: plan_conversion(model, file.shapes, source=source) for source in SOURCES}
+    if not any(plan.links for plan in plans.values()):
+        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
+        raise ValueError(
+            f"{file.where!r} has no name that a parameter of this model has in a known source "
+            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
+        )
+    problems = {source: len(plan.problems) for source, plan in plans.items()}
     fewest = min(problems.values())
     best = [source for source in SOURCES if problems[source] == fewest]
     pairings = {name_table(model, source).pairing for source in best}

@@ -4,6 +4,7 @@ A parameter is named by its path, "blocks.0.attn.qkv.kernel". Stacked blocks hav
 blocks in a list; files in which they are stacked are read, too.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -175,7 +176,10 @@ def _grids_to_resize(
 ) -> dict[str, Grid]:
     """The stored map of each part whose scheme must be resized and can be."""
     parts, found = model.parts(), {}
-    stored = [None] * len(parts) if image_size is None else model.grids(image_size)
+    stored = [None] * len(parts)
+    if image_size is not None:
+        with contextlib.suppress(ValueError):  # other patches, whose shapes are refused
+            stored = model.grids(image_size)
     for (prefix, part), grid in zip(parts.items(), stored, strict=True):
         position = part.position
         own = {n: place for n, place in places.items() if n.startswith(f"{prefix}position.")}
