@@ -27,7 +27,7 @@ from rope_jax_kernels.attention.arithmetic import cos_sin
 from tests.kernels.attention_terms import term_sizes
 from tests.kernels.covering import covering
 
-pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def operands(

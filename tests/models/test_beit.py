@@ -14,8 +14,6 @@ from rope_jax.models.pretrained.convert import name_table
 from tests.models.small import pictures
 from tests.parity.official import tensor
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def small(*, size=(6, 10), **options):
     """A model of 3 x 5 patches."""

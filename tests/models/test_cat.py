@@ -20,8 +20,6 @@ from tests.models.definition import convolve, norm, value
 from tests.models.small import filled, pictures, some_slow
 from tests.parity import official
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2}
 RELEASED = {"operator": "released", "imprint": "decayed"}
 OPERATORS = ["paper", "released"]

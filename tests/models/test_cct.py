@@ -32,8 +32,6 @@ from tests.models.definition import (
 )
 from tests.models.small import filled, pictures, run, some_slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = {"width": 32, "heads": 2, "depth": 2}
 CONVS = {
     "7x2": {

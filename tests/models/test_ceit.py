@@ -20,8 +20,6 @@ from rope_jax.training.optim import decay_mask
 from tests.models.definition import attend, convolve, dense, gelu, mlp, norm, patches_of, value
 from tests.models.small import filled, pictures, run, some_slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = {
     "width": 32,
     "heads": 2,

@@ -25,8 +25,6 @@ from tests.models.definition import layers_of, places, vit
 from tests.models.small import pictures, some_slow
 from tests.parity.official import tensor
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 WIDTH, HEADS, DEPTH, CLASSES, PATCH = 24, 3, 2, 5, 4
 SMALL = {
     "width": WIDTH,

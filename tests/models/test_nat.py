@@ -18,8 +18,6 @@ from tests.models.test_swin import (
     tiny,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def halved(x, layer):
     return convolve(x, layer, 2, padding=1)

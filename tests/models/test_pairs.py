@@ -16,8 +16,6 @@ from rope_jax.models.registry import find_model
 from tests.models.small import filled, some_slow
 from tests.positions.schemes import ALL, DEFAULTS
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # Options that make a model small, pixels of creation, pixels of the call. One model for each way in
 # which backbones differ for a scheme: prefix tokens that take part in embeddings or do not, global
 # attention, windows, neighbourhoods, dilation, attention of their own.

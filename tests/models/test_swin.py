@@ -18,8 +18,6 @@ from rope_jax_kernels import Window
 from tests.models.definition import attend, convolve, dense, mlp, norm, places, scale, value
 from tests.models.small import filled, pictures, run, some_slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 TINY = {"width": 16, "depths": (2, 2), "heads": (2, 4), "mlp_ratio": 2.0}
 SIZE = (36, 52)  # maps of 9 x 13 and 5 x 7 tokens
 

@@ -17,8 +17,6 @@ from rope_jax.training.optim import decay_mask
 from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
 from tests.models.small import filled, pictures
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = {"width": 16, "heads": 4, "depth": 2, "token_width": 8, "random_features": 4}
 
 

@@ -12,8 +12,6 @@ from rope_jax.models.layers import check_images
 from tests.models.small import pictures, run, small_model, some_slow
 from tests.positions.schemes import DEFAULTS
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 FAMILIES = ["deit_ti16", "deit3_ti16", "vit_s16", "nat_isotropic_s16"]
 # Every scheme in one of the families; `test_pairs` traces all of them in all.
 PAIRS = [(FAMILIES[index % len(FAMILIES)], text) for index, text in enumerate(DEFAULTS)]
