@@ -234,7 +234,7 @@ def test_long_rows_are_moved_one_after_the_other(interpreted, monkeypatch):
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 32
     monkeypatch.setattr(unpack, "BYTES_IN_FLIGHT", 16)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 8
-    test_unpacking_is_rotating_the_parts_bit_for_bit(case, None, None)
+    test_unpacking_is_rotating_the_parts_bit_for_bit(case, None)
 
 
 def test_nan_stays_where_it_is(interpreted):
