@@ -203,8 +203,8 @@ def test_tokens_outside_a_window_or_neighborhood_take_no_part():
     for pattern in (Window((3, 3), (1, 1)), Neighborhood((3, 3))):
         qkv, *_ = operands(pattern, (7, 8), dtype=np.float32, bias=False, pairs=0)
         loud = qkv.copy()
-        # Not NaN, which times a weight of zero spreads over the tile. The products of a power of two
-        # are exact: a logit is its maximum, whether or not the compiler contracts to an FMA.
+        # Not NaN, which times a weight of zero spreads over the tile. Products of a power of two
+        # are exact: the logit is the maximum, whether or not the compiler contracts to an FMA.
         loud[:, 6, 7] = 2.0**20
         attend = jax.jit(functools.partial(attention_qkv, pattern=pattern, implementation="triton"))
         quiet, loud = np.asarray(attend(qkv)), np.asarray(attend(loud))
