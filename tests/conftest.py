@@ -64,6 +64,7 @@ def pytest_configure(config):
     for name, value in settings.items():
         os.environ[name.upper()] = str(value)  # for processes that tests start
         jax.config.update(name, value)
+    jax.monitoring.register_event_duration_secs_listener(_count)
     message = "Error (reading|writing) persistent compilation cache entry"
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
@@ -76,6 +77,37 @@ def pytest_collection_modifyitems(items):
         reason = f"needs a GPU, but jax runs on {jax.default_backend()}"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# Most of the time of the tests is compilation, and an operation of jnp outside of jit is a program
+# for each shape: the last lines of a run tell when the number of programs grows.
+_compiled = {"programs": 0, "seconds": 0.0}
+
+
+def _count(event, seconds, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _add({"programs": 1, "seconds": seconds})
+
+
+def _add(compiled):
+    for name in _compiled:
+        _compiled[name] += compiled[name]
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+        session.config.workeroutput["compiled"] = _compiled
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _add(getattr(node, "workeroutput", {}).get("compiled", {"programs": 0, "seconds": 0.0}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    text = "{programs} programs compiled, or read from the cache, in {seconds:.0f} s"
+    terminalreporter.write_line(text.format(**_compiled))
 
 
 @pytest.fixture
