@@ -155,7 +155,6 @@ def test_other_arguments_are_refused(argument, hint, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiles")
 def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys):
     out = tmp_path / "out"
     asked = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
@@ -176,7 +175,6 @@ def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiles")
 def test_own_images_in_folders(tmp_path, capsys):
     folder, out = pictures(tmp_path / "images"), tmp_path / "out"
     asked = [f"--path={folder}", "--model=vit_digits", "--positions=none,ape", "--seeds=2", *TINY]

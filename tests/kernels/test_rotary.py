@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, device, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes
+from tests.devices import environment
 from tests.kernels import rotary_cases as cases
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import Case, angles, bits, draw, laid_out, pair_channels, turn
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 B, L, N, D, A, R = 2, 6, 3, 16, 2, 5
 PAIRINGS = ["half", "interleaved"]
@@ -485,11 +484,7 @@ for f in (shard(partial(one, "xla")), shard(partial(one, "triton"), check_vma=Fa
 
 @pytest.mark.process
 def test_sharded_over_batch_and_heads():
-    env = os.environ | {
-        "ROPE_JAX_INTERPRET": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
+    env = os.environ | environment(4) | {"ROPE_JAX_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True, timeout=120)
 
 

@@ -69,7 +69,6 @@ def test_sizes_and_classes_are_as_asked():
     assert len(model.blocks) == 2
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_papers():
     make = lambda seed: rope_jax.create_model(
         "vit_digits", position="ape", depth=1, width=48, heads=3, seed=seed

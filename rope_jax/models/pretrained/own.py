@@ -140,11 +140,11 @@ def load_own(model: nnx.Module, read: Callable[[str], np.ndarray], plan: Plan) -
         value = values.setdefault(place.path, np.empty(variable.shape, variable.dtype))
         value[... if place.layer is None else place.layer] = array
     for path, value in values.items():
-        variables[path].set_value(jnp.asarray(value))
+        variables[path].set_value(jax.device_put(value))  # jnp.asarray compiles for each shape
     for prefix, grid in plan.grids.items():
         position = model.parts()[prefix].position
         own = _variables(position)
-        arrays = {p: jnp.asarray(x, own[p].dtype) for p, x in positions[prefix].items()}
+        arrays = {p: jax.device_put(x.astype(own[p].dtype)) for p, x in positions[prefix].items()}
         for path, value in _resized(position, arrays, grid).items():
             own[path].set_value(value)
 
