@@ -67,11 +67,12 @@ def parse_flags(arguments: list[str]) -> list[str]:
         return rest
     except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
         words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        hint = setting_called(words.partition(" ")[0])
-        _stop(2, f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
+        name = words.partition(" ")[0]
+        hint = setting_called(name)
+        _stop(2, f"there is no such setting: {f'{name}; {hint}' if hint else words}")
     except flags.UnrecognizedFlagError as error:
         hint = setting_called(error.flagname)
-        _stop(2, f"{error}{f'; {hint}' if hint else ''}")
+        _stop(2, f"there is no flag --{error.flagname}; {hint}" if hint else str(error))
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
         _stop(2, str(error))
 

@@ -112,7 +112,8 @@ def load_weights(
         wanted = [*(link.key for link in plan.links), *plan.frozen]
         convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
         preprocessing = name_table(target, source).preprocessing
-    model.preprocessing = (about and about.preprocessing) or preprocessing
+    described = about and about.preprocessing
+    model.preprocessing = described or file.preprocessing or preprocessing
     if target is not model:
         print(_of_backbone(model, plan))
     elif plan.new_head:
@@ -132,7 +133,7 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     """What weights are for, the model or its backbone, and their source.
 
     Raises:
-        ValueError: they are those of another head.
+        ValueError: they are those of another head, or have names of no known source.
     """
     backbone = getattr(model, "backbone", None)
     if file.description is not None:
@@ -152,11 +153,20 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     found = []
     for target in targets:
         own = source or file.source or _first_that_fits(target, file)
-        if len(targets) == 1:
-            return target, own
-        if target is backbone or own in (*DENSE, OWN):
+        if len(targets) == 1 or target is backbone or own in (*DENSE, OWN):
             found.append((len(_problems(target, file, own)), target, own))
-    return min(found, key=operator.itemgetter(0))[1:]
+    _, target, own = min(found, key=operator.itemgetter(0))
+    if (source or file.source) is None and not _has_known_names(target, file, own):
+        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
+        raise ValueError(
+            f"{file.where!r} has no name that a parameter of this model has in a known source "
+            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
+        )
+    return target, own
+
+
+def _has_known_names(model: nnx.Module, file: WeightsFile, source: str) -> bool:
+    return source == OWN or bool(plan_conversion(model, file.shapes, source=source).links)
 
 
 def _problems(model: nnx.Module, file: WeightsFile, source: str) -> list[str]:
@@ -236,7 +246,6 @@ def save_pretrained(
     Raises:
         ValueError: the source has no name for some of the parameters; the path has another
             extension; the model was not created by `create_model`.
-        ImportError: safetensors is not installed.
     """
     path = os.fspath(path)
     if os.path.splitext(path)[1] in EXTENSIONS[1:]:
