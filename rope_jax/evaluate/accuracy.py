@@ -81,7 +81,7 @@ def accuracies(
 
     config = Config() if config is None else config
     count = jax.jit(seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh))
-    totals, seen = np.zeros((config.seeds, 1), np.int64), 0
+    totals, seen = np.int64(0), 0
     batch_size = -(-batch_size // mesh.size) * mesh.size  # the last batch is padded anyway
     batches = data.evaluation_batches(
         images,

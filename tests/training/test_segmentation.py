@@ -126,12 +126,13 @@ def test_a_run_starts_from_a_classifier_and_from_no_other_task(tmp_path, capsys)
     np.testing.assert_array_equal(model.backbone.blocks.attn.qkv.kernel[...], kernel)
     found = capsys.readouterr().out
     assert "weights of a classifier: new neck, head, not used head.bias, head.kernel, norm" in found
-    with pytest.raises(
-        ConfigError, match="with the head 'upernet', and this model is a classifier"
-    ):
-        started(finished, **plain)
-    with pytest.raises(ConfigError, match="'upernet', and this model has the head 'linear'"):
-        started(finished, **changes | {"model__head": "linear"})
+    saved = tmp_path / "upernet"
+    rope_jax.save_pretrained(model, saved)
+    message = "with the head 'upernet', and this model"
+    with pytest.raises(ConfigError, match=f"{message} is a classifier"):
+        started(saved, **plain)
+    with pytest.raises(ConfigError, match=f"{message} has the head 'linear'"):
+        started(saved, **changes | {"model__head": "linear"})
 
 
 @pytest.mark.slow
