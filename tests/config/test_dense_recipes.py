@@ -161,7 +161,7 @@ TOYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments", "options"), TOYS)
-def test_steps_in_bfloat16(name, arguments, options, masks, quick_compiles):
+def test_steps_in_bfloat16(name, arguments, options, masks):
     """Of a folder of masks: every number is finite, and every kernel moves.
 
     The first step leaves ViT-Adapter's injectors as they are, whose gates are 0 before it.

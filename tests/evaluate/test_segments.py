@@ -17,8 +17,6 @@ from rope_jax.evaluate.segments import Views, segment_split, side_multiple
 from rope_jax.sharding import make_mesh
 from tests.small_run import save_run
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def by_colour(weights, images):
     """Scores of three classes from the red of single pixels: windows must not show."""

@@ -6,7 +6,6 @@ import pytest
 from rope_jax.evaluate.windows import Windows, bucket, resize_image, window_starts
 from rope_jax.sharding import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 WEIGHTS = np.random.default_rng(5).standard_normal((3, 4)).astype(np.float32)
 
 

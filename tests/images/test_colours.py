@@ -9,7 +9,6 @@ import pytest
 
 from rope_jax.data.images.device_colours import Changes, changed, draw, photometric, to_hsv, to_rgb
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 15, 3), dtype=np.uint8)
 SCALE = np.array([180, 255, 255])
 

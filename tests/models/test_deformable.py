@@ -9,7 +9,6 @@ from flax import nnx
 from rope_jax.models.deformable import DeformableAttention, corners_of, gather_sum
 from rope_jax.models.layers import dtypes_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 SIZES = [(3, 5), (2, 2)]
 TOKENS = sum(h * w for h, w in SIZES)
 

@@ -12,8 +12,6 @@ from flax import nnx
 import rope_jax
 from tests.models.small import filled, pictures, some_slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = {"width": 24, "heads": 3, "depth": 3, "mlp_ratio": 2.0, "drop_path": 0.4}
 PATCH = SMALL | {"patch_size": 4}
 STAGES = {"width": 24, "heads": (3, 3), "depths": (3, 2), "drop_path": 0.4}

@@ -13,8 +13,6 @@ import rope_jax
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from tests.models.small import SMALL, filled, pictures
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 WINDOWS = {"class_token": False, "attention": "window", "last_norm": False}
 
 

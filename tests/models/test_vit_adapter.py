@@ -14,8 +14,6 @@ from rope_jax.models.layers import BatchNorm
 from rope_jax.models.vit import ViT
 from tests.models.small import filled, pictures
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = {"width": 24, "heads": 3, "depth": 4, "mlp_ratio": 2.0, "num_classes": 0, "prior_width": 4}
 SMALL |= {"groups": (0, 1, 2, 3), "deform_heads": 2, "deform_points": 2, "image_size": 32}
 

@@ -15,8 +15,6 @@ from rope_jax.positions import Stage, Terms, create_position
 from rope_jax_kernels import Global
 from tests.models.small import pictures, run, small_model, some_slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 WINDOWS = {"class_token": False, "attention": "window"}
 HEADS, HEAD_DIM = 3, 16
 

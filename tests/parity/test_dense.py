@@ -12,8 +12,6 @@ from rope_jax.models.pretrained import export_state_dict
 from tests.parity.dense import DATA, check_of, differences, goldens
 from tests.parity.dense.__main__ import main
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 QUICK = ["msda", "upernet_heads", "vit_adapter", "vitdet_rel"]
 CHECKED = [name for name in goldens() if check_of(name)]
 

@@ -8,7 +8,7 @@ from rope_jax.positions.resample import bilinear_matrix
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions.schemes import HEAD_DIM, HEADS, normal, params, scheme, stage, trained
 
-pytestmark = pytest.mark.usefixtures("quick_compiles", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def weights(logits):

@@ -9,8 +9,6 @@ from rope_jax.models.heads import PixelLogits
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.tasks import segmentation as task
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.mark.parametrize("divisor", ["all", "valid"])
 def test_the_loss_is_the_cross_entropy_of_pixels_with_a_class(divisor):

@@ -23,7 +23,6 @@ from rope_jax.models.layers import Linear, dtypes_of
 from rope_jax.models.necks import FourScales
 from rope_jax.models.pretrained import export_state_dict
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 SMALL = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
 FLOAT = dtypes_of(jnp.dtype(jnp.float32))
 
