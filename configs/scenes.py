@@ -1,7 +1,7 @@
 """Segmentation of scenes of handwritten digits on two CPU cores, without a download.
 
-    python -m rope_jax.main --config=configs/scenes.py --workdir=runs/scenes
-    python -m rope_jax.main --config=configs/scenes.py:position=ape --workdir=runs/scenes_ape
+    rope_jax train --config=scenes --workdir=runs/scenes
+    rope_jax train --config=scenes:position=ape --workdir=runs/scenes_ape
 
 About three CPU minutes. A ViT with patches of 8 pixels predicts 4 x 4 cells of each patch. It is
 trained at 64 pixels, and evaluated at four other sizes with digits as large as there, so that the

@@ -1,8 +1,8 @@
 """Segmenter with mask transformer on ADE20k, as LaPE trains it (arXiv 2212.05262, table S.III).
 
-    python -m rope_jax.main --workdir=runs/segmenter --config.init_from=runs/lape/deit_ti \\
-        "--config=configs/segmenter.py:variant=deit_ti16,position=lape(ape),path=ADE20K"
-    python -m rope_jax.evaluate runs/segmenter --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
+    rope_jax train --workdir=runs/segmenter --config.init_from=runs/lape/deit_ti \\
+        "--config=segmenter:variant=deit_ti16,position=lape(ape),path=ADE20K"
+    rope_jax evaluate runs/segmenter --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
 
 ADE20K is the official folder ADEChallengeData2016; `source=masks` takes images of your own, see
 docs/segmentation.md. The weights of `init_from` are those of a classifier with the same scheme.

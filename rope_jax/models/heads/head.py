@@ -46,6 +46,11 @@ class Head(nnx.Module):
     The constructor takes the options, the maps' `channels` (a number for each, strides ascending),
     `num_classes`, `dtypes` and `rngs`.
 
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", head="linear", num_classes=11, depth=1)
+    >>> isinstance(model.head, Head), model.head.task, model.head.num_classes
+    (True, 'segmentation', 11)
+
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
