@@ -137,11 +137,12 @@ def test_an_end_that_does_not_come_is_made(monkeypatch):
     assert ended.get(timeout=10) == 0
 
 
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
 @pytest.mark.parametrize("distributed", [True, False])
-def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
+def test_a_lost_connection_is_told_as_such(distributed, kind, monkeypatch, capsys):
     monkeypatch.setattr(command, "_LAST_WORDS", 0)
     monkeypatch.setattr(os, "_exit", lambda status: None)
-    error = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset\nmore")
+    error = kind("UNKNOWN: Gloo AllGather failed: Connection reset\nmore")
     with (
         pytest.raises(SystemExit) as caught,
         command.exit_statuses("runs/x", distributed=distributed),
