@@ -132,7 +132,7 @@ def class_colours(count: int) -> UInt8[np.ndarray, "K 3"]:
     """A colour of each class: light grey for the first, then hues far apart, light and dark.
 
     >>> class_colours(3).tolist()
-    [[225, 225, 225], [224, 54, 54], [38, 77, 158]]
+    [[225, 225, 225], [224, 54, 54], [38, 73, 158]]
     """
     found = [(0.0, 0.0, 225 / 255)]
     for k in range(count - 1):
