@@ -73,7 +73,8 @@ class DataConfig:
 
     source: str = _setting(
         "digits",
-        "digits, scenes, npz, idx, folder, tfds, packed or imagenet, see rope_jax.data.load",
+        "digits, scenes, npz, idx, folder, tfds, packed, imagenet, masks or ade20k, see "
+        "rope_jax.data.load",
     )
     path: str | None = _setting(
         None, "file or folder of the source; none for digits and scenes", resumable=True

@@ -1,6 +1,7 @@
 """Pictures of segmented images: each with the classes of its pixels and the predicted ones."""
 
 import colorsys
+import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from rope_jax import seeds
 from rope_jax.data.images.device import normalise
+from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate.accuracy import at_resolution, resolutions
 from rope_jax.files import write_file
 from rope_jax.sharding import use_mesh
@@ -62,7 +64,12 @@ def _predicted(setup: Setup, state: State, size: tuple[int, int], count: int) ->
         return logits.argmax(-1).astype(np.uint8)
 
     images = load_split(config, "test", size)
-    drawn = [images.example(k) for k in range(min(count, len(images.labels)))]
+    drawn: list[dict[str, np.ndarray]] = []
+    for number in range(len(images.labels)):
+        with contextlib.suppress(BadImages):  # where the run skips them
+            drawn.append(images.example(number))
+        if len(drawn) == count:
+            break
     found = np.asarray(predict(np.stack([one["image"] for one in drawn])))
     pairs = zip(drawn, found, strict=True)
     return [Segmented(one["image"], one["label"], classes) for one, classes in pairs]

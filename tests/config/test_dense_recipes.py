@@ -155,25 +155,29 @@ TOYS = [
     ("upernet", "variant=b", f"{PLAIN},drop_path=0.1"),
     ("upernet", "variant=adapter_s,position=ape",
      "width=32,depth=4,heads=2,groups=(0,1,2,3),prior_width=8,deform_heads=2"),
-    ("segmenter", "", PLAIN),
+    ("segmenter", "", "patch_size=8,width=64,depth=2,heads=2"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments", "options"), TOYS)
-def test_a_step_in_bfloat16(name, arguments, options, masks, quick_compiles):
-    """Of a folder of masks: every number is finite, and every kernel moves."""
+def test_steps_in_bfloat16(name, arguments, options, masks, quick_compiles):
+    """Of a folder of masks: every number is finite, and every kernel moves.
+
+    The first step leaves ViT-Adapter's injectors as they are, whose gates are 0 before it.
+    """
     config = resolved(
-        name, f"{arguments},resolution=64,source=masks,path={masks}", data__workers=0, steps=2,
+        name, f"{arguments},resolution=64,source=masks,path={masks}", data__workers=0, steps=4,
         batch_size=4, model__options=options, optim__warmup_steps=0,
     )  # fmt: skip
     run, model = prepare(config)
     state = initial_state(run, model)
     before = jax.tree.map(np.asarray, state["params"])
     batches, _ = training_batches(run, 0)
-    state, metrics = make_step(run)(state, put_batch(next(batches), run.mesh))
-    assert all(np.isfinite(float(value)) for value in metrics.values())
-    assert float(metrics["grad_norm"]) > 0
+    step = make_step(run)
+    for _ in range(3):
+        state, metrics = step(state, put_batch(next(batches), run.mesh))
+        assert all(np.isfinite(float(value)) for value in metrics.values())
     moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - b).max(), state["params"], before)
     still = [
         jax.tree_util.keystr(path)

@@ -51,7 +51,7 @@ def padded(
 
 
 def scaled_size(
-    size: tuple[int, int], ratio: float, *, short: float, long: float
+    size: tuple[int, int], ratio: float, *, short: int | float, long: int | float
 ) -> tuple[int, int]:
     """The size at which both sides fit into `ratio` times (short, long), the aspect kept.
 
