@@ -29,6 +29,9 @@ Maps = Sequence[Float[Array, "B _h _w _C"]]
 class PixelLogits:
     """Predictions of a segmentation head.
 
+    >>> PixelLogits(jnp.zeros((2, 8, 8, 11))).auxiliary is None
+    True
+
     Attributes:
         logits: [B, h, w, K], to be resized to the image.
         auxiliary: those of a second head, for the loss alone; or None.
