@@ -93,7 +93,23 @@ class Head(nnx.Module):
 
 
 class SegmentationHead(Head):
-    """Base of heads that give every pixel a class: they return `PixelLogits`."""
+    """Base of heads that give every pixel a class: they return `PixelLogits`.
+
+    A head of your own, the logits of the mean token at every pixel:
+
+    >>> from rope_jax import create_model
+    >>> class Mean(SegmentationHead):
+    ...     def __init__(self, options, *, channels, num_classes, dtypes, rngs):
+    ...         self.options, self.out_features = options, num_classes
+    ...         self.classify = nnx.Linear(channels[-1], num_classes, rngs=rngs, **dtypes)
+    ...
+    ...     def __call__(self, maps, *, train=False, key=None):
+    ...         return PixelLogits(self.classify(maps[-1].mean((1, 2), keepdims=True)))
+    >>> register_head("mean_token", Mean, Options())
+    >>> model = create_model("vit_digits", head="mean_token", num_classes=3, depth=1)
+    >>> model(jnp.zeros((1, 8, 12, 3))).shape
+    (1, 8, 12, 3)
+    """
 
     task: ClassVar[str] = "segmentation"
 
