@@ -29,6 +29,9 @@ Maps = Sequence[Float[Array, "B _h _w _C"]]
 class PixelLogits:
     """Predictions of a segmentation head.
 
+    >>> PixelLogits(jnp.zeros((1, 4, 6, 3))).auxiliary is None
+    True
+
     Attributes:
         logits: [B, h, w, K], to be resized to the image.
         auxiliary: those of a second head, for the loss alone; or None.
@@ -42,6 +45,11 @@ class PixelLogits:
 
 class Head(nnx.Module):
     """Base of all heads.
+
+    >>> import rope_jax.models.heads
+    >>> head = create_head("upernet", channels=[8] * 4, num_classes=3, rngs=nnx.Rngs(0))
+    >>> isinstance(head, Head), head.strides, head.num_classes
+    (True, (4, 8, 16, 32), 3)
 
     The constructor takes the options, the maps' `channels` (a number for each, strides ascending),
     `num_classes`, `dtypes` and `rngs`.
@@ -85,7 +93,14 @@ class Head(nnx.Module):
 
 
 class SegmentationHead(Head):
-    """Base of heads that give every pixel a class: they return `PixelLogits`."""
+    """Base of heads that give every pixel a class: they return `PixelLogits`.
+
+    >>> import rope_jax.models.heads
+    >>> head = create_head("linear", channels=[8], num_classes=3, rngs=nnx.Rngs(0))
+    >>> found = head([jnp.zeros((1, 4, 6, 8))])
+    >>> isinstance(head, SegmentationHead), head.result(found, (8, 12)).shape
+    (True, (1, 8, 12, 3))
+    """
 
     task: ClassVar[str] = "segmentation"
 
