@@ -1,43 +1,16 @@
 """Ahead-of-time compilation for GPUs, on machines without one."""
 
 import math
-import os
-import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
 # Autotuning is off, so that the program is the same on every machine.
 OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
-
-
-def absent_gpus(hosts: int = 1, gpus_per_host: int = 1) -> list:
-    """Returns H200 devices to compile for; needs jax's CUDA plugin, but no GPU.
-
-    Args:
-        hosts: number of hosts.
-        gpus_per_host: number of GPUs of each host.
-
-    Raises:
-        RuntimeError: if JAX_SKIP_CUDA_CONSTRAINTS_CHECK is not set to 1.
-    """
-    if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1":
-        raise RuntimeError(
-            "there is no GPU; to compile for one set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 "
-            "and install jax[cuda13]"
-        )
-    return topologies.get_topology_desc(
-        platform="cuda",
-        topology_name="h200",
-        topology=f"1x{hosts}x{gpus_per_host}",
-        target_config=TARGET.read_text(),
-    ).devices
 
 
 def compile_ahead(
@@ -52,7 +25,7 @@ def compile_ahead(
     Args:
         f: the function.
         shapes: trees of `jax.ShapeDtypeStruct`, one per argument.
-        device: a device from `absent_gpus`.
+        device: of `absent_gpus`.
         donate: indices of donated arguments.
         options: of the compiler, beside `OPTIONS`.
     """

@@ -1,16 +1,17 @@
-"""What the attention kernels' machine code costs at least: instructions issued, and bytes moved.
+"""What the kernels' machine code costs at least: instructions issued, and bytes moved.
 
-    python -m benchmarks machine_code --out benchmarks/results/machine_code_h200.json
+    python -m benchmarks machine_code --out benchmarks/results/machine_code.json
 
-Compiles layers of ViT, Swin and NAT for an H200 that need not be there; this needs jax[cuda13], the
-wheel nvidia-cuda-nvdisasm, JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. No time is
-measured. Each of a multiprocessor's four schedulers issues at most one instruction of a warp in a
-cycle, so that a kernel takes at least
+Compiles layers of ViT, Swin and NAT, and rotations of small and large arrays, for GPUs that need
+not be there; this needs jax[cuda13], the wheel nvidia-cuda-nvdisasm, JAX_PLATFORMS=cpu and
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. No time is measured. Each of a multiprocessor's four schedulers
+issues at most one instruction of a warp in a cycle, so that a kernel takes at least
 
     issue_us = warps * instructions of a warp / (multiprocessors * 4 * clock)
 
 and at least the time of copying what it must read and write (q, k, v, output, and backward their
-gradients). Both are bounds from below, and kernels take longer than the larger of them.
+gradients; of a rotation half of the channels, and the angles). Both are bounds from below, and
+kernels take longer than the larger of them.
 
 The layers have no bias, and the backward pass includes the gradient of the frequencies.
 """
@@ -24,23 +25,25 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 from unittest import mock
 
 import jax
 
-from benchmarks._program import absent_gpus, compile_ahead
+from benchmarks import rotary
+from benchmarks._gpus import A100, H200, L4, absent_gpus, data_sheet
+from benchmarks._program import compile_ahead
 from benchmarks._runner import Keep, Result, record
 from rope_jax.text import markdown_table
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention_qkv
 from rope_jax_kernels.attention import triton
 from rope_jax_kernels.model_shapes import LAYERS, Layer
+from rope_jax_kernels.rotary import tile_sizes
 
-# Of an H200: multiprocessors, their schedulers, cycles in a microsecond, bytes copied in one (read
-# and written), and of a multiprocessor registers, bytes of shared memory and warps.
-MULTIPROCESSORS, SCHEDULERS, CYCLES, COPY_BYTES = 132, 4, 1980.0, 4.3e6
-REGISTERS, SHARED, WARPS = 65536, 227 * 1024, 64
+KINDS = (H200, A100, L4)
+SCHEDULERS = 4  # of a multiprocessor
+COPIED = 4.3 / 4.8  # of the memory bandwidth of the data sheet: what a copy reaches on an H200
 TWO_OVER_PI = "0.636619"  # how each sine or cosine begins: the quarter turns of its angle
 # Name -> layer of `model_shapes` and batch.
 CASES = {
@@ -49,6 +52,52 @@ CASES = {
     "Swin, stage 1": ("swin_t_1", 128),
     "NAT, stage 1": ("nat_mini_1", 64),
 }
+# The corners of the thesis' sizes (table A.1), in bfloat16 with angles in float32.
+ROTATIONS = {
+    f"rotation, {heads} x {side} x {side} rows of {channels}": rotary.Case(
+        batch, heads, side, channels, "16-32", direction="forward"
+    )
+    for batch, heads, side, channels in (
+        (1, 1, 7, 32),
+        (1, 8, 7, 128),
+        (16, 6, 14, 64),
+        (128, 8, 56, 128),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What bounds kernels on a GPU.
+
+    Attributes:
+        multiprocessors: their number.
+        cycles: of their clock in a microsecond.
+        copy_bytes: bytes that a copy reads and writes in a microsecond.
+        registers, shared, warps: registers, bytes of shared memory and most warps of one
+            multiprocessor.
+    """
+
+    multiprocessors: int
+    cycles: float
+    copy_bytes: float
+    registers: int
+    shared: int
+    warps: int
+
+
+@functools.cache
+def gpu_of(kind: str) -> Gpu:
+    """The bounds of a kind of GPU."""
+    sheet = functools.partial(data_sheet, kind)
+    return Gpu(
+        multiprocessors=int(sheet("core_count")),
+        cycles=1e3 * sheet("clock_rate_ghz"),
+        copy_bytes=COPIED * sheet("memory_bandwidth") / 1e6,
+        registers=int(sheet("registers_per_core_limit")),
+        shared=int(sheet("shared_memory_per_block_optin")),
+        warps=int(sheet("threads_per_core_limit")) // 32,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +130,18 @@ class Code:
         """Instructions that a warp issues."""
         return self.instructions + (self.rounds - 1) * self.loop
 
-    @property
-    def resident(self) -> int:
+    def resident(self, gpu: Gpu) -> int:
         """Blocks that a multiprocessor holds at a time."""
-        by_registers = REGISTERS // (self.registers * self.warps * 32)
-        return min(by_registers, SHARED // max(1, self.shared), WARPS // self.warps)
+        by_registers = gpu.registers // (self.registers * self.warps * 32)
+        return min(by_registers, gpu.shared // max(1, self.shared), gpu.warps // self.warps)
 
-    @property
-    def issue_us(self) -> float:
-        """Microseconds that issuing all instructions takes at least."""
+    def issue_us(self, gpu: Gpu) -> float:
+        """Microseconds that issuing all instructions takes at least.
+
+        A launch of fewer blocks than the GPU holds leaves schedulers idle, which only adds to it.
+        """
         total = self.blocks * self.warps * self.issued
-        return total / (MULTIPROCESSORS * SCHEDULERS * CYCLES)
+        return total / (gpu.multiprocessors * SCHEDULERS * gpu.cycles)
 
 
 def layer_and_batch(name: str) -> tuple[Layer, int]:
@@ -143,9 +193,10 @@ def tool(name: str) -> str:
 
 
 def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
-    """The report of ptxas on a PTX file for sm_90a, and the listing of nvdisasm."""
+    """The report of ptxas on a PTX file for its target, and the listing of nvdisasm."""
     cubin = str(ptx.with_suffix(".cubin"))
-    command = [tool("ptxas"), "-arch=sm_90a", "-v", str(ptx), "-o", cubin]
+    target = re.search(r"\.target (\w+)", ptx.read_text())[1]
+    command = [tool("ptxas"), f"-arch={target}", "-v", str(ptx), "-o", cubin]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     command = [tool("nvdisasm"), cubin]
     return report, subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -166,7 +217,7 @@ def instructions_of(listing: str) -> tuple[list[str], int]:
     return instructions, longest
 
 
-def kernels_of(layer: Layer, batch: int) -> list[Code]:
+def kernels_of(layer: Layer, batch: int, kind: str = H200) -> list[Code]:
     """Compiles both passes of a layer in bfloat16: the forward kernel, then the backward ones."""
     shapes = layer.shapes(batch)
     del shapes["bias"]
@@ -177,29 +228,52 @@ def kernels_of(layer: Layer, batch: int) -> list[Code]:
         rounds[f"attention_{kernel.func.__name__}"] = launch.tiles.blocks
         return launched(kernel, launch, *rest, **options)
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(triton, "run", run):
+    with mock.patch.object(triton, "run", run):
+        return dumped(functools.partial(train, layer), list(shapes.values()), kind, rounds)
+
+
+def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
+    """Compiles a rotation in place."""
+    shapes = jax.eval_shape(lambda: rotary.operands(case, "triton", 1))
+    (x,), (theta,) = shapes[0], shapes[1:]
+    batch, _, rows, channels = x.shape
+    tile = tile_sizes.spread_tile_of(batch, rows, channels // 4, channels, x.dtype.itemsize, "half")
+    (code,) = dumped(rotary.step_of(case, "triton"), [x, theta], kind, {"rotary": tile.steps})
+    return code
+
+
+def dumped(f: Callable, shapes: Sequence[Any], kind: str, rounds: Mapping[str, int]) -> list[Code]:
+    """The kernels of a program that is compiled for a kind of GPU; see `read_dump`."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.wraps(f)
+        def dumping(*args: Any) -> Any:
+            return f(*args)
+
+        # A program of another name: XLA dumps nothing of one that jax's cache has.
+        dumping.__name__ = pathlib.Path(folder).name
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
-        f, arguments = functools.partial(train, layer), list(shapes.values())
-        compile_ahead(f, arguments, absent_gpus()[0], options=options)
+        compile_ahead(dumping, shapes, absent_gpus(kind=kind)[0], donate=(0,), options=options)
         return read_dump(pathlib.Path(folder), rounds)
 
 
 def read_dump(folder: pathlib.Path, rounds: Mapping[str, int]) -> list[Code]:
-    """The attention kernels of a program that XLA has dumped as PTX, in the order of launches.
+    """The kernels of a program that XLA has dumped as PTX, in the order of launches.
 
     Args:
         folder: of the dump.
-        rounds: of the loop of each kernel.
+        rounds: of the loop of each kernel, by its name; others are left out.
     """
     (thunks,) = folder.glob("*thunk_sequence.txt")
     launches = re.findall(
-        r"\] (attention_\w+) grid: \[(.*?)\] threads: \[(.*?)\]\s+shared_memory: (\d+)",
+        rf"\] ({'|'.join(rounds)}) grid: \[(.*?)\] threads: \[(.*?)\]\s+shared_memory: (\d+)",
         thunks.read_text(),
     )
     listed = {}
     for ptx in folder.glob("*.ptx"):
-        for name in re.findall(r"\.entry (attention_\w+)", ptx.read_text()):
-            listed[name] = machine_code(ptx)
+        for name in re.findall(r"\.entry (\w+)", ptx.read_text()):
+            if name in rounds:
+                listed[name] = machine_code(ptx)
     codes = []
     for name, grid, threads, shared in launches:
         report, listing = listed[name]
@@ -222,39 +296,45 @@ def read_dump(folder: pathlib.Path, rounds: Mapping[str, int]) -> list[Code]:
     return codes
 
 
-def rows_of(name: str, codes: Sequence[Code], layer: Layer, batch: int) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, codes: Sequence[Code], layer: Layer, batch: int, kind: str = H200
+) -> list[dict[str, Any]]:
     """A row for each pass of a layer, with all its kernels."""
     moved = 2 * batch * layer.tokens * layer.heads * layer.head_dim  # q, in bfloat16
     logits = batch * layer.heads * pairs_of(layer)
     rows = []
     for direction, of_pass, arrays in (("forward", codes[:1], 4), ("backward", codes[1:], 8)):
         issued = sum(32 * code.blocks * code.warps * code.issued for code in of_pass)
-        rows.append(
-            {
-                "case": name,
-                "batch": batch,
-                "direction": direction,
-                "issue_us": sum(code.issue_us for code in of_pass),
-                "copy_us": arrays * moved / COPY_BYTES,
-                "instructions_per_logit": issued / logits,
-                "kernels": [
-                    dataclasses.asdict(code) | {"resident_warps": code.resident * code.warps}
-                    for code in of_pass
-                ],
-            }
-        )
+        row = _row(kind, name, batch, of_pass, arrays * moved)
+        rows.append(row | {"direction": direction, "instructions_per_logit": issued / logits})
     return rows
+
+
+def _row(kind: str, name: str, batch: int, codes: Sequence[Code], moved: int) -> dict[str, Any]:
+    gpu = gpu_of(kind)
+    return {
+        "gpu": kind,
+        "case": name,
+        "batch": batch,
+        "issue_us": sum(code.issue_us(gpu) for code in codes),
+        "copy_us": moved / gpu.copy_bytes,
+        "kernels": [
+            dataclasses.asdict(code) | {"resident_warps": code.resident(gpu) * code.warps}
+            for code in codes
+        ],
+    }
 
 
 def table(result: Result) -> str:
     """The rows of a result."""
-    header = ["layer", "pass", "issue, us", "copy, us", "instructions a logit", "kernel"]
+    header = ["GPU", "layer", "pass", "issue, us", "copy, us", "instructions a logit", "kernel"]
     header += ["instructions (loop x rounds)", "registers", "spilled, bytes", "resident warps"]
     rows = []
     for row in result["rows"]:
-        cells = [f"{row['case']}, batch {row['batch']}", row["direction"]]
-        cells += [f"{row['issue_us']:.0f}", f"{row['copy_us']:.0f}"]
-        cells.append(f"{row['instructions_per_logit']:.1f}")
+        cells = [row["gpu"].split("-")[0].split()[-1], f"{row['case']}, batch {row['batch']}"]
+        cells += [row.get("direction", ""), *(_short(row[key]) for key in ("issue_us", "copy_us"))]
+        per_logit = row.get("instructions_per_logit")
+        cells.append("" if per_logit is None else f"{per_logit:.1f}")
         for code in row["kernels"]:
             loop = f"({code['loop']} x {code['rounds']})" if code["loop"] else ""
             name = code["kernel"].removeprefix("attention_").removesuffix("_kernel")
@@ -264,16 +344,27 @@ def table(result: Result) -> str:
     return markdown_table(header, rows)
 
 
-def run(keep: Keep) -> None:
-    """Compiles; keeps the figures after every layer.
+def _short(microseconds: float) -> str:
+    return f"{microseconds:.0f}" if microseconds >= 10 else f"{microseconds:.2g}"
+
+
+def run(keep: Keep, *, gpus: list[Literal[*KINDS]] = KINDS) -> None:
+    """Compiles; keeps the figures after every case.
 
     Args:
         keep: writes the result.
+        gpus: to compile for
     """
-    machine = record("machine_code", {})["machine"] | {"device": "NVIDIA H200 (compiled for)"}
+    machine = record("machine_code", {})["machine"] | {"device": "compiled for absent GPUs"}
     rows: list[dict[str, Any]] = []
-    for name in CASES:
-        layer, batch = layer_and_batch(name)
-        rows += rows_of(name, kernels_of(layer, batch), layer, batch)
-        result = keep(settings={}, machine=machine, rows=rows)
-    print(table(result))
+    for kind in gpus:
+        for name in CASES:
+            layer, batch = layer_and_batch(name)
+            rows += rows_of(name, kernels_of(layer, batch, kind), layer, batch, kind)
+            keep(settings={}, machine=machine, rows=rows)
+        for name, case in ROTATIONS.items():
+            rows.append(
+                _row(kind, name, case.batch, [rotation_kernel(case, kind)], case.moved_bytes)
+            )
+            keep(settings={}, machine=machine, rows=rows)
+    print(table({"rows": rows}))

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import _hlo
-from benchmarks._program import OPTIONS, absent_gpus, compile_ahead, sizes
+from benchmarks._gpus import absent_gpus
+from benchmarks._program import OPTIONS, compile_ahead, sizes
 from benchmarks._runner import Keep, record
 from rope_jax import config, data
 from rope_jax.models import attention as model_attention

@@ -1,6 +1,6 @@
 """The Cross-Axis Transformer and its ViT baseline on ImageNet-1k: 10 epochs, no augmentation.
 
-    python -m rope_jax.main --config=configs/cat.py:variant=cat_5,path=FOLDER --workdir=runs/cat_5
+    rope_jax train --config=cat:variant=cat_5,path=FOLDER --workdir=runs/cat_5
 
 Hardware: one GPU of the A100 class. Hours: estimated, not measured, from six times the model's
 multiply-adds per image (24.9 billion for cat_5) at 30 % of an A100's 312 TFLOP/s: cat_5 6,

@@ -1,7 +1,7 @@
 """ViT-Lite, CVT and CCT on CIFAR-10 and CIFAR-100 for 310 epochs (arXiv 2104.05704).
 
-    python -m rope_jax.main --workdir=runs/cct/cifar10 \\
-        "--config=configs/cct.py:variant=cct_7_3x1,position=lape(ape),path=cifar10.npz"
+    rope_jax train --workdir=runs/cct/cifar10 \\
+        "--config=cct:variant=cct_7_3x1,position=lape(ape),path=cifar10.npz"
 
 The file holds train_images uint8 [50000, 32, 32, 3], train_labels, test_images and test_labels.
 `--config.data.on_device=True` keeps them on the GPU, and `--config.seeds=5` then trains five seeds

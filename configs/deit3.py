@@ -1,14 +1,14 @@
 """DeiT-III for 400 epochs, as Heo et al. train ViTs with rotary embeddings (arXiv 2403.13298).
 
-    python -m rope_jax.main --workdir=runs/deit3/s \\
-        --config=configs/deit3.py:variant=s,position=rope_mixed,path=FOLDER
+    rope_jax train --workdir=runs/deit3/s \\
+        --config=deit3:variant=s,position=rope_mixed,path=FOLDER
 
 B and L are trained at 192 pixels, and then for 20 epochs at 224:
 
-    python -m rope_jax.main --workdir=runs/deit3/b192 \\
-        --config=configs/deit3.py:variant=b,path=FOLDER
-    python -m rope_jax.main --workdir=runs/deit3/b \\
-        --config=configs/deit3.py:variant=b,stage=finetune,init_from=runs/deit3/b192,path=FOLDER
+    rope_jax train --workdir=runs/deit3/b192 \\
+        --config=deit3:variant=b,path=FOLDER
+    rope_jax train --workdir=runs/deit3/b \\
+        --config=deit3:variant=b,stage=finetune,init_from=runs/deit3/b192,path=FOLDER
 
 Hardware: 8 GPUs of the A100 class with 256 images each (variant l: 64 GPUs with 32 images in the
 original; `--config.accumulate=8` on 8). Hours: estimated, not measured, from six times the model's

@@ -1,7 +1,7 @@
 """Handwritten digits in a minute: scikit-learn's 1,797 images of 8x8 pixels.
 
-    python -m rope_jax.main --config=configs/digits.py --workdir=runs/digits
-    python -m rope_jax.main --config=configs/digits.py:position=none --workdir=runs/digits_none
+    rope_jax train --config=digits --workdir=runs/digits
+    rope_jax train --config=digits:position=none --workdir=runs/digits_none
 
 One minute on two CPU cores. The held-out accuracies of six positional schemes are in the README,
 from experiments/results/digits_cpu.json. RoPE-Mixed is the default: the most accurate at 8 pixels,

@@ -1,7 +1,7 @@
 """Small models on a part of Fashion-MNIST, to compare positional schemes on two CPU cores.
 
-    python -m rope_jax.main --workdir=runs/evidence/one \\
-        --config=configs/evidence.py:path=FILE.npz,backbone=vit,position=rope2d
+    rope_jax train --workdir=runs/evidence/one \\
+        --config=evidence:path=FILE.npz,backbone=vit,position=rope2d
 
 `python -m experiments evidence` runs every scheme. FILE.npz holds 10,000 training and 5,000 test
 images, which it takes from the official files. About 100 s on one CPU core. The schedule is short:

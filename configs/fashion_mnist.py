@@ -1,6 +1,6 @@
 """Fashion-MNIST: 60,000 grey images of 28x28 pixels, from its four official idx files.
 
-    python -m rope_jax.main --config=configs/fashion_mnist.py:path=FOLDER --workdir=runs/fashion
+    rope_jax train --config=fashion_mnist:path=FOLDER --workdir=runs/fashion
 
 FOLDER holds the files, compressed or not; they are not shipped. Hardware: one GPU. Time and
 accuracy over the 30 epochs: no source. RoPE-Mixed is the default, as in configs/digits.py: its

@@ -1,7 +1,7 @@
 """LaPE's ImageNet-1k experiments (arXiv 2212.05262, supplement, Table I); CIFAR's are in cct.py.
 
-    python -m rope_jax.main --workdir=runs/lape/deit_ti \\
-        "--config=configs/lape.py:variant=deit_ti16,position=lape(ape),path=FOLDER"
+    rope_jax train --workdir=runs/lape/deit_ti \\
+        "--config=lape:variant=deit_ti16,position=lape(ape),path=FOLDER"
 
 Hardware: 8 GPUs of the A100 class, 128 images each (Swin 64). Hours: estimated, not measured, from
 six times the model's multiply-adds per image at 40 % of an A100's 312 TFLOP/s for DeiT and half of

@@ -1,7 +1,7 @@
 """Swin on ImageNet-1k for 300 epochs (arXiv 2103.14030), also with Heo et al.'s rotary embeddings.
 
-    python -m rope_jax.main --workdir=runs/swin/t \\
-        --config=configs/swin.py:variant=swin_t,position=rope_mixed,path=FOLDER
+    rope_jax train --workdir=runs/swin/t \\
+        --config=swin:variant=swin_t,position=rope_mixed,path=FOLDER
 
 Hardware: 8 GPUs of the A100 class, 128 images each. Hours: estimated, not measured, from six times
 the model's multiply-adds per image at 20 % of an A100's 312 TFLOP/s: swin_t 6, swin_s 11,

@@ -1,7 +1,7 @@
 """The thesis' ViT, Swin, NAT and DiNAT on ImageNet-1k, 310 epochs at 224 pixels (Tables E.1, E.2).
 
-    python -m rope_jax.main --workdir=runs/thesis/vit_s16 \\
-        --config=configs/thesis.py:variant=vit_s16,path=FOLDER
+    rope_jax train --workdir=runs/thesis/vit_s16 \\
+        --config=thesis:variant=vit_s16,path=FOLDER
 
 Hardware: 8 GPUs of the A100 class, 128 images each (`--config.accumulate=2` halves the memory).
 Hours: estimated, not measured, from six times the model's multiply-adds per image, at 40 % of an

@@ -1,7 +1,7 @@
 """Tiny-ImageNet at 64 pixels: every scheme on small ViT, Swin and NAT, evaluated at 32 to 160.
 
-    python -m rope_jax.main --workdir=runs/tiny/one \\
-        --config=configs/tiny_imagenet.py:path=FILE.npz,backbone=swin,position=rope2d
+    rope_jax train --workdir=runs/tiny/one \\
+        --config=tiny_imagenet:path=FILE.npz,backbone=swin,position=rope2d
 
 FILE.npz holds train_images uint8 [n, 64, 64, 3], train_labels, test_images and test_labels, of all
 classes or some; `python -m experiments evidence tiny_imagenet` creates it and runs every scheme.

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pathlib
+import re
 import shlex
 import signal
 import sys
@@ -43,6 +44,8 @@ _BAD_IMAGES = (
 )
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
 _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
+# How errors of XLA's runtime begin: the code of an absl::Status.
+_STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
@@ -67,11 +70,12 @@ def parse_flags(arguments: list[str]) -> list[str]:
         return rest
     except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
         words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        hint = setting_called(words.partition(" ")[0])
-        _stop(2, f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
+        name = words.partition(" ")[0]
+        hint = setting_called(name)
+        _stop(2, f"there is no such setting: {f'{name}; {hint}' if hint else words}")
     except flags.UnrecognizedFlagError as error:
         hint = setting_called(error.flagname)
-        _stop(2, f"{error}{f'; {hint}' if hint else ''}")
+        _stop(2, f"there is no flag --{error.flagname}; {hint}" if hint else str(error))
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
         _stop(2, str(error))
 
@@ -132,7 +136,10 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
         print(f"stopped by {error}; saved in {workdir}: run the same command to go on")
     except KeyboardInterrupt:  # before the run handles signals
         _stop(130, "stopped before anything had begun", at_once=distributed)
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
+        if not _of_runtime(error):
+            traceback.print_exc()
+            _exit(1, at_once=distributed)
         first_line = str(error).strip().partition("\n")[0]
         if "RESOURCE_EXHAUSTED" in first_line:
             _stop(
@@ -150,9 +157,17 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
             f"({first_line[:200]})",
             at_once=True,
         )
-    except Exception:
-        traceback.print_exc()
-        _exit(1, at_once=distributed)
+
+
+def _of_runtime(error: Exception) -> bool:
+    """Whether an error is of XLA's runtime, which jax also raises as ValueError with its status.
+
+    >>> _of_runtime(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"))
+    True
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return True
+    return isinstance(error, ValueError) and bool(_STATUS.match(str(error)))
 
 
 @contextlib.contextmanager

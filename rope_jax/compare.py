@@ -30,6 +30,7 @@ from rope_jax.config import (
     blame,
     load_recipe,
     resolve,
+    setting_called,
     settings_help,
     with_arguments,
 )
@@ -78,6 +79,7 @@ def _compare(asked: argparse.Namespace) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser("rope_jax.compare", __doc__)
+    parser.allow_abbrev = False  # --seed=3 is no abbreviation of --seeds=3
     add = parser.add_argument
     add("--path", help="of the images: a folder with train/CLASS and val/CLASS, or an .npz file")
     add("--config", help="recipe by name or file, with its arguments; default: own_images")
@@ -97,7 +99,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for word in rest:
         name, equals, value = word.removeprefix("--config.").partition("=")
         if not word.startswith("--config.") or not equals:
-            parser.error(f"unexpected argument {word!r}; settings are written --config.key=value")
+            hint = setting_called(name.lstrip("-")) or "settings are written --config.key=value"
+            parser.error(f"unexpected argument {word!r}; {hint}")
         asked.settings[name] = literal(value)
     return asked
 
@@ -165,7 +168,8 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
     for name, value in (changes | asked.settings).items():
         section, _, key = name.rpartition(".")
         if section and not isinstance(raw.get(section), dict):
-            raise ConfigError(f"--config.{name} is not a setting: see --config.help")
+            hint = setting_called(key) or "see --config.help"
+            raise ConfigError(f"--config.{name} is not a setting; {hint}")
         (raw[section] if section else raw)[key] = value
     config = resolve(raw)
     with blame("--config.plugins"):

@@ -38,11 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
         size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
         platforms = tuple(asked.platforms.split(","))
         export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
-    except ModuleNotFoundError as error:
-        sys.exit(
-            f"rope_jax.export_model: {error.name} is not installed; "
-            "the file is written with flatbuffers: pip install 'rope_jax[export]'"
-        )
+    except ImportError as error:  # of jax: the file is written with flatbuffers
+        sys.exit(f"rope_jax.export_model: {in_one_line(error)}: pip install 'rope_jax[export]'")
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.export_model: {in_one_line(error)}")
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std

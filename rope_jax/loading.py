@@ -97,7 +97,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
 def _load_run(arguments: argparse.Namespace) -> LoadedModel:
     own = ("position", "weights", "source", "head", "num_classes", "image_size", "options", "dtype")
-    if given := [name for name in own if getattr(arguments, name)]:
+    if given := [name for name in own if getattr(arguments, name) not in (None, "")]:
         raise ConfigError(
             f"--{given[0]} goes with --model; a WORKDIR has it in its config.json: leave it out"
         )

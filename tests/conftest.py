@@ -1,5 +1,6 @@
 """Checks every annotation of the two packages while tests run, and offers what many tests need."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -22,6 +23,20 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# The older of XLA's two generators of code for CPUs, which takes half of the time of the newer.
+QUICK = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+
+
+def compiles_quickly() -> bool:
+    """Whether programs are compiled fast and run slowly: most programs of the tests run once.
+
+    Not where jax's plugin for GPUs is: tests/aot and tests/gpu judge what users compile. And not
+    with ROPE_JAX_TEST_OPTIMIZED=1, for a run of any tests as users compile.
+    """
+    optimized = os.environ.get("ROPE_JAX_TEST_OPTIMIZED") == "1"
+    return not (optimized or importlib.util.find_spec("jax_plugins"))
+
+
 def pytest_configure(config):
     """Keeps compiled programs between runs of the tests, in this process and those it starts.
 
@@ -41,9 +56,15 @@ def pytest_configure(config):
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
+    if compiles_quickly():
+        flags = os.environ.get("XLA_FLAGS", "")
+        if QUICK not in flags:  # as in the processes of pytest-xdist
+            os.environ["XLA_FLAGS"] = f"{flags} {QUICK}".strip()
+        settings["jax_disable_most_optimizations"] = True
     for name, value in settings.items():
         os.environ[name.upper()] = str(value)  # for processes that tests start
         jax.config.update(name, value)
+    jax.monitoring.register_event_duration_secs_listener(_count)
     message = "Error (reading|writing) persistent compilation cache entry"
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
@@ -58,17 +79,39 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# Most of the time of the tests is compilation, and an operation of jnp outside of jit is a program
+# for each shape: the last lines of a run tell when the number of programs grows.
+_compiled = {"programs": 0, "seconds": 0.0}
+
+
+def _count(event, seconds, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _add({"programs": 1, "seconds": seconds})
+
+
+def _add(compiled):
+    for name in _compiled:
+        _compiled[name] += compiled[name]
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+        session.config.workeroutput["compiled"] = _compiled
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _add(getattr(node, "workeroutput", {}).get("compiled", {"programs": 0, "seconds": 0.0}))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    text = "{programs} programs compiled, or read from the cache, in {seconds:.0f} s"
+    terminalreporter.write_line(text.format(**_compiled))
+
+
 @pytest.fixture
 def x64():
     """float64 arrays during one test."""
     with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture
-def quick_compiles():
-    """Compiles without most optimisations: for many small programs that run once."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)

@@ -74,6 +74,7 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
         (["--config=digit"], "--config=digit is not a recipe; did you mean 'digits'"),
         (["--config=digits", "--config.optim.b3=1"], "optim.b3 is not a setting; known: name"),
         (["--config=digits", "--config.opt.b1=1"], "--config.opt.b1 is not a setting"),
+        (["--config=digits", "--config.optim.lr=1"], "; use --config.optim.learning_rate"),
         (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
         (["--config=digits", "--resolutions=8y"], "--resolutions"),
         (["--path=nowhere.npz"], "--path=nowhere.npz does not exist"),
@@ -139,16 +140,21 @@ def test_all_settings_are_listed(capsys):
     assert "--config.optim.learning_rate: a number" in capsys.readouterr().out
 
 
-def test_other_arguments_are_refused(capsys):
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("--epochs=3", "use --config.epochs"),
+        ("--seed=3", "use --config.seed"),  # no abbreviation of --seeds
+        ("--frobnicate", "settings are written --config.key=value"),
+    ],
+)
+def test_other_arguments_are_refused(argument, hint, capsys):
     with pytest.raises(SystemExit):
-        plan("--config=digits", "--epochs=3")
-    assert "unexpected argument '--epochs=3'; settings are written --config.key=value" in (
-        capsys.readouterr().err
-    )
+        plan("--config=digits", argument)
+    assert f"unexpected argument {argument!r}; {hint}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiles")
 def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys):
     out = tmp_path / "out"
     asked = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
@@ -169,7 +175,6 @@ def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiles")
 def test_own_images_in_folders(tmp_path, capsys):
     folder, out = pictures(tmp_path / "images"), tmp_path / "out"
     asked = [f"--path={folder}", "--model=vit_digits", "--positions=none,ape", "--seeds=2", *TINY]

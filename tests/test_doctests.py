@@ -7,8 +7,6 @@ import pathlib
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = (ROOT / "rope_jax", ROOT / "kernels" / "rope_jax_kernels")
 FILES = [

@@ -10,8 +10,6 @@ from rope_jax.models.pretrained import save_pretrained
 from rope_jax.workdir.checkpoint import Checkpoints
 from tests.small_run import OPTIONS, save_run
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def load(*arguments):
     parser = argparse.ArgumentParser()

@@ -23,6 +23,7 @@ from rope_jax.training import loop
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import read_metrics
+from tests import devices as cpu
 from tests.faults.processes import Run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -136,11 +137,12 @@ def test_an_end_that_does_not_come_is_made(monkeypatch):
     assert ended.get(timeout=10) == 0
 
 
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
 @pytest.mark.parametrize("distributed", [True, False])
-def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
+def test_a_lost_connection_is_told_as_such(distributed, kind, monkeypatch, capsys):
     monkeypatch.setattr(command, "_LAST_WORDS", 0)
     monkeypatch.setattr(os, "_exit", lambda status: None)
-    error = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset\nmore")
+    error = kind("UNKNOWN: Gloo AllGather failed: Connection reset\nmore")
     with (
         pytest.raises(SystemExit) as caught,
         command.exit_statuses("runs/x", distributed=distributed),
@@ -159,8 +161,10 @@ def test_a_lost_connection_is_told_as_such(distributed, monkeypatch, capsys):
     [
         (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
         (["--confg=x"], "Unknown command line flag 'confg'"),
-        (["--epochs=3"], "Unknown command line flag 'epochs'"),
+        (["--epochs=3"], "there is no flag --epochs"),
         (["--epochs=3"], "; use --config.epochs"),
+        (["--batch-size=3"], "; use --config.batch_size"),
+        (["--model=deit_s16"], "there is no flag --model; use --config.model.name"),
         (["--config.optim.lr=0.1"], "lr"),
         (["--config.data.img_size=9"], "; use --config.data.image_size"),
         (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),
@@ -265,8 +269,7 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path):
 
 
 def environment(devices=1):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return os.environ | cpu.environment(devices)
 
 
 @pytest.fixture
@@ -277,7 +280,7 @@ def forked(tmp_path_factory):
     def start(workdir, *settings, devices=1, prepare=None):
         log = tmp_path_factory.mktemp("said") / "log"
         arguments = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
-        flags = {"XLA_FLAGS": environment(devices)["XLA_FLAGS"]}
+        flags = cpu.environment(devices)
         started.append(Run(arguments, log, environment=flags, prepare=prepare))
         return started[-1]
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -111,24 +112,18 @@ def test_commands_load_the_plug_ins_of_a_run(trained, arguments, out):
 
 @pytest.mark.process
 def test_swin_takes_the_scheme_named_by_the_environment(trained):
+    """The command is that of the page, but for the flag --plugins."""
     folder = trained[0]
-    swin = "--config.model.options=width=16,depths=(1,1),heads=(1,2),window_size=2"
-    out = succeed(
-        *(
-            "rope_jax.main",
-            "--config=digits:position=rope_log+rpb",
-            "--workdir=swin",
-            swin,
-            *SHORT[:2],
-        ),
-        *("--config.model.name=swin_t", "--config.data.image_size=16"),
-        *("--config.eval.resolutions=(24,)",),
-        folder=folder,
-        ROPE_JAX_PLUGINS="my_schemes",
-    )
-    assert "24x24" in out
-    assert json.loads((folder / "swin" / "config.json").read_text())["plugins"] == ["my_schemes"]
-    assert "32x32" in succeed("rope_jax.evaluate", "swin", "--resolutions=32", folder=folder)
+    page = (ROOT / "docs" / "own_scheme.md").read_text().replace("\\\n", " ")
+    (printed,) = [line for line in page.splitlines() if "swin_t" in line]
+    words = [word for word in shlex.split(printed) if word != "--plugins=my_schemes"]
+    assert words[:2] == ["rope_jax", "train"]
+    train = ("rope_jax.main", *words[2:], "--config.epochs=0.2")
+    out = succeed(*train, folder=folder, ROPE_JAX_PLUGINS="my_schemes")
+    assert "40x40" in out
+    config = json.loads((folder / "runs" / "swin" / "config.json").read_text())
+    assert config["plugins"] == ["my_schemes"]
+    assert "24x24" in succeed("rope_jax.evaluate", "runs/swin", "--resolutions=24", folder=folder)
 
 
 @pytest.mark.process

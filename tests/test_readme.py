@@ -14,7 +14,7 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_the_python_of_the_readme_runs(code, quick_compiles):
+def test_the_python_of_the_readme_runs(code):
     exec(code, {})
 
 
@@ -28,7 +28,7 @@ def test_the_python_of_the_readme_runs(code, quick_compiles):
     ],
     ids=["maps", "load", "save", "fine-tune", "loop"],
 )
-def test_the_python_of_the_pages_runs(code, quick_compiles, tmp_path, monkeypatch):
+def test_the_python_of_the_pages_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(code, {})
 

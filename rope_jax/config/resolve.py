@@ -98,7 +98,11 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
     arguments = ml_collections.ConfigDict(defaults)
     for key, value in _assignments(text or "", "recipe argument").items():
         if key not in defaults:
-            raise ConfigError(f"the recipe has no argument {key!r}; {closest(key, defaults)}")
+            hint = setting_called(key)
+            setting = f"; for the setting, {hint}" if hint else ""
+            raise ConfigError(
+                f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
+            )
         if defaults[key] is not None and not isinstance(defaults[key], str):
             kind = type(defaults[key])
             found = literal(value)
@@ -200,6 +204,9 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
 
 
 _ELSEWHERE = {  # names of settings in other libraries -> here
+    "model": "model.name",
+    "data_dir": "data.path",
+    "data_path": "data.path",
     "img_size": "data.image_size",
     "input_size": "data.image_size",
     "resolution": "data.image_size",
@@ -209,6 +216,7 @@ _ELSEWHERE = {  # names of settings in other libraries -> here
     "optimizer": "optim.name",
     "clip_grad": "optim.clip_norm",
     "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
     "total_epochs": "epochs",
     "smoothing": "label_smoothing",
     "model_ema_decay": "ema_decay",
@@ -216,16 +224,19 @@ _ELSEWHERE = {  # names of settings in other libraries -> here
     "finetune": "init_from",
     "pretrained": "init_from",
     "drop_path": "model.options=drop_path",
+    "drop_path_rate": "model.options=drop_path",
 }
 
 
 def setting_called(name: str) -> str | None:
     """A hint for a setting that is elsewhere, or has another name in other libraries.
 
-    >>> setting_called("img_size"), setting_called("momentun")
+    >>> setting_called("img-size"), setting_called("momentun")
     ('use --config.data.image_size', None)
     """
+    name = name.replace("-", "_")
     found = [known for known in settings() if known.rpartition(".")[2] == name]
+    found.sort(key=lambda known: known.count("."))
     if name in _ELSEWHERE and not found:
         found = [_ELSEWHERE[name]]
     return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None

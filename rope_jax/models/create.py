@@ -13,7 +13,7 @@ from rope_jax.models.dense import create_dense
 from rope_jax.models.pretrained.files import open_weights
 from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.models.registry import MODELS, create_backbone
+from rope_jax.models.registry import MODELS, create_backbone, name_here
 
 
 def create_model(
@@ -97,8 +97,10 @@ def create_model(
         described = None if file is None else file.description
         if name == pretrained:
             if described is None:
+                hint = name_here(name.rpartition("/")[2])
                 raise ValueError(
                     f"{name} does not describe its model: create_model(NAME, pretrained={name!r})"
+                    f"{f'; {hint}' if hint else ''}"
                 )
             name = described.name
         same = described if described is not None and described.name == name else None

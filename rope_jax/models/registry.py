@@ -86,10 +86,8 @@ class Options:
         changes = {}
         for name, value in overrides.items():
             if name not in known:
-                hint = f"here it is {_OF_TIMM[name]!r}; " if name in _OF_TIMM else ""
-                raise ValueError(
-                    f"{model} has no option {name!r}; {hint}{closest(name, [*known, *_ARGUMENTS])}"
-                )
+                hint = _ELSEWHERE.get(name) or closest(name, [*known, *_ARGUMENTS])
+                raise ValueError(f"{model} has no option {name!r}; {hint}")
             kind = getattr(known[name], "__origin__", known[name])  # of Annotated
             kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
             if type(value) is int and int not in kinds and float in kinds:
@@ -117,15 +115,26 @@ MODELS: dict[str, Entry] = {}
 _ARGUMENTS = (
     *("position", "num_classes", "image_size", "seed", "dtype", "pretrained", "head", "blocks"),
 )
-_OF_TIMM = {  # arguments of timm's models -> those of `create_model`
+_NAMES = {  # arguments of timm's and Hugging Face's models -> those of `create_model`
     "img_size": "image_size",
     "embed_dim": "width",
+    "hidden_size": "width",
+    "num_hidden_layers": "depth",
     "num_heads": "heads",
+    "num_attention_heads": "heads",
+    "num_labels": "num_classes",
     "drop_path_rate": "drop_path",
     "init_values": "layer_scale",
     "global_pool": "pooling",
     "reg_tokens": "registers",
+    "num_register_tokens": "registers",
+    "pos_embed": "position",
     "checkpoint_path": "pretrained",
+}
+_ELSEWHERE = {name: f"here it is {here!r}" for name, here in _NAMES.items()} | {
+    "features_only": "model.features(images) returns the maps of all stages",
+    "dynamic_img_size": "models take images of any size that their patches divide",
+    "in_chans": "images have 3 channels: repeat that of grey images",
 }
 _DTYPES = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64")]
 
@@ -192,30 +201,39 @@ def find_model(name: str) -> Entry:
     """
     plugins.load_installed()
     if name not in MODELS:
-        hint = _name_here(name) or nearest(name, MODELS)
+        hint = name_here(name) or nearest(name, MODELS)
         raise plugins.UnknownName(
             f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all"
         )
     return MODELS[name]
 
 
-def _name_here(name: str) -> str | None:
-    """A hint for timm's name of a model; None for any other name.
+def name_here(name: str) -> str | None:
+    """A hint for the name of a model in other libraries; None for any other name.
 
-    >>> _name_here("deit3_small_patch16_224.fb_in1k")
-    "timm's 'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here"
+    >>> name_here("deit3_small_patch16_224.fb_in1k"), name_here("deit-small")
+    ("'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here", "'deit-small' is 'deit_s16' here")
+    >>> name_here("vit_base_patch16_rope_ape_224")
+    "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
     """
-    found = re.match(r"(\w+?)_(tiny|small|base|large|giant)_patch(\d+)_?(.*)", name)
+    pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
+    found = re.fullmatch(pattern, name.replace("-", "_"))
     if found is None:
         return None
-    family, size, patch, rest = found.groups()
-    first = re.match(r"(?:reg4_)?(dinov[23])", rest)
-    rotary = re.match(r"rope_mixed(_ape)?|rope(_ape)?", rest)
-    family = first[1] if first else "deit3" if rotary else "deit" if family == "vit" else family
+    family, size, patch, rest = found.groups(default="")
+    dino = re.match(r"(reg4_)?(dinov[23])", rest)
+    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
+    family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
+    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
+        return None
+    form, also = "_reg" if dino and dino[1] else "", ""
+    if rotary:
+        scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")
+        also = f", with position={scheme!r}"
     for letter in (size[:2], size[:1]):
-        for candidate in (f"{family}_{letter}{patch}", f"{family}_{letter}"):
+        for candidate in (f"{family}_{letter}{patch or 16}{form}", f"{family}_{letter}"):
             if candidate in MODELS:
-                return f"timm's {name!r} is {candidate!r} here"
+                return f"{name!r} is {candidate!r} here{also}"
     return None
 
 

@@ -57,6 +57,18 @@ from rope_jax.text import Call, bind, closest, options_of, parse
 
 __all__ = ["PerLayer", "Position", "Stage", "Terms", "create_position", "list_positions"]
 
+_ELSEWHERE = {  # names in papers and other libraries -> here
+    "rope": "rope2d",
+    "rope_axial": "rope2d",  # of Heo et al.; the thesis' axial RoPE is axial_rope
+    "learn": "ape",
+    "learned": "ape",
+    "absolute": "ape",
+    "sincos": "sincos2d",
+    "rel_pos_bias": "rpb",
+    "alibi": "alibi2d",
+    "cpvt": "peg",
+}
+
 
 def list_positions(pattern: str = "*") -> list[str]:
     """Lists the names of all positional schemes that match a shell-style pattern, sorted.
@@ -102,6 +114,8 @@ def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     name = call.name
     if name not in SCHEMES:
         hint = closest(name, list_positions())
+        if name in _ELSEWHERE:
+            hint = f"here it is {_ELSEWHERE[name]!r}; rope_jax.list_positions() lists all"
         raise plugins.UnknownName(f"unknown positional scheme {name!r}; {hint}")
     cls = SCHEMES[name]
     options = bind(call, options_of(cls.__init__))

@@ -23,7 +23,8 @@ def rows() -> list[tuple[str, ...]]:
     found = []
     for name, cls in sorted(SCHEMES.items()):
         text = f"{name}(ape)" if cls.wraps else name
-        found.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], cls.paper))
+        paper = vars(cls).get("paper", "")  # a base's paper is not that of a scheme of your own
+        found.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], paper))
     return found
 
 

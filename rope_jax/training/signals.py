@@ -86,6 +86,15 @@ class Signals:
                 self()
             _tell(b"stopping after this step; once more to stop at once, without saving")
 
+    def restore(self, number: int, handler: Any) -> None:
+        """Gives a signal back to the handler of before.
+
+        A terminal that is closed sends SIGHUP more than once: where that has stopped the run, the
+        next ones are ignored, so that the process ends with the status of a run that was saved.
+        """
+        closed = number == signal.SIGHUP == self._stop
+        signal.signal(number, signal.SIG_IGN if closed else handler)
+
 
 def end_at_second(numbers: int) -> None:
     """Ends the process at the second signal to stop, even if the main thread is blocked.
@@ -124,7 +133,7 @@ def stop_signals() -> Iterator[Signals]:
             for number in (*_STOP, signal.SIGUSR2):
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
-                stack.callback(signal.signal, number, signal.signal(number, signals.handle))
+                stack.callback(signals.restore, number, signal.signal(number, signals.handle))
             receiver, sender = os.pipe()
             os.set_blocking(sender, False)
             stack.callback(os.close, sender)

@@ -18,8 +18,6 @@ from rope_jax.models.blocks import list_blocks
 from rope_jax_kernels import rotate
 from tests.models.small import filled, pictures, small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def layer_of(weights, grid, prefix=0, head_dim=4):
     """A layer with given weights [L, L], the same in all heads."""

@@ -14,7 +14,6 @@ from rope_jax.training.setup import load_split
 from rope_jax_kernels import Choices
 from tests.small_run import save_run
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
 
 

@@ -21,7 +21,6 @@ from rope_jax.positions import Stage, create_position
 from rope_jax_kernels import Window
 from tests.models.small import small_model
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parents[1] / "data" / "golden_positions.json").read_text()
 )

@@ -4,10 +4,10 @@ import functools
 import importlib.util
 import os
 import pathlib
-import re
 
 import pytest
 
+from benchmarks._gpus import absent_gpus
 from benchmarks.machine_code import tool_path
 
 HERE = pathlib.Path(__file__).parent
@@ -34,76 +34,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-# How other GPUs differ from the H200 of tests/data: NVIDIA's data sheets, and "Technical
-# specifications per compute capability" in the CUDA programming guide.
-OTHERS = {
-    "NVIDIA A100-SXM4-80GB": {
-        "major": 8,
-        "core_count": 108,
-        "fpus_per_core": 64,
-        "shared_memory_per_core": 167936,
-        "shared_memory_per_block_optin": 166912,
-        "l2_cache_size": 41943040,
-        "memory_bandwidth": 2039000000000,
-        "device_memory_size": 85899345920,
-        "clock_rate_ghz": 1.41,
-    },
-    "NVIDIA L4": {
-        "major": 8,
-        "minor": 9,
-        "core_count": 58,
-        "threads_per_core_limit": 1536,
-        "shared_memory_per_core": 102400,
-        "shared_memory_per_block_optin": 101376,
-        "l2_cache_size": 50331648,
-        "memory_bandwidth": 300000000000,
-        "device_memory_size": 24000000000,
-        "clock_rate_ghz": 2.04,
-    },
-    "Tesla T4": {
-        "major": 7,
-        "minor": 5,
-        "core_count": 40,
-        "fpus_per_core": 64,
-        "threads_per_core_limit": 1024,
-        "shared_memory_per_core": 65536,
-        "shared_memory_per_block_optin": 65536,
-        "l2_cache_size": 4194304,
-        "memory_bandwidth": 320000000000,
-        "device_memory_size": 16000000000,
-        "clock_rate_ghz": 1.59,
-    },
-}
-
-
-def described(kind: str, count: int) -> list:
-    """GPUs of one host that are not there, by their kind."""
-    from jax.experimental import topologies
-
-    target = (HERE.parent / "data" / "h200.txtpb").read_text()
-    for name, value in OTHERS.get(kind, {}).items():
-        # The capability's major and minor precede cuDNN's.
-        target, found = re.subn(rf"\b{name}: [\d.]+", f"{name}: {value}", target, count=1)
-        assert found, name
-    target = target.replace("NVIDIA H200", kind)
-    return topologies.get_topology_desc(
-        platform="cuda",
-        topology_name=kind.replace(" ", "_"),
-        topology=f"1x1x{count}",
-        target_config=target,
-    ).devices
-
-
 @pytest.fixture(scope="session")
 def gpus():
     """Eight H200s of one host."""
-    return described("NVIDIA H200", 8)
+    return absent_gpus(1, 8)
 
 
 @pytest.fixture(scope="session")
 def gpu_of():
     """gpu_of(kind) -> one GPU of this kind."""
-    return functools.cache(lambda kind: described(kind, 1)[0])
+    return functools.cache(lambda kind: absent_gpus(kind=kind)[0])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks._gpus import A100, H200, L4, T4
 from benchmarks._program import compile_ahead
 from rope_jax_kernels import Global, Rotation, attention_qkv, explain
 from rope_jax_kernels.model_shapes import LAYERS
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
 
-H200, A100, L4, T4 = KINDS = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Tesla T4")
+KINDS = (H200, A100, L4, T4)
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 SOME = ("vit_s_class_token", "vit_heads_of_128", "swin_t_1", "nat_mini_3")
 

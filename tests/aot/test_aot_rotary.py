@@ -61,18 +61,20 @@ def check_machine_code(program, implementation, case, copies, sums=0, registers=
     programs of 128 threads fit on a multiprocessor.
     """
     (kernel,) = program.kernels
-    assert kernel.spilled_bytes == 0
+    assert kernel.spilled_bytes == 0 == kernel.local_bytes
     itemsize = jnp.dtype(case.dtype).itemsize
     pairs = tile_sizes.vector_pairs(case.pairs, case.head_dim, itemsize, case.pairing)
+    if implementation == "triton":
+        rows = case.tokens * case.heads
+        sizes = case.batch, rows, case.pairs, case.head_dim, itemsize, case.pairing
+        tile = tile_sizes.spread_tile_of(*sizes)
+        pairs = min(pairs, max(1, tile.rows * tile.pairs // tile_sizes.THREADS))
     widest = pairs * itemsize * (1 if case.pairing == "half" else 2)
     if implementation == "triton":
-        assert kernel.local_bytes == 0
         assert widest in kernel.load_widths & kernel.store_widths
         assert sums or kernel.store_widths == {widest}
         assert sums or kernel.registers <= registers
     else:
-        # Mosaic GPU's sine and cosine reduce angles of more than 1e5 on the stack.
-        assert kernel.local_bytes <= 32
         assert kernel.registers <= registers
         assert kernel.store_widths == set()
         assert (

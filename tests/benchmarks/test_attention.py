@@ -14,8 +14,6 @@ from benchmarks._runner import main
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.kernels.attention_pairs import pairs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def layer(pattern, places, direction="forward", forms=("xla+rope", "xla+bias")):
     return _layers.Layer("Swin", pattern, 1, places, 1, 16, direction, forms)

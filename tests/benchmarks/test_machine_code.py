@@ -5,6 +5,8 @@ import pytest
 from benchmarks import machine_code
 from rope_jax_kernels.model_shapes import LAYERS
 
+H200 = machine_code.gpu_of(machine_code.H200)
+
 LISTING = """
         .section .text.attention_forward_kernel
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -40,7 +42,7 @@ def test_instructions_and_the_longest_loop():
 def test_the_time_to_issue_all_instructions():
     assert code().issued == 100 + 3 * 40
     # Eight blocks of four warps on each of 132 multiprocessors: eight warps for each scheduler.
-    assert code().issue_us == pytest.approx(8 * 220 / 1980)
+    assert code().issue_us(H200) == pytest.approx(8 * 220 / 1980)
     assert code(loop=0, rounds=1).issued == 100
 
 
@@ -49,7 +51,7 @@ def test_the_time_to_issue_all_instructions():
     [({}, 4), ({"registers": 255}, 2), ({"shared": 100_000}, 2), ({"warps": 16}, 1)],
 )
 def test_the_scarcest_resource_limits_resident_blocks(changes, blocks):
-    assert code(**changes).resident == blocks
+    assert code(**changes).resident(H200) == blocks
 
 
 @pytest.mark.parametrize(
@@ -70,5 +72,5 @@ def test_each_pass_has_a_row_in_the_table():
     logits = 256 * 6 * 197**2
     assert rows[0]["instructions_per_logit"] == 32 * 4 * 1056 * 220 / logits
     lines = machine_code.table({"rows": rows}).splitlines()
-    assert lines[2].startswith("| ViT, batch 256 | forward | 1 | 36 |")
-    assert lines[-1].startswith("|  |  |  |  |  | key | 100 (40 x 4) | 128 | 0 | 16 |")
+    assert lines[2].startswith("| H200 | ViT, batch 256 | forward | 0.89 | 36 |")
+    assert lines[-1].startswith("|  |  |  |  |  |  | key | 100 (40 x 4) | 128 | 0 | 16 |")

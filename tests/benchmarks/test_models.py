@@ -10,8 +10,6 @@ from benchmarks import _models, _timing, models
 from benchmarks._runner import call
 from rope_jax_kernels import Global, Rotation, Window, attention, attention_qkv
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROW = models.Row(
     "vit_b16",
     "axial_rope",

@@ -11,8 +11,6 @@ from benchmarks import _goals, _rotations, _timing, rotary
 from benchmarks._runner import main
 from rope_jax_kernels import rotate_by_angles
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def test_the_sizes_are_those_of_the_thesis():
     cases = list(rotary.cases(short=False))

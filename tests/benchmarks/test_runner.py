@@ -8,8 +8,9 @@ import pytest
 
 import benchmarks
 import experiments
-from benchmarks import _program, _runner
+from benchmarks import _runner
 from benchmarks._goals import GOALS, geometric_mean, goal_table, spread
+from benchmarks._gpus import absent_gpus
 
 ONE = [1]
 
@@ -83,6 +84,7 @@ def test_a_benchmark_ends_at_its_limit_whatever_it_does(tmp_path):
     text = f"""
 import time
 from benchmarks import _runner
+from benchmarks._gpus import absent_gpus
 _runner.GRACE_S = 0.2
 def busy(keep, *, limit_s: float = 9.0):
     keep(rows=[1])
@@ -137,4 +139,4 @@ def test_goals():
 def test_compiling_ahead_needs_a_variable(monkeypatch):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     with pytest.raises(RuntimeError, match="set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"):
-        _program.absent_gpus()
+        absent_gpus()

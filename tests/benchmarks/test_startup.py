@@ -20,7 +20,7 @@ ROWS = [row(False, 30.0, 100.0), row(True, 6.0, 102.0)]
 
 
 @pytest.mark.slow
-def test_both_forms_are_compiled_and_train_alike(quick_compiles):
+def test_both_forms_are_compiled_and_train_alike():
     rows = startup.compare(MODEL, turns=1)
     assert [(row["depth"], row["scan"]) for row in rows] == [(1, False), (1, True)]
     assert all(row["compile_s"] > 0 and row["step_ms"] > 0 for row in rows)
@@ -29,7 +29,6 @@ def test_both_forms_are_compiled_and_train_alike(quick_compiles):
 @pytest.mark.slow
 @pytest.mark.process
 def test_first_steps_are_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # in the processes
     monkeypatch.setattr(startup, "compare", lambda of, turns: ROWS)
     out, kept = tmp_path / "startup.json", jax.config.jax_enable_compilation_cache
     try:

@@ -17,7 +17,7 @@ def test_a_recipe_tells_what_it_costs(name):
     raw, text = recipe(name, "position=rope2d,resolution=64")
     assert raw.model.position == "rope2d"
     assert raw.data.image_size == 64
-    assert f"--config=configs/{name}.py" in text
+    assert f"--config={name}:" in text
     assert re.search(r"Hours: estimated, not\s+measured", text)
     assert "Hardware:" in text
     assert re.search(r"\n\nDeviations from the original, as far as known:\n\n- ", text)

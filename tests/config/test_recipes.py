@@ -337,7 +337,7 @@ TOYS = {
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES if n != "deit3"), "deit3"]
 )
-def test_recipes_train_at_toy_size(name, photos, quick_compiles):
+def test_recipes_train_at_toy_size(name, photos):
     """Three steps on real images: every number is finite, and every kernel moves."""
     config = resolved(
         name, "resolution=32", data__source="npz", data__path=str(photos), data__workers=0,

@@ -206,6 +206,7 @@ def test_recipe_arguments():
     ("text", "message"),
     [
         ("posittion=ape", "no argument 'posittion'; did you mean 'position'"),
+        ("lr=1", "no argument 'lr'; known: position, epochs; .* use --config.optim.learning_rate$"),
         ("epochs=two", "epochs=two must be of type float"),
         ("ape", "key=value"),
     ],

@@ -13,8 +13,6 @@ from rope_jax.training.signals import Signals
 from tests.models.small import filled
 from tests.training.recipe import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SWIN = {
     "model__name": "swin_t",
     "model__options": "width=8,depths=(1,),heads=(1,),window_size=3",

@@ -19,7 +19,6 @@ from rope_jax.sharding import make_mesh
 from rope_jax_kernels import choices
 from tests.small_run import save_run
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 AS_THEY_ARE = Preprocessing(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), crop=1.0)
 
 

@@ -11,8 +11,6 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from rope_jax.data import split_augment
 from rope_jax.data.images import device
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 FILL = (124, 116, 104)
 HEIGHT, WIDTH = 18, 24
 

@@ -8,8 +8,6 @@ import pytest
 from rope_jax.data import order
 from rope_jax.data.images import mixing
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture(scope="module")
 def mixed():

@@ -9,8 +9,6 @@ from flax import linen, nnx
 from rope_jax_kernels import Global, Rotation, Window, attention
 from rope_jax_kernels.adapters import flax_attention_fn
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 COORDS = np.indices((2, 3)).reshape(2, 6).T.astype(np.float32)
 FREQS = np.random.default_rng(0).standard_normal((2, 2, 4)).astype(np.float32)
 X = np.random.default_rng(1).standard_normal((2, 6, 16)).astype(np.float32)

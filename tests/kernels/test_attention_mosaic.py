@@ -24,7 +24,7 @@ from rope_jax_kernels.attention import mosaic_kernel, mosaic_launch, triton
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.test_attention_triton import check, operands
 
-pytestmark = pytest.mark.usefixtures("interpreted", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 CASES = {
     "several examples for a program": (

@@ -94,7 +94,6 @@ def run(module, operands, packed, biased):
     return jax.jit(both)(operands)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("tokens", [6, 7])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
@@ -121,7 +120,6 @@ def test_it_is_the_definition_at_every_number_of_tokens(packed, biased, tokens, 
     assert (lengths is not None) == (tokens % 2 == 1 and not biased)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_bias_excludes_the_padding_in_16_bits(dtype, calls):
     operands = draw(5, dtype)

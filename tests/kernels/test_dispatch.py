@@ -243,7 +243,6 @@ def of_a_map(implementation, qkv, freqs, table):
 FREQS_AND_TABLE = (jnp.linspace(0.1, 1, 2 * 2 * 4).reshape(2, 2, 4), jnp.ones((2, 5, 5)))
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
     "transform", covering(["eager", "jit", "vmap", "checkpoint", "scan"], ["jit"])
 )

@@ -11,8 +11,6 @@ from rope_jax_kernels import Rotation, device, rotate, rotate_by_angles, rotate_
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import draw
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 pytest.importorskip(
     "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
 )

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from rope_jax_kernels import Rotation, device, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes
+from tests.devices import environment
 from tests.kernels import rotary_cases as cases
 from tests.kernels.covering import covering
 from tests.kernels.rotary_cases import Case, angles, bits, draw, laid_out, pair_channels, turn
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 B, L, N, D, A, R = 2, 6, 3, 16, 2, 5
 PAIRINGS = ["half", "interleaved"]
@@ -485,11 +484,7 @@ for f in (shard(partial(one, "xla")), shard(partial(one, "triton"), check_vma=Fa
 
 @pytest.mark.process
 def test_sharded_over_batch_and_heads():
-    env = os.environ | {
-        "ROPE_JAX_INTERPRET": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
+    env = os.environ | environment(4) | {"ROPE_JAX_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", SHARDED], env=env, check=True, timeout=120)
 
 
@@ -636,6 +631,21 @@ def test_a_kernel_pays_where_it_halves_the_bytes():
 )
 def test_tiles(args, expected):
     assert tile_sizes.tile_of(*args) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "rows"),
+    [
+        ((1, 49, 8, 32, 2, "half"), 32),  # 2 pairs a thread
+        ((1, 98 * 100, 8, 32, 2, "half"), 64),  # 4 are enough for all multiprocessors
+        ((1, 196 * 100, 8, 32, 2, "half"), 128),
+        ((2, 64, 128, 256, 2, "half"), 2),
+        ((2, 64, 1, 8, 2, "half"), 128),  # one pair a thread at most
+    ],
+)
+def test_small_launches_are_spread(args, rows):
+    tile = tile_sizes.tile_of(*args)
+    assert tile_sizes.spread_tile_of(*args) == dataclasses.replace(tile, rows=rows)
 
 
 @pytest.mark.parametrize(

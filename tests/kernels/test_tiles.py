@@ -12,8 +12,6 @@ from rope_jax_kernels import Global, Neighborhood, Window
 from rope_jax_kernels.attention.tiles import cut
 from tests.kernels.attention_pairs import pairs, token_coords
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CASES = [
     (Global(), (1, 1), 64, 32),
     (Global(), (7, 10), 32, 16),

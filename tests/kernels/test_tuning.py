@@ -67,7 +67,7 @@ def clock():
 
 
 @pytest.fixture
-def fakes(monkeypatch, clock, interpreted, quick_compiles):
+def fakes(monkeypatch, clock, interpreted):
     """Registers fake implementations of attention: name -> (seconds, change of the result)."""
 
     def register(**behaviours):
@@ -572,7 +572,7 @@ def test_measured_tiles_of_attention_reach_all_kernels():
     assert [jaxpr.count(f"num_stages={n}") for n in (1, 2, 3)] == [0, 2, 1]
 
 
-def test_a_real_kernel_is_compared_and_timed(interpreted, quick_compiles, monkeypatch):
+def test_a_real_kernel_is_compared_and_timed(interpreted, monkeypatch):
     planned = triton.other_tiles
     monkeypatch.setattr(triton, "other_tiles", lambda *arguments: planned(*arguments)[:1])
     x = jax.ShapeDtypeStruct((3, 4, 1, 8), jnp.float32)

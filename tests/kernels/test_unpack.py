@@ -49,7 +49,7 @@ def packed(case, q, k, v, coords, freqs, **kwargs):
 
 # Without optimisations, which contract products and sums differently in each program.
 @pytest.mark.parametrize("case", covering(CASES, FAST), ids=str)
-def test_unpacking_is_rotating_the_parts_bit_for_bit(case, interpreted, quick_compiles):
+def test_unpacking_is_rotating_the_parts_bit_for_bit(case, interpreted):
     qkv, coords, freqs = drawn(case)
     q, k, v = jax.jit(lambda *args: unpacked(case, *args, implementation="triton"))(
         qkv, coords, freqs
@@ -132,7 +132,7 @@ def test_gradients(case, interpreted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", covering([CASES[0], CASES[3]], [CASES[0]]), ids=str)
-def test_the_gradient_of_each_is_the_other(case, interpreted, quick_compiles):
+def test_the_gradient_of_each_is_the_other(case, interpreted):
     """Without learnable frequencies, by the kernel or by XLA's pass."""
     qkv, coords, freqs = drawn(case)
     gs = case.data(6, 3)
@@ -165,7 +165,7 @@ def test_the_gradient_of_each_is_the_other(case, interpreted, quick_compiles):
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_packing_has_gradients_of_angles_too(shared, interpreted, quick_compiles):
+def test_packing_has_gradients_of_angles_too(shared, interpreted):
     case = Case(tokens=4, heads=2, head_dim=8, pairs=3, shared=shared)
     parts, (coords, freqs), (weights, *_) = (
         tuple(case.data(7, 3)),
@@ -184,7 +184,7 @@ def test_packing_has_gradients_of_angles_too(shared, interpreted, quick_compiles
 
 
 @pytest.mark.parametrize("backward", [pytest.param("xla", marks=pytest.mark.slow), "triton"])
-def test_second_derivatives(backward, interpreted, quick_compiles):
+def test_second_derivatives(backward, interpreted):
     case = Case(batch=1, tokens=3, heads=2, head_dim=8, pairs=3)
     qkv, coords, freqs = drawn(case)
 
@@ -201,7 +201,7 @@ def test_second_derivatives(backward, interpreted, quick_compiles):
 
 
 @pytest.mark.slow
-def test_vmap(interpreted, quick_compiles):
+def test_vmap(interpreted):
     case = Case(batch=1, tokens=5, heads=2, head_dim=8, pairs=3)
     qkv, coords, freqs = (
         np.stack(x) for x in zip(*(drawn(case, seed) for seed in range(3)), strict=True)
@@ -229,15 +229,15 @@ def test_programs_of_many_batch_items(interpreted, monkeypatch):
     test_gradients(case, None)
 
 
-def test_long_rows_are_moved_one_after_the_other(interpreted, monkeypatch, quick_compiles):
+def test_long_rows_are_moved_one_after_the_other(interpreted, monkeypatch):
     case = Case(batch=1, tokens=40, heads=1, head_dim=64, pairs=3)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 32
     monkeypatch.setattr(unpack, "BYTES_IN_FLIGHT", 16)
     assert unpack.tile_of(1, 40, 3, 64, 4, "half").rows == 8
-    test_unpacking_is_rotating_the_parts_bit_for_bit(case, None, None)
+    test_unpacking_is_rotating_the_parts_bit_for_bit(case, None)
 
 
-def test_nan_stays_where_it_is(interpreted, quick_compiles):
+def test_nan_stays_where_it_is(interpreted):
     case = Case(batch=3, tokens=5)
     qkv, coords, freqs = drawn(case)
     f = jax.jit(lambda *args: jnp.stack(unpacked(case, *args, implementation="triton"), axis=2))
@@ -256,7 +256,7 @@ def test_nan_stays_where_it_is(interpreted, quick_compiles):
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(data=st.data())
-def test_any_shape(data, interpreted, quick_compiles):
+def test_any_shape(data, interpreted):
     pairs = data.draw(st.integers(1, 12))
     case = Case(
         batch=data.draw(st.integers(1, 4)),
@@ -323,7 +323,7 @@ def test_refusals(interpreted, x64, unchecked_annotations):
 
 
 @pytest.mark.parametrize("gradient", covering(["learned", "triton", "xla"], ["learned"]))
-def test_tokens_of_padding_are_zeros_without_a_gradient(gradient, interpreted, quick_compiles):
+def test_tokens_of_padding_are_zeros_without_a_gradient(gradient, interpreted):
     """In the same launch, and whatever is in the padding's own gradient."""
     case = Case(batch=2, tokens=5, heads=3, head_dim=24, pairs=10)
     qkv, coords, freqs = map(jnp.asarray, drawn(case))

@@ -46,7 +46,16 @@ def _run(graph, state, images, train, key):
 
 def run(model, images, train=False, key=None):
     """Logits of a model and its batch statistics after that, compiled once for equal models."""
-    return _run(*nnx.split(model), images, train, key)
+    logits, statistics = _run(*nnx.split(model), images, train, key)
+    return np.asarray(logits), statistics
+
+
+def check_gradients(gradients, silent=lambda path: False):
+    """All gradients are finite, and none is zero but those of parameters that are silent."""
+    for path, gradient in nnx.to_flat_state(gradients):
+        gradient = np.asarray(gradient[...])  # jnp would compile a program for each shape
+        assert np.isfinite(gradient).all(), path
+        assert (gradient != 0).any() or silent(path), f"{path} takes no part"
 
 
 def pictures(height, width, batch=2):

@@ -11,10 +11,8 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.pretrained.convert import name_table
-from tests.models.small import pictures
+from tests.models.small import check_gradients, pictures
 from tests.parity.official import tensor
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def small(*, size=(6, 10), **options):
@@ -154,7 +152,5 @@ def test_it_learns_at_another_size_that_is_not_square():
         return -jax.nn.log_softmax(logits)[:, 0].sum()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params, jax.random.key(0))
-    assert bool(jnp.isfinite(value))
-    for path, gradient in nnx.to_flat_state(gradients):
-        assert bool(jnp.isfinite(gradient[...]).all()), path
-        assert bool((gradient[...] != 0).any()), path
+    assert np.isfinite(value)
+    check_gradients(gradients)

@@ -11,8 +11,6 @@ from rope_jax.models.blocks import stack_blocks
 from rope_jax.training.optim import decay_mask
 from tests.models.small import pictures, run, some_slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 VIT = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2, "mlp_ratio": 2.0, "drop_path": 0.4}
 # Two layers a round, and one left over: shifted windows, dilations, and a stage of one layer.
 STAGES = {"width": 24, "heads": (3, 3), "depths": (3, 1), "drop_path": 0.4}

@@ -13,7 +13,7 @@ import pytest
 from tests.models.definition import places, sinusoids, value, vit
 from tests.models.small import SMALL, run, small_model
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 WIDTH, HEADS, GRID = SMALL["width"], SMALL["heads"], (3, 5)
 PLACES = places(GRID)

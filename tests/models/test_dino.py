@@ -22,10 +22,8 @@ from rope_jax.positions import PerLayer, Stage, create_position
 from rope_jax.positions.resample import dinov2_matrix
 from rope_jax.training.optim import decay_mask
 from tests.models.definition import layers_of, places, vit
-from tests.models.small import pictures, some_slow
+from tests.models.small import check_gradients, pictures, some_slow
 from tests.parity.official import tensor
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 WIDTH, HEADS, DEPTH, CLASSES, PATCH = 24, 3, 2, 5, 4
 SMALL = {
@@ -172,7 +170,8 @@ def resampled(matrix):
 def run(model, images, **options):
     """The model's logits as one program, which compiles faster than each of its operations."""
     graph, state = nnx.split(model)
-    return jax.jit(lambda state, images: nnx.merge(graph, state)(images, **options))(state, images)
+    call = jax.jit(lambda state, images: nnx.merge(graph, state)(images, **options))
+    return np.asarray(call(state, images))
 
 
 CASES = {
@@ -521,10 +520,8 @@ def test_training_in_bfloat16_has_finite_gradients_for_everything(name):
         )
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params, jax.random.key(0))
-    assert bool(jnp.isfinite(value))
-    for path, gradient in nnx.to_flat_state(gradients):
-        assert bool(jnp.isfinite(gradient[...]).all()), path
-        assert bool((gradient[...] != 0).any()), path
+    assert np.isfinite(value)
+    check_gradients(gradients)
 
 
 def test_training_rescales_the_coordinates_of_dinov3_and_evaluation_does_not():
@@ -532,10 +529,10 @@ def test_training_rescales_the_coordinates_of_dinov3_and_evaluation_does_not():
     for kernel in (model.head.kernel, *(block.attn.qkv.kernel for block in model.blocks)):
         kernel.set_value(kernel[...] * 20)
     plain, trained = run(model, images), jax.jit(lambda key: model(images, train=True, key=key))
-    one, again, other = (trained(jax.random.key(seed)) for seed in (0, 0, 1))
+    one, again, other = (np.asarray(trained(jax.random.key(seed))) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
-    assert float(jnp.abs(one - other).max()) > 1e-3
-    assert float(jnp.abs(one - plain).max()) > 1e-3
+    assert np.abs(one - other).max() > 1e-3
+    assert np.abs(one - plain).max() > 1e-3
     np.testing.assert_array_equal(run(model, images, key=jax.random.key(0)), plain)
 
 

@@ -69,7 +69,6 @@ def test_sizes_and_classes_are_as_asked():
     assert len(model.blocks) == 2
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_papers():
     make = lambda seed: rope_jax.create_model(
         "vit_digits", position="ape", depth=1, width=48, heads=3, seed=seed
@@ -105,13 +104,26 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             "rope_jax.list_models() lists all",
         ),
         ("deit_base_patch16_224.fb_in1k", {}, "' is 'deit_b16' here; rope_jax.list_models() lists"),
-        ("vit_small_patch16_rope_mixed_ape_224", {}, "' is 'deit3_s16' here"),
-        ("vit_large_patch14_reg4_dinov2.lvd142m", {}, "' is 'dinov2_l14' here"),
+        (
+            "vit_small_patch16_rope_mixed_ape_224",
+            {},
+            "' is 'deit3_s16' here, with position='rope_mixed+ape'; rope_jax.list_models()",
+        ),
+        ("vit_base_patch16_rope_224", {}, "' is 'deit3_b16' here, with position='rope2d'"),
+        ("vit_large_patch14_reg4_dinov2.lvd142m", {}, "' is 'dinov2_l14_reg' here"),
         ("swin_tiny_patch4_window7_224", {}, "' is 'swin_t' here"),
-        ("vit_s16", {"img_size": 224}, "vit_s16 has no option 'img_size'; here it is 'image_size'"),
-        ("vit_s16", {"embed_dim": 96}, "here it is 'width'; "),
+        (
+            "vit_s16",
+            {"img_size": 224},
+            "vit_s16 has no option 'img_size'; here it is 'image_size'",
+        ),
+        ("vit_s16", {"features_only": True}, "'features_only'; model.features(images) returns"),
+        ("vit_s16", {"embed_dim": 96}, "here it is 'width'"),
         ("vit_s16", {"num_class": 9}, "did you mean 'num_classes'?"),
         ("resnet50", {}, "unknown model 'resnet50'; "),
+        ("deit_small", {}, "'deit_small' is 'deit_s16' here"),
+        ("vit_base_patch16_clip_224", {}, "'vit_base_patch16_clip_224'; the nearest are"),
+        ("vit-base-patch16-224", {}, "'vit-base-patch16-224' is 'deit_b16' here"),
         (
             "vit_s16",
             {"dept": 2},

@@ -20,8 +20,6 @@ from tests.models.definition import convolve, layers_of, vit
 from tests.models.small import pictures, run
 from tests.parity.official import tensor
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 WIDTH, HEADS, DEPTH, CLASSES, PATCH = 24, 3, 2, 5, 4
 SIDE = WIDTH // HEADS
 SIZES = {"width": WIDTH, "heads": HEADS, "depth": DEPTH, "mlp_ratio": 2.0, "patch_size": PATCH}

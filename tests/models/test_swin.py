@@ -16,9 +16,7 @@ import rope_jax
 from rope_jax.models import swin, vit
 from rope_jax_kernels import Window
 from tests.models.definition import attend, convolve, dense, mlp, norm, places, scale, value
-from tests.models.small import filled, pictures, run, some_slow
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.models.small import check_gradients, filled, pictures, run, some_slow
 
 TINY = {"width": 16, "depths": (2, 2), "heads": (2, 4), "mlp_ratio": 2.0}
 SIZE = (36, 52)  # maps of 9 x 13 and 5 x 7 tokens
@@ -300,10 +298,8 @@ def test_every_scheme_works_on_another_map_and_learns(name, position):
         ].sum()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    assert bool(jnp.isfinite(value))
-    for path, gradient in nnx.to_flat_state(gradients):
-        assert bool(jnp.isfinite(gradient[...]).all()), path
-        assert bool((gradient[...] != 0).any()), f"{path} takes no part"
+    assert np.isfinite(value)
+    check_gradients(gradients)
 
 
 @pytest.mark.parametrize("name", ["swin_t", "nat_mini"])
@@ -343,10 +339,10 @@ def test_a_step_in_bfloat16_has_finite_gradients(name):
         ].sum()
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    assert bool(jnp.isfinite(value))
+    assert np.isfinite(value)
     for path, gradient in nnx.to_flat_state(gradients):
         assert gradient.dtype == jnp.float32, path
-        assert bool(jnp.isfinite(gradient[...]).all()), path
+        assert np.isfinite(gradient[...]).all(), path
 
 
 def test_drop_path_grows_over_all_blocks():

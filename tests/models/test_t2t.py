@@ -15,9 +15,7 @@ from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.t2t import RandomFeatures, dropout, soft_split
 from rope_jax.training.optim import decay_mask
 from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
-from tests.models.small import filled, pictures
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.models.small import check_gradients, filled, pictures
 
 SMALL = {"width": 16, "heads": 4, "depth": 2, "token_width": 8, "random_features": 4}
 
@@ -47,7 +45,7 @@ def gradients(model, *args, **options):
         logits = nnx.merge(graph, params, rest)(*args, **options)
         return jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].sum()
 
-    return nnx.to_flat_state(jax.jit(jax.grad(loss))(params))
+    return jax.jit(jax.grad(loss))(params)
 
 
 # The definition
@@ -104,7 +102,7 @@ def test_half_of_the_queries_with_one_scale_are_the_queries_with_the_other():
     old, new = small(logit_scale="width", depth=1), small(depth=1)
     images = pictures(40, 70)
     want = jitted(old)(images)
-    assert float(jnp.abs(want - jitted(new)(images)).max()) > 1e-3
+    assert np.abs(np.subtract(want, jitted(new)(images))).max() > 1e-3
     for layer in new.blocks:
         kernel = layer.attn.qkv.kernel
         kernel.set_value(kernel[...].at[:, :16].multiply(0.5))
@@ -206,9 +204,7 @@ def test_images_of_any_size_become_tokens(size, grid):
 
 @pytest.mark.slow
 def test_schemes_of_position_learn_here_too():
-    for path, gradient in gradients(small("lape(ape)+rope_mixed+rpb"), pictures(52, 40)):
-        assert bool(jnp.isfinite(gradient[...]).all()), path
-        assert bool((gradient[...] != 0).any()), f"{path} takes no part"
+    check_gradients(gradients(small("lape(ape)+rope_mixed+rpb"), pictures(52, 40)))
 
 
 @pytest.mark.slow
@@ -263,7 +259,7 @@ def test_only_training_drops_and_only_with_a_key():
         model(images, train=True)
     trained = [run(images, train=True, key=jax.random.key(seed)) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(trained[0], trained[1])
-    assert bool((trained[0] != trained[2]).any())
+    assert np.not_equal(trained[0], trained[2]).any()
     steady = small(drop_path=0.0, depth=1, performer_dropout=0.0)
     np.testing.assert_array_equal(jitted(steady)(images, train=True), plain)
     with pytest.raises(ValueError, match="train=True needs a key for drop path"):
@@ -272,11 +268,10 @@ def test_only_training_drops_and_only_with_a_key():
 
 @pytest.mark.slow
 def test_training_in_bfloat16_has_finite_gradients():
-    for path, gradient in gradients(
-        small(dtype=jnp.bfloat16, depth=1), pictures(40, 70), train=True, key=jax.random.key(0)
-    ):
-        assert gradient.dtype == jnp.float32
-        assert bool(jnp.isfinite(gradient[...]).all()), path
+    model = small(dtype=jnp.bfloat16, depth=1)
+    found = gradients(model, pictures(40, 70), train=True, key=jax.random.key(0))
+    assert {gradient.dtype for gradient in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    assert all(np.isfinite(gradient).all() for gradient in jax.tree.leaves(found))
 
 
 # What is refused

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import pathlib
 import re
 import sys
@@ -323,16 +324,29 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
         @classmethod
         def hf_hub_download(cls, repository, name):
             asked.append((repository, name))
-            if not repository.startswith("timm/"):
+            if not repository.startswith("timm/") or not (tmp_path / name).exists():
                 raise cls.utils.EntryNotFoundError
             return str(tmp_path / name)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert_same(small("rope_mixed", seed=1, pretrained="timm/vit_small.naver_in1k"), model)
-    assert asked == [("timm/vit_small.naver_in1k", "model.safetensors")]
+    names = ["model.safetensors", "config.json"]
+    assert asked == [("timm/vit_small.naver_in1k", name) for name in names]
     again = rope_jax.create_model("timm/vit_small.naver_in1k")  # the file describes its model
     assert_same(again, model)
     assert (again.name, again.notation, again.image_size) == ("deit3_s16", "rope_mixed", (64, 64))
+    state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(state, tmp_path / "model.safetensors")  # as timm writes it
+    usual = small("rope_mixed", pretrained="timm/vit_small.augreg").preprocessing
+    about = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.8, "interpolation": "bilinear"}
+    for config, expected in [
+        ({"pretrained_cfg": about}, Preprocessing((0.5,) * 3, (0.25,) * 3, 0.8, "bilinear")),
+        ({"image_mean": [0.5] * 3}, usual),
+        ({"pretrained_cfg": {**about, "mean": None}}, usual),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        again = small("rope_mixed", pretrained="timm/vit_small.augreg")
+        assert again.preprocessing == expected
     message = (
         r"the hub has no such repository, or no model\.safetensors in it\. For weights that are "
         r"published as a pickle only.*weights_only=True"
@@ -343,17 +357,18 @@ def test_a_hub_id_is_downloaded_where_that_is_possible(tmp_path, monkeypatch):
     with pytest.raises(
         ImportError,
         match=r"is a hub id, which needs huggingface_hub: install the extra: pip install "
-        r"rope_jax\[hub\]",
+        r"'rope_jax\[hub\]'",
     ):
         small(pretrained="timm/vit_small.naver_in1k")
 
 
-def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(
-        ImportError, match=r"need safetensors: install the extra: pip install rope_jax\[hub\]"
-    ):
-        save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
+def test_names_of_no_source_are_not_listed_one_by_one(tmp_path):
+    """Such as those of transformers: no table is the nearest one."""
+    names = [f"encoder.layer.{i}.attention.attention.query.weight" for i in range(2)]
+    np.savez(tmp_path / "other.npz", **{name: np.zeros((48, 48), np.float32) for name in names})
+    message = r"no name .* in a known source \(.*timm.*\), but encoder\.layer\.0\..*query\.weight, "
+    with pytest.raises(ValueError, match=message):
+        small(pretrained=tmp_path / "other.npz")
 
 
 def test_a_source_may_be_given(tmp_path):

@@ -18,8 +18,6 @@ from rope_jax.models.pretrained.convert import SOURCES
 from rope_jax.models.registry import find_model
 from tests.parity import official
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # In float64; the source "cat" is in tests/models/test_cat.py.
 QUICK = [
     "deit_ti16_224",

@@ -20,8 +20,6 @@ from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES, Position, scheme
 from tests.parity.test_convert import VIT, assert_same, logits, small, weights_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # Every scheme whose parameters depend on the map, with each pattern of attention.
 TABLES = [
     ("deit_ti16", "ape"),

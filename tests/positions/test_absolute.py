@@ -11,7 +11,7 @@ import pytest
 from rope_jax.positions.resample import resample
 from tests.positions.schemes import CHANNELS, EXACT, GRID, GRIDS, normal, scheme, tokens, trained
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 QUARTER = CHANNELS // 4
 WAVES = (math.sin, math.cos)

@@ -22,7 +22,7 @@ from tests.positions.schemes import (
     trained,
 )
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def convolved(image, kernel, bias):

@@ -8,7 +8,7 @@ from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rope_jax.positions import list_positions
+from rope_jax.positions import _ELSEWHERE, list_positions
 from rope_jax_kernels import Neighborhood, Window
 from tests.positions import schemes
 from tests.positions.schemes import DEFAULTS, GRID
@@ -60,6 +60,7 @@ def test_no_text_raises_anything_but_a_value_error(text):
         ),
         ("quaternions", "unknown positional scheme 'quaternions'; known: alibi2d, ape, as2drope,"),
         ("ape+rbp", "unknown positional scheme 'rbp'; did you mean 'rpb'?"),
+        ("rope_axial", "unknown positional scheme 'rope_axial'; here it is 'rope2d'; rope_jax"),
         (
             "axial_rope(krope=2)",
             "axial_rope has no option 'krope'; did you mean 'k_rope'? known: k_rope, shared,",
@@ -261,3 +262,8 @@ def test_schemes_refuse_stages_for_which_they_are_not_defined(text, settings, ad
 def test_k_rope_16_goes_with_6_heads():
     freqs = scheme("axial_rope(k_rope=16)", head_dim=64).terms(GRID).rotation.freqs
     assert freqs.shape == (3, 2, 2)  # one pair of channels for each axis
+
+
+def test_names_of_others_are_names_of_none_here():
+    assert not _ELSEWHERE.keys() & set(list_positions())
+    assert set(_ELSEWHERE.values()) <= set(list_positions())

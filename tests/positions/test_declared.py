@@ -21,7 +21,7 @@ from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
 from rope_jax_kernels import window_bias
 from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, covering, params, scheme, trained
 
-pytestmark = pytest.mark.usefixtures("quick_compiles", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 GRID, SQUARE = (3, 4), (3, 3)
 

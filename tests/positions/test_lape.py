@@ -7,7 +7,7 @@ import pytest
 
 from tests.positions.schemes import CHANNELS, DEPTH, normal, params, scheme, trained
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # divisions by small deviations add up
 GRID = (4, 3)

@@ -25,8 +25,6 @@ from tests.positions.schemes import (
     trained,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 EXACT = {"rtol": 1e-11, "atol": 1e-11}  # float64; angles reach 100 radians
 EYE = np.eye(HEAD_DIM)
 WINDOW, NEAR = Window((2, 2), (1, 1)), Neighborhood((3, 3))

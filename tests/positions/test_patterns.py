@@ -21,7 +21,7 @@ from rope_jax.positions.scheme import SCHEMES
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions.schemes import CHANNELS, HEAD_DIM, HEADS, scheme
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 GRID = (5, 8)
 PATTERNS = {

@@ -10,7 +10,7 @@ from rope_jax.models.attention import SelfAttention, _spread
 from rope_jax_kernels import Global
 from tests.positions.schemes import ALL, trained
 
-pytestmark = pytest.mark.usefixtures("quick_compiles", "x64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 GRID, HEADS, WIDTH = (6, 7), 2, 32
 SETTINGS = {"depth": 1, "heads": HEADS, "grid": GRID, "prefix": 1, "embed_prefix": 1}

@@ -10,8 +10,6 @@ from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions import schemes
 from tests.positions.schemes import ALL, CHANNELS, SINGLE, normal, params
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 LEARNABLE = ["rope_mixed+ape", "rpb", "lape(ape)", "cpb(hidden=8)", "gpe", "axial_rope_v1"]
 
 

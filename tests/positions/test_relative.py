@@ -23,7 +23,7 @@ from tests.positions.schemes import (
     trained,
 )
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def weights_of(terms, grid, prefix):

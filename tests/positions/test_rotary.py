@@ -26,7 +26,7 @@ from tests.positions.schemes import (
     trained,
 )
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compiles")
+pytestmark = pytest.mark.usefixtures("x64")
 
 PAIRS = HEAD_DIM // 2
 

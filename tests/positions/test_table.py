@@ -4,6 +4,7 @@ import pytest
 
 from rope_jax.positions import list_positions
 from rope_jax.positions.__main__ import HEADER, main, markdown, parameters, rows
+from rope_jax.positions.scheme import SCHEMES
 
 
 def test_every_scheme_has_a_row_without_gaps():
@@ -54,3 +55,13 @@ def test_a_model_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--model=deit9"])
     assert "unknown model 'deit9'; the nearest are 'deit" in capsys.readouterr().err
+
+
+def test_a_scheme_of_ones_own_has_no_source_but_its_own(monkeypatch):
+    class Mine(SCHEMES["rope2d"]):
+        equation = "theta = x f"
+
+    monkeypatch.setitem(SCHEMES, "mine", Mine)
+    (row,) = [row for row in rows() if row[0] == "mine"]
+    assert row[1:3] == ("theta = x f", "rotates queries and keys")
+    assert row[-1] == ""

@@ -7,8 +7,6 @@ from rope_jax.config import resolve
 from rope_jax.data.images.device import normalise
 from rope_jax.tasks.classification import count_correct, loss_and_accuracy, prepare_batch
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.mark.parametrize("before_erasing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_labels_are_mixed_as_their_images(before_erasing):

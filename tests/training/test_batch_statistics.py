@@ -20,6 +20,7 @@ from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax.workdir.trees import named_leaves, tree_hash
+from tests.devices import environment
 from tests.training.recipe import CEIT, accuracy, final_state, run, started, tiny
 from tests.training.test_run import interrupt_at
 
@@ -142,13 +143,9 @@ np.savez(sys.argv[1], **found)
 
 @pytest.mark.process
 def test_statistics_on_eight_devices_are_those_of_one(tmp_path):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
     subprocess.run(
         [sys.executable, "-c", _ON_DEVICES, str(tmp_path / "found.npz")],
-        env=environment,
+        env=os.environ | environment(8),
         check=True,
         timeout=300,
     )

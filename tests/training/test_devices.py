@@ -17,17 +17,10 @@ from jax.sharding import PartitionSpec as P
 from rope_jax import sharding
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_metrics
+from tests.devices import environment
 from tests.faults.processes import Run
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-def environment(devices, **others):
-    return (
-        os.environ
-        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-        | others
-    )
 
 
 def mesh_of(data, fsdp):
@@ -132,7 +125,7 @@ np.savez(sys.argv[1], **found)
 def test_losses_and_gradients_on_eight_devices_are_those_of_one(models, tmp_path):
     """Learned tables, scanned layers, drop path, rematerialisation; two copies of parameters."""
     command = [sys.executable, "-c", _MODELS, str(tmp_path / "found.npz"), *models]
-    subprocess.run(command, env=environment(8), check=True, timeout=300)
+    subprocess.run(command, env=os.environ | environment(8), check=True, timeout=300)
     found = np.load(tmp_path / "found.npz")
     names = [name for name in found.files if "/1x1/" in name]
     assert len(names) > 40
@@ -199,7 +192,7 @@ np.savez(sys.argv[2], **found)
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """What is restored is equal bit for bit; what follows up to the order of sums."""
     command = [sys.executable, "-c", _RESTORED, str(tmp_path / "run"), str(tmp_path / "losses.npz")]
-    subprocess.run(command, env=environment(8), check=True, timeout=300)
+    subprocess.run(command, env=os.environ | environment(8), check=True, timeout=300)
     losses = np.load(tmp_path / "losses.npz")
     np.testing.assert_allclose(losses["4x2"], losses["1x1"], rtol=0, atol=5e-6)
 
@@ -223,7 +216,7 @@ def start(workdir, *settings, processes=1, devices=4):
     command += ["--distributed", "--heartbeat=5"] if processes > 1 else []
     running = []
     for process in range(processes):
-        variables = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}"}
+        variables = environment(devices // processes)
         if processes > 1:
             variables |= {
                 "JAX_COORDINATOR_ADDRESS": address,
@@ -309,7 +302,12 @@ def test_a_process_that_nobody_has_told_of_others_says_so(tmp_path):
         "--distributed",
     ]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=120
+        command,
+        cwd=ROOT,
+        env=os.environ | environment(1),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1

@@ -86,3 +86,9 @@ def test_weights_of_another_model_are_refused_with_all_names(trained):
     message = r"position.mixed is missing\s+position.embedding is not expected"
     with pytest.raises(ConfigError, match=message):
         started(trained)
+
+
+def test_weights_of_a_model_of_other_patches_are_refused_by_their_shapes(trained):
+    """Its images have a size that the patches here do not divide."""
+    with pytest.raises(ConfigError, match=r"patch_embed.proj.kernel has shape \[2, 2, 3, 16\], no"):
+        started(trained, model__name="deit3_ti16", data__image_size=32, **APE)

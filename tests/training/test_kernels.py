@@ -60,9 +60,7 @@ def prefer(monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_uses_the_choices_of_its_workdir(
-    tmp_path, monkeypatch, other, quick_compiles
-):
+def test_a_resumed_run_uses_the_choices_of_its_workdir(tmp_path, monkeypatch, other):
     """Also where a new measurement would choose otherwise: it ends in the same bits."""
     tuned = prefer(monkeypatch, "triton")
     run(tmp_path, **SHORT)
@@ -101,7 +99,7 @@ def test_measured_choices_are_written(ready, tmp_path, monkeypatch, other):
 
 
 @pytest.mark.slow
-def test_a_real_measurement_at_the_start(ready, tmp_path, other, quick_compiles):
+def test_a_real_measurement_at_the_start(ready, tmp_path, other):
     """Where the other implementation is wrong: it is left out, and the run goes on with "xla"."""
     choices = chosen(ready, tmp_path)
     ((measured,),) = (found.values() for found in choices.calls.values())

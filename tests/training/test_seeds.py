@@ -23,6 +23,7 @@ from rope_jax.training.step import make_step
 from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import progress_line, read_events, read_metrics
 from rope_jax.workdir.trees import tree_hash
+from tests.devices import environment
 from tests.training.recipe import CEIT, TINY, final_state, run, tiny
 
 RECIPE = {
@@ -307,10 +308,9 @@ print("losses", *np.asarray(metrics["loss"]).tolist())
 def test_batches_of_all_seeds_are_divided_over_devices():
     found = []
     for devices in (1, 2):
-        flags = f"--xla_force_host_platform_device_count={devices}"
         done = subprocess.run(
             [sys.executable, "-c", ON_TWO_DEVICES, str(devices)],
-            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            env=os.environ | environment(devices),
             capture_output=True,
             text=True,
             timeout=300,

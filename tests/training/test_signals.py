@@ -16,6 +16,7 @@ from rope_jax.training.signals import Interrupted, stop_signals
 def test_a_second_signal_ends_the_process_but_no_closed_terminal(monkeypatch, capfd):
     ended: queue.SimpleQueue = queue.SimpleQueue()
     monkeypatch.setattr(os, "_exit", ended.put)
+    before = signal.getsignal(signal.SIGHUP)
     with stop_signals() as signals:
         signals.at_once = False
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
@@ -24,6 +25,8 @@ def test_a_second_signal_ends_the_process_but_no_closed_terminal(monkeypatch, ca
         assert ended.get(timeout=10) == 143
         with pytest.raises(Interrupted, match="SIGHUP"):
             signals()
+    signal.raise_signal(signal.SIGHUP)  # one more, while the process ends
+    signal.signal(signal.SIGHUP, before)
     assert "once more to stop at once" in capfd.readouterr().err
 
 

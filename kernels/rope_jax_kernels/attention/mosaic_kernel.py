@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, cos_sin
+from rope_jax_kernels.arithmetic import cos_sin, divide
+from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
 from rope_jax_kernels.attention.task import Task
 
 ROWS = 64  # of a tile: of the matrix instructions of one warpgroup

@@ -21,7 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from rope_jax_kernels.arithmetic import divide
+from rope_jax_kernels.arithmetic import cos_sin, divide
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Rows
 
@@ -121,7 +121,9 @@ def rotary_kernel(
     theta = tile_angles(
         rows, tile, pairs, angle_refs, angle_slot, angles_ready, the_set, head, token
     )
-    cos, sin = jnp.cos(theta), rows.direction * jnp.sin(theta)
+    to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    cos, sin = cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
+    sin = rows.direction * sin
 
     def members(ref: Any, slot: Array, h: int) -> list[Any]:
         """Slots of the first and the second members of the pairs of a tile."""

@@ -18,6 +18,8 @@ SECTOR_BYTES = 32  # smallest transfer between memory and cache
 # Batch items whose loads are all issued before the first store: enough bytes in flight to cover the
 # latency of memory, few enough registers (64 of raw data) for four programs on a multiprocessor.
 ITEMS_IN_FLIGHT = 4
+LEAST_PAIRS = 2  # of one thread
+MULTIPROCESSORS = 132  # of the largest GPU
 # Programs that keep every multiprocessor of the largest GPU busy; beyond them a program takes more
 # batch items instead.
 PROGRAMS = 1024
@@ -76,6 +78,23 @@ def tile_of(batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pai
     while steps < MOST_STEPS and row_tiles * -(-batch // (2 * steps * items)) >= PROGRAMS:
         steps *= 2
     return Tile(tile_rows, padded, items, steps)
+
+
+def spread_tile_of(
+    batch: int, rows: int, pairs: int, head_dim: int, itemsize: int, pairing: str
+) -> Tile:
+    """`tile_of`, with fewer rows where its programs would leave multiprocessors idle.
+
+    The time of such a launch is that of one thread, which has less to do and narrower accesses.
+    """
+    tile = tile_of(batch, rows, pairs, head_dim, itemsize, pairing)
+    while (
+        tile.rows > 1
+        and tile.rows * tile.pairs > LEAST_PAIRS * THREADS
+        and -(-rows // tile.rows) * -(-batch // tile.batch) < MULTIPROCESSORS
+    ):
+        tile = dataclasses.replace(tile, rows=tile.rows // 2)
+    return tile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels import choices, device
+from rope_jax_kernels.arithmetic import cos_sin
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Kernel, Rows, named_angles
 from rope_jax_kernels.rotation import Pairing, Rotation
@@ -71,7 +72,8 @@ def rotary_kernel(
     inside = (index < rows.tokens * rows.heads)[:, None] & (pair < pairs)[None, :]
     token, head = rows.token_and_head(index)
     theta = tile_angles(rows, angle_refs, token, head, pair, inside)
-    cos, sin = jnp.cos(theta), rows.direction * jnp.sin(theta)
+    cos, sin = cos_sin(theta)
+    sin = rows.direction * sin
 
     if rows.pairing == "half":
         channels = [pair, pairs + pair]
@@ -136,7 +138,7 @@ def launch(
     batch, _, head_dim = arrays[0].shape
     pairs = angles[-1].shape[-1]
     itemsize = min(x.dtype.itemsize for x in arrays)
-    tile = tile_sizes.tile_of(
+    tile = tile_sizes.spread_tile_of(
         batch, rows.tokens * rows.heads, pairs, head_dim, itemsize, rows.pairing
     )
     warps = tile_sizes.WARPS
@@ -186,7 +188,7 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
     pairs, head_dim = list(angles.values())[-1].shape[-1], x.shape[-1]
     pairing = arguments["pairing"] if "pairing" in arguments else arguments["rotation"].pairing
     rows = math.prod(x.shape[1:-1]) // (3 if x.ndim == 5 else 1)
-    tile = tile_sizes.tile_of(x.shape[0], rows, pairs, head_dim, x.dtype.itemsize, pairing)
+    tile = tile_sizes.spread_tile_of(x.shape[0], rows, pairs, head_dim, x.dtype.itemsize, pairing)
     sizes = tile.rows, tile.items, tile.steps, tile_sizes.WARPS
     changed = (
         (2 * tile.rows, tile.items, tile.steps, 2 * tile_sizes.WARPS),

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
-from rope_jax_kernels.arithmetic import power_of_two
+from rope_jax_kernels.arithmetic import cos_sin, power_of_two
 from rope_jax_kernels.device import vary_alike, without_symbolic_zeros
 from rope_jax_kernels.rotary import reference, tile_sizes, triton
 from rope_jax_kernels.rotary.kernel import Rows, gradients_of_angles
@@ -81,7 +81,8 @@ def moving_kernel(
     inside = in_tile & (pair < pairs)[None, :]
     token, head = rows.token_and_head(index)
     theta = tile_angles(rows, angle_refs, token, head, pair, inside)
-    cos, sin = jnp.cos(theta), rows.direction * jnp.sin(theta)
+    cos, sin = cos_sin(theta)
+    sin = rows.direction * sin
     q, k = rows.rows(index)
     packed_rows = (q, k, k + rows.heads)
 

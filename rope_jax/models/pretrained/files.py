@@ -6,6 +6,7 @@ from the header before any array is read.
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import numpy as np
 from rope_jax.models.pretrained.convert import SOURCES
 from rope_jax.models.pretrained.metadata import Description, Metadata
 from rope_jax.models.pretrained.own import OWN
+from rope_jax.models.pretrained.tables import Preprocessing
 from rope_jax.npz import open_npz
 
 _HUB_FILE = "model.safetensors"
@@ -28,7 +30,7 @@ _FROM_PICKLE = (
     "open it with torch.load(..., weights_only=True) and save its tensors with "
     "safetensors.torch.save_file"
 )
-_INSTALL = "install the extra: pip install rope_jax[hub]"
+_INSTALL = "install the extra: pip install 'rope_jax[hub]'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class WeightsFile:
         source: naming convention, if the file was written by `save_pretrained`.
         metadata: of the model, likewise.
         where: path or hub id, for error messages.
+        preprocessing: of the hub repository's evaluation, where its config.json has timm's.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -48,6 +51,7 @@ class WeightsFile:
     source: str | None = None
     metadata: Metadata | None = None
     where: str = ""
+    preprocessing: Preprocessing | None = None
 
     @property
     def description(self) -> Description | None:
@@ -78,7 +82,8 @@ def open_weights(where: str | os.PathLike) -> Iterator[WeightsFile]:
         path, owner = _find(where)
         file = stack.enter_context(_open_file(path))
         source = file.source or _HUB_SOURCES.get(owner)
-        yield dataclasses.replace(file, source=source, where=where)
+        preprocessing = None if owner is None else _hub_preprocessing(where)
+        yield dataclasses.replace(file, source=source, where=where, preprocessing=preprocessing)
 
 
 @contextlib.contextmanager
@@ -171,9 +176,6 @@ def write_safetensors(
         state_dict: tensors by name.
         source: whose names these are.
         metadata: of the model.
-
-    Raises:
-        ImportError: safetensors is not installed.
     """
     library = _safetensors()
     if not path.endswith(".safetensors"):
@@ -189,10 +191,23 @@ def write_safetensors(
             os.remove(temporary)
 
 
-def _safetensors():
+def _hub_preprocessing(name: str) -> Preprocessing | None:
+    """The preprocessing in the config.json of a timm repository; None if there is none."""
+    import huggingface_hub
+
     try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(f".safetensors files need safetensors: {_INSTALL}") from error
+        with open(huggingface_hub.hf_hub_download(name, "config.json"), encoding="utf-8") as file:
+            about = json.load(file)["pretrained_cfg"]
+        mean, std = (tuple(map(float, about[key])) for key in ("mean", "std"))
+        return Preprocessing(mean, std, float(about["crop_pct"]), str(about["interpolation"]))
+    except (FileNotFoundError, huggingface_hub.utils.EntryNotFoundError):
+        return None
+    except (KeyError, TypeError, ValueError):  # another library's names
+        return None
+
+
+def _safetensors():
+    """The package, imported where it is used: `import rope_jax` stays fast."""
+    import safetensors.numpy
+
     return safetensors

@@ -112,7 +112,8 @@ def load_weights(
         wanted = [*(link.key for link in plan.links), *plan.frozen]
         convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
         preprocessing = name_table(target, source).preprocessing
-    model.preprocessing = (about and about.preprocessing) or preprocessing
+    described = about and about.preprocessing
+    model.preprocessing = described or file.preprocessing or preprocessing
     if target is not model:
         print(_of_backbone(model, plan))
     elif plan.new_head:
@@ -151,12 +152,20 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
         targets = [model] if backbone is None else [model, backbone]
     found = []
     for target in targets:
+        if target is not targets[-1] and not _names_some(target, file):
+            continue
         own = source or file.source or _first_that_fits(target, file)
         if len(targets) == 1:
             return target, own
         if target is backbone or own in (*DENSE, OWN):
             found.append((len(_problems(target, file, own)), target, own))
     return min(found, key=operator.itemgetter(0))[1:]
+
+
+def _names_some(model: nnx.Module, file: WeightsFile) -> bool:
+    """Whether a file has names of parameters of a model with a head."""
+    plans = (plan_conversion(model, file.shapes, source=source) for source in DENSE)
+    return has_own_names(model, file.shapes) or any(plan.links for plan in plans)
 
 
 def _problems(model: nnx.Module, file: WeightsFile, source: str) -> list[str]:
@@ -190,12 +199,20 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     """The source with the fewest problems, the first of equal ones.
 
     Raises:
-        ValueError: several sources fit, and pair channels for rotation differently.
+        ValueError: none has any of the names; or several fit, and pair channels for rotation
+            differently.
     """
     if has_own_names(model, file.shapes):
         return OWN
     sources = SOURCES if getattr(model, "backbone", None) is None else DENSE
-    problems = {source: len(_problems(model, file, source)) for source in sources}
+    plans = {source: plan_conversion(model, file.shapes, source=source) for source in sources}
+    if not any(plan.links for plan in plans.values()):
+        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
+        raise ValueError(
+            f"{file.where!r} has no name that a parameter of this model has in a known source "
+            f"({', '.join(sources)}), but {names}: take the file of such a source"
+        )
+    problems = {source: len(plan.problems) for source, plan in plans.items()}
     fewest = min(problems.values())
     best = [source for source in sources if problems[source] == fewest]
     pairings = {name_table(model, source).pairing for source in best}
@@ -236,7 +253,6 @@ def save_pretrained(
     Raises:
         ValueError: the source has no name for some of the parameters; the path has another
             extension; the model was not created by `create_model`.
-        ImportError: safetensors is not installed.
     """
     path = os.fspath(path)
     if os.path.splitext(path)[1] in EXTENSIONS[1:]:

@@ -4,6 +4,7 @@ A parameter is named by its path, "blocks.0.attn.qkv.kernel". Stacked blocks hav
 blocks in a list; files in which they are stacked are read, too.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -156,11 +157,11 @@ def load_own(model: nnx.Module, read: Callable[[str], np.ndarray], plan: Plan) -
         value = values.setdefault(place.path, np.empty(variable.shape, variable.dtype))
         value[... if place.layer is None else place.layer] = array
     for path, value in values.items():
-        variables[path].set_value(jnp.asarray(value))
+        variables[path].set_value(jax.device_put(value))  # jnp.asarray compiles for each shape
     for prefix, grid in plan.grids.items():
         position = model.parts()[prefix].position
         own = _variables(position)
-        arrays = {p: jnp.asarray(x, own[p].dtype) for p, x in positions[prefix].items()}
+        arrays = {p: jax.device_put(x.astype(own[p].dtype)) for p, x in positions[prefix].items()}
         for path, value in _resized(position, arrays, grid).items():
             own[path].set_value(value)
 
@@ -211,7 +212,10 @@ def _grids_to_resize(
 ) -> dict[str, Grid]:
     """The stored map of each part whose scheme must be resized and can be."""
     parts, found = model.parts(), {}
-    stored = [None] * len(parts) if image_size is None else model.grids(image_size)
+    stored = [None] * len(parts)
+    if image_size is not None:
+        with contextlib.suppress(ValueError):  # other patches, whose shapes are refused
+            stored = model.grids(image_size)
     for (prefix, part), grid in zip(parts.items(), stored, strict=True):
         position = part.position
         own = {n: place for n, place in places.items() if n.startswith(f"{prefix}position.")}

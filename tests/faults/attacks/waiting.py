@@ -84,6 +84,10 @@ def stopped_workers(folder, number, rng):
                 worker.kill()
 
 
+IN_PROCESS = "--config.data.workers=0"  # where reads can be replaced
+STALLED = "\nthe file system has stopped answering"
+
+
 def _stalled_reads() -> None:
     """Makes the file system stop answering after some images, as a network may."""
     read, left = Streamed.read, int(os.environ.get("TEST_READS", "1000000000"))
@@ -92,6 +96,7 @@ def _stalled_reads() -> None:
         nonlocal left
         left -= 1
         if left < 0:
+            os.write(2, STALLED.encode())  # only the first process prints
             threading.Event().wait()
         return read(self, *arguments)
 
@@ -100,24 +105,27 @@ def _stalled_reads() -> None:
 
 @attack("a file system that stops answering, then SIGTERM", tries=3)
 def stalled_file_system(folder, number, rng):
-    given = [*SETTINGS, pictures(folder, rng), f"--workdir={folder / 'run'}"]
+    given = [*SETTINGS, IN_PROCESS, pictures(folder, rng), f"--workdir={folder / 'run'}"]
     reads = {"TEST_READS": str(rng.integers(100, 1000))}
     run = Run(given, folder / "log", environment=reads, prepare=_stalled_reads)
     run.wait_for("\nstep ")
-    time.sleep(rng.uniform(3, 5))
+    run.wait_for(STALLED)
+    time.sleep(rng.uniform(0, 5))
+    expect(run.returncode is None, run.said()[-3000:])
     run.send(signal.SIGTERM)
     expect_saved(folder, run, 60)
 
 
 @attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2, slow=True)
 def stalled_process(folder, number, rng):
-    settings = [*SETTINGS, "--config.checkpoint_every=4", pictures(folder, rng)]
+    settings = [*SETTINGS, IN_PROCESS, "--config.checkpoint_every=4", pictures(folder, rng)]
     settings += ["--distributed", "--heartbeat=10"]
     reads = {"TEST_READS": str(rng.integers(100, 400))}
     both, environments = [[], []], [{}, reads]
     runs = start(folder, both, settings=settings, environments=environments, prepare=_stalled_reads)
     runs[0].wait_for("\nsaved step 4:")
-    time.sleep(5)
+    runs[1].wait_for(STALLED)
+    time.sleep(5)  # the batches that were read before are used
     expect([run.returncode for run in runs] == [None, None], said(runs))
     for run in runs:
         run.send(signal.SIGTERM)
