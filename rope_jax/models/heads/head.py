@@ -29,11 +29,7 @@ Maps = Sequence[Float[Array, "B _h _w _C"]]
 class PixelLogits:
     """Predictions of a segmentation head.
 
-<<<<<<< HEAD
     >>> PixelLogits(jnp.zeros((2, 8, 8, 11))).auxiliary is None
-=======
-    >>> PixelLogits(jnp.zeros((1, 4, 6, 3))).auxiliary is None
->>>>>>> b533fc08c2e3921dd494a71d5a9f3ab25b4a8094
     True
 
     Attributes:
@@ -57,11 +53,6 @@ class Head(nnx.Module):
 
     The constructor takes the options, the maps' `channels` (a number for each, strides ascending),
     `num_classes`, `dtypes` and `rngs`.
-
-    >>> import rope_jax
-    >>> model = rope_jax.create_model("vit_digits", head="linear", num_classes=11, depth=1)
-    >>> isinstance(model.head, Head), model.head.task, model.head.num_classes
-    (True, 'segmentation', 11)
 
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
@@ -104,7 +95,6 @@ class Head(nnx.Module):
 class SegmentationHead(Head):
     """Base of heads that give every pixel a class: they return `PixelLogits`.
 
-<<<<<<< HEAD
     A head of your own, the logits of the mean token at every pixel:
 
     >>> from rope_jax import create_model
@@ -119,13 +109,6 @@ class SegmentationHead(Head):
     >>> model = create_model("vit_digits", head="mean_token", num_classes=3, depth=1)
     >>> model(jnp.zeros((1, 8, 12, 3))).shape
     (1, 8, 12, 3)
-=======
-    >>> import rope_jax.models.heads
-    >>> head = create_head("linear", channels=[8], num_classes=3, rngs=nnx.Rngs(0))
-    >>> found = head([jnp.zeros((1, 4, 6, 8))])
-    >>> isinstance(head, SegmentationHead), head.result(found, (8, 12)).shape
-    (True, (1, 8, 12, 3))
->>>>>>> b533fc08c2e3921dd494a71d5a9f3ab25b4a8094
     """
 
     task: ClassVar[str] = "segmentation"

@@ -133,7 +133,7 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     """What weights are for, the model or its backbone, and their source.
 
     Raises:
-        ValueError: they are those of another head, or have names of no known source.
+        ValueError: they are those of another head.
     """
     backbone = getattr(model, "backbone", None)
     if file.description is not None:
@@ -152,21 +152,20 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
         targets = [model] if backbone is None else [model, backbone]
     found = []
     for target in targets:
+        if target is not targets[-1] and not _names_some(target, file):
+            continue
         own = source or file.source or _first_that_fits(target, file)
-        if len(targets) == 1 or target is backbone or own in (*DENSE, OWN):
+        if len(targets) == 1:
+            return target, own
+        if target is backbone or own in (*DENSE, OWN):
             found.append((len(_problems(target, file, own)), target, own))
-    _, target, own = min(found, key=operator.itemgetter(0))
-    if (source or file.source) is None and not _has_known_names(target, file, own):
-        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
-        raise ValueError(
-            f"{file.where!r} has no name that a parameter of this model has in a known source "
-            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
-        )
-    return target, own
+    return min(found, key=operator.itemgetter(0))[1:]
 
 
-def _has_known_names(model: nnx.Module, file: WeightsFile, source: str) -> bool:
-    return source == OWN or bool(plan_conversion(model, file.shapes, source=source).links)
+def _names_some(model: nnx.Module, file: WeightsFile) -> bool:
+    """Whether a file has names of parameters of a model with a head."""
+    plans = (plan_conversion(model, file.shapes, source=source) for source in DENSE)
+    return has_own_names(model, file.shapes) or any(plan.links for plan in plans)
 
 
 def _problems(model: nnx.Module, file: WeightsFile, source: str) -> list[str]:
@@ -200,12 +199,20 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     """The source with the fewest problems, the first of equal ones.
 
     Raises:
-        ValueError: several sources fit, and pair channels for rotation differently.
+        ValueError: none has any of the names; or several fit, and pair channels for rotation
+            differently.
     """
     if has_own_names(model, file.shapes):
         return OWN
     sources = SOURCES if getattr(model, "backbone", None) is None else DENSE
-    problems = {source: len(_problems(model, file, source)) for source in sources}
+    plans = {source: plan_conversion(model, file.shapes, source=source) for source in sources}
+    if not any(plan.links for plan in plans.values()):
+        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
+        raise ValueError(
+            f"{file.where!r} has no name that a parameter of this model has in a known source "
+            f"({', '.join(sources)}), but {names}: take the file of such a source"
+        )
+    problems = {source: len(plan.problems) for source, plan in plans.items()}
     fewest = min(problems.values())
     best = [source for source in sources if problems[source] == fewest]
     pairings = {name_table(model, source).pairing for source in best}
