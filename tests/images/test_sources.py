@@ -88,6 +88,10 @@ def test_npz_with_one_pair(tmp_path):
             r"images are float64 \[4, 5, 6\]; they must be uint8",
         ),
         ({"train_images": random_images(4, 5, 6, 2)}, r"images are uint8 \[4, 5, 6, 2\]"),
+        (
+            {"train_images": random_images(4, 3, 6, 5)},
+            r"with channels first, transpose\(0, 2, 3, 1\) them",
+        ),
         ({"train_images": random_images(4, 5)}, r"images are uint8 \[4, 5\]"),
         (
             {"train_labels": LABELS.astype(float)},

@@ -227,9 +227,11 @@ def _check_kinds(images: Kind | None, labels: Kind | None, path: str) -> None:
     grey = (*shape, 1) if len(shape) == 3 else shape
     fits = len(grey) == 4 and grey[3] in (1, 3) and 0 not in grey[1:3]
     if dtype != np.uint8 or not fits:
+        first = len(shape) == 4 and shape[1] in (1, 3)
         raise ValueError(
             f"{path}: images are {_kind(images)}; "
             "they must be uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3]"
+            + ("; with channels first, transpose(0, 2, 3, 1) them" if first else "")
         )
     if labels is not None and labels[0] != shape[:1]:
         raise ValueError(
