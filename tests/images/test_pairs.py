@@ -2,6 +2,8 @@
 
 import itertools
 import pickle
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -108,6 +110,20 @@ def test_evaluation_batches_have_one_size(folder):
     assert one["label"].shape == (3, 24, 20)
 
 
+def four_bits(path):
+    """Writes a grey PNG of 4 bits, whose values Pillow multiplies by 17."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", 24, 21, 4, 0, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\x11" * 12) * 21)
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b""))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -120,6 +136,7 @@ def test_evaluation_batches_have_one_size(folder):
         ),
         (lambda f: save(f / "1.png", np.zeros((21, 24), np.uint8), "P"), "1.png has a palette"),
         (lambda f: save(f / "1.png", np.zeros((21, 24, 3), np.uint8)), "1.png has colours"),
+        (lambda f: four_bits(f / "1.png"), "1.png has values of fewer than 8 bits"),
         (lambda f: (f / "1.png").write_bytes(b"no picture"), "1.png cannot be read as a PNG"),
         (lambda f: (f / "1.png").write_bytes((f / "1.png").read_bytes()[:60]), "1.png cannot be"),
         (lambda f: (f.parent / "classes.txt").unlink(), "classes.txt, which lists the classes"),

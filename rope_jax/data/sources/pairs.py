@@ -174,13 +174,17 @@ def read_grey(path: Path) -> UInt8[np.ndarray, "h w"]:
     """
     unreadable = (UnidentifiedImageError, OSError, SyntaxError, struct.error, zlib.error)
     try:
-        with open_regular(path) as file, Image.open(file, formats=["PNG"]) as picture:
-            mode = picture.mode
-            values = np.array(picture) if mode == "L" else None
+        with open_regular(path) as file:
+            bits = file.read(25)[-1:]  # of a value, in the header; Pillow scales those of fewer
+            file.seek(0)
+            with Image.open(file, formats=["PNG"]) as picture:
+                mode = picture.mode if picture.mode != "L" or bits == b"\x08" else "of fewer bits"
+                values = np.array(picture) if mode == "L" else None
     except (*unreadable, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as a PNG of labels: {error}") from error
     if values is None:
         has = {"P": "a palette", "RGB": "colours", "RGBA": "colours"}
+        has["of fewer bits"] = "values of fewer than 8 bits"
         raise ValueError(
             f"{path} has {has.get(mode, f'pixels of mode {mode}')}; labels are grey PNGs of 8 bits "
             "whose values are the numbers of classes: convert it"
