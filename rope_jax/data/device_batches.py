@@ -55,6 +55,11 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
                 "set it to False"
             )
         check_augmentations(self._augmentations, images)
+        crops = [one.name for one in self._augmentations if one.entry.stage == CROP]
+        if images.pixelwise and crops:
+            raise ValueError(
+                f"on_device=True, where {crops[0]} cannot cut the labels of pixels: set it to False"
+            )
         for one in self._augmentations:
             self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
         self._seed, self._step = seed, start_step

@@ -99,9 +99,10 @@ def _print_result(result: dict[str, Any]) -> int:
         print(f"bad: {split} {one['example']} {one['name']}: {one['reason']}")
     for file in damaged:
         print(f"damaged: {split} {file}: its checksum is not that of what was written")
-    if empty := len(result["empty_classes"]):
-        name = f"{result['name']} {split}"
-        print(f"{name}: {empty} of {result['classes']} classes have no images")
+    if empty := result["empty_classes"]:
+        name, some = f"{result['name']} {split}", ", ".join(empty[:10])
+        some += ", ..." if len(empty) > 10 else ""
+        print(f"{name}: {len(empty)} of {result['classes']} classes have no images: {some}")
     return len(result["bad"]) + len(damaged)
 
 

@@ -110,6 +110,14 @@ def test_evaluation_batches_have_one_size(folder):
     assert one["label"].shape == (3, 24, 20)
 
 
+def turned(path):
+    """Stores an image upside down, which its Exif orientation says."""
+    image = Image.open(path)
+    exif = image.getexif()
+    exif[274] = 3
+    image.rotate(180).save(path, exif=exif)
+
+
 def four_bits(path):
     """Writes a grey PNG of 4 bits, whose values Pillow multiplies by 17."""
 
@@ -140,6 +148,20 @@ def four_bits(path):
         (lambda f: (f / "1.png").write_bytes(b"no picture"), "1.png cannot be read as a PNG"),
         (lambda f: (f / "1.png").write_bytes((f / "1.png").read_bytes()[:60]), "1.png cannot be"),
         (lambda f: (f.parent / "classes.txt").unlink(), "classes.txt, which lists the classes"),
+        (
+            lambda f: (f.parent / "classes.txt").write_text("\nsky\n"),
+            "line 1 of .*classes.txt is empty",
+        ),
+        (lambda f: (f.parent / "classes.txt").write_text("\n"), "classes.txt is empty"),
+        (
+            lambda f: (f.parent / "classes.txt").write_bytes(b"\xff\n"),
+            "classes.txt is not text in UTF",
+        ),
+        (lambda f: turned(f / "1.jpg"), r"train/1.jpg is stored turned \(Exif orientation 3\)"),
+        (
+            lambda f: (f / "1.webp").write_bytes((f / "1.jpg").read_bytes()),
+            "several images in .* are called 1, and share the labels 1.png",
+        ),
         (lambda f: [file.unlink() for file in f.iterdir()], "train has no images"),
     ],
 )
@@ -147,6 +169,15 @@ def test_bad_pairs_are_named(folder, change, message):
     change(folder / "train")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         check_labels(load("masks", str(folder), "train", (16, 12)))
+
+
+def test_other_labels_and_other_names_of_classes_are_another_set(folder):
+    found = {load("masks", str(folder), "train", (16, 12)).fingerprint()}
+    save(folder / "train" / "1.png", 1 - np.minimum(classes_of(folder, "train", 1), 1))
+    found.add(load("masks", str(folder), "train", (16, 12)).fingerprint())
+    (folder / "classes.txt").write_text("sea\nsky\nsand\n")
+    found.add(load("masks", str(folder), "train", (16, 12)).fingerprint())
+    assert len(found) == 3
 
 
 def test_bad_labels_may_be_skipped_like_bad_images(folder):

@@ -69,7 +69,7 @@ def test_sets_of_scenes_are_drawn_at_the_size_that_is_asked_for():
     assert test.classes == 11
     assert test.class_names[0] == "background"
     assert data.load("scenes").size == (64, 64)
-    with pytest.raises(ValueError, match="scenes come with scikit-learn; leave it out"):
+    with pytest.raises(ValueError, match="scenes need no files; leave it out"):
         data.load("scenes", "here")
 
 

@@ -252,7 +252,8 @@ def test_load_refuses(tmp_path):
         (
             ("cifar", None, "train", None),
             ValueError,
-            "source 'cifar' is unknown; known are digits, npz, idx, scenes, folder, tfds, packed, imagenet, masks, ade20k",
+            "source 'cifar' is unknown; known are digits, npz, idx, scenes, folder, tfds, packed, "
+            "imagenet, masks, ade20k",
         ),
         (
             ("digits", None, "val", None),

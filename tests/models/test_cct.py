@@ -429,6 +429,6 @@ def test_every_option_of_a_vit_is_either_taken_or_refused():
         "qkv_bias",
         "norm_epsilon",
     }
-    taken |= {"drop_path", "drop_path_schedule", "scan_layers"}
+    taken |= {"drop_path", "drop_path_schedule", "scan_layers", "last_norm"}
     assert taken | set(CCTOptions.fixed) == {field.name for field in dataclasses.fields(ViTOptions)}
     assert not taken & set(CCTOptions.fixed)

@@ -88,10 +88,10 @@ class Augmentation:
     def check_moves(self) -> None:
         """Raises ValueError unless it only moves pixels, and so moves labels of pixels, too."""
         if not self.entry.moves:
-            known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.moves)
+            both = [name for name, one in AUGMENTATIONS.items() if one.moves or one.stage == CROP]
             raise ValueError(
                 f"{self.name} changes images, but not the labels of their pixels: leave it out; "
-                f"{known} and crops move both"
+                f"{', '.join(both)} move both"
             )
 
     def __str__(self) -> str:

@@ -94,6 +94,7 @@ class EncodedImage:
 
     Attributes:
         size: (width, height) in pixels, after orientation.
+        orientation: of Exif, 1 to 8; 1 for upright images.
     """
 
     def __init__(self, data: bytes):
@@ -101,7 +102,7 @@ class EncodedImage:
             raise ValueError(f"the image file has {len(data):,} bytes; allowed are {MAX_BYTES:,}")
         self._name = _format(data)
         with self._blame():
-            self._image, self._orientation, limit = _open(data, self._name)
+            self._image, self.orientation, limit = _open(data, self._name)
             width, height = self._image.size
             if width * height > limit or max(width, height) > MAX_SIDE:
                 raise ValueError(
@@ -110,14 +111,14 @@ class EncodedImage:
                 )
             if self._name == "PNG":
                 _scale_colour_key(self._image, depth=data[24])
-        self.size = (height, width) if self._orientation >= 5 else (width, height)
+        self.size = (height, width) if self.orientation >= 5 else (width, height)
 
     def pixels(self) -> UInt8[np.ndarray, "H W 3"]:
         """The pixels, see `decode_image`."""
         with self._blame():
             pixels = _to_rgb(self._image)
         del self._image  # before turning makes a copy
-        return np.ascontiguousarray(_turn(pixels, self._orientation))
+        return np.ascontiguousarray(_turn(pixels, self.orientation))
 
     def picture(self, *, reduce: int = 1) -> Image.Image:
         """The same pixels as a Pillow image of mode RGB.
@@ -132,11 +133,11 @@ class EncodedImage:
             if image.mode.startswith("I") or image.has_transparency_data:
                 return Image.fromarray(self.pixels())
             del self._image  # so that only the converted or turned copy is left
-            if reduce > 1 and self._orientation == 1:
+            if reduce > 1 and self.orientation == 1:
                 image.draft(None, (image.width // reduce, image.height // reduce))
             image.load()
             image = image if image.mode == "RGB" else image.convert("RGB")
-            return image.transpose(_TURNS[self._orientation]) if self._orientation > 1 else image
+            return image.transpose(_TURNS[self.orientation]) if self.orientation > 1 else image
 
     @contextlib.contextmanager
     def _blame(self) -> Iterator[None]:

@@ -81,6 +81,9 @@ def scaled_crop(
 ) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"]]:
     """A crop of the image resized by a random ratio, and its classes.
 
+    As mmsegmentation's RandomResize and RandomCrop, but classes are those of the nearest pixel by
+    its centre, where OpenCV takes the one to the upper left.
+
     >>> pixels, classes = np.zeros((60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
     >>> image, labels = scaled_crop(pixels, classes, (64, 64), 1, short=32, long=128)
     >>> image.shape, labels.shape

@@ -170,9 +170,7 @@ def _check(source: str, path: str | None, split: str) -> None:
         raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
     if source in ("digits", *DRAWN):
         if path is not None:
-            raise ValueError(
-                f"path {path!r} is given, but {source} come with scikit-learn; leave it out"
-            )
+            raise ValueError(f"path {path!r} is given, but {source} need no files; leave it out")
     elif path is None:
         raise ValueError(f"data source {source!r} needs a path; none is given")
     elif not os.path.exists(path):

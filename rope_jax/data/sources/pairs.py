@@ -4,6 +4,7 @@ A PNG of classes is grey: its values are numbers of classes. One with a palette 
 refused, because it does not tell which numbers are meant.
 """
 
+import functools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -20,10 +21,11 @@ from rope_jax.data.images.decode import EncodedImage, decode_image
 from rope_jax.data.images.joint import IGNORED, crop_both
 from rope_jax.data.sources.folder import Files, listed
 from rope_jax.data.sources.index import Streamed
-from rope_jax.files import open_regular
+from rope_jax.files import open_regular, read_regular
 
 _IMAGES = (".jpg", ".jpeg", ".webp")
 _THREADS = 8  # read labels in a check
+_LARGEST = 1 << 28  # bytes of a file of labels
 
 
 class StreamedMaps(Streamed):
@@ -130,6 +132,21 @@ class Masks(Files):
             )
         return values
 
+    def fingerprint(self) -> str:
+        """That of the images, and a checksum of the files of labels and of the names of classes."""
+        return f"{super().fingerprint()}, labels {self._labels_sum:08x}"
+
+    @functools.cached_property
+    def _labels_sum(self) -> int:
+        def checksum(example: int) -> int:
+            return zlib.crc32(read_regular(self.label_file(example), at_most=_LARGEST))
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            sums = list(pool.map(checksum, range(len(self.labels))))
+        return zlib.crc32(
+            np.array(sums, np.uint32).tobytes(), zlib.crc32(repr(self.class_names).encode())
+        )
+
     def classes_of(self, example: int) -> list[int]:
         width, height = EncodedImage(self.read(example)).size
         values = np.unique(self.classes(example, (height, width)))
@@ -138,11 +155,16 @@ class Masks(Files):
     def label_errors(self) -> list[str]:
         def error(example: int) -> str | None:
             try:
-                width, height = EncodedImage(self.read(example)).size
+                image = EncodedImage(self.read(example))
             except (ValueError, OSError):  # of the image, which may be skipped
                 return None
+            if image.orientation != 1:
+                return (
+                    f"{self.example_name(example)} is stored turned (Exif orientation "
+                    f"{image.orientation}), and its labels may not be: store it upright"
+                )
             try:
-                self.classes(example, (height, width))
+                self.classes(example, image.size[::-1])
             except ValueError as found:
                 return str(found)
             return None
@@ -193,10 +215,17 @@ def read_grey(path: Path) -> UInt8[np.ndarray, "h w"]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a list of classes that are not empty."""
+    """The lines of a list of classes; empty ones at its end are left out."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}, which lists the classes one a line, does not exist")
-    return [line.rstrip() for line in path.read_text().splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").rstrip().splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+    if not all(lines) or not lines:
+        empty = f"line {lines.index('') + 1} of {path}" if lines else path
+        raise ValueError(f"{empty} is empty: it lists the classes one a line, the first is class 0")
+    return lines
 
 
 def _paired(root: Path, images: Path, labels: Path) -> list[str]:
@@ -214,6 +243,12 @@ def _paired(root: Path, images: Path, labels: Path) -> list[str]:
                 f"{root / images / name} has no labels: {root / labels / Path(name).stem}.png is "
                 "missing"
             )
+    stems = [Path(name).stem for name in found]
+    if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
+        raise ValueError(
+            f"several images in {root / images} are called {twice[0]}, and share the labels "
+            f"{twice[0]}.png: give each a name of its own"
+        )
     if alone := sorted(maps - {Path(name).stem for name in found}):
         raise ValueError(
             f"{root / labels / alone[0]}.png has no image in {root / images}: add it, or remove "
