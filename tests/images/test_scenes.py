@@ -75,13 +75,14 @@ def test_sets_of_scenes_are_drawn_at_the_size_that_is_asked_for():
 
 @pytest.mark.usefixtures("few")
 def test_crops_of_labels_are_not_cut_on_the_device():
-    images = load("scenes", None, "test", (16, 16))
+    images = data.load("scenes", image_size=(16, 24))
     with pytest.raises(
         ValueError, match="on_device=True, where resized_crop cannot cut the labels"
     ):
         DeviceBatches(images, batch_size=2, seed=0, augment="resized_crop")
 
 
+@pytest.mark.usefixtures("few")
 def test_labels_are_flipped_with_their_images_on_host_and_device():
     images = data.load("scenes", image_size=(16, 24))
     batch = next(data.batches(images, batch_size=12, seed=0, augment="flip"))
