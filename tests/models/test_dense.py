@@ -142,6 +142,29 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
     assert ("cls_token" if source else "class_token") in found
 
 
+@pytest.mark.parametrize("source", [None, "timm"])
+def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, tmp_path):
+    """Only backbones of dense prediction leave out a class token and a last norm in silence."""
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path, source=source)
+    state_dict = export_state_dict(classifier, source="timm") if source else None
+    changes = {"class_token": ("cls_token", {"class_token": False, "pooling": "mean"})}
+    changes["last_norm"] = ("norm.weight", {"last_norm": False})
+    for option, (key, settings) in changes.items():
+        model = abstract("deit_ti16", num_classes=0, **settings, **TINY)
+        with pytest.raises(ValueError, match=f"{option} is True there and False here"):
+            load_pretrained(model, path)
+        if source:
+            with pytest.raises(ValueError, match=f"{key} of shape .* is not expected"):
+                rope_jax.convert_state_dict(model, state_dict, source=source)
+        else:
+            np.savez(tmp_path / "weights.npz", **own_state_dict(classifier))
+            key = key.replace("cls_token", "class_token").replace("weight", "scale")
+            with pytest.raises(ValueError, match=f"{key} is not expected"):
+                load_pretrained(model, tmp_path / "weights.npz")
+    load_pretrained(abstract("deit_ti16", num_classes=0, **TINY), path)
+
+
 @pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])
 def test_files_of_vit_adapter_with_upernet(source):
     """Backbone and heads are named as in its checkpoints, counts of batches among them."""
