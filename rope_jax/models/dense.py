@@ -48,9 +48,9 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         self.grids(images.shape[1:3])
-        maps = self.backbone.features(
-            images, blocks=self.blocks, norm=self.head.normalised, train=train, key=key
-        )
+        # Maps of every stage have norms of their own, of the neck or the backbone.
+        norm = self.head.normalised if self.blocks is not None else False
+        maps = self.backbone.features(images, blocks=self.blocks, norm=norm, train=train, key=key)
         return maps if self.neck is None else self.neck(maps, train)
 
     def predict(

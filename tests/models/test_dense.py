@@ -1,5 +1,7 @@
 """`create_model` with a head: maps of every backbone, its file, and weights of classifiers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.heads import HEADS
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
 
@@ -75,6 +78,16 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
 def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         abstract(name, **{"num_classes": 3} | settings)
+
+
+@pytest.mark.parametrize("name", ["deit_ti16", "swin_t", "nat_mini", "vit_adapter_ti16"])
+def test_a_head_of_four_maps_need_not_say_how_they_are_normalised(name, monkeypatch):
+    class Own(HEADS["upernet"].family):
+        normalised = True
+
+    monkeypatch.setitem(HEADS, "own", dataclasses.replace(HEADS["upernet"], family=Own))
+    model = abstract(name, head="own(width=4)", num_classes=3, image_size=64)
+    assert logits_of(model, 64, 96).shape == (1, 64, 96, 3)
 
 
 def test_images_that_give_too_small_maps_are_refused(dense):
