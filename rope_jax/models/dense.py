@@ -237,11 +237,13 @@ def _neck(
     if blocks is None:
         blocks = (depth - 1,) if single else third_blocks(depth)
     blocks = tuple(blocks)
-    if len(blocks) != count or max(blocks) >= depth:
+    ascending = sorted({*blocks}) == [*blocks]
+    if len(blocks) != count or not ascending or blocks[0] < 0 or blocks[-1] >= depth:
         words = "one block" if single else "four blocks"
         raise ValueError(
             f"the head takes the maps of {words}, not {blocks} of the {depth} of "
-            f"{backbone.name}: change blocks, or use a deeper model or another head"
+            f"{backbone.name}, from 0 and in ascending order: change blocks, or use a deeper model "
+            "or another head"
         )
     if single:
         return None, widths[-1:], blocks

@@ -71,6 +71,12 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "linear+upernet"}, "must be the text of one head"),
         ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
         ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"maps of one block, not \(3, 5\)"),
+        ("deit_ti16", {"head": "linear", "blocks": (-1,)}, r"not \(-1,\) of the 12 .*, from 0 and"),
+        (
+            "deit_ti16",
+            {"head": "upernet", "blocks": (3, 2, 1, 0)},
+            r"not \(3, 2, 1, 0\) of the 12 of deit_ti16, from 0 and in ascending order",
+        ),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
         ("deit_ti16", {"head": "upernet", "last_norm": True}, "last_norm=True does not go with"),
     ],
