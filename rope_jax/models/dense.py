@@ -103,6 +103,12 @@ class DenseModel(Backbone):
         self.backbone.resize(image_size)
         self.image_size = self.backbone.image_size
 
+    def places(self, image_size: Grid) -> dict[str, int]:
+        raise ValueError(
+            "multiply-adds of necks and heads are not counted: pass the model's backbone alone, "
+            "model.backbone"
+        )
+
     def prepare(self, image_size: Grid) -> None:
         self.backbone.prepare(image_size)
 
