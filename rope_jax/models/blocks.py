@@ -183,8 +183,6 @@ def terms_of_patterns(
     Windows that differ in their shift, and neighbourhoods in their dilation, have the same terms.
     """
     kinds = {type(pattern): pattern for pattern in patterns}
-    if len(kinds) == 1:
-        return dict.fromkeys(kinds, position.terms(grid, key))
     return {
         kind: position.with_pattern(pattern).terms(grid, key) for kind, pattern in kinds.items()
     }

@@ -48,9 +48,9 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         self.grids(images.shape[1:3])
-        maps = self.backbone.features(
-            images, blocks=self.blocks, norm=self.head.normalised, train=train, key=key
-        )
+        # Maps of every stage have norms of their own, of the neck or the backbone.
+        norm = self.head.normalised if self.blocks is not None else False
+        maps = self.backbone.features(images, blocks=self.blocks, norm=norm, train=train, key=key)
         return maps if self.neck is None else self.neck(maps, train)
 
     def predict(
@@ -102,6 +102,12 @@ class DenseModel(Backbone):
     def resize(self, image_size: int | Grid) -> None:
         self.backbone.resize(image_size)
         self.image_size = self.backbone.image_size
+
+    def places(self, image_size: Grid) -> dict[str, int]:
+        raise ValueError(
+            "multiply-adds of necks and heads are not counted: pass the model's backbone alone, "
+            "model.backbone"
+        )
 
     def prepare(self, image_size: Grid) -> None:
         self.backbone.prepare(image_size)
@@ -237,11 +243,13 @@ def _neck(
     if blocks is None:
         blocks = (depth - 1,) if single else third_blocks(depth)
     blocks = tuple(blocks)
-    if len(blocks) != count or max(blocks) >= depth:
+    ascending = sorted({*blocks}) == [*blocks]
+    if len(blocks) != count or not ascending or blocks[0] < 0 or blocks[-1] >= depth:
         words = "one block" if single else "four blocks"
         raise ValueError(
             f"the head takes the maps of {words}, not {blocks} of the {depth} of "
-            f"{backbone.name}: change blocks, or use a deeper model or another head"
+            f"{backbone.name}, from 0 and in ascending order: change blocks, or use a deeper model "
+            "or another head"
         )
     if single:
         return None, widths[-1:], blocks

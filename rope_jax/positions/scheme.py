@@ -213,8 +213,12 @@ class Position(nnx.Module):
         return tokens
 
     def with_pattern(self, pattern: Global | Window | Neighborhood) -> "Position":
-        """Returns the scheme, with its parameters, for layers of another attention pattern."""
-        if pattern == self.stage.pattern:
+        """Returns the scheme, with its parameters, for layers of another kind of attention pattern.
+
+        That is the scheme itself for windows of another shift and neighbourhoods of another
+        dilation.
+        """
+        if type(pattern) is type(self.stage.pattern):
             return self
         other = nnx.merge(*nnx.split(self))
         for _, module in nnx.iter_modules(other):

@@ -1,5 +1,7 @@
 """`create_model` with a head: maps of every backbone, its file, and weights of classifiers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.cost import cost
+from rope_jax.models.heads import HEADS
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
 
@@ -68,6 +72,12 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "linear+upernet"}, "must be the text of one head"),
         ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
         ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"maps of one block, not \(3, 5\)"),
+        ("deit_ti16", {"head": "linear", "blocks": (-1,)}, r"not \(-1,\) of the 12 .*, from 0 and"),
+        (
+            "deit_ti16",
+            {"head": "upernet", "blocks": (3, 2, 1, 0)},
+            r"not \(3, 2, 1, 0\) of the 12 of deit_ti16, from 0 and in ascending order",
+        ),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
         ("deit_ti16", {"head": "upernet", "last_norm": True}, "last_norm=True does not go with"),
     ],
@@ -77,9 +87,25 @@ def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):
         abstract(name, **{"num_classes": 3} | settings)
 
 
+@pytest.mark.parametrize("name", ["deit_ti16", "swin_t", "nat_mini", "vit_adapter_ti16"])
+def test_a_head_of_four_maps_need_not_say_how_they_are_normalised(name, monkeypatch):
+    class Own(HEADS["upernet"].family):
+        normalised = True
+
+    monkeypatch.setitem(HEADS, "own", dataclasses.replace(HEADS["upernet"], family=Own))
+    model = abstract(name, head="own(width=4)", num_classes=3, image_size=64)
+    assert logits_of(model, 64, 96).shape == (1, 64, 96, 3)
+
+
 def test_images_that_give_too_small_maps_are_refused(dense):
     with pytest.raises(ValueError, match="images of 16x32 pixels give this head maps of less than"):
         logits_of(dense, 16, 32)
+
+
+def test_costs_are_those_of_the_backbone_alone(dense):
+    with pytest.raises(ValueError, match=r"pass the model's backbone alone, model\.backbone"):
+        cost(dense, 64)
+    assert sum(row.multiply_adds for row in cost(dense.backbone, 64)) > 0
 
 
 def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, capsys):
@@ -140,6 +166,29 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
     added = "prior, levels, interactions, up, map_norms, blocks.{i}.scale"
     assert f"classifier: new {added}, head, not used" in found
     assert ("cls_token" if source else "class_token") in found
+
+
+@pytest.mark.parametrize("source", [None, "timm"])
+def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, tmp_path):
+    """Only backbones of dense prediction leave out a class token and a last norm in silence."""
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path, source=source)
+    state_dict = export_state_dict(classifier, source="timm") if source else None
+    changes = {"class_token": ("cls_token", {"class_token": False, "pooling": "mean"})}
+    changes["last_norm"] = ("norm.weight", {"last_norm": False})
+    for option, (key, settings) in changes.items():
+        model = abstract("deit_ti16", num_classes=0, **settings, **TINY)
+        with pytest.raises(ValueError, match=f"{option} is True there and False here"):
+            load_pretrained(model, path)
+        if source:
+            with pytest.raises(ValueError, match=f"{key} of shape .* is not expected"):
+                rope_jax.convert_state_dict(model, state_dict, source=source)
+        else:
+            np.savez(tmp_path / "weights.npz", **own_state_dict(classifier))
+            key = key.replace("cls_token", "class_token").replace("weight", "scale")
+            with pytest.raises(ValueError, match=f"{key} is not expected"):
+                load_pretrained(model, tmp_path / "weights.npz")
+    load_pretrained(abstract("deit_ti16", num_classes=0, **TINY), path)
 
 
 @pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])

@@ -57,7 +57,8 @@ class Head(nnx.Module):
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
-        normalised: whether maps of single blocks of a ViT are normalised by the model's last norm.
+        normalised: whether maps of single blocks are normalised by the model's last norm; maps of
+            every stage have norms of their own.
         options: of this head.
         out_features: number of classes.
     """

@@ -133,6 +133,7 @@ def convert_state_dict(
         ValueError: names or shapes that do not fit, all of them in one message; the model is not
             changed.
     """
+    whole = model
     if source not in DENSE:
         model = getattr(model, "backbone", model)
     if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
@@ -142,7 +143,8 @@ def convert_state_dict(
         )
     arrays = {key: np.asarray(array) for key, array in state_dict.items()}
     shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
-    conversion = plan_conversion(model, shapes, source=source, grids=grids, new_head=new_head)
+    how = {"grids": grids, "new_head": new_head, "backbone": model is not whole}
+    conversion = plan_conversion(model, shapes, source=source, **how)
     problems = list(conversion.problems)
     for key, want in conversion.frozen.items():
         precision = float(jnp.finfo(arrays[key].dtype).eps)
@@ -219,6 +221,7 @@ def plan_conversion(
     source: str,
     grids: Grids | None = None,
     new_head: bool = False,
+    backbone: bool = False,
 ) -> Conversion:
     """Finds the tensor of each parameter and everything that does not fit, from shapes alone.
 
@@ -227,13 +230,15 @@ def plan_conversion(
         shapes: shape and dtype of each tensor.
         source: see `convert_state_dict`.
         grids, new_head: see `convert_state_dict`.
+        backbone: whether the model is that of a model of dense prediction.
     """
     table = name_table(model, source)
     fresh = _fresh(model, table, shapes)
     found, problems = links_of(model, table, source, fresh)
     links, frozen, left, grids = [], {}, dict(shapes), grids or {}
     found, new_head = _without_head(found, shapes, new_head)
-    dropped = CLASSIFIER if not model.num_classes else (HEAD,) if new_head else ()
+    headless = new_head or not model.num_classes
+    dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
     names = {theirs for ours, theirs, _ in table.rows if ours.startswith(dropped)}
     unused = [key for key in left if key in names - {link.key for link in found}]
     left = {key: shape for key, shape in left.items() if key not in unused}

@@ -90,7 +90,8 @@ def load_weights(
     `other_model` is called with what differs in a different model, instead of raising a ValueError.
     """
     target, source = _target(model, file, source)
-    if file.metadata is not None and (message := _other_model(target, file, target is not model)):
+    backbone = target is not model
+    if file.metadata is not None and (message := _other_model(target, file, backbone)):
         if other_model is None:
             raise ValueError(
                 f"{message}. Create the model that was saved, or pass the arrays to "
@@ -100,21 +101,22 @@ def load_weights(
     about = file.description
     if source == OWN:
         size = None if about is None else about.image_size
-        plan = plan_own(target, file.shapes, image_size=size, new_head=new_head)
+        how = {"image_size": size, "new_head": new_head, "backbone": backbone}
+        plan = plan_own(target, file.shapes, **how)
         refuse(plan.problems, source)
         load_own(target, file.read, plan)
         preprocessing = None
     else:
         grids = None if file.metadata is None else file.metadata.grids
         how = {"source": source, "grids": grids, "new_head": new_head}
-        plan = plan_conversion(target, file.shapes, **how)
+        plan = plan_conversion(target, file.shapes, backbone=backbone, **how)
         refuse(plan.problems, source)
         wanted = [*(link.key for link in plan.links), *plan.frozen]
         convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
         preprocessing = name_table(target, source).preprocessing
     described = about and about.preprocessing
     model.preprocessing = described or file.preprocessing or preprocessing
-    if target is not model:
+    if backbone:
         print(_of_backbone(model, plan))
     elif plan.new_head:
         print(f"head: new, {model.num_classes} classes")
@@ -154,11 +156,12 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     for target in targets:
         if target is not targets[-1] and not _names_some(target, file):
             continue
-        own = source or file.source or _first_that_fits(target, file)
+        own = source or file.source or _first_that_fits(target, file, target is backbone)
         if len(targets) == 1:
             return target, own
         if target is backbone or own in (*DENSE, OWN):
-            found.append((len(_problems(target, file, own)), target, own))
+            problems = _problems(target, file, own, target is backbone)
+            found.append((len(problems), target, own))
     return min(found, key=operator.itemgetter(0))[1:]
 
 
@@ -168,10 +171,10 @@ def _names_some(model: nnx.Module, file: WeightsFile) -> bool:
     return has_own_names(model, file.shapes) or any(plan.links for plan in plans)
 
 
-def _problems(model: nnx.Module, file: WeightsFile, source: str) -> list[str]:
+def _problems(model: nnx.Module, file: WeightsFile, source: str, backbone: bool) -> list[str]:
     if source == OWN:
-        return plan_own(model, file.shapes).problems
-    return plan_conversion(model, file.shapes, source=source).problems
+        return plan_own(model, file.shapes, backbone=backbone).problems
+    return plan_conversion(model, file.shapes, source=source, backbone=backbone).problems
 
 
 def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
@@ -195,8 +198,10 @@ def _schemes(notation: str) -> list[str]:
     return [f"{call.name}, {dict(call.options).get('pairing', 'half')}" for call in calls]
 
 
-def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
+def _first_that_fits(model: nnx.Module, file: WeightsFile, backbone: bool) -> str:
     """The source with the fewest problems, the first of equal ones.
+
+    `backbone` is whether the model is that of a model of dense prediction.
 
     Raises:
         ValueError: none has any of the names; or several fit, and pair channels for rotation
@@ -205,7 +210,10 @@ def _first_that_fits(model: nnx.Module, file: WeightsFile) -> str:
     if has_own_names(model, file.shapes):
         return OWN
     sources = SOURCES if getattr(model, "backbone", None) is None else DENSE
-    plans = {source: plan_conversion(model, file.shapes, source=source) for source in sources}
+    plans = {
+        source: plan_conversion(model, file.shapes, source=source, backbone=backbone)
+        for source in sources
+    }
     if not any(plan.links for plan in plans.values()):
         names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
         raise ValueError(

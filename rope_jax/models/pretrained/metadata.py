@@ -24,9 +24,10 @@ _IGNORED |= {"layer_scale", "std", "token_std"}  # initial values
 _IGNORED |= {"scan_layers", "pad_compat"}  # how blocks run
 _IGNORED |= {"window_size", "grow", "shrink", "resampler"}  # how tables are resized
 _IGNORED |= {"pairing"}  # converted
-_IGNORED |= {"class_token", "last_norm"}  # are there or not
 _IGNORED |= {"dropout", "auxiliary_weight"}  # of heads, in training only
-_WINDOWS = {"attention", "global_blocks", "window_padding", "window_box"}
+# Options in which a backbone of dense prediction may differ from its classifier.
+_OF_CLASSIFIERS = {"class_token", "last_norm"}
+_OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +166,13 @@ class Metadata:
     def differences(self, model: nnx.Module, *, backbone: bool = False) -> list[str]:
         """How the model of the weights differs from `model`, in what weights depend on.
 
-        A backbone of dense prediction may have windows that the classifier had not (ViTDet).
+        A backbone of dense prediction may have windows that the classifier had not (ViTDet), and
+        no class token or last norm.
         """
         own = json.loads(Metadata.of(model, {}).to_json())
         pairs = [("family", self.family, own["family"])]
         for name, value in own["options"].items():
-            if name in self.options and not (backbone and name in _WINDOWS):
+            if name in self.options and not (backbone and name in _OF_CLASSIFIERS):
                 pairs.append((name, self.options[name], value))
         pairs.append(("position", self.position, own["position"]))
         return [

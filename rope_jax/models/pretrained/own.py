@@ -104,6 +104,7 @@ def plan_own(
     *,
     image_size: Grid | None = None,
     new_head: bool = False,
+    backbone: bool = False,
 ) -> Plan:
     """Finds the tensor of each parameter and everything that does not fit, from shapes alone.
 
@@ -113,6 +114,7 @@ def plan_own(
         image_size: (height, width) in pixels, for which the tensors' position tables are. Without
             it, tables that do not fit are taken to be of square maps.
         new_head: leave the head as it is if the weights have none or one for other classes.
+        backbone: whether the model is that of a model of dense prediction.
     """
     places = _places(model, shapes)
     starts = getattr(model, "beyond_classifier", ())
@@ -121,7 +123,7 @@ def plan_own(
     heads = [name for name in places if name.startswith(HEAD)]
     new_head = new_head and any(places[name].stored != places[name].shape for name in heads)
     unexpected = shapes.keys() - {place.key for place in places.values()}
-    dropped = CLASSIFIER if not heads else (HEAD,) if new_head else ()
+    dropped = CLASSIFIER if backbone else (HEAD,) if new_head or not heads else ()
     unused = sorted(name for name in unexpected if name.startswith(dropped))
     if new_head:
         places = {name: place for name, place in places.items() if name not in heads}
