@@ -180,6 +180,8 @@ def _evaluate_sizes(
         if segments:
             images = _images(asked, about, size)
             views = _views(asked, images)
+            blocks = about.model.blocks and list(about.model.blocks)
+            identity |= {"head": about.model.head_notation, "blocks": blocks}
             identity |= {"images": asked.images, "views": str(views)}
         if found is not None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
@@ -260,6 +262,11 @@ def _views(asked: argparse.Namespace, images: data.Images | data.Streamed) -> Vi
         return Views(scales, asked.flip)
     with blame("--window"):
         size = images.size if window is None else image_pair(window)
+    if asked.stride is not None and asked.stride > min(size):
+        raise ConfigError(
+            f"--stride={asked.stride} leaves out pixels between windows of {size[0]}x{size[1]}: "
+            f"use at most {min(size)}"
+        )
     return Views(scales, asked.flip, size, asked.stride or max(1, 2 * min(size) // 3))
 
 
