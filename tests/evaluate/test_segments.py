@@ -14,7 +14,7 @@ from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate import command
-from rope_jax.evaluate.segments import Views, segment_split, side_multiple
+from rope_jax.evaluate.segments import Scored, Views, segment_split, side_multiple
 from rope_jax.sharding import make_mesh
 from rope_jax.tasks import segmentation
 from tests.small_run import save_run
@@ -198,3 +198,31 @@ def test_skipped_images_are_not_counted(masks):
         config=resolve({"data": {"bad_images": "skip"}}),
     )
     assert row["count"] == 3
+
+
+def test_images_of_other_classes_are_refused(masks):
+    model = nnx.Module()
+    for names in (None, ("low", "middle", "high")):
+        model.class_names = names
+        command._check_class_names(model, masks)
+    for names, label in ((("low", "high", "middle"), 1), (("low", "middle"), 2)):
+        model.class_names = names
+        with pytest.raises(ConfigError, match=f"other classes than set: label {label} is "):
+            command._check_class_names(model, masks)
+
+
+@pytest.mark.parametrize(("flags", "windows"), [([], 16), (["--batch_size=64"], 64)])
+def test_sizes_between_patches_and_steps_are_as_asked(run, tmp_path, monkeypatch, flags, windows):
+    """With windows of whole patches, images may have any size."""
+    monkeypatch.setitem(scenes.COUNTS, "test", 2)
+    found = []
+
+    def scored(apply, weights, images, views, *, batch_size, **rest):
+        found.append((images.size, views.window, batch_size))
+        row = evaluate.accuracy.description(images) | SCORES
+        return Scored(row, [], {})
+
+    monkeypatch.setattr(command, "segment_split", scored)
+    out = f"--out={tmp_path / 'rows.json'}"
+    evaluate.main([str(run), "--resolutions=13", "--window=12", out, *flags])
+    assert found == [((13, 13), (12, 12), windows)]
