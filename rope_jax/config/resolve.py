@@ -294,12 +294,6 @@ def _check_combinations(config: Config) -> None:
             f"--config.optim.learning_rate={optim.learning_rate}: lower the first or raise the "
             "second"
         )
-    if optim.cooldown_epochs >= config.epochs:
-        raise ConfigError(
-            f"--config.optim.cooldown_epochs={optim.cooldown_epochs} are not less than "
-            f"--config.epochs={config.epochs}, of which they are the last: lower the first or "
-            "raise the second"
-        )
     if config.loss == "binary" and config.label_smoothing:
         raise ConfigError(
             f"--config.label_smoothing={config.label_smoothing} does not go with "

@@ -76,12 +76,13 @@ def accuracies(
         ValueError: the model has too few classes, or an image cannot be read.
     """
 
-    def count(weights: Any, batch: dict[str, Array]) -> Array:
-        return task.count(apply(weights, normalise(batch["image"], mean, std)), batch, images)
+    def count(weights: Any, batch: dict[str, Array]) -> tuple[Array, Array]:
+        counted = task.count(apply(weights, normalise(batch["image"], mean, std)), batch, images)
+        return counted, batch["mask"].sum()
 
     config = Config() if config is None else config
     count = jax.jit(seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh))
-    totals, seen = np.int64(0), 0
+    totals, seen, used = np.int64(0), 0, 0
     batch_size = -(-batch_size // mesh.size) * mesh.size  # the last batch is padded anyway
     batches = data.evaluation_batches(
         images,
@@ -93,11 +94,12 @@ def accuracies(
     )
     with batches:
         for batch in batches:
-            counted = np.asarray(count(weights, put_batch(batch, mesh)))
+            counted, usable = map(np.asarray, count(weights, put_batch(batch, mesh)))
+            used += int(usable.flat[0])  # the same for every seed
             totals = totals + (counted if config.seeds > 1 else counted[None])
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
-    about = description(images) | {"count": seen}
+    about = description(images) | {"count": used}
     return [about | task.scores(total) for total in totals]
 
 

@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import sys
@@ -104,7 +105,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     stride = "segmentation: pixels from window to window; default: two thirds of the window"
     add("--stride", type=Number(int, low=1), help=stride)
     add("--pictures", type=Number(int, low=0), default=4, help="images in predictions_*.png")
-    add("--batch_size", type=Number(int, low=1), default=128, help="images or windows in a step")
+    in_step = "in a step; default: 128 images, or 16 windows of a segmentation"
+    add("--batch_size", type=Number(int, low=1), help=in_step)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
     return parser.parse_args(arguments)
 
@@ -180,6 +182,8 @@ def _evaluate_sizes(
         if segments:
             images = _images(asked, about, size)
             views = _views(asked, images)
+            blocks = about.model.blocks and list(about.model.blocks)
+            identity |= {"head": about.model.head_notation, "blocks": blocks}
             identity |= {"images": asked.images, "views": str(views)}
         if found is not None:
             how = json.loads(json.dumps(dataclasses.asdict(preprocessing)))
@@ -187,21 +191,21 @@ def _evaluate_sizes(
         rows_before = usable_evaluations(out) if first else []
         row = next((row for row in rows_before if row["asked"] == identity), None)
         if from_first_process(row is None):
-            model = at_resolution(
-                about.model, size, scale_windows=asked.scale_windows, rpb_shrink=asked.rpb_shrink
-            )
+            options = {"scale_windows": asked.scale_windows, "rpb_shrink": asked.rpb_shrink}
             if segments:
                 row = _segment(asked, about, images, views, preprocessing, mesh, out.parent)
             elif found is None:
-                row = _own_split(about, model, size, asked.batch_size, mesh)
+                model = at_resolution(about.model, size, **options)
+                row = _own_split(about, model, size, asked.batch_size or 128, mesh)
             else:
+                model = at_resolution(about.model, size, **options)
                 row = evaluate_files(
                     model,
                     found,
                     size,
                     preprocessing,
                     mesh,
-                    batch_size=asked.batch_size,
+                    batch_size=asked.batch_size or 128,
                     windows=model.window_rule(),
                     poll=functools.partial(_show_progress, len(found.labels)),
                 )
@@ -260,7 +264,26 @@ def _views(asked: argparse.Namespace, images: data.Images | data.Streamed) -> Vi
         return Views(scales, asked.flip)
     with blame("--window"):
         size = images.size if window is None else image_pair(window)
+    if asked.stride is not None and asked.stride > min(size):
+        raise ConfigError(
+            f"--stride={asked.stride} leaves out pixels between windows of {size[0]}x{size[1]}: "
+            f"use at most {min(size)}"
+        )
     return Views(scales, asked.flip, size, asked.stride or max(1, 2 * min(size) // 3))
+
+
+def _check_class_names(model: nnx.Module, images: data.Images | data.Streamed) -> None:
+    """Rejects images of other classes than the model's, where both are known."""
+    if model.class_names is None or images.class_names is None:
+        return
+    for label, (own, there) in enumerate(
+        itertools.zip_longest(model.class_names, images.class_names)
+    ):
+        if own != there:
+            raise ConfigError(
+                f"the model has other classes than {images.name}: label {label} is {own!r} for the "
+                f"model and {there!r} in the images: use images of the same classes"
+            )
 
 
 def _segment(
@@ -273,6 +296,7 @@ def _segment(
     folder: pathlib.Path,
 ) -> Row:
     """The row of a segmentation, and its picture in `folder`."""
+    _check_class_names(about.model, images)
     graph, weights = nnx.split(about.model)
     options = {"scale_windows": asked.scale_windows, "rpb_shrink": asked.rpb_shrink}
 
@@ -291,7 +315,7 @@ def _segment(
         views,
         mean=preprocessing.mean,
         std=preprocessing.std,
-        batch_size=min(asked.batch_size, 16),
+        batch_size=asked.batch_size or 16,
         multiple=side_multiple(about.model.grids),
         mesh=mesh,
         pictures=asked.pictures,

@@ -3,9 +3,9 @@
 import colorsys
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,15 +54,7 @@ def _predicted(setup: Setup, state: State, size: tuple[int, int], count: int) ->
     config = setup.config
     weights = (state["ema" if config.averaged else "params"], state.get("stats", {}), setup.rest)
     weights = tuple(seeds.take(part, config) for part in weights)
-    scaled = config.eval.scale_windows
-
-    @jax.jit
-    def predict(images: UInt8[Array, "B H W 3"]) -> UInt8[Array, "B H W"]:
-        model = at_resolution(nnx.merge(setup.graph, *weights), size, scale_windows=scaled)
-        with use_mesh(setup.mesh):
-            logits = model(normalise(images, config.data.mean, config.data.std))
-        return logits.argmax(-1).astype(np.uint8)
-
+    predict = _predictor(setup, size)
     images = load_split(config, "test", size)
     drawn: list[dict[str, np.ndarray]] = []
     for number in range(len(images.labels)):
@@ -70,9 +62,29 @@ def _predicted(setup: Setup, state: State, size: tuple[int, int], count: int) ->
             drawn.append(images.example(number))
         if len(drawn) == count:
             break
-    found = np.asarray(predict(np.stack([one["image"] for one in drawn])))
+    found = np.asarray(predict(weights, np.stack([one["image"] for one in drawn])))
     pairs = zip(drawn, found, strict=True)
     return [Segmented(one["image"], one["label"], classes) for one, classes in pairs]
+
+
+def _predictor(setup: Setup, size: tuple[int, int]) -> Callable[[Any, Array], Array]:
+    """A program from weights, which are arguments and not constants of it, and images to classes.
+
+    Args:
+        setup: of the run.
+        size: (height, width) of the images.
+    """
+    config = setup.config
+
+    @jax.jit
+    def predict(weights: Any, images: UInt8[Array, "B H W 3"]) -> UInt8[Array, "B H W"]:
+        model = nnx.merge(setup.graph, *weights)
+        model = at_resolution(model, size, scale_windows=config.eval.scale_windows)
+        with use_mesh(setup.mesh):
+            logits = model(normalise(images, config.data.mean, config.data.std))
+        return logits.argmax(-1).astype(np.uint8)
+
+    return predict
 
 
 def draw_pictures(

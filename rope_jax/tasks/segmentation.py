@@ -38,6 +38,11 @@ def check(config: Config, images: Images | Streamed) -> None:
             f"{head} needs classes of pixels, but --config.data.source={config.data.source} has "
             "one class for each image: use scenes, masks or ade20k, or no head"
         )
+    if config.model.num_classes != images.classes:
+        raise ConfigError(
+            f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
+            f"{images.classes} classes of pixels: use {images.classes}, or None for as many"
+        )
     whole = {
         "mix.mixup": mix.mixup,
         "mix.cutmix": mix.cutmix,
@@ -50,6 +55,12 @@ def check(config: Config, images: Images | Streamed) -> None:
             )
     if config.loss != "softmax":
         raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
+    if config.loss_pixels == "valid" and config.accumulate > 1:
+        raise ConfigError(
+            f"--config.accumulate={config.accumulate} does not go with --config.loss_pixels=valid, "
+            "whose divisor differs between the parts of a batch: use --config.accumulate=1 or "
+            "--config.loss_pixels=all"
+        )
     split = split_augment(config.data.augment)
     for one in (*split.pixels, *split.erasing):
         if not one.entry.colours:

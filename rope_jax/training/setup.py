@@ -223,6 +223,14 @@ def assemble(
             f"--config.epochs={config.epochs:g} are {total:.3g} steps, which are counted up to "
             "2**31 - 1: use fewer epochs"
         )
+    if config.optim.cooldown_epochs >= epochs:
+        length = f"--config.epochs={config.epochs}"
+        if config.steps is not None:
+            length = f"--config.steps={config.steps}, {epochs:.4g} epochs"
+        raise ConfigError(
+            f"--config.optim.cooldown_epochs={config.optim.cooldown_epochs} are not less than "
+            f"{length}, of which they are the last: lower the first or raise the second"
+        )
     with blame("--config.optim.milestones"):
         schedule = optim.learning_rate_schedule(
             optim.in_epochs(config.optim, None if config.steps is None else steps_per_epoch),

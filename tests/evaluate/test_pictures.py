@@ -1,9 +1,14 @@
 """The picture of segmented images."""
 
 import numpy as np
+from flax import nnx
 
 from rope_jax.data import decode_image
+from rope_jax.data.sources import scenes
+from rope_jax.evaluate import pictures
 from rope_jax.evaluate.pictures import Segmented, class_colours, draw_pictures
+from rope_jax.training.setup import initial_state, prepare
+from tests.training.recipe import tiny
 
 
 def test_classes_have_colours_of_their_own():
@@ -47,3 +52,18 @@ def test_a_legend_of_too_many_classes_is_left_out(tmp_path):
     draw_pictures([Segmented(pixels, classes, classes)], None, 150, tmp_path / "p.png")
     sheet = decode_image((tmp_path / "p.png").read_bytes())
     assert sheet.shape == (22 + 256 + 22 + 12, 816, 3)
+
+
+def test_weights_are_arguments_of_the_program(monkeypatch):
+    """Constants would be copied into it: of a large model, gigabytes."""
+    monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 2})
+    changes = {"data__source": "scenes", "data__image_size": 16, "data__augment": "none"}
+    setup, model = prepare(tiny(model__head="linear", batch_size=8, **changes))
+    predict = pictures._predictor(setup, (16, 16))
+    weights = (nnx.to_pure_dict(nnx.state(model, nnx.Param)), {}, setup.rest)
+    traced = predict.trace(weights, np.zeros((2, 16, 16, 3), np.uint8))
+    sizes = [np.size(x) for x in traced.jaxpr.consts]
+    assert max(sizes, default=0) < 16 * 16 * 3
+    state = initial_state(setup, model)
+    (first, _) = pictures._predicted(setup, state, (16, 16), 2)
+    assert first.predicted.shape == (16, 16)

@@ -10,12 +10,16 @@ from PIL import Image
 
 import rope_jax
 from rope_jax import data, evaluate
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
-from rope_jax.evaluate.segments import Views, segment_split, side_multiple
+from rope_jax.evaluate import command
+from rope_jax.evaluate.segments import Scored, Views, segment_split, side_multiple
 from rope_jax.sharding import make_mesh
+from rope_jax.tasks import segmentation
 from tests.small_run import save_run
+
+SCORES = {"count": 2, "miou": 0.5, "accuracy": 0.5, "iou": [0.5] * 11, "protocol": "none"}
 
 
 def by_colour(weights, images):
@@ -146,6 +150,10 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
     ("flags", "message"),
     [
         (["--stride=4"], "--stride is from window to window: name a --window"),
+        (
+            ["--window=12x8", "--stride=9"],
+            "--stride=9 leaves out pixels between windows of 12x8: use at most 8",
+        ),
         (["--window=15"], r"15x15 is not divisible by the patch size 2: .* \[--window\]"),
         (["--dataset=real", "--images=x"], "--dataset=real is of another task than the model"),
         (["--crop=0.9"], "are prepared as in training"),
@@ -155,3 +163,66 @@ def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
     with pytest.raises(SystemExit, match=message):
         evaluate.main([str(run), *flags])
+
+
+def test_rows_of_other_heads_are_measured_anew(tmp_path, monkeypatch):
+    monkeypatch.setitem(scenes.COUNTS, "test", 2)
+    measured = []
+
+    def segment(asked, about, images, *rest):
+        measured.append(about.model.head_notation)
+        return evaluate.accuracy.description(images) | SCORES
+
+    monkeypatch.setattr(command, "_segment", segment)
+    monkeypatch.setattr(command, "_images", lambda *rest: data.load("scenes", split="test"))
+    small = ["--model=vit_digits", "--num_classes=11", "--options=depth=2,width=16,heads=2"]
+    rest = ["--dataset=masks", "--images=x", f"--out={tmp_path / 'rows.json'}"]
+    heads = ["linear", "segmenter(head_dim=8,depth=1)"]
+    for head in heads * 2:
+        evaluate.main([*small, *rest, f"--head={head}"])
+    assert measured == heads
+
+
+def test_skipped_images_are_not_counted(masks):
+    file = masks.source.label_file(2)
+    file.write_bytes(file.read_bytes()[:60])
+    (row,) = evaluate.accuracies(
+        by_colour,
+        np.zeros(3, np.float32),
+        masks,
+        mean=(0.0,) * 3,
+        std=(1.0,) * 3,
+        batch_size=2,
+        mesh=make_mesh(),
+        task=segmentation,
+        config=resolve({"data": {"bad_images": "skip"}}),
+    )
+    assert row["count"] == 3
+
+
+def test_images_of_other_classes_are_refused(masks):
+    model = nnx.Module()
+    for names in (None, ("low", "middle", "high")):
+        model.class_names = names
+        command._check_class_names(model, masks)
+    for names, label in ((("low", "high", "middle"), 1), (("low", "middle"), 2)):
+        model.class_names = names
+        with pytest.raises(ConfigError, match=f"other classes than set: label {label} is "):
+            command._check_class_names(model, masks)
+
+
+@pytest.mark.parametrize(("flags", "windows"), [([], 16), (["--batch_size=64"], 64)])
+def test_sizes_between_patches_and_steps_are_as_asked(run, tmp_path, monkeypatch, flags, windows):
+    """With windows of whole patches, images may have any size."""
+    monkeypatch.setitem(scenes.COUNTS, "test", 2)
+    found = []
+
+    def scored(apply, weights, images, views, *, batch_size, **rest):
+        found.append((images.size, views.window, batch_size))
+        row = evaluate.accuracy.description(images) | SCORES
+        return Scored(row, [], {})
+
+    monkeypatch.setattr(command, "segment_split", scored)
+    out = f"--out={tmp_path / 'rows.json'}"
+    evaluate.main([str(run), "--resolutions=13", "--window=12", out, *flags])
+    assert found == [((13, 13), (12, 12), windows)]

@@ -128,6 +128,10 @@ def test_mixing_ends_after_its_last_epoch():
             {"optim__cooldown_epochs": 2.0},
             "cooldown_epochs=2.0 are not less than --config.epochs=2.0",
         ),
+        (
+            {"optim__cooldown_epochs": 1.0, "steps": 6},
+            "cooldown_epochs=1.0 are not less than --config.steps=6, .* epochs, of which",
+        ),
         ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it must be at least 0 and at most 1"),
         ({"optim__clip_norm": 0.0}, "clip_norm=0.0 .*; it must be above 0: use None for no clip"),
         (
@@ -141,3 +145,8 @@ def test_mixing_ends_after_its_last_epoch():
 def test_mistakes_name_what_to_change(changes, message):
     with pytest.raises(ConfigError, match=message):
         prepare(tiny(**changes))
+
+
+def test_a_cooldown_is_compared_with_the_steps_that_replace_the_epochs():
+    setup, _ = prepare(tiny(epochs=1.0, steps=40, optim__cooldown_epochs=2.0))
+    assert setup.total_steps == 40
