@@ -38,7 +38,7 @@ def check(config: Config, images: Images | Streamed) -> None:
             f"{head} needs classes of pixels, but --config.data.source={config.data.source} has "
             "one class for each image: use scenes, masks or ade20k, or no head"
         )
-    if config.model.num_classes != images.classes:
+    if config.model.num_classes not in (None, images.classes):
         raise ConfigError(
             f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
             f"{images.classes} classes of pixels: use {images.classes}, or None for as many"

@@ -46,7 +46,8 @@ def classifier():
 @pytest.mark.parametrize("head", ["linear", "segmenter", "upernet"])
 @pytest.mark.parametrize("name", rope_jax.list_models())
 def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(name, head):
-    settings = {"head": head, "num_classes": 2, "image_size": 64}
+    size = 56 if "14" in name else 64
+    settings = {"head": head, "num_classes": 2, "image_size": size}
     settings |= {"operator": "released"} if name == "cat_5" else {}
     if name == "cct_2_3x2" and head == "upernet":
         with pytest.raises(ValueError, match=r"maps of four blocks, not \(0, 1, 2, 3\) of the 2"):
@@ -54,8 +55,12 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
     elif (name.startswith("vit_adapter"), head) in [(True, "linear"), (True, "segmenter")]:
         with pytest.raises(ValueError, match=r"takes one map, .* use upernet, or another model"):
             abstract(name, **settings)
+    elif (name, head) == ("vit_digits", "segmenter"):
+        with pytest.raises(ValueError, match="96 channels, which its head_dim=64 does not divide"):
+            abstract(name, **settings)
     else:
-        assert logits_of(abstract(name, **settings), 64, 128).shape == (1, 64, 128, 2)
+        logits = logits_of(abstract(name, **settings), size, 2 * size)
+        assert logits.shape == (1, size, 2 * size, 2)
 
 
 @pytest.mark.parametrize(

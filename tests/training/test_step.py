@@ -39,7 +39,7 @@ def advance(run, state, step, first, last):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_resumed_run_meets_the_same_augmentations(on_device):
+def test_a_resumed_run_meets_the_same_augmentations_bit_for_bit(on_device):
     """Also if the set is moved to the device in between."""
     run, state, step = start(data__augment=AUGMENT, mix__mixup=0.8, mix__cutmix=1.0)
     again = dataclasses.replace(run, config=replaced(run.config, "data", on_device=on_device))

@@ -1,7 +1,6 @@
 """BEiT with UperNet, against BEiT-2's backbone and mmsegmentation's heads."""
 
 import jax
-import numpy as np
 from flax import nnx
 
 import rope_jax
@@ -38,10 +37,11 @@ def outputs(golden, dtype):
         return maps, predictions, model.head.result(predictions, x.shape[1:3])
 
     found = run(state, images(*case["image"]).astype(dtype))
-    maps, predictions, whole = jax.tree.map(lambda x: np.asarray(x).transpose(0, 3, 1, 2), found)
-    stored = {f"map{i}": x[:, :8, ::2, ::2] for i, x in enumerate(maps)}
+    maps, predictions, whole = found
+    first = lambda x: x.transpose(0, 3, 1, 2)  # channels first, as stored
+    stored = {f"map{i}": first(x)[:, :8, ::2, ::2] for i, x in enumerate(maps)}
     return stored | {
-        "logits": predictions.logits[:, ::3],
-        "logits_at_image_size": whole[:, ::7, ::4, ::4],
-        "aux_logits": predictions.auxiliary,
+        "logits": first(predictions.logits)[:, ::3],
+        "logits_at_image_size": first(whole)[:, ::7, ::4, ::4],
+        "aux_logits": first(predictions.auxiliary),
     }
