@@ -18,9 +18,13 @@ if imported := sorted(name for name in sys.modules if name.split(".")[0] in _PAC
     )
 # Shapes, dtypes and types of all arguments and results: a wrong annotation fails the test.
 jaxtyping.install_import_hook(_PACKAGES, "beartype.beartype")
-# Some tests send SIGHUP, which is ignored in what `nohup` starts.
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Some tests send these, which are ignored in what `nohup` or a script's `&` starts.
+for number, handler in (
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 # The older of XLA's two generators of code for CPUs, which takes half of the time of the newer.
