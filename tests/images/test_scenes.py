@@ -42,7 +42,8 @@ def test_digits_are_visible_and_labelled():
 def test_numbers_of_digits_are_equally_likely():
     numbers = [len(draw_scene("train", i, (64, 64)).digits) for i in range(400)]
     shares = np.bincount(numbers, minlength=7)
-    assert len(shares) == 7 and shares[:2].sum() <= 4  # where there is no place for a digit
+    assert len(shares) == 7
+    assert shares[:2].sum() <= 4  # where there is no place for a digit
     assert (shares[2:] > 60).all(), shares
 
 

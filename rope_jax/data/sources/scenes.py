@@ -1,8 +1,8 @@
 """Scenes: handwritten digits on coloured grounds, for dense prediction without a download.
 
-Scene i of a split is a function of (seed, split, i, height, width). A digit has the same size in pixels
-on images of all sizes, and larger images have more of them. The digits of test scenes are in no
-training scene. About nine tenths of the pixels are background.
+Scene i of a split is a function of (seed, split, i, height, width). A digit has the same size in
+pixels on images of all sizes, and larger images have more of them. The digits of test scenes are in
+no training scene. About nine tenths of the pixels are background.
 """
 
 import functools
