@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from rope_jax import plugins
 from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads.pixels import pixel_accuracy, pixel_loss
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.registry import Options
 from rope_jax.positions.grids import Grid
@@ -92,6 +93,24 @@ class Head(nnx.Module):
         """What a model returns for images of (height, width) pixels."""
         raise NotImplementedError
 
+    def loss(
+        self,
+        predictions: Any,
+        batch: Mapping[str, Array],
+        *,
+        key: Array | None = None,
+        **settings: Any,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The training loss of predictions, and a metric for the progress line.
+
+        Args:
+            predictions: of this head in training.
+            batch: of the task's `prepare_batch`.
+            key: for losses that draw.
+            settings: of the run, which the task names.
+        """
+        raise NotImplementedError
+
 
 class SegmentationHead(Head):
     """Base of heads that give every pixel a class: they return `PixelLogits`.
@@ -116,6 +135,29 @@ class SegmentationHead(Head):
 
     def result(self, predictions: PixelLogits, image_size: Grid) -> Float[Array, "B H W K"]:
         return resize_maps(predictions.logits, image_size)
+
+    def loss(
+        self,
+        predictions: PixelLogits,
+        batch: Mapping[str, Array],
+        *,
+        key: Array | None = None,
+        divisor: str = "all",
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The cross entropy with that of auxiliary logits, and the pixel accuracy.
+
+        Args:
+            predictions: of this head in training.
+            batch: with `label` uint8 [B, H, W], the classes of pixels, or 255.
+            key: not used.
+            divisor: see `pixel_loss`.
+        """
+        labels = batch["label"]
+        value = pixel_loss(predictions.logits, labels, divisor=divisor)
+        if predictions.auxiliary is not None:
+            other = pixel_loss(predictions.auxiliary, labels, divisor=divisor)
+            value += predictions.auxiliary_weight * other
+        return value, pixel_accuracy(predictions.logits, labels)
 
 
 @dataclasses.dataclass(frozen=True)
