@@ -71,7 +71,7 @@ FLOORS = {
     "rope_jax.positions": ("rope_jax_kernels text initializers plugins", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
         "positions sharding npz",
-        f"{ARRAYS} flax.nnx safetensors huggingface_hub",
+        f"{ARRAYS} flax.nnx optax safetensors huggingface_hub",
     ),
     "rope_jax.models.__main__": ("models arguments", "flax.nnx"),
     "rope_jax.positions.__main__": ("models arguments", "flax.nnx"),  # counts parameters in a model

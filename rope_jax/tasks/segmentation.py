@@ -5,13 +5,13 @@ images may be padded; `prepare_batch` returns `image` (normalised) and `label` f
 Pixels of label 255 belong to no class: they are neither trained on nor counted.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
@@ -19,10 +19,8 @@ from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.device_batches import take
 from rope_jax.data.images import device
-from rope_jax.models.heads import PixelLogits
-from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads.pixels import IGNORED
 
-IGNORED = 255
 Batch = dict[str, Array]
 
 
@@ -96,42 +94,10 @@ def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[A
     return {"image": images, "label": labels}
 
 
-def pixel_loss(
-    logits: Float[Array, "B h w K"], labels: UInt8[Array, "B H W"], *, divisor: str = "all"
-) -> Float[Array, ""]:
-    """Cross entropy of the softmax of resized logits, in nats.
-
-    >>> labels = jnp.uint8([[[0, 255]]])
-    >>> [round(float(pixel_loss(jnp.zeros((1, 1, 1, 4)), labels, divisor=n)), 4)
-    ...  for n in ("all", "valid")]
-    [0.6931, 1.3863]
-
-    The resized logits and their softmax are recomputed in the backward pass: they are the largest
-    arrays of a step, 16 times as large as the logits.
-
-    Args:
-        logits: of any size.
-        labels: 0 to K - 1, or 255 for pixels without a class.
-        divisor: of the sum over pixels with a class: the number of "all" pixels (mmsegmentation) or
-            that of the "valid" ones (Segmenter).
-    """
-
-    @jax.checkpoint
-    def total(logits: Float[Array, "B h w K"]) -> Float[Array, ""]:
-        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        full = resize_maps(wide, labels.shape[1:])
-        losses = optax.softmax_cross_entropy_with_integer_labels(full, jnp.where(valid, labels, 0))
-        return jnp.where(valid, losses, 0).sum()
-
-    valid = labels != IGNORED
-    count = valid.sum() if divisor == "valid" else labels.size
-    return total(logits) / jnp.maximum(count, 1)
-
-
 def loss(
     model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss with that of auxiliary logits, and the pixel accuracy.
+    """The training loss of the model's head, and the pixel accuracy.
 
     Args:
         model: with a head of segmentation.
@@ -139,20 +105,9 @@ def loss(
         config: of the run.
         key: of this step.
     """
-    found: PixelLogits = model.predict(batch["image"], train=True, key=key)
-    value = pixel_loss(found.logits, batch["label"], divisor=config.loss_pixels)
-    if found.auxiliary is not None:
-        other = pixel_loss(found.auxiliary, batch["label"], divisor=config.loss_pixels)
-        value += found.auxiliary_weight * other
-    # For progress only: every logit is compared with the pixel at its place.
-    labels = batch["label"]
-    rows, columns = (
-        ((np.arange(n) + 0.5) * size / n).astype(int)
-        for n, size in zip(found.logits.shape[1:3], labels.shape[1:], strict=True)
-    )
-    labels = labels[:, rows[:, None], columns]
-    right = (found.logits.argmax(-1) == labels).sum()
-    return value, right / jnp.maximum((labels != IGNORED).sum(), 1)
+    found = model.predict(batch["image"], train=True, key=key)
+    own = jax.random.fold_in(key, zlib.crc32(b"loss"))
+    return model.head.loss(found, batch, divisor=config.loss_pixels, key=own)
 
 
 def count(

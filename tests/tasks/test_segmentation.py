@@ -8,8 +8,8 @@ from flax import nnx
 
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources.scenes import LabelMaps
-from rope_jax.models.heads import PixelLogits
-from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads import PixelLogits, SegmentationHead
+from rope_jax.models.heads.pixels import pixel_loss
 from rope_jax.tasks import segmentation as task
 
 
@@ -18,34 +18,11 @@ def some_maps(classes):
     return LabelMaps(pixels, np.zeros((1, 4, 4), np.uint8), "own", "test", classes)
 
 
-@pytest.mark.parametrize("divisor", ["all", "valid"])
-def test_the_loss_is_the_cross_entropy_of_pixels_with_a_class(divisor):
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
-    labels = rng.integers(0, 5, (2, 6, 8), dtype=np.uint8)
-    labels[rng.random(labels.shape) < 0.3] = 255
-    full = np.asarray(resize_maps(jnp.asarray(logits), (6, 8)), np.float64)
-    shares = np.exp(full) / np.exp(full).sum(-1, keepdims=True)
-    valid = labels != 255
-    picked = np.take_along_axis(shares, np.where(valid, labels, 0)[..., None], -1)[..., 0]
-    count = valid.sum() if divisor == "valid" else labels.size
-    wanted = -np.log(picked)[valid].sum() / count
-    found, gradient = jax.jit(
-        jax.value_and_grad(lambda x: task.pixel_loss(x, jnp.asarray(labels), divisor=divisor))
-    )(logits)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    # Ignored pixels have no gradient: that of an image of them is 0.
-    ignored = np.full_like(labels, 255)
-    nothing = jax.grad(lambda x: task.pixel_loss(x, jnp.asarray(ignored), divisor=divisor))(logits)
-    assert np.abs(gradient).max() > 0
-    np.testing.assert_array_equal(nothing, 0)
-
-
 class Constant(nnx.Module):
     """A model whose predictions are given."""
 
     def __init__(self, predictions):
-        self.predictions = nnx.data(predictions)
+        self.predictions, self.head = nnx.data(predictions), SegmentationHead()
 
     def predict(self, images, *, train, key):
         assert train
@@ -59,7 +36,7 @@ def test_the_auxiliary_loss_has_its_weight():
     config, batch = resolve({}), {"image": jnp.zeros((1, 4, 4, 3)), "label": labels}
     model = Constant(PixelLogits(logits, other, 0.4))
     found, accuracy = task.loss(model, batch, config, key=jax.random.key(0))
-    wanted = task.pixel_loss(logits, labels) + 0.4 * task.pixel_loss(other, labels)
+    wanted = pixel_loss(logits, labels) + 0.4 * pixel_loss(other, labels)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     wanted = (logits.argmax(-1) == labels[:, 1::2, 1::2]).mean()
     np.testing.assert_allclose(accuracy, wanted, rtol=1e-6)

@@ -1,6 +1,6 @@
 """Heads of dense prediction, by name: from feature maps to predictions."""
 
-from rope_jax.models.heads import linear, segmenter, upernet  # noqa: F401  (they register heads)
+from rope_jax.models.heads import dino, linear, segmenter, upernet  # noqa: F401  (they register heads)
 from rope_jax.models.heads.head import (
     HEADS,
     Head,

@@ -23,6 +23,7 @@ from rope_jax.models.pretrained.tables import (
     dense,
     isotropic,
     norm,
+    within,
 )
 from rope_jax.models.pretrained.timm import timm
 
@@ -53,8 +54,8 @@ def segmenter(model: nnx.Module) -> Table:
         ("proj_class.kernel", "proj_classes", SAME),
         *norm("mask_norm", "mask_norm"),
     ]
-    rows = _within("decoder.", head, _head(model))
-    rows += _within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
+    rows = within("decoder.", head, _head(model))
+    rows += within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
     return Table(rows, dropped=("encoder.head.weight", "encoder.head.bias"))
 
 
@@ -65,11 +66,11 @@ def mmseg(model: nnx.Module) -> Table:
     deconvolutions as in BEiT's and MAE's, which are timm's names, ViT-Adapter's as in its code, and
     others as in the library's own ViT.
     """
-    rows = _within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
+    rows = within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
     if getattr(getattr(model, "backbone", None), "own_maps", False):
         return vit_adapter(model)
     if getattr(model, "neck", None) is None:
-        return Table(rows + _within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
+        return Table(rows + within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
     table = timm(model.backbone)
     neck: list[Row] = [
         *dense("up1", "fpn1.0", DECONV),
@@ -77,8 +78,8 @@ def mmseg(model: nnx.Module) -> Table:
         *dense("up2", "fpn1.3", DECONV),
         *dense("up", "fpn2.0", DECONV),
     ]
-    rows += _within("backbone.", _without_classifier(table.rows), "backbone.")
-    rows += _within("backbone.", neck, "neck.")
+    rows += within("backbone.", _without_classifier(table.rows), "backbone.")
+    rows += within("backbone.", neck, "neck.")
     dropped = tuple(f"backbone.{name}" for name in table.dropped)
     return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
 
@@ -88,18 +89,13 @@ def vit_adapter(model: nnx.Module) -> Table:
     table = adapter_backbone(model)
     if getattr(model, "head_notation", None) is None:
         return table
-    rows = [*table.rows, *_within("", _upernet(), _head(model))]
+    rows = [*table.rows, *within("", _upernet(), _head(model))]
     return dataclasses.replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
 
 
 def _head(model: nnx.Module) -> str:
     """Start of the names of a head's parameters, which may be the model itself."""
     return "head." if hasattr(model, "backbone") else ""
-
-
-def _within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
-    """Rows of a module that is part of another."""
-    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
 
 
 def _without_classifier(rows: list[Row]) -> list[Row]:
@@ -143,7 +139,7 @@ def _mmseg_mask_transformer() -> list[Row]:
         *dense("proj_class", "classes_proj"),
         *norm("mask_norm", "mask_norm"),
     ]
-    return _within("decode_head.", head, "")
+    return within("decode_head.", head, "")
 
 
 def _mmseg_vit() -> list[Row]:
