@@ -19,10 +19,11 @@ from types import ModuleType
 
 from flax import nnx
 
-from rope_jax.tasks import classification, segmentation
+from rope_jax.tasks import classification, detection, segmentation
 
 TASKS: dict[str, ModuleType] = {
     "classification": classification,
+    "detection": detection,
     "segmentation": segmentation,
 }
 
