@@ -66,8 +66,9 @@ def parameters(module):
     ],
 )
 def test_the_head_has_the_official_number_of_parameters(channels, neck):
-    make = functools.partial(create_head, "dino", num_classes=80, rngs=nnx.Rngs(0))
-    head = nnx.eval_shape(lambda: make(channels=channels))
+    head = nnx.eval_shape(
+        lambda: create_head("dino", channels=channels, num_classes=80, rngs=nnx.Rngs(0))
+    )
     assert parameters(head.neck) == neck
     assert parameters(head) - neck == 18_556_236
 
