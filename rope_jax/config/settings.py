@@ -187,14 +187,17 @@ class OptimConfig:
     exempt: str = _setting(
         "declared",
         "what is not decayed. declared: biases, norms, and what models and schemes declare "
-        "(positions, class tokens); vectors: biases and norms only; nothing: everything is decayed",
-        words=("declared", "vectors", "nothing"),
+        "(positions, class tokens); norms: the same but for biases of layers (detectron2); vectors: "
+        "biases and norms only; nothing: everything is decayed",
+        words=("declared", "norms", "vectors", "nothing"),
     )
     layer_decay: float = _setting(
         1.0, "factor on the learning rate from each block to the one below", above=0, high=1
     )
     backbone_rate: float = _setting(
-        1.0, "dense prediction: factor on the learning rate of the backbone", low=0
+        1.0,
+        "dense prediction: factor on the learning rate of all before the head, backbone and neck",
+        low=0,
     )
     last_norm: str = _setting(
         "head",

@@ -319,6 +319,7 @@ def _segment(
         batch_size=asked.batch_size or 16,
         multiple=side_multiple(about.model.grids),
         mesh=mesh,
+        probabilities=about.model.head.probabilities,
         pictures=asked.pictures,
         bad_images="error" if about.config is None else about.config.data.bad_images,
         poll=functools.partial(_show_progress, len(images.labels)),

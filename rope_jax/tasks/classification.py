@@ -87,7 +87,7 @@ def check(config: Config, images: Images | Streamed) -> None:
         raise ConfigError(
             f"--config.data.source={config.data.source} has classes of pixels, but "
             f"{config.model.name} without a head of dense prediction has one class for each image: "
-            "add --config.model.head=linear, segmenter or upernet"
+            "add --config.model.head=linear, segmenter, upernet or mask2former"
         )
 
 

@@ -108,6 +108,11 @@ def test_padding_of_images_is_black_after_normalisation():
             {"accumulate": 2, "loss_pixels": "valid"},
             "accumulate=2 does not go with --config.loss_pixels=valid",
         ),
+        (
+            11,
+            {"accumulate": 2, "model": {"head": "mask2former(queries=9)", "num_classes": 11}},
+            "accumulate=2 does not go with --config.model.head=mask2former.queries=9., whose loss",
+        ),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(classes, changes, message):
@@ -118,4 +123,4 @@ def test_settings_that_do_not_suit_are_refused(classes, changes, message):
     task.check(config, images)
     task.check(dataclasses.replace(config, accumulate=2), images)
     with pytest.raises(ConfigError, match=message):
-        task.check(resolve({"model": model | {"num_classes": classes}, **changes}), images)
+        task.check(resolve({"model": model | {"num_classes": classes}} | changes), images)

@@ -63,6 +63,7 @@ class Head(nnx.Module):
             as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
+        divisible: whether the loss of a batch is the mean of the losses of its equal parts.
         options: of this head.
         out_features: number of classes.
     """
@@ -72,6 +73,7 @@ class Head(nnx.Module):
     optional: ClassVar[int] = 0
     scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
+    divisible: ClassVar[bool] = True
     options: Options
     out_features: int
 
@@ -144,6 +146,10 @@ class SegmentationHead(Head):
     def result(self, predictions: PixelLogits, image_size: Grid) -> Float[Array, "B H W K"]:
         return resize_maps(predictions.logits, image_size)
 
+    def probabilities(self, results: Float[Array, "H W K"]) -> Float[Array, "H W K"]:
+        """Probabilities of classes from means of results, over the windows that see a pixel."""
+        return jax.nn.softmax(results)
+
     def loss(
         self,
         predictions: PixelLogits,
@@ -207,7 +213,7 @@ def list_heads(pattern: str = "*") -> list[str]:
 
     >>> import rope_jax.models.heads
     >>> list_heads("*er*")
-    ['segmenter', 'upernet']
+    ['mask2former', 'segmenter', 'upernet']
     """
     plugins.load_installed()
     return sorted(fnmatch.filter(HEADS, pattern))
