@@ -297,7 +297,7 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
-    if setup.held_out.pixelwise and jax.process_count() == 1:
+    if setup.held_out.labels_of == "pixels" and jax.process_count() == 1:
         pictures.append(workdir / "segments.png")
         if evaluated or not pictures[-1].is_file():
             images = setup.held_out

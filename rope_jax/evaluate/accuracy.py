@@ -18,7 +18,7 @@ from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification
 from rope_jax.text import image_pair
-from rope_jax.training.setup import Setup, State, load_split
+from rope_jax.training.setup import Setup, State, batch_shapes, load_split
 from rope_jax.training.signals import Signals
 
 Apply = Callable[..., Any]  # (weights, normalised images [B, H, W, 3]) -> the model's outputs
@@ -93,6 +93,7 @@ def accuracies(
         shard=share(),
         workers=config.data.workers or 0,  # by default threads, which start at once
         bad_images=config.data.bad_images,
+        **batch_shapes(config),
         waiting=waiting,
     )
     with batches:
@@ -108,8 +109,9 @@ def accuracies(
 
 
 def description(images: data.Images | data.Streamed) -> Row:
-    """The entries of a row about its images, with the names of classes of pixels."""
-    names = {"class_names": list(images.class_names or ())} if images.pixelwise else {}
+    """The entries of a row about its images, with the names of classes of pixels and boxes."""
+    own = images.labels_of != "images"
+    names = {"class_names": list(images.class_names or ())} if own else {}
     about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
     return about | names
 
