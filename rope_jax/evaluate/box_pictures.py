@@ -1,6 +1,7 @@
 """Pictures of images with boxes: those that are annotated beside those that a model finds."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,9 +9,13 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
-from rope_jax.data import Truth
+from rope_jax import seeds
+from rope_jax.data import Images, Streamed, Truth
+from rope_jax.evaluate.accuracy import applied, counted, resolutions
 from rope_jax.evaluate.sheets import Colour, Panel, class_colours, draw_sheet, text_font
 from rope_jax.tasks.average_precision import Found
+from rope_jax.tasks.detection import found_in
+from rope_jax.training.setup import Setup, State, load_split
 
 SHOWN = 0.3  # least score of a box in a picture
 _LEAST, _MOST, _TIMES = 480, 768, 4  # widths of panels in pixels, and of small images times theirs
@@ -30,6 +35,48 @@ class _Box(NamedTuple):
     corners: list[float]
     text: str
     colour: Colour
+
+
+def first_detected(setup: Setup, state: State, *, count: int = 2) -> list[Detected]:
+    """The first test images of a run at its training resolution and at the largest.
+
+    Of several seeds, the first one predicts. Arguments as of `pictures.first_images`.
+    """
+    config = setup.config
+    first, *others = resolutions(config)
+    largest = max(others, key=lambda size: size[0] * size[1], default=first)
+    apply, weights = applied(setup, state)
+    detected = []
+    for size in dict.fromkeys((first, largest)):
+        images = load_split(config, "test", size)
+        (parts,), _ = counted(
+            apply,
+            seeds.take(weights, config),
+            images,
+            mean=config.data.mean,
+            std=config.data.std,
+            batch_size=count,
+            mesh=setup.mesh,
+            task=setup.task,
+            config=seeds.single(config),
+            steps=1,
+        )
+        detected += detected_in(parts, images, count)
+    return detected
+
+
+def detected_in(
+    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed, count: int
+) -> list[Detected]:
+    """The first images of a set with their detections.
+
+    Args:
+        parts: from the `count` of `rope_jax.tasks.detection`, of the set's batches.
+        images: the set.
+        count: of images.
+    """
+    first = itertools.islice(found_in(parts).items(), count)
+    return [Detected(images.pixels(k), images.truth(k), found) for k, found in first]
 
 
 def draw_detections(

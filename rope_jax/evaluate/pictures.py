@@ -1,4 +1,4 @@
-"""Pictures of segmented images: each with the classes of its pixels and the predicted ones."""
+"""Pictures of what models predict: of segmented images, and at the end of a run."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from rope_jax import seeds
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate.accuracy import at_resolution, resolutions
+from rope_jax.evaluate.box_pictures import draw_detections, first_detected
 from rope_jax.evaluate.sheets import Panel, class_colours, draw_sheet, enlarged
 from rope_jax.sharding import use_mesh
 from rope_jax.tasks.segmentation import IGNORED
@@ -117,3 +118,10 @@ def _share_right(one: Segmented) -> str:
     known = one.classes != IGNORED
     right = (one.classes == one.predicted)[known].mean() if known.any() else 0.0
     return f"{100 * right:.1f} % of the pixels are right"
+
+
+# Of runs by what the labels of their images are of: a file, and the functions for its images.
+RUN_PICTURES: dict[str, tuple[str, Callable[..., Any], Callable[..., None]]] = {
+    "pixels": ("segments.png", first_images, draw_pictures),
+    "boxes": ("detections.png", first_detected, draw_detections),
+}

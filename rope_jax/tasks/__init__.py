@@ -22,10 +22,11 @@ from flax import nnx
 
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
-from rope_jax.tasks import classification, segmentation
+from rope_jax.tasks import classification, detection, segmentation
 
 TASKS: dict[str, ModuleType] = {
     "classification": classification,
+    "detection": detection,
     "segmentation": segmentation,
 }
 
