@@ -9,7 +9,7 @@ An evaluation batch has `image`, `extent`, `index`, `mask` and `original` [B, 2]
 columns of the image as it is stored. The objects themselves are read from the images.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -144,15 +144,27 @@ def found_in(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, Found]:
 
 
 def scores(
-    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
+    parts: Sequence[Mapping[str, np.ndarray]],
+    images: Images | Streamed,
+    *,
+    precision: Callable[..., Mapping[str, Any]] = average_precision,
 ) -> Mapping[str, Any]:
     """Average precision of a set, see `rope_jax.tasks.average_precision`, and `count` of images.
 
     Args:
         parts: from `count`, of the batches of the set.
         images: the set, whose objects are those that are annotated, crowds included.
+        precision: `average_precision`, or another function of its arguments.
+
+    Raises:
+        ValueError: no image has an object.
     """
     found = found_in(parts)
     truths = [images.truth(index) for index in found]
-    precision = average_precision(list(found.values()), truths, images.classes)
-    return {**precision, "count": len(found)}
+    own = precision(list(found.values()), truths, images.classes)
+    if own["ap"] is None:
+        raise ValueError(
+            f"no image of {images.name}, {images.split} split, has an object that is no crowd, of "
+            "which average precision could be computed: use others"
+        )
+    return {**own, "count": len(found)}

@@ -23,6 +23,7 @@ from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 from rope_jax.models.heads.pixels import IGNORED
 
+LABELS_OF = "pixels"
 Batch = dict[str, Array]
 
 
@@ -33,10 +34,10 @@ def check(config: Config, images: Images | Streamed) -> None:
         ConfigError: with the flag to change.
     """
     head, mix = f"--config.model.head={config.model.head}", config.mix
-    if not images.pixelwise:
+    if images.labels_of != LABELS_OF:
         raise ConfigError(
             f"{head} needs classes of pixels, but --config.data.source={config.data.source} has "
-            "one class for each image: use scenes, masks or ade20k, or no head"
+            f"classes of {images.labels_of}: use scenes, masks or ade20k, or another head"
         )
     if config.model.num_classes not in (None, images.classes):
         raise ConfigError(
