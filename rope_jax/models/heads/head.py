@@ -58,6 +58,9 @@ class Head(nnx.Module):
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
+        optional: how many of these, the last ones, it makes itself where they are missing.
+        scales: of the `FeaturePyramid` that makes these maps from the last one of a plain ViT, with
+            as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
         divisible: whether the loss of a batch is the mean of the losses of its equal parts.
@@ -67,18 +70,23 @@ class Head(nnx.Module):
 
     task: ClassVar[str]
     strides: ClassVar[tuple[int, ...] | None] = None
+    optional: ClassVar[int] = 0
+    scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
     divisible: ClassVar[bool] = True
     options: Options
     out_features: int
 
-    def __call__(self, maps: Maps, *, train: bool = False, key: Array | None = None) -> Any:
+    def __call__(
+        self, maps: Maps, *, train: bool = False, key: Array | None = None, **given: Any
+    ) -> Any:
         """Predictions, in the form that the task's loss takes.
 
         Args:
             maps: as many as the constructor was given channels.
             train: whether to use dropout and batch statistics.
             key: for dropout; None drops nothing.
+            given: what else the task gives its models, such as `extent` for detection.
         """
         raise NotImplementedError
 
@@ -258,7 +266,7 @@ def create_head(
     """
     entry = find_head(name)
     count = 1 if entry.family.strides is None else len(entry.family.strides)
-    if len(channels) != count:
+    if not count - entry.family.optional <= len(channels) <= count:
         raise ValueError(f"the head {name!r} takes {count} maps, but {len(channels)} are given")
     return entry.family(
         entry.options.override(f"the head {name!r}", overrides),

@@ -1,14 +1,12 @@
 """Name tables of dense prediction: a backbone with its neck and head, or a head by itself."""
 
-from dataclasses import replace
+import dataclasses
 
 from flax import nnx
 
-from rope_jax.models.pretrained.dense import adapter_backbone, deformable
-from rope_jax.models.pretrained.hierarchical import SWIN_DROPPED, swin_rows
+from rope_jax.models.pretrained.dense import adapter_backbone
 from rope_jax.models.pretrained.layouts import (
     DECONV,
-    DENSE,
     FIRST,
     POINTWISE,
     QKV_BIAS,
@@ -25,6 +23,7 @@ from rope_jax.models.pretrained.tables import (
     dense,
     isotropic,
     norm,
+    within,
 )
 from rope_jax.models.pretrained.timm import timm
 
@@ -55,8 +54,8 @@ def segmenter(model: nnx.Module) -> Table:
         ("proj_class.kernel", "proj_classes", SAME),
         *norm("mask_norm", "mask_norm"),
     ]
-    rows = _within("decoder.", head, _head(model))
-    rows += _within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
+    rows = within("decoder.", head, _head(model))
+    rows += within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
     return Table(rows, dropped=("encoder.head.weight", "encoder.head.bias"))
 
 
@@ -67,11 +66,11 @@ def mmseg(model: nnx.Module) -> Table:
     deconvolutions as in BEiT's and MAE's, which are timm's names, ViT-Adapter's as in its code, and
     others as in the library's own ViT.
     """
-    rows = _within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
+    rows = within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
     if getattr(getattr(model, "backbone", None), "own_maps", False):
         return vit_adapter(model)
     if getattr(model, "neck", None) is None:
-        return Table(rows + _within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
+        return Table(rows + within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
     table = timm(model.backbone)
     neck: list[Row] = [
         *dense("up1", "fpn1.0", DECONV),
@@ -79,8 +78,8 @@ def mmseg(model: nnx.Module) -> Table:
         *dense("up2", "fpn1.3", DECONV),
         *dense("up", "fpn2.0", DECONV),
     ]
-    rows += _within("backbone.", _without_classifier(table.rows), "backbone.")
-    rows += _within("backbone.", neck, "neck.")
+    rows += within("backbone.", _without_classifier(table.rows), "backbone.")
+    rows += within("backbone.", neck, "neck.")
     dropped = tuple(f"backbone.{name}" for name in table.dropped)
     return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
 
@@ -90,36 +89,13 @@ def vit_adapter(model: nnx.Module) -> Table:
     table = adapter_backbone(model)
     if getattr(model, "head_notation", None) is None:
         return table
-    rows = [*table.rows, *_within("", _upernet(), _head(model))]
-    return replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
-
-
-def mask2former(model: nnx.Module) -> Table:
-    """facebookresearch/Mask2Former: a Swin with its norms and the head, or the head alone.
-
-    In its code maps are padded to whole windows by zeros for tokens: create a Swin with
-    window_padding="tokens".
-    """
-    head = getattr(model, "head", model)
-    pixels, queries = "pixel_decoder", "predictor"
-    rows = [*_pixel_decoder(pixels), *_masked_decoder(queries, head.options.width)]
-    if head is model:
-        return Table(rows)
-    rows = _within("sem_seg_head.", rows, "head.")
-    rows += _within("backbone.", _without_classifier(swin_rows()), "backbone.")
-    rows += norm("neck.norms.{i}", "backbone.norm{i}")
-    dropped = tuple(f"backbone.{name}" for name in SWIN_DROPPED)
-    return Table(rows, dropped=(*dropped, "criterion.empty_weight"))
+    rows = [*table.rows, *within("", _upernet(), _head(model))]
+    return dataclasses.replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
 
 
 def _head(model: nnx.Module) -> str:
     """Start of the names of a head's parameters, which may be the model itself."""
     return "head." if hasattr(model, "backbone") else ""
-
-
-def _within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
-    """Rows of a module that is part of another."""
-    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
 
 
 def _without_classifier(rows: list[Row]) -> list[Row]:
@@ -163,7 +139,7 @@ def _mmseg_mask_transformer() -> list[Row]:
         *dense("proj_class", "classes_proj"),
         *norm("mask_norm", "mask_norm"),
     ]
-    return _within("decode_head.", head, "")
+    return within("decode_head.", head, "")
 
 
 def _mmseg_vit() -> list[Row]:
@@ -185,63 +161,4 @@ def _mmseg_block(ours: str, theirs: str) -> list[Row]:
         *norm(f"{ours}.norm2", f"{theirs}.ln2"),
         *dense(f"{ours}.mlp.fc1", f"{theirs}.ffn.layers.0.0"),
         *dense(f"{ours}.mlp.fc2", f"{theirs}.ffn.layers.1"),
-    ]
-
-
-def _pixel_decoder(theirs: str) -> list[Row]:
-    """Mask2Former's, whose 1 x 1 convolutions are linear layers here."""
-    ours, layer = "pixel_decoder", f"{theirs}.transformer.encoder.layers.{{i}}"
-    return [
-        *_pointwise(f"{ours}.projections.{{i}}", f"{theirs}.input_proj.{{i}}.0"),
-        *norm(f"{ours}.norms.{{i}}", f"{theirs}.input_proj.{{i}}.1"),
-        (f"{ours}.levels", f"{theirs}.transformer.level_embed", SAME),
-        *deformable(f"{ours}.layers.{{i}}.attn", f"{layer}.self_attn"),
-        *norm(f"{ours}.layers.{{i}}.norm", f"{layer}.norm1"),
-        *_feed_forward(f"{ours}.layers.{{i}}.mlp", layer, "norm2"),
-        *_pointwise(f"{ours}.lateral", f"{theirs}.adapter_1"),
-        *norm(f"{ours}.lateral_norm", f"{theirs}.adapter_1.norm"),
-        *conv(f"{ours}.smooth", f"{theirs}.layer_1"),
-        *norm(f"{ours}.smooth_norm", f"{theirs}.layer_1.norm"),
-        *_pointwise(f"{ours}.pixels", f"{theirs}.mask_features"),
-    ]
-
-
-def _masked_decoder(theirs: str, width: int) -> list[Row]:
-    ours, layer = "decoder", "decoder.layers.{i}"
-    cross, own, mlp = (
-        f"{theirs}.transformer_{name}_layers.{{i}}"
-        for name in ("cross_attention", "self_attention", "ffn")
-    )
-    return [
-        (f"{ours}.queries", f"{theirs}.query_feat.weight", SAME),
-        (f"{ours}.positions", f"{theirs}.query_embed.weight", SAME),
-        (f"{ours}.levels", f"{theirs}.level_embed.weight", SAME),
-        *_attention(f"{layer}.cross", f"{cross}.multihead_attn", width),
-        *norm(f"{layer}.cross_norm", f"{cross}.norm"),
-        *_attention(f"{layer}.attn", f"{own}.self_attn", width),
-        *norm(f"{layer}.norm", f"{own}.norm"),
-        *_feed_forward(f"{layer}.mlp", mlp, "norm"),
-        *norm(f"{ours}.norm", f"{theirs}.decoder_norm"),
-        *dense(f"{ours}.classify", f"{theirs}.class_embed"),
-        *dense(f"{ours}.embed.{{i}}", f"{theirs}.mask_embed.layers.{{i}}"),
-    ]
-
-
-def _attention(ours: str, theirs: str, width: int) -> list[Row]:
-    """torch's MultiheadAttention, which holds three layers of `width` outputs in one tensor."""
-    rows: list[Row] = []
-    for place, name in enumerate("qkv"):
-        share = slice(place * width, (place + 1) * width)
-        rows += [
-            (f"{ours}.{name}.{leaf}", f"{theirs}.in_proj_{tensor}", replace(rule, cut=share))
-            for leaf, tensor, rule in (("kernel", "weight", DENSE), ("bias", "bias", SAME))
-        ]
-    return rows + dense(f"{ours}.out", f"{theirs}.out_proj")
-
-
-def _feed_forward(ours: str, theirs: str, last: str) -> list[Row]:
-    return [
-        *dense(f"{ours}.fc1", f"{theirs}.linear1"),
-        *dense(f"{ours}.fc2", f"{theirs}.linear2"),
-        *norm(f"{ours}.norm", f"{theirs}.{last}"),
     ]

@@ -113,6 +113,11 @@ def fill_name(template: str, values: dict[str, int]) -> str:
     return template.format(**values, next=values.get("s", 0) + 1)
 
 
+def within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
+    """Rows of a module that is part of another."""
+    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
+
+
 def norm(ours: str, theirs: str) -> list[Row]:
     """Rows of a layer norm."""
     return [(f"{ours}.scale", f"{theirs}.weight", SAME), (f"{ours}.bias", f"{theirs}.bias", SAME)]
