@@ -53,7 +53,7 @@ def _orthogonal(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 orthogonal_init = _drawn(_orthogonal)
 
 
-def fan_in_bias_init(fan_in: float) -> Callable:
+def fan_in_bias_init(fan_in: int | float) -> Callable:
     """torch's default bias of a convolution: uniform in +-1/sqrt(fan_in)."""
     limit = np.float32(fan_in**-0.5)
     return _drawn(lambda rng, shape: limit * (2 * rng.random(shape, np.float32) - 1))
