@@ -214,4 +214,8 @@ class Evaluation:
                 list(pool.map(read, wanted))
         else:
             list(map(read, wanted))
-        return _stacked(rows) | {"mask": mask, "bad": ids[exists & ~mask]}
+        return _stacked(rows) | {
+            "index": ids.astype(np.int32),
+            "mask": mask,
+            "bad": ids[exists & ~mask],
+        }

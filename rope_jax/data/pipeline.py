@@ -171,8 +171,8 @@ def evaluation_batches(
     Returns:
         An iterator over `image` uint8 [b, H, W, 3], `label` int32 [b], or [b, M] for sets with
         several correct labels (padded with -1), or uint8 [b, H, W] for those whose pixels have
-        classes; and `mask` bool [b]. The last batch is padded with
-        black images of label 0, whose mask is False.
+        classes; `index` int32 [b], the number of the image; and `mask` bool [b]. The last batch is
+        padded with black images of label 0, whose mask is False.
 
     Raises:
         ValueError: arguments out of range, at once.

@@ -45,6 +45,7 @@ from rope_jax.evaluate.accuracy import (
 from rope_jax.evaluate.pictures import draw_pictures
 from rope_jax.evaluate.results import (
     add_evaluation,
+    class_score,
     class_table,
     results_table,
     usable_evaluations,
@@ -160,7 +161,7 @@ def _evaluate(asked: argparse.Namespace) -> None:
     if share()[0] == 0:
         print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows))
-        if segments:
+        if class_score(rows[0]) is not None:
             print(f"\n{class_table(rows)}")
         print(f"\nrows: {out}")
 

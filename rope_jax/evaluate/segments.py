@@ -149,7 +149,7 @@ def segment_split(
         probabilities=probabilities,
     )
     count = jax.jit(_count, static_argnames="number")
-    totals, kept, used = np.zeros((images.classes, 3), np.int64), [], 0
+    parts, kept, used = [np.zeros((images.classes, 3), np.int64)], [], 0
     for number in range(len(images.labels)):
         try:
             image, label = _pair(images, number)
@@ -168,7 +168,7 @@ def segment_split(
         wide = np.full(scores.shape[:2], IGNORED, np.uint8)
         wide[: label.shape[0], : label.shape[1]] = label
         found, counts = count(scores, wide, number=images.classes)
-        totals += np.asarray(counts)
+        parts.append(np.asarray(counts))
         used += 1
         if len(kept) < pictures:
             predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
@@ -177,7 +177,7 @@ def segment_split(
     resized = "images at their own size"
     if short is not None:
         resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
-    row = description(images) | {"count": used} | segmentation.scores(totals)
+    row = description(images) | {"count": used} | segmentation.scores(parts, images)
     row["protocol"] = f"{resized}, labels at their own size; {views}"
     return Scored(row, kept, windows.programs())
 

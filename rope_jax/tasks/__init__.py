@@ -7,9 +7,10 @@ The training step and the evaluation call a task through five functions:
   step, and adds the targets of the loss. The result has `image`, float32 [B, H, W, 3].
 - `loss(model, batch, config, *, key)`: the loss of a prepared batch, and a metric for the progress
   line. It calls the model, so that a task may give it more than images.
-- `count(outputs, batch, images)`: integers of an evaluation batch, from the outputs of the model
-  for its images, which are summed over batches. `mask` of the batch is False for padding.
-- `scores(totals)`: the scores of a set by name, from these sums.
+- `count(outputs, batch, images)`: what the scores need of an evaluation batch: a tree of arrays,
+  from the outputs of the model for its images. `mask` of the batch is False for padding, and
+  `index` is the number of each image.
+- `scores(parts, images)`: the scores of a set by name, from these trees of all its batches.
 
 A module also documents the fields of its batches. The task of a model is that of its head.
 """
@@ -18,10 +19,11 @@ from types import ModuleType
 
 from flax import nnx
 
-from rope_jax.tasks import classification, segmentation
+from rope_jax.tasks import classification, detection, segmentation
 
 TASKS: dict[str, ModuleType] = {
     "classification": classification,
+    "detection": detection,
     "segmentation": segmentation,
 }
 

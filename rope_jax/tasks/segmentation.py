@@ -6,7 +6,7 @@ Pixels of label 255 belong to no class: they are neither trained on nor counted.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,12 +98,7 @@ def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[A
         keys = device.example_keys(seed, batch["epoch"], batch["index"])
         fill = tuple(round(255 * x) for x in config.data.mean)
         images = device.apply(images, keys, augment.pixels, fill)
-    images = device.normalise(images, config.data.mean, config.data.std)
-    if "extent" in batch:
-        rows, columns = jnp.indices(labels.shape[1:])
-        height, width = batch["extent"].T[..., None, None]
-        inside = (rows < height) & (columns < width)
-        images = jnp.where(inside[..., None], images, 0)
+    images = device.normalise(images, config.data.mean, config.data.std, batch.get("extent"))
     return {"image": images, "label": labels}
 
 
@@ -168,21 +163,25 @@ def count_pixels(
     return jnp.stack(counts, axis=-1).astype(jnp.int32)
 
 
-def scores(totals: Int[np.ndarray, "K 3"]) -> Mapping[str, Any]:
+def scores(parts: Sequence[Int[np.ndarray, "K 3"]], images: Images | Streamed) -> Mapping[str, Any]:
     """Mean intersection over union of the classes that occur, and pixel accuracy.
 
-    >>> found = scores(np.array([[3, 3, 4], [2, 3, 2], [0, 0, 0]]))
+    >>> from rope_jax.data import LabelMaps
+    >>> pixels, labels = np.zeros((1, 8, 8, 3), np.uint8), np.zeros((1, 8, 8), np.uint8)
+    >>> images = LabelMaps(pixels, labels, "mine", "test", classes=3)
+    >>> found = scores([np.array([[3, 3, 4], [2, 3, 2], [0, 0, 0]])], images)
     >>> found["iou"], round(found["miou"], 4), round(found["accuracy"], 4)
     ([0.75, 0.6666666666666666, None], 0.7083, 0.8333)
 
     Args:
-        totals: sums of `count_pixels` over a set.
+        parts: from `count_pixels`, of the batches of a set.
+        images: the set; not used.
 
     Returns:
         `miou`; `accuracy`, the share of pixels with a class that are predicted correctly; `iou`, of
         every class, None for one that is neither predicted nor there.
     """
-    right, predicted, there = np.asarray(totals, np.int64).T
+    right, predicted, there = np.sum(parts, axis=0, dtype=np.int64).T
     union = predicted + there - right
     iou = [float(a / b) if b else None for a, b in zip(right, union, strict=True)]
     occurring = [x for x in iou if x is not None]

@@ -13,6 +13,11 @@ from rope_jax.models.heads.pixels import pixel_loss
 from rope_jax.tasks import segmentation as task
 
 
+def some_maps(classes):
+    pixels = np.zeros((1, 4, 4, 3), np.uint8)
+    return LabelMaps(pixels, np.zeros((1, 4, 4), np.uint8), "own", "test", classes)
+
+
 class Constant(nnx.Module):
     """A model whose predictions are given."""
 
@@ -40,7 +45,7 @@ def test_the_auxiliary_loss_has_its_weight():
 def test_scores_are_those_of_the_definition_over_a_whole_set():
     """Intersections and unions are summed over all images before they are divided."""
     rng = np.random.default_rng(0)
-    classes, total = 6, 0
+    classes, parts = 6, []
     predicted = rng.integers(0, classes - 1, (9, 11, 13))
     label = rng.integers(0, classes - 1, (9, 11, 13)).astype(np.uint8)
     label[rng.random(label.shape) < 0.2] = 255
@@ -49,15 +54,14 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
         own = slice(first, first + 4)
         rows = len(predicted[own])
         pad = [(0, 4 - rows), (0, 0), (0, 0)]
-        total = total + np.asarray(
-            task.count_pixels(
-                jnp.asarray(np.pad(predicted[own], pad)),
-                jnp.asarray(np.pad(label[own], pad)),
-                jnp.arange(4) < rows,
-                classes,
-            )
+        counts = task.count_pixels(
+            jnp.asarray(np.pad(predicted[own], pad)),
+            jnp.asarray(np.pad(label[own], pad)),
+            jnp.arange(4) < rows,
+            classes,
         )
-    found, iou = task.scores(total), []
+        parts.append(np.asarray(counts))
+    found, iou = task.scores(parts, some_maps(classes)), []
     valid = label != 255
     for k in range(classes):
         there, said = (label == k) & valid, (predicted == k) & valid
@@ -72,7 +76,8 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
 
 def test_a_class_that_is_predicted_but_not_there_counts_with_zero():
     label, predicted = jnp.uint8([[[0, 0]]]), jnp.array([[[0, 1]]])
-    found = task.scores(np.asarray(task.count_pixels(predicted, label, jnp.array([True]), 3)))
+    counts = task.count_pixels(predicted, label, jnp.array([True]), 3)
+    found = task.scores([np.asarray(counts)], some_maps(3))
     assert found["iou"] == [0.5, 0.0, None]
     assert found["miou"] == 0.25
 

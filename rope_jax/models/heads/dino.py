@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rope_jax.initializers import normal_init, xavier_init
+from rope_jax.initializers import glorot_init, normal_init
 from rope_jax.models.heads.box_losses import box_losses, matched
 from rope_jax.models.heads.boxes import iou, to_corners
 from rope_jax.models.heads.denoising import Slots, allowed, disturb, real_first, slots_of
 from rope_jax.models.heads.detection import Detections, Targets, best_detections, extents
 from rope_jax.models.heads.encoder import padding_of
 from rope_jax.models.heads.head import Head, Maps, register_head
+from rope_jax.models.heads.maps import group_norm
 from rope_jax.models.heads.transformer import Started, Transformer, inverse_sigmoid
 from rope_jax.models.layers import conv
 from rope_jax.models.registry import Count, CountOrZero, Options
@@ -65,11 +66,9 @@ class Projection(nnx.Module):
     ):
         shape = {"kernel": kernel, "stride": stride, "padding": kernel // 2}
         settings = {"rngs": rngs, "dtypes": dtypes}
-        self.conv = conv(inputs, width, **shape, use_bias=True, kernel_init=xavier_init, **settings)
+        self.conv = conv(inputs, width, **shape, use_bias=True, kernel_init=glorot_init, **settings)
         self.conv.bias.set_value(jnp.zeros(width, dtypes["param_dtype"]))
-        self.norm = nnx.GroupNorm(
-            width, _GROUPS, epsilon=1e-5, use_fast_variance=False, rngs=rngs, **dtypes
-        )
+        self.norm = group_norm(width, _GROUPS, **settings)
 
     def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
         return self.norm(self.conv(x))

@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax.initializers import fan_in_bias_init, xavier_init
 from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.layers import LayerNorm, Linear, layer_norm
+from rope_jax.models.heads.queries import EPSILON, FeedForward
+from rope_jax.models.layers import layer_norm
 from rope_jax.positions.grids import Grid
 
 
@@ -112,33 +112,14 @@ class Levels:
         cells = [np.indices(size)[::-1].reshape(2, -1).T + 0.5 for size in self.sizes]
         return np.concatenate(cells).astype(np.float32) / self.counts[:, self.numbers]
 
+    def places(self) -> Float[Array, "B S levels 2"]:
+        """x and y of every token on every map, of which padding takes other shares."""
+        return self.centres()[:, :, None] * self.shares[:, None]
+
 
 def flatten(maps: Sequence[Float[Array, "B _h _w C"]]) -> Float[Array, "B S C"]:
     """The tokens of all maps, one map after the other in reading order."""
     return jnp.concatenate([x.reshape(x.shape[0], -1, x.shape[-1]) for x in maps], axis=1)
-
-
-def xavier(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
-    """A dense layer initialised as in DETR: xavier_uniform_, with torch's default bias."""
-    init = {"kernel_init": xavier_init, "bias_init": fan_in_bias_init(inputs)}
-    return Linear(inputs, outputs, rngs=rngs, **init, **dtypes)
-
-
-class FeedForward(nnx.Module):
-    """Linear, ReLU, linear, and a layer norm of the sum with the input."""
-
-    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.fc1 = xavier(width, hidden, rngs=rngs, dtypes=dtypes)
-        self.fc2 = xavier(hidden, width, rngs=rngs, dtypes=dtypes)
-        self.norm = norm_of(width, rngs=rngs, dtypes=dtypes)
-
-    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
-        return self.norm(x + self.fc2(jax.nn.relu(self.fc1(x))))
-
-
-def norm_of(width: int, *, rngs: nnx.Rngs, dtypes: dict) -> LayerNorm:
-    """A layer norm with torch's epsilon, 1e-5."""
-    return layer_norm(width, 1e-5, rngs=rngs, dtypes=dtypes)
 
 
 class EncoderLayer(nnx.Module):
@@ -166,14 +147,24 @@ class EncoderLayer(nnx.Module):
         self.attn = DeformableAttention(
             width, levels=levels, heads=heads, points=points, **settings
         )
-        self.norm = norm_of(width, **settings)
+        self.norm = layer_norm(width, EPSILON, **settings)
         self.mlp = FeedForward(width, hidden, **settings)
 
     def __call__(
-        self, tokens: Float[Array, "B S C"], positions: Float[Array, "B S C"], levels: Levels
+        self,
+        x: Float[Array, "B S C"],
+        positions: Float[Array, "#B S C"],
+        references: Float[Array, "#B S levels 2"],
+        sizes: Sequence[Grid],
+        padding: Bool[Array, "B S"] | None = None,
     ) -> Float[Array, "B S C"]:
-        # Every token refers to its own place on all maps, of which padding takes other shares.
-        references = levels.centres()[:, :, None] * levels.shares[:, None]
-        query = tokens + positions
-        branch = self.attn(query, references, tokens, levels.sizes, levels.padding)
-        return self.mlp(self.norm(tokens + branch))
+        """Returns the tokens after this layer.
+
+        Args:
+            x: tokens.
+            positions: of the tokens.
+            references: the place of every token on all maps, see `DeformableAttention`.
+            sizes: (rows, columns) of each map.
+            padding: True for tokens that count as 0.
+        """
+        return self.mlp(self.norm(x + self.attn(x + positions, references, x, sizes, padding)))

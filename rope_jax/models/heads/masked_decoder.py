@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from rope_jax.initializers import fan_in_bias_init, normal_init, xavier_init
-from rope_jax.models.heads.encoder import FeedForward, norm_of
+from rope_jax.initializers import normal_init
 from rope_jax.models.heads.maps import resize_maps
-from rope_jax.models.heads.pixel_decoder import sine_positions
-from rope_jax.models.layers import Linear, torch_linear
+from rope_jax.models.heads.queries import EPSILON, Attention, FeedForward, sine_positions
+from rope_jax.models.layers import layer_norm, torch_linear
 
 _LEVELS = 3  # maps, to which layers attend in turn
 
@@ -41,47 +40,15 @@ def attended(logits: Float[Array, "B h w Q"]) -> Bool[Array, "B Q L"]:
     return inside | ~inside.any(axis=-1, keepdims=True)
 
 
-class Attention(nnx.Module):
-    """Multi-head attention of queries to other tokens, as torch's `MultiheadAttention`."""
-
-    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.heads = heads
-        init = fan_in_bias_init(4 * width / 6)  # xavier_init of all three as one matrix
-        self.q, self.k, self.v = (
-            Linear(width, width, kernel_init=init, rngs=rngs, **dtypes) for _ in range(3)
-        )
-        self.out = Linear(width, width, kernel_init=xavier_init, rngs=rngs, **dtypes)
-
-    def __call__(
-        self,
-        queries: Float[Array, "B Q C"],
-        keys: Float[Array, "B L C"],
-        values: Float[Array, "B L C"],
-        mask: Bool[Array, "B Q L"] | None = None,
-    ) -> Float[Array, "B Q C"]:
-        """Returns what every query attends to.
-
-        Args:
-            queries, keys: with their positions.
-            values: of the keys' tokens.
-            mask: True for keys that a query attends to; every row has at least one.
-        """
-        pairs = ((self.q, queries), (self.k, keys), (self.v, values))
-        q, k, v = (layer(x).reshape(*x.shape[:2], self.heads, -1) for layer, x in pairs)
-        mask = None if mask is None else mask[:, None]
-        found = jax.nn.dot_product_attention(q, k, v, mask=mask)
-        return self.out(found.reshape(queries.shape))
-
-
 class MaskedLayer(nnx.Module):
     """Masked attention to a map, attention of the queries to each other, and two dense layers."""
 
     def __init__(self, width: int, hidden: int, heads: int, *, rngs: nnx.Rngs, dtypes: dict):
         settings = {"rngs": rngs, "dtypes": dtypes}
         self.cross = Attention(width, heads, **settings)
-        self.cross_norm = norm_of(width, **settings)
+        self.cross_norm = layer_norm(width, EPSILON, **settings)
         self.attn = Attention(width, heads, **settings)
-        self.norm = norm_of(width, **settings)
+        self.norm = layer_norm(width, EPSILON, **settings)
         self.mlp = FeedForward(width, hidden, **settings)
 
     def __call__(
@@ -141,7 +108,7 @@ class MaskedDecoder(nnx.Module):
         self.queries, self.positions = learned(queries), learned(queries)
         self.levels = learned(_LEVELS)
         self.layers = nnx.List(MaskedLayer(width, hidden, heads, **settings) for _ in range(depth))
-        self.norm = norm_of(width, **settings)
+        self.norm = layer_norm(width, EPSILON, **settings)
         self.classify = torch_linear(width, num_classes + 1, **settings)
         self.embed = nnx.List(torch_linear(width, width, **settings) for _ in range(3))
 
@@ -163,7 +130,9 @@ class MaskedDecoder(nnx.Module):
             x.reshape(batch, -1, width) + level.astype(dtype)
             for x, level in zip(maps, self.levels[...], strict=True)
         ]
-        places = [sine_positions(x.shape[1:3], width).astype(dtype) for x in maps]
+        places = [
+            jnp.asarray(sine_positions(x.shape[1:3], width), dtype).reshape(-1, width) for x in maps
+        ]
         positions = self.positions[...].astype(dtype)
         x = jnp.broadcast_to(self.queries[...].astype(dtype), (batch, *positions.shape))
         predictions = [self.predict(x)]

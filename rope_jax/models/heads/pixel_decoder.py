@@ -8,9 +8,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import fan_in_bias_init, normal_init, xavier_init
-from rope_jax.models.heads.encoder import EncoderLayer, Levels, flatten, sines
-from rope_jax.models.heads.maps import resize_maps
+from rope_jax.initializers import glorot_init, normal_init, uniform_init
+from rope_jax.models.heads.encoder import EncoderLayer
+from rope_jax.models.heads.maps import group_norm, resize_maps
+from rope_jax.models.heads.queries import sine_positions
 from rope_jax.models.layers import Linear, conv
 from rope_jax.positions.grids import Grid
 
@@ -19,27 +20,20 @@ _POINTS = 4  # that a head reads of each map
 
 def _spread(fan_in: int) -> Callable:
     """detectron2's c2_xavier_fill: uniform, with the variance 1 / fan_in."""
-    return fan_in_bias_init(fan_in / 3)
+    return uniform_init((3 / fan_in) ** 0.5)
 
 
-def group_norm(width: int, groups: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.GroupNorm:
-    """Normalisation of groups of channels over a whole map, as torch's."""
-    return nnx.GroupNorm(
-        width, num_groups=groups, epsilon=1e-5, use_fast_variance=False, rngs=rngs, **dtypes
-    )
+def centres(sizes: Sequence[Grid]) -> Float[np.ndarray, "L 2"]:
+    """Centres of all tokens of maps, as x and y from 0 to 1.
 
-
-def sine_positions(size: Grid, width: int) -> Float[Array, "L C"]:
-    """Fixed positions of a map's tokens: sines of rows, then of columns, from 1/n to 1.
-
-    In float32, as in Mask2Former's code.
-
-    Args:
-        size: (h, w); L = h x w tokens in reading order.
-        width: C, divisible by 4.
+    >>> centres([(1, 2)]).tolist()
+    [[0.25, 0.5], [0.75, 0.5]]
     """
-    places = (np.indices(size).reshape(2, -1).T + 1) / (np.array(size) + 1e-6)
-    return sines(jnp.asarray(places, jnp.float32), width // 2)
+    found = []
+    for height, width in sizes:
+        y, x = np.indices((height, width)) + 0.5
+        found.append(np.stack([x / width, y / height], axis=-1).reshape(-1, 2))
+    return np.concatenate(found)
 
 
 class PixelDecoder(nnx.Module):
@@ -69,13 +63,17 @@ class PixelDecoder(nnx.Module):
     ):
         settings, coarse = {"rngs": rngs, "dtypes": dtypes}, channels[:0:-1]
         self.projections = nnx.List(
-            Linear(inputs, width, kernel_init=xavier_init, rngs=rngs, **dtypes) for inputs in coarse
+            Linear(inputs, width, kernel_init=glorot_init, rngs=rngs, **dtypes) for inputs in coarse
         )
         self.norms = nnx.List(group_norm(width, groups, **settings) for _ in coarse)
         shape = (len(coarse), width)
         self.levels = nnx.Param(normal_init(1.0)(rngs.params(), shape, dtypes["param_dtype"]))
-        layer = {"levels": len(coarse), "heads": heads, "points": _POINTS, "hidden": hidden}
-        self.layers = nnx.List(EncoderLayer(width, **layer, **settings) for _ in range(depth))
+        self.layers = nnx.List(
+            EncoderLayer(
+                width, levels=len(coarse), heads=heads, points=_POINTS, hidden=hidden, **settings
+            )
+            for _ in range(depth)
+        )
         self.lateral = Linear(
             channels[0],
             width,
@@ -99,19 +97,23 @@ class PixelDecoder(nnx.Module):
         Args:
             maps: of strides 4, 8, 16 and 32.
         """
-        layers = zip(self.projections, self.norms, maps[:0:-1], strict=True)
-        coarse = [norm(project(x)) for project, norm, x in layers]
-        levels = Levels.of([jnp.zeros(x.shape[:3], bool) for x in coarse])  # nothing is padding
-        tokens, width = flatten(coarse), coarse[0].shape[-1]
-        positions = jnp.concatenate([sine_positions(size, width) for size in levels.sizes])
-        positions = positions.astype(tokens.dtype)
-        positions += self.levels[...].astype(tokens.dtype)[levels.numbers]
-        positions = jnp.broadcast_to(positions, tokens.shape)
+        coarse = maps[:0:-1]
+        sizes = [x.shape[1:3] for x in coarse]
+        layers = zip(self.projections, self.norms, coarse, strict=True)
+        projected = [norm(project(x)) for project, norm, x in layers]
+        batch, dtype, width = len(coarse[0]), projected[0].dtype, projected[0].shape[-1]
+        x = jnp.concatenate([one.reshape(batch, -1, width) for one in projected], axis=1)
+        positions = [
+            sine_positions(size, width).reshape(-1, width).astype(dtype) + level.astype(dtype)
+            for size, level in zip(sizes, self.levels[...], strict=True)
+        ]
+        references = np.repeat(centres(sizes)[None, :, None], len(sizes), axis=2)
+        wide = jnp.promote_types(dtype, jnp.float32)
         for layer in self.layers:
-            tokens = layer(tokens, positions, levels)
-        ends = np.cumsum([height * width for height, width in levels.sizes])
-        parts = jnp.split(tokens, ends[:-1], axis=1)
-        coarse = [part.reshape(x.shape) for part, x in zip(parts, coarse, strict=True)]
+            x = layer(x, jnp.concatenate(positions)[None], jnp.asarray(references, wide), sizes)
+        ends = np.cumsum([height * width for height, width in sizes])
+        parts = zip(jnp.split(x, ends[:-1], axis=1), sizes, strict=True)
+        coarse = [part.reshape(batch, *size, width) for part, size in parts]
         fine = self.lateral_norm(self.lateral(maps[0]))
         fine += resize_maps(coarse[-1], fine.shape[1:3])
         fine = jax.nn.relu(self.smooth_norm(self.smooth(fine)))

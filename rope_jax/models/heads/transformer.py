@@ -7,6 +7,7 @@ Source: Zhang et al., arXiv 2203.03605, section 3; as in detrex.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from rope_jax.initializers import normal_init, xavier_init
+from rope_jax.initializers import fan_in_bias_init, glorot_init, normal_init
 from rope_jax.models.deformable import DeformableAttention
 from rope_jax.models.heads.encoder import (
     EncoderLayer,
-    FeedForward,
     Levels,
     flatten,
     map_positions,
-    norm_of,
     sines,
-    xavier,
 )
 from rope_jax.models.heads.head import Maps
-from rope_jax.models.layers import Linear, torch_linear
+from rope_jax.models.heads.queries import EPSILON, Attention, FeedForward
+from rope_jax.models.layers import Linear, layer_norm, torch_linear
 
 _NEAREST = 1e-3  # to 0 and 1 where the inverse sigmoid is taken
 
@@ -40,36 +39,6 @@ def inverse_sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     x = jnp.clip(x, 0, 1)
     return jnp.log(jnp.maximum(x, _NEAREST) / jnp.maximum(1 - x, _NEAREST))
-
-
-class SelfAttention(nnx.Module):
-    """Attention among queries, whose positions are added to queries and keys, not to values."""
-
-    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.heads = heads
-        self.qkv = Linear(width, 3 * width, kernel_init=xavier_init, rngs=rngs, **dtypes)
-        self.proj = Linear(width, width, kernel_init=xavier_init, rngs=rngs, **dtypes)
-
-    def __call__(
-        self,
-        x: Float[Array, "B Q C"],
-        positions: Float[Array, "B Q C"],
-        allowed: Bool[Array, "Q Q"] | None,
-    ) -> Float[Array, "B Q C"]:
-        """Returns the output of every query.
-
-        Args:
-            x: queries.
-            positions: of the queries.
-            allowed: whether a query (first axis) attends to another; None for all.
-        """
-        batch, queries, width = x.shape
-        *placed, _ = jnp.split(self.qkv(x + positions), 3, axis=-1)
-        value = self.qkv(x)[..., 2 * width :]
-        q, k, v = (y.reshape(batch, queries, self.heads, -1) for y in (*placed, value))
-        mask = None if allowed is None else allowed[None, None]
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask)
-        return self.proj(out.reshape(batch, queries, width))
 
 
 class DecoderLayer(nnx.Module):
@@ -90,12 +59,12 @@ class DecoderLayer(nnx.Module):
         dtypes: dict,
     ):
         settings = {"rngs": rngs, "dtypes": dtypes}
-        self.attn = SelfAttention(width, heads, **settings)
-        self.norm1 = norm_of(width, **settings)
+        norm = functools.partial(layer_norm, width, EPSILON, **settings)
+        self.attn, self.norm1 = Attention(width, heads, **settings), norm()
         self.cross = DeformableAttention(
             width, levels=levels, heads=heads, points=points, **settings
         )
-        self.norm2 = norm_of(width, **settings)
+        self.norm2 = norm()
         self.mlp = FeedForward(width, hidden, **settings)
 
     def __call__(
@@ -107,7 +76,8 @@ class DecoderLayer(nnx.Module):
         levels: Levels,
         allowed: Bool[Array, "Q Q"] | None,
     ) -> Float[Array, "B Q C"]:
-        x = self.norm1(x + self.attn(x, positions, allowed))
+        placed, mask = x + positions, None if allowed is None else allowed[None]
+        x = self.norm1(x + self.attn(placed, placed, x, mask))
         branch = self.cross(x + positions, references, tokens, levels.sizes, levels.padding)
         return self.mlp(self.norm2(x + branch))
 
@@ -192,14 +162,15 @@ class Transformer(nnx.Module):
         # Classes and boxes are as precise as parameters: their differences are small.
         wide = {"rngs": rngs, "dtypes": dtypes | {"dtype": dtypes["param_dtype"]}}
         param = dtypes["param_dtype"]
+        norm = functools.partial(layer_norm, width, EPSILON, **settings)
         self.num_classes, self.width, self.queries = num_classes, width, queries
         self.level_embed = nnx.Param(normal_init(1.0)(rngs.params(), (levels, width), param))
         self.encoder = nnx.List(EncoderLayer(width, **own) for _ in range(encoder_depth))
-        self.choice, self.choice_norm = xavier(width, width, **settings), norm_of(width, **settings)
-        self.content = nnx.Param(xavier_init(rngs.params(), (queries, width), param))
+        self.choice, self.choice_norm = _linear(width, width, **settings), norm()
+        self.content = nnx.Param(glorot_init(rngs.params(), (queries, width), param))
         self.decoder = nnx.List(DecoderLayer(width, **own) for _ in range(decoder_depth))
-        self.position = nnx.List(xavier(n * width, width, **settings) for n in (2, 1))
-        self.norm = norm_of(width, **settings)
+        self.position = nnx.List(_linear(n * width, width, **settings) for n in (2, 1))
+        self.norm = norm()
         # One each for the layers of the decoder, and the last for the choice of queries.
         heads = range(decoder_depth + 1)
         self.classes = nnx.List(_classifier(width, num_classes, **wide) for _ in heads)
@@ -224,8 +195,9 @@ class Transformer(nnx.Module):
         positions = flatten([map_positions(x, self.width) for x in padding])
         positions = positions.astype(tokens.dtype)
         positions += self.level_embed[...].astype(tokens.dtype)[levels.numbers]
+        references = levels.places()
         for layer in self.encoder:
-            tokens = layer(tokens, positions, levels)
+            tokens = layer(tokens, positions, references, levels.sizes, levels.padding)
         chosen, logits = self.choose(tokens, levels)
         references = jax.nn.sigmoid(jax.lax.stop_gradient(logits))
         content = self.content[...].astype(tokens.dtype)
@@ -292,6 +264,12 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T 4"]:
         """Boxes after a layer of the decoder, from boxes before it."""
         return jax.nn.sigmoid(self.boxes[layer](states) + inverse_sigmoid(references))
+
+
+def _linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
+    """A linear layer of torch with the kernel of DETR's transformers."""
+    init = {"kernel_init": glorot_init, "bias_init": fan_in_bias_init(inputs)}
+    return Linear(inputs, outputs, rngs=rngs, **init, **dtypes)
 
 
 def _classifier(width: int, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:

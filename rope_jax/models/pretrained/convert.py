@@ -12,7 +12,7 @@ from flax import nnx
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained.dense import detectron2
 from rope_jax.models.pretrained.detrex import detrex
-from rope_jax.models.pretrained.heads import mmseg, segmenter, vit_adapter
+from rope_jax.models.pretrained.heads import mask2former, mmseg, segmenter, vit_adapter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
 from rope_jax.models.pretrained.layouts import Slot
@@ -26,7 +26,6 @@ from rope_jax.models.pretrained.links import (
     not_floating,
     slots_of,
 )
-from rope_jax.models.pretrained.mask2former import mask2former
 from rope_jax.models.pretrained.other_stems import cat, cct, ceit, t2t
 from rope_jax.models.pretrained.tables import Table, begins, match_name
 from rope_jax.models.pretrained.timm import timm
@@ -126,8 +125,8 @@ def convert_state_dict(
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
             "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
-            "detectron2" (ViTDet), "detrex" (DINO), "mask2former", "vit_adapter", "mmseg" or
-            "segmenter". With those of classifiers the backbone of a model of dense prediction is
+            "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter", "mmseg", "segmenter" or
+            "mask2former". With those of classifiers the backbone of a model of dense prediction is
             filled.
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
             square, as all official ones are, or else of the model's shape. Needed only for a table

@@ -69,7 +69,7 @@ def adapter_backbone(model: nnx.Module) -> Table:
     for level in range(4):
         rows += batch_norm(f"map_norms.{level}", f"norm{level + 1}")
     injector, extractor = "interactions.{i}.injector", "interactions.{i}.extractor"
-    rows += _normed_deformable(injector, injector)
+    rows += _deformable(injector, injector)
     rows.append((f"{injector}.scale.gamma", f"{injector}.gamma", SAME))
     rows += _extractor("interactions.{i}.extractors.0", extractor)
     for index in (1, 2):
@@ -94,27 +94,25 @@ def _spatial_prior() -> list[Row]:
     return rows
 
 
-def deformable(ours: str, theirs: str) -> list[Row]:
-    """Rows of deformable attention, which all codes name alike."""
-    names = {"offset": "sampling_offsets", "weight": "attention_weights"}
-    rows = []
-    for here, there in (names | {"value": "value_proj", "out": "output_proj"}).items():
-        rows += dense(f"{ours}.{here}", f"{theirs}.{there}")
-    return rows
-
-
-def _normed_deformable(ours: str, theirs: str) -> list[Row]:
+def _deformable(ours: str, theirs: str) -> list[Row]:
     """Rows of deformable attention and of the norms of its two inputs."""
+    rows = [*norm(f"{ours}.query_norm", f"{theirs}.query_norm")]
+    rows += norm(f"{ours}.token_norm", f"{theirs}.feat_norm")
+    return rows + deformable(f"{ours}.attn", f"{theirs}.attn")
+
+
+def deformable(ours: str, theirs: str) -> list[Row]:
+    """Rows of deformable attention."""
+    names = {"offset": "sampling_offsets", "weight": "attention_weights"}
+    names |= {"value": "value_proj", "out": "output_proj"}
     return [
-        *norm(f"{ours}.query_norm", f"{theirs}.query_norm"),
-        *norm(f"{ours}.token_norm", f"{theirs}.feat_norm"),
-        *deformable(f"{ours}.attn", f"{theirs}.attn"),
+        row for here, there in names.items() for row in dense(f"{ours}.{here}", f"{theirs}.{there}")
     ]
 
 
 def _extractor(ours: str, theirs: str) -> list[Row]:
     return [
-        *_normed_deformable(ours, theirs),
+        *_deformable(ours, theirs),
         *norm(f"{ours}.mlp_norm", f"{theirs}.ffn_norm"),
         *dense(f"{ours}.fc1", f"{theirs}.ffn.fc1"),
         *dense(f"{ours}.fc2", f"{theirs}.ffn.fc2"),

@@ -6,9 +6,9 @@ from flax import nnx
 
 from rope_jax.models.pretrained.dense import deformable, detectron2
 from rope_jax.models.pretrained.hierarchical import SWIN_DROPPED, swin_rows
-from rope_jax.models.pretrained.layouts import DENSE, SAME
+from rope_jax.models.pretrained.layouts import SAME
 from rope_jax.models.pretrained.links import CLASSIFIER
-from rope_jax.models.pretrained.tables import Row, Table, conv, dense, norm, within
+from rope_jax.models.pretrained.tables import Row, Table, conv, dense, norm, torch_attention, within
 
 # A file has classifiers and boxes twice, as parts of the transformer and of the whole model.
 _TWICE = (
@@ -20,12 +20,12 @@ _TWICE = (
 def detrex(model: nnx.Module) -> Table:
     """IDEA-Research/detrex: DINO behind ViTDet and Swin.
 
-    Maps of ViTDet are padded to whole windows by zeros for tokens: create such a model with
+    In its code maps are padded to whole windows by zeros for tokens: create models with
     window_padding="tokens".
     """
     if not hasattr(model, "backbone"):  # the transformer by itself
-        return Table(_transformer())
-    rows = within("transformer.", _transformer(), "head.transformer.")
+        return Table(_transformer(model.width))
+    rows = within("transformer.", _transformer(model.head.options.width), "head.transformer.")
     rows += within("neck.", _neck(), "head.neck.")
     rows.append(("head.label_embed", "label_enc.weight", SAME))
     if model.backbone.hierarchical:
@@ -53,7 +53,7 @@ def _neck() -> list[Row]:
     return rows
 
 
-def _transformer() -> list[Row]:
+def _transformer(width: int) -> list[Row]:
     encoder, decoder = "encoder.layers.{i}", "decoder.layers.{i}"
     rows: list[Row] = [
         ("level_embed", "level_embeds", SAME),
@@ -63,9 +63,7 @@ def _transformer() -> list[Row]:
         *deformable("encoder.{i}.attn", f"{encoder}.attentions.0"),
         *norm("encoder.{i}.norm", f"{encoder}.norms.0"),
         *_feed_forward("encoder.{i}.mlp", encoder, "1"),
-        ("decoder.{i}.attn.qkv.kernel", f"{decoder}.attentions.0.attn.in_proj_weight", DENSE),
-        ("decoder.{i}.attn.qkv.bias", f"{decoder}.attentions.0.attn.in_proj_bias", SAME),
-        *dense("decoder.{i}.attn.proj", f"{decoder}.attentions.0.attn.out_proj"),
+        *torch_attention("decoder.{i}.attn", f"{decoder}.attentions.0.attn", width),
         *norm("decoder.{i}.norm1", f"{decoder}.norms.0"),
         *deformable("decoder.{i}.cross", f"{decoder}.attentions.1"),
         *norm("decoder.{i}.norm2", f"{decoder}.norms.1"),

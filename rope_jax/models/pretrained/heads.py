@@ -1,10 +1,11 @@
 """Name tables of dense prediction: a backbone with its neck and head, or a head by itself."""
 
-import dataclasses
+from dataclasses import replace
 
 from flax import nnx
 
-from rope_jax.models.pretrained.dense import adapter_backbone
+from rope_jax.models.pretrained.dense import adapter_backbone, deformable
+from rope_jax.models.pretrained.hierarchical import SWIN_DROPPED, swin_rows
 from rope_jax.models.pretrained.layouts import (
     DECONV,
     FIRST,
@@ -23,6 +24,7 @@ from rope_jax.models.pretrained.tables import (
     dense,
     isotropic,
     norm,
+    torch_attention,
     within,
 )
 from rope_jax.models.pretrained.timm import timm
@@ -90,7 +92,25 @@ def vit_adapter(model: nnx.Module) -> Table:
     if getattr(model, "head_notation", None) is None:
         return table
     rows = [*table.rows, *within("", _upernet(), _head(model))]
-    return dataclasses.replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
+    return replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
+
+
+def mask2former(model: nnx.Module) -> Table:
+    """facebookresearch/Mask2Former: a Swin with its norms and the head, or the head alone.
+
+    In its code maps are padded to whole windows by zeros for tokens: create a Swin with
+    window_padding="tokens".
+    """
+    head = getattr(model, "head", model)
+    pixels, queries = "pixel_decoder", "predictor"
+    rows = [*_pixel_decoder(pixels), *_masked_decoder(queries, head.options.width)]
+    if head is model:
+        return Table(rows)
+    rows = within("sem_seg_head.", rows, "head.")
+    rows += within("backbone.", _without_classifier(swin_rows()), "backbone.")
+    rows += norm("neck.norms.{i}", "backbone.norm{i}")
+    dropped = tuple(f"backbone.{name}" for name in SWIN_DROPPED)
+    return Table(rows, dropped=(*dropped, "criterion.empty_weight"))
 
 
 def _head(model: nnx.Module) -> str:
@@ -161,4 +181,51 @@ def _mmseg_block(ours: str, theirs: str) -> list[Row]:
         *norm(f"{ours}.norm2", f"{theirs}.ln2"),
         *dense(f"{ours}.mlp.fc1", f"{theirs}.ffn.layers.0.0"),
         *dense(f"{ours}.mlp.fc2", f"{theirs}.ffn.layers.1"),
+    ]
+
+
+def _pixel_decoder(theirs: str) -> list[Row]:
+    """Mask2Former's, whose 1 x 1 convolutions are linear layers here."""
+    ours, layer = "pixel_decoder", f"{theirs}.transformer.encoder.layers.{{i}}"
+    return [
+        *_pointwise(f"{ours}.projections.{{i}}", f"{theirs}.input_proj.{{i}}.0"),
+        *norm(f"{ours}.norms.{{i}}", f"{theirs}.input_proj.{{i}}.1"),
+        (f"{ours}.levels", f"{theirs}.transformer.level_embed", SAME),
+        *deformable(f"{ours}.layers.{{i}}.attn", f"{layer}.self_attn"),
+        *norm(f"{ours}.layers.{{i}}.norm", f"{layer}.norm1"),
+        *_feed_forward(f"{ours}.layers.{{i}}.mlp", layer, "norm2"),
+        *_pointwise(f"{ours}.lateral", f"{theirs}.adapter_1"),
+        *norm(f"{ours}.lateral_norm", f"{theirs}.adapter_1.norm"),
+        *conv(f"{ours}.smooth", f"{theirs}.layer_1"),
+        *norm(f"{ours}.smooth_norm", f"{theirs}.layer_1.norm"),
+        *_pointwise(f"{ours}.pixels", f"{theirs}.mask_features"),
+    ]
+
+
+def _masked_decoder(theirs: str, width: int) -> list[Row]:
+    ours, layer = "decoder", "decoder.layers.{i}"
+    cross, own, mlp = (
+        f"{theirs}.transformer_{name}_layers.{{i}}"
+        for name in ("cross_attention", "self_attention", "ffn")
+    )
+    return [
+        (f"{ours}.queries", f"{theirs}.query_feat.weight", SAME),
+        (f"{ours}.positions", f"{theirs}.query_embed.weight", SAME),
+        (f"{ours}.levels", f"{theirs}.level_embed.weight", SAME),
+        *torch_attention(f"{layer}.cross", f"{cross}.multihead_attn", width),
+        *norm(f"{layer}.cross_norm", f"{cross}.norm"),
+        *torch_attention(f"{layer}.attn", f"{own}.self_attn", width),
+        *norm(f"{layer}.norm", f"{own}.norm"),
+        *_feed_forward(f"{layer}.mlp", mlp, "norm"),
+        *norm(f"{ours}.norm", f"{theirs}.decoder_norm"),
+        *dense(f"{ours}.classify", f"{theirs}.class_embed"),
+        *dense(f"{ours}.embed.{{i}}", f"{theirs}.mask_embed.layers.{{i}}"),
+    ]
+
+
+def _feed_forward(ours: str, theirs: str, last: str) -> list[Row]:
+    return [
+        *dense(f"{ours}.fc1", f"{theirs}.linear1"),
+        *dense(f"{ours}.fc2", f"{theirs}.linear2"),
+        *norm(f"{ours}.norm", f"{theirs}.{last}"),
     ]

@@ -163,6 +163,19 @@ def attention(ours: str, theirs: str) -> list[Row]:
     ]
 
 
+def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:
+    """Rows of torch's MultiheadAttention, which holds q, k and v of `width` outputs in one tensor."""
+    rows: list[Row] = []
+    for place, name in enumerate("qkv"):
+        share = slice(place * width, (place + 1) * width)
+        kernel, bias = (dataclasses.replace(rule, cut=share) for rule in (DENSE, SAME))
+        rows += [
+            (f"{ours}.{name}.kernel", f"{theirs}.in_proj_weight", kernel),
+            (f"{ours}.{name}.bias", f"{theirs}.in_proj_bias", bias),
+        ]
+    return rows + dense(f"{ours}.out", f"{theirs}.out_proj")
+
+
 def block(ours: str, theirs: str, *, scales: tuple[str, str]) -> list[Row]:
     """Rows of a transformer block; `scales` are the names of its two LayerScales."""
     return [

@@ -14,8 +14,8 @@ from rope_jax.config import resolve
 from rope_jax.data.sources import scenes
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former import MaskPredictions
-from rope_jax.models.heads.masked_decoder import Attention, attended
-from rope_jax.models.heads.pixel_decoder import sine_positions
+from rope_jax.models.heads.masked_decoder import attended
+from rope_jax.models.heads.queries import Attention, sine_positions
 from rope_jax.models.layers import dtypes_of
 from rope_jax.tasks import segmentation
 
@@ -43,7 +43,7 @@ def test_the_decoders_have_the_official_numbers_of_parameters(channels, count):
 
 
 def test_positions_are_sines_of_rows_and_columns():
-    found = np.asarray(sine_positions((3, 5), 12)).reshape(3, 5, 12)
+    found = sine_positions((3, 5), 12)
     for y, x, k in np.ndindex(3, 5, 6):
         period = 10_000 ** (k // 2 / 3)
         wave = (np.sin, np.cos)[k % 2]
