@@ -52,10 +52,9 @@ def test_positions_are_sines_of_rows_and_columns():
         assert found[y, x, 6 + k] == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.usefixtures("x64")
 def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal((2, 3, 2, 4))
+    logits = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
     logits[0, :, :, 1] = -np.abs(logits[0, :, :, 1])  # the mask of this query is empty
     mask = np.asarray(attended(jnp.asarray(logits)))
     inside = (logits > 0).reshape(2, 6, 4).swapaxes(1, 2)
@@ -64,10 +63,10 @@ def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
     others = [(0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert all((mask[at] == inside[at]).all() for at in others)
 
-    attention = Attention(8, 2, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float64)))
+    attention = Attention(8, 2, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float32)))
     for layer in (attention.q, attention.k, attention.v, attention.out):
-        layer.bias.set_value(jnp.asarray(rng.standard_normal(8)))
-    queries, keys, values = (rng.standard_normal((2, n, 8)) for n in (4, 6, 6))
+        layer.bias.set_value(jnp.asarray(rng.standard_normal(8), jnp.float32))
+    queries, keys, values = (rng.standard_normal((2, n, 8)).astype("f") for n in (4, 6, 6))
     graph, state = nnx.split(attention)
     found = jax.jit(lambda *inputs: nnx.merge(graph, state)(*inputs))(queries, keys, values, mask)
 
@@ -82,7 +81,7 @@ def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
         shares = np.exp(k[image, kept, head] @ q[image, query, head] / np.sqrt(4))
         wanted[image, query, head] = shares / shares.sum() @ v[image, kept, head]
     wanted = dense(attention.out, wanted.reshape(2, 4, 8))
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_scores_are_sums_over_queries_of_resized_masks():
@@ -157,8 +156,9 @@ def test_every_parameter_has_a_gradient(step):
     flat = nnx.to_flat_state(gradients)
     assert all(np.isfinite(leaf[...]).all() for _, leaf in flat)
     still = {".".join(map(str, path)) for path, leaf in flat if not np.abs(leaf[...]).max() > 0}
-    # Softmax does not see what all keys share; a shift before a norm of all channels is removed.
-    assert {name for name in still if not name.endswith("k.bias")} == set()
+    # The softmax does not see what all keys share. And deformable attention does not depend on its
+    # queries before the first step.
+    assert all(name.endswith("k.bias") or name == "head.pixel_decoder.levels" for name in still)
 
 
 def test_a_small_model_learns_scenes(step):
