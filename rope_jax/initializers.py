@@ -53,10 +53,20 @@ def _orthogonal(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 orthogonal_init = _drawn(_orthogonal)
 
 
+def uniform_init(limit: float) -> Callable:
+    """A uniform distribution in +-limit."""
+    return _drawn(lambda rng, shape: np.float32(limit) * (2 * rng.random(shape, np.float32) - 1))
+
+
 def fan_in_bias_init(fan_in: int) -> Callable:
     """torch's default bias of a convolution: uniform in +-1/sqrt(fan_in)."""
-    limit = np.float32(fan_in**-0.5)
-    return _drawn(lambda rng, shape: limit * (2 * rng.random(shape, np.float32) - 1))
+    return uniform_init(fan_in**-0.5)
+
+
+def glorot_init(key: Array, shape: Shape, dtype: Any) -> Array:
+    """torch's xavier_uniform_ of a kernel [..., I, O], as of DETR's transformers."""
+    fans = math.prod(shape[:-2]) * sum(shape[-2:])
+    return uniform_init((6 / fans) ** 0.5)(key, shape, dtype)
 
 
 def conv_init(key: Array, shape: Shape, dtype: Any) -> Array:

@@ -71,7 +71,7 @@ FLOORS = {
     "rope_jax.positions": ("rope_jax_kernels text initializers plugins", f"{ARRAYS} flax.nnx"),
     "rope_jax.models": (
         "positions sharding npz",
-        f"{ARRAYS} flax.nnx safetensors huggingface_hub",
+        f"{ARRAYS} flax.nnx optax safetensors huggingface_hub",
     ),
     "rope_jax.models.__main__": ("models arguments", "flax.nnx"),
     "rope_jax.positions.__main__": ("models arguments", "flax.nnx"),  # counts parameters in a model
@@ -81,7 +81,7 @@ FLOORS = {
     ),
     "rope_jax.config": ("text arguments", "ml_collections"),
     "rope_jax.seeds": ("config", f"{ARRAYS} flax.nnx"),
-    "rope_jax.tasks": ("config data models", f"{ARRAYS} flax.nnx optax"),
+    "rope_jax.tasks": ("config data models", f"{ARRAYS} flax.nnx optax pycocotools"),
     "rope_jax.workdir": ("files text", f"{ARRAYS} orbax tensorboardX"),
     "rope_jax.restore": ("seeds models workdir", f"{ARRAYS} flax.nnx"),
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),

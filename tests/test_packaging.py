@@ -91,7 +91,7 @@ def test_every_dependency_is_pinned_for_ci():
     }
     extras = PROJECT["optional-dependencies"]
     wanted = PROJECT["dependencies"] + [
-        x for name in ("demo", "docs", "log", "plot", "test") for x in extras[name]
+        x for name in ("coco", "demo", "docs", "log", "plot", "test") for x in extras[name]
     ]
     names = {w.split(">")[0].split("[")[0].lower().replace("_", "-") for w in wanted} - {"rope-jax"}
     assert names <= pinned

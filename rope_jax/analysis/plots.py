@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 
 from rope_jax.analysis.attention import token_at
 from rope_jax.analysis.differences import Difference
-from rope_jax.evaluate.results import Row, main_score
+from rope_jax.evaluate.results import Row, main_score, score_name
 from rope_jax.files import write_file
 
 # Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
@@ -63,8 +63,7 @@ def accuracy_against_resolution(
     first = every[0]
     title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
     x = "test resolution (pixels; grey: training resolution; hollow: not square)"
-    titles = {"top1": "top-1 accuracy (%)", "miou": "mIoU (%)"}
-    _label(axes, title, x, titles[main_score(first)], pad=12)
+    _label(axes, title, x, f"{score_name(first)} (%)", pad=12)
     if squares:
         figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return _save(figure, path)

@@ -29,7 +29,16 @@ from rope_jax.analysis.runs import (
 )
 from rope_jax.arguments import command_parser
 from rope_jax.config import ConfigError, differences
-from rope_jax.evaluate.results import SCORES, SHARES, Row, class_names, main_score, score_name
+from rope_jax.evaluate.results import (
+    CLASS_SCORES,
+    SCORES,
+    SHARES,
+    Row,
+    class_names,
+    class_score,
+    main_score,
+    score_name,
+)
 from rope_jax.text import format_table
 
 # Pictures of `python -m rope_jax.analysis`, by file name, with captions.
@@ -48,6 +57,11 @@ _ANALYSES = ("attention", "maps", "fourier", "decay", "learned", "correlation")
 def _scores(rows: Sequence[Row]) -> list[float]:
     """The main score of each row."""
     return [row[main_score(row)] for row in rows]
+
+
+def _percent(share: float | None) -> str:
+    """A share in percent; None, where there is nothing to score, as a dash."""
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def percent(rows: Sequence[Row]) -> str:
@@ -110,9 +124,10 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     """Table and picture of accuracy at each resolution."""
     first = _all_runs(groups)[0].rows[0]
     text = Text(
-        f"{_sentence(first)} in percent ({first['dataset']} {first['split']}, {first['count']:,} "
-        "images). The first resolution is that of training. Of several evaluation crops the first "
-        f"counts; the others are below. Intervals are of 95 %: {_intervals(first)}."
+        f"{_sentence(score_name(first))} in percent ({first['dataset']} {first['split']}, "
+        f"{first['count']:,} images). The first resolution is that of training. Of several "
+        f"evaluation crops the first counts; the others are below. Intervals are of 95 %: "
+        f"{_intervals(first)}."
     )
     notes = [Text(f"Not alike: {note}") for note in unlike(groups)]
     header, body = comparison(groups, percent_with_interval)
@@ -131,9 +146,8 @@ def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
     return [text, *notes, Table(header, body), *([Picture(path, caption)] if path else [])]
 
 
-def _sentence(row: Row) -> str:
-    """The name of the main score at the start of a sentence."""
-    name = score_name(row)
+def _sentence(name: str) -> str:
+    """The name of a score at the start of a sentence."""
     return name[0].upper() + name[1:]
 
 
@@ -225,15 +239,14 @@ def _papers(groups: Groups) -> list[Block]:
 
 
 def _classes(groups: Groups) -> list[Block]:
-    """Intersection over union of each class at the training resolution, of the first seeds."""
+    """The score of each class at the training resolution, of the first seeds."""
     rows = {name: group[0].rows[0] for name, group in groups.items()}
-    if not all("iou" in row for row in rows.values()):
+    first = next(iter(rows.values()))
+    if (score := class_score(first)) is None:
         return []
-    columns = [
-        ["-" if x is None else f"{100 * x:.1f}" for x in row["iou"]] for row in rows.values()
-    ]
-    names = class_names(next(iter(rows.values())))
-    text = Text("Intersection over union in percent, at the training resolution.")
+    columns = [[_percent(x) for x in row[score]] for row in rows.values()]
+    names, what = class_names(first), _sentence(CLASS_SCORES[score])
+    text = Text(f"{what} in percent, at the training resolution.")
     return [text, Table(("class", *rows), list(zip(names, *columns, strict=True)))]
 
 
@@ -245,7 +258,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
     for run in runs:
         seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
         for row in run.listed:
-            accuracies = [f"{100 * row[score]:.1f}" for score in others]
+            accuracies = [_percent(row[score]) for score in others]
             accuracies = percent_with_interval([row]), *accuracies
             size = size_text(row["resolution"])
             name = f"{run.workdir.name}{seed}"

@@ -14,13 +14,30 @@ from rope_jax.text import format_table
 Row = dict[str, Any]
 
 # The numbers of a row that a table shows, with their titles. The first of a row is its main score.
-SCORES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "accuracy": "pixels"}
-_NAMES = {"top1": "top-1 accuracy", "miou": "mean IoU"}  # of main scores, in sentences
+SCORES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "miou": "mIoU",
+    "accuracy": "pixels",
+    "ap": "AP",
+    "ap50": "AP50",
+    "ap75": "AP75",
+    "ap_small": "AP small",
+    "ap_medium": "AP medium",
+    "ap_large": "AP large",
+}
+_NAMES = {  # of main scores, in sentences
+    "top1": "top-1 accuracy",
+    "miou": "mean IoU",
+    "ap": "average precision",
+}
 SHARES = ("top1", "top5")  # of `count` images; other scores have no interval over images
+# Of rows with a number for each class, with their names in sentences.
+CLASS_SCORES = {"iou": "intersection over union", "class_ap": "average precision"}
 
 
 def main_score(row: Row) -> str:
-    """The name of a row's first score: top-1 accuracy, or mean intersection over union.
+    """The name of a row's first score: top-1 accuracy, mean IoU or average precision.
 
     >>> main_score({"resolution": [64, 64], "miou": 0.5, "accuracy": 0.9})
     'miou'
@@ -35,6 +52,24 @@ def score_name(row: Row) -> str:
     'mean IoU'
     """
     return _NAMES[main_score(row)]
+
+
+def class_score(row: Row) -> str | None:
+    """The name of a row's list of numbers of classes; None for a row without one.
+
+    >>> class_score({"miou": 0.5, "iou": [0.5, None]}), class_score({"top1": 0.5})
+    ('iou', None)
+    """
+    return next((score for score in CLASS_SCORES if score in row), None)
+
+
+def share_text(share: float | None) -> str:
+    """A share as a table shows it; None, where there is nothing to score, as a dash.
+
+    >>> share_text(0.5), share_text(None)
+    ('0.5000', '-')
+    """
+    return "-" if share is None else f"{share:.4f}"
 
 
 def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None:
@@ -121,7 +156,7 @@ def results_table(rows: Sequence[Row]) -> str:
     columns = {"resolution": ["x".join(map(str, row["resolution"])) for row in rows]}
     for score, title in SCORES.items():
         if score in rows[0]:
-            columns[title] = [f"{row[score]:.4f}" for row in rows]
+            columns[title] = [share_text(row[score]) for row in rows]
     columns["images"] = [str(row["count"]) for row in rows]
     if "seed" in rows[0]:
         columns = {"seed": [str(row["seed"]) for row in rows]} | columns
@@ -131,12 +166,12 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def class_names(row: Row) -> list[str]:
-    """The names of the classes of a row of a segmentation, or their numbers."""
-    return row.get("class_names") or [str(number) for number in range(len(row["iou"]))]
+    """The names of the classes of a row with a score of each, or their numbers."""
+    return row.get("class_names") or [str(k) for k in range(len(row[class_score(row)]))]
 
 
 def class_table(rows: Sequence[Row]) -> str:
-    """Intersection over union of each class, a column for each row of a segmentation.
+    """The score of each class, a column for each row.
 
     >>> row = {"resolution": [8, 8], "iou": [0.5, None], "class_names": ["sky", "sea"]}
     >>> print(class_table([row]))
@@ -146,10 +181,10 @@ def class_table(rows: Sequence[Row]) -> str:
     sea    -
 
     Args:
-        rows: with `iou`; a class that is neither predicted nor there has None.
+        rows: with a list of `CLASS_SCORES`; a class that cannot be scored has None.
     """
     header = ["class", *("x".join(map(str, row["resolution"])) for row in rows)]
-    columns = [["-" if x is None else f"{x:.4f}" for x in row["iou"]] for row in rows]
+    columns = [[share_text(x) for x in row[class_score(row)]] for row in rows]
     return format_table(header, list(zip(class_names(rows[0]), *columns, strict=True)))
 
 

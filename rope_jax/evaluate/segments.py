@@ -108,6 +108,7 @@ def segment_split(
     batch_size: int,
     multiple: int,
     mesh: Mesh,
+    probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
     pictures: int = 0,
     bad_images: str = "error",
     poll: Callable[[int], None] = lambda images: None,
@@ -115,7 +116,7 @@ def segment_split(
     """Scores a model on a split, each image compared with its labels at its own size.
 
     Logits of windows are averaged and resized to the image, and the softmaxes of views averaged
-    (mmsegmentation).
+    (mmsegmentation). Mask2Former's scores are averaged as they are, as in its code.
 
     Args:
         apply: (weights, normalised windows) -> logits of every pixel.
@@ -127,6 +128,7 @@ def segment_split(
         batch_size: windows in a step on all devices together.
         multiple: of the sides of whole images, which are padded to it.
         mesh: the devices.
+        probabilities: see `Windows`.
         pictures: number of images that are kept with their classes.
         bad_images: "error", or "skip" for images that cannot be used.
         poll: called after each image with the number of images so far.
@@ -144,9 +146,10 @@ def segment_split(
         multiple=multiple,
         exact=images.in_memory,
         mesh=mesh,
+        probabilities=probabilities,
     )
     count = jax.jit(_count, static_argnames="number")
-    totals, kept, used = np.zeros((images.classes, 3), np.int64), [], 0
+    parts, kept, used = [np.zeros((images.classes, 3), np.int64)], [], 0
     for number in range(len(images.labels)):
         try:
             image, label = _pair(images, number)
@@ -165,7 +168,7 @@ def segment_split(
         wide = np.full(scores.shape[:2], IGNORED, np.uint8)
         wide[: label.shape[0], : label.shape[1]] = label
         found, counts = count(scores, wide, number=images.classes)
-        totals += np.asarray(counts)
+        parts.append(np.asarray(counts))
         used += 1
         if len(kept) < pictures:
             predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
@@ -174,7 +177,7 @@ def segment_split(
     resized = "images at their own size"
     if short is not None:
         resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
-    row = description(images) | {"count": used} | segmentation.scores(totals)
+    row = description(images) | {"count": used} | segmentation.scores(parts, images)
     row["protocol"] = f"{resized}, labels at their own size; {views}"
     return Scored(row, kept, windows.programs())
 

@@ -1,7 +1,8 @@
 """Segmentation of images of any size: by sliding windows or as a whole, at several scales, flipped.
 
-Few programs serve a set. The model sees windows of one size, whatever the image. Logits are added
-up on canvases, whose sides are rounded up to `bucket`s; what is beyond the image is left out.
+Few programs serve a set. The model sees windows of one size, whatever the image. Logits, or the
+scores of heads that have no logits, are added up on canvases, whose sides are rounded up to
+`bucket`s; what is beyond the image is left out.
 """
 
 import functools
@@ -75,6 +76,7 @@ class Windows:
         multiple: int = 1,
         exact: bool = False,
         mesh: Mesh,
+        probabilities: Callable[[Array], Array] = jax.nn.softmax,
     ):
         """Compiles nothing yet.
 
@@ -82,6 +84,7 @@ class Windows:
             apply: (weights, normalised windows) -> logits of every pixel.
             size, stride, batch, multiple, exact: see above.
             mesh: the devices.
+            probabilities: of the classes of pixels, from mean logits; see `SegmentationHead`.
         """
         self.size, self.stride, self.multiple, self.exact = size, stride, multiple, exact
         self.batch = -(-batch // mesh.size) * mesh.size if size else mesh.size
@@ -90,7 +93,7 @@ class Windows:
         own = functools.partial
         self._apply = jax.jit(own(apply), out_shardings=replicated(mesh))
         self._add_windows = jax.jit(own(_add_windows), donate_argnums=0)
-        self._probabilities = jax.jit(own(_probabilities))
+        self._probabilities = jax.jit(own(_probabilities, probabilities))
 
     def programs(self) -> dict[str, int]:
         """How many programs were compiled, of the model and for canvases."""
@@ -185,12 +188,13 @@ def _add_windows(
 
 
 def _probabilities(
+    probabilities: Callable[[Array], Array],
     sums: Float[Array, "h w K"],
     count: Float[Array, "h w"],
     rows: Float[Array, "H h"],
     columns: Float[Array, "W w"],
 ) -> Float[Array, "H W K"]:
-    """The softmax of mean logits after resizing by a matrix for each axis."""
+    """Those of mean logits after resizing by a matrix for each axis."""
     means = sums / count[..., None]
     means = jnp.einsum("yh,hwk->ywk", rows, means, precision="highest")
-    return jax.nn.softmax(jnp.einsum("xw,ywk->yxk", columns, means, precision="highest"))
+    return probabilities(jnp.einsum("xw,ywk->yxk", columns, means, precision="highest"))

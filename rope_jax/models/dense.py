@@ -1,21 +1,26 @@
 """Dense prediction: a backbone, a neck that makes the maps a head takes, and the head."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from rope_jax.models.backbone import Backbone
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import FourScales, StageNorms
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.models.registry import check_classes, create_backbone, find_model
+from rope_jax.models.pyramid import FeaturePyramid
+from rope_jax.models.registry import Options, check_classes, create_backbone, find_model
 from rope_jax.positions.grids import Grid
 from rope_jax.text import Call, parse
 from rope_jax_kernels import Pattern
+
+_STRIDES = (4, 8, 16, 32)
+"""Of the maps of backbones with four stages, or with maps of their own."""
 
 
 class DenseModel(Backbone):
@@ -26,6 +31,7 @@ class DenseModel(Backbone):
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
         blocks: whose maps are taken; None for the last of every stage.
+        stages: which of these maps, from 0; None for all.
     """
 
     def __init__(
@@ -34,9 +40,11 @@ class DenseModel(Backbone):
         neck: nnx.Module | None,
         head: Head,
         blocks: tuple[int, ...] | None = None,
+        stages: tuple[int, ...] | None = None,
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
-        self.blocks, self.options, self.task = blocks, backbone.options, head.task
+        self.blocks, self.stages, self.options = blocks, stages, backbone.options
+        self.task = head.task
 
     def features(
         self, images: Float[Array, "B h w 3"], **options: Any
@@ -51,26 +59,51 @@ class DenseModel(Backbone):
         # Maps of every stage have norms of their own, of the neck or the backbone.
         norm = self.head.normalised if self.blocks is not None else False
         maps = self.backbone.features(images, blocks=self.blocks, norm=norm, train=train, key=key)
+        maps = maps if self.stages is None else [maps[stage] for stage in self.stages]
         return maps if self.neck is None else self.neck(maps, train)
 
     def predict(
-        self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
+        self,
+        images: Float[Array, "B h w 3"],
+        *,
+        extent: Int[Array, "B 2"] | None = None,
+        train: bool = False,
+        key: Array | None = None,
+        **given: Any,
     ) -> Any:
-        """What the task's loss takes: the head's predictions. Arguments as in `__call__`."""
+        """What the task's loss takes: the head's predictions.
+
+        Args:
+            images, extent, train, key: as in `__call__`.
+            given: what else the head takes, see its own arguments.
+        """
         keys = self.training_keys(train, key, 2)
-        return self.head(self.head_maps(images, train=train, key=keys[0]), train=train, key=keys[1])
+        if extent is not None:
+            given |= {"extent": extent, "image_size": images.shape[1:3]}
+        maps = self.head_maps(images, train=train, key=keys[0])
+        return self.head(maps, train=train, key=keys[1], **given)
 
     def __call__(
-        self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
+        self,
+        images: Float[Array, "B h w 3"],
+        extent: Int[Array, "B 2"] | None = None,
+        *,
+        train: bool = False,
+        key: Array | None = None,
     ) -> Any:
-        """The head's result for images; for segmentation logits [B, h, w, classes] of all pixels.
+        """The head's result for images.
+
+        For segmentation these are logits [B, h, w, classes] of all pixels, for detection
+        `Detections`.
 
         Args:
             images: normalised, of any size that `grids` accepts.
+            extent: rows and columns of images that are padded at the bottom and right, for
+                detection; None without padding.
             train: whether to use dropout, augmented positions and batch statistics.
             key: for randomness in training; not needed in evaluation.
         """
-        predictions = self.predict(images, train=train, key=key)
+        predictions = self.predict(images, extent=extent, train=train, key=key)
         return self.head.result(predictions, images.shape[1:3])
 
     def training_keys(self, train: bool, key: Array | None, count: int) -> list[Array | None]:
@@ -162,7 +195,8 @@ def create_dense(
     What is None is what `described` has, a model with weights.
     """
     call = head_call(head)
-    wanted = find_head(call.name).family
+    entry = find_head(call.name)
+    wanted = entry.family
     if num_classes is None and described is not None and described.head is not None:
         num_classes = described.num_classes
     if not (num_classes := check_classes(num_classes or 0)):
@@ -186,22 +220,28 @@ def create_dense(
         **settings,
     )
     if problem := _problem(wanted, backbone):
-        serving = [other for other in HEADS if not _problem(HEADS[other].family, backbone)]
+        families = {other: entry.family for other, entry in HEADS.items()}
+        serving = [
+            other
+            for other, family in families.items()
+            if family.task == wanted.task and not _problem(family, backbone)
+        ]
         raise ValueError(
             f"the head {call.name!r} takes {problem} of {name}: use {' or '.join(serving)}, or "
             "another model"
         )
     rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(dtype))
-    neck, widths, blocks = _neck(wanted, backbone, blocks, rngs=rngs, dtypes=dtypes)
+    options = entry.options.override(f"the head {call.name!r}", dict(call.options))
+    taken = _taken(wanted, options, backbone, blocks, rngs=rngs, dtypes=dtypes)
     made = create_head(
         call.name,
-        channels=widths,
+        channels=taken.channels,
         num_classes=num_classes,
         dtype=dtypes["dtype"],
         rngs=rngs,
         overrides=dict(call.options),
     )
-    model = DenseModel(backbone, neck, made, blocks)
+    model = DenseModel(backbone, taken.neck, made, taken.blocks, taken.stages)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
     model.head_notation = head
     return model
@@ -212,38 +252,70 @@ def _problem(head: type[Head], backbone: Backbone) -> str | None:
     stages = len(backbone.parts())
     if head.strides is None:
         return "one map, not the four" if backbone.own_maps else None
-    strides = ", ".join(map(str, head.strides))
-    if backbone.own_maps or stages in (1, len(head.strides)):
+    if backbone.own_maps or stages in (1, len(_STRIDES)):
         return None
+    strides = ", ".join(map(str, head.strides))
     return f"maps of strides {strides}, not those of the {stages} stages"
 
 
-def _neck(
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """The neck between backbone and head, the channels of the head's maps, and which these are.
+
+    `blocks` and `stages` are those of `DenseModel`.
+    """
+
+    neck: nnx.Module | None
+    channels: list[int]
+    blocks: tuple[int, ...] | None = None
+    stages: tuple[int, ...] | None = None
+
+
+def _taken(
     head: type[Head],
+    options: Options,
     backbone: Backbone,
     blocks: Sequence[int] | None,
     *,
     rngs: nnx.Rngs,
     dtypes: dict,
-) -> tuple[nnx.Module | None, list[int], tuple[int, ...] | None]:
-    """The neck between backbone and head, the channels of the head's maps, and their blocks."""
-    stages = [part.position.stage for part in backbone.parts().values()]
-    widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
-    single, count = head.strides is None, 1 if head.strides is None else len(head.strides)
-    if blocks is not None and (backbone.own_maps or len(stages) > 1):
+) -> _Taken:
+    """What a head, with options, takes of a backbone."""
+    widths = [part.position.stage.channels for part in backbone.parts().values()]
+    several = backbone.own_maps or len(widths) > 1
+    if blocks is not None and several:
         raise ValueError(
             f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
             "last of every stage; leave them out"
         )
-    if backbone.own_maps:
-        return None, widths * count, None
-    if len(stages) > 1 and not single:
-        epsilon = backbone.options.norm_epsilon
-        return StageNorms(widths, epsilon, rngs=rngs, dtypes=dtypes), widths, None
+    if several and head.strides is not None:
+        stages = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
+        own = [(widths * len(_STRIDES))[stage] for stage in stages]
+        if backbone.own_maps:
+            return _Taken(None, own, stages=stages)
+        norms = StageNorms(own, backbone.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        return _Taken(norms, own, stages=stages)
+    single = head.strides is None or head.scales is not None
+    blocks = _blocks(backbone, blocks, single=single)
+    if head.strides is None:
+        return _Taken(None, widths[-1:], blocks)
+    if head.scales is None:
+        neck = FourScales(widths[0], rngs=rngs, dtypes=dtypes)
+        return _Taken(neck, widths * len(head.strides), blocks)
+    neck = FeaturePyramid(
+        widths[0], outputs=options.width, scales=head.scales, dtype=dtypes["dtype"], rngs=rngs
+    )
+    return _Taken(neck, [options.width] * len(head.strides), blocks)
+
+
+def _blocks(backbone: Backbone, blocks: Sequence[int] | None, *, single: bool) -> tuple[int, ...]:
+    """The given blocks whose maps are taken, of a `single` one or of four, or those by default."""
+    depth = sum(part.position.stage.depth for part in backbone.parts().values())
     if blocks is None:
         blocks = (depth - 1,) if single else third_blocks(depth)
     blocks = tuple(blocks)
     ascending = sorted({*blocks}) == [*blocks]
+    count = 1 if single else len(_STRIDES)
     if len(blocks) != count or not ascending or blocks[0] < 0 or blocks[-1] >= depth:
         words = "one block" if single else "four blocks"
         raise ValueError(
@@ -251,6 +323,4 @@ def _neck(
             f"{backbone.name}, from 0 and in ascending order: change blocks, or use a deeper model "
             "or another head"
         )
-    if single:
-        return None, widths[-1:], blocks
-    return FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * count, blocks
+    return blocks

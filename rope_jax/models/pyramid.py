@@ -6,7 +6,7 @@ Source: Li et al., arXiv 2203.16527, section 3, and facebookresearch/detectron2.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +74,14 @@ class FeaturePyramid(nnx.Module):
         dtype: of activations, as in `create_model`.
         rngs: for the initial weights.
 
+    Attributes:
+        least: side in tokens of the smallest maps, which are halved.
+
     Raises:
         ValueError: scales that there are no maps of.
     """
+
+    least: ClassVar[int] = 2
 
     def __init__(
         self,

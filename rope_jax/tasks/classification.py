@@ -5,6 +5,7 @@ A batch from the loader has `image`, `label`, `epoch` and `index`; `prepare_batc
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ def binary_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> 
     return optax.sigmoid_binary_cross_entropy(logits, (targets > 0).astype(logits.dtype)).mean()
 
 
+LABELS_OF = "images"
 LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
 
 
@@ -77,16 +79,16 @@ Batch = dict[str, Array]
 
 
 def check(config: Config, images: Images | Streamed) -> None:
-    """Rejects images whose pixels have classes.
+    """Rejects images whose pixels or boxes have classes.
 
     Raises:
         ConfigError: with the flag to change.
     """
-    if images.pixelwise:
+    if images.labels_of != LABELS_OF:
         raise ConfigError(
-            f"--config.data.source={config.data.source} has classes of pixels, but "
+            f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
             f"{config.model.name} without a head of dense prediction has one class for each image: "
-            "add --config.model.head=linear, segmenter or upernet"
+            "add one with --config.model.head"
         )
 
 
@@ -167,13 +169,18 @@ def count(logits: Float[Array, "B K"], batch: Batch, images: Images | Streamed) 
     return count_correct(logits, batch["label"], batch["mask"])
 
 
-def scores(totals: Int[np.ndarray, "3"]) -> dict[str, Any]:
-    """Accuracies, as fractions, and the number of images, from sums of `count` over a set.
+def scores(parts: Sequence[Int[np.ndarray, "3"]], images: Images | Streamed) -> dict[str, Any]:
+    """Accuracies, as fractions, and the number of images.
 
-    >>> scores(np.array([3, 4, 4]))
+    >>> from rope_jax import data
+    >>> scores([np.array([1, 2, 2]), np.array([2, 2, 2])], data.load("digits", split="test"))
     {'top1': 0.75, 'top5': 1.0, 'count': 4}
+
+    Args:
+        parts: from `count`, of the batches of a set.
+        images: the set; not used.
     """
-    top1, top5, number = totals.tolist()
+    top1, top5, number = np.sum(parts, axis=0, dtype=np.int64).tolist()
     return {"top1": top1 / number, "top5": top5 / number, "count": number}
 
 

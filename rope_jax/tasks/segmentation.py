@@ -5,13 +5,13 @@ images may be padded; `prepare_batch` returns `image` (normalised) and `label` f
 Pixels of label 255 belong to no class: they are neither trained on nor counted.
 """
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
@@ -19,10 +19,12 @@ from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.device_batches import take
 from rope_jax.data.images import device
-from rope_jax.models.heads import PixelLogits
-from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.dense import head_call
+from rope_jax.models.heads import find_head
+from rope_jax.models.heads.pixels import IGNORED
+from rope_jax.tasks.dense import check_dense
 
-IGNORED = 255
+LABELS_OF = "pixels"
 Batch = dict[str, Array]
 
 
@@ -32,42 +34,26 @@ def check(config: Config, images: Images | Streamed) -> None:
     Raises:
         ConfigError: with the flag to change.
     """
-    head, mix = f"--config.model.head={config.model.head}", config.mix
-    if not images.pixelwise:
-        raise ConfigError(
-            f"{head} needs classes of pixels, but --config.data.source={config.data.source} has "
-            "one class for each image: use scenes, masks or ade20k, or no head"
-        )
-    if config.model.num_classes not in (None, images.classes):
-        raise ConfigError(
-            f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
-            f"{images.classes} classes of pixels: use {images.classes}, or None for as many"
-        )
-    whole = {
-        "mix.mixup": mix.mixup,
-        "mix.cutmix": mix.cutmix,
-        "label_smoothing": config.label_smoothing,
-    }
-    for name, value in whole.items():
-        if value:
-            raise ConfigError(
-                f"--config.{name}={value} is for classes of whole images: set it to 0 with {head}"
-            )
-    if config.loss != "softmax":
-        raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
+    check_dense(
+        config,
+        images,
+        labels_of=LABELS_OF,
+        sources="scenes, masks or ade20k",
+        moved="the labels of their pixels",
+    )
+    head = f"--config.model.head={config.model.head}"
     if config.loss_pixels == "valid" and config.accumulate > 1:
         raise ConfigError(
             f"--config.accumulate={config.accumulate} does not go with --config.loss_pixels=valid, "
             "whose divisor differs between the parts of a batch: use --config.accumulate=1 or "
             "--config.loss_pixels=all"
         )
-    split = split_augment(config.data.augment)
-    for one in (*split.pixels, *split.erasing):
-        if not one.entry.colours:
-            raise ConfigError(
-                f"--config.data.augment: {one.name} changes images, but not the labels of their "
-                f"pixels: leave it out with {head}"
-            )
+    family = find_head(head_call(config.model.head).name).family
+    if config.accumulate > 1 and not family.divisible:
+        raise ConfigError(
+            f"--config.accumulate={config.accumulate} does not go with {head}, whose loss is "
+            "divided by what there is in a batch: use --config.accumulate=1"
+        )
 
 
 def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:
@@ -92,51 +78,14 @@ def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[A
         keys = device.example_keys(seed, batch["epoch"], batch["index"])
         fill = tuple(round(255 * x) for x in config.data.mean)
         images = device.apply(images, keys, augment.pixels, fill)
-    images = device.normalise(images, config.data.mean, config.data.std)
-    if "extent" in batch:
-        rows, columns = jnp.indices(labels.shape[1:])
-        height, width = batch["extent"].T[..., None, None]
-        inside = (rows < height) & (columns < width)
-        images = jnp.where(inside[..., None], images, 0)
+    images = device.normalise(images, config.data.mean, config.data.std, batch.get("extent"))
     return {"image": images, "label": labels}
-
-
-def pixel_loss(
-    logits: Float[Array, "B h w K"], labels: UInt8[Array, "B H W"], *, divisor: str = "all"
-) -> Float[Array, ""]:
-    """Cross entropy of the softmax of resized logits, in nats.
-
-    >>> labels = jnp.uint8([[[0, 255]]])
-    >>> [round(float(pixel_loss(jnp.zeros((1, 1, 1, 4)), labels, divisor=n)), 4)
-    ...  for n in ("all", "valid")]
-    [0.6931, 1.3863]
-
-    The resized logits and their softmax are recomputed in the backward pass: they are the largest
-    arrays of a step, 16 times as large as the logits.
-
-    Args:
-        logits: of any size.
-        labels: 0 to K - 1, or 255 for pixels without a class.
-        divisor: of the sum over pixels with a class: the number of "all" pixels (mmsegmentation) or
-            that of the "valid" ones (Segmenter).
-    """
-
-    @jax.checkpoint
-    def total(logits: Float[Array, "B h w K"]) -> Float[Array, ""]:
-        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        full = resize_maps(wide, labels.shape[1:])
-        losses = optax.softmax_cross_entropy_with_integer_labels(full, jnp.where(valid, labels, 0))
-        return jnp.where(valid, losses, 0).sum()
-
-    valid = labels != IGNORED
-    count = valid.sum() if divisor == "valid" else labels.size
-    return total(logits) / jnp.maximum(count, 1)
 
 
 def loss(
     model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss with that of auxiliary logits, and the pixel accuracy.
+    """The training loss of the model's head, and the pixel accuracy.
 
     Args:
         model: with a head of segmentation.
@@ -144,20 +93,9 @@ def loss(
         config: of the run.
         key: of this step.
     """
-    found: PixelLogits = model.predict(batch["image"], train=True, key=key)
-    value = pixel_loss(found.logits, batch["label"], divisor=config.loss_pixels)
-    if found.auxiliary is not None:
-        other = pixel_loss(found.auxiliary, batch["label"], divisor=config.loss_pixels)
-        value += found.auxiliary_weight * other
-    # For progress only: every logit is compared with the pixel at its place.
-    labels = batch["label"]
-    rows, columns = (
-        ((np.arange(n) + 0.5) * size / n).astype(int)
-        for n, size in zip(found.logits.shape[1:3], labels.shape[1:], strict=True)
-    )
-    labels = labels[:, rows[:, None], columns]
-    right = (found.logits.argmax(-1) == labels).sum()
-    return value, right / jnp.maximum((labels != IGNORED).sum(), 1)
+    found = model.predict(batch["image"], train=True, key=key)
+    own = jax.random.fold_in(key, zlib.crc32(b"loss"))
+    return model.head.loss(found, batch, divisor=config.loss_pixels, key=own)
 
 
 def count(
@@ -205,21 +143,25 @@ def count_pixels(
     return jnp.stack(counts, axis=-1).astype(jnp.int32)
 
 
-def scores(totals: Int[np.ndarray, "K 3"]) -> Mapping[str, Any]:
+def scores(parts: Sequence[Int[np.ndarray, "K 3"]], images: Images | Streamed) -> Mapping[str, Any]:
     """Mean intersection over union of the classes that occur, and pixel accuracy.
 
-    >>> found = scores(np.array([[3, 3, 4], [2, 3, 2], [0, 0, 0]]))
+    >>> from rope_jax.data import LabelMaps
+    >>> pixels, labels = np.zeros((1, 8, 8, 3), np.uint8), np.zeros((1, 8, 8), np.uint8)
+    >>> images = LabelMaps(pixels, labels, "mine", "test", classes=3)
+    >>> found = scores([np.array([[3, 3, 4], [2, 3, 2], [0, 0, 0]])], images)
     >>> found["iou"], round(found["miou"], 4), round(found["accuracy"], 4)
     ([0.75, 0.6666666666666666, None], 0.7083, 0.8333)
 
     Args:
-        totals: sums of `count_pixels` over a set.
+        parts: from `count_pixels`, of the batches of a set.
+        images: the set; not used.
 
     Returns:
         `miou`; `accuracy`, the share of pixels with a class that are predicted correctly; `iou`, of
         every class, None for one that is neither predicted nor there.
     """
-    right, predicted, there = np.asarray(totals, np.int64).T
+    right, predicted, there = np.sum(parts, axis=0, dtype=np.int64).T
     union = predicted + there - right
     iou = [float(a / b) if b else None for a, b in zip(right, union, strict=True)]
     occurring = [x for x in iou if x is not None]

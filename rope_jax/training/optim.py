@@ -135,15 +135,22 @@ def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
     Args:
         params: of a model.
         exempt: what is not decayed. "declared": biases, norms, and what models and schemes declare
-            (`nnx.Param(value, decay=False)`: positions, class tokens); "vectors": biases and norms
+            (`nnx.Param(value, decay=False)`: positions, class tokens); "norms": norms and what is
+            declared, but not the biases of layers, as detectron2 does; "vectors": biases and norms
             only, parameters with one axis or none, not counting that of layers; "nothing":
             everything is decayed.
     """
+    norms = {path[:-1] for path, _ in nnx.to_flat_state(params) if path[-1] == "scale"}
 
     def decays(path: tuple, leaf: nnx.Variable) -> bool:
         matrix = len(leaf.shape) - _stacked(path, leaf) > 1
-        declared = leaf.get_metadata().get("decay", matrix)
-        return {"declared": declared, "vectors": matrix, "nothing": True}[exempt]
+        declared = leaf.get_metadata().get("decay")
+        return {
+            "declared": matrix if declared is None else declared,
+            "norms": path[:-1] not in norms if declared is None else declared,
+            "vectors": matrix,
+            "nothing": True,
+        }[exempt]
 
     return _of_each(decays, params)
 
@@ -230,13 +237,17 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     return _of_each(rate, params)
 
 
-BACKBONE = "backbone"  # of a dense model
+BACKBONE, NECK = "backbone", "neck"  # of a dense model
 _STEM = ("patch_embed", "class_token", "registers", "position")
 
 
 def backbone_rates(params: nnx.State, factor: float) -> Any:
-    """Factors on the learning rate: `factor` for the backbone of a dense model, 1 for the rest."""
-    return _of_each(lambda path, leaf: factor if path[0] == BACKBONE else 1.0, params)
+    """Factors on the learning rate: `factor` for all of a dense model but its head, 1 for the head.
+
+    The norms or the pyramid that make the head's maps are part of the backbone in official codes.
+    Models without a head of dense prediction have the factor 1.
+    """
+    return _of_each(lambda path, leaf: factor if path[0] in (BACKBONE, NECK) else 1.0, params)
 
 
 def make_optimizer(

@@ -10,7 +10,7 @@ import pytest
 from rope_jax import config as cfg
 from rope_jax import plugins
 from rope_jax.analysis import expected, page, plots, report
-from rope_jax.evaluate import write_results
+from rope_jax.evaluate import add_evaluation, write_results
 from rope_jax.files import sealed
 from rope_jax.models import list_models
 from rope_jax.positions import create_position
@@ -128,6 +128,29 @@ def test_runs_of_a_segmentation_are_compared_by_mean_iou(tmp_path, capsys):
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
     with pytest.raises(SystemExit, match=r"by mean IoU and .* by top-1 accuracy: compare runs of"):
         report.main([str(a), str(c)])
+
+
+def detected(ap, by_class):
+    sizes = {"ap_small": ap, "ap_medium": None, "ap_large": None}
+    row = {"ap": ap, "ap50": ap, "ap75": ap, "class_ap": by_class, "resolution": [64, 64]} | sizes
+    about = {"dataset": "scenes", "split": "test", "count": 200, "protocol": "as it is"}
+    return [row | about | {"class_names": ["zero", "one"]}]
+
+
+def test_runs_of_a_detection_are_compared_by_average_precision(tmp_path, capsys):
+    a = workdir(tmp_path / "a", "ape", detected(0.25, [0.25, None]))
+    b = workdir(tmp_path / "b", "rope2d", detected(0.5, [0.5, None]))
+    add_evaluation(a / "evaluations.json", detected(0.125, [0.125, None])[0] | {"asked": {}})
+    report.main([str(a), str(b)])
+    assert "average precision (%) at test resolution" in capsys.readouterr().out
+    assert (tmp_path / "comparison.txt").read_text().splitlines()[-1].split() == ["rope2d", "+25.0"]
+    markdown = (tmp_path / "report.md").read_text()
+    assert "Average precision in percent (scenes test, 200 images)" in markdown
+    assert "Average precision in percent, at the training resolution." in markdown
+    assert "| zero | 25.0 | 50.0 |" in markdown
+    assert "| one | - | - |" in markdown
+    further = "| a | scenes | 64x64 | 12.5 | 12.5 | 12.5 | 12.5 | - | - | as it is |"
+    assert further in markdown
 
 
 def test_intervals_are_the_textbook_ones():

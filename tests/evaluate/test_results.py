@@ -11,7 +11,7 @@ from rope_jax.evaluate import (
     usable_results,
     write_results,
 )
-from rope_jax.evaluate.results import usable_evaluations
+from rope_jax.evaluate.results import class_table, usable_evaluations
 
 ROWS = [
     {
@@ -45,6 +45,15 @@ def test_rows_of_two_crops_are_told_apart():
 def test_rows_of_one_protocol_do_not_repeat_it():
     assert "protocol" not in results_table(ROWS[:2])
     assert rows_by_line("ape", ROWS[:2]) == {"ape": ROWS[:2]}
+
+
+def test_scores_of_detections_are_listed_and_none_is_a_dash():
+    row = {"resolution": [64, 64], "ap": 0.25, "ap50": 0.5, "ap75": 0.125, "ap_small": 0.25}
+    row |= {"ap_medium": None, "ap_large": None, "count": 200, "class_ap": [0.25, None]}
+    header, _, line = results_table([row]).splitlines()
+    assert header.split("  ")[-1] == "images"
+    assert line.split() == ["64x64", "0.2500", "0.5000", "0.1250", "0.2500", "-", "-", "200"]
+    assert class_table([row]).split()[-4:] == ["0", "0.2500", "1", "-"]
 
 
 def test_seeds_and_crops_have_lines_of_their_own():

@@ -66,6 +66,16 @@ def test_overlapping_windows_are_averaged_before_the_softmax():
     np.testing.assert_allclose(found[:, 0], jax.nn.sigmoid(total / count), atol=1e-6)
 
 
+def test_scores_that_are_no_logits_are_averaged_over_windows_and_views():
+    """As Mask2Former's: no softmax makes differences between views smaller."""
+    image, original = picture(12, 10), (19, 11)
+    views = [(image, False), (resize_image(image, (8, 9)), False)]
+    own = make(probabilities=lambda scores: scores)
+    found = np.asarray(own.scores(WEIGHTS, views, original))[:19, :11]
+    wanted = [logits(view, original) for view, _ in views]
+    np.testing.assert_allclose(found, np.mean(wanted, axis=0), atol=1e-5)
+
+
 def test_images_of_all_sizes_share_programs():
     windows = make()
     for height, width in [(17, 20), (18, 24), (23, 19), (24, 24)]:  # one bucket, 24 x 24

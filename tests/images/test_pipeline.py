@@ -206,6 +206,9 @@ def test_evaluation_batches(batch_size):
     np.testing.assert_array_equal(
         np.concatenate([one["label"] for one in got])[mask], images.labels
     )
+    np.testing.assert_array_equal(
+        np.concatenate([one["index"] for one in got])[mask], np.arange(10)
+    )
 
 
 @pytest.mark.parametrize("of", [2, 3, 6])

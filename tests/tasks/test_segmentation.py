@@ -8,39 +8,21 @@ from flax import nnx
 
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources.scenes import LabelMaps
-from rope_jax.models.heads import PixelLogits
-from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads import PixelLogits, SegmentationHead
+from rope_jax.models.heads.pixels import pixel_loss
 from rope_jax.tasks import segmentation as task
 
 
-@pytest.mark.parametrize("divisor", ["all", "valid"])
-def test_the_loss_is_the_cross_entropy_of_pixels_with_a_class(divisor):
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
-    labels = rng.integers(0, 5, (2, 6, 8), dtype=np.uint8)
-    labels[rng.random(labels.shape) < 0.3] = 255
-    full = np.asarray(resize_maps(jnp.asarray(logits), (6, 8)), np.float64)
-    shares = np.exp(full) / np.exp(full).sum(-1, keepdims=True)
-    valid = labels != 255
-    picked = np.take_along_axis(shares, np.where(valid, labels, 0)[..., None], -1)[..., 0]
-    count = valid.sum() if divisor == "valid" else labels.size
-    wanted = -np.log(picked)[valid].sum() / count
-    found, gradient = jax.jit(
-        jax.value_and_grad(lambda x: task.pixel_loss(x, jnp.asarray(labels), divisor=divisor))
-    )(logits)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    # Ignored pixels have no gradient: that of an image of them is 0.
-    ignored = np.full_like(labels, 255)
-    nothing = jax.grad(lambda x: task.pixel_loss(x, jnp.asarray(ignored), divisor=divisor))(logits)
-    assert np.abs(gradient).max() > 0
-    np.testing.assert_array_equal(nothing, 0)
+def some_maps(classes):
+    pixels = np.zeros((1, 4, 4, 3), np.uint8)
+    return LabelMaps(pixels, np.zeros((1, 4, 4), np.uint8), "own", "test", classes)
 
 
 class Constant(nnx.Module):
     """A model whose predictions are given."""
 
     def __init__(self, predictions):
-        self.predictions = nnx.data(predictions)
+        self.predictions, self.head = nnx.data(predictions), SegmentationHead()
 
     def predict(self, images, *, train, key):
         assert train
@@ -54,7 +36,7 @@ def test_the_auxiliary_loss_has_its_weight():
     config, batch = resolve({}), {"image": jnp.zeros((1, 4, 4, 3)), "label": labels}
     model = Constant(PixelLogits(logits, other, 0.4))
     found, accuracy = task.loss(model, batch, config, key=jax.random.key(0))
-    wanted = task.pixel_loss(logits, labels) + 0.4 * task.pixel_loss(other, labels)
+    wanted = pixel_loss(logits, labels) + 0.4 * pixel_loss(other, labels)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     wanted = (logits.argmax(-1) == labels[:, 1::2, 1::2]).mean()
     np.testing.assert_allclose(accuracy, wanted, rtol=1e-6)
@@ -63,7 +45,7 @@ def test_the_auxiliary_loss_has_its_weight():
 def test_scores_are_those_of_the_definition_over_a_whole_set():
     """Intersections and unions are summed over all images before they are divided."""
     rng = np.random.default_rng(0)
-    classes, total = 6, 0
+    classes, parts = 6, []
     predicted = rng.integers(0, classes - 1, (9, 11, 13))
     label = rng.integers(0, classes - 1, (9, 11, 13)).astype(np.uint8)
     label[rng.random(label.shape) < 0.2] = 255
@@ -72,15 +54,14 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
         own = slice(first, first + 4)
         rows = len(predicted[own])
         pad = [(0, 4 - rows), (0, 0), (0, 0)]
-        total = total + np.asarray(
-            task.count_pixels(
-                jnp.asarray(np.pad(predicted[own], pad)),
-                jnp.asarray(np.pad(label[own], pad)),
-                jnp.arange(4) < rows,
-                classes,
-            )
+        counts = task.count_pixels(
+            jnp.asarray(np.pad(predicted[own], pad)),
+            jnp.asarray(np.pad(label[own], pad)),
+            jnp.arange(4) < rows,
+            classes,
         )
-    found, iou = task.scores(total), []
+        parts.append(np.asarray(counts))
+    found, iou = task.scores(parts, some_maps(classes)), []
     valid = label != 255
     for k in range(classes):
         there, said = (label == k) & valid, (predicted == k) & valid
@@ -95,7 +76,8 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
 
 def test_a_class_that_is_predicted_but_not_there_counts_with_zero():
     label, predicted = jnp.uint8([[[0, 0]]]), jnp.array([[[0, 1]]])
-    found = task.scores(np.asarray(task.count_pixels(predicted, label, jnp.array([True]), 3)))
+    counts = task.count_pixels(predicted, label, jnp.array([True]), 3)
+    found = task.scores([np.asarray(counts)], some_maps(3))
     assert found["iou"] == [0.5, 0.0, None]
     assert found["miou"] == 0.25
 
@@ -126,6 +108,11 @@ def test_padding_of_images_is_black_after_normalisation():
             {"accumulate": 2, "loss_pixels": "valid"},
             "accumulate=2 does not go with --config.loss_pixels=valid",
         ),
+        (
+            11,
+            {"accumulate": 2, "model": {"head": "mask2former(queries=9)", "num_classes": 11}},
+            "accumulate=2 does not go with --config.model.head=mask2former.queries=9., whose loss",
+        ),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(classes, changes, message):
@@ -136,4 +123,4 @@ def test_settings_that_do_not_suit_are_refused(classes, changes, message):
     task.check(config, images)
     task.check(dataclasses.replace(config, accumulate=2), images)
     with pytest.raises(ConfigError, match=message):
-        task.check(resolve({"model": model | {"num_classes": classes}, **changes}), images)
+        task.check(resolve({"model": model | {"num_classes": classes}} | changes), images)

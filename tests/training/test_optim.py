@@ -104,6 +104,35 @@ def test_only_matrices_are_decayed_and_schemes_are_exempt(model, position):
     assert any(name.startswith("position.") for name in mask)
 
 
+def test_biases_of_layers_are_decayed_where_norms_are_exempt():
+    """detectron2 exempts norms; embeddings and bias tables are declared."""
+    head = "mask2former(width=8,heads=2,groups=2,depth=1,pixel_depth=1,queries=3)"
+    create = lambda: rope_jax.create_model(
+        "swin_t", head=head, num_classes=2, image_size=64, depths=(1, 1, 1, 1), width=32
+    )
+    params = nnx.state(nnx.eval_shape(create), nnx.Param)
+    mask = dict(named_leaves(optim.decay_mask(params, "norms")))
+    decayed = {
+        "backbone.stages.0.blocks.0.attn.qkv.bias": True,
+        "backbone.stages.0.blocks.0.norm1.bias": False,
+        "backbone.stages.0.position.offsets": False,
+        "neck.norms.0.scale": False,
+        "neck.norms.0.bias": False,
+        "head.pixel_decoder.norms.0.bias": False,
+        "head.pixel_decoder.layers.0.attn.offset.bias": True,
+        "head.pixel_decoder.levels": True,
+        "head.decoder.levels": False,
+        "head.decoder.queries": False,
+        "head.decoder.positions": False,
+        "head.decoder.classify.kernel": True,
+        "head.decoder.classify.bias": True,
+    }
+    assert {name: mask[name] for name in decayed} == decayed
+    rates = dict(named_leaves(optim.backbone_rates(params, 0.1)))
+    found = {name.split(".")[0]: rate for name, rate in rates.items()}
+    assert found == {"backbone": 0.1, "neck": 0.1, "head": 1.0}
+
+
 @pytest.mark.parametrize(
     ("exempt", "bare"), [("declared", False), ("vectors", True), ("nothing", True)]
 )
@@ -397,10 +426,8 @@ def test_the_backbone_of_a_dense_model_has_a_rate_of_its_own():
     )
     params = nnx.state(model, nnx.Param)
     factors = dict(named_leaves(optim.backbone_rates(params, 0.1)))
-    assert {name.split(".")[0]: factor for name, factor in factors.items()} == {
-        "backbone": 0.1,
-        "head": 1.0,
-    }
+    wanted = {"backbone": 0.1, "head": 1.0}
+    assert {name.split(".")[0]: factor for name, factor in factors.items()} == wanted
     rates = dict(named_leaves(optim.layer_rates(params, 0.5)))
     assert rates["head.blocks.0.mlp.fc1.kernel"] == 1.0
     assert rates["backbone.blocks.1.mlp.fc1.kernel"] == 0.5

@@ -30,17 +30,27 @@ _INTERPOLATIONS = ("bilinear", "bicubic", "random")
 
 
 def normalise(
-    images: UInt8[Array, "*B H W 3"], mean: Sequence[float], std: Sequence[float]
+    images: UInt8[Array, "*B H W 3"],
+    mean: Sequence[float],
+    std: Sequence[float],
+    extent: Int[Array, "*B 2"] | None = None,
 ) -> Float[Array, "*B H W 3"]:
-    """Returns (images / 255 - mean) / std in float32.
+    """Returns (images / 255 - mean) / std in float32, and 0 where images are padded.
 
     Args:
         images: uint8 [..., H, W, 3].
         mean: of each channel, of values in [0, 1].
         std: likewise, above 0.
+        extent: rows and columns of each image before padding at the bottom and on the right; None
+            for images without padding.
     """
     mean, std = jnp.asarray(mean, jnp.float32), jnp.asarray(std, jnp.float32)
-    return (images.astype(jnp.float32) / 255 - mean) / std
+    images = (images.astype(jnp.float32) / 255 - mean) / std
+    if extent is None:
+        return images
+    rows, columns = jnp.indices(images.shape[-3:-1])
+    inside = (rows < extent[..., :1, None]) & (columns < extent[..., 1:, None])
+    return jnp.where(inside[..., None], images, 0)
 
 
 def rand_augment(

@@ -1,6 +1,12 @@
 """Heads of dense prediction, by name: from feature maps to predictions."""
 
-from rope_jax.models.heads import linear, segmenter, upernet  # noqa: F401  (they register heads)
+from rope_jax.models.heads import (  # noqa: F401  (they register heads)
+    dino,
+    linear,
+    mask2former,
+    segmenter,
+    upernet,
+)
 from rope_jax.models.heads.head import (
     HEADS,
     Head,

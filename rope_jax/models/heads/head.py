@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from rope_jax import plugins
 from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads.pixels import pixel_accuracy, pixel_loss
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.registry import Options
 from rope_jax.positions.grids import Grid
@@ -57,25 +58,35 @@ class Head(nnx.Module):
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
+        optional: how many of these, the last ones, it makes itself where they are missing.
+        scales: of the `FeaturePyramid` that makes these maps from the last one of a plain ViT, with
+            as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
+        divisible: whether the loss of a batch is the mean of the losses of its equal parts.
         options: of this head.
         out_features: number of classes.
     """
 
     task: ClassVar[str]
     strides: ClassVar[tuple[int, ...] | None] = None
+    optional: ClassVar[int] = 0
+    scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
+    divisible: ClassVar[bool] = True
     options: Options
     out_features: int
 
-    def __call__(self, maps: Maps, *, train: bool = False, key: Array | None = None) -> Any:
+    def __call__(
+        self, maps: Maps, *, train: bool = False, key: Array | None = None, **given: Any
+    ) -> Any:
         """Predictions, in the form that the task's loss takes.
 
         Args:
             maps: as many as the constructor was given channels.
             train: whether to use dropout and batch statistics.
             key: for dropout; None drops nothing.
+            given: what else the task gives its models, such as `extent` for detection.
         """
         raise NotImplementedError
 
@@ -90,6 +101,24 @@ class Head(nnx.Module):
 
     def result(self, predictions: Any, image_size: Grid) -> Any:
         """What a model returns for images of (height, width) pixels."""
+        raise NotImplementedError
+
+    def loss(
+        self,
+        predictions: Any,
+        batch: Mapping[str, Array],
+        *,
+        key: Array | None = None,
+        **settings: Any,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The training loss of predictions, and a metric for the progress line.
+
+        Args:
+            predictions: of this head in training.
+            batch: of the task's `prepare_batch`.
+            key: for losses that draw.
+            settings: of the run, which the task names.
+        """
         raise NotImplementedError
 
 
@@ -116,6 +145,33 @@ class SegmentationHead(Head):
 
     def result(self, predictions: PixelLogits, image_size: Grid) -> Float[Array, "B H W K"]:
         return resize_maps(predictions.logits, image_size)
+
+    def probabilities(self, results: Float[Array, "H W K"]) -> Float[Array, "H W K"]:
+        """Probabilities of classes from means of results, over the windows that see a pixel."""
+        return jax.nn.softmax(results)
+
+    def loss(
+        self,
+        predictions: PixelLogits,
+        batch: Mapping[str, Array],
+        *,
+        key: Array | None = None,
+        divisor: str = "all",
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The cross entropy with that of auxiliary logits, and the pixel accuracy.
+
+        Args:
+            predictions: of this head in training.
+            batch: with `label` uint8 [B, H, W], the classes of pixels, or 255.
+            key: not used.
+            divisor: see `pixel_loss`.
+        """
+        labels = batch["label"]
+        value = pixel_loss(predictions.logits, labels, divisor=divisor)
+        if predictions.auxiliary is not None:
+            other = pixel_loss(predictions.auxiliary, labels, divisor=divisor)
+            value += predictions.auxiliary_weight * other
+        return value, pixel_accuracy(predictions.logits, labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +213,7 @@ def list_heads(pattern: str = "*") -> list[str]:
 
     >>> import rope_jax.models.heads
     >>> list_heads("*er*")
-    ['segmenter', 'upernet']
+    ['mask2former', 'segmenter', 'upernet']
     """
     plugins.load_installed()
     return sorted(fnmatch.filter(HEADS, pattern))
@@ -210,7 +266,7 @@ def create_head(
     """
     entry = find_head(name)
     count = 1 if entry.family.strides is None else len(entry.family.strides)
-    if len(channels) != count:
+    if not count - entry.family.optional <= len(channels) <= count:
         raise ValueError(f"the head {name!r} takes {count} maps, but {len(channels)} are given")
     return entry.family(
         entry.options.override(f"the head {name!r}", overrides),

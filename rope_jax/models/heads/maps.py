@@ -88,6 +88,13 @@ def dropout(
     return x * jnp.where(kept, 1 / (1 - rate), 0).astype(x.dtype)
 
 
+def group_norm(width: int, groups: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.GroupNorm:
+    """Normalisation of groups of channels over a whole map, as torch's."""
+    return nnx.GroupNorm(
+        width, num_groups=groups, epsilon=1e-5, use_fast_variance=False, rngs=rngs, **dtypes
+    )
+
+
 class ConvNorm(nnx.Module):
     """A convolution without bias, batch normalisation and ReLU: mmcv's ConvModule.
 

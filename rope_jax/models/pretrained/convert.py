@@ -11,7 +11,8 @@ from flax import nnx
 
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained.dense import detectron2
-from rope_jax.models.pretrained.heads import mmseg, segmenter, vit_adapter
+from rope_jax.models.pretrained.detrex import detrex
+from rope_jax.models.pretrained.heads import mask2former, mmseg, segmenter, vit_adapter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
 from rope_jax.models.pretrained.layouts import Slot
@@ -50,9 +51,11 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "segmenter": segmenter,
     "detectron2": detectron2,
     "vit_adapter": vit_adapter,
+    "detrex": detrex,
+    "mask2former": mask2former,
 }
 
-DENSE = ("mmseg", "segmenter", "detectron2", "vit_adapter")
+DENSE = ("mmseg", "segmenter", "detectron2", "vit_adapter", "detrex", "mask2former")
 """Sources that name a model with its head; others name classifiers, whose backbone one may be."""
 
 _ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
@@ -122,8 +125,9 @@ def convert_state_dict(
         state_dict: arrays by their names in the source's files.
         source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
             "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
-            "detectron2" (ViTDet), "vit_adapter", "mmseg" or "segmenter". With those of classifiers
-            the backbone of a model of dense prediction is filled.
+            "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter", "mmseg", "segmenter" or
+            "mask2former". With those of classifiers the backbone of a model of dense prediction is
+            filled.
         grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
             square, as all official ones are, or else of the model's shape. Needed only for a table
             whose length allows both.

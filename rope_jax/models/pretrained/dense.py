@@ -98,10 +98,16 @@ def _deformable(ours: str, theirs: str) -> list[Row]:
     """Rows of deformable attention and of the norms of its two inputs."""
     rows = [*norm(f"{ours}.query_norm", f"{theirs}.query_norm")]
     rows += norm(f"{ours}.token_norm", f"{theirs}.feat_norm")
+    return rows + deformable(f"{ours}.attn", f"{theirs}.attn")
+
+
+def deformable(ours: str, theirs: str) -> list[Row]:
+    """Rows of deformable attention."""
     names = {"offset": "sampling_offsets", "weight": "attention_weights"}
-    for here, there in (names | {"value": "value_proj", "out": "output_proj"}).items():
-        rows += dense(f"{ours}.attn.{here}", f"{theirs}.attn.{there}")
-    return rows
+    names |= {"value": "value_proj", "out": "output_proj"}
+    return [
+        row for here, there in names.items() for row in dense(f"{ours}.{here}", f"{theirs}.{there}")
+    ]
 
 
 def _extractor(ours: str, theirs: str) -> list[Row]:

@@ -1,10 +1,11 @@
 """Name tables of dense prediction: a backbone with its neck and head, or a head by itself."""
 
-import dataclasses
+from dataclasses import replace
 
 from flax import nnx
 
-from rope_jax.models.pretrained.dense import adapter_backbone
+from rope_jax.models.pretrained.dense import adapter_backbone, deformable
+from rope_jax.models.pretrained.hierarchical import SWIN_DROPPED, swin_rows
 from rope_jax.models.pretrained.layouts import (
     DECONV,
     FIRST,
@@ -23,6 +24,8 @@ from rope_jax.models.pretrained.tables import (
     dense,
     isotropic,
     norm,
+    torch_attention,
+    within,
 )
 from rope_jax.models.pretrained.timm import timm
 
@@ -53,8 +56,8 @@ def segmenter(model: nnx.Module) -> Table:
         ("proj_class.kernel", "proj_classes", SAME),
         *norm("mask_norm", "mask_norm"),
     ]
-    rows = _within("decoder.", head, _head(model))
-    rows += _within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
+    rows = within("decoder.", head, _head(model))
+    rows += within("encoder.", _without_classifier([APE, *isotropic()]), "backbone.")
     return Table(rows, dropped=("encoder.head.weight", "encoder.head.bias"))
 
 
@@ -65,11 +68,11 @@ def mmseg(model: nnx.Module) -> Table:
     deconvolutions as in BEiT's and MAE's, which are timm's names, ViT-Adapter's as in its code, and
     others as in the library's own ViT.
     """
-    rows = _within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
+    rows = within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
     if getattr(getattr(model, "backbone", None), "own_maps", False):
         return vit_adapter(model)
     if getattr(model, "neck", None) is None:
-        return Table(rows + _within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
+        return Table(rows + within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
     table = timm(model.backbone)
     neck: list[Row] = [
         *dense("up1", "fpn1.0", DECONV),
@@ -77,8 +80,8 @@ def mmseg(model: nnx.Module) -> Table:
         *dense("up2", "fpn1.3", DECONV),
         *dense("up", "fpn2.0", DECONV),
     ]
-    rows += _within("backbone.", _without_classifier(table.rows), "backbone.")
-    rows += _within("backbone.", neck, "neck.")
+    rows += within("backbone.", _without_classifier(table.rows), "backbone.")
+    rows += within("backbone.", neck, "neck.")
     dropped = tuple(f"backbone.{name}" for name in table.dropped)
     return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
 
@@ -88,18 +91,31 @@ def vit_adapter(model: nnx.Module) -> Table:
     table = adapter_backbone(model)
     if getattr(model, "head_notation", None) is None:
         return table
-    rows = [*table.rows, *_within("", _upernet(), _head(model))]
-    return dataclasses.replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
+    rows = [*table.rows, *within("", _upernet(), _head(model))]
+    return replace(table, rows=rows, dropped=(*table.dropped, *_BATCH_NORMS))
+
+
+def mask2former(model: nnx.Module) -> Table:
+    """facebookresearch/Mask2Former: a Swin with its norms and the head, or the head alone.
+
+    In its code maps are padded to whole windows by zeros for tokens: create a Swin with
+    window_padding="tokens".
+    """
+    head = getattr(model, "head", model)
+    pixels, queries = "pixel_decoder", "predictor"
+    rows = [*_pixel_decoder(pixels), *_masked_decoder(queries, head.options.width)]
+    if head is model:
+        return Table(rows)
+    rows = within("sem_seg_head.", rows, "head.")
+    rows += within("backbone.", _without_classifier(swin_rows()), "backbone.")
+    rows += norm("neck.norms.{i}", "backbone.norm{i}")
+    dropped = tuple(f"backbone.{name}" for name in SWIN_DROPPED)
+    return Table(rows, dropped=(*dropped, "criterion.empty_weight"))
 
 
 def _head(model: nnx.Module) -> str:
     """Start of the names of a head's parameters, which may be the model itself."""
     return "head." if hasattr(model, "backbone") else ""
-
-
-def _within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
-    """Rows of a module that is part of another."""
-    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
 
 
 def _without_classifier(rows: list[Row]) -> list[Row]:
@@ -143,7 +159,7 @@ def _mmseg_mask_transformer() -> list[Row]:
         *dense("proj_class", "classes_proj"),
         *norm("mask_norm", "mask_norm"),
     ]
-    return _within("decode_head.", head, "")
+    return within("decode_head.", head, "")
 
 
 def _mmseg_vit() -> list[Row]:
@@ -165,4 +181,51 @@ def _mmseg_block(ours: str, theirs: str) -> list[Row]:
         *norm(f"{ours}.norm2", f"{theirs}.ln2"),
         *dense(f"{ours}.mlp.fc1", f"{theirs}.ffn.layers.0.0"),
         *dense(f"{ours}.mlp.fc2", f"{theirs}.ffn.layers.1"),
+    ]
+
+
+def _pixel_decoder(theirs: str) -> list[Row]:
+    """Mask2Former's, whose 1 x 1 convolutions are linear layers here."""
+    ours, layer = "pixel_decoder", f"{theirs}.transformer.encoder.layers.{{i}}"
+    return [
+        *_pointwise(f"{ours}.projections.{{i}}", f"{theirs}.input_proj.{{i}}.0"),
+        *norm(f"{ours}.norms.{{i}}", f"{theirs}.input_proj.{{i}}.1"),
+        (f"{ours}.levels", f"{theirs}.transformer.level_embed", SAME),
+        *deformable(f"{ours}.layers.{{i}}.attn", f"{layer}.self_attn"),
+        *norm(f"{ours}.layers.{{i}}.norm", f"{layer}.norm1"),
+        *_feed_forward(f"{ours}.layers.{{i}}.mlp", layer, "norm2"),
+        *_pointwise(f"{ours}.lateral", f"{theirs}.adapter_1"),
+        *norm(f"{ours}.lateral_norm", f"{theirs}.adapter_1.norm"),
+        *conv(f"{ours}.smooth", f"{theirs}.layer_1"),
+        *norm(f"{ours}.smooth_norm", f"{theirs}.layer_1.norm"),
+        *_pointwise(f"{ours}.pixels", f"{theirs}.mask_features"),
+    ]
+
+
+def _masked_decoder(theirs: str, width: int) -> list[Row]:
+    ours, layer = "decoder", "decoder.layers.{i}"
+    cross, own, mlp = (
+        f"{theirs}.transformer_{name}_layers.{{i}}"
+        for name in ("cross_attention", "self_attention", "ffn")
+    )
+    return [
+        (f"{ours}.queries", f"{theirs}.query_feat.weight", SAME),
+        (f"{ours}.positions", f"{theirs}.query_embed.weight", SAME),
+        (f"{ours}.levels", f"{theirs}.level_embed.weight", SAME),
+        *torch_attention(f"{layer}.cross", f"{cross}.multihead_attn", width),
+        *norm(f"{layer}.cross_norm", f"{cross}.norm"),
+        *torch_attention(f"{layer}.attn", f"{own}.self_attn", width),
+        *norm(f"{layer}.norm", f"{own}.norm"),
+        *_feed_forward(f"{layer}.mlp", mlp, "norm"),
+        *norm(f"{ours}.norm", f"{theirs}.decoder_norm"),
+        *dense(f"{ours}.classify", f"{theirs}.class_embed"),
+        *dense(f"{ours}.embed.{{i}}", f"{theirs}.mask_embed.layers.{{i}}"),
+    ]
+
+
+def _feed_forward(ours: str, theirs: str, last: str) -> list[Row]:
+    return [
+        *dense(f"{ours}.fc1", f"{theirs}.linear1"),
+        *dense(f"{ours}.fc2", f"{theirs}.linear2"),
+        *norm(f"{ours}.norm", f"{theirs}.{last}"),
     ]

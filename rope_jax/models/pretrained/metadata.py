@@ -24,7 +24,7 @@ _IGNORED |= {"layer_scale", "std", "token_std"}  # initial values
 _IGNORED |= {"scan_layers", "pad_compat"}  # how blocks run
 _IGNORED |= {"window_size", "grow", "shrink", "resampler"}  # how tables are resized
 _IGNORED |= {"pairing"}  # converted
-_IGNORED |= {"dropout", "auxiliary_weight"}  # of heads, in training only
+_IGNORED |= {"dropout", "auxiliary_weight", "loss_points"}  # of heads, in training only
 # Options in which a backbone of dense prediction may differ from its classifier.
 _OF_CLASSIFIERS = {"class_token", "last_norm"}
 _OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}

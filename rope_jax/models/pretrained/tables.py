@@ -113,6 +113,11 @@ def fill_name(template: str, values: dict[str, int]) -> str:
     return template.format(**values, next=values.get("s", 0) + 1)
 
 
+def within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
+    """Rows of a module that is part of another."""
+    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
+
+
 def norm(ours: str, theirs: str) -> list[Row]:
     """Rows of a layer norm."""
     return [(f"{ours}.scale", f"{theirs}.weight", SAME), (f"{ours}.bias", f"{theirs}.bias", SAME)]
@@ -156,6 +161,19 @@ def attention(ours: str, theirs: str) -> list[Row]:
         (f"{ours}.qkv.bias", f"{theirs}.qkv.bias", QKV_BIAS),
         *dense(f"{ours}.proj", f"{theirs}.proj"),
     ]
+
+
+def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:
+    """Rows of torch's MultiheadAttention, which holds q, k and v, of `width` each, as one."""
+    rows: list[Row] = []
+    for place, name in enumerate("qkv"):
+        share = slice(place * width, (place + 1) * width)
+        kernel, bias = (dataclasses.replace(rule, cut=share) for rule in (DENSE, SAME))
+        rows += [
+            (f"{ours}.{name}.kernel", f"{theirs}.in_proj_weight", kernel),
+            (f"{ours}.{name}.bias", f"{theirs}.in_proj_bias", bias),
+        ]
+    return rows + dense(f"{ours}.out", f"{theirs}.out_proj")
 
 
 def block(ours: str, theirs: str, *, scales: tuple[str, str]) -> list[Row]:

@@ -1,0 +1,267 @@
+"""DINO (Zhang et al., arXiv 2203.03605): detection by queries that are matched with boxes.
+
+As in detrex (e244e6c), whose defaults the options have.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rope_jax.initializers import glorot_init, normal_init
+from rope_jax.models.heads.box_losses import box_losses, matched
+from rope_jax.models.heads.boxes import iou, to_corners
+from rope_jax.models.heads.denoising import Slots, allowed, disturb, real_first, slots_of
+from rope_jax.models.heads.detection import Detections, Targets, best_detections, extents
+from rope_jax.models.heads.encoder import padding_of
+from rope_jax.models.heads.head import Head, Maps, register_head
+from rope_jax.models.heads.maps import group_norm
+from rope_jax.models.heads.transformer import Started, Transformer, inverse_sigmoid
+from rope_jax.models.layers import conv
+from rope_jax.models.registry import Count, CountOrZero, Options
+from rope_jax.positions.grids import Grid
+
+
+@dataclasses.dataclass(frozen=True)
+class DinoOptions(Options):
+    """Options of DINO.
+
+    Attributes:
+        width: channels, also of the feature pyramid of a plain ViT.
+        levels: number of maps; those that the backbone lacks are made from its last one.
+        groups: of channels that are normalised together in projected maps.
+        heads: of every attention.
+        points: of deformable attention, on each map.
+        encoder_depth, decoder_depth: numbers of layers.
+        hidden: channels of feed-forward layers.
+        queries: that are decoded, at least as many as an image has boxes.
+        denoising: pairs of queries of denoising in training, of all groups; 0 for none.
+        detections: number of detections in an image.
+    """
+
+    width: Count = 256
+    levels: Count = 4
+    groups: Count = 32
+    heads: Count = 8
+    points: Count = 4
+    encoder_depth: Count = 6
+    decoder_depth: Count = 6
+    hidden: Count = 2048
+    queries: Count = 900
+    denoising: CountOrZero = 100
+    detections: Count = 300
+
+    draws: ClassVar[tuple[str, ...]] = ("denoising",)
+
+
+class Projection(nnx.Module):
+    """A convolution to the head's channels and a group norm."""
+
+    def __init__(
+        self,
+        inputs: int,
+        options: DinoOptions,
+        kernel: int,
+        *,
+        stride: int = 1,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        width = options.width
+        shape = {"kernel": kernel, "stride": stride, "padding": kernel // 2}
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        self.conv = conv(inputs, width, **shape, use_bias=True, kernel_init=glorot_init, **settings)
+        self.conv.bias.set_value(jnp.zeros(width, dtypes["param_dtype"]))
+        self.norm = group_norm(width, options.groups, **settings)
+
+    def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
+        return self.norm(self.conv(x))
+
+
+class ChannelNeck(nnx.Module):
+    """Maps of the same channels, and further ones, each of half the size of the one before."""
+
+    def __init__(
+        self, channels: tuple[int, ...], options: DinoOptions, *, rngs: nnx.Rngs, dtypes: dict
+    ):
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        channels = channels[: options.levels]
+        self.same = nnx.List(Projection(inputs, options, 1, **settings) for inputs in channels)
+        self.extra, inputs = nnx.List([]), channels[-1]
+        for _ in range(options.levels - len(channels)):
+            self.extra.append(Projection(inputs, options, 3, stride=2, **settings))
+            inputs = options.width
+
+    def __call__(self, maps: Maps) -> list[Float[Array, "B _h _w C"]]:
+        maps = maps[: len(self.same)]
+        outputs = [layer(x) for layer, x in zip(self.same, maps, strict=True)]
+        x = maps[-1]
+        for layer in self.extra:
+            outputs.append(x := layer(x))
+        return outputs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DinoPredictions:
+    """Predictions after the layers of the decoder and, last, of the choice of queries.
+
+    Boxes are centres and sizes, 0 to 1 within the extent.
+
+    Attributes:
+        logits, boxes: of Q queries.
+        extent: rows and columns of each image; None where nothing is padded.
+        denoising: logits and boxes of the queries of denoising, and where these lie; or None.
+    """
+
+    logits: Float[Array, "R B Q K"]
+    boxes: Float[Array, "R B Q 4"]
+    extent: Int[Array, "B 2"] | None
+    denoising: tuple[Float[Array, "R2 B D K"], Float[Array, "R2 B D 4"], Slots] | None = None
+
+
+class Dino(Head):
+    """Boxes with classes, from queries that attend to each other and to maps of several strides.
+
+    In training it takes the boxes too, for denoising: `Targets`.
+    """
+
+    task: ClassVar[str] = "detection"
+    strides: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)
+    optional: ClassVar[int] = 1
+    scales: ClassVar[tuple[float, ...]] = (2.0, 1.0, 0.5)
+    normalised: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        options: DinoOptions,
+        *,
+        channels: tuple[int, ...],
+        num_classes: int,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        _check(options)
+        self.options, self.out_features = options, num_classes
+        settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
+        self.neck = ChannelNeck(channels, options, **settings)
+        self.transformer = Transformer(
+            width,
+            levels=options.levels,
+            queries=options.queries,
+            num_classes=num_classes,
+            encoder_depth=options.encoder_depth,
+            decoder_depth=options.decoder_depth,
+            layer={"heads": options.heads, "points": options.points, "hidden": options.hidden},
+            **settings,
+        )
+        labels = normal_init(1.0)(rngs.params(), (num_classes, width), dtypes["param_dtype"])
+        self.label_embed = nnx.Param(labels)
+
+    def __call__(
+        self,
+        maps: Maps,
+        *,
+        image_size: Grid | None = None,
+        extent: Int[Array, "B 2"] | None = None,
+        targets: Targets | None = None,
+        train: bool = False,
+        key: Array | None = None,
+    ) -> DinoPredictions:
+        """Predictions of all layers.
+
+        Args:
+            maps: of the backbone or its pyramid, of strides 8 to 32 or 64.
+            image_size: (height, width) in pixels; needed with `extent`.
+            extent: rows and columns of each image before padding; None without padding.
+            targets: in training, for denoising; None for none.
+            train: whether to add queries of denoising.
+            key: for denoising.
+        """
+        maps = self.neck(maps)
+        sizes, batch = [x.shape[1:3] for x in maps], maps[0].shape[0]
+        if extent is None:
+            padding = [jnp.zeros((batch, *size), bool) for size in sizes]
+        else:
+            padding = [padding_of(extent, image_size, size) for size in sizes]
+        slots = started = None
+        if train and targets is not None and self.options.denoising:
+            targets = real_first(targets)
+            slots = slots_of(targets.real, self.options.denoising)
+            started = self.start(targets, slots, key)
+        model, count = self.transformer, 0 if slots is None else len(slots.row)
+        found = model(maps, padding, started)
+        before = [found.initial, *found.references[:-1]]
+        boxes = [model.refine(n, x, before[n]) for n, x in enumerate(found.states)]
+        logits = [model.classes[n](x) for n, x in enumerate(found.states)]
+        denoising = None
+        if slots is not None:
+            denoising = (*(jnp.stack(x)[:, :, :count] for x in (logits, boxes)), slots)
+        logits = [*(x[:, count:] for x in logits), model.classes[-1](found.chosen)]
+        boxes = [*(x[:, count:] for x in boxes), found.proposals]
+        return DinoPredictions(jnp.stack(logits), jnp.stack(boxes), extent, denoising)
+
+    def start(self, targets: Targets, slots: Slots, key: Array) -> Started:
+        """The queries of denoising; those of rows that are padding are 0, and their boxes 1/2."""
+        boxes, labels = disturb(targets, slots, self.out_features, key)
+        real = (targets.real[:, slots.row] & slots.used)[..., None]
+        content = jnp.where(real, self.label_embed[...][labels], 0)
+        references = jnp.where(real, jax.nn.sigmoid(inverse_sigmoid(boxes)), 0.5)
+        return Started(content, references, allowed(slots, self.options.queries))
+
+    def result(self, predictions: DinoPredictions, image_size: Grid) -> Detections:
+        """The surest detections of the last layer, in pixels."""
+        logits, boxes = (x[-2] for x in (predictions.logits, predictions.boxes))
+        extent = extents(predictions.extent, image_size, len(logits))
+        return best_detections(logits, boxes, extent, self.options.detections)
+
+    def loss(
+        self, predictions: DinoPredictions, batch: Mapping[str, Array], *, key: Array | None = None
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The losses of all layers and of denoising, and the share of boxes that are found.
+
+        A box is found if the query that is matched with it has its class and overlaps it by half.
+
+        Args:
+            predictions: of this head in training.
+            batch: `boxes` and `label` as in `Targets`, and `share`, the batch's number of images
+                divided by that of its boxes, for every image.
+            key: not used.
+        """
+        targets = real_first(Targets(batch["boxes"], batch["label"]))
+        logits, boxes = predictions.logits, predictions.boxes
+        assigned = jax.vmap(matched, (0, 0, None))(logits, boxes, targets)
+        total = box_losses(logits, boxes, assigned).total().sum(axis=0)
+        if predictions.denoising is not None:
+            *started, slots = predictions.denoising
+            negative = slots.negative | ~slots.used
+            labels = jnp.where(negative, -1, targets.labels[:, slots.row])
+            own = Targets(targets.boxes[:, slots.row], labels)
+            losses = jax.vmap(box_losses, (0, 0, None, None))(*started, own, slots.used)
+            total += losses.total().sum(axis=0) / slots.groups
+        last = jax.tree.map(lambda x: x[-2], assigned)
+        overlap = iou(to_corners(boxes[-2]), to_corners(last.boxes))
+        found = last.real & (overlap >= 0.5) & (logits[-2].argmax(-1) == last.labels)
+        return (total * batch["share"]).mean(), found.sum() / jnp.maximum(targets.real.sum(), 1)
+
+
+def _check(options: DinoOptions) -> None:
+    """Raises ValueError for a width that is not divided by what divides it."""
+    for name in ("groups", "heads"):
+        if options.width % (number := getattr(options, name)):
+            raise ValueError(
+                f"the head 'dino' has width={options.width}, which {name}={number} does not "
+                "divide: change one of them"
+            )
+    if options.width % 4:
+        raise ValueError(
+            f"the head 'dino' has width={options.width}, but sines and cosines of two coordinates "
+            "fill a multiple of 4"
+        )
+
+
+register_head("dino", Dino, DinoOptions())

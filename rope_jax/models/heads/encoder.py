@@ -1,0 +1,170 @@
+"""The deformable encoder of maps of several sizes, with sine positions.
+
+Images of a batch may be padded at the bottom and right: their extents are their own rows and
+columns. Coordinates are 0 to 1 within the extent.
+
+Source: Zhu et al., arXiv 2010.04159, section 4.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from rope_jax.models.deformable import DeformableAttention
+from rope_jax.models.heads.queries import EPSILON, FeedForward
+from rope_jax.models.layers import layer_norm
+from rope_jax.positions.grids import Grid
+
+
+def padding_of(extent: Int[Array, "B 2"], image_size: Grid, size: Grid) -> Bool[Array, "B h w"]:
+    """Which tokens of a map lie in padding: those whose upper left pixel does.
+
+    >>> padding_of(jnp.array([[8, 10]]), (8, 16), (1, 4))[0].tolist()
+    [[False, False, False, True]]
+
+    Args:
+        extent: rows and columns of each image before padding, in pixels.
+        image_size: (height, width) with padding.
+        size: (rows, columns) of the map.
+    """
+    rows, columns = (
+        np.arange(count) * pixels < extent[:, axis, None] * count
+        for axis, (count, pixels) in enumerate(zip(size, image_size, strict=True))
+    )
+    return ~(rows[:, :, None] & columns[:, None, :])
+
+
+def sines(coordinates: Float[Array, "*N D"], features: int) -> Float[Array, "*N F"]:
+    """Sines and cosines, in turn, of each coordinate times 2 pi over 10000^(2 i / features).
+
+    >>> [round(x, 4) for x in sines(jnp.array([0.25]), 4).tolist()]
+    [1.0, 0.0, 0.0157, 0.9999]
+
+    Args:
+        coordinates: D of each point.
+        features: of each coordinate, an even number.
+
+    Returns:
+        F = D x features channels.
+    """
+    scales = np.float32(10000) ** (np.arange(0, features, 2, dtype=np.float32) / features)
+    angles = (coordinates * (2 * math.pi))[..., None] / jnp.asarray(scales, coordinates.dtype)
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return pairs.reshape(*coordinates.shape[:-1], -1)
+
+
+def map_positions(padding: Bool[Array, "B h w"], width: int) -> Float[Array, "B h w C"]:
+    """Sines of the row and then of the column of each token, from 0 to 1 without padding.
+
+    In float32, as in detrex's code. Source: Carion et al., arXiv 2005.12872, appendix A.4.
+
+    Args:
+        padding: True for tokens in padding.
+        width: C channels, a multiple of 4.
+    """
+    rows, columns = (jnp.cumsum(~padding, axis=axis, dtype=jnp.float32) for axis in (1, 2))
+    rows = (rows - 0.5) / (rows[:, -1:] + 1e-6)
+    columns = (columns - 0.5) / (columns[:, :, -1:] + 1e-6)
+    return sines(jnp.stack([rows, columns], axis=-1), width // 2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """The tokens of maps of several sizes, one map after the other in reading order.
+
+    Attributes:
+        padding: True for tokens in padding.
+        counts: columns and rows of each map that are not padding.
+        sizes: (rows, columns) of each map.
+    """
+
+    padding: Bool[Array, "B S"]
+    counts: Float[Array, "B levels 2"]
+    sizes: tuple[Grid, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, paddings: Sequence[Bool[Array, "B _h _w"]]) -> "Levels":
+        """The levels of maps of which the given tokens are padding."""
+        counts = [jnp.stack([(~x[:, 0]).sum(1), (~x[:, :, 0]).sum(1)], axis=-1) for x in paddings]
+        padding = jnp.concatenate([x.reshape(len(x), -1) for x in paddings], axis=1)
+        sizes = tuple((x.shape[1], x.shape[2]) for x in paddings)
+        return cls(padding, jnp.stack(counts, axis=1).astype(jnp.float32), sizes)
+
+    @property
+    def shares(self) -> Float[Array, "B levels 2"]:
+        """Columns and rows of each map that are not padding, of all: 1 for the whole map."""
+        return self.counts / np.array(self.sizes, np.float32)[:, ::-1]
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The level of every token."""
+        return np.repeat(np.arange(len(self.sizes)), [h * w for h, w in self.sizes])
+
+    def centres(self) -> Float[Array, "B S 2"]:
+        """x and y of every token, 0 to 1 within the extent."""
+        cells = [np.indices(size)[::-1].reshape(2, -1).T + 0.5 for size in self.sizes]
+        return np.concatenate(cells).astype(np.float32) / self.counts[:, self.numbers]
+
+    def places(self) -> Float[Array, "B S levels 2"]:
+        """x and y of every token on every map, of which padding takes other shares."""
+        return self.centres()[:, :, None] * self.shares[:, None]
+
+
+def flatten(maps: Sequence[Float[Array, "B _h _w C"]]) -> Float[Array, "B S C"]:
+    """The tokens of all maps, one map after the other in reading order."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1, x.shape[-1]) for x in maps], axis=1)
+
+
+class EncoderLayer(nnx.Module):
+    """Deformable attention of all tokens to all maps, and a feed-forward layer; norms after both.
+
+    Args:
+        width: channels.
+        levels: number of maps.
+        heads, points: of the attention, points on each map.
+        hidden: channels of the feed-forward layer.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        levels: int,
+        heads: int,
+        points: int,
+        hidden: int,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        self.attn = DeformableAttention(
+            width, levels=levels, heads=heads, points=points, **settings
+        )
+        self.norm = layer_norm(width, EPSILON, **settings)
+        self.mlp = FeedForward(width, hidden, **settings)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S C"],
+        positions: Float[Array, "#B S C"],
+        references: Float[Array, "#B S levels 2"],
+        sizes: Sequence[Grid],
+        padding: Bool[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S C"]:
+        """Returns the tokens after this layer.
+
+        Args:
+            x: tokens.
+            positions: of the tokens.
+            references: the place of every token on all maps, see `DeformableAttention`.
+            sizes: (rows, columns) of each map.
+            padding: True for tokens that count as 0.
+        """
+        return self.mlp(self.norm(x + self.attn(x + positions, references, x, sizes, padding)))

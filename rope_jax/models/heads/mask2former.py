@@ -1,0 +1,178 @@
+"""Mask2Former (Cheng et al., arXiv 2112.01527) for semantic segmentation."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.models.heads.head import Maps, SegmentationHead, register_head
+from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads.mask_loss import set_loss
+from rope_jax.models.heads.masked_decoder import MaskedDecoder, masks_of
+from rope_jax.models.heads.pixel_decoder import PixelDecoder
+from rope_jax.models.heads.pixels import pixel_accuracy
+from rope_jax.models.registry import Count, Options
+from rope_jax.positions.grids import Grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask2FormerOptions(Options):
+    """Options of Mask2Former.
+
+    Attributes:
+        width: channels of both decoders.
+        heads: of every attention.
+        groups: of channels that are normalised together in the pixel decoder.
+        pixel_depth, pixel_hidden: layers of the pixel decoder, and the hidden channels of each.
+        depth, hidden: of the decoder of queries.
+        queries: masks that are predicted, each with a class.
+        loss_points: points at which the loss compares masks.
+    """
+
+    width: Count = 256
+    heads: Count = 8
+    groups: Count = 32
+    pixel_depth: Count = 6
+    pixel_hidden: Count = 1024
+    depth: Count = 9
+    hidden: Count = 2048
+    queries: Count = 100
+    loss_points: Count = 12_544
+
+    draws: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, divisor in (("heads", self.heads), ("groups", self.groups), ("rows", 4)):
+            if self.width % divisor:
+                what = f"{name}={divisor}" if name != "rows" else "4, for sines of rows and columns"
+                raise ValueError(
+                    f"the head 'mask2former' has width={self.width}, which is not divisible by "
+                    f"{what}: change one of them"
+                )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskPredictions:
+    """Predictions of queries, before the decoder's first layer and after each.
+
+    Attributes:
+        classes: [layers, B, Q, K + 1], logits; the last class is that of no object.
+        embeddings: [layers, B, Q, C], of the masks.
+        pixels: [B, h, w, C], whose products with the embeddings are the masks' logits.
+    """
+
+    classes: Float[Array, "layers B Q K1"]
+    embeddings: Float[Array, "layers B Q C"]
+    pixels: Float[Array, "B h w C"]
+
+    def masks(self, layer: int = -1) -> Float[Array, "B h w Q"]:
+        """Logits of the masks of a layer."""
+        return masks_of(self.embeddings[layer], self.pixels)
+
+
+def semantic_scores(
+    classes: Float[Array, "B Q K1"], masks: Float[Array, "B h w Q"]
+) -> Float[Array, "B h w K"]:
+    """Scores of the classes of pixels: sums over queries of a class' and a mask's probability.
+
+    >>> classes, masks = jnp.array([[[0.0, 0.0, -99.0]]]), jnp.zeros((1, 1, 1, 1))
+    >>> semantic_scores(classes, masks).ravel().tolist()
+    [0.25, 0.25]
+
+    Args:
+        classes: logits; the last class is that of no object, and has no score.
+        masks: logits, of any size.
+    """
+    shares = jax.nn.softmax(classes.astype(masks.dtype))[..., :-1]
+    return jnp.einsum("bqk,bhwq->bhwk", shares, jax.nn.sigmoid(masks))
+
+
+class Mask2Former(SegmentationHead):
+    """Queries predict masks and their classes; a pixel has the class of the highest score.
+
+    Attributes:
+        pixel_decoder: from maps to the features of pixels.
+        decoder: from these to the predictions of queries.
+    """
+
+    strides: ClassVar[tuple[int, ...]] = (4, 8, 16, 32)
+    normalised: ClassVar[bool] = False
+    divisible: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        options: Mask2FormerOptions,
+        *,
+        channels: tuple[int, ...],
+        num_classes: int,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        self.options, self.out_features = options, num_classes
+        shared = {"width": options.width, "heads": options.heads, "rngs": rngs, "dtypes": dtypes}
+        self.pixel_decoder = PixelDecoder(
+            channels,
+            hidden=options.pixel_hidden,
+            depth=options.pixel_depth,
+            groups=options.groups,
+            **shared,
+        )
+        self.decoder = MaskedDecoder(
+            hidden=options.hidden,
+            depth=options.depth,
+            queries=options.queries,
+            num_classes=num_classes,
+            **shared,
+        )
+
+    def __call__(
+        self, maps: Maps, *, train: bool = False, key: Array | None = None
+    ) -> MaskPredictions:
+        pixels, coarse = self.pixel_decoder(maps)
+        return MaskPredictions(*self.decoder(pixels, coarse), pixels)
+
+    def result(self, predictions: MaskPredictions, image_size: Grid) -> Float[Array, "B H W K"]:
+        """Scores of all pixels, which are not logits; those of a pixel need not sum to 1."""
+        masks = resize_maps(predictions.masks(), image_size)
+        return semantic_scores(predictions.classes[-1], masks)
+
+    def probabilities(self, results: Float[Array, "H W K"]) -> Float[Array, "H W K"]:
+        """The scores themselves."""
+        return results
+
+    def loss(
+        self,
+        predictions: MaskPredictions,
+        batch: Mapping[str, Array],
+        *,
+        key: Array,
+        divisor: str = "all",
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The loss of all layers (`set_loss`), and the pixel accuracy of the last.
+
+        Args:
+            predictions: of this head in training.
+            batch: with `label` uint8 [B, H, W], the classes of pixels, or 255.
+            key: for the points at which masks are compared.
+            divisor: not used: the sum over masks is divided by their number.
+        """
+        labels, classes = batch["label"], predictions.classes
+        value = set_loss(
+            classes,
+            predictions.embeddings,
+            predictions.pixels,
+            labels,
+            points=self.options.loss_points,
+            key=key,
+        )
+        scores = semantic_scores(*jax.lax.stop_gradient((classes[-1], predictions.masks())))
+        return value, pixel_accuracy(scores, labels)
+
+
+register_head("mask2former", Mask2Former, Mask2FormerOptions())

@@ -1,0 +1,40 @@
+"""Optimal one-to-one matching of targets with predictions, inside jit.
+
+Source: Carion et al., arXiv 2005.12872, section 3.1.
+"""
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+
+def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M"]:
+    """The query of every target, of which the sum of costs is least; no two have the same one.
+
+    A row of zeros costs the same with every query: padding changes neither the sum of the others
+    nor which of them is least. Use `jax.vmap` for a batch.
+
+    >>> costs = jnp.array([[3.0, 1.0, 2.0], [2.0, 1.0, 9.0], [0.0, 0.0, 0.0]])
+    >>> match(costs, jnp.array([True, True, False]))[:2].tolist()
+    [2, 1]
+
+    Args:
+        costs: of each target with each query. What is not finite counts as 0, so that the search
+            ends; the loss of such predictions is not finite either.
+        real: False for rows that are padding, whose costs do not count.
+
+    Returns:
+        int32 indices of queries; those of padding are queries that no other target has.
+
+    Raises:
+        ValueError: there are more targets than queries.
+    """
+    targets, queries = costs.shape
+    if targets > queries:
+        raise ValueError(
+            f"{targets} targets cannot be matched with {queries} queries: use at least as many "
+            "queries, or fewer targets"
+        )
+    costs = jnp.where(real[:, None] & jnp.isfinite(costs), costs, 0)
+    rows, columns = optax.assignment.hungarian_algorithm(costs)
+    return jnp.zeros(targets, jnp.int32).at[rows].set(columns.astype(jnp.int32))

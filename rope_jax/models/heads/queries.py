@@ -1,0 +1,100 @@
+"""Parts of transformers of queries, as in DETR (Carion et al., arXiv 2005.12872).
+
+Layers are post-norm: a norm follows every sum of tokens and a branch.
+"""
+
+import functools
+import math
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from rope_jax.initializers import fan_in_bias_init, glorot_init, uniform_init
+from rope_jax.models.layers import Linear, layer_norm
+from rope_jax.positions.grids import Grid
+
+EPSILON = 1e-5
+"""Of the norms: torch's default."""
+
+
+@functools.cache
+def sine_positions(size: Grid, width: int) -> Float[np.ndarray, "h w C"]:
+    """Fixed positions of a map's tokens: sines and cosines of rows, then of columns.
+
+    Rows run from 2 pi / h to 2 pi, columns likewise; pair k of K has a period of 10,000^(k/K) times
+    2 pi. In float64.
+
+    >>> sine_positions((1, 4), 4)[0, :, 2].round(3).tolist()
+    [1.0, 0.0, -1.0, -0.0]
+
+    Source: Mask2Former's code, which normalises DETR's.
+
+    Args:
+        size: (h, w).
+        width: C, divisible by 4.
+    """
+    periods = 10_000 ** (np.arange(width // 4) / (width // 4))
+
+    def along(count: int) -> np.ndarray:
+        angles = np.arange(1, count + 1) / (count + 1e-6) * 2 * math.pi / periods[:, None]
+        return np.stack([np.sin(angles), np.cos(angles)], axis=1).reshape(width // 2, count).T
+
+    rows, columns = (along(count) for count in size)
+    sides = (rows[:, None], columns[None])
+    return np.concatenate([np.broadcast_to(x, (*size, width // 2)) for x in sides], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention of queries to other tokens, as torch's `MultiheadAttention`."""
+
+    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs, dtypes: dict):
+        self.heads = heads
+        # torch draws the first three as one matrix.
+        init = uniform_init((6 / (4 * width)) ** 0.5)
+        self.q, self.k, self.v = (
+            Linear(width, width, kernel_init=init, rngs=rngs, **dtypes) for _ in range(3)
+        )
+        self.out = Linear(width, width, kernel_init=glorot_init, rngs=rngs, **dtypes)
+
+    def __call__(
+        self,
+        queries: Float[Array, "B Q C"],
+        keys: Float[Array, "B L C"],
+        values: Float[Array, "B L C"],
+        mask: Bool[Array, "#B Q L"] | None = None,
+    ) -> Float[Array, "B Q C"]:
+        """Returns what every query attends to.
+
+        Args:
+            queries, keys: with their positions.
+            values: of the keys' tokens.
+            mask: True for keys that a query attends to; every row has at least one.
+        """
+        pairs = ((self.q, queries), (self.k, keys), (self.v, values))
+        q, k, v = (layer(x).reshape(*x.shape[:2], self.heads, -1) for layer, x in pairs)
+        mask = None if mask is None else mask[:, None]
+        found = jax.nn.dot_product_attention(q, k, v, mask=mask)
+        return self.out(found.reshape(queries.shape))
+
+
+class FeedForward(nnx.Module):
+    """Two layers with ReLU between them, added to their input, and a norm."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
+        self.fc1, self.fc2 = (
+            Linear(
+                inputs,
+                outputs,
+                kernel_init=glorot_init,
+                bias_init=fan_in_bias_init(inputs),
+                rngs=rngs,
+                **dtypes,
+            )
+            for inputs, outputs in ((width, hidden), (hidden, width))
+        )
+        self.norm = layer_norm(width, EPSILON, rngs=rngs, dtypes=dtypes)
+
+    def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
+        return self.norm(x + self.fc2(jax.nn.relu(self.fc1(x))))

@@ -1,0 +1,291 @@
+"""DINO's transformer: encoder, choice of queries, decoder that refines a box for every query.
+
+Boxes are (x, y, width, height) around their centres, 0 to 1 within an image's extent; their logits
+are inverse sigmoids.
+
+Source: Zhang et al., arXiv 2203.03605, section 3; as in detrex.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from rope_jax.initializers import fan_in_bias_init, glorot_init, normal_init
+from rope_jax.models.deformable import DeformableAttention
+from rope_jax.models.heads.encoder import (
+    EncoderLayer,
+    Levels,
+    flatten,
+    map_positions,
+    sines,
+)
+from rope_jax.models.heads.head import Maps
+from rope_jax.models.heads.queries import EPSILON, Attention, FeedForward
+from rope_jax.models.layers import Linear, layer_norm, torch_linear
+
+_NEAREST = 1e-3  # to 0 and 1 where the inverse sigmoid is taken
+
+
+def inverse_sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Logits of probabilities, which are taken to be 0.001 to 0.999 as in detrex.
+
+    >>> [round(y, 4) for y in inverse_sigmoid(jnp.array([0.5, 0.75, 1.0])).tolist()]
+    [0.0, 1.0986, 6.9078]
+    """
+    x = jnp.clip(x, 0, 1)
+    return jnp.log(jnp.maximum(x, _NEAREST) / jnp.maximum(1 - x, _NEAREST))
+
+
+class DecoderLayer(nnx.Module):
+    """Self-attention, deformable attention to the maps, and a feed-forward layer; norms after all.
+
+    Arguments as of `EncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        levels: int,
+        heads: int,
+        points: int,
+        hidden: int,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        norm = functools.partial(layer_norm, width, EPSILON, **settings)
+        self.attn, self.norm1 = Attention(width, heads, **settings), norm()
+        self.cross = DeformableAttention(
+            width, levels=levels, heads=heads, points=points, **settings
+        )
+        self.norm2 = norm()
+        self.mlp = FeedForward(width, hidden, **settings)
+
+    def __call__(
+        self,
+        x: Float[Array, "B Q C"],
+        positions: Float[Array, "B Q C"],
+        references: Float[Array, "B Q levels 4"],
+        tokens: Float[Array, "B S C"],
+        levels: Levels,
+        allowed: Bool[Array, "Q Q"] | None,
+    ) -> Float[Array, "B Q C"]:
+        placed, mask = x + positions, None if allowed is None else allowed[None]
+        x = self.norm1(x + self.attn(placed, placed, x, mask))
+        branch = self.cross(x + positions, references, tokens, levels.sizes, levels.padding)
+        return self.mlp(self.norm2(x + branch))
+
+
+class BoxMlp(nnx.Module):
+    """Three linear layers with ReLU between them; its first outputs are 0."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs, dtypes: dict):
+        zeros = jax.nn.initializers.zeros
+        self.layers = nnx.List(torch_linear(width, width, rngs=rngs, dtypes=dtypes) for _ in "12")
+        self.layers.append(Linear(width, 4, kernel_init=zeros, rngs=rngs, **dtypes))
+
+    def __call__(self, x: Float[Array, "B Q C"]) -> Float[Array, "B Q 4"]:
+        for layer in self.layers[:-1]:
+            x = jax.nn.relu(layer(x))
+        return self.layers[-1](x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """Queries that are added in training, before the chosen ones: those of denoising.
+
+    Attributes:
+        content: of each query.
+        references: their boxes.
+        allowed: which queries attend to which, the chosen ones among them.
+    """
+
+    content: Float[Array, "B D C"]
+    references: Float[Array, "B D 4"]
+    allowed: Bool[Array, "T T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What the transformer returns, of R layers, T queries in all and Q chosen ones.
+
+    Attributes:
+        states: after every layer, normalised.
+        initial: boxes before the first layer.
+        references: boxes after every layer, from its box of the one before, which has no gradient.
+        chosen: states of the tokens whose boxes are the first of the chosen queries.
+        proposals: these boxes, with gradients.
+    """
+
+    states: Float[Array, "R B T C"]
+    initial: Float[Array, "B T 4"]
+    references: Float[Array, "R B T 4"]
+    chosen: Float[Array, "B Q C"]
+    proposals: Float[Array, "B Q 4"]
+
+
+class Transformer(nnx.Module):
+    """From maps of several sizes to states and boxes of queries.
+
+    Args:
+        width: channels.
+        levels: number of maps.
+        queries: that are chosen among all tokens.
+        num_classes: of the classifiers.
+        encoder_depth, decoder_depth: numbers of layers.
+        layer: other arguments of the layers: heads, points, hidden.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        levels: int,
+        queries: int,
+        num_classes: int,
+        encoder_depth: int,
+        decoder_depth: int,
+        layer: dict[str, int],
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        own = {"levels": levels, **layer, **settings}
+        # Classes and boxes are as precise as parameters: their differences are small.
+        wide = {"rngs": rngs, "dtypes": dtypes | {"dtype": dtypes["param_dtype"]}}
+        param = dtypes["param_dtype"]
+        norm = functools.partial(layer_norm, width, EPSILON, **settings)
+        self.num_classes, self.width, self.queries = num_classes, width, queries
+        self.level_embed = nnx.Param(normal_init(1.0)(rngs.params(), (levels, width), param))
+        self.encoder = nnx.List(EncoderLayer(width, **own) for _ in range(encoder_depth))
+        self.choice, self.choice_norm = _linear(width, width, **settings), norm()
+        self.content = nnx.Param(glorot_init(rngs.params(), (queries, width), param))
+        self.decoder = nnx.List(DecoderLayer(width, **own) for _ in range(decoder_depth))
+        self.position = nnx.List(_linear(n * width, width, **settings) for n in (2, 1))
+        self.norm = norm()
+        # One each for the layers of the decoder, and the last for the choice of queries.
+        heads = range(decoder_depth + 1)
+        self.classes = nnx.List(_classifier(width, num_classes, **wide) for _ in heads)
+        self.boxes = nnx.List(BoxMlp(width, **wide) for _ in heads)
+
+    def parts(self) -> dict[str, nnx.Module]:
+        """None, as of heads."""
+        return {}
+
+    def __call__(
+        self, maps: Maps, padding: list[Bool[Array, "B _h _w"]], started: Started | None = None
+    ) -> Decoded:
+        """Encodes maps, chooses queries and decodes them.
+
+        Args:
+            maps: of `width` channels, as many as `levels`.
+            padding: of each map, True for tokens in padding.
+            started: further queries.
+        """
+        levels = Levels.of(padding)
+        tokens = flatten(maps)
+        positions = flatten([map_positions(x, self.width) for x in padding])
+        positions = positions.astype(tokens.dtype)
+        positions += self.level_embed[...].astype(tokens.dtype)[levels.numbers]
+        references = levels.places()
+        for layer in self.encoder:
+            tokens = layer(tokens, positions, references, levels.sizes, levels.padding)
+        chosen, logits = self.choose(tokens, levels)
+        references = jax.nn.sigmoid(jax.lax.stop_gradient(logits))
+        content = self.content[...].astype(tokens.dtype)
+        content = jnp.broadcast_to(content, (len(tokens), *content.shape))
+        allowed = None
+        if started is not None:
+            content = jnp.concatenate([started.content.astype(tokens.dtype), content], axis=1)
+            references = jnp.concatenate([started.references, references], axis=1)
+            allowed = started.allowed
+        states, refined = self.decode(content, references, tokens, levels, allowed)
+        return Decoded(states, references, refined, chosen, jax.nn.sigmoid(logits))
+
+    def choose(
+        self, tokens: Float[Array, "B S C"], levels: Levels
+    ) -> tuple[Float[Array, "B Q C"], Float[Array, "B Q 4"]]:
+        """The tokens with the highest logit of any class, and the logits of their boxes.
+
+        Raises:
+            ValueError: there are fewer tokens than queries.
+        """
+        if tokens.shape[1] < self.queries:
+            raise ValueError(
+                f"queries={self.queries} are chosen among the tokens of all maps, which are "
+                f"{tokens.shape[1]} for this image size: use fewer queries, or larger images"
+            )
+        boxes, valid = proposals(levels)
+        valid = (valid & ~levels.padding)[..., None]
+        states = self.choice_norm(self.choice(jnp.where(valid, tokens, 0)))
+        best = self.classes[-1](states).max(axis=-1)
+        # A box of infinite logits, of a token that is not valid, has no gradient.
+        logits = jnp.where(valid, jnp.log(boxes / (1 - boxes)), jnp.inf)
+        chosen = jax.lax.top_k(best, self.queries)[1][..., None]
+        states, logits = (jnp.take_along_axis(x, chosen, axis=1) for x in (states, logits))
+        return states, self.boxes[-1](states) + logits
+
+    def decode(
+        self,
+        content: Float[Array, "B T C"],
+        references: Float[Array, "B T 4"],
+        tokens: Float[Array, "B S C"],
+        levels: Levels,
+        allowed: Bool[Array, "T T"] | None,
+    ) -> tuple[Float[Array, "R B T C"], Float[Array, "R B T 4"]]:
+        """States and boxes of queries after every layer of the decoder."""
+        shares = jnp.concatenate([levels.shares] * 2, axis=-1)[:, None]
+        states, refined = [], []
+        for number, layer in enumerate(self.decoder):
+            places = references[:, :, None] * shares
+            positions = self.query_positions(places[:, :, 0]).astype(content.dtype)
+            content = layer(content, positions, places, tokens, levels, allowed)
+            states.append(self.norm(content))
+            refined.append(self.refine(number, content, references))
+            references = jax.lax.stop_gradient(refined[-1])
+        return jnp.stack(states), jnp.stack(refined)
+
+    def query_positions(self, boxes: Float[Array, "B T 4"]) -> Float[Array, "B T C"]:
+        """Positions of queries, from the sines of their boxes, y before x."""
+        order = np.array([1, 0, 2, 3])
+        first, second = self.position
+        return second(jax.nn.relu(first(sines(boxes[..., order], self.width // 2))))
+
+    def refine(
+        self, layer: int, states: Float[Array, "B T C"], references: Float[Array, "B T 4"]
+    ) -> Float[Array, "B T 4"]:
+        """Boxes after a layer of the decoder, from boxes before it."""
+        return jax.nn.sigmoid(self.boxes[layer](states) + inverse_sigmoid(references))
+
+
+def _linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
+    """A linear layer of torch with the kernel of DETR's transformers."""
+    init = {"kernel_init": glorot_init, "bias_init": fan_in_bias_init(inputs)}
+    return Linear(inputs, outputs, rngs=rngs, **init, **dtypes)
+
+
+def _classifier(width: int, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
+    """A linear layer whose first probabilities are about 0.01 (arXiv 1708.02002)."""
+    layer = torch_linear(width, num_classes, rngs=rngs, dtypes=dtypes)
+    layer.bias.set_value(jnp.full((num_classes,), -np.log(99), dtypes["param_dtype"]))
+    return layer
+
+
+def proposals(levels: Levels) -> tuple[Float[Array, "B S 4"], Bool[Array, "B S"]]:
+    """A box around every token, of size 0.05 x 2^level, and whether all of it is 0.01 to 0.99.
+
+    (That is whether its centre and its size are, as in Deformable DETR's code.)
+    """
+    centres = levels.centres()
+    sizes = (0.05 * 2.0**levels.numbers).astype(np.float32)
+    sizes = jnp.broadcast_to(sizes[:, None], centres.shape)
+    boxes = jnp.concatenate([centres, sizes], axis=-1)
+    return boxes, ((boxes > 0.01) & (boxes < 0.99)).all(axis=-1)

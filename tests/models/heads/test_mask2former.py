@@ -1,0 +1,173 @@
+"""Mask2Former's decoders and scores: sizes, definitions, gradients, and what it learns."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.config import resolve
+from rope_jax.data.sources import scenes
+from rope_jax.models.heads import create_head
+from rope_jax.models.heads.mask2former import MaskPredictions
+from rope_jax.models.heads.masked_decoder import attended
+from rope_jax.models.heads.queries import Attention, sine_positions
+from rope_jax.models.layers import dtypes_of
+from rope_jax.tasks import segmentation
+
+SMALL = (
+    "mask2former(width=16,heads=2,groups=4,pixel_depth=1,pixel_hidden=16,depth=3,hidden=32,"
+    "queries=6,loss_points=64)"
+)
+VIT = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
+SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size": 64}
+
+
+def parameters(module):
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return sum(math.prod(leaf.shape) for _, leaf in flat)
+
+
+@pytest.mark.parametrize(
+    ("channels", "count"), [((96, 192, 384, 768), 5_421_504), ((128, 256, 512, 1024), 5_544_384)]
+)
+def test_the_decoders_have_the_official_numbers_of_parameters(channels, count):
+    settings = {"channels": channels, "num_classes": 150}
+    head = nnx.eval_shape(lambda: create_head("mask2former", **settings, rngs=nnx.Rngs(0)))
+    assert parameters(head.pixel_decoder) == count
+    assert parameters(head.decoder) == 14_497_431
+
+
+def test_positions_are_sines_of_rows_and_columns():
+    found = sine_positions((3, 5), 12)
+    for y, x, k in np.ndindex(3, 5, 6):
+        period = 10_000 ** (k // 2 / 3)
+        wave = (np.sin, np.cos)[k % 2]
+        assert found[y, x, k] == pytest.approx(wave(2 * np.pi * (y + 1) / 3 / period), abs=1e-5)
+        wanted = wave(2 * np.pi * (x + 1) / 5 / period)
+        assert found[y, x, 6 + k] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
+    logits[0, :, :, 1] = -np.abs(logits[0, :, :, 1])  # the mask of this query is empty
+    mask = np.asarray(attended(jnp.asarray(logits)))
+    inside = (logits > 0).reshape(2, 6, 4).swapaxes(1, 2)
+    assert mask[0, 1].all()
+    assert not inside[0, 1].any()
+    others = [(0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert all((mask[at] == inside[at]).all() for at in others)
+
+    attention = Attention(8, 2, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float32)))
+    for layer in (attention.q, attention.k, attention.v, attention.out):
+        layer.bias.set_value(jnp.asarray(rng.standard_normal(8), jnp.float32))
+    queries, keys, values = (rng.standard_normal((2, n, 8)).astype("f") for n in (4, 6, 6))
+    graph, state = nnx.split(attention)
+    found = jax.jit(lambda *inputs: nnx.merge(graph, state)(*inputs))(queries, keys, values, mask)
+
+    def dense(layer, x):
+        return x @ np.asarray(layer.kernel[...]) + np.asarray(layer.bias[...])
+
+    projected = ((attention.q, queries), (attention.k, keys), (attention.v, values))
+    q, k, v = (dense(layer, x).reshape(2, -1, 2, 4) for layer, x in projected)
+    wanted = np.zeros((2, 4, 2, 4))
+    for image, query, head in np.ndindex(2, 4, 2):
+        kept = np.flatnonzero(mask[image, query])
+        shares = np.exp(k[image, kept, head] @ q[image, query, head] / np.sqrt(4))
+        wanted[image, query, head] = shares / shares.sum() @ v[image, kept, head]
+    wanted = dense(attention.out, wanted.reshape(2, 4, 8))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_scores_are_sums_over_queries_of_resized_masks():
+    """Masks are resized, not scores; the class of no object has none."""
+    rng = np.random.default_rng(0)
+    head = nnx.eval_shape(
+        lambda: create_head("mask2former", channels=(8,) * 4, num_classes=3, rngs=nnx.Rngs(0))
+    )
+    classes, embeddings = (rng.standard_normal((2, 1, 5, n)).astype("f") for n in (4, 6))
+    pixels = rng.standard_normal((1, 3, 4, 6)).astype("f")
+    predictions = MaskPredictions(*map(jnp.asarray, (classes, embeddings, pixels)))
+    found = head.result(predictions, (6, 8))
+    masks = np.einsum("hwc,qc->hwq", pixels[0], embeddings[1, 0])
+    rows, columns = (np.kron(np.eye(n), np.ones((2, 1))) for n in (3, 4))
+    for matrix in (rows, columns):  # twice the size: 3/4 of the nearest pixel, 1/4 of the next
+        for i in range(len(matrix)):
+            matrix[i] *= 0.75
+            matrix[i, min(max(i // 2 + (1 if i % 2 else -1), 0), matrix.shape[1] - 1)] += 0.25
+    masks = np.einsum("yh,xw,hwq->yxq", rows, columns, masks)
+    shares = np.exp(classes[1, 0]) / np.exp(classes[1, 0]).sum(-1, keepdims=True)
+    wanted = np.einsum("qk,yxq->yxk", shares[:, :3], 1 / (1 + np.exp(-masks)))
+    np.testing.assert_allclose(found[0], wanted, atol=1e-5)
+    assert (head.probabilities(found[0]) == found[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "size"), [("swin_t", SWIN, (64, 96)), ("deit_ti16", VIT, (32, 48))]
+)
+def test_a_swin_and_a_vit_predict_pixels_of_any_size(name, settings, size):
+    model = nnx.eval_shape(
+        lambda: rope_jax.create_model(name, head=SMALL, num_classes=3, **settings)
+    )
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((2, *size, 3), jnp.float32)
+    found = jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, images)
+    assert found.shape == (2, *size, 3)
+
+
+def drawn(count):
+    """A batch of scenes of 32 pixels, of which one has no labels."""
+    found = [scenes.draw_scene("train", number, (32, 32)) for number in range(count)]
+    labels = np.stack([one.labels for one in found])
+    images = np.stack([one.image for one in found]).astype(np.float32) / 127.5 - 1
+    return {"image": images, "label": labels}
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Parameters, optimizer's state, and a training step of a small model."""
+    model = rope_jax.create_model("deit_ti16", head=SMALL, num_classes=11, **VIT)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer, config = optax.adam(4e-3), resolve({})
+
+    def loss(params, batch, key):
+        return segmentation.loss(nnx.merge(graph, params, rest), batch, config, key=key)
+
+    @jax.jit
+    def step(params, state, batch, key):
+        found, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, found, gradients
+
+    return params, optimizer.init(params), step
+
+
+def test_every_parameter_has_a_gradient(step):
+    params, state, train = step
+    batch = drawn(4)
+    batch["label"][1] = 255
+    _, _, (value, _), gradients = train(params, state, batch, jax.random.key(0))
+    assert np.isfinite(value)
+    flat = nnx.to_flat_state(gradients)
+    assert all(np.isfinite(leaf[...]).all() for _, leaf in flat)
+    still = {".".join(map(str, path)) for path, leaf in flat if not np.abs(leaf[...]).max() > 0}
+    # The softmax does not see what all keys share. And deformable attention does not depend on its
+    # queries before the first step.
+    assert all(name.endswith("k.bias") or name == "head.pixel_decoder.levels" for name in still)
+
+
+def test_a_small_model_learns_scenes(step):
+    """Sixty steps on four scenes: digits are found, where all but a tenth is background."""
+    params, state, train = step
+    batch, found = drawn(4), []
+    for number in range(60):
+        params, state, metrics, _ = train(params, state, batch, jax.random.key(number))
+        found.append([float(x) for x in metrics])
+    losses, accuracies = np.array(found).T
+    print(losses[:5], losses[-5:], accuracies[-5:], (batch["label"] == 0).mean())
+    assert losses[-5:].mean() < 0.6 * losses[:5].mean()

@@ -1,0 +1,180 @@
+"""Mask2Former's loss against definitions in NumPy, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+
+from rope_jax.models.heads import mask_loss as ml
+
+pytestmark = pytest.mark.usefixtures("x64")
+RNG = np.random.default_rng(0)
+uncertain_points = jax.jit(ml.uncertain_points, static_argnums=1)
+
+
+def bilinear(image, x, y):
+    """A value between the centres of four pixels, of which those outside are 0."""
+    height, width = image.shape
+    x, y, found = x * width - 0.5, y * height - 0.5, 0.0
+    for row in (int(np.floor(y)), int(np.floor(y)) + 1):
+        for column in (int(np.floor(x)), int(np.floor(x)) + 1):
+            if 0 <= row < height and 0 <= column < width:
+                found += (1 - abs(x - column)) * (1 - abs(y - row)) * image[row, column]
+    return found
+
+
+def sampled(image, points):
+    return np.array([bilinear(image, x, y) for x, y in points])
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def entropy(logits, wanted):
+    chances = sigmoid(logits)
+    return -(wanted * np.log(chances) + (1 - wanted) * np.log(1 - chances)).mean()
+
+
+def dice(logits, wanted):
+    chances = sigmoid(logits)
+    return 1 - (2 * (chances * wanted).sum() + 1) / (chances.sum() + wanted.sum() + 1)
+
+
+def softmax(x):
+    shares = np.exp(x - x.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def scene(*, batch=2, size=(6, 9), classes=4):
+    """Labels of rectangles, a part of them without a class."""
+    labels = RNG.integers(0, classes, (batch, 2, 3)).repeat(size[0] // 2, 1).repeat(size[1] // 3, 2)
+    labels[0, 0, :4] = 255
+    return labels.astype(np.uint8)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_maps_and_masks_are_read_between_pixels(shared):
+    maps, labels = RNG.standard_normal((2, 3, 5, 4)), scene()
+    points = RNG.random((2, 7, 1 if shared else 4, 2))
+    points[:, 0] = 0.0  # a corner of the image, where three of four pixels are outside
+    targets = np.array([[0, 1, 2, 3], [3, 1, 0, 2]])
+    found = jax.jit(ml.sample_maps)(maps, points)
+    masks = jax.jit(ml.sample_masks)(labels, targets, points)
+    for image, channel in np.ndindex(2, 4):
+        own = points[image, :, 0 if shared else channel]
+        wanted = sampled(maps[image, :, :, channel], own)
+        np.testing.assert_allclose(found[image, :, channel], wanted, atol=1e-12)
+        wanted = sampled(1.0 * (labels[image] == targets[image, channel]), own)
+        np.testing.assert_allclose(masks[image, :, channel], wanted, atol=1e-12)
+
+
+def test_targets_are_the_classes_that_occur():
+    labels = np.array([[[3, 0], [255, 3]], [[255, 255], [255, 255]], [[1, 2], [0, 3]]], np.uint8)
+    targets, real = map(np.asarray, jax.jit(ml.targets_of, static_argnums=(1, 2))(labels, 5, 3))
+    found = [row[kept].tolist() for row, kept in zip(targets, real, strict=True)]
+    assert found == [[0, 3], [], [0, 1, 2]]
+
+
+def test_the_cost_of_a_match_is_that_of_class_mask_and_dice():
+    logits, masks, labels = (
+        RNG.standard_normal((2, 5, 5)),
+        RNG.standard_normal((2, 3, 5, 5)),
+        scene(),
+    )
+    points, targets = RNG.random((2, 50, 1, 2)), np.array([[0, 3, 1], [2, 1, 3]])
+    found = jax.jit(ml.matching_costs)(logits, masks, labels, targets, points)
+    for image, target, query in np.ndindex(2, 3, 5):
+        own, k = points[image, :, 0], targets[image, target]
+        mask = sampled(masks[image, :, :, query], own)
+        wanted = sampled(1.0 * (labels[image] == k), own)
+        cost = 5 * entropy(mask, wanted) + 5 * dice(mask, wanted)
+        cost -= 2 * softmax(logits[image, query])[k]
+        np.testing.assert_allclose(found[image, target, query], cost, rtol=1e-10)
+
+
+def test_three_quarters_of_the_points_are_the_least_certain_of_three_times_as_many():
+    """On a ramp from -1 to 1, a quarter of random points is nearer to 0 than about 1/4."""
+    masks = np.broadcast_to(np.linspace(-1, 1, 401)[:, None], (1, 200, 401, 2))
+    points = np.asarray(uncertain_points(masks, 4000, jax.random.key(0)))
+    assert points.shape == (1, 4000, 2, 2)
+    certainty = np.abs(2 * points[..., 0] - 1)
+    # All but a few at the image's border, which is less certain as maps are 0 outside.
+    assert abs(np.quantile(certainty[:, :3000], 0.99) - 0.25) < 0.02
+    assert abs(certainty[:, 3000:].mean() - 0.5) < 0.05
+    assert np.abs(points[:, :, 0] - points[:, :, 1]).mean() > 0.05  # drawn for each mask
+
+
+def definition(classes, embeddings, pixels, labels, number, key):
+    """The loss of all layers, with SciPy's matches; points are drawn as by the code."""
+    layers, batch, queries, outputs = classes.shape
+    keys = jax.random.split(key, (2, layers))
+    present = [[k for k in np.unique(one) if k != 255] for one in labels]
+    total, rows = 0.0, min(outputs - 1, queries)
+    for layer in range(layers):
+        shared = np.asarray(jax.random.uniform(keys[0][layer], (batch, number, 1, 2)))
+        masks = np.einsum("bhwc,bqc->bqhw", pixels, embeddings[layer])
+        pairs = []
+        for image, there in enumerate(present):
+            costs = np.zeros((len(there), queries))
+            for row, query in np.ndindex(*costs.shape):
+                own = shared[image, :, 0]
+                mask = sampled(masks[image, query], own)
+                wanted = sampled(1.0 * (labels[image] == there[row]), own)
+                costs[row, query] = 5 * entropy(mask, wanted) + 5 * dice(mask, wanted)
+                costs[row, query] -= 2 * softmax(classes[layer, image, query])[there[row]]
+            pairs.append(scipy.optimize.linear_sum_assignment(costs)[1])
+        # The matched masks, in rows as the code has them, for the same points.
+        own = np.zeros((batch, *pixels.shape[1:3], rows))
+        for image, matched in enumerate(pairs):
+            own[image, :, :, : len(matched)] = np.moveaxis(masks[image, matched], 0, -1)
+        points = np.asarray(uncertain_points(own, number, keys[1][layer]))
+        count, weights, losses, parts = sum(map(len, present)), 0.0, 0.0, 0.0
+        for image, (there, matched) in enumerate(zip(present, pairs, strict=True)):
+            goal = dict(zip(matched.tolist(), there, strict=True))
+            for query in range(queries):
+                weight = 1.0 if query in goal else 0.1
+                share = softmax(classes[layer, image, query])[goal.get(query, outputs - 1)]
+                losses, weights = losses - weight * np.log(share), weights + weight
+            for row, k in enumerate(there):
+                mask = sampled(own[image, :, :, row], points[image, :, row])
+                wanted = sampled(1.0 * (labels[image] == k), points[image, :, row])
+                parts += 5 * entropy(mask, wanted) + 5 * dice(mask, wanted)
+        total += 2 * losses / weights + parts / max(count, 1)
+    return total
+
+
+@pytest.mark.parametrize("queries", [6, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_loss_is_that_of_matched_queries_summed_over_layers(queries):
+    """Of an image without labels too, and with fewer queries than classes."""
+    classes, embeddings = (RNG.standard_normal((3, 3, queries, n)) for n in (6, 4))
+    pixels, labels = RNG.standard_normal((3, 4, 6, 4)), scene(batch=3, classes=3)
+    labels[1] = 255
+    key = jax.random.key(3)
+
+    @jax.jit
+    def loss(classes, embeddings, pixels):
+        return ml.set_loss(classes, embeddings, pixels, jnp.asarray(labels), points=40, key=key)
+
+    found = loss(classes, embeddings, pixels)
+    wanted = definition(classes, embeddings, pixels, labels, 40, key)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_batch_without_labels_has_a_loss_of_classes_alone():
+    """And its gradient teaches every query that there is no object."""
+    classes, embeddings = (RNG.standard_normal((2, 1, 4, n)) for n in (3, 4))
+    pixels, labels = RNG.standard_normal((1, 4, 4, 4)), np.full((1, 8, 8), 255, np.uint8)
+
+    def loss(*inputs):
+        return ml.set_loss(*inputs, jnp.asarray(labels), points=8, key=jax.random.key(0))
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(
+        classes, embeddings, pixels
+    )
+    wanted = -2 * np.log(softmax(np.asarray(classes))[..., -1]).mean((1, 2)).sum()
+    np.testing.assert_allclose(value, wanted, rtol=1e-10)
+    assert (np.asarray(gradients[0])[..., -1] < 0).all()
+    assert all((np.asarray(one) == 0).all() for one in gradients[1:])

@@ -1,0 +1,52 @@
+"""DINO's matching and losses of given predictions, against detrex."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rope_jax.models.heads.box_losses import box_losses, costs, matched
+from rope_jax.models.heads.detection import Targets
+from rope_jax.models.heads.matching import match
+from tests.parity.dense import noise
+
+NAMES = {"classes": "loss_class", "l1": "loss_bbox", "giou": "loss_giou"}
+
+
+def targets_of(case, dtype):
+    """The targets of the images, padded to the largest number, and their number."""
+    counts = case["objects"]
+    boxes = np.zeros((len(counts), max(counts), 4), dtype)
+    labels = np.full(boxes.shape[:2], -1, np.int32)
+    for i, count in enumerate(counts):
+        labels[i, :count] = np.random.default_rng(20 + i).integers(0, case["classes"], count)
+        boxes[i, :count] = jax.nn.sigmoid(noise(count, 4, seed=30 + i).astype(dtype))
+    return Targets(jnp.asarray(boxes), jnp.asarray(labels))
+
+
+@jax.jit
+def run(logits, boxes, targets):
+    losses = box_losses(logits, boxes, matched(logits, boxes, targets))
+    cost = jax.vmap(costs)(logits, boxes, targets)
+    queries = jax.vmap(match)(cost, targets.real)
+    return {name: getattr(losses, name).sum() for name in NAMES}, queries
+
+
+def outputs(golden, dtype):
+    case = golden.case
+    targets = targets_of(case, dtype)
+    real = np.asarray(targets.real)
+    shape = (len(case["objects"]), case["queries"])
+    found = {}
+    for layer, seed in case["seeds"].items():
+        logits = noise(*shape, case["classes"], seed=seed).astype(dtype)
+        boxes = jax.nn.sigmoid(noise(*shape, 4, seed=seed + 1).astype(dtype))
+        losses, queries = run(logits, boxes, targets)
+        for name, loss in losses.items():
+            suffix = "" if layer == "last" else layer
+            found[f"{NAMES[name]}{suffix}"] = loss / max(real.sum(), 1)
+        if layer == "last":
+            pairs = np.full(shape, -1)
+            for image, target in np.argwhere(real):
+                pairs[image, queries[image, target]] = target
+            found["target_of_query"] = pairs
+    return found

@@ -1,0 +1,60 @@
+"""DINO's encoder, choice of queries and decoder on given maps with padding, against detrex."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.heads.encoder import map_positions, padding_of
+from rope_jax.models.heads.transformer import Transformer
+from rope_jax.models.layers import dtypes_of
+from tests.parity.dense import noise
+
+LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
+
+
+def created(case, dtype):
+    """The transformer of a case, without its weights."""
+    return Transformer(
+        case["channels"],
+        levels=len(case["maps"]),
+        queries=case["queries"],
+        num_classes=case["classes"],
+        encoder_depth=case["encoder"],
+        decoder_depth=case["decoder"],
+        layer={"heads": case["heads"], "points": 4, "hidden": case["hidden"]},
+        rngs=nnx.Rngs(0),
+        dtypes=dtypes_of(jnp.dtype(dtype)),
+    )
+
+
+def inputs_of(case, dtype):
+    """Maps, and padding of the last quarter of the columns of the second image."""
+    maps = [
+        noise(2, case["channels"], *size, seed=case["seed"] + i).transpose(0, 2, 3, 1)
+        for i, size in enumerate(case["maps"])
+    ]
+    # The image is eight times as large as its first map.
+    height, width = (8 * side for side in case["maps"][0])
+    extent = jnp.array([[height, width], [height, width - width // 4]])
+    padding = [padding_of(extent, (height, width), tuple(size)) for size in case["maps"]]
+    return [jnp.asarray(x, dtype) for x in maps], padding
+
+
+def outputs(golden, dtype):
+    case = golden.case
+    model = nnx.eval_shape(lambda: created(case, dtype))
+    rope_jax.convert_state_dict(model, golden.weights, source="detrex")
+    graph, state = nnx.split(model)
+    maps, padding = inputs_of(case, dtype)
+    found = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(state, maps, padding)
+    last = map_positions(padding[-1], case["channels"])
+    return {
+        "states": found.states[..., ::16],
+        "init_reference": found.initial,
+        "references": found.references,
+        "enc_state": found.chosen[..., ::16],
+        "enc_reference": found.proposals,
+        f"positions{len(padding) - 1}": np.asarray(last, dtype).transpose(0, 3, 1, 2)[:, ::16],
+    }

@@ -1,0 +1,59 @@
+"""Mask2Former's decoders on given maps, and its semantic scores."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.heads import create_head
+from rope_jax.models.heads.mask2former import semantic_scores
+from tests.parity.dense import noise
+
+LIMITS = {"float64": 2e-5}  # the official positions are float32
+
+
+def created(case, weights, dtype):
+    """The head of a case, without weights."""
+    options = {
+        "width": case["width"],
+        "heads": case["heads"],
+        "pixel_depth": case["encoder"],
+        "pixel_hidden": case["hidden"],
+        # Layers after the first predictions; the case counts one less.
+        "depth": sum(name.endswith("multihead_attn.in_proj_bias") for name in weights),
+        "hidden": len(weights["predictor.transformer_ffn_layers.0.linear1.bias"]),
+        "queries": case["queries"],
+    }
+    return create_head(
+        "mask2former",
+        channels=case["channels"],
+        num_classes=case["classes"],
+        dtype=np.dtype(dtype),
+        rngs=nnx.Rngs(0),
+        overrides=options,
+    )
+
+
+def outputs(golden, dtype):
+    case, weights = golden.case, golden.weights
+    head = nnx.eval_shape(lambda: created(case, weights, dtype))
+    rope_jax.convert_state_dict(head, weights, source="mask2former")
+    maps = [
+        noise(1, channels, *size, seed=case["seed"] + i).transpose(0, 2, 3, 1).astype(dtype)
+        for i, (channels, size) in enumerate(zip(case["channels"], case["maps"], strict=True))
+    ]
+    graph, state = nnx.split(head)
+
+    @jax.jit
+    def run(state, maps):
+        found = nnx.merge(graph, state)(maps)
+        classes, masks = found.classes[-1], found.masks()
+        return {
+            "mask_features": found.pixels[:, ::2, ::2, ::8],
+            "pred_masks": masks[:, ::3, ::4],
+            "first_masks": found.masks(0)[:, ::3, ::4],
+            "semantic": semantic_scores(classes, masks)[:, ::3, ::4],
+        }, classes
+
+    found, classes = run(state, maps)
+    return {key: x.transpose(0, 3, 1, 2) for key, x in found.items()} | {"pred_logits": classes}
