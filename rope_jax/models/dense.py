@@ -159,7 +159,7 @@ def create_dense(
 ) -> DenseModel:
     """A backbone with a head, with initial weights. Arguments as in `create_model`.
 
-    What is None is what `described` has, a model with weights.
+    Arguments that are None are taken from `described`, the description stored with the weights.
     """
     call = head_call(head)
     wanted = find_head(call.name).family
@@ -230,7 +230,9 @@ def _neck(
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
     single, count = head.strides is None, 1 if head.strides is None else len(head.strides)
-    if blocks is not None and (backbone.own_maps or len(stages) > 1):
+    last, staged = (depth - 1,), backbone.own_maps or len(stages) > 1
+    # A model of stages whose head takes one map is saved with the block of that map.
+    if blocks is not None and staged and not (single and tuple(blocks) == last):
         raise ValueError(
             f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
             "last of every stage; leave them out"
@@ -240,16 +242,20 @@ def _neck(
     if len(stages) > 1 and not single:
         epsilon = backbone.options.norm_epsilon
         return StageNorms(widths, epsilon, rngs=rngs, dtypes=dtypes), widths, None
+    if depth < count:
+        raise ValueError(
+            f"the head takes the maps of {count} blocks, and {backbone.name} has {depth}: use a "
+            "deeper model or another head"
+        )
     if blocks is None:
-        blocks = (depth - 1,) if single else third_blocks(depth)
+        blocks = last if single else third_blocks(depth)
     blocks = tuple(blocks)
     ascending = sorted({*blocks}) == [*blocks]
     if len(blocks) != count or not ascending or blocks[0] < 0 or blocks[-1] >= depth:
-        words = "one block" if single else "four blocks"
+        words = "one number" if single else "four different numbers in ascending order"
         raise ValueError(
-            f"the head takes the maps of {words}, not {blocks} of the {depth} of "
-            f"{backbone.name}, from 0 and in ascending order: change blocks, or use a deeper model "
-            "or another head"
+            f"blocks={blocks} must be {words}, from 0 to {depth - 1}, as {backbone.name} has "
+            f"{depth} blocks"
         )
     if single:
         return None, widths[-1:], blocks
