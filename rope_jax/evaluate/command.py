@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import json
 import pathlib
 import sys
@@ -63,7 +62,7 @@ from rope_jax.sharding import (
 from rope_jax.tasks import task_of
 from rope_jax.text import image_pair
 from rope_jax.training.kernels import kernels_of_run
-from rope_jax.training.setup import load_split
+from rope_jax.training.setup import first_difference, load_split
 
 _MASKS = ("ade20k", "masks")  # sets whose pixels have classes
 
@@ -274,16 +273,12 @@ def _views(asked: argparse.Namespace, images: data.Images | data.Streamed) -> Vi
 
 def _check_class_names(model: nnx.Module, images: data.Images | data.Streamed) -> None:
     """Rejects images of other classes than the model's, where both are known."""
-    if model.class_names is None or images.class_names is None:
-        return
-    for label, (own, there) in enumerate(
-        itertools.zip_longest(model.class_names, images.class_names)
-    ):
-        if own != there:
-            raise ConfigError(
-                f"the model has other classes than {images.name}: label {label} is {own!r} for the "
-                f"model and {there!r} in the images: use images of the same classes"
-            )
+    if (difference := first_difference(model.class_names, images.class_names)) is not None:
+        label, own, there = difference
+        raise ConfigError(
+            f"the model has other classes than {images.name}: label {label} is {own!r} for the "
+            f"model and {there!r} in the images: use images of the same classes"
+        )
 
 
 def _segment(
