@@ -1,17 +1,20 @@
-"""What the kernels' machine code costs at least: instructions issued, and bytes moved.
+"""What the kernels' machine code costs: instructions issued, and bytes moved at least.
 
     python -m benchmarks machine_code --out benchmarks/results/machine_code.json
 
 Compiles layers of ViT, Swin and NAT, and rotations of small and large arrays, for GPUs that need
 not be there; this needs jax[cuda13], the wheel nvidia-cuda-nvdisasm, JAX_PLATFORMS=cpu and
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. No time is measured. Each of a multiprocessor's four schedulers
-issues at most one instruction of a warp in a cycle, so that a kernel takes at least
+issues at most one instruction of a warp in a cycle, so that issuing all that are written, and those
+of the loop in each of its rounds, takes
 
     issue_us = warps * instructions of a warp / (multiprocessors * 4 * clock)
 
-and at least the time of copying what it must read and write (q, k, v, output, and backward their
-gradients; of a rotation half of the channels, and the angles). Both are bounds from below, and
-kernels take longer than the larger of them.
+Branches that a warp does not take are counted, too, so that this is a bound from below only of a
+kernel that takes all of them; stalls are not counted, and kernels usually take longer. The second
+figure is the time of copying what a kernel must read and write (q, k, v, output, and backward their
+gradients; of a rotation half of the channels, and the angles), at an assumed share of the memory
+bandwidth.
 
 The layers have no bias, and the backward pass includes the gradient of the frequencies.
 """
@@ -43,7 +46,9 @@ from rope_jax_kernels.rotary import tile_sizes
 
 KINDS = (H200, A100, L4)
 SCHEDULERS = 4  # of a multiprocessor
-COPIED = 4.3 / 4.8  # of the memory bandwidth of the data sheet: what a copy reaches on an H200
+COPIED = (
+    4.3 / 4.8
+)  # of the memory bandwidth of the data sheet: an assumption of what a copy reaches
 TWO_OVER_PI = "0.636619"  # how each sine or cosine begins: the quarter turns of its angle
 # Name -> layer of `model_shapes` and batch.
 CASES = {
@@ -73,7 +78,7 @@ class Gpu:
     Attributes:
         multiprocessors: their number.
         cycles: of their clock in a microsecond.
-        copy_bytes: bytes that a copy reads and writes in a microsecond.
+        copy_bytes: bytes that a copy reads and writes in a microsecond, as assumed.
         registers, shared, warps: registers, bytes of shared memory and most warps of one
             multiprocessor.
     """
@@ -127,7 +132,7 @@ class Code:
 
     @property
     def issued(self) -> int:
-        """Instructions that a warp issues."""
+        """Instructions that a warp issues if it takes all branches."""
         return self.instructions + (self.rounds - 1) * self.loop
 
     def resident(self, gpu: Gpu) -> int:
@@ -136,7 +141,7 @@ class Code:
         return min(by_registers, gpu.shared // max(1, self.shared), gpu.warps // self.warps)
 
     def issue_us(self, gpu: Gpu) -> float:
-        """Microseconds that issuing all instructions takes at least.
+        """Microseconds that issuing these instructions takes at least.
 
         A launch of fewer blocks than the GPU holds leaves schedulers idle, which only adds to it.
         """
@@ -203,16 +208,22 @@ def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
 
 
 def instructions_of(listing: str) -> tuple[list[str], int]:
-    """The instructions of a listing, and how many are in the longest loop (0 without one)."""
-    labels, instructions, longest = {}, [], 0
+    """The instructions of a listing, and how many are in the longest loop (0 without one).
+
+    A jump to itself and the NOPs behind it, which fill the code up after its end, are left out.
+    """
+    labels, instructions, longest, ended = {}, [], 0, False
     for line in listing.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(instruction[1])
             target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            first = labels.get(target[1], len(instructions) - 1) if target else 0
-            if target and first < len(instructions) - 1:  # back; the last one jumps to itself
+            first = labels.get(target[1]) if target else None
+            ended = first == len(instructions) or (ended and instruction[1].strip() == "NOP")
+            if ended:
+                continue
+            instructions.append(instruction[1])
+            if first is not None:
                 longest = max(longest, len(instructions) - first)
     return instructions, longest
 

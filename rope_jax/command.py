@@ -162,12 +162,19 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
 def _of_runtime(error: Exception) -> bool:
     """Whether an error is of XLA's runtime, which jax also raises as ValueError with its status.
 
+    So does tensorstore with errors of files, which have its specification of the array.
+
     >>> _of_runtime(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"))
     True
+    >>> _of_runtime(ValueError("UNKNOWN: Input/output error [tensorstore_spec='...']"))
+    False
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
-    return isinstance(error, ValueError) and bool(_STATUS.match(str(error)))
+    words = str(error)
+    return (
+        isinstance(error, ValueError) and bool(_STATUS.match(words)) and "tensorstore" not in words
+    )
 
 
 @contextlib.contextmanager

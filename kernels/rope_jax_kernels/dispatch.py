@@ -46,10 +46,10 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 
 # Operation -> kernels that `implementation=None` tries, best first -> compute capabilities on which
 # it does. After them, and without an entry, it uses "xla". Decided by counting the bytes and the
-# launches of compiled programs, and the instructions that machine code for 9.0 issues at least; not
-# by measurements:
+# launches of compiled programs, and the instructions of their machine code for 9.0; not by
+# measurements:
 # - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates it moves no
-#   more bytes than Triton, whose instructions take at least 0.20 ms for both passes of a ViT-S
+#   more bytes than Triton, whose instructions take 0.20 ms to issue for both passes of a ViT-S
 #   layer on an H200 (docs/benchmarks.md, machine_code) and by estimate 1.6 to 2.2 times that. XLA's
 #   own attention moves 4 times the bytes.
 # - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA

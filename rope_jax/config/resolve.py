@@ -294,6 +294,12 @@ def _check_combinations(config: Config) -> None:
             f"--config.optim.learning_rate={optim.learning_rate}: lower the first or raise the "
             "second"
         )
+    if optim.cooldown_epochs and optim.schedule in ("constant", "step"):
+        raise ConfigError(
+            f"--config.optim.cooldown_epochs={optim.cooldown_epochs} does not go with "
+            f"--config.optim.schedule={optim.schedule}, which does not end at a minimum: set the "
+            "cooldown to 0, or use cosine or poly"
+        )
     if config.loss == "binary" and config.label_smoothing:
         raise ConfigError(
             f"--config.label_smoothing={config.label_smoothing} does not go with "

@@ -190,7 +190,12 @@ class OptimConfig:
     warmup_prefix: bool = _setting(
         True, "start the cosine after the warmup (Swin), or at step 0 (timm's default)"
     )
-    cooldown_epochs: float = _setting(0.0, "the last of `epochs`, at `min_learning_rate`", low=0)
+    cooldown_epochs: float = _setting(
+        0.0,
+        "length of the last part of the run, in epochs, also where `steps` is set, at "
+        "`min_learning_rate`; of the schedules cosine and poly",
+        low=0,
+    )
     weight_decay: float = _setting(0.05, "of all parameters that `exempt` does not exempt", low=0)
     exempt: str = _setting(
         "declared",

@@ -17,7 +17,7 @@ _INTACT: set[tuple[pathlib.Path, str]] = set()
 class FileCheck:
     """Compares the files of a set with their checksums, once in a process, in a thread.
 
-    Sets without checksums pass at once. hashlib computes about 2 GB/s, beside Python's own work.
+    Sets without checksums pass at once. hashlib computes beside Python's own work.
     """
 
     def __init__(self, images: Images | Streamed, waiting: Waiting):

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import sys
@@ -36,7 +35,7 @@ from rope_jax.sharding import replicated, share, use_mesh
 from rope_jax.tasks import detection
 from rope_jax.tasks.average_precision import average_precision, precision_by_pycocotools
 from rope_jax.text import image_pair
-from rope_jax.training.setup import load_split
+from rope_jax.training.setup import first_difference, load_split
 
 Split = data.Images | data.Streamed
 
@@ -298,13 +297,9 @@ KINDS: dict[str, type[Evaluation]] = {"images": OfImages, "pixels": OfPixels, "b
 
 def check_class_names(model: nnx.Module, images: Split) -> None:
     """Rejects images of other classes than the model's, where both are known."""
-    if model.class_names is None or images.class_names is None:
-        return
-    for label, (own, there) in enumerate(
-        itertools.zip_longest(model.class_names, images.class_names)
-    ):
-        if own != there:
-            raise ConfigError(
-                f"the model has other classes than {images.name}: label {label} is {own!r} for the "
-                f"model and {there!r} in the images: use images of the same classes"
-            )
+    if (difference := first_difference(model.class_names, images.class_names)) is not None:
+        label, own, there = difference
+        raise ConfigError(
+            f"the model has other classes than {images.name}: label {label} is {own!r} for the "
+            f"model and {there!r} in the images: use images of the same classes"
+        )

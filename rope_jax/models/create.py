@@ -51,8 +51,9 @@ def create_model(
         position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
             "rope_mixed+ape", ...
         num_classes: outputs of the head; 0 for none: the model returns the pooled features that its
-            head would take. With weights for another number, the head stays new, which is printed;
-            of a model with a `head`, all of it.
+            head would take. With weights for another number, the head stays new, which is printed.
+            In a model with a `head`, every weight of that head then stays new, not only the
+            classifier.
         image_size: pixels, a side or (height, width), for parameters whose shape depends on it.
             Calls accept other sizes.
         seed: of the initial weights.

@@ -192,7 +192,7 @@ def create_dense(
 ) -> DenseModel:
     """A backbone with a head, with initial weights. Arguments as in `create_model`.
 
-    What is None is what `described` has, a model with weights.
+    Arguments that are None are taken from `described`, the description stored with the weights.
     """
     call = head_call(head)
     entry = find_head(call.name)
@@ -281,9 +281,12 @@ def _taken(
     dtypes: dict,
 ) -> _Taken:
     """What a head, with options, takes of a backbone."""
-    widths = [part.position.stage.channels for part in backbone.parts().values()]
-    several = backbone.own_maps or len(widths) > 1
-    if blocks is not None and several:
+    stages = [part.position.stage for part in backbone.parts().values()]
+    widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
+    several = backbone.own_maps or len(stages) > 1
+    # A model of stages whose head takes one map is saved with the block of that map.
+    saved = head.strides is None and blocks is not None and tuple(blocks) == (depth - 1,)
+    if blocks is not None and several and not saved:
         raise ValueError(
             f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
             "last of every stage; leave them out"
@@ -296,7 +299,7 @@ def _taken(
         norms = StageNorms(own, backbone.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
         return _Taken(norms, own, stages=stages)
     single = head.strides is None or head.scales is not None
-    blocks = _blocks(backbone, blocks, single=single)
+    blocks = _blocks(backbone.name, depth, blocks, single=single)
     if head.strides is None:
         return _Taken(None, widths[-1:], blocks)
     if head.scales is None:
@@ -308,19 +311,23 @@ def _taken(
     return _Taken(neck, [options.width] * len(head.strides), blocks)
 
 
-def _blocks(backbone: Backbone, blocks: Sequence[int] | None, *, single: bool) -> tuple[int, ...]:
-    """The given blocks whose maps are taken, of a `single` one or of four, or those by default."""
-    depth = sum(part.position.stage.depth for part in backbone.parts().values())
+def _blocks(
+    name: str, depth: int, blocks: Sequence[int] | None, *, single: bool
+) -> tuple[int, ...]:
+    """The given blocks whose maps are taken, a `single` one or four, or those by default."""
+    count = 1 if single else len(_STRIDES)
+    if depth < count:
+        raise ValueError(
+            f"the head takes the maps of {count} blocks, and {name} has {depth}: use a deeper "
+            "model or another head"
+        )
     if blocks is None:
         blocks = (depth - 1,) if single else third_blocks(depth)
     blocks = tuple(blocks)
     ascending = sorted({*blocks}) == [*blocks]
-    count = 1 if single else len(_STRIDES)
     if len(blocks) != count or not ascending or blocks[0] < 0 or blocks[-1] >= depth:
-        words = "one block" if single else "four blocks"
+        words = "one number" if single else "four different numbers in ascending order"
         raise ValueError(
-            f"the head takes the maps of {words}, not {blocks} of the {depth} of "
-            f"{backbone.name}, from 0 and in ascending order: change blocks, or use a deeper model "
-            "or another head"
+            f"blocks={blocks} must be {words}, from 0 to {depth - 1}, as {name} has {depth} blocks"
         )
     return blocks

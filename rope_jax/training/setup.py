@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -180,7 +180,8 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
     with blame("--config.data.repeats"):
         data.epoch_length(len(images.labels), config.data.repeats)
     classes = config.model.num_classes
-    if classes is not None and classes < images.classes:
+    # Of classes of pixels, the task requires exactly as many.
+    if classes is not None and classes < images.classes and not images.pixelwise:
         raise ConfigError(
             f"--config.model.num_classes={classes}, but {images.name} has {images.classes} "
             "classes: use at least that many"
@@ -217,15 +218,27 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
 def _check_class_names(images: Split, held_out: Split) -> None:
     """Rejects splits with different classes (data sets in memory have no class names)."""
     here, there = images.class_names, held_out.class_names
+    if (difference := first_difference(here, there)) is not None:
+        label, train, test = difference
+        raise ValueError(
+            f"the splits of {images.name} have other classes: label {label} is {train!r} in "
+            f"the training split and {test!r} in the test split ({len(here)} and {len(there)} "
+            "classes): prepare both with the same list of classes"
+        )
+
+
+def first_difference(
+    here: Sequence[str] | None, there: Sequence[str] | None
+) -> tuple[int, str | None, str | None] | None:
+    """The first label whose class has two names, and both; None without one, or without names.
+
+    >>> first_difference(("cat", "dog"), ("cat",))
+    (1, 'dog', None)
+    """
     if here is None or there is None:
-        return
-    for label, (train, test) in enumerate(itertools.zip_longest(here, there)):
-        if train != test:
-            raise ValueError(
-                f"the splits of {images.name} have other classes: label {label} is {train!r} in "
-                f"the training split and {test!r} in the test split ({len(here)} and {len(there)} "
-                "classes): prepare both with the same list of classes"
-            )
+        return None
+    pairs = enumerate(itertools.zip_longest(here, there))
+    return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)
 
 
 def _complete(config: Config, images: Split) -> Config:

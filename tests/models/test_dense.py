@@ -13,11 +13,13 @@ from rope_jax.models.cost import cost
 from rope_jax.models.heads import HEADS
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
+from tests.models.small import filled
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
 UPERNET = {"head": "upernet(width=4,auxiliary_width=4)", "num_classes": 3}
 DENSE = TINY | UPERNET
-ADAPTER = DENSE | {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
+BARE = TINY | {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
+ADAPTER = UPERNET | BARE
 
 
 def abstract(name, **settings):
@@ -50,7 +52,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
     settings = {"head": head, "num_classes": 2, "image_size": size}
     settings |= {"operator": "released"} if name == "cat_5" else {}
     if name == "cct_2_3x2" and head in ("upernet", "mask2former"):
-        with pytest.raises(ValueError, match=r"maps of four blocks, not \(0, 1, 2, 3\) of the 2"):
+        with pytest.raises(ValueError, match="maps of 4 blocks, and cct_2_3x2 has 2: use a deeper"):
             abstract(name, **settings)
     elif (name.startswith("vit_adapter"), head) in [(True, "linear"), (True, "segmenter")]:
         with pytest.raises(
@@ -78,14 +80,17 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "linear", "num_classes": -1}, "num_classes=-1 must be a whole"),
         ("deit_ti16", {"head": "linear+upernet"}, "must be the text of one head"),
         ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
-        ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"maps of one block, not \(3, 5\)"),
-        ("deit_ti16", {"head": "linear", "blocks": (-1,)}, r"not \(-1,\) of the 12 .*, from 0 and"),
+        ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"blocks=\(3, 5\) must be one number"),
+        ("deit_ti16", {"head": "linear", "blocks": (-1,)}, r"blocks=\(-1,\) .*, from 0 to 11, as"),
         (
             "deit_ti16",
             {"head": "upernet", "blocks": (3, 2, 1, 0)},
-            r"not \(3, 2, 1, 0\) of the 12 of deit_ti16, from 0 and in ascending order",
+            r"blocks=\(3, 2, 1, 0\) must be four different numbers in ascending order, from 0 to "
+            "11, as deit_ti16 has 12 blocks",
         ),
+        ("deit_ti16", {"head": "upernet", "depth": 3}, "4 blocks, and deit_ti16 has 3"),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
+        ("swin_t", {"head": "linear", "blocks": (1,)}, "are of isotropic models"),
         ("deit_ti16", {"head": "upernet", "last_norm": True}, "last_norm=True does not go with"),
     ],
 )
@@ -133,6 +138,13 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
             load_pretrained(model, tmp_path)
 
 
+def test_stages_with_a_head_of_one_map_are_created_again_from_their_file(tmp_path):
+    tiny = {"width": 4, "depths": (1, 1), "heads": (1, 1), "window_size": 2, "image_size": 16}
+    model = filled(abstract("swin_t", head="linear", num_classes=2, **tiny))
+    rope_jax.save_pretrained(model, tmp_path)
+    assert model.blocks == (1,) == abstract(tmp_path).blocks
+
+
 @pytest.mark.parametrize("source", [None, "timm"])
 def test_the_weights_of_a_classifier_are_those_of_the_backbone(
     source, classifier, tmp_path, capsys
@@ -176,6 +188,39 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
 
 
 @pytest.mark.parametrize("source", [None, "timm"])
+def test_a_vit_adapter_without_a_head_takes_the_weights_of_a_classifier(
+    source, classifier, tmp_path, capsys
+):
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path, source=source)
+    model = abstract("vit_adapter_ti16", num_classes=0, **BARE)
+    load_pretrained(model, path)
+    kernel = classifier.blocks[3].mlp.fc2.kernel[...]
+    np.testing.assert_array_equal(model.blocks[3].mlp.fc2.kernel[...], kernel)
+    found = capsys.readouterr().out
+    assert found.startswith("weights of a classifier: new prior, levels,")
+    assert ("cls_token" if source else "class_token") in found.partition("not used")[2]
+    if source:
+        bias = jnp.zeros(8)
+        model.blocks[3].mlp.fc2.bias.set_value(bias + 1)
+        state_dict = export_state_dict(classifier, source=source)
+        rope_jax.convert_state_dict(model, state_dict, source=source)
+        np.testing.assert_array_equal(model.blocks[3].mlp.fc2.bias[...], bias)
+    else:  # its head is that of a class token
+        with pytest.raises(ValueError, match="class_token is True there and False here"):
+            load_pretrained(abstract("vit_adapter_ti16", num_classes=5, **BARE), path)
+
+
+def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
+    rope_jax.save_pretrained(filled(abstract("vit_adapter_ti16", num_classes=0, **BARE)), tmp_path)
+    load_pretrained(abstract("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
+    assert not capsys.readouterr().out
+    windows = {"attention": "window", "window_size": 2, "window_padding": "qkv"}
+    with pytest.raises(ValueError, match="attention is global there and window here"):
+        load_pretrained(abstract("vit_adapter_ti16", num_classes=0, **BARE, **windows), tmp_path)
+
+
+@pytest.mark.parametrize("source", [None, "timm"])
 def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, tmp_path):
     """Only backbones of dense prediction leave out a class token and a last norm in silence."""
     path = tmp_path / "deit.safetensors"
@@ -185,7 +230,8 @@ def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, t
     changes["last_norm"] = ("norm.weight", {"last_norm": False})
     for option, (key, settings) in changes.items():
         model = abstract("deit_ti16", num_classes=0, **settings, **TINY)
-        with pytest.raises(ValueError, match=f"{option} is True there and False here"):
+        advice = rf"Create the model as it was saved, with {option}=True, or with a head of dense"
+        with pytest.raises(ValueError, match=f"{option} is True there and False here.*{advice}"):
             load_pretrained(model, path)
         if source:
             with pytest.raises(ValueError, match=f"{key} of shape .* is not expected"):

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.pretrained import load_pretrained
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
 from tests.models.small import SMALL, filled, pictures
 
@@ -36,6 +37,18 @@ def test_maps_halve_from_level_to_level_on_odd_maps_too():
     last = jax.ShapeDtypeStruct((1, 5, 9, 16), jnp.float32)
     maps = jax.eval_shape(lambda x: FeaturePyramid(16, outputs=8, rngs=nnx.Rngs(0))([x]), last)
     assert [x.shape[1:3] for x in maps] == [(20, 36), (10, 18), (5, 9), (2, 4), (1, 2)]
+
+
+def test_a_saved_backbone_fills_that_of_a_pyramid(tmp_path, capsys):
+    make = lambda: rope_jax.create_model("deit_ti16", num_classes=0, **SMALL | WINDOWS)
+    vit = filled(nnx.eval_shape(make))
+    rope_jax.save_pretrained(vit, tmp_path)
+    pyramid = lambda: FeaturePyramid(48, outputs=8, rngs=nnx.Rngs(0))
+    model = PyramidBackbone(nnx.eval_shape(make), nnx.eval_shape(pyramid))
+    load_pretrained(model, tmp_path)
+    kernel = vit.blocks[0].mlp.fc1.kernel[...]
+    np.testing.assert_array_equal(model.backbone.blocks[0].mlp.fc1.kernel[...], kernel)
+    assert capsys.readouterr().out == "weights of a classifier: new neck\n"
 
 
 def test_the_pyramid_trains_in_bfloat16_with_drop_path():

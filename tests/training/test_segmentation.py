@@ -10,10 +10,11 @@ from rope_jax import data, seeds
 from rope_jax.analysis import report
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
+from rope_jax.training.setup import prepare
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.metrics import read_metrics
 from rope_jax.workdir.trees import named_leaves, tree_hash
-from tests.training.recipe import final_state, interrupt_at, logits, run, started
+from tests.training.recipe import final_state, interrupt_at, logits, run, started, tiny
 
 SCENES = {
     "data__source": "scenes",
@@ -121,6 +122,12 @@ def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished, monkeypatc
         for folder in (tmp_path, workdir)
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("classes", [10, 12])
+def test_a_run_has_as_many_classes_as_the_images(classes):
+    with pytest.raises(ConfigError, match=f"{classes}, but scenes has 11 .* of pixels: use 11, or"):
+        prepare(tiny(**HEADS["linear"] | {"model__num_classes": classes}))
 
 
 @pytest.mark.slow

@@ -132,6 +132,10 @@ def test_mixing_ends_after_its_last_epoch():
             {"optim__cooldown_epochs": 1.0, "steps": 6},
             "cooldown_epochs=1.0 are not less than --config.steps=6, .* epochs, of which",
         ),
+        (
+            {"optim__cooldown_epochs": 1.0, "optim__schedule": "constant"},
+            "cooldown_epochs=1.0 does not go with --config.optim.schedule=constant, which does not",
+        ),
         ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it must be at least 0 and at most 1"),
         ({"optim__clip_norm": 0.0}, "clip_norm=0.0 .*; it must be above 0: use None for no clip"),
         (

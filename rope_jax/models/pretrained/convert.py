@@ -21,6 +21,7 @@ from rope_jax.models.pretrained.links import (
     HEAD,
     Link,
     fit,
+    is_backbone,
     links_of,
     named,
     not_floating,
@@ -242,6 +243,7 @@ def plan_conversion(
     links, frozen, left, grids = [], {}, dict(shapes), grids or {}
     found, new_head = _without_head(found, shapes, new_head)
     headless = new_head or not model.num_classes
+    backbone = backbone or is_backbone(model, fresh)
     dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
     names = {theirs for ours, theirs, _ in table.rows if ours.startswith(dropped)}
     unused = [key for key in left if key in names - {link.key for link in found}]
@@ -287,7 +289,7 @@ def _fresh(model: nnx.Module, table: Table, shapes: Shapes) -> tuple[str, ...]:
 
     def there(start: str) -> bool:
         own = [slot for slot in slots if begins(slot.name, (start,))]
-        return any(link.key in shapes for slot in own for link in named(table, slot))
+        return not own or any(link.key in shapes for slot in own for link in named(table, slot))
 
     return tuple(start for start in starts if not there(start))
 

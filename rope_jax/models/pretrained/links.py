@@ -109,6 +109,11 @@ def names_by_layer(path: tuple, variable: nnx.Variable) -> Iterator[tuple[str, i
         yield ".".join([*steps[:place], str(layer), *steps[place:]]), layer
 
 
+def is_backbone(model: nnx.Module, fresh: tuple[str, ...]) -> bool:
+    """Whether a model without a head is filled by a classifier, which has nothing for `fresh`."""
+    return bool(fresh) and not model.num_classes
+
+
 def fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | None, str | None]:
     """The grid of a table that must be resized, and the problem of a tensor that does not fit."""
     key, slot, rule = link.key, link.slot, link.rule

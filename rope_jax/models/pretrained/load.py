@@ -1,8 +1,10 @@
 """Weights of files into models, and models into files."""
 
+import dataclasses
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from flax import nnx
 
@@ -24,7 +26,8 @@ from rope_jax.models.pretrained.files import (
     write_safetensors,
 )
 from rope_jax.models.pretrained.layouts import rotary_of
-from rope_jax.models.pretrained.metadata import Metadata
+from rope_jax.models.pretrained.links import is_backbone
+from rope_jax.models.pretrained.metadata import CLASSIFIER_OPTIONS, Metadata
 from rope_jax.models.pretrained.own import (
     OWN,
     Plan,
@@ -90,27 +93,25 @@ def load_weights(
     `other_model` is called with what differs in a different model, instead of raising a ValueError.
     """
     target, source = _target(model, file, source)
-    backbone = target is not model
-    if file.metadata is not None and (message := _other_model(target, file, backbone)):
-        if other_model is None:
-            raise ValueError(
-                f"{message}. Create the model that was saved, or pass the arrays to "
-                "rope_jax.convert_state_dict, which checks names and shapes only"
-            )
-        other_model(message)
-    about = file.description
+    about, backbone = file.description, target is not model
     if source == OWN:
         size = None if about is None else about.image_size
         how = {"image_size": size, "new_head": new_head, "backbone": backbone}
         plan = plan_own(target, file.shapes, **how)
-        refuse(plan.problems, source)
-        load_own(target, file.read, plan)
-        preprocessing = None
     else:
         grids = None if file.metadata is None else file.metadata.grids
         how = {"source": source, "grids": grids, "new_head": new_head}
         plan = plan_conversion(target, file.shapes, backbone=backbone, **how)
-        refuse(plan.problems, source)
+    backbone = backbone or is_backbone(target, plan.fresh)
+    if file.metadata is not None and (message := _other_model(target, file, backbone)):
+        if other_model is None:
+            raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
+        other_model(message)
+    refuse(plan.problems, source)
+    if source == OWN:
+        load_own(target, file.read, plan)
+        preprocessing = None
+    else:
         wanted = [*(link.key for link in plan.links), *plan.frozen]
         convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
         preprocessing = name_table(target, source).preprocessing
@@ -149,7 +150,7 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
                 f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
                 "use weights of the same head, or of a classifier"
             )
-        targets = [model if there == here or backbone is None else backbone]
+        targets = [model if there is not None or backbone is None else backbone]
     else:
         targets = [model] if backbone is None else [model, backbone]
     found = []
@@ -190,6 +191,21 @@ def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | 
     if not other:
         return None
     return f"{file.where!r} holds the weights of another model: {'; '.join(other)}"
+
+
+def _advice(model: nnx.Module, saved: Mapping[str, Any]) -> str:
+    """What to do about weights of a model of other options."""
+    here = dataclasses.asdict(model.options)
+    both = [name for name in CLASSIFIER_OPTIONS if name in here and name in saved]
+    there = {name: saved[name] for name in both if saved[name] != here[name]}
+    if not there:
+        return (
+            "Create the model that was saved, or pass the arrays to rope_jax.convert_state_dict, "
+            "which checks names and shapes only"
+        )
+    settings = ", ".join(f"{name}={value}" for name, value in there.items())
+    head = ", or with a head of dense prediction" if all(there.values()) else ""
+    return f"Create the model as it was saved, with {settings}{head}"
 
 
 def _schemes(notation: str) -> list[str]:

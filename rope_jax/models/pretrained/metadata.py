@@ -25,8 +25,10 @@ _IGNORED |= {"scan_layers", "pad_compat"}  # how blocks run
 _IGNORED |= {"window_size", "grow", "shrink", "resampler"}  # how tables are resized
 _IGNORED |= {"pairing"}  # converted
 _IGNORED |= {"dropout", "auxiliary_weight", "loss_points"}  # of heads, in training only
-# Options in which a backbone of dense prediction may differ from its classifier.
-_OF_CLASSIFIERS = {"class_token", "last_norm"}
+CLASSIFIER_OPTIONS = ("class_token", "last_norm")
+"""Options of parameters that a backbone of dense prediction may lack, and its classifier has."""
+# All options in which it may differ from its classifier.
+_OF_CLASSIFIERS = {*CLASSIFIER_OPTIONS}
 _OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
 
 

@@ -20,7 +20,7 @@ from flax import nnx
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained.convert import Shapes
 from rope_jax.models.pretrained.layouts import square
-from rope_jax.models.pretrained.links import CLASSIFIER, HEAD, LARGEST, names_by_layer
+from rope_jax.models.pretrained.links import CLASSIFIER, HEAD, LARGEST, is_backbone, names_by_layer
 from rope_jax.models.pretrained.tables import begins
 from rope_jax.positions import Position
 from rope_jax.positions.absolute import Learned
@@ -118,11 +118,17 @@ def plan_own(
     """
     places = _places(model, shapes)
     starts = getattr(model, "beyond_classifier", ())
-    fresh = tuple(start for start in starts if not any(begins(key, (start,)) for key in shapes))
+    fresh = tuple(
+        start
+        for start in starts
+        if any(begins(name, (start,)) for name in places)
+        and not any(begins(key, (start,)) for key in shapes)
+    )
     places = {name: place for name, place in places.items() if not begins(name, fresh)}
     heads = [name for name in places if name.startswith(HEAD)]
     new_head = new_head and any(places[name].stored != places[name].shape for name in heads)
     unexpected = shapes.keys() - {place.key for place in places.values()}
+    backbone = backbone or is_backbone(model, fresh)
     dropped = CLASSIFIER if backbone else (HEAD,) if new_head or not heads else ()
     unused = sorted(name for name in unexpected if name.startswith(dropped))
     if new_head:
