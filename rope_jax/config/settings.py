@@ -195,8 +195,8 @@ class OptimConfig:
     exempt: str = _setting(
         "declared",
         "what is not decayed. declared: biases, norms, and what models and schemes declare "
-        "(positions, class tokens); norms: the same but for biases of layers (detectron2); vectors: "
-        "biases and norms only; nothing: everything is decayed",
+        "(positions, class tokens); norms: the same without biases of layers (detectron2); "
+        "vectors: biases and norms only; nothing: everything is decayed",
         words=("declared", "norms", "vectors", "nothing"),
     )
     layer_decay: float = _setting(

@@ -220,7 +220,12 @@ def create_dense(
         **settings,
     )
     if problem := _problem(wanted, backbone):
-        serving = [other for other in HEADS if not _problem(HEADS[other].family, backbone)]
+        families = {other: entry.family for other, entry in HEADS.items()}
+        serving = [
+            other
+            for other, family in families.items()
+            if family.task == wanted.task and not _problem(family, backbone)
+        ]
         raise ValueError(
             f"the head {call.name!r} takes {problem} of {name}: use {' or '.join(serving)}, or "
             "another model"

@@ -48,6 +48,13 @@ VALUES = {
         "head": "segmenter", "model": "deit_ti16", "layer_decay": 1,
         "position": "ape(resize=bilinear)", "options": "norm_epsilon=1e-5,drop_path=0.1",
     },
+    ("mask2former", ""): BEIT | {
+        "rate": 1e-4, "backbone_rate": 0.1, "start": 0, "warmup": 0, "power": 0.9, "clip": 0.01,
+        "exempt": "norms", "layer_decay": 1, "head": "mask2former", "model": "swin_s",
+        "options": "drop_path=0.3,window_padding=tokens", "augment":
+        "scaled_crop(low=0.5,high=2.0,short=512,long=2048,share=1.0)+flip+photometric",
+    },
+    ("mask2former", "variant=swin_b,position=rpb"): {"model": "swin_b", "position": "rpb"},
     ("segmenter", "position=lape(ape)"): {"position": "lape(ape(resize=bilinear))"},
 }  # fmt: skip
 
@@ -64,8 +71,8 @@ def test_values_of_the_recipes(name, arguments):
         "start": optim.warmup_learning_rate, "schedule": optim.schedule, "power": optim.power,
         "warmup": optim.warmup_steps, "decay": optim.weight_decay, "clip": optim.clip_norm,
         "exempt": optim.exempt, "layer_decay": optim.layer_decay, "momentum": optim.momentum,
-        "nesterov": optim.nesterov, "model": model.name, "head": model.head,
-        "position": model.position, "options": model.options,
+        "nesterov": optim.nesterov, "backbone_rate": optim.backbone_rate, "model": model.name,
+        "head": model.head, "position": model.position, "options": model.options,
     }  # fmt: skip
     wanted = VALUES[name, arguments]
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
@@ -109,6 +116,12 @@ SLOW = [
         + 7_081_728 + 67_963_542 + 1_808_534,
     ),
     ("upernet", "variant=l,position=rope_mixed+ape", None),
+    (  # Swin-S without classifier and last norm, the norms of its stages, both decoders
+        "mask2former",
+        "variant=swin_s,position=rpb",
+        49_606_258 - 768 * 1001 - 2 * 768 + 2 * 1440 + 5_421_504 + 14_497_431,
+    ),
+    ("mask2former", "variant=swin_b,position=rope_mixed", None),
     ("upernet", "variant=adapter_ti,position=ape", None),
     ("upernet", "variant=adapter_s,position=lape(ape)", None),
 ]  # fmt: skip
@@ -151,8 +164,10 @@ def masks(tmp_path):
 
 
 PLAIN = "patch_size=8,width=32,depth=4,heads=2"
+MASKS = "mask2former(width=16,groups=4,heads=2,pixel_depth=2,depth=3,queries=6,loss_points=64)"
 TOYS = [
     ("upernet", "variant=b", f"{PLAIN},drop_path=0.1"),
+    ("mask2former", "", "width=8,heads=(1,2,2,4),depths=(1,1,2,1),drop_path=0.1"),
     ("upernet", "variant=adapter_s,position=ape",
      "width=32,depth=4,heads=2,groups=(0,1,2,3),prior_width=8,deform_heads=2"),
     ("segmenter", "", "patch_size=8,width=64,depth=2,heads=2"),
@@ -166,9 +181,10 @@ def test_steps_in_bfloat16(name, arguments, options, masks):
 
     The first step leaves ViT-Adapter's injectors as they are, whose gates are 0 before it.
     """
+    small = {"model__head": MASKS} if name == "mask2former" else {}
     config = resolved(
         name, f"{arguments},resolution=64,source=masks,path={masks}", data__workers=0, steps=4,
-        batch_size=4, model__options=options, optim__warmup_steps=0,
+        batch_size=4, model__options=options, optim__warmup_steps=0, **small,
     )  # fmt: skip
     run, model = prepare(config)
     state = initial_state(run, model)
@@ -188,28 +204,35 @@ def test_steps_in_bfloat16(name, arguments, options, masks):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state["params"]))
 
 
-def test_unknown_variants_are_refused():
-    with pytest.raises(
-        cfg.ConfigError, match="variant=h is not one of b, l, adapter_ti, adapter_s"
-    ):
-        recipe("upernet", "variant=h")
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [("upernet", "b, l, adapter_ti, adapter_s"), ("mask2former", "swin_s, swin_b")],
+)
+def test_unknown_variants_are_refused(name, variants):
+    with pytest.raises(cfg.ConfigError, match=f"variant=h is not one of {variants}"):
+        recipe(name, "variant=h")
 
 
-def test_expected_values_are_those_of_the_papers_tables():
-    """Every number of UperNet's docstring, against `analysis.expected`, which has no others."""
-    _, text = recipe("upernet")
+@pytest.mark.parametrize(
+    ("name", "head", "before", "count"),
+    [("upernet", "UperNet", "LaPE's", 20), ("mask2former", "Mask2Former", "Mask2Former's own", 10)],
+)
+def test_expected_values_are_those_of_the_papers_tables(name, head, before, count):
+    """Every number of a docstring, against `analysis.expected`, which has no others."""
+    _, text = recipe(name)
     shown = {}
-    for (kind, *positions), *rows in paragraphs(text, after="Expected mIoU", before="LaPE's"):
+    for (kind, *positions), *rows in paragraphs(text, after="Expected mIoU", before=before):
+        task = f"mIoU, {head}" if kind == "mIoU" else f"mIoU, {head}, {kind}"
         for model, *cells in rows:
             shown |= {
-                (f"mIoU, UperNet, {kind}", model, position): float(cell)
+                (task, model, position): float(cell)
                 for position, cell in zip(positions, cells, strict=True)
             }
     source = " ".join(re.search(r"in percent \((.+?)\)", text, re.S)[1].split())
     published = {
         (entry["task"], entry["model"], entry["position"]): entry["value"]
         for entry in expected.entries()
-        if entry["source"] == source and "UperNet" in entry.get("task", "")
+        if entry["source"] == source and head in entry.get("task", "")
     }
     assert shown == published
-    assert len(shown) == 20
+    assert len(shown) == count

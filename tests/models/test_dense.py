@@ -43,17 +43,19 @@ def classifier():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["linear", "segmenter", "upernet"])
+@pytest.mark.parametrize("head", ["linear", "segmenter", "upernet", "mask2former"])
 @pytest.mark.parametrize("name", rope_jax.list_models())
 def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(name, head):
     size = 56 if "14" in name else 64
     settings = {"head": head, "num_classes": 2, "image_size": size}
     settings |= {"operator": "released"} if name == "cat_5" else {}
-    if name == "cct_2_3x2" and head == "upernet":
+    if name == "cct_2_3x2" and head in ("upernet", "mask2former"):
         with pytest.raises(ValueError, match=r"maps of four blocks, not \(0, 1, 2, 3\) of the 2"):
             abstract(name, **settings)
     elif (name.startswith("vit_adapter"), head) in [(True, "linear"), (True, "segmenter")]:
-        with pytest.raises(ValueError, match=r"takes one map, .* use upernet, or another model"):
+        with pytest.raises(
+            ValueError, match=r"takes one map, .* use mask2former or upernet, or another model"
+        ):
             abstract(name, **settings)
     elif (name, head) == ("vit_digits", "segmenter"):
         with pytest.raises(ValueError, match="96 channels, which its head_dim=64 does not divide"):

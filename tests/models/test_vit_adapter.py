@@ -102,7 +102,7 @@ def test_upernet_takes_its_maps_and_heads_of_one_map_are_refused():
     images = jax.ShapeDtypeStruct((1, 32, 64, 3), jnp.float32)
     found = jax.eval_shape(lambda images: logits(images, "upernet(width=8)"), images)
     assert found.shape == (1, 32, 64, 7)
-    advice = "'linear' takes one map, not the four of vit_adapter_ti16: use upernet, or another"
+    advice = "one map, not the four of vit_adapter_ti16: use mask2former or upernet, or another"
     with pytest.raises(ValueError, match=advice):
         jax.eval_shape(lambda images: logits(images, "linear"), images)
 

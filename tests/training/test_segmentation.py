@@ -40,6 +40,14 @@ HEADS = {
         "model__options": "depth=4,width=16,heads=1,drop_path=0.2,scan_layers=True",
         "ema_decay": 0.9,
     },
+    "mask2former": SCENES
+    | {
+        "model__head": "mask2former(width=8,heads=2,groups=2,pixel_depth=1,pixel_hidden=8,depth=3,"
+        "hidden=8,queries=12,loss_points=32)",
+        "model__options": "depth=4,width=16,heads=1,drop_path=0.2",
+        "optim__backbone_rate": 0.1,
+        "optim__exempt": "norms",
+    },
     "linear": SCENES | {"model__head": "linear", "model__options": "depth=1,width=16,heads=1"},
 }
 UPERNET = HEADS["upernet"]
@@ -59,6 +67,7 @@ def few_scenes():
         "linear",
         pytest.param("segmenter", marks=pytest.mark.slow),
         pytest.param("upernet", marks=pytest.mark.slow),
+        pytest.param("mask2former", marks=pytest.mark.slow),
     ],
 )
 def finished(request, tmp_path_factory):

@@ -164,7 +164,7 @@ def attention(ours: str, theirs: str) -> list[Row]:
 
 
 def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:
-    """Rows of torch's MultiheadAttention, which holds q, k and v of `width` outputs in one tensor."""
+    """Rows of torch's MultiheadAttention, which holds q, k and v, of `width` each, as one."""
     rows: list[Row] = []
     for place, name in enumerate("qkv"):
         share = slice(place * width, (place + 1) * width)

@@ -1,6 +1,5 @@
 """Mask2Former's decoders and scores: sizes, definitions, gradients, and what it learns."""
 
-import functools
 import math
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.config import resolve
 from rope_jax.data.sources import scenes
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former import MaskPredictions
@@ -36,8 +36,8 @@ def parameters(module):
     ("channels", "count"), [((96, 192, 384, 768), 5_421_504), ((128, 256, 512, 1024), 5_544_384)]
 )
 def test_the_decoders_have_the_official_numbers_of_parameters(channels, count):
-    make = functools.partial(create_head, "mask2former", num_classes=150, rngs=nnx.Rngs(0))
-    head = nnx.eval_shape(lambda: make(channels=channels))
+    settings = {"channels": channels, "num_classes": 150}
+    head = nnx.eval_shape(lambda: create_head("mask2former", **settings, rngs=nnx.Rngs(0)))
     assert parameters(head.pixel_decoder) == count
     assert parameters(head.decoder) == 14_497_431
 
@@ -52,10 +52,9 @@ def test_positions_are_sines_of_rows_and_columns():
         assert found[y, x, 6 + k] == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.usefixtures("x64")
 def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal((2, 3, 2, 4))
+    logits = rng.standard_normal((2, 3, 2, 4)).astype(np.float32)
     logits[0, :, :, 1] = -np.abs(logits[0, :, :, 1])  # the mask of this query is empty
     mask = np.asarray(attended(jnp.asarray(logits)))
     inside = (logits > 0).reshape(2, 6, 4).swapaxes(1, 2)
@@ -64,10 +63,10 @@ def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
     others = [(0, 0), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert all((mask[at] == inside[at]).all() for at in others)
 
-    attention = Attention(8, 2, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.float64))
+    attention = Attention(8, 2, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float32)))
     for layer in (attention.q, attention.k, attention.v, attention.out):
-        layer.bias.set_value(jnp.asarray(rng.standard_normal(8)))
-    queries, keys, values = (rng.standard_normal((2, n, 8)) for n in (4, 6, 6))
+        layer.bias.set_value(jnp.asarray(rng.standard_normal(8), jnp.float32))
+    queries, keys, values = (rng.standard_normal((2, n, 8)).astype("f") for n in (4, 6, 6))
     graph, state = nnx.split(attention)
     found = jax.jit(lambda *inputs: nnx.merge(graph, state)(*inputs))(queries, keys, values, mask)
 
@@ -82,7 +81,7 @@ def test_a_query_attends_to_its_mask_or_to_everything_where_that_is_empty():
         shares = np.exp(k[image, kept, head] @ q[image, query, head] / np.sqrt(4))
         wanted[image, query, head] = shares / shares.sum() @ v[image, kept, head]
     wanted = dense(attention.out, wanted.reshape(2, 4, 8))
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_scores_are_sums_over_queries_of_resized_masks():
@@ -121,29 +120,54 @@ def test_a_swin_and_a_vit_predict_pixels_of_any_size(name, settings, size):
     assert found.shape == (2, *size, 3)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return rope_jax.create_model("deit_ti16", head=SMALL, num_classes=11, **VIT)
-
-
 def drawn(count):
-    """Scenes of 32 pixels with their labels."""
-    found = [scenes.scene(0, "train", i, 32, 32) for i in range(count)]
-    return [np.stack(arrays) for arrays in zip(*((one[0], one[1]) for one in found), strict=True)]
+    """A batch of scenes of 32 pixels, of which one has no labels."""
+    found = [scenes.draw_scene("train", number, (32, 32)) for number in range(count)]
+    labels = np.stack([one.labels for one in found])
+    images = np.stack([one.image for one in found]).astype(np.float32) / 127.5 - 1
+    return {"image": images, "label": labels}
 
 
-def step_of(model, optimizer):
-    """A training step: (params, optimizer's state, batch, key) -> the same, and the metrics."""
+@pytest.fixture(scope="module")
+def step():
+    """Parameters, optimizer's state, and a training step of a small model."""
+    model = rope_jax.create_model("deit_ti16", head=SMALL, num_classes=11, **VIT)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer, config = optax.adam(4e-3), resolve({})
 
     def loss(params, batch, key):
-        own = nnx.merge(graph, params, rest)
-        return segmentation.loss(own, batch, rope_jax.config.resolve({}), key=key)
+        return segmentation.loss(nnx.merge(graph, params, rest), batch, config, key=key)
 
     @jax.jit
     def step(params, state, batch, key):
-        metrics, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+        found, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
         updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, (metrics, gradients)
+        return optax.apply_updates(params, updates), state, found, gradients
 
     return params, optimizer.init(params), step
+
+
+def test_every_parameter_has_a_gradient(step):
+    params, state, train = step
+    batch = drawn(4)
+    batch["label"][1] = 255
+    _, _, (value, _), gradients = train(params, state, batch, jax.random.key(0))
+    assert np.isfinite(value)
+    flat = nnx.to_flat_state(gradients)
+    assert all(np.isfinite(leaf[...]).all() for _, leaf in flat)
+    still = {".".join(map(str, path)) for path, leaf in flat if not np.abs(leaf[...]).max() > 0}
+    # The softmax does not see what all keys share. And deformable attention does not depend on its
+    # queries before the first step.
+    assert all(name.endswith("k.bias") or name == "head.pixel_decoder.levels" for name in still)
+
+
+def test_a_small_model_learns_scenes(step):
+    """Sixty steps on four scenes: digits are found, where all but a tenth is background."""
+    params, state, train = step
+    batch, found = drawn(4), []
+    for number in range(60):
+        params, state, metrics, _ = train(params, state, batch, jax.random.key(number))
+        found.append([float(x) for x in metrics])
+    losses, accuracies = np.array(found).T
+    print(losses[:5], losses[-5:], accuracies[-5:], (batch["label"] == 0).mean())
+    assert losses[-5:].mean() < 0.6 * losses[:5].mean()

@@ -100,7 +100,8 @@ def test_three_quarters_of_the_points_are_the_least_certain_of_three_times_as_ma
     points = np.asarray(uncertain_points(masks, 4000, jax.random.key(0)))
     assert points.shape == (1, 4000, 2, 2)
     certainty = np.abs(2 * points[..., 0] - 1)
-    assert abs(certainty[:, :3000].max() - 0.25) < 0.03
+    # All but a few at the image's border, which is less certain as maps are 0 outside.
+    assert abs(np.quantile(certainty[:, :3000], 0.99) - 0.25) < 0.02
     assert abs(certainty[:, 3000:].mean() - 0.5) < 0.05
     assert np.abs(points[:, :, 0] - points[:, :, 1]).mean() > 0.05  # drawn for each mask
 
@@ -144,7 +145,7 @@ def definition(classes, embeddings, pixels, labels, number, key):
     return total
 
 
-@pytest.mark.parametrize("queries", [6, 3])
+@pytest.mark.parametrize("queries", [6, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_matched_queries_summed_over_layers(queries):
     """Of an image without labels too, and with fewer queries than classes."""
     classes, embeddings = (RNG.standard_normal((3, 3, queries, n)) for n in (6, 4))
@@ -161,6 +162,7 @@ def test_the_loss_is_that_of_matched_queries_summed_over_layers(queries):
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_batch_without_labels_has_a_loss_of_classes_alone():
     """And its gradient teaches every query that there is no object."""
     classes, embeddings = (RNG.standard_normal((2, 1, 4, n)) for n in (3, 4))
