@@ -29,7 +29,7 @@ from rope_jax.evaluate import (
     usable_results,
     write_results,
 )
-from rope_jax.evaluate.pictures import draw_pictures, first_images
+from rope_jax.evaluate.pictures import RUN_PICTURES
 from rope_jax.files import locked, read_json, read_regular, set_aside, warn, write_file
 from rope_jax.sharding import from_first_process, state_shardings, with_shardings
 from rope_jax.text import closest
@@ -297,12 +297,13 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
-    if setup.held_out.pixelwise and jax.process_count() == 1:
-        pictures.append(workdir / "segments.png")
+    images = setup.held_out
+    if images.labels_of in RUN_PICTURES and jax.process_count() == 1:
+        name, first_found, draw = RUN_PICTURES[images.labels_of]
+        pictures.append(workdir / name)
         if evaluated or not pictures[-1].is_file():
-            images = setup.held_out
-            found = first_images(setup, state)
-            draw_pictures(found, images.class_names, images.classes, pictures[-1])
+            found = first_found(setup, state)
+            draw(found, images.class_names, images.classes, pictures[-1])
     if evaluated and config.tensorboard:
         accuracies = {
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[

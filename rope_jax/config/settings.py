@@ -73,7 +73,7 @@ class DataConfig:
 
     source: str = _setting(
         "digits",
-        "digits, scenes, npz, idx, folder, tfds, packed, imagenet, masks or ade20k, see "
+        "digits, scenes, npz, idx, folder, tfds, packed, imagenet, masks, ade20k or coco, see "
         "rope_jax.data.load",
     )
     path: str | None = _setting(
@@ -81,6 +81,14 @@ class DataConfig:
     )
     image_size: Size | None = _setting(
         None, "training resolution in pixels, int or (height, width); None for the images' own"
+    )
+    canvases: tuple[Size, ...] = _setting(
+        (),
+        "images with boxes that differ in size: pixels, int or (height, width), that the images of "
+        "a batch are padded to, the smallest that holds them; none for data.image_size alone",
+    )
+    max_boxes: int = _setting(
+        100, "images with boxes: room for so many in each image of a batch", low=1, high=10_000
     )
     mean: tuple[float, float, float] = _setting(
         (0.5, 0.5, 0.5),
@@ -231,7 +239,8 @@ class EvalConfig:
     frame: str = _setting(
         "centre",
         "crop of images that are read one at a time: centre(crop=0.875,interpolation=bicubic), "
-        "with the share of the resized image that is kept, or stretch(interpolation=bilinear)",
+        "with the share of the resized image that is kept, or stretch(interpolation=bilinear); of "
+        "images with boxes fit(short=800,long=1333)",
         resumable=True,
     )
     frames: tuple[str, ...] = _setting(

@@ -4,21 +4,25 @@ Sources of images, a training stream that is a pure function of (seed, step), an
 untrusted image files.
 """
 
-from rope_jax.data.examples import check_labels
+from rope_jax.data.examples import canvases_of, check_canvases, check_labels
 from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
 from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
 from rope_jax.data.sources import (
+    BoxImages,
     Images,
     LabelMaps,
     Streamed,
+    StreamedBoxes,
     StreamedMaps,
+    Truth,
     load,
     open_source,
     register_source,
 )
+from rope_jax.data.sources.boxes import check_boxes
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages, BadSet
 
@@ -28,13 +32,19 @@ __all__ = [
     "BadImages",
     "BadSet",
     "Batches",
+    "BoxImages",
     "EvaluationSet",
     "Images",
     "LabelMaps",
     "Streamed",
+    "StreamedBoxes",
     "StreamedMaps",
+    "Truth",
     "batch_examples",
     "batches",
+    "canvases_of",
+    "check_boxes",
+    "check_canvases",
     "check_labels",
     "cores",
     "decode_image",

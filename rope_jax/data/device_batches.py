@@ -55,8 +55,13 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
                 "set it to False"
             )
         check_augmentations(self._augmentations, images)
+        if images.labels_of == "boxes":
+            raise ValueError(
+                f"on_device=True, but {images.name} has boxes, which the loader pads: set it to "
+                "False"
+            )
         crops = [one.name for one in self._augmentations if one.entry.stage == CROP]
-        if images.pixelwise and crops:
+        if images.labels_of == "pixels" and crops:
             raise ValueError(
                 f"on_device=True, where {crops[0]} cannot cut the labels of pixels: set it to False"
             )

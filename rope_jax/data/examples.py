@@ -1,5 +1,6 @@
 """The examples of the training stream and of an evaluation, as pure functions of their position."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,15 +9,19 @@ import numpy as np
 from jaxtyping import UInt64
 
 from rope_jax.data.draws import example_draws
-from rope_jax.data.images.augment import CROP, LOADER, Augmentation
-from rope_jax.data.images.joint import padded
+from rope_jax.data.images.augment import CROP, Augmentation, parse_crop, parse_loader
+from rope_jax.data.images.fits import smallest_canvas
+from rope_jax.data.labels import blank, moved, padded
 from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages, BadSet
 from rope_jax.data.workers import Batch
+from rope_jax.files import warn
 
 BAD_IMAGES = ("error", "skip")
+MAX_BOXES = 100  # of an image, by default
 _BAD_SHARE = 1000  # one image in 1,000 may be skipped
+Size = tuple[int, int]  # height, width
 Drawn = tuple[Augmentation, UInt64[np.ndarray, " b"]]  # with the draws of some examples
 THREADS = 8  # decode images for an evaluation
 
@@ -33,6 +38,7 @@ class Training:
         repeats: see `epoch_length`.
         shard: (k, of): the k-th of `of` equal parts of the batch.
         bad_images: "error" or "skip".
+        canvases, max_boxes: of sets with boxes, see `batches`.
     """
 
     images: Images | Streamed
@@ -42,34 +48,28 @@ class Training:
     repeats: int = 1
     shard: tuple[int, int] = (0, 1)
     bad_images: str = "error"
+    canvases: tuple[Size, ...] = ()
+    max_boxes: int = MAX_BOXES
 
     def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop` of this shard's stream: see `batches`, and `bad` ids."""
+        """Examples `start` to `stop` of this shard's stream: see `batches`, and `bad` ids.
+
+        Those of sets whose images differ in size must be of one batch.
+        """
         epochs, indices = self.examples(start, stop)
-        count = len(self.images.labels)
-        drawn = [
-            (one, example_draws(self.seed, epochs, indices, count * self.repeats, stream))
-            for stream, one in named_streams(self.augmentations)
+        images, size = self.images, self.batch_size // self.shard[1]
+        canvas = images.size if images.one_size else self.canvas(start // size)
+        (crop, draws), drawn = self._drawn(epochs, indices)
+        bad: list[int] = []
+        rows = [
+            self._usable(example, crop, draw, canvas, bad)
+            for example, draw in zip(
+                (indices % len(images.labels)).tolist(), draws.tolist(), strict=True
+            )
         ]
-        crop, crop_draws = None, np.zeros(len(indices), np.uint64)
-        if drawn and drawn[0][0].entry.stage == CROP:
-            crop, crop_draws = drawn.pop(0)
-        ids, bad = indices % count, []
-        rows: list[Batch] = []
-        for k, draw in enumerate(crop_draws.tolist()):
-            while True:
-                try:
-                    rows.append(self.images.example(int(ids[k]), crop, draw))
-                    break
-                except BadImages:
-                    if self.bad_images == "error":
-                        raise
-                    bad.append(int(ids[k]))
-                    if len(bad) > allowed(count) + 1:
-                        raise too_many(bad, count) from None
-                    ids[k] = (ids[k] + 1) % count
-        if crop is not None and crop.entry.joint:  # of sizes of their own
-            parts = [self._padded(row, drawn, k) for k, row in enumerate(rows)]
+        joint = crop is not None and crop.entry.joint is not None
+        if joint or images.labels_of == "boxes":  # sizes or numbers of labels differ
+            parts = [self._padded(row, drawn, k, canvas) for k, row in enumerate(rows)]
             batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         else:
             batch = self._changed(_stacked(rows), drawn)
@@ -79,22 +79,58 @@ class Training:
             "bad": np.array(bad, np.int64),
         }
 
+    def canvas(self, step: int) -> Size:
+        """The size of the images of a batch, the same for all shards; no image is read."""
+        whole = dataclasses.replace(self, shard=(0, 1))
+        epochs, indices = whole.examples(step * self.batch_size, (step + 1) * self.batch_size)
+        (crop, draws), _ = self._drawn(epochs, indices)
+        extents = self.images.extents(indices % len(self.images.labels), crop, draws)
+        return smallest_canvas(extents, canvases_of(self.images, self.canvases))
+
+    def _drawn(
+        self, epochs: np.ndarray, indices: np.ndarray
+    ) -> tuple[tuple[Augmentation | None, UInt64[np.ndarray, " b"]], list[Drawn]]:
+        """The crop, if there is one, and the other augmentations, with their draws."""
+        total = len(self.images.labels) * self.repeats
+        drawn: list[Drawn] = [
+            (one, example_draws(self.seed, epochs, indices, total, stream))
+            for stream, one in named_streams(self.augmentations)
+        ]
+        if drawn and drawn[0][0].entry.stage == CROP:
+            return drawn[0], drawn[1:]
+        return (None, np.zeros(len(indices), np.uint64)), drawn
+
+    def _usable(
+        self, example: int, crop: Augmentation | None, draw: int, canvas: Size, bad: list[int]
+    ) -> Batch:
+        """An example, or the next that can be used and fits the canvas; `bad` gets the others."""
+        images, count = self.images, len(self.images.labels)
+        while True:
+            try:
+                return images.example(example, crop, draw)
+            except BadImages:
+                if self.bad_images == "error":
+                    raise
+            bad.append(example)
+            if len(bad) > allowed(count) + 1:
+                raise too_many(bad, count)
+            fits = False
+            while not fits:
+                example = (example + 1) % count
+                one = (np.array([example]), crop, np.array([draw], np.uint64))
+                fits = images.one_size or (images.extents(*one) <= canvas).all()
+
     def _changed(self, batch: Batch, drawn: Sequence[Drawn]) -> Batch:
         """A batch after the augmentations that keep the size of images."""
         for augmentation, draws in drawn:
-            batch["image"] = augmentation(batch["image"], draws)
-            if self.images.pixelwise:
-                labels = augmentation.moved_labels(augmentation, batch["label"], draws)
-                batch["label"] = labels
+            batch = moved(batch, self.images.labels_of, augmentation, draws)
         return batch
 
-    def _padded(self, row: Batch, drawn: Sequence[Drawn], k: int) -> Batch:
+    def _padded(self, row: Batch, drawn: Sequence[Drawn], k: int, canvas: Size) -> Batch:
         """Example k as a batch of its own, augmented and then padded; with its `extent`."""
         drawn = [(augmentation, draws[k : k + 1]) for augmentation, draws in drawn]
-        batch = self._changed(_stacked([row]), drawn)
-        extent = np.array([batch["label"].shape[1:]], np.int32)
-        image, label = padded(batch["image"], batch["label"], self.images.size)
-        return {"image": image, "label": label, "extent": extent}
+        changed = self._changed(_stacked([row]), drawn)
+        return padded(changed, self.images.labels_of, canvas, self.max_boxes)
 
     def examples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Epochs and indices of examples of this shard's stream, see `batch_examples`."""
@@ -127,17 +163,44 @@ def named_streams(
 def check_augmentations(augmentations: Sequence[Augmentation], images: Images | Streamed) -> None:
     """Raises ValueError for augmentations of the loader that do not suit the labels of a set."""
     for one in augmentations:
-        if one.entry.joint and not images.pixelwise:
+        kind = one.entry.joint
+        if kind not in (None, images.labels_of):
             raise ValueError(
-                f"{one.name} is for images whose pixels have classes, but {images.name} has a "
-                "class for each image: use resized_crop"
+                f"{one.name} is for images whose {kind} have classes, but {images.name} has "
+                f"classes of {images.labels_of}: use another crop"
             )
-        if images.pixelwise and one.entry.stage == LOADER:
-            one.check_moves()
+        one.check_moves(images.labels_of)
+
+
+def canvases_of(images: Images | Streamed, canvases: Sequence[Size]) -> tuple[Size, ...]:
+    """The sizes that the images of a batch may have.
+
+    Args:
+        images: of any kind.
+        canvases: for sets whose images differ in size; none for the size of the set.
+    """
+    return (images.size,) if images.one_size or not canvases else tuple(canvases)
+
+
+def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[Size]) -> None:
+    """Rejects canvases that some batch of training or evaluation would not fit.
+
+    Args:
+        images: of any kind.
+        augment: of the loader, see `batches`.
+        canvases: see `batches`.
+
+    Raises:
+        ValueError: none of them holds an upright and a lying image of the largest size.
+    """
+    crops = [one for one in parse_loader(augment) if one.entry.joint == "boxes"]
+    for one in crops if images.one_size else [*crops, parse_crop(images.crop)]:
+        longest = one.option("long")
+        smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
 
 
 def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
-    """Reads all labels of pixels that are files.
+    """Reads all labels of pixels that are files, and warns of boxes that are odd.
 
     Args:
         images: of any kind.
@@ -146,6 +209,8 @@ def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
     Raises:
         ValueError: labels cannot be used, or too many of them; the message names a file.
     """
+    for remark in () if images.in_memory else images.source.remarks():
+        warn(f"WARNING: {remark}")
     errors = [] if images.in_memory else images.source.label_errors()
     if len(errors) > (allowed(len(images.labels)) if bad_images == "skip" else 0):
         more = f" ({len(errors)} of {len(images.labels)} images have such)" if errors[1:] else ""
@@ -180,6 +245,7 @@ class Evaluation:
         batch_size: examples in the batch of all shards together.
         shard: (k, of): the k-th of `of` equal parts of each batch.
         bad_images: "error", or "skip": their mask is False.
+        canvases, max_boxes: of sets with boxes, see `batches`.
         threads: number of threads that read images; 0 for the caller's only.
     """
 
@@ -187,22 +253,34 @@ class Evaluation:
     batch_size: int
     shard: tuple[int, int] = (0, 1)
     bad_images: str = "error"
+    canvases: tuple[Size, ...] = ()
+    max_boxes: int = MAX_BOXES
     threads: int = 0
 
     def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop` of this shard: see `evaluation_batches`, and `bad` ids."""
+        """Examples `start` to `stop` of this shard: see `evaluation_batches`, and `bad` ids.
+
+        Those of sets whose images differ in size must be of one batch.
+        """
         images, (part, parts) = self.images, self.shard
         size = self.batch_size // parts
         numbers = np.arange(start, stop)
         ids = numbers // size * self.batch_size + part * size + numbers % size
         exists = ids < len(images.labels)
         mask = exists.copy()
-        label = np.zeros(images.size, np.uint8) if images.pixelwise else images.labels[0] * 0
-        rows = [{"image": np.zeros((*images.size, 3), np.uint8), "label": label}] * len(ids)
+        canvas = images.size if images.one_size else self.canvas(start // size)
+
+        def ready(row: Batch) -> Batch:
+            if images.labels_of != "boxes":
+                return row
+            whole = padded(_stacked([row]), images.labels_of, canvas, self.max_boxes)
+            return {name: array[0] for name, array in whole.items()}
+
+        rows = [ready(blank(images, canvas))] * len(ids)
 
         def read(k: int) -> None:
             try:
-                rows[k] = images.example(int(ids[k]))
+                rows[k] = ready(images.example(int(ids[k])))
             except BadImages:
                 if self.bad_images == "error":
                     raise
@@ -219,3 +297,10 @@ class Evaluation:
             "mask": mask,
             "bad": ids[exists & ~mask],
         }
+
+    def canvas(self, step: int) -> Size:
+        """The size of the images of a batch, the same for all shards; no image is read."""
+        first = step * self.batch_size
+        ids = np.arange(first, min(first + self.batch_size, len(self.images.labels)))
+        extents = self.images.extents(ids, None, np.zeros(len(ids), np.uint64))
+        return smallest_canvas(extents, canvases_of(self.images, self.canvases))

@@ -6,7 +6,7 @@ Batches are created in this process, in a thread, or in worker processes.
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -16,17 +16,21 @@ from rope_jax.data.ahead import Ahead, Waiting
 from rope_jax.data.checking import FileCheck
 from rope_jax.data.examples import (
     BAD_IMAGES,
+    MAX_BOXES,
     THREADS,
     Evaluation,
+    Size,
     Training,
     allowed,
     check_augmentations,
+    check_canvases,
     too_many,
 )
 from rope_jax.data.images.augment import CROP, parse_loader
 from rope_jax.data.images.joint import crop_both
 from rope_jax.data.order import check_batch
 from rope_jax.data.sources import Images, Streamed
+from rope_jax.data.sources.boxes import check_boxes
 from rope_jax.data.workers import Batch
 
 
@@ -84,6 +88,8 @@ def batches(
     ahead: bool = False,
     workers: int = 0,
     bad_images: str = "error",
+    canvases: Sequence[Size] = (),
+    max_boxes: int = MAX_BOXES,
     waiting: Waiting = lambda seconds: None,
 ) -> Batches:
     """The training batches from `start_step` on, without end.
@@ -110,6 +116,10 @@ def batches(
         bad_images: "error": an image that cannot be decoded ends the stream. "skip": it is replaced
             by the next image of the set that can be decoded, with that image's label; more than one
             in a thousand (rounded up) end the stream.
+        canvases: of sets with boxes whose images differ in size: (height, width) that the images of
+            a batch are padded to, the smallest that holds all of them; none for the set's size.
+            All shards have the same in every batch.
+        max_boxes: rows for the objects of an image.
         waiting: called once a second while a batch that is prepared ahead is awaited, with the
             seconds so far; may raise to stop.
 
@@ -120,22 +130,32 @@ def batches(
         uint8 [b, H, W], and after a joint crop there is `extent` int32 [b, 2], the rows and columns
         before padding.
 
+        Sets with boxes also have `boxes` float32 [b, max_boxes, 4], x1 y1 x2 y2 in pixels of the
+        (resized) image; their `label` is int32 [b, max_boxes], -1 in rows without an object; and
+        there are `extent` and `original` int32 [b, 2], the rows and columns before padding and
+        those of the image as it is stored.
+
     Raises:
         ValueError: arguments out of range, at once.
     """
     _check_policy(bad_images, workers)
     check_batch(batch_size, len(images.labels), shard)
     size, augmentations = batch_size // shard[1], parse_loader(augment)
-    make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images)
+    shapes = (tuple(canvases), max_boxes)
+    make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
     # Steps, seeds, repeats and options out of range are refused now, not in a worker.
     make.examples(start_step * size, start_step * size + 1)
     check_augmentations(augmentations, images)
-    blank, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
+    black, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:
-        if one.entry.stage == CROP:
-            crop_both(blank[0], none, one, images.size)
+        if one.entry.joint == "boxes":
+            one(images.size, 0)
+        elif one.entry.stage == CROP:
+            crop_both(black[0], none, one, images.size)
         else:
-            one(blank, np.zeros(1, np.uint64))
+            one(black, np.zeros(1, np.uint64))
+    check_boxes(images, max_boxes)
+    check_canvases(images, augment, canvases)
     made = _produced(
         make, size, itertools.count(start_step), ahead=ahead, workers=workers, waiting=waiting
     )
@@ -149,6 +169,8 @@ def evaluation_batches(
     shard: tuple[int, int] = (0, 1),
     workers: int = 0,
     bad_images: str = "error",
+    canvases: Sequence[Size] = (),
+    max_boxes: int = MAX_BOXES,
     waiting: Waiting = lambda seconds: None,
 ) -> Batches:
     """Every image once, in order, in batches of one shape.
@@ -166,13 +188,15 @@ def evaluation_batches(
             All shards have as many batches.
         workers: see `batches`; without them, threads decode images that are not in memory.
         bad_images: "error", or "skip": their mask is False; too many are an error, see `batches`.
+        canvases, max_boxes: see `batches`.
         waiting: see `batches`.
 
     Returns:
         An iterator over `image` uint8 [b, H, W, 3], `label` int32 [b], or [b, M] for sets with
         several correct labels (padded with -1), or uint8 [b, H, W] for those whose pixels have
         classes; `index` int32 [b], the number of the image; and `mask` bool [b]. The last batch is
-        padded with black images of label 0, whose mask is False.
+        padded with black images of label 0, whose mask is False. Sets with boxes have the fields of
+        `batches`.
 
     Raises:
         ValueError: arguments out of range, at once.
@@ -182,7 +206,10 @@ def evaluation_batches(
     check_batch(batch_size, count, shard)
     ahead = not images.in_memory
     threads = THREADS if ahead and not workers else 0
-    make = Evaluation(images, batch_size, shard, bad_images, threads)
+    check_boxes(images, max_boxes)
+    check_canvases(images, "none", canvases)
+    shapes = (tuple(canvases), max_boxes)
+    make = Evaluation(images, batch_size, shard, bad_images, *shapes, threads)
     steps = range(-(-count // batch_size))
     made = _produced(
         make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting

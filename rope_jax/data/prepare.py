@@ -134,10 +134,10 @@ def prepare(
         ValueError: images that cannot be used, options out of range, or a preparation with other
             options in the same folder.
     """
-    if source.pixelwise:
+    if source.labels_of != "images":
         raise ValueError(
-            f"{source.name} has classes of pixels, which a packed set cannot hold: train on the "
-            "set as it is"
+            f"{source.name} has classes of {source.labels_of}, which a packed set cannot hold: "
+            "train on the set as it is"
         )
     known = interpolation in INTERPOLATIONS and bad_images in BAD_IMAGES
     if side < int(square) or shard_images < 1 or not known:

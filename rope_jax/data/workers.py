@@ -1,6 +1,6 @@
 """Examples created by worker processes, through grain.
 
-The stream is cut into numbered pieces; worker k of w creates pieces k, k + w, ... A piece is a pure
+Batches are cut into numbered pieces; worker k of w creates pieces k, k + w, ... A piece is a pure
 function of its number, so that the stream depends neither on the number of workers nor on
 interruptions.
 """
@@ -22,7 +22,9 @@ from absl import flags
 
 Batch = dict[str, np.ndarray]
 
-_PIECE = 32  # examples; few, so that the first batch is ready soon and few are held in memory
+_PIECE = (
+    32  # examples at most; few, so that the first batch is ready soon and few are held in memory
+)
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
@@ -31,17 +33,25 @@ class DeadWorker(RuntimeError):
 
 
 class _Pieces:
-    """A map from piece number to examples, as a source for grain."""
+    """A map from piece number to examples, as a source for grain.
 
-    def __init__(self, make: Callable[[int, int], Batch], start: int, stop: int | None):
-        self._make, self._start, self._stop = make, start, stop
+    Batches are cut into equal numbers of pieces, so that no piece is of two: images of different
+    batches may have different sizes.
+    """
+
+    def __init__(self, make: Callable[[int, int], Batch], size: int, step: int, stop: int | None):
+        self.of_batch = -(-size // _PIECE)
+        self._make, self._size, self._step, self._stop = make, size, step, stop
 
     def __len__(self) -> int:
-        return sys.maxsize if self._stop is None else -(-(self._stop - self._start) // _PIECE)
+        left = None if self._stop is None else self._stop - self._step
+        return sys.maxsize if left is None else left * self.of_batch
 
     def __getitem__(self, number: int) -> Batch:
-        first = self._start + number * _PIECE
-        return self._make(first, first + _PIECE)
+        batch, part = divmod(number, self.of_batch)
+        first = (self._step + batch) * self._size
+        start, stop = (k * self._size // self.of_batch for k in (part, part + 1))
+        return self._make(first + start, first + stop)
 
 
 def in_processes(
@@ -81,8 +91,8 @@ def in_processes(
     if not flags.FLAGS.is_parsed():  # grain reads absl flags, even in programs without any
         flags.FLAGS.mark_as_parsed()
 
-    end = None if stop is None else stop * size
-    pieces = grain.MapDataset.source(_Pieces(make, step * size, end))
+    source = _Pieces(make, size, step, stop)
+    pieces = grain.MapDataset.source(source)
     pieces = pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     # Images are sent through shared memory, labels with the message.
     options = grain.experimental.DatasetOptions(min_shm_size=1 << 14)
@@ -93,19 +103,13 @@ def in_processes(
     iterator = iter(pieces)
     try:
         with _shielded():
-            piece, used = next(iterator), 0
+            parts = [next(iterator)]
         crew += set(multiprocessing.active_children()) - before
         for _ in itertools.count() if stop is None else range(step, stop):
-            parts, missing = [], size
-            while missing:
-                if used == len(piece["label"]):
-                    piece, used = _next(iterator, crew), 0
-                taken = min(missing, len(piece["label"]) - used)
-                part = slice(used, used + taken)
-                rows = {name: array[part] for name, array in piece.items() if name != "bad"}
-                parts.append(rows | {"bad": piece["bad"]})
-                used, missing = used + taken, missing - taken
+            while len(parts) < source.of_batch:
+                parts.append(_next(iterator, crew))
             yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            parts = []
     finally:
         iterator.close()
 

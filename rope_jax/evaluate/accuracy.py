@@ -1,6 +1,7 @@
 """Accuracy on test splits and ImageNet variants, at any resolution."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification
 from rope_jax.text import image_pair
-from rope_jax.training.setup import Setup, State, load_split
+from rope_jax.training.setup import Setup, State, batch_shapes, load_split
 from rope_jax.training.signals import Signals
 
 Apply = Callable[..., Any]  # (weights, normalised images [B, H, W, 3]) -> the model's outputs
@@ -76,13 +77,45 @@ def accuracies(
     Raises:
         ValueError: the model has too few classes, or an image cannot be read.
     """
+    config = Config() if config is None else config
+    options = {"batch_size": batch_size, "mesh": mesh, "task": task, "config": config}
+    calls = {"poll": poll, "waiting": waiting}
+    parts, used = counted(apply, weights, images, mean=mean, std=std, **options, **calls)
+    about = description(images) | {"count": used}
+    return [about | task.scores(own, images) for own in parts]
+
+
+def counted(
+    apply: Apply,
+    weights: Any,
+    images: data.Images | data.Streamed,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    batch_size: int,
+    mesh: Mesh,
+    task: ModuleType,
+    config: Config,
+    steps: int | None = None,
+    poll: Callable[[int], None] = lambda images: None,
+    waiting: Callable[[int], None] = lambda seconds: None,
+) -> tuple[list[list[Any]], int]:
+    """What the scores of a set need, and the number of images that were used.
+
+    Args:
+        steps: batches to stop after; None for all.
+        apply, weights, images, mean, std, batch_size, mesh, task, config, poll, waiting: as of
+            `accuracies`.
+
+    Returns:
+        For each seed the trees of the task's `count`, one of each batch; and the number of images.
+    """
 
     def count(weights: Any, batch: dict[str, Array]) -> tuple[Any, Array]:
         given = {name: batch[name] for name in ("extent",) if name in batch}
         inputs = normalise(batch["image"], mean, std, **given)
         return task.count(apply(weights, inputs, **given), batch, images), batch["mask"].sum()
 
-    config = Config() if config is None else config
     count = jax.jit(seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh))
     parts: list[list[Any]] = [[] for _ in seeds.seeds_of(config)]
     seen, used = 0, 0
@@ -93,23 +126,24 @@ def accuracies(
         shard=share(),
         workers=config.data.workers or 0,  # by default threads, which start at once
         bad_images=config.data.bad_images,
+        **batch_shapes(config),
         waiting=waiting,
     )
     with batches:
-        for batch in batches:
-            counted, usable = jax.device_get(count(weights, put_batch(batch, mesh)))
+        for batch in itertools.islice(batches, steps):
+            tree, usable = jax.device_get(count(weights, put_batch(batch, mesh)))
             used += int(usable.flat[0])  # the same for every seed
-            for own, part in zip(parts, seeds.split(counted, config), strict=True):
+            for own, part in zip(parts, seeds.split(tree, config), strict=True):
                 own.append(part)
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
-    about = description(images) | {"count": used}
-    return [about | task.scores(own, images) for own in parts]
+    return parts, used
 
 
 def description(images: data.Images | data.Streamed) -> Row:
-    """The entries of a row about its images, with the names of classes of pixels."""
-    names = {"class_names": list(images.class_names or ())} if images.pixelwise else {}
+    """The entries of a row about its images, with the names of classes of pixels and boxes."""
+    own = images.labels_of != "images"
+    names = {"class_names": list(images.class_names or ())} if own else {}
     about = {"dataset": images.name, "split": images.split, "resolution": list(images.size)}
     return about | names
 
@@ -171,17 +205,7 @@ def planned_rows(setup: Setup) -> list[Row]:
 
 def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]:
     """Evaluates a training state at the resolutions of its config: rows of `results.json`."""
-    params = state["ema" if setup.config.averaged else "params"]
-    rest = jax.device_put(setup.rest, replicated(setup.mesh))
-    weights = (params, state.get("stats", {}), rest)
-
-    def apply(weights: Any, images: Array, **given: Array) -> Any:
-        trained = nnx.merge(setup.graph, *weights)
-        size, scaled = images.shape[1:3], setup.config.eval.scale_windows
-        with use_mesh(setup.mesh):
-            copy = at_resolution(trained, size, scale_windows=scaled, flags="--config.eval.")
-            return copy(images, **given)
-
+    apply, weights = applied(setup, state)
     rows = []
     for how, config in protocols(setup).items():
         for size in resolutions(config):
@@ -197,6 +221,22 @@ def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]
                 signals=signals,
             )
     return rows
+
+
+def applied(setup: Setup, state: State) -> tuple[Apply, Any]:
+    """A function (weights, images) -> outputs, for images of any size, and a state's weights."""
+    config = setup.config
+    params = state["ema" if config.averaged else "params"]
+    rest = jax.device_put(setup.rest, replicated(setup.mesh))
+
+    def apply(weights: Any, images: Array, **given: Array) -> Any:
+        trained = nnx.merge(setup.graph, *weights)
+        size, scaled = images.shape[1:3], config.eval.scale_windows
+        with use_mesh(setup.mesh):
+            copy = at_resolution(trained, size, scale_windows=scaled, flags="--config.eval.")
+            return copy(images, **given)
+
+    return apply, (params, state.get("stats", {}), rest)
 
 
 def at_resolution(

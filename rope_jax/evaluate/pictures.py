@@ -1,8 +1,6 @@
-"""Pictures of segmented images: each with the classes of its pixels and the predicted ones."""
+"""Pictures of what models predict: of segmented images, and at the end of a run."""
 
-import colorsys
 import contextlib
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +9,18 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, UInt8
-from PIL import Image, ImageDraw, ImageFont
 
 from rope_jax import seeds
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate.accuracy import at_resolution, resolutions
-from rope_jax.files import write_file
+from rope_jax.evaluate.box_pictures import draw_detections, first_detected
+from rope_jax.evaluate.sheets import Panel, class_colours, draw_sheet, enlarged
 from rope_jax.sharding import use_mesh
 from rope_jax.tasks.segmentation import IGNORED
 from rope_jax.training.setup import Setup, State, load_split
 
-_SIDE, _GAP, _LINE = 256, 12, 22  # pixels: of a panel, between panels, of a line of text
+_SIDE = 256  # pixels: of a panel
 _LISTED = 48  # classes that a legend has room for
 
 
@@ -105,56 +103,25 @@ def draw_pictures(
     names = [str(k) for k in range(classes)] if class_names is None else class_names
     there = {int(k) for one in found for x in (one.classes, one.predicted) for k in np.unique(x)}
     listed = sorted(k for k in there if k < classes) if len(there) <= _LISTED else []
-    rows = [
-        [_panel(x) for x in (one.image, table[one.classes], table[one.predicted])] for one in found
-    ]
-    width = 3 * (_SIDE + _GAP) + _GAP
-    across = max(1, width // 150)
-    height = _LINE + sum(row[0].height + _LINE for row in rows) + _GAP
-    height += -(-len(listed) // across) * _LINE
-    sheet = Image.new("RGB", (width, height), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-
-    def write(x: int, y: int, text: str) -> None:
-        pen.text((x, y), text, fill="black", font=font)
-
-    lefts = [_GAP + column * (_SIDE + _GAP) for column in range(3)]
-    for left, title in zip(lefts, ("image", "classes", "predicted"), strict=True):
-        write(left, 2, title)
-    top = _LINE
-    for one, row in zip(found, rows, strict=True):
-        for left, panel in zip(lefts, row, strict=True):
-            sheet.paste(panel, (left, top))
-        top += row[0].height
-        known = one.classes != IGNORED
-        right = (one.classes == one.predicted)[known].mean() if known.any() else 0.0
-        write(lefts[0], top + 1, "{} x {} pixels".format(*one.classes.shape))
-        write(lefts[2], top + 1, f"{100 * right:.1f} % of the pixels are right")
-        top += _LINE
-    for place, k in enumerate(listed):
-        x, y = _GAP + place % across * 150, top + _GAP // 2 + place // across * _LINE
-        pen.rectangle((x, y + 3, x + 14, y + 17), fill=tuple(table[k].tolist()))
-        write(x + 20, y + 1, names[k][:18])
-    encoded = io.BytesIO()
-    sheet.save(encoded, "PNG")
-    write_file(path, encoded.getvalue())
+    rows = []
+    for one in found:
+        pixels = (one.image, table[one.classes], table[one.predicted])
+        captions = ("{} x {} pixels".format(*one.classes.shape), "", _share_right(one))
+        rows.append(
+            [Panel(enlarged(x, _SIDE), text) for x, text in zip(pixels, captions, strict=True)]
+        )
+    legend = [(names[k], tuple(table[k].tolist())) for k in listed]
+    draw_sheet(("image", "classes", "predicted"), rows, path, legend)
 
 
-def _panel(pixels: UInt8[np.ndarray, "H W 3"]) -> Image.Image:
-    """Pixels resized to the width of a panel, each one visible where they are few."""
-    height, width = pixels.shape[:2]
-    size = (_SIDE, max(1, round(height * _SIDE / width)))
-    return Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
+def _share_right(one: Segmented) -> str:
+    known = one.classes != IGNORED
+    right = (one.classes == one.predicted)[known].mean() if known.any() else 0.0
+    return f"{100 * right:.1f} % of the pixels are right"
 
 
-def class_colours(count: int) -> UInt8[np.ndarray, "K 3"]:
-    """A colour of each class: light grey for the first, then hues far apart, light and dark.
-
-    >>> class_colours(3).tolist()
-    [[225, 225, 225], [224, 54, 54], [38, 73, 158]]
-    """
-    found = [(0.0, 0.0, 225 / 255)]
-    for k in range(count - 1):
-        hue = k * 0.6180339887 % 1  # the golden section keeps neighbours apart
-        found.append((hue, 0.76, (0.88, 0.62)[k % 2]))
-    return np.rint(255 * np.array([colorsys.hsv_to_rgb(*x) for x in found])).astype(np.uint8)
+# Of runs by what the labels of their images are of: a file, and the functions for its images.
+RUN_PICTURES: dict[str, tuple[str, Callable[..., Any], Callable[..., None]]] = {
+    "pixels": ("segments.png", first_images, draw_pictures),
+    "boxes": ("detections.png", first_detected, draw_detections),
+}

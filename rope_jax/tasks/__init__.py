@@ -12,13 +12,16 @@ The training step and the evaluation call a task through five functions:
   `index` is the number of each image.
 - `scores(parts, images)`: the scores of a set by name, from these trees of all its batches.
 
-A module also documents the fields of its batches. The task of a model is that of its head.
+A module also has `LABELS_OF`, what its labels are of ("images", "pixels" or "boxes"), and documents
+the fields of its batches. The task of a model is that of its head.
 """
 
 from types import ModuleType
 
 from flax import nnx
 
+from rope_jax.models.dense import head_call
+from rope_jax.models.heads import find_head
 from rope_jax.tasks import classification, detection, segmentation
 
 TASKS: dict[str, ModuleType] = {
@@ -36,3 +39,18 @@ def task_of(model: nnx.Module) -> ModuleType:
     'rope_jax.tasks.classification'
     """
     return TASKS[model.task]
+
+
+def task_for(head: str | None) -> ModuleType:
+    """The task that models with a head are for.
+
+    >>> task_for("upernet(width=64)").LABELS_OF, task_for(None).LABELS_OF
+    ('pixels', 'images')
+
+    Args:
+        head: as for `create_model`; None for models that classify images.
+
+    Raises:
+        ValueError: there is no such head.
+    """
+    return TASKS["classification" if head is None else find_head(head_call(head).name).family.task]

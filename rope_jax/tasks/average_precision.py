@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from rope_jax.data import Truth
+
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)  # at which precision is averaged
 AREAS = {  # square pixels; bounds included
@@ -39,15 +41,6 @@ class Found(NamedTuple):
     classes: Int[np.ndarray, " D"]
 
 
-class Truth(NamedTuple):
-    """The objects of an image: corners x1, y1, x2, y2, classes, whether a crowd, and areas."""
-
-    boxes: Float[np.ndarray, "G 4"]
-    labels: Int[np.ndarray, " G"]
-    crowd: Bool[np.ndarray, " G"]
-    area: Float[np.ndarray, " G"]
-
-
 class _Matches(NamedTuple):
     """Those of a class in an image, for each range of areas and threshold."""
 
@@ -62,7 +55,8 @@ def average_precision(
 ) -> Mapping[str, Any]:
     """Average precision of the detections of a set of images.
 
-    >>> objects = Truth(*map(np.array, ([[0.0, 0, 10, 10]], [0], [False], [100.0])))
+    >>> box, label = np.array([[0.0, 0, 10, 10]]), np.int32([0])
+    >>> objects = Truth(box, label, crowd=np.array([False]), area=np.array([100.0]))
     >>> boxes = np.array([[50.0, 50, 60, 60], [0, 0, 8, 10]])  # elsewhere, and four fifths of it
     >>> one = Found(boxes, np.array([0.9, 0.8]), np.array([0, 0]))
     >>> result = average_precision([one], [objects], classes=1)

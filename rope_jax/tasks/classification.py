@@ -46,6 +46,7 @@ def binary_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> 
     return optax.sigmoid_binary_cross_entropy(logits, (targets > 0).astype(logits.dtype)).mean()
 
 
+LABELS_OF = "images"
 LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
 
 
@@ -78,16 +79,16 @@ Batch = dict[str, Array]
 
 
 def check(config: Config, images: Images | Streamed) -> None:
-    """Rejects images whose pixels have classes.
+    """Rejects images whose pixels or boxes have classes.
 
     Raises:
         ConfigError: with the flag to change.
     """
-    if images.pixelwise:
+    if images.labels_of != LABELS_OF:
         raise ConfigError(
-            f"--config.data.source={config.data.source} has classes of pixels, but "
+            f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
             f"{config.model.name} without a head of dense prediction has one class for each image: "
-            "add --config.model.head=linear, segmenter, upernet or mask2former"
+            "add one with --config.model.head"
         )
 
 

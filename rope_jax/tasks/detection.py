@@ -9,7 +9,7 @@ An evaluation batch has `image`, `extent`, `index`, `mask` and `original` [B, 2]
 columns of the image as it is stored. The objects themselves are read from the images.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from rope_jax.config import Config, ConfigError
+from rope_jax.config import Config
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.images import device
 from rope_jax.models.heads.detection import Targets, scaled_boxes
 from rope_jax.tasks.average_precision import Found, average_precision
+from rope_jax.tasks.dense import check_dense
 
 LABELS_OF = "boxes"
 Batch = dict[str, Array]
@@ -33,34 +34,7 @@ def check(config: Config, images: Images | Streamed) -> None:
     Raises:
         ConfigError: with the flag to change.
     """
-    head, mix = f"--config.model.head={config.model.head}", config.mix
-    if images.labels_of != LABELS_OF:
-        raise ConfigError(
-            f"{head} needs boxes, but --config.data.source={config.data.source} has classes of "
-            f"{images.labels_of}: use scenes or coco, or another head"
-        )
-    if config.model.num_classes not in (None, images.classes):
-        raise ConfigError(
-            f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
-            f"{images.classes} classes of boxes: use {images.classes}, or None for as many"
-        )
-    whole = {
-        "mix.mixup": mix.mixup,
-        "mix.cutmix": mix.cutmix,
-        "label_smoothing": config.label_smoothing,
-    }
-    for name, value in whole.items():
-        if value:
-            raise ConfigError(
-                f"--config.{name}={value} is for classes of whole images: set it to 0 with {head}"
-            )
-    split = split_augment(config.data.augment)
-    for one in (*split.pixels, *split.erasing):
-        if not one.entry.colours:
-            raise ConfigError(
-                f"--config.data.augment: {one.name} changes images, but not their boxes: leave it "
-                f"out with {head}"
-            )
+    check_dense(config, images, labels_of=LABELS_OF, sources="scenes or coco", moved="their boxes")
 
 
 def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:
@@ -144,15 +118,27 @@ def found_in(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, Found]:
 
 
 def scores(
-    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
+    parts: Sequence[Mapping[str, np.ndarray]],
+    images: Images | Streamed,
+    *,
+    precision: Callable[..., Mapping[str, Any]] = average_precision,
 ) -> Mapping[str, Any]:
     """Average precision of a set, see `rope_jax.tasks.average_precision`, and `count` of images.
 
     Args:
         parts: from `count`, of the batches of the set.
         images: the set, whose objects are those that are annotated, crowds included.
+        precision: `average_precision`, or another function of its arguments.
+
+    Raises:
+        ValueError: no image has an object.
     """
     found = found_in(parts)
     truths = [images.truth(index) for index in found]
-    precision = average_precision(list(found.values()), truths, images.classes)
-    return {**precision, "count": len(found)}
+    own = precision(list(found.values()), truths, images.classes)
+    if own["ap"] is None:
+        raise ValueError(
+            f"no image of {images.name}, {images.split} split, has an object that is no crowd, of "
+            "which average precision could be computed: use others"
+        )
+    return {**own, "count": len(found)}

@@ -22,7 +22,9 @@ from rope_jax.data.images import device
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 from rope_jax.models.heads.pixels import IGNORED
+from rope_jax.tasks.dense import check_dense
 
+LABELS_OF = "pixels"
 Batch = dict[str, Array]
 
 
@@ -32,29 +34,14 @@ def check(config: Config, images: Images | Streamed) -> None:
     Raises:
         ConfigError: with the flag to change.
     """
-    head, mix = f"--config.model.head={config.model.head}", config.mix
-    if not images.pixelwise:
-        raise ConfigError(
-            f"{head} needs classes of pixels, but --config.data.source={config.data.source} has "
-            "one class for each image: use scenes, masks or ade20k, or no head"
-        )
-    if config.model.num_classes not in (None, images.classes):
-        raise ConfigError(
-            f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
-            f"{images.classes} classes of pixels: use {images.classes}, or None for as many"
-        )
-    whole = {
-        "mix.mixup": mix.mixup,
-        "mix.cutmix": mix.cutmix,
-        "label_smoothing": config.label_smoothing,
-    }
-    for name, value in whole.items():
-        if value:
-            raise ConfigError(
-                f"--config.{name}={value} is for classes of whole images: set it to 0 with {head}"
-            )
-    if config.loss != "softmax":
-        raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
+    check_dense(
+        config,
+        images,
+        labels_of=LABELS_OF,
+        sources="scenes, masks or ade20k",
+        moved="the labels of their pixels",
+    )
+    head = f"--config.model.head={config.model.head}"
     if config.loss_pixels == "valid" and config.accumulate > 1:
         raise ConfigError(
             f"--config.accumulate={config.accumulate} does not go with --config.loss_pixels=valid, "
@@ -67,13 +54,6 @@ def check(config: Config, images: Images | Streamed) -> None:
             f"--config.accumulate={config.accumulate} does not go with {head}, whose loss is "
             "divided by what there is in a batch: use --config.accumulate=1"
         )
-    split = split_augment(config.data.augment)
-    for one in (*split.pixels, *split.erasing):
-        if not one.entry.colours:
-            raise ConfigError(
-                f"--config.data.augment: {one.name} changes images, but not the labels of their "
-                f"pixels: leave it out with {head}"
-            )
 
 
 def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:

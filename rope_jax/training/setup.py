@@ -33,7 +33,7 @@ from rope_jax.sharding import (
     state_shardings,
     use_mesh,
 )
-from rope_jax.tasks import task_of
+from rope_jax.tasks import task_for, task_of
 from rope_jax.text import image_pair
 from rope_jax.training import optim
 
@@ -116,7 +116,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     config = _complete(config, images)
     model = seeds.create_models(config, restore.create)
     task_of(model).check(config, images)
-    _check_evaluation(config, model)
+    _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
 
 
@@ -137,13 +137,24 @@ def check_batch_size(config: Config, mesh: AnyMesh) -> None:
 def load_split(
     config: Config, split: str, size: tuple[int, int] | None = None
 ) -> data.Images | data.Streamed:
-    """A split of the config's data at a resolution, by default the training resolution."""
+    """A split of the config's data at a resolution, by default the training resolution.
+
+    Its labels are of what the task of the config's head needs, where the source has them.
+    """
     if size is None and config.data.image_size is not None:
         size = image_pair(config.data.image_size)
     crop = {"crop": config.eval.frame} if split == "test" else {}
-    options = {"allow_empty": config.data.allow_empty} | crop
+    with blame("--config.model.head"):
+        labels_of = task_for(config.model.head).LABELS_OF
+    options = {"allow_empty": config.data.allow_empty, "labels_of": labels_of} | crop
     with blame("--config.data"):
         return data.load(config.data.source, config.data.path, split, size, **options)
+
+
+def batch_shapes(config: Config) -> dict[str, Any]:
+    """The options of `data.batches` for sets whose images have boxes."""
+    canvases = tuple(map(image_pair, config.data.canvases))
+    return {"canvases": canvases, "max_boxes": config.data.max_boxes}
 
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
@@ -152,9 +163,17 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         _check_class_names(images, held_out)
         for split in (images, held_out):
             data.check_labels(split, config.data.bad_images)
+    with blame("--config.data.max_boxes"):
+        for split in (images, held_out):
+            data.check_boxes(split, config.data.max_boxes)
     with blame("--config.data.augment"):
         loader = data.split_augment(config.data.augment).loader
-        data.batches(images, batch_size=1, seed=config.seed, augment=loader)
+    shapes = batch_shapes(config)
+    with blame("--config.data.canvases"):
+        for split, augment in ((images, loader), (held_out, "none")):
+            data.check_canvases(split, augment, shapes["canvases"])
+    with blame("--config.data.augment"):
+        data.batches(images, batch_size=1, seed=config.seed, augment=loader, **shapes)
     if config.data.on_device:
         with blame("--config.data.on_device"):
             DeviceBatches(images, batch_size=1, seed=config.seed, augment=loader)
@@ -168,8 +187,17 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         )
 
 
-def _check_evaluation(config: Config, model: nnx.Module) -> None:
+def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
     """Rejects resolutions, crops and windows that do not suit the model or the images."""
+    with blame("--config.data.canvases"):
+        for size in data.canvases_of(images, batch_shapes(config)["canvases"]):
+            model.grids(size)
+    if config.eval.resolutions and not images.one_size:
+        raise ConfigError(
+            f"--config.eval.resolutions={config.eval.resolutions}, but the images of {images.name} "
+            "keep their aspect: name other sizes with "
+            "--config.eval.frames='(\"fit(short=480,long=800)\",)'"
+        )
     sizes = [image_pair(size) for size in (config.data.image_size, *config.eval.resolutions)]
     with blame("--config.eval.resolutions"):
         for size in sizes:
@@ -286,6 +314,7 @@ def training_batches(
         workers=data.worker_count(config.data.workers),
         bad_images=config.data.bad_images,
         waiting=waiting,
+        **batch_shapes(config),
         **options,
     )
     return stream, {}

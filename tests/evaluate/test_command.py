@@ -13,6 +13,7 @@ from rope_jax.config import ConfigError
 from rope_jax.data import EvaluationSet
 from rope_jax.data.sources.evaluation_sets import real_labels, synsets
 from rope_jax.evaluate import command as command_module
+from rope_jax.evaluate import kinds
 from rope_jax.files import sealed
 from rope_jax.models.pretrained import Preprocessing, save_pretrained
 from rope_jax.sharding import make_mesh
@@ -112,7 +113,7 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert "8x12" in out
 
     measured = []
-    once = command_module.evaluate_files
+    once = kinds.evaluate_files
 
     def interrupted(model, found, size, *rest, **options):
         if measured:
@@ -120,7 +121,7 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
         measured.append(size)
         return once(model, found, size, *rest, **options)
 
-    monkeypatch.setattr(command_module, "evaluate_files", interrupted)
+    monkeypatch.setattr(kinds, "evaluate_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command("--resolutions=8x12,8,12")
     rows, _ = command("--resolutions=8,8x12")  # nothing is left to measure
@@ -132,12 +133,12 @@ def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch, capsys):
     save_run(tmp_path, 2, kernels="xla")
     used = []
 
-    def own_split(about, *rest):
+    def own_split(*_):
         used.append(choices._IN_FORCE.value.everywhere)
         row = {"dataset": "digits", "split": "test", "resolution": [8, 8], "count": 1}
         return row | {"top1": 1.0, "top5": 1.0, "protocol": "whole image"}
 
-    monkeypatch.setattr(command_module, "_own_split", own_split)
+    monkeypatch.setattr(kinds.OfImages, "_own_split", own_split)
     evaluate.main([str(tmp_path)])
     assert used == ["xla"]
     assert choices._IN_FORCE.value is None

@@ -6,7 +6,8 @@ from flax import nnx
 from rope_jax.data import decode_image
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import pictures
-from rope_jax.evaluate.pictures import Segmented, class_colours, draw_pictures
+from rope_jax.evaluate.pictures import Segmented, draw_pictures
+from rope_jax.evaluate.sheets import class_colours
 from rope_jax.training.setup import initial_state, prepare
 from tests.training.recipe import tiny
 

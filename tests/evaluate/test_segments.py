@@ -13,7 +13,7 @@ from rope_jax import data, evaluate
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
-from rope_jax.evaluate import command
+from rope_jax.evaluate import kinds
 from rope_jax.evaluate.segments import Scored, Views, segment_split, side_multiple
 from rope_jax.sharding import make_mesh
 from rope_jax.tasks import segmentation
@@ -156,7 +156,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
         ),
         (["--window=15"], r"15x15 is not divisible by the patch size 2: .* \[--window\]"),
         (["--dataset=real", "--images=x"], "--dataset=real is of another task than the model"),
-        (["--crop=0.9"], "are prepared as in training"),
+        (["--crop=0.9"], "--crop is for models that classify images, and this one does not"),
     ],
 )
 def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch):
@@ -169,12 +169,12 @@ def test_rows_of_other_heads_are_measured_anew(tmp_path, monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "test", 2)
     measured = []
 
-    def segment(asked, about, images, *rest):
-        measured.append(about.model.head_notation)
-        return evaluate.accuracy.description(images) | SCORES
+    def segment(evaluation):
+        measured.append(evaluation.about.model.head_notation)
+        return evaluate.accuracy.description(evaluation.images) | SCORES
 
-    monkeypatch.setattr(command, "_segment", segment)
-    monkeypatch.setattr(command, "_images", lambda *rest: data.load("scenes", split="test"))
+    monkeypatch.setattr(kinds.OfPixels, "row", segment)
+    monkeypatch.setattr(kinds.OfPixels, "load", lambda _: data.load("scenes", split="test"))
     small = ["--model=vit_digits", "--num_classes=11", "--options=depth=2,width=16,heads=2"]
     rest = ["--dataset=masks", "--images=x", f"--out={tmp_path / 'rows.json'}"]
     heads = ["linear", "segmenter(head_dim=8,depth=1)"]
@@ -204,11 +204,11 @@ def test_images_of_other_classes_are_refused(masks):
     model = nnx.Module()
     for names in (None, ("low", "middle", "high")):
         model.class_names = names
-        command._check_class_names(model, masks)
+        kinds.check_class_names(model, masks)
     for names, label in ((("low", "high", "middle"), 1), (("low", "middle"), 2)):
         model.class_names = names
         with pytest.raises(ConfigError, match=f"other classes than set: label {label} is "):
-            command._check_class_names(model, masks)
+            kinds.check_class_names(model, masks)
 
 
 @pytest.mark.parametrize(("flags", "windows"), [([], 16), (["--batch_size=64"], 64)])
@@ -222,7 +222,7 @@ def test_sizes_between_patches_and_steps_are_as_asked(run, tmp_path, monkeypatch
         row = evaluate.accuracy.description(images) | SCORES
         return Scored(row, [], {})
 
-    monkeypatch.setattr(command, "segment_split", scored)
+    monkeypatch.setattr(kinds, "segment_split", scored)
     out = f"--out={tmp_path / 'rows.json'}"
     evaluate.main([str(run), "--resolutions=13", "--window=12", out, *flags])
     assert found == [((13, 13), (12, 12), windows)]

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from rope_jax.data import Truth
 from rope_jax.tasks.average_precision import (
     NAMES,
     Found,
-    Truth,
     average_precision,
     precision_by_pycocotools,
 )
@@ -17,7 +17,7 @@ def truth(*boxes, labels=None, crowd=(), area=None):
     boxes = np.array(boxes, float).reshape(-1, 4)
     sides = boxes[:, 2:] - boxes[:, :2]
     crowd = np.isin(np.arange(len(boxes)), crowd)
-    labels = np.zeros(len(boxes), int) if labels is None else np.array(labels)
+    labels = np.zeros(len(boxes), np.int32) if labels is None else np.int32(labels)
     return Truth(boxes, labels, crowd, sides.prod(1) if area is None else np.array(area, float))
 
 
@@ -92,7 +92,10 @@ def scene(rng, *, classes, most=12, crowds=0.0, steps=None):
     """An image's objects, and boxes near them and elsewhere; scores of `steps` values are equal."""
     count = int(rng.integers(0, most + 1))
     corner, sides = rng.uniform(0, 300, (count, 2)), rng.uniform(4, 160, (count, 2))
-    boxes, labels = np.concatenate([corner, corner + sides], 1), rng.integers(0, classes, count)
+    boxes, labels = (
+        np.concatenate([corner, corner + sides], 1),
+        rng.integers(0, classes, count, np.int32),
+    )
     area = sides.prod(1) * rng.uniform(0.4, 1, count)
     own = Truth(boxes, labels, rng.random(count) < crowds, area)
     near = np.repeat(np.arange(count), rng.integers(0, 4, count))

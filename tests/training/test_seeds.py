@@ -150,7 +150,7 @@ def test_one_of_the_models_is_loaded(together, alone):
 
 def test_the_command_of_evaluation_takes_a_seed(together, capsys, monkeypatch):
     loaded, load = [], rope_jax.training.setup.load_split
-    for module in (rope_jax.evaluate.command, rope_jax.evaluate.accuracy):
+    for module in (rope_jax.evaluate.kinds, rope_jax.evaluate.accuracy):
         monkeypatch.setattr(module, "load_split", lambda *a: loaded.append(a) or load(*a))
     for seed in (
         [],

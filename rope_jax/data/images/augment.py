@@ -8,13 +8,14 @@ random erasing of normalised images in that step.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rope_jax.data.images import crops, device, device_colours, device_crops, joint
+from rope_jax.data.images import crops, device, device_colours, device_crops, fits, joint
 from rope_jax.text import Call, bind, closest, options_of, parse
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
@@ -30,8 +31,11 @@ class Entry:
         on_device: the equivalent within the step, for data sets on the device.
         moves: whether it moves pixels of images that keep their size, and nothing else: a map of
             labels is then moved as an image is.
-        joint: of a crop, whether it is of an image and the classes of its pixels together; it may
-            then be smaller than the size.
+        joint: of a crop, what the labels are of that it changes together with images, "pixels" or
+            "boxes"; the result may then be smaller than the size. None for a crop of images alone.
+        random: of a joint crop, whether it draws numbers, and so is for training.
+        boxes: of an augmentation that keeps the size, the same change of boxes:
+            (boxes, width, draws) -> boxes.
         colours: of an augmentation in the step, whether it changes colours only, so that labels of
             pixels stay right.
     """
@@ -40,17 +44,28 @@ class Entry:
     function: Callable[..., Any]
     on_device: Callable[..., Any] | None = None
     moves: bool = False
-    joint: bool = False
+    joint: str | None = None
+    random: bool = True
+    boxes: Callable[..., Any] | None = None
     colours: bool = False
+
+    def serves(self, labels_of: str) -> bool:
+        """Whether the loader can change labels of "pixels" or "boxes" with it as it does images."""
+        if self.stage == CROP:
+            return self.joint == labels_of or (self.joint is None and labels_of != "boxes")
+        moved = {"images": True, "pixels": self.moves, "boxes": self.boxes is not None}
+        return self.stage == LOADER and moved[labels_of]
 
 
 AUGMENTATIONS = {
     "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
     "centre": Entry(CROP, crops.centre),
     "stretch": Entry(CROP, crops.stretch),
-    "scaled_crop": Entry(CROP, joint.scaled_crop, joint=True),
+    "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
+    "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
+    "fit": Entry(CROP, fits.fit, joint="boxes", random=False),
     "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
-    "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True),
+    "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True, boxes=fits.flip_boxes),
     "rand_augment": Entry(STEP, device.rand_augment),
     "three_augment": Entry(STEP, device.three_augment, colours=True),
     "color_jitter": Entry(STEP, device.color_jitter, colours=True),
@@ -75,23 +90,42 @@ class Augmentation:
         """Calls the function with these arguments and the options."""
         return self.entry.function(*args, **kwargs, **dict(self.options))
 
+    def option(self, name: str) -> int | float | str:
+        """The value of an option, given or by default."""
+        default = inspect.signature(self.entry.function).parameters[name].default
+        return dict(self.options).get(name, default)
+
     def moved_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
         """The labels of pixels that `function` moves, [..., H, W]: they move as grey images do.
 
         Raises:
             ValueError: as `check_moves`.
         """
-        self.check_moves()
+        self.check_moves("pixels")
         grey = labels[..., None].repeat(3, axis=-1)
         return function(grey, draws)[..., 0]
 
-    def check_moves(self) -> None:
-        """Raises ValueError unless it only moves pixels, and so moves labels of pixels, too."""
-        if not self.entry.moves:
-            both = [name for name, one in AUGMENTATIONS.items() if one.moves or one.stage == CROP]
+    def moved_boxes(self, boxes: Any, width: int, draws: Any) -> Any:
+        """The boxes of images of some width, [B, n, 4], when the images are changed.
+
+        Raises:
+            ValueError: as `check_moves`.
+        """
+        self.check_moves("boxes")
+        return self.entry.boxes(boxes, width, draws, **dict(self.options))
+
+    def check_moves(self, labels_of: str) -> None:
+        """Raises ValueError unless the loader can change such labels as it changes images."""
+        if not self.entry.serves(labels_of):
+            both = [name for name, one in AUGMENTATIONS.items() if one.serves(labels_of)]
+            what = {
+                "images": "them",
+                "pixels": "the labels of their pixels",
+                "boxes": "their boxes",
+            }
             raise ValueError(
-                f"{self.name} changes images, but not the labels of their pixels: leave it out; "
-                f"{', '.join(both)} move both"
+                f"{self.name} changes images, but not {what[labels_of]}: leave it out; "
+                f"{', '.join(both)} change both"
             )
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8, UInt64
+from jaxtyping import Bool, UInt8, UInt64
 from PIL import Image
 
 from rope_jax.data.draws import scaled, uniform
@@ -305,10 +305,14 @@ def flip(
     Raises:
         ValueError: for `p` out of range.
     """
+    chosen, out = mirrored(draws, p), images.copy()
+    pixels = out.view("V3")  # three bytes are moved at a time
+    pixels[chosen] = pixels[chosen, :, ::-1]
+    return out
+
+
+def mirrored(draws: UInt64[np.ndarray, " B"], p: float) -> Bool[np.ndarray, " B"]:
+    """Which images `flip` mirrors. Arguments and errors as there."""
     if not 0 <= p <= 1:
         raise ValueError(f"flip(p={p}) is no probability: p is between 0 and 1")
-    mirrored = (draws >> np.uint64(11)) * 2.0**-53 < p
-    out = images.copy()
-    pixels = out.view("V3")  # three bytes are moved at a time
-    pixels[mirrored] = pixels[mirrored, :, ::-1]
-    return out
+    return (draws >> np.uint64(11)) * 2.0**-53 < p

@@ -5,6 +5,10 @@ from collections.abc import Callable
 
 from rope_jax import plugins
 from rope_jax.data.images.crops import resize
+from rope_jax.data.sources.boxes import BoxImages as BoxImages
+from rope_jax.data.sources.boxes import StreamedBoxes as StreamedBoxes
+from rope_jax.data.sources.boxes import Truth as Truth
+from rope_jax.data.sources.coco import Coco
 from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.index import Source, Streamed
@@ -13,7 +17,7 @@ from rope_jax.data.sources.packed import Packed
 from rope_jax.data.sources.pairs import Ade20k, Masks
 from rope_jax.data.sources.pairs import StreamedMaps as StreamedMaps
 from rope_jax.data.sources.scenes import LabelMaps as LabelMaps
-from rope_jax.data.sources.scenes import load_scenes
+from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
 from rope_jax.data.sources.tfds import Tfds
 from rope_jax.text import image_pair
 
@@ -25,9 +29,13 @@ STREAMED: dict[str, Callable[..., Source]] = {
     "imagenet": ImageNet,
     "masks": Masks,
     "ade20k": Ade20k,
+    "coco": Coco,
 }
 
-DRAWN: dict[str, Callable[[str, tuple[int, int]], Images]] = {"scenes": load_scenes}  # at any size
+# Drawn at any size, by what their labels are of; the first where others are asked for.
+DRAWN: dict[str, dict[str, Callable[[str, tuple[int, int]], Images]]] = {
+    "scenes": {"pixels": load_scenes, "boxes": load_scene_boxes}
+}
 
 
 def register_source(name: str, open_split: Callable[[str, str], Source]) -> None:
@@ -58,8 +66,9 @@ def load(
     split: str = "train",
     image_size: int | tuple[int, int] | None = None,
     *,
-    crop: str = "centre",
+    crop: str | None = None,
     allow_empty: bool = False,
+    labels_of: str | None = None,
 ) -> Images | Streamed:
     """Opens one split of an image set, as RGB.
 
@@ -67,8 +76,8 @@ def load(
 
     - `"digits"`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, values 0 to 16 spread
       over 0 to 255. Every fifth image (0, 5, 10, ...) belongs to the test split, of 360 images.
-    - `"scenes"`: digits on coloured grounds with a class for every pixel, drawn at `image_size`,
-      see `rope_jax.data.sources.scenes`.
+    - `"scenes"`: digits on coloured grounds with a class for every pixel, or with boxes, drawn at
+      `image_size`, see `rope_jax.data.sources.scenes`.
     - `"npz"`: a file with the arrays `train_images` and `train_labels`, `test_images` and
       `test_labels`, or one of the pairs; images uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3],
       labels integers [n].
@@ -85,6 +94,8 @@ def load(
     - `"masks"`: images and the classes of their pixels, path/train/NAME.jpg with NAME.png beside
       it, likewise path/test/ (or path/val/), and the names of the classes in path/classes.txt.
     - `"ade20k"`: the official folder ADEChallengeData2016, with 150 classes of pixels.
+    - `"coco"`: images with boxes, path/train2017/ and path/val2017/, and the official files
+      path/annotations/instances_train2017.json and instances_val2017.json, or others of this form.
 
     >>> images = load("digits", split="test", image_size=(16, 12))
     >>> images.images.shape, images.classes
@@ -97,8 +108,11 @@ def load(
         image_size: (h, w) in pixels, or one number. Data sets in memory are resized (bicubic with
             antialiasing), or kept unchanged for None; the others need one.
         crop: of images that are read one at a time, to this size: "centre(crop=0.875)", see
-            `rope_jax.data.images.crops`.
+            `rope_jax.data.images.crops`; of images with boxes "fit(short=800,long=1333)", see
+            `rope_jax.data.images.fits`. None for these, with the whole centre.
         allow_empty: whether a class folder of `"folder"` may be empty.
+        labels_of: what labels are wanted of, "images", "pixels" or "boxes", of sources that have
+            several; None for the first. `labels_of` of the split tells what they are of.
 
     Returns:
         The split. The number of classes of sets in memory is that of the training split, or of
@@ -121,7 +135,9 @@ def load(
         return opened.streamed(size, crop)
     _check(source, path, split)
     if source in DRAWN:
-        return DRAWN[source](split, size or (64, 64))
+        kinds = DRAWN[source]
+        draw = kinds.get(labels_of, next(iter(kinds.values())))
+        return draw(split, size or (64, 64))
     images = MEMORY[source](path, split)
     if size is None:
         return images

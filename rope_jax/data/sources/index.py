@@ -49,12 +49,12 @@ class Source(abc.ABC):
         index: the folder with the index.
         competing: indices of the logits among which the labels count, or None for all.
         note: the scoring rule, for the protocol of an evaluation.
-        pixelwise: whether the labels are of pixels.
+        labels_of: what each label is of: "images", "pixels" or "boxes".
     """
 
     competing: tuple[int, ...] | None = None
     note: str = ""
-    pixelwise: bool = False
+    labels_of: str = "images"
 
     def __init__(self, index: Path):
         self.index = index
@@ -116,9 +116,9 @@ class Source(abc.ABC):
         """
         return None
 
-    def streamed(self, size: tuple[int, int], crop: str) -> "Streamed":
-        """The images cropped to one size."""
-        return Streamed(self, size, crop)
+    def streamed(self, size: tuple[int, int], crop: str | None = None) -> "Streamed":
+        """The images cropped to one size, by default the whole centre."""
+        return Streamed(self, size, crop or "centre")
 
     def classes_of(self, example: int) -> list[int]:
         """The classes that an example has.
@@ -130,6 +130,10 @@ class Source(abc.ABC):
 
     def label_errors(self) -> list[str]:
         """What is wrong with labels of pixels, which are all read; a sentence for each image."""
+        return []
+
+    def remarks(self) -> list[str]:
+        """What is odd about the labels, and what is done about it, in sentences."""
         return []
 
     def check_index(self) -> None:
@@ -288,10 +292,11 @@ class Streamed:
     size: tuple[int, int]
     crop: str = "centre"
     in_memory: ClassVar[bool] = False
-    pixelwise: ClassVar[bool] = False
+    labels_of: ClassVar[str] = "images"
+    one_size: ClassVar[bool] = True
 
     def __post_init__(self):
-        if parse_crop(self.crop).entry.joint:
+        if parse_crop(self.crop).entry.joint is not None:
             raise ValueError(f"{self.crop} is for training: evaluate with centre or stretch")
 
     @property

@@ -49,7 +49,8 @@ class Images:
     split: str
     classes: int
     in_memory: ClassVar[bool] = True
-    pixelwise: ClassVar[bool] = False  # whether labels are of pixels
+    labels_of: ClassVar[str] = "images"  # or "pixels", "boxes"
+    one_size: ClassVar[bool] = True  # whether all examples have the same size
     class_names: ClassVar[None] = None
     competing: ClassVar[None] = None
     note: ClassVar[str] = ""

@@ -34,7 +34,7 @@ class StreamedMaps(Streamed):
     Its `labels`, one of each image, are 0.
     """
 
-    pixelwise: ClassVar[bool] = True
+    labels_of: ClassVar[str] = "pixels"
 
     @property
     def protocol(self) -> str:
@@ -75,7 +75,7 @@ class Masks(Files):
         first: the value of the first class; below it is no class.
     """
 
-    pixelwise = True
+    labels_of = "pixels"
     first: ClassVar[int] = 0
 
     def __init__(self, path: str, split: str):
@@ -96,8 +96,8 @@ class Masks(Files):
         about = {"name": Path(path).resolve().name, "split": split}
         super().__init__(Path(path), names, np.zeros(len(names), int), class_names, **about)
 
-    def streamed(self, size: tuple[int, int], crop: str) -> StreamedMaps:
-        return StreamedMaps(self, size, crop)
+    def streamed(self, size: tuple[int, int], crop: str | None = None) -> StreamedMaps:
+        return StreamedMaps(self, size, crop or "centre")
 
     def label_file(self, example: int) -> Path:
         """The PNG with the classes of an image."""

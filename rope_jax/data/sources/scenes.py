@@ -18,6 +18,7 @@ from PIL import Image
 
 from rope_jax.data.images.augment import Augmentation
 from rope_jax.data.images.joint import crop_both
+from rope_jax.data.sources.boxes import Annotations, BoxImages
 from rope_jax.data.sources.memory import Images, load_digits
 
 COUNTS = {"train": 2000, "test": 200}  # scenes of a split
@@ -39,7 +40,7 @@ class LabelMaps(Images):
 
     class_names: tuple[str, ...] | None = None
     protocol: ClassVar[str] = "whole image, at the size at which it was made"
-    pixelwise: ClassVar[bool] = True
+    labels_of: ClassVar[str] = "pixels"
 
     def example(
         self, example: int, crop: Augmentation | None = None, draw: int = 0
@@ -95,6 +96,36 @@ def load_scenes(split: str, size: tuple[int, int]) -> LabelMaps:
     drawn = [draw_scene(split, index, size) for index in range(COUNTS[split])]
     images, labels = np.stack([s.image for s in drawn]), np.stack([s.labels for s in drawn])
     return LabelMaps(images, labels, "scenes", split, len(CLASS_NAMES), CLASS_NAMES)
+
+
+def load_scene_boxes(split: str, size: tuple[int, int]) -> BoxImages:
+    """The same scenes with a box around what is visible of each digit; classes are the digits.
+
+    Arguments as of `load_scenes`.
+    """
+    drawn = [draw_scene(split, index, size) for index in range(COUNTS[split])]
+    masks = [mask for scene in drawn for mask in scene.masks]
+    count = len(drawn)
+    annotations = Annotations(
+        sizes=np.full((count, 2), size, np.int32),
+        ends=np.cumsum([len(scene.digits) for scene in drawn]),
+        boxes=np.array([mask_box(mask) for mask in masks], np.float64).reshape(-1, 4),
+        labels=np.concatenate([scene.digits for scene in drawn]),
+        crowd=np.zeros(len(masks), bool),
+        area=np.array([mask.sum() for mask in masks], np.float64),
+    )
+    about = ("scenes", split, 10, CLASS_NAMES[1:], annotations)
+    return BoxImages(np.stack([s.image for s in drawn]), np.zeros(count, np.int32), *about)
+
+
+def mask_box(mask: Bool[np.ndarray, "H W"]) -> tuple[int, int, int, int]:
+    """The smallest box around a mask that is not empty, in pixels: x1, y1, x2, y2.
+
+    >>> mask_box(np.eye(4, 6, 2, dtype=bool))
+    (2, 0, 6, 4)
+    """
+    rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
 def draw_scene(split: str, index: int, size: tuple[int, int]) -> Scene:

@@ -25,8 +25,6 @@ from rope_jax.models.layers import conv
 from rope_jax.models.registry import Count, CountOrZero, Options
 from rope_jax.positions.grids import Grid
 
-_GROUPS = 32  # of the group norms
-
 
 @dataclasses.dataclass(frozen=True)
 class DinoOptions(Options):
@@ -35,6 +33,7 @@ class DinoOptions(Options):
     Attributes:
         width: channels, also of the feature pyramid of a plain ViT.
         levels: number of maps; those that the backbone lacks are made from its last one.
+        groups: of channels that are normalised together in projected maps.
         heads: of every attention.
         points: of deformable attention, on each map.
         encoder_depth, decoder_depth: numbers of layers.
@@ -46,6 +45,7 @@ class DinoOptions(Options):
 
     width: Count = 256
     levels: Count = 4
+    groups: Count = 32
     heads: Count = 8
     points: Count = 4
     encoder_depth: Count = 6
@@ -62,13 +62,21 @@ class Projection(nnx.Module):
     """A convolution to the head's channels and a group norm."""
 
     def __init__(
-        self, inputs: int, width: int, kernel: int, *, stride: int = 1, rngs: nnx.Rngs, dtypes: dict
+        self,
+        inputs: int,
+        options: DinoOptions,
+        kernel: int,
+        *,
+        stride: int = 1,
+        rngs: nnx.Rngs,
+        dtypes: dict,
     ):
+        width = options.width
         shape = {"kernel": kernel, "stride": stride, "padding": kernel // 2}
         settings = {"rngs": rngs, "dtypes": dtypes}
         self.conv = conv(inputs, width, **shape, use_bias=True, kernel_init=glorot_init, **settings)
         self.conv.bias.set_value(jnp.zeros(width, dtypes["param_dtype"]))
-        self.norm = group_norm(width, _GROUPS, **settings)
+        self.norm = group_norm(width, options.groups, **settings)
 
     def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
         return self.norm(self.conv(x))
@@ -78,14 +86,15 @@ class ChannelNeck(nnx.Module):
     """Maps of the same channels, and further ones, each of half the size of the one before."""
 
     def __init__(
-        self, channels: tuple[int, ...], width: int, levels: int, *, rngs: nnx.Rngs, dtypes: dict
+        self, channels: tuple[int, ...], options: DinoOptions, *, rngs: nnx.Rngs, dtypes: dict
     ):
         settings = {"rngs": rngs, "dtypes": dtypes}
-        self.same = nnx.List(Projection(inputs, width, 1, **settings) for inputs in channels)
+        channels = channels[: options.levels]
+        self.same = nnx.List(Projection(inputs, options, 1, **settings) for inputs in channels)
         self.extra, inputs = nnx.List([]), channels[-1]
-        for _ in range(levels - len(channels)):
-            self.extra.append(Projection(inputs, width, 3, stride=2, **settings))
-            inputs = width
+        for _ in range(options.levels - len(channels)):
+            self.extra.append(Projection(inputs, options, 3, stride=2, **settings))
+            inputs = options.width
 
     def __call__(self, maps: Maps) -> list[Float[Array, "B _h _w C"]]:
         maps = maps[: len(self.same)]
@@ -139,8 +148,7 @@ class Dino(Head):
         _check(options)
         self.options, self.out_features = options, num_classes
         settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
-        channels = channels[: options.levels]
-        self.neck = ChannelNeck(channels, width, options.levels, **settings)
+        self.neck = ChannelNeck(channels, options, **settings)
         self.transformer = Transformer(
             width,
             levels=options.levels,
@@ -233,7 +241,7 @@ class Dino(Head):
             negative = slots.negative | ~slots.used
             labels = jnp.where(negative, -1, targets.labels[:, slots.row])
             own = Targets(targets.boxes[:, slots.row], labels)
-            losses = box_losses(*started, own, slots.used)
+            losses = jax.vmap(box_losses, (0, 0, None, None))(*started, own, slots.used)
             total += losses.total().sum(axis=0) / slots.groups
         last = jax.tree.map(lambda x: x[-2], assigned)
         overlap = iou(to_corners(boxes[-2]), to_corners(last.boxes))
@@ -243,12 +251,17 @@ class Dino(Head):
 
 def _check(options: DinoOptions) -> None:
     """Raises ValueError for a width that is not divided by what divides it."""
-    for number, words in ((_GROUPS, "groups of the norms"), (options.heads, "heads")):
-        if options.width % number:
+    for name in ("groups", "heads"):
+        if options.width % (number := getattr(options, name)):
             raise ValueError(
-                f"the head 'dino' has width={options.width}, which its {number} {words} do not "
-                f"divide: use a multiple of {number}"
+                f"the head 'dino' has width={options.width}, which {name}={number} does not "
+                "divide: change one of them"
             )
+    if options.width % 4:
+        raise ValueError(
+            f"the head 'dino' has width={options.width}, but sines and cosines of two coordinates "
+            "fill a multiple of 4"
+        )
 
 
 register_head("dino", Dino, DinoOptions())

@@ -1,0 +1,203 @@
+"""Resizing and cropping of images with boxes, which keep their aspect, and the sizes of batches.
+
+Where an image is placed follows from its size and one draw: every process can compute the sizes of
+all images of a batch, and so its canvas, without reading them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt8, UInt64
+from PIL import Image
+
+from rope_jax.data.draws import uniform
+from rope_jax.data.images.crops import mirrored
+from rope_jax.data.images.joint import scaled_size
+
+Size = tuple[int, int]  # height, width
+
+_LEAST = 1e-5  # pixels: a box has no area where a side is no longer
+_WHOLE = 2**24  # pixels: with more, an image is not resized as a whole
+
+
+class Placing(NamedTuple):
+    """How an image is brought to its size.
+
+    Attributes:
+        resized: size to which the whole image is resized.
+        corner: top and left of the part of it that is kept.
+        part: size of that part.
+        extent: size to which the part is resized.
+    """
+
+    resized: Size
+    corner: tuple[int, int]
+    part: Size
+    extent: Size
+
+
+def fit(size: Size, draw: int = 0, *, short: int = 800, long: int = 1333) -> Placing:
+    """The whole image, resized as far as its sides fit: the evaluation of DETR and its descendants.
+
+    >>> fit((480, 640)).extent, fit((300, 900)).extent
+    ((800, 1067), (444, 1333))
+
+    Args:
+        size: (height, width) of the image.
+        draw: not used.
+        short, long: pixels that the shorter and the longer side must fit into; one of them does so
+            exactly.
+
+    Raises:
+        ValueError: options out of range.
+    """
+    if not 0 < short <= long:
+        raise ValueError(f"fit(short={short},long={long}) is impossible: 0 < short <= long")
+    return Placing(size, (0, 0), size, scaled_size(size, 1.0, short=short, long=long))
+
+
+def detr_crop(
+    size: Size,
+    draw: int,
+    *,
+    low: int = 480,
+    high: int = 800,
+    step: int = 32,
+    long: int = 1333,
+    cut: float = 0.5,
+    before_low: int = 400,
+    before_high: int = 600,
+    before_step: int = 100,
+    cut_low: int = 384,
+    cut_high: int = 600,
+) -> Placing:
+    """The image or a part of it, resized to a random shorter side: the training of DETR.
+
+    Source: facebookresearch/detr and IDEA-Research/detrex (`coco_detr`), in all details.
+
+    >>> placing = detr_crop((480, 640), 1)
+    >>> placing.part, placing.extent
+    ((431, 440), (512, 523))
+
+    Args:
+        size: (height, width) of the image.
+        draw: 64 random bits.
+        low, high, step: the shorter side, in pixels, is low, low + step, ... or high, unless the
+            longer one would exceed `long`.
+        long: largest side, in pixels.
+        cut: probability of cutting a part out of the image, before it is resized so.
+        before_low, before_high, before_step: shorter sides, in pixels, to one of which the image is
+            resized before a part is cut out.
+        cut_low, cut_high: the sides of the part, in pixels, or of the image where that has fewer.
+
+    Raises:
+        ValueError: options out of range.
+    """
+    shorts = range(low, high + 1, step) if step > 0 else ()
+    befores = range(before_low, before_high + 1, before_step) if before_step > 0 else ()
+    steps = [(low, shorts), (before_low, befores)]
+    if (
+        any(first < 1 or not among for first, among in steps)
+        or not 0 <= cut <= 1
+        or not 0 < cut_low <= cut_high
+        or high > long
+    ):
+        raise ValueError(
+            f"detr_crop(low={low},high={high},step={step},long={long},cut={cut},before_low="
+            f"{before_low},before_high={before_high},before_step={before_step},cut_low={cut_low},"
+            f"cut_high={cut_high}) is impossible: 0 < low <= high <= long, 0 < before_low <= "
+            "before_high, 0 < cut_low <= cut_high, steps are at least 1, and cut is 0 to 1"
+        )
+    one = uniform(draw)
+    resized = part = size
+    corner = (0, 0)
+    if next(one) < cut:
+        before = befores[int(next(one) * len(befores))]
+        resized = scaled_size(size, 1.0, short=before, long=max(before, _WHOLE // before))
+        least, most = ([min(side, n) for side in resized] for n in (cut_low, cut_high))
+        part = tuple(a + int(next(one) * (b - a + 1)) for a, b in zip(least, most, strict=True))
+        corner = tuple(int(next(one) * (n - m + 1)) for n, m in zip(resized, part, strict=True))
+    short = shorts[int(next(one) * len(shorts))]
+    return Placing(resized, corner, part, scaled_size(part, 1.0, short=short, long=long))
+
+
+def placed_pixels(
+    image: UInt8[np.ndarray, "h w 3"], placing: Placing
+) -> UInt8[np.ndarray, "H W 3"]:
+    """The pixels of an image after a placing: bilinear, with antialiasing where it shrinks."""
+    picture = Image.fromarray(np.ascontiguousarray(image))
+
+    def resize(picture: Image.Image, size: Size) -> Image.Image:
+        same = picture.size == size[::-1]
+        return picture if same else picture.resize(size[::-1], Image.Resampling.BILINEAR)
+
+    (top, left), (height, width) = placing.corner, placing.part
+    picture = resize(picture, placing.resized)
+    if placing.part != placing.resized:
+        picture = picture.crop((left, top, left + width, top + height))
+    return np.asarray(resize(picture, placing.extent))
+
+
+def placed_boxes(
+    boxes: Float[np.ndarray, "n 4"], size: Size, placing: Placing
+) -> tuple[Float[np.ndarray, "m 4"], Bool[np.ndarray, " n"]]:
+    """Boxes after a placing, clipped to the image.
+
+    Args:
+        boxes: x1 y1 x2 y2 in pixels of the image.
+        size: of the image.
+        placing: of the image.
+
+    Returns:
+        The boxes that have an area, and which of the given ones they are.
+    """
+    sides = (size, placing.resized, placing.corner, placing.part, placing.extent)
+    size, resized, corner, part, extent = (np.array(x[::-1] * 2, float) for x in sides)
+    return clipped((boxes * resized / size - corner) * extent / part, placing.extent)
+
+
+def clipped(
+    boxes: Float[np.ndarray, "n 4"], size: Size
+) -> tuple[Float[np.ndarray, "m 4"], Bool[np.ndarray, " n"]]:
+    """Boxes clipped to an image: those that have an area then, and which of all they are."""
+    inside = np.clip(boxes, 0, np.array(size[::-1] * 2, float))
+    kept = (inside[:, 2:] - inside[:, :2] > _LEAST).all(axis=1)
+    return inside[kept], kept
+
+
+def flip_boxes(
+    boxes: Float[np.ndarray, "B n 4"],
+    width: int,
+    draws: UInt64[np.ndarray, " B"],
+    *,
+    p: float = 0.5,
+) -> Float[np.ndarray, "B n 4"]:
+    """The boxes of images of some width after `flip` with the same draws."""
+    turned = boxes[..., [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
+    return np.where(mirrored(draws, p)[:, None, None], turned, boxes)
+
+
+def smallest_canvas(extents: Int[np.ndarray, "b 2"], canvases: Sequence[Size]) -> Size:
+    """The smallest of some canvases that holds all images of a batch.
+
+    >>> smallest_canvas(np.array([[480, 640], [640, 400]]), [(480, 640), (640, 640), (800, 1344)])
+    (640, 640)
+
+    Args:
+        extents: rows and columns of the images.
+        canvases: (height, width) of each.
+
+    Raises:
+        ValueError: none holds them.
+    """
+    height, width = extents.max(axis=0).tolist()
+    fitting = [size for size in canvases if height <= size[0] and width <= size[1]]
+    if not fitting:
+        known = ", ".join(f"{a}x{b}" for a, b in canvases)
+        raise ValueError(
+            f"the images of a batch may need {height}x{width} pixels, but the canvases are "
+            f"{known}: add one that is as large"
+        )
+    return min(fitting, key=math.prod)

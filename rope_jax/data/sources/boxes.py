@@ -1,0 +1,253 @@
+"""Images with boxes: annotations of a split in flat arrays, and the two kinds of such sets."""
+
+import dataclasses
+import functools
+import zlib
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int, Int32, Int64, UInt8
+
+from rope_jax.data.images.augment import Augmentation, parse_crop
+from rope_jax.data.images.decode import decode_image
+from rope_jax.data.images.fits import Placing, clipped, placed_boxes, placed_pixels
+from rope_jax.data.sources.index import Streamed
+from rope_jax.data.sources.memory import Images
+
+_OUTSIDE = 1e-6  # pixels that a box may reach beyond its image by rounding
+
+
+class Truth(NamedTuple):
+    """The objects of an image as they are annotated, in pixels of the image as it is stored.
+
+    Attributes:
+        boxes: x1 y1 x2 y2, not clipped.
+        labels: class of each.
+        crowd: whether it is a crowd of objects, which is neither trained on nor counted as missed.
+        area: of the object, not of its box.
+    """
+
+    boxes: Float64[np.ndarray, "n 4"]
+    labels: Int32[np.ndarray, " n"]
+    crowd: Bool[np.ndarray, " n"]
+    area: Float64[np.ndarray, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """The objects of all images of a split.
+
+    Attributes:
+        sizes: rows and columns of each image as it is stored.
+        ends: where each image's objects end among those of all images, which stand one after the
+            other in `boxes`, `labels`, `crowd` and `area`: see `Truth`.
+    """
+
+    sizes: Int32[np.ndarray, "n 2"]
+    ends: Int64[np.ndarray, " n"]
+    boxes: Float64[np.ndarray, "m 4"]
+    labels: Int32[np.ndarray, " m"]
+    crowd: Bool[np.ndarray, " m"]
+    area: Float64[np.ndarray, " m"]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def checksum(self) -> int:
+        """A checksum of all arrays."""
+        return functools.reduce(
+            lambda sum, array: zlib.crc32(np.ascontiguousarray(array), sum),
+            self.arrays().values(),
+            0,
+        )
+
+    def truth(self, example: int) -> Truth:
+        """The objects of one image."""
+        own = slice(self.ends[example - 1] if example else 0, self.ends[example])
+        arrays = (self.boxes, self.labels, self.crowd, self.area)
+        return Truth(*(np.array(array[own]) for array in arrays))
+
+    @functools.cached_property
+    def images(self) -> Int64[np.ndarray, " m"]:
+        """The image of each object."""
+        return np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0))
+
+    @functools.cached_property
+    def outside(self) -> Bool[np.ndarray, " m"]:
+        """Which boxes reach beyond their image."""
+        limits = self.sizes[self.images, ::-1] + _OUTSIDE
+        low, high = self.boxes.min(axis=1, initial=0), self.boxes[:, 2:]
+        return (low < -_OUTSIDE) | (high > limits).any(axis=1)
+
+    @functools.cached_property
+    def empty(self) -> Bool[np.ndarray, " m"]:
+        """Which boxes have no area inside their image."""
+        limits = np.tile(self.sizes[self.images, ::-1], 2)
+        _, kept = clipped(np.clip(self.boxes, 0, limits), (2**31, 2**31))
+        return ~kept
+
+    def counts(self) -> Int64[np.ndarray, " n"]:
+        """The number of objects of each image that are trained on."""
+        trained = ~self.crowd & ~self.empty
+        return np.bincount(self.images[trained], minlength=len(self.ends))
+
+    def remarks(self) -> list[str]:
+        """What is done about boxes outside of their images, and those without an area."""
+        empty, beyond = int(self.empty.sum()), int((self.outside & ~self.empty).sum())
+        found = []
+        if beyond:
+            found.append(f"{beyond} of {len(self.boxes)} boxes reach beyond their image: clipped")
+        if empty:
+            found.append(f"{empty} of {len(self.boxes)} boxes have no area inside their image: ")
+            found[-1] += "left out of training"
+        return found
+
+
+class Boxed:
+    """What sets of images with boxes have in common, in memory or not.
+
+    Their `labels`, one of each image, are 0: those of objects are in `annotations`.
+    """
+
+    labels_of: ClassVar[str] = "boxes"
+    annotations: Annotations
+
+    def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
+        """An image as it is stored."""
+        raise NotImplementedError
+
+    def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
+        """Where a crop places an image; None for the image as it is."""
+        size = tuple(self.annotations.sizes[example].tolist())
+        return Placing(size, (0, 0), size, size) if crop is None else crop(size, draw)
+
+    def extents(
+        self, examples: Int[np.ndarray, " b"], crop: Augmentation | None, draws: np.ndarray
+    ) -> Int64[np.ndarray, "b 2"]:
+        """Rows and columns of images after a crop; none of them is read."""
+        pairs = zip(examples.tolist(), draws.tolist(), strict=True)
+        return np.array([self.placing(k, crop, draw).extent for k, draw in pairs]).reshape(-1, 2)
+
+    def truth(self, example: int) -> Truth:
+        """The objects of an image as they are annotated.
+
+        >>> from rope_jax import data
+        >>> truth = data.load("scenes", image_size=32, labels_of="boxes").truth(0)
+        >>> truth.boxes.shape == (len(truth.labels), 4), truth.crowd.any()
+        (True, np.False_)
+        """
+        return self.annotations.truth(example)
+
+    def example(
+        self, example: int, crop: Augmentation | None = None, draw: int = 0
+    ) -> dict[str, np.ndarray]:
+        """An image and the objects to train on: without crowds and those that have no area left.
+
+        Args:
+            example: number of the image.
+            crop: one of those for boxes; None for the set's own.
+            draw: 64 random bits.
+
+        Returns:
+            `image` uint8 [h, w, 3], of a size of its own; `boxes` float32 [n, 4], x1 y1 x2 y2 in
+            its pixels; `label` int32 [n]; and `original` int32 [2], rows and columns of the image
+            as it is stored.
+
+        Raises:
+            BadImages: the image cannot be used; the message names it.
+        """
+        placing, truth = self.placing(example, crop, draw), self.truth(example)
+        size = tuple(self.annotations.sizes[example].tolist())
+        inside, there = clipped(truth.boxes[~truth.crowd], size)
+        boxes, kept = placed_boxes(inside, size, placing)
+        return {
+            "image": placed_pixels(self.pixels(example), placing),
+            "boxes": boxes.astype(np.float32),
+            "label": truth.labels[~truth.crowd][there][kept],
+            "original": np.array(size, np.int32),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class BoxImages(Boxed, Images):
+    """One split of a set in memory with boxes; all images have one size.
+
+    Attributes:
+        class_names: in their order, where known.
+        annotations: of the images.
+    """
+
+    class_names: tuple[str, ...] | None = None
+    annotations: Annotations | None = None
+    protocol: ClassVar[str] = "whole image, at the size at which it was made"
+
+    def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
+        return self.images[example]
+
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint()}, boxes {self.annotations.checksum():08x}"
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedBoxes(Boxed, Streamed):
+    """One split of a set of images with boxes, read when needed.
+
+    Images keep their aspect. `size` is that for which a model is made; those of batches are
+    canvases, see `rope_jax.data.batches`.
+    """
+
+    one_size: ClassVar[bool] = False
+
+    def __post_init__(self):
+        entry = parse_crop(self.crop).entry
+        if entry.joint != self.labels_of or entry.random:
+            raise ValueError(
+                f"{self.crop} is not for the evaluation of images with boxes, which keep their "
+                "aspect: use fit(short=800,long=1333)"
+            )
+
+    @property
+    def annotations(self) -> Annotations:
+        """Of the images."""
+        return self.source.annotations
+
+    def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
+        return super().placing(example, crop or parse_crop(self.crop), draw)
+
+    def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
+        image = decode_image(self.source.read(example))
+        if image.shape[:2] != (size := tuple(self.annotations.sizes[example].tolist())):
+            raise ValueError(
+                f"it has {image.shape[0]}x{image.shape[1]} pixels, but is annotated as one of "
+                f"{size[0]}x{size[1]}"
+            )
+        return image
+
+    def example(
+        self, example: int, crop: Augmentation | None = None, draw: int = 0
+    ) -> dict[str, Any]:
+        with self.naming(example):
+            return super().example(example, crop, draw)
+
+
+def check_boxes(images: Images | Streamed, max_boxes: int) -> None:
+    """Rejects images with more objects than the batches have room for.
+
+    Args:
+        images: of any kind.
+        max_boxes: rows of objects in a batch.
+
+    Raises:
+        ValueError: an image has more objects to train on.
+    """
+    if images.labels_of != Boxed.labels_of:
+        return
+    counts = images.annotations.counts()
+    if counts.max(initial=0) > max_boxes:
+        raise ValueError(
+            f"an image of {images.name}, {images.split} split, has {counts.max()} objects "
+            f"({(counts > max_boxes).sum()} of {len(counts)} images have more than {max_boxes}), "
+            f"but batches have room for max_boxes={max_boxes}: set it to {counts.max()} or more"
+        )

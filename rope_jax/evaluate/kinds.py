@@ -1,0 +1,310 @@
+"""How the command evaluates a model at one size, by what the labels of its task are of."""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from rope_jax import data
+from rope_jax.config import Config, ConfigError, blame
+from rope_jax.evaluate.accuracy import (
+    Apply,
+    at_resolution,
+    counted,
+    description,
+    evaluate_files,
+    evaluate_split,
+    on_all_devices,
+    protocol,
+)
+from rope_jax.evaluate.box_pictures import detected_in, draw_detections
+from rope_jax.evaluate.pictures import draw_pictures
+from rope_jax.evaluate.results import Row
+from rope_jax.evaluate.segments import Views, segment_split, side_multiple
+from rope_jax.loading import LoadedModel
+from rope_jax.models.pretrained import Preprocessing
+from rope_jax.sharding import replicated, share, use_mesh
+from rope_jax.tasks import detection
+from rope_jax.tasks.average_precision import average_precision, precision_by_pycocotools
+from rope_jax.text import image_pair
+from rope_jax.training.setup import load_split
+
+Split = data.Images | data.Streamed
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of a model at one size.
+
+    Attributes:
+        asked: the arguments of the command.
+        about: the model.
+        size: (height, width) in pixels.
+        preprocessing: of the images.
+        mesh: the devices.
+        folder: for pictures.
+        files: image files with one class each, of --dataset; None for other images.
+        does: what models of this kind do, for messages.
+        sets: names for --dataset.
+        flags: arguments that models of this kind alone have.
+    """
+
+    asked: argparse.Namespace
+    about: LoadedModel
+    size: tuple[int, int]
+    preprocessing: Preprocessing
+    mesh: Mesh
+    folder: pathlib.Path
+    files: data.EvaluationSet | None = None
+
+    does: ClassVar[str]
+    sets: ClassVar[tuple[str, ...]]
+    flags: ClassVar[tuple[str, ...]] = ()
+
+    def identity(self) -> dict[str, Any]:
+        """What else than the settings of all kinds identifies a row."""
+        raise NotImplementedError
+
+    def row(self) -> Row:
+        """The evaluation's row."""
+        raise NotImplementedError
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `at_resolution`."""
+        return {"scale_windows": self.asked.scale_windows, "rpb_shrink": self.asked.rpb_shrink}
+
+    @property
+    def bad_images(self) -> str:
+        """What is done about images that cannot be used."""
+        return "error" if self.about.config is None else self.about.config.data.bad_images
+
+    @functools.cached_property
+    def images(self) -> Split:
+        """The images of --dataset, or of the run's test split."""
+        return self.load()
+
+    def load(self) -> Split:
+        """Opens these images."""
+        if self.asked.dataset is None:
+            return load_split(self.about.config, "test", self.size)
+        return data.load(self.asked.dataset, self.asked.images, "test", self.size)
+
+    def dense_identity(self) -> dict[str, Any]:
+        """What identifies a row of a model with a head."""
+        blocks = self.about.model.blocks and list(self.about.model.blocks)
+        about = {"head": self.about.model.head_notation, "blocks": blocks}
+        return about | {"images": self.asked.images}
+
+    def applied(self) -> tuple[Apply, Any]:
+        """A function (weights, images) -> outputs, for images of any size, and the weights."""
+        graph, weights = nnx.split(self.about.model)
+
+        def apply(weights: Any, images: Array, **given: Array) -> Any:
+            with use_mesh(self.mesh):
+                model = nnx.merge(graph, weights)
+                return at_resolution(model, images.shape[1:3], **self.options)(images, **given)
+
+        return apply, jax.device_put(weights, replicated(self.mesh))
+
+    def with_windows(self, how: str) -> str:
+        """A protocol with the rule of the model's windows."""
+        windows = self.about.model.window_rule(scaled=self.asked.scale_windows)
+        return "; ".join(filter(None, (how, windows)))
+
+    def picture(self) -> pathlib.Path:
+        """The file of the picture."""
+        return self.folder / f"predictions_{'x'.join(map(str, self.size))}.png"
+
+    def progress(self, images: int) -> None:
+        """Shows how many images have been evaluated."""
+        if share()[0] == 0:
+            told = f"\r{images:,} of {len((self.files or self.images).labels):,} images"
+            print(told, end="", file=sys.stderr, flush=True)
+
+
+class OfImages(Evaluation):
+    """Of models that classify images."""
+
+    does = "classify images"
+    sets = tuple(data.EVALUATION_SETS)
+    flags = ("crop", "interpolation")
+
+    def identity(self) -> dict[str, Any]:
+        if self.files is None:
+            return {}
+        how = json.loads(json.dumps(dataclasses.asdict(self.preprocessing)))
+        return {"images": self.asked.images} | how
+
+    def row(self) -> Row:
+        model = at_resolution(self.about.model, self.size, **self.options)
+        batch_size = self.asked.batch_size or 128
+        if self.files is None:
+            return self._own_split(model, batch_size)
+        row = evaluate_files(
+            model,
+            self.files,
+            self.size,
+            self.preprocessing,
+            self.mesh,
+            batch_size=batch_size,
+            windows=model.window_rule(),
+            poll=self.progress,
+        )
+        print(file=sys.stderr)
+        return row
+
+    def _own_split(self, model: nnx.Module, batch_size: int) -> Row:
+        """The row of the run's own test split."""
+        config = self.about.config
+        options = dataclasses.replace(config.eval, batch_size=batch_size)
+        config = dataclasses.replace(config, eval=options)
+        apply, weights = on_all_devices(model, self.mesh)
+        how = protocol(self.images, config, model.window_rule())
+        (row,) = evaluate_split(apply, weights, config, self.images, self.mesh, how)
+        return row
+
+
+class OfPixels(Evaluation):
+    """Of models that segment images."""
+
+    does = "segment images"
+    sets = ("ade20k", "masks")
+    flags = ("scales", "flip", "window", "stride")
+
+    def identity(self) -> dict[str, Any]:
+        return self.dense_identity() | {"views": str(self.views)}
+
+    @functools.cached_property
+    def views(self) -> Views:
+        """The views that were asked for; by default windows of the size of evaluation, or the whole
+        images of a set in memory."""
+        asked, images = self.asked, self.images
+        scales = asked.scales or (1.0,)
+        window = asked.window or ("whole" if images.in_memory else None)
+        if window == "whole":
+            if asked.stride is not None:
+                raise ConfigError(
+                    "--stride is from window to window: name a --window, or leave it out"
+                )
+            return Views(scales, asked.flip)
+        with blame("--window"):
+            size = images.size if window is None else image_pair(window)
+        if asked.stride is not None and asked.stride > min(size):
+            raise ConfigError(
+                f"--stride={asked.stride} leaves out pixels between windows of "
+                f"{size[0]}x{size[1]}: use at most {min(size)}"
+            )
+        return Views(scales, asked.flip, size, asked.stride or max(1, 2 * min(size) // 3))
+
+    def row(self) -> Row:
+        images, views = self.images, self.views
+        check_class_names(self.about.model, images)
+        if views.window is not None:
+            with blame("--window"):
+                self.about.model.grids(views.window)
+        found = segment_split(
+            *self.applied(),
+            images,
+            views,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            batch_size=self.asked.batch_size or 16,
+            multiple=side_multiple(self.about.model.grids),
+            mesh=self.mesh,
+            pictures=self.asked.pictures,
+            bad_images=self.bad_images,
+            poll=self.progress,
+        )
+        if share()[0] == 0:
+            print(file=sys.stderr)
+            if found.pictures:
+                draw_pictures(found.pictures, images.class_names, images.classes, self.picture())
+                print(f"picture: {self.picture()}")
+        return found.row | {"protocol": self.with_windows(found.row["protocol"])}
+
+
+class OfBoxes(Evaluation):
+    """Of models that detect objects."""
+
+    does = "detect objects"
+    sets = ("coco",)
+    flags = ("pycocotools",)
+
+    def identity(self) -> dict[str, Any]:
+        by = {"scores": "pycocotools"} if self.asked.pycocotools else {}
+        return self.dense_identity() | {"frame": self.images.protocol} | by
+
+    @property
+    def _fits(self) -> bool:
+        """Whether images that keep their aspect are fit into the size, not as in training."""
+        return self.about.config is None or self.asked.resolutions is not None
+
+    def load(self) -> Split:
+        images = super().load()
+        if images.one_size or not self._fits:
+            return images
+        frame = f"fit(short={min(self.size)},long={max(self.size)})"
+        return dataclasses.replace(images, crop=frame)
+
+    def _config(self) -> Config:
+        """The settings of batches: canvases, and room for the objects of every image."""
+        config = self.about.config or Config()
+        canvases = config.data.canvases
+        if self._fits:
+            multiple = side_multiple(self.about.model.grids)
+            height, width = (-(-side // multiple) * multiple for side in self.size)
+            canvases = ((height, width), (width, height))
+        most = int(self.images.annotations.counts().max(initial=1))
+        images = dataclasses.replace(config.data, canvases=canvases, max_boxes=most)
+        return dataclasses.replace(config, data=images)
+
+    def row(self) -> Row:
+        images, config = self.images, self._config()
+        check_class_names(self.about.model, images)
+        (parts,), used = counted(
+            *self.applied(),
+            images,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            batch_size=self.asked.batch_size or 16,
+            mesh=self.mesh,
+            task=detection,
+            config=config,
+            poll=self.progress,
+        )
+        precision = precision_by_pycocotools if self.asked.pycocotools else average_precision
+        scores = detection.scores(parts, images, precision=precision)
+        if share()[0] == 0:
+            print(file=sys.stderr)
+            if found := detected_in(parts, images, self.asked.pictures):
+                draw_detections(found, images.class_names, images.classes, self.picture())
+                print(f"picture: {self.picture()}")
+        about = description(images) | {"count": used} | scores
+        return about | {"protocol": self.with_windows(images.protocol)}
+
+
+KINDS: dict[str, type[Evaluation]] = {"images": OfImages, "pixels": OfPixels, "boxes": OfBoxes}
+
+
+def check_class_names(model: nnx.Module, images: Split) -> None:
+    """Rejects images of other classes than the model's, where both are known."""
+    if model.class_names is None or images.class_names is None:
+        return
+    for label, (own, there) in enumerate(
+        itertools.zip_longest(model.class_names, images.class_names)
+    ):
+        if own != there:
+            raise ConfigError(
+                f"the model has other classes than {images.name}: label {label} is {own!r} for the "
+                f"model and {there!r} in the images: use images of the same classes"
+            )

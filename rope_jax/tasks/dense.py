@@ -1,0 +1,51 @@
+"""What the tasks of dense prediction share."""
+
+from rope_jax.config import Config, ConfigError
+from rope_jax.data import Images, Streamed, split_augment
+
+
+def check_dense(
+    config: Config, images: Images | Streamed, *, labels_of: str, sources: str, moved: str
+) -> None:
+    """Rejects images with other labels, and settings for classes of whole images.
+
+    Args:
+        config: of the run, with a head.
+        images: the training images.
+        labels_of: what the head needs classes of, "pixels" or "boxes".
+        sources: words for the error: sources that have them.
+        moved: likewise: what augmentations would have to change with the images.
+
+    Raises:
+        ConfigError: with the flag to change.
+    """
+    head, mix = f"--config.model.head={config.model.head}", config.mix
+    if images.labels_of != labels_of:
+        raise ConfigError(
+            f"{head} needs classes of {labels_of}, but --config.data.source={config.data.source} "
+            f"has classes of {images.labels_of}: use {sources}, or another head"
+        )
+    if config.model.num_classes not in (None, images.classes):
+        raise ConfigError(
+            f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
+            f"{images.classes} classes of {labels_of}: use {images.classes}, or None for as many"
+        )
+    whole = {
+        "mix.mixup": mix.mixup,
+        "mix.cutmix": mix.cutmix,
+        "label_smoothing": config.label_smoothing,
+    }
+    for name, value in whole.items():
+        if value:
+            raise ConfigError(
+                f"--config.{name}={value} is for classes of whole images: set it to 0 with {head}"
+            )
+    if config.loss != "softmax":
+        raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
+    split = split_augment(config.data.augment)
+    for one in (*split.pixels, *split.erasing):
+        if not one.entry.colours:
+            raise ConfigError(
+                f"--config.data.augment: {one.name} changes images, but not {moved}: leave it out "
+                f"with {head}"
+            )

@@ -1,0 +1,79 @@
+"""A small set in the form of COCO, drawn by tests: coloured rectangles on black grounds."""
+
+import json
+
+import numpy as np
+from PIL import Image
+
+CATEGORIES = {3: "cat", 17: "dog", 90: "bird"}
+COLOURS = {3: (255, 0, 0), 17: (0, 255, 0), 90: (0, 0, 255)}
+# Rows and columns of the images of a split, by id, and the objects in each: category, x, y, width,
+# height. Image 5 is empty, image 7 has a crowd only.
+SIZES = {2: (48, 64), 5: (40, 40), 7: (60, 36), 11: (36, 72), 20: (64, 48), 30: (50, 50)}
+OBJECTS = {
+    2: [(3, 4, 6, 20, 14), (90, 40, 20, 16, 24)],
+    7: [(17, 2, 2, 30, 50)],
+    11: [(17, 10, 8, 25, 20)],
+    20: [(3, 8, 30, 24, 20), (3, 30, 4, 12, 12), (17, 0, 0, 8, 60)],
+    30: [(90, 12, 12, 26, 26)],
+}
+CROWDS = {7: {0}, 20: {2}}  # of the objects of an image
+
+
+def write_coco(folder):
+    """Writes both splits with the same images; returns the folder."""
+    (folder / "annotations").mkdir(parents=True)
+    for split in ("train", "val"):
+        (folder / f"{split}2017").mkdir()
+        for number, size in SIZES.items():
+            pixels = np.zeros((*size, 3), np.uint8)
+            for category, x, y, w, h in OBJECTS.get(number, ()):
+                pixels[y : y + h, x : x + w] = COLOURS[category]
+            Image.fromarray(pixels).save(folder / f"{split}2017" / file_name(number), "PNG")
+        write_annotations(folder, split, annotations())
+    return folder
+
+
+def write_annotations(folder, split, content):
+    (folder / "annotations" / f"instances_{split}2017.json").write_text(json.dumps(content))
+
+
+def file_name(number):
+    return f"{number:012}.jpg"
+
+
+def annotations():
+    """The content of a file of annotations, images and categories in no order."""
+    objects = []
+    for number, boxes in OBJECTS.items():
+        for place, (category, x, y, w, h) in enumerate(boxes):
+            height, width = SIZES[number]
+            crowd = place in CROWDS.get(number, ())
+            inside = np.zeros((height, width), bool)
+            inside[y : y + h, x : x + w] = True
+            corners = [x, y, x + w, y, x + w, y + h, x, y + h]
+            objects.append(
+                {
+                    "id": 100 + len(objects),
+                    "image_id": number,
+                    "category_id": category,
+                    "bbox": [x, y, w, h],
+                    "area": w * h * 0.75,
+                    "iscrowd": int(crowd),
+                    "segmentation": runs(inside) if crowd else [corners],
+                }
+            )
+    images = [
+        {"id": number, "file_name": file_name(number), "height": height, "width": width}
+        for number, (height, width) in reversed(SIZES.items())
+    ]
+    categories = [{"id": k, "name": name} for k, name in reversed(CATEGORIES.items())]
+    return {"info": {}, "images": images, "annotations": objects, "categories": categories}
+
+
+def runs(mask):
+    """The run lengths of a mask, column by column, from zeros on."""
+    flat = mask.ravel(order="F")
+    borders = np.flatnonzero(np.diff(flat)) + 1
+    lengths = np.diff([0, *borders, flat.size]).tolist()
+    return {"size": list(mask.shape), "counts": [0] * bool(flat[0]) + lengths}

@@ -1,0 +1,238 @@
+"""Batches of images with boxes: canvases, padding, shards, resuming; and the boxes of scenes."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rope_jax import data
+from rope_jax.data import batches, evaluation_batches, load
+from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.data.sources import scenes as module
+from rope_jax.data.sources.scenes import draw_scene
+from tests.images.coco_set import COLOURS, write_coco
+from tests.images.test_fits import SMALL
+
+CROP = "detr_crop({})".format(",".join(f"{name}={value}" for name, value in SMALL.items()))
+CANVASES = ((80, 136), (136, 80), (96, 96), (136, 136))
+OPTIONS = {"seed": 3, "augment": f"{CROP}+flip", "canvases": CANVASES, "max_boxes": 5}
+FIT = "fit(short=80,long=133)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_coco(tmp_path_factory.mktemp("coco") / "set")
+
+
+@pytest.fixture
+def images(folder):
+    return load("coco", str(folder), "train", (136, 136), crop=FIT)
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+
+
+def check_padding(batch, max_boxes):
+    canvas = batch["image"].shape[1:3]
+    for k, (height, width) in enumerate(batch["extent"]):
+        assert height <= canvas[0]
+        assert width <= canvas[1]
+        assert not batch["image"][k, height:].any()
+        assert not batch["image"][k, :, width:].any()
+        there = batch["label"][k] >= 0
+        assert len(there) == max_boxes
+        assert not batch["boxes"][k][~there].any()
+        assert (batch["label"][k][~there] == -1).all()
+        boxes = batch["boxes"][k][there]
+        assert (boxes[:, :2] >= 0).all()
+        assert (boxes[:, 2:] <= (width, height)).all()
+        assert (boxes[:, 2:] > boxes[:, :2]).all()
+
+
+def test_training_batches(images):
+    """Fields, padding, the smallest canvas, and each box on pixels of the colour of its class."""
+    canvases, flips = set(), set()
+    for batch in itertools.islice(batches(images, batch_size=3, **OPTIONS), 30):
+        assert batch["image"].dtype == np.uint8
+        assert (batch["boxes"].shape, batch["boxes"].dtype) == ((3, 5, 4), np.float32)
+        assert (batch["label"].shape, batch["label"].dtype) == ((3, 5), np.int32)
+        for name in ("extent", "original"):
+            assert (batch[name].shape, batch[name].dtype) == ((3, 2), np.int32)
+        check_padding(batch, 5)
+        canvas = batch["image"].shape[1:3]
+        fitting = [c for c in CANVASES if (batch["extent"] <= c).all()]
+        assert canvas == min(fitting, key=np.prod)
+        canvases.add(canvas)
+        np.testing.assert_array_equal(
+            batch["original"], images.annotations.sizes[batch["index"] % 4]
+        )
+        for pixels, boxes, labels in zip(
+            batch["image"], batch["boxes"], batch["label"], strict=True
+        ):
+            for box, label in zip(boxes, labels, strict=True):
+                if label < 0 or min(box[2:] - box[:2]) < 6:
+                    continue
+                x1, y1, x2, y2 = box.round().astype(int)
+                inner = pixels[y1 + 2 : y2 - 2, x1 + 2 : x2 - 2].mean((0, 1))
+                assert np.abs(inner - list(COLOURS.values())[label]).max() < 128
+                flips.add((label, x1 < canvas[1] / 2))
+    assert len(canvases) >= 3
+    assert len(flips) == 6
+
+
+def test_all_shards_have_one_canvas_and_the_stream_resumes_anywhere(images):
+    whole = list(itertools.islice(batches(images, batch_size=4, **OPTIONS), 6))
+    for step in (0, 3, 5):
+        halves = [
+            next(batches(images, batch_size=4, start_step=step, shard=(k, 2), **OPTIONS))
+            for k in (0, 1)
+        ]
+        same({n: np.concatenate([half[n] for half in halves]) for n in halves[0]}, whole[step])
+    resumed = batches(images, batch_size=4, start_step=2, ahead=True, **OPTIONS)
+    for got, expected in zip(resumed, whole[2:], strict=False):
+        same(got, expected)
+    resumed.close()
+    assert len({batch["image"].shape for batch in whole}) > 1
+
+
+@pytest.mark.process
+def test_the_stream_does_not_depend_on_workers(folder, images):
+    pytest.importorskip("grain", reason="needs grain (the extra `data`)")
+    options = OPTIONS | {"batch_size": 34}  # in two pieces
+    with batches(images, workers=2, **options) as stream:
+        for got, expected in zip(
+            itertools.islice(stream, 3), batches(images, **options), strict=False
+        ):
+            same(got, expected)
+    held_out = load("coco", str(folder), "test", (136, 136), crop=FIT)
+    both = (
+        evaluation_batches(held_out, batch_size=4, canvases=CANVASES, workers=w) for w in (0, 1)
+    )
+    for got, expected in zip(*both, strict=True):
+        same(got, expected)
+
+
+def test_evaluation_has_every_image_once_and_crowds_in_the_truth_only(folder):
+    images = load("coco", str(folder), "test", (136, 136), crop=FIT)
+    found = list(evaluation_batches(images, batch_size=4, canvases=CANVASES, max_boxes=4))
+    assert [batch["mask"].tolist() for batch in found] == [[True] * 4, [True] * 2 + [False] * 2]
+    assert [n for batch in found for n in batch["index"][batch["mask"]]] == list(range(6))
+    assert [batch["image"].shape[1:3] for batch in found] == [(136, 136), (136, 80)]
+    for batch in found:
+        check_padding(batch, 4)
+        assert (
+            batch["original"][batch["mask"]].tolist()
+            == images.annotations.sizes[batch["index"][batch["mask"]]].tolist()
+        )
+        for k in np.flatnonzero(batch["mask"]):
+            truth = images.truth(int(batch["index"][k]))
+            scale = (batch["extent"][k] / batch["original"][k])[[1, 0, 1, 0]]
+            there = batch["label"][k] >= 0
+            np.testing.assert_array_equal(batch["label"][k][there], truth.labels[~truth.crowd])
+            np.testing.assert_allclose(
+                batch["boxes"][k][there], truth.boxes[~truth.crowd] * scale, rtol=1e-6
+            )
+    halves = [
+        list(evaluation_batches(images, batch_size=4, canvases=CANVASES, shard=(k, 2)))
+        for k in (0, 1)
+    ]
+    assert [batch["image"].shape for batch in halves[0]] == [
+        batch["image"].shape for batch in halves[1]
+    ]
+    assert found[0]["image"].shape[1:] == halves[0][0]["image"].shape[1:]
+
+
+def test_a_bad_image_is_replaced_by_one_that_fits_the_canvas(tmp_path):
+    folder = write_coco(tmp_path / "set")
+    whole = load("coco", str(folder), "train", (136, 136), crop=FIT)
+    options = OPTIONS | {"bad_images": "skip", "batch_size": 1}
+    before = list(itertools.islice(batches(whole, **options), 24))
+    (folder / "train2017" / "000000000002.jpg").write_bytes(b"no picture")
+    images = load("coco", str(folder), "train", (136, 136), crop=FIT)
+    stream = batches(images, **options)
+    replaced = 0
+    for expected, got in zip(before, stream, strict=False):
+        assert got["image"].shape == expected["image"].shape  # as in the other processes
+        if expected["index"][0] == 0:
+            assert got["original"].tolist() != expected["original"].tolist()
+            replaced += 1
+        else:
+            same(got, expected)
+    assert replaced == 6
+    assert stream.skipped == {0}
+
+
+def test_what_the_batches_cannot_hold_is_refused_at_once(images):
+    with pytest.raises(ValueError, match=r"set, train split, has 2 objects \(2 of 4 images have "):
+        batches(images, batch_size=2, seed=0, max_boxes=1)
+    with pytest.raises(ValueError, match=r"max_boxes=1: set it to 2 or more"):
+        evaluation_batches(images, batch_size=2, max_boxes=1)
+    for augment in ("none", CROP):
+        with pytest.raises(ValueError, match=r"133x133 pixels, but the canvases are 80x136: add"):
+            batches(images, batch_size=2, seed=0, augment=augment, canvases=[(80, 136)])
+    for augment in ("resized_crop", "scaled_crop", "crop(pad=2)"):
+        with pytest.raises(
+            ValueError, match=r"set has classes of boxes|but not their boxes: leave"
+        ):
+            batches(images, batch_size=2, seed=0, augment=augment)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(module, "COUNTS", {"train": 12, "test": 6})
+
+
+@pytest.mark.usefixtures("few")
+def test_boxes_of_scenes_frame_the_visible_masks():
+    images = load("scenes", split="train", image_size=(48, 64), labels_of="boxes")
+    assert (images.labels_of, images.classes, images.class_names[3]) == ("boxes", 10, "3")
+    for example in range(12):
+        scene, truth = draw_scene("train", example, (48, 64)), images.truth(example)
+        np.testing.assert_array_equal(images.images[example], scene.image)
+        np.testing.assert_array_equal(truth.labels, scene.digits)
+        np.testing.assert_array_equal(truth.area, scene.masks.sum((1, 2)))
+        assert not truth.crowd.any()
+        for mask, box in zip(scene.masks, truth.boxes.astype(int), strict=True):
+            x1, y1, x2, y2 = box
+            assert mask[y1:y2, x1:x2].sum() == mask.sum()
+            sides = mask[y1:y2, x1:x2]
+            for line in (sides[0], sides[-1], sides[:, 0], sides[:, -1]):
+                assert line.any()
+
+
+@pytest.mark.usefixtures("few")
+def test_batches_of_scenes_have_one_size_without_padding():
+    images = load("scenes", image_size=(48, 64), labels_of="boxes")
+    stream = batches(images, batch_size=6, seed=0, augment="flip", canvases=CANVASES)
+    batch = next(stream)
+    assert batch["image"].shape == (6, 48, 64, 3)
+    assert (batch["extent"] == (48, 64)).all()
+    assert (batch["original"] == (48, 64)).all()
+    check_padding(batch, 100)
+    mirrored = set()
+    for k, index in enumerate(batch["index"]):
+        truth = images.truth(int(index))
+        boxes = batch["boxes"][k, : len(truth.labels)]
+        np.testing.assert_array_equal(batch["label"][k, : len(truth.labels)], truth.labels)
+        turned = not np.array_equal(batch["image"][k], images.images[index])
+        mirrored.add(turned)
+        wanted = truth.boxes
+        if turned:
+            wanted = np.array([64, 0, 64, 0]) + wanted[:, [2, 1, 0, 3]] * [-1, 1, -1, 1]
+        np.testing.assert_array_equal(boxes, wanted)
+    assert mirrored == {False, True}
+    assert images.fingerprint() != load("scenes", image_size=(48, 64)).fingerprint()
+    with pytest.raises(ValueError, match="on_device=True, but scenes has boxes"):
+        DeviceBatches(images, batch_size=2, seed=0)
+    with pytest.raises(ValueError, match="133x133 pixels, but the canvases are 48x64"):
+        batches(images, batch_size=2, seed=0, augment=CROP)
+
+
+@pytest.mark.usefixtures("few")
+def test_labels_are_of_what_is_asked_for_where_there_is_a_choice():
+    for labels_of in (None, "pixels", "images"):
+        assert load("scenes", image_size=16, labels_of=labels_of).labels_of == "pixels"
+    assert data.load("digits", labels_of="boxes").labels_of == "images"

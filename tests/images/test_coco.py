@@ -1,0 +1,227 @@
+"""Sets in the form of COCO: what is read, what is left out, and what is refused."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rope_jax.data import BadImages, check_labels, load
+from rope_jax.data.sources.coco import _unpacked
+from rope_jax.data.verify import main as verify_main
+from tests.images.coco_set import OBJECTS, SIZES, annotations, write_annotations, write_coco
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_coco(tmp_path / "set")
+
+
+def opened(folder, split="train", size=(96, 96)):
+    return load("coco", str(folder), split, size)
+
+
+def test_images_stand_in_the_order_of_ids_and_classes_too(folder):
+    images = opened(folder, "test")
+    assert images.class_names == ["cat", "dog", "bird"]
+    assert (images.labels_of, images.classes, images.one_size) == ("boxes", 3, False)
+    assert images.source.example_name(1) == "val2017/000000000005.jpg"
+    np.testing.assert_array_equal(images.annotations.sizes, list(SIZES.values()))
+    for one in (images, pickle.loads(pickle.dumps(images))):
+        for example, number in enumerate(SIZES):
+            truth, objects = one.truth(example), OBJECTS.get(number, [])
+            boxes = [(x, y, x + w, y + h) for _, x, y, w, h in objects]
+            np.testing.assert_array_equal(truth.boxes, np.array(boxes).reshape(-1, 4))
+            np.testing.assert_array_equal(truth.area, [0.75 * w * h for *_, w, h in objects])
+            assert truth.labels.tolist() == [[3, 17, 90].index(one[0]) for one in objects]
+    assert images.truth(4).crowd.tolist() == [False, False, True]
+
+
+def test_images_without_objects_are_left_out_of_training(folder):
+    images = opened(folder)
+    found = [images.source.example_name(k) for k in range(len(images.labels))]
+    assert found == [f"train2017/{number:012}.jpg" for number in (2, 11, 20, 30)]
+    assert images.annotations.ends.tolist() == [2, 3, 6, 7]
+    one = images.example(2)
+    assert one["label"].tolist() == [0, 0]  # not the crowd
+    assert one["original"].tolist() == [64, 48]
+    np.testing.assert_array_equal(images.annotations.counts(), [2, 1, 2, 1])
+
+
+def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsys):
+    content = annotations()
+    for k, box in enumerate([[-4, -6, 30, 26], [60, 20, 30, 0], [80, 8, 25, 20]]):
+        content["annotations"][[0, 1, 3][k]]["bbox"] = box
+    write_annotations(folder, "train", content)
+    images = opened(folder)
+    example = images.example(0)
+    scale = np.array(example["image"].shape[:2]) / images.annotations.sizes[0]
+    np.testing.assert_allclose(example["boxes"], [[0, 0, 26 * scale[1], 20 * scale[0]]], rtol=1e-6)
+    assert len(images.example(1)["label"]) == 0
+    assert images.truth(0).boxes.tolist() == [[-4, -6, 26, 20], [60, 20, 90, 20]]
+    check_labels(images)
+    told = capsys.readouterr().err
+    assert "set, train split: 1 of 7 boxes reach beyond their image: clipped" in told
+    assert "2 of 7 boxes have no area inside their image: left out of training" in told
+    check_labels(opened(folder, "test"))
+    assert capsys.readouterr().err == ""
+
+
+def change(part, number, **entries):
+    def changed(content):
+        content[part][number] |= entries
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (change("annotations", 2, category_id=4), "annotation 102 has the category 4, .* 3 categ"),
+        (
+            change("annotations", 2, image_id=4),
+            "annotation 102 is of the image 4, .* 6 images: .*s",
+        ),
+        (change("annotations", 2, id="x"), "annotation 'x' has id='x', which must be a whole numb"),
+        (change("annotations", 2, bbox=[1, 2, 3]), r"102 has bbox=\[1, 2, 3\], which must be four"),
+        (change("annotations", 2, bbox=[1, 2, 3, float("nan")]), "must be four finite numbers"),
+        (change("annotations", 2, bbox=[1, 2, 3, 10**400]), "must be four finite numbers"),
+        (change("annotations", 2, area=None), "102 has area=None and iscrowd=1: the first must"),
+        (change("annotations", 2, iscrowd=2), "iscrowd=2: .* the second 0 or 1"),
+        (
+            change("annotations", 0, segmentation=[[1, 2, 3, 4, 5]]),
+            "annotation 100 has a damaged segmentation: its polygons have 5 numbers",
+        ),
+        (change("annotations", 0, segmentation=[[1, 2, 3, 4]]), "polygons have 4 numbers; they"),
+        (change("annotations", 0, segmentation=[["a"] * 6]), "100 .* lists of finite numbers"),
+        (change("annotations", 0, segmentation="abc"), "100 .* lists of finite numbers"),
+        (
+            change("annotations", 2, segmentation={"size": [60, 36], "counts": [60, 36]}),
+            "annotation 102 has a damaged RLE: it has runs of 96 pixels for a mask of 60x36",
+        ),
+        (
+            change("annotations", 2, segmentation={"size": [36, 60], "counts": [36 * 60]}),
+            "102 has a damaged RLE: a mask of 36x60 pixels, but its image has 60x36",
+        ),
+        (
+            change("annotations", 2, segmentation={"size": [60, 36], "counts": "0#"}),
+            "102 has a damaged RLE: its counts have the character '#'",
+        ),
+        (
+            change("annotations", 2, segmentation={"size": [60, 36], "counts": "P"}),
+            "102 has a damaged RLE: its counts end within a number",
+        ),
+        (change("annotations", 2, segmentation={"counts": [1]}), "damaged RLE: its size=None"),
+        (
+            change("annotations", 2, segmentation={"size": [60, 36], "counts": [-1]}),
+            "102 has a damaged RLE: it has runs that are not all whole numbers",
+        ),
+        (change("images", 0, height=None), "image '000000000030.jpg' has .* height=None"),
+        (change("images", 0, id=20), "two of its images have the id 20"),
+        (change("images", 0, file_name="other.jpg"), r"other.jpg is missing \(1 of the 6 images"),
+        (change("categories", 0, id=3), "two of its categories have the id 3"),
+        (change("categories", 0, name=None), "its categories must each have"),
+        (
+            lambda content: content["annotations"].append({"id": 9}),
+            "number 8 of its annotations is none: {'id': 9}",
+        ),
+        (lambda content: content.pop("images"), "it has no list of images: it is no file of annot"),
+        (lambda content: content["images"].clear(), "it has no images"),
+        (
+            lambda content: [one.update(iscrowd=1) for one in content["annotations"]],
+            "has an object to train on",
+        ),
+    ],
+)
+def test_wrong_annotations_are_named(folder, changed, message):
+    content = annotations()
+    changed(content)
+    write_annotations(folder, "train", content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        opened(folder)
+
+
+def renamed(folder):
+    for file in (folder / "train2017").iterdir():
+        file.rename(file.with_name(f"other_{file.name}"))
+
+
+def cut(folder):
+    path = folder / "annotations" / "instances_train2017.json"
+    path.write_text(path.read_text()[:900])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "instances_train2017.json is not JSON: .*; was it downloaded completely"),
+        (
+            lambda f: (f / "annotations" / "instances_train2017.json").write_bytes(b"\xff\xfe"),
+            "is not JSON: 'utf-8' codec",
+        ),
+        (renamed, "has none of the 6 images of .*: the annotations are of another set"),
+        (
+            lambda f: (f / "train2017" / "000000000002.jpg").unlink(),
+            r"000000000002.jpg is missing \(1 of the 6 images",
+        ),
+        (
+            lambda f: (f / "train2017").rename(f / "train2014"),
+            "train2017, the folder of the images of .*, does not exist",
+        ),
+        (
+            lambda f: (f / "annotations" / "instances_train2017.json").unlink(),
+            r"annotations has no file instances_train\*.json",
+        ),
+        (
+            lambda f: (f / "annotations" / "instances_train2014.json").write_text("{}"),
+            "instances_train2014.json and instances_train2017.json: leave the one that is meant",
+        ),
+    ],
+)
+def test_damaged_sets_are_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        opened(folder)
+
+
+def test_an_image_of_another_size_than_its_annotations_is_bad(folder, capsys):
+    Image.new("RGB", (30, 20)).save(folder / "train2017" / "000000000011.jpg")
+    with pytest.raises(
+        BadImages, match=r"image 1 of set \(train2017/000000000011.jpg\) .*20x30 .* one of 36x72"
+    ):
+        opened(folder).example(1)
+    assert verify_main(["--source=coco", f"--path={folder}", "--workers=0"]) == 1
+    told = capsys.readouterr().out
+    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels, but is annotated" in told
+    assert "10 images, 1 found bad" in told
+
+
+def test_other_annotations_are_another_set(folder):
+    found = {opened(folder).fingerprint(), opened(folder).fingerprint()}
+    assert len(found) == 1
+    for changed in (
+        change("annotations", 0, bbox=[4, 6, 20, 15]),
+        change("annotations", 0, iscrowd=1),
+        change("categories", 0, name="crow"),
+        change("categories", 1, name="wolf"),
+    ):
+        content = annotations()
+        changed(content)
+        write_annotations(folder, "train", content)
+        found.add(opened(folder).fingerprint())
+    assert len(found) == 5
+
+
+def test_crops_that_change_the_aspect_are_refused(folder):
+    for crop in ("centre", "stretch", "scaled_crop", "detr_crop"):
+        with pytest.raises(ValueError, match=f"{crop} is not for the evaluation of images with b"):
+            load("coco", str(folder), "test", (96, 96), crop=crop)
+
+
+def test_packed_runs_are_those_of_pycocotools():
+    """Written down from pycocotools.mask.encode."""
+    assert _unpacked("2110010O141MNO011OO01011NO0021OOO00023") == json.loads(
+        "[2,1,1,1,1,2,1,1,2,5,3,2,1,1,1,2,2,1,1,1,2,1,3,2,1,1,1,1,3,2,2,1,1,1,1,1,3,4]"
+    )
+    assert _unpacked("e<?i0" + "0" * 77 + "kh0") == [405, *[15, 25] * 39, 15, 820]

@@ -1,0 +1,37 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rope_jax.models.heads.boxes import EPSILON, generalised_iou, iou, to_centres, to_corners
+
+SIDE = 12
+
+
+def some_boxes(rng, count):
+    first, second = np.sort(rng.integers(0, SIDE + 1, (2, count, 2)), axis=0)
+    return np.concatenate([first, second], axis=1)
+
+
+def test_overlaps_are_those_of_counted_cells():
+    """Of boxes with corners on a grid, by counting cells; some have no area."""
+    rng = np.random.default_rng(0)
+    first, second = some_boxes(rng, 40), some_boxes(rng, 30)
+    y, x = np.indices((SIDE, SIDE))
+    inside = lambda b: (x >= b[0]) & (x < b[2]) & (y >= b[1]) & (y < b[3])
+    pairs = jax.jit(lambda a, b: [f(a[:, None], b) for f in (iou, generalised_iou)])
+    found = [np.asarray(x) for x in pairs(jnp.float32(first), jnp.float32(second))]
+    for i, j in np.ndindex(40, 30):
+        a, b = inside(first[i]), inside(second[j])
+        shared, union = (a & b).sum(), (a | b).sum()
+        around = [*np.minimum(first[i], second[j])[:2], *np.maximum(first[i], second[j])[2:]]
+        around = inside(around).sum()
+        overlap = shared / (union + EPSILON)
+        np.testing.assert_allclose(found[0][i, j], overlap, atol=1e-6)
+        wanted = overlap - (around - union) / (around + EPSILON)
+        np.testing.assert_allclose(found[1][i, j], wanted, atol=1e-6)
+
+
+def test_notations_are_inverse():
+    boxes = some_boxes(np.random.default_rng(1), 20).astype(np.float32)
+    back = jax.jit(lambda boxes: to_corners(to_centres(boxes)))(boxes)
+    np.testing.assert_array_equal(back, boxes)

@@ -1,0 +1,92 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax.models.heads.boxes import to_corners
+from rope_jax.models.heads.denoising import allowed, disturb, real_first, slots_of
+from rope_jax.models.heads.detection import Targets
+
+CLASSES = 4
+
+
+disturbed = jax.jit(lambda targets, slots, key: disturb(targets, slots, CLASSES, key))
+slots_for = jax.jit(slots_of, static_argnums=1)
+
+
+def some_targets(counts, rows, seed=0):
+    rng = np.random.default_rng(seed)
+    size = rng.uniform(0.02, 0.2, (len(counts), rows, 2))
+    centre = rng.uniform(0.3, 0.7, size.shape)
+    boxes = np.concatenate([centre, size], axis=-1).astype(np.float32)
+    labels = rng.integers(0, CLASSES, boxes.shape[:2]).astype(np.int32)
+    labels[np.arange(rows) >= np.array(counts)[:, None]] = -1
+    return Targets(jnp.asarray(boxes), jnp.asarray(labels))
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "number"),
+    [((3, 0, 2), 5, 10), ((1, 1), 4, 7), ((4, 6), 6, 3), ((0, 0), 2, 4)],
+)
+def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
+    slots = slots_for(some_targets(counts, rows).real, number)
+    most = max(*counts, 1)
+    groups = max(1, number // most)
+    assert int(slots.groups) == groups
+    assert len(slots.group) == 2 * max(number, rows)
+    wanted = [
+        (group, row, negative)
+        for group in range(groups)
+        for negative in (False, True)
+        for row in range(most)
+    ]
+    found = zip(slots.group.tolist(), slots.row.tolist(), slots.negative.tolist(), strict=True)
+    assert list(found)[: len(wanted)] == wanted
+    np.testing.assert_array_equal(slots.used, np.arange(len(slots.group)) < len(wanted))
+
+
+def test_groups_do_not_see_each_other_and_are_not_seen():
+    slots, queries = slots_of(some_targets((2, 1), 3).real, 5), 4
+    found = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
+    group = slots.group.tolist() + [None] * queries
+    for i, j in np.ndindex(found.shape):
+        assert found[i, j] == (group[j] is None or group[i] == group[j])
+
+
+def test_sides_move_by_their_shares_of_half_the_size():
+    targets = some_targets((40, 31), 40)
+    slots = slots_for(targets.real, 4000)
+    boxes, labels = disturbed(targets, slots, jax.random.key(0))
+    before = np.asarray(targets.boxes)[:, slots.row]
+    half = np.tile(before[..., 2:] / 2, 2)
+    corners = jax.jit(to_corners)
+    moved = (np.asarray(corners(boxes)) - np.asarray(corners(before))) / half
+    share = np.abs(moved)
+    negative = np.asarray(slots.negative)
+    assert share[:, ~negative].max() <= 1.001
+    assert 0.999 <= share[:, negative].min() < share[:, negative].max() <= 2.001
+    np.testing.assert_allclose(share.mean((0, 2)).mean(where=negative), 1.5, atol=0.01)
+    np.testing.assert_allclose(share.mean((0, 2)).mean(where=~negative), 0.5, atol=0.01)
+    np.testing.assert_allclose((moved > 0).mean(), 0.5, atol=0.01)
+    # A quarter is replaced, by any class, its own among them.
+    same = (np.asarray(labels) == np.asarray(targets.labels)[:, slots.row])[
+        np.asarray(targets.real)[:, slots.row]
+    ]
+    np.testing.assert_allclose(same.mean(), 1 - 0.25 * (CLASSES - 1) / CLASSES, atol=0.02)
+
+
+def test_boxes_stay_within_the_image():
+    boxes = jnp.tile(jnp.array([0.5, 0.5, 1.0, 1.0]), (1, 3, 1))
+    targets = Targets(boxes, jnp.zeros((1, 3), jnp.int32))
+    slots = slots_for(targets.real, 30)
+    corners = np.asarray(jax.jit(to_corners)(disturbed(targets, slots, jax.random.key(1))[0]))
+    assert corners.min() >= -1e-6
+    assert corners.max() <= 1 + 1e-6
+
+
+def test_boxes_come_before_padding_in_their_order():
+    targets = some_targets((4, 4), 4)
+    labels = jnp.array([[-1, 2, -1, 1], [0, -1, 3, -1]])
+    found = jax.jit(real_first)(Targets(targets.boxes, labels))
+    assert found.labels.tolist() == [[2, 1, -1, -1], [0, 3, -1, -1]]
+    np.testing.assert_array_equal(found.boxes[0, :2], targets.boxes[0, 1::2])

@@ -1,0 +1,436 @@
+"""DINO: sizes, definitions of its losses and choices, padding, gradients, weights."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+from flax import nnx
+
+import rope_jax
+from rope_jax.config import resolve
+from rope_jax.models.heads import create_head
+from rope_jax.models.heads.boxes import generalised_iou, to_corners
+from rope_jax.models.heads.denoising import slots_of
+from rope_jax.models.heads.detection import Targets, best_detections
+from rope_jax.models.heads.dino import DinoPredictions
+from rope_jax.models.heads.encoder import padding_of
+from rope_jax.models.heads.transformer import Transformer, inverse_sigmoid
+from rope_jax.models.layers import dtypes_of
+from rope_jax.models.pretrained import export_state_dict
+from rope_jax.tasks import detection
+from tests.models.small import filled
+
+SMALL = {
+    "width": 16,
+    "groups": 4,
+    "heads": 2,
+    "points": 2,
+    "encoder_depth": 1,
+    "decoder_depth": 2,
+    "hidden": 16,
+    "queries": 8,
+    "denoising": 4,
+    "detections": 5,
+}
+HEAD = f"dino({','.join(f'{name}={value}' for name, value in SMALL.items())})"
+VIT = {
+    "width": 16,
+    "heads": 2,
+    "depth": 2,
+    "image_size": 32,
+    "patch_size": 4,
+    "class_token": False,
+    "attention": "window",
+    "window_size": 3,
+    "global_blocks": (1,),
+    "window_padding": "tokens",
+}
+SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size": 64}
+CLASSES = 3
+
+
+def parameters(module):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+@pytest.mark.parametrize(
+    ("channels", "neck"),
+    [
+        ((256, 256, 256, 256), 265_216),
+        ((192, 384, 768), 2_116_608),
+        ((256, 512, 1024), 2_821_120),
+    ],
+)
+def test_the_head_has_the_official_number_of_parameters(channels, neck):
+    head = nnx.eval_shape(
+        lambda: create_head("dino", channels=channels, num_classes=80, rngs=nnx.Rngs(0))
+    )
+    assert parameters(head.neck) == neck
+    assert parameters(head) - neck == 18_556_236
+
+
+def test_the_pyramid_has_the_official_number_of_parameters():
+    make = functools.partial(rope_jax.create_model, "deit_b16", head="dino", num_classes=80)
+    model = nnx.eval_shape(lambda: make(class_token=False))
+    assert parameters(model.neck) == 3_444_096
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "shapes"),
+    [
+        ("deit_ti16", VIT, [(16, 24, 16), (8, 12, 16), (4, 6, 16), (2, 3, 16)]),
+        ("swin_t", SWIN, [(4, 6, 16), (2, 3, 32), (1, 2, 64)]),
+    ],
+)
+def test_backbones_give_the_maps_that_it_takes(name, small, shapes):
+    make = functools.partial(rope_jax.create_model, name, head=HEAD, num_classes=CLASSES)
+    model = nnx.eval_shape(lambda: make(**small))
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((1, 32, 48, 3), jnp.float32)
+    run = lambda state, x: nnx.merge(graph, state).head_maps(x)
+    maps = jax.eval_shape(run, state, images)
+    assert [x.shape[1:] for x in maps] == shapes
+    levels = jax.eval_shape(lambda state, *x: nnx.merge(graph, state).head.neck(x), state, *maps)
+    assert len(levels) == 4
+    assert levels[-1].shape[1:3] == (-(-shapes[2][0] // 2), -(-shapes[2][1] // 2))
+
+
+@pytest.fixture(scope="module")
+def model():
+    make = functools.partial(rope_jax.create_model, "deit_ti16", head=HEAD, num_classes=CLASSES)
+    return filled(nnx.eval_shape(lambda: make(**VIT)))
+
+
+def some_batch(counts=(3, 0), rows=4):
+    """A batch as of `prepare_batch`, the second image of which is padded."""
+    rng = np.random.default_rng(0)
+    size = rng.uniform(0.1, 0.4, (len(counts), rows, 2))
+    boxes = np.concatenate([rng.uniform(0.3, 0.7, size.shape), size], axis=-1)
+    labels = rng.integers(0, CLASSES, (len(counts), rows))
+    labels[np.arange(rows) >= np.array(counts)[:, None]] = -1
+    share = len(counts) / max((labels >= 0).sum(), 1)
+    return {
+        "image": jnp.asarray(rng.standard_normal((len(counts), 32, 48, 3)), jnp.float32),
+        "extent": jnp.array([[32, 48], [28, 40]]),
+        "boxes": jnp.asarray(boxes, jnp.float32),
+        "label": jnp.asarray(labels, jnp.int32),
+        "share": jnp.full(len(counts), share, jnp.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def gradient(model):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, batch, key):
+        return detection.loss(nnx.merge(graph, params, rest), batch, resolve({}), key=key)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return lambda batch, key: run(params, batch, key)
+
+
+@pytest.mark.parametrize("counts", [(3, 0), (0, 0)])
+def test_gradients_are_finite_where_images_have_no_boxes(gradient, counts):
+    (value, found), grads = gradient(some_batch(counts), jax.random.key(0))
+    assert np.isfinite(value)
+    assert 0 <= found <= 1
+    flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(grads)}
+    assert all(np.isfinite(leaf).all() for leaf in flat.values())
+    if sum(counts):  # everything is trained
+        assert [name for name, leaf in flat.items() if not np.any(leaf)] == []
+
+
+def test_denoising_is_drawn_in_training_alone(model, gradient):
+    batch = some_batch()
+    first, second, again = (gradient(batch, jax.random.key(n))[0][0] for n in (0, 1, 0))
+    assert first == again
+    assert first != second
+    with pytest.raises(ValueError, match="needs a key for the head's denoising"):
+        model.predict(batch["image"], train=True)
+
+
+def inverse(x):
+    return np.log(np.clip(x, 1e-3, 1) / np.clip(1 - x, 1e-3, 1))
+
+
+@jax.jit
+def _overlap(first, second):
+    return generalised_iou(to_corners(first), to_corners(second))
+
+
+def overlap_of(first, second):
+    """The generalised intersection over union, which tests of boxes have."""
+    shape = np.broadcast_shapes(first.shape, second.shape)
+    pairs = (np.broadcast_to(x, shape).reshape(-1, 4) for x in (first, second))
+    # Of one shape, to be compiled once.
+    padded = [np.resize(x, (32, 4)).astype(np.float32) for x in pairs]
+    return np.asarray(_overlap(*padded))[: max(1, np.prod(shape[:-1], dtype=int))].reshape(
+        shape[:-1]
+    )
+
+
+def losses_by_definition(logits, boxes, wanted):
+    """Of one image: (query, target box, label) of the queries that have one."""
+    right = np.zeros_like(logits)
+    total = 0.0
+    for query, box, label in wanted:
+        right[query, label] = 1
+        total += 5 * np.abs(boxes[query] - box).sum()
+        total += 2 * (1 - overlap_of(boxes[query], box))
+    p = 1 / (1 + np.exp(-logits))
+    focal = -right * 0.25 * (1 - p) ** 2 * np.log(p)
+    focal -= (1 - right) * 0.75 * p**2 * np.log(1 - p)
+    return total + focal.sum()
+
+
+def matching_by_definition(logits, boxes, targets, labels):
+    p = 1 / (1 + np.exp(-logits))
+    focal = 0.25 * (1 - p) ** 2 * -np.log(p) - 0.75 * p**2 * -np.log(1 - p)
+    overlap = overlap_of(boxes[:, None], targets)
+    cost = 2 * focal[:, labels] + 5 * np.abs(boxes[:, None] - targets).sum(-1) - 2 * overlap
+    return zip(*scipy.optimize.linear_sum_assignment(np.asarray(cost)), strict=True)
+
+
+def test_the_loss_is_that_of_all_layers_and_of_denoising():
+    rng = np.random.default_rng(0)
+    counts, rows, queries, layers = (3, 0, 2), 4, 7, 3
+    batch = some_batch(counts, rows)
+    targets = Targets(batch["boxes"], batch["label"])
+    slots = slots_of(targets.real, 7)
+    many = len(slots.group)
+    draw = lambda *shape: rng.standard_normal((*shape, CLASSES)) * 2
+    boxes = lambda *shape: rng.uniform(0.05, 0.6, (*shape, 4))
+    own = draw(layers, 3, queries), boxes(layers, 3, queries)
+    noisy = draw(layers - 1, 3, many), boxes(layers - 1, 3, many)
+    predictions = DinoPredictions(
+        *(jnp.asarray(x, jnp.float32) for x in own),
+        None,
+        (*(jnp.asarray(x, jnp.float32) for x in noisy), slots),
+    )
+    head = nnx.eval_shape(
+        lambda: create_head(
+            "dino", channels=[8] * 4, num_classes=CLASSES, rngs=nnx.Rngs(0), overrides=SMALL
+        )
+    )
+    found, share = jax.jit(head.loss)(predictions, batch)
+    total, hits = 0.0, 0
+    for image, count in enumerate(counts):
+        box, label = (np.asarray(x)[image, :count] for x in (targets.boxes, targets.labels))
+        for layer in range(layers):
+            logits, predicted = (x[layer, image] for x in own)
+            pairs = matching_by_definition(logits, predicted, box, label)
+            pairs = [(query, box[target], label[target]) for query, target in pairs]
+            total += losses_by_definition(logits, predicted, pairs)
+            if layer == layers - 2:  # the decoder's last
+                for query, one, kind in pairs:
+                    pair = np.stack([predicted[query], one])
+                    low, high = pair[:, :2] - pair[:, 2:] / 2, pair[:, :2] + pair[:, 2:] / 2
+                    shared = np.maximum(high.min(0) - low.max(0), 0).prod()
+                    union = pair[:, 2:].prod(1).sum() - shared
+                    hits += shared / union >= 0.5 and logits[query].argmax() == kind
+        # Two groups of 2 x 3 slots, of which the last two slots are not used.
+        for layer in range(layers - 1):
+            logits, predicted = (x[layer, image, :12] for x in noisy)
+            pairs = [
+                (6 * group + row, box[row], label[row]) for group in (0, 1) for row in range(count)
+            ]
+            total += losses_by_definition(logits, predicted, pairs) / 2
+    np.testing.assert_allclose(found, total / sum(counts), rtol=1e-5)
+    np.testing.assert_allclose(share, hits / sum(counts), rtol=1e-6)
+
+
+def test_parts_of_a_batch_have_the_mean_loss_of_the_whole():
+    """So that accumulated gradients are those of the whole batch, whatever the parts hold."""
+    rng = np.random.default_rng(0)
+    head = nnx.eval_shape(
+        lambda: create_head(
+            "dino", channels=[8] * 4, num_classes=CLASSES, rngs=nnx.Rngs(0), overrides=SMALL
+        )
+    )
+    batch = some_batch((3, 0))
+    logits, boxes = rng.standard_normal((2, 2, 8, CLASSES)), rng.uniform(0.1, 0.9, (2, 2, 8, 4))
+    run = jax.jit(head.loss)
+
+    def loss(images):
+        own = {name: batch[name][images] for name in ("boxes", "label", "share")}
+        given = (jnp.asarray(x[:, images], jnp.float32) for x in (logits, boxes))
+        return float(run(DinoPredictions(*given, None), own)[0])
+
+    parts = [loss(slice(0, 1)), loss(slice(1, 2))]
+    np.testing.assert_allclose(np.mean(parts), loss(slice(0, 2)), rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    def make():
+        return Transformer(
+            16,
+            levels=2,
+            queries=5,
+            num_classes=CLASSES,
+            encoder_depth=1,
+            decoder_depth=2,
+            layer={"heads": 2, "points": 2, "hidden": 16},
+            rngs=nnx.Rngs(0),
+            dtypes=dtypes_of(jnp.dtype(jnp.float32)),
+        )
+
+    return filled(nnx.eval_shape(make))
+
+
+def test_padding_does_not_change_which_boxes_are_chosen(transformer):
+    """The same maps on a larger canvas, with noise in the padding, give the same first boxes.
+
+    (The decoder's positions of queries are those on the first map, padding included, by detrex's
+    definition, which the golden has.)
+    """
+    rng = np.random.default_rng(0)
+    graph, state = nnx.split(transformer)
+    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
+    whole = [rng.standard_normal((1, *size, 16)).astype(np.float32) for size in ((6, 8), (3, 4))]
+    found = []
+    for canvas in ((48, 64), (64, 96)):
+        sizes = [tuple(side // stride for side in canvas) for stride in (8, 16)]
+        maps = [rng.standard_normal((1, *size, 16)).astype(np.float32) for size in sizes]
+        for larger, own in zip(maps, whole, strict=True):
+            larger[:, : own.shape[1], : own.shape[2]] = own
+        padding = [padding_of(jnp.array([[48, 64]]), canvas, size) for size in sizes]
+        found.append(run(state, [jnp.asarray(x) for x in maps], padding))
+    for name in ("initial", "chosen", "proposals"):
+        first, second = (getattr(one, name) for one in found)
+        np.testing.assert_allclose(first, second, atol=2e-5, err_msg=name)
+
+
+def test_a_layer_is_trained_by_the_boxes_of_the_next_layer(transformer):
+    """Look forward twice: the boxes that a layer starts from have gradients of the one before.
+
+    Those of the choice of queries have none, and what a layer attends to does not, either.
+    """
+    maps = [
+        jax.random.normal(jax.random.key(n), (1, *size, 16))
+        for n, size in enumerate(((4, 4), (2, 2)))
+    ]
+    padding = [jnp.zeros((1, *size), bool) for size in ((4, 4), (2, 2))]
+    graph, params, rest = nnx.split(transformer, nnx.Param, ...)
+
+    def second_boxes(params):
+        model = nnx.merge(graph, params, rest)
+        found = model(maps, padding)
+        states = jax.lax.stop_gradient(found.states[1])
+        return model.refine(1, states, found.references[0]).sum()
+
+    grads = jax.jit(jax.grad(second_boxes))(params)
+    moved = [bool(np.any(grads["boxes"][n]["layers"][2]["kernel"][...])) for n in range(3)]
+    assert moved == [True, True, False]
+
+
+def test_inverse_sigmoid_is_that_of_probabilities_that_are_not_too_sure():
+    x = np.linspace(0, 1, 101)
+    found = jax.jit(inverse_sigmoid)(np.float32(x))
+    np.testing.assert_allclose(found, inverse(x), rtol=1e-4, atol=1e-6)
+
+
+def test_detections_are_the_surest_pairs_of_boxes_and_classes():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, 6, CLASSES)).astype(np.float32)
+    boxes = rng.uniform(0.1, 0.9, (2, 6, 4)).astype(np.float32)
+    extent = np.array([[30, 50], [20, 10]])
+    run = jax.jit(best_detections, static_argnums=3)
+    found = run(logits, boxes, extent, 7)
+    for image in range(2):
+        order = np.argsort(-logits[image].ravel())[:7]
+        query, kind = order // CLASSES, order % CLASSES
+        np.testing.assert_array_equal(found.classes[image], kind)
+        np.testing.assert_allclose(
+            found.scores[image], 1 / (1 + np.exp(-logits[image, query, kind])), rtol=1e-5
+        )
+        x, y, w, h = boxes[image, query].T
+        height, width = extent[image]
+        corners = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=-1)
+        wanted = corners.clip(0, 1) * [width, height, width, height]
+        np.testing.assert_allclose(found.boxes[image], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_images_without_padding_need_no_extent(model):
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
+    images = some_batch()["image"]
+    found, same = run(state, images), run(state, images, jnp.array([[32, 48]] * 2))
+    assert found.boxes.shape == (2, 5, 4)
+    for name in ("boxes", "scores", "classes"):
+        np.testing.assert_allclose(getattr(found, name), getattr(same, name), atol=1e-5)
+    assert (found.scores[:, 1:] <= found.scores[:, :-1]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "keys"),
+    [
+        (
+            "deit_ti16",
+            VIT,
+            ["backbone.net.blocks.0.attn.qkv.weight", "backbone.simfp_3.0.weight"],
+        ),
+        (
+            "swin_t",
+            SWIN,
+            [
+                "backbone.layers.1.blocks.0.attn.qkv.weight",
+                "backbone.norm3.weight",
+                "neck.extra_convs.0.conv.weight",
+            ],
+        ),
+    ],
+)
+def test_weights_come_back_from_detrexs_names(name, small, keys):
+    make = functools.partial(rope_jax.create_model, name, head=HEAD, num_classes=CLASSES)
+    model, other = (filled(nnx.eval_shape(lambda: make(**small))) for _ in range(2))
+    exported = export_state_dict(model, source="detrex")
+    assert {*keys, "transformer.decoder.class_embed.2.bias", "label_enc.weight"} <= exported.keys()
+    assert exported["transformer.decoder.layers.0.attentions.0.attn.in_proj_weight"].shape[0] == 48
+    # Official files have these twice.
+    for layer in range(3):
+        exported[f"class_embed.{layer}.weight"] = np.zeros((CLASSES, 16), np.float32)
+    for leaf in jax.tree.leaves(nnx.state(other)):
+        leaf *= 0
+    rope_jax.convert_state_dict(other, exported, source="detrex")
+    flat = dict(nnx.to_flat_state(nnx.state(other)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(flat[path][...], leaf[...], err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("dino(width=40)", "width=40, which groups=32 does not divide"),
+        ("dino(width=32,heads=3)", "width=32, which heads=3 does not divide"),
+        ("dino(width=6,groups=2,heads=2)", "fill a multiple of 4"),
+    ],
+)
+def test_widths_that_do_not_divide_are_refused(head, message):
+    with pytest.raises(ValueError, match=message):
+        rope_jax.create_model("deit_ti16", head=head, num_classes=3, **VIT)
+
+
+def test_more_queries_than_tokens_are_refused(transformer):
+    graph, state = nnx.split(transformer)
+    sizes = ((1, 3), (1, 1))
+    maps = [jnp.zeros((1, *size, 16)) for size in sizes]
+    padding = [jnp.zeros((1, *size), bool) for size in sizes]
+    with pytest.raises(
+        ValueError, match="queries=5 are chosen among the tokens of all maps, which"
+    ):
+        jax.eval_shape(lambda state: nnx.merge(graph, state)(maps, padding), state)
+
+
+def test_more_boxes_than_queries_are_refused(model):
+    graph, state = nnx.split(model)
+    batch, key = some_batch((3, 0), rows=9), jax.random.key(0)
+    with pytest.raises(ValueError, match="9 targets cannot be matched with 8 queries"):
+        jax.eval_shape(
+            lambda state: detection.loss(nnx.merge(graph, state), batch, resolve({}), key=key),
+            state,
+        )
