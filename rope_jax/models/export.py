@@ -1,8 +1,10 @@
 """Export of a model as one file that runs without this package: StableHLO with its weights."""
 
+import dataclasses
 import hashlib
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.export
@@ -28,6 +30,11 @@ def export(
 
     The file ends with a digest, which `load_exported` checks and `jax.export.deserialize` ignores.
     Attention and rotations use the "xla" implementation.
+
+    The program of a model that detects objects takes images of one canvas, padded with 0 at the
+    bottom and on the right, and their extents, int32 [B, 2] (rows, columns); it returns a
+    dictionary of `boxes` [B, N, 4], corners x1, y1, x2, y2 in pixels of the canvas, `scores` and
+    `classes` [B, N], the surest first.
 
     >>> import pathlib, tempfile
     >>> import jax, jax.export, jax.numpy as jnp
@@ -60,15 +67,18 @@ def export(
     copy.resize(size)
     graph, state = nnx.split(copy)
     images_in_call = jax.export.symbolic_shape("b")[0] if batch is None else batch
-    images = jax.ShapeDtypeStruct((images_in_call, *size, 3), jnp.float32)
+    inputs = [jax.ShapeDtypeStruct((images_in_call, *size, 3), jnp.float32)]
+    if model.padded:
+        inputs.append(jax.ShapeDtypeStruct((images_in_call, 2), jnp.int32))
 
     @jax.jit
-    def forward(images: jax.Array) -> jax.Array:
-        return nnx.merge(graph, state)(images)
+    def forward(*inputs: jax.Array) -> Any:
+        outputs = nnx.merge(graph, state)(*inputs)
+        return vars(outputs) if dataclasses.is_dataclass(outputs) else outputs
 
     # With a CPU as default device, every part of the model uses its "xla" form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        program = jax.export.export(forward, platforms=platforms)(images)
+        program = jax.export.export(forward, platforms=platforms)(*inputs)
     content = bytes(program.serialize())
     write_file(pathlib.Path(path), content + _SEAL + hashlib.sha256(content).hexdigest().encode())
 
@@ -89,7 +99,7 @@ def load_exported(path: str | os.PathLike) -> jax.export.Exported:
         path: of the file.
 
     Returns:
-        The program; `.call(images)` runs it.
+        The program; `.call(images)` runs it, or `.call(images, extent)` for padded images.
 
     Raises:
         ValueError: it is damaged, or not a file of `export`.

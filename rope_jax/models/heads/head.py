@@ -57,6 +57,7 @@ class Head(nnx.Module):
 
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
+        padded: whether it takes the extents of images that are padded, `extent` and `image_size`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
         optional: how many of these, the last ones, it makes itself where they are missing.
         scales: of the `FeaturePyramid` that makes these maps from the last one of a plain ViT, with
@@ -69,6 +70,7 @@ class Head(nnx.Module):
     """
 
     task: ClassVar[str]
+    padded: ClassVar[bool] = False
     strides: ClassVar[tuple[int, ...] | None] = None
     optional: ClassVar[int] = 0
     scales: ClassVar[tuple[float, ...] | None] = None
