@@ -53,7 +53,7 @@ def sines(coordinates: Float[Array, "*N D"], features: int) -> Float[Array, "*N 
     Returns:
         F = D x features channels.
     """
-    scales = np.float32(10000) ** (np.arange(0, features, 2, dtype=np.float32) / features)
+    scales = (10000 ** (np.arange(0, features, 2) / features)).astype(np.float32)
     angles = (coordinates * (2 * math.pi))[..., None] / jnp.asarray(scales, coordinates.dtype)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*coordinates.shape[:-1], -1)
