@@ -180,7 +180,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     evaluate.main(flags)
     out = capsys.readouterr().out
     assert "AP50" in out
-    assert "\n9      " in out  # the last class
+    assert "\n    9  0." in out  # the last class
     evaluate.main(flags)  # is not evaluated again
     if importlib.util.find_spec("pycocotools"):
         evaluate.main([*flags, "--pycocotools"])
