@@ -28,7 +28,7 @@ class Backbone(nnx.Module):
         hierarchical: whether the parts are `stages` with successively halved maps, or the model
             itself.
         task: what the model is for, a key of `rope_jax.tasks.TASKS`.
-        padded: whether the model takes the extents of images that are padded.
+        padded: whether calls take the `extent` of images that are padded.
         own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
             instead of those after blocks.
         beyond_classifier: starts of the names of parameters that weights of a classifier may lack;

@@ -1,16 +1,12 @@
-import functools
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import rope_jax
 from rope_jax import export_model
-from tests.models.heads.test_dino import HEAD, VIT
-from tests.models.small import filled
 
 pytest.importorskip(
     "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
@@ -98,20 +94,3 @@ def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(export_model, "export", without)
     with pytest.raises(SystemExit, match=r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
         export_model.main(["--model=vit_digits", f"--out={tmp_path / 'model.bin'}"])
-
-
-@pytest.mark.slow
-def test_a_detector_takes_padded_images_of_one_canvas(tmp_path):
-    """For any number of images, with the extent of each."""
-    make = functools.partial(rope_jax.create_model, "deit_ti16", head=HEAD, num_classes=3, **VIT)
-    model, path = filled(nnx.eval_shape(make)), tmp_path / "model.bin"
-    rope_jax.export(model, path, resolution=(32, 48), platforms=("cpu",))
-    images = np.random.default_rng(0).standard_normal((2, 32, 48, 3)).astype(np.float32)
-    extent = np.int32([[32, 48], [20, 28]])
-    found = rope_jax.load_exported(path).call(images, extent)
-    model.resize((32, 48))
-    wanted = jax.jit(lambda model, *inputs: model(*inputs))(model, images, extent)
-    assert found.keys() == {"boxes", "scores", "classes"}
-    for name, array in found.items():
-        np.testing.assert_allclose(array, getattr(wanted, name), atol=1e-4, err_msg=name)
-    assert (np.asarray(found["boxes"])[1] <= [28, 20, 28, 20]).all()

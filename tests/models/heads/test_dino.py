@@ -402,6 +402,17 @@ def test_weights_come_back_from_detrexs_names(name, small, keys):
         np.testing.assert_array_equal(flat[path][...], leaf[...], err_msg=str(path))
 
 
+@pytest.mark.slow
+def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
+    batch = some_batch()
+    rope_jax.export(model, tmp_path / "dino.bin", resolution=(32, 48), platforms=("cpu",))
+    found = rope_jax.load_exported(tmp_path / "dino.bin").call(batch["image"], batch["extent"])
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))
+    for name, wanted in vars(run(state, batch["image"], batch["extent"])).items():
+        np.testing.assert_allclose(found[name], wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("head", "message"),
     [
