@@ -8,8 +8,8 @@ ADE20K is the official folder ADEChallengeData2016; `source=masks` takes images 
 docs/segmentation.md. The weights of `init_from` are those of a classifier with the same scheme.
 
 Hardware: 8 GPUs of the A100 class. Hours: estimated, not measured, from six times the multiply-adds
-of backbone and head per image at 20 % of an A100's 312 TFLOP/s on each of 8 GPUs: swin_s @S@,
-swin_b @B@. Deformable attention, matching and the loss at sampled points add to that.
+of backbone and head per image at 20 % of an A100's 312 TFLOP/s on each of 8 GPUs: swin_s 0.8,
+swin_b 1.1. Deformable attention, matching and the loss at sampled points add to that.
 
 Expected mIoU in percent (Heo et al., arXiv 2403.13298, table 4), not trained here:
 

@@ -12,7 +12,7 @@ from rope_jax.models.pretrained import export_state_dict
 from tests.parity.dense import DATA, check_of, differences, goldens
 from tests.parity.dense.__main__ import main
 
-QUICK = ["mask2former", "msda", "upernet_heads", "vit_adapter", "vitdet_rel"]
+QUICK = ["dino_losses", "mask2former", "msda", "upernet_heads", "vit_adapter", "vitdet_rel"]
 CHECKED = [name for name in goldens() if check_of(name)]
 
 
@@ -38,6 +38,7 @@ def test_outputs_are_those_of_the_official_code(name):
         ("vitdet_rel", "detectron2"),
         ("vit_adapter", "vit_adapter"),
         ("mask2former", "mask2former"),
+        ("dino_transformer", "detrex"),
     ],
 )
 def test_weights_are_exported_as_they_came(name, source):

@@ -108,7 +108,7 @@ def test_biases_of_layers_are_decayed_where_norms_are_exempt():
     """detectron2 exempts norms; embeddings and bias tables are declared."""
     head = "mask2former(width=8,heads=2,groups=2,depth=1,pixel_depth=1,queries=3)"
     create = lambda: rope_jax.create_model(
-        "swin_t", head=head, num_classes=2, image_size=64, depths=(1, 1, 1, 1), width=32
+        "swin_t", head=head, num_classes=2, image_size=64, depths=(1,) * 4, width=8, heads=(1,) * 4
     )
     params = nnx.state(nnx.eval_shape(create), nnx.Param)
     mask = dict(named_leaves(optim.decay_mask(params, "norms")))

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 import rope_jax
-from rope_jax import data, seeds
+import rope_jax.run
+from rope_jax import data, evaluate, seeds
 from rope_jax.analysis import report
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.metrics import read_metrics
 from rope_jax.workdir.trees import named_leaves, tree_hash
+from tests.config.test_recipes import resolved
 from tests.training.recipe import final_state, interrupt_at, logits, run, started
 
 SCENES = {
@@ -167,3 +169,32 @@ def test_several_seeds_are_each_as_if_alone_and_share_a_report(tmp_path, capsys)
     report.main([str(tmp_path / "both"), "--out", str(tmp_path / "report")])
     assert "mean IoU (%)" in capsys.readouterr().out
     assert "Mean IoU in percent" in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_recipe_of_scenes_takes_mask2former(tmp_path, monkeypatch):
+    """Trained, scored at another size with a picture, and seen through overlapping windows."""
+    monkeypatch.setitem(scenes.COUNTS, "test", 4)
+    head = "mask2former(width=32,pixel_hidden=32,hidden=32,queries=20,loss_points=100,depth=3)"
+    changes = {"batch_size": 8, "steps": 2, "eval__batch_size": 4, "data__on_device": False}
+    config = resolved("scenes", f"head={head}", **changes, eval__resolutions=((64, 48),))
+    rope_jax.run.train(config, tmp_path)
+    assert [row["resolution"] for row in rows_of(tmp_path)] == [[64, 64], [64, 48]]
+    assert (tmp_path / "segments.png").stat().st_size > 0
+    evaluate.main([str(tmp_path), "--resolutions=48", "--window=32", "--stride=16", "--flip"])
+    (row,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
+    assert (tmp_path / "predictions_48x48.png").stat().st_size > 0
+
+    model, _ = rope_jax.load_checkpoint(str(tmp_path))
+    images = data.load("scenes", split="test", image_size=48)
+    x = (images.images / np.float32(255) - 0.5) / np.float32(0.5)
+    sums, count = np.zeros((4, 48, 48, 11)), np.zeros((48, 48, 1))
+    for top, left in np.ndindex(2, 2):
+        at = np.s_[16 * top : 16 * top + 32, 16 * left : 16 * left + 32]
+        count[at] += 2
+        sums[:, *at] += logits(model, x[:, *at])
+        mirrored = (48 - 16 * left - 32) + np.arange(32)
+        own = x[:, :, ::-1][:, 16 * top : 16 * top + 32, mirrored]
+        sums[:, *at] += logits(model, own)[:, :, ::-1]
+    right = (sums / count).argmax(-1) == images.labels
+    assert row["accuracy"] == pytest.approx(right.mean(), abs=1e-3)

@@ -53,7 +53,7 @@ def sines(coordinates: Float[Array, "*N D"], features: int) -> Float[Array, "*N 
     Returns:
         F = D x features channels.
     """
-    scales = np.float32(10000) ** (np.arange(0, features, 2, dtype=np.float32) / features)
+    scales = (10000 ** (np.arange(0, features, 2) / features)).astype(np.float32)
     angles = (coordinates * (2 * math.pi))[..., None] / jnp.asarray(scales, coordinates.dtype)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*coordinates.shape[:-1], -1)
@@ -93,7 +93,7 @@ class Levels:
     def of(cls, paddings: Sequence[Bool[Array, "B _h _w"]]) -> "Levels":
         """The levels of maps of which the given tokens are padding."""
         counts = [jnp.stack([(~x[:, 0]).sum(1), (~x[:, :, 0]).sum(1)], axis=-1) for x in paddings]
-        padding = jnp.concatenate([x.reshape(len(x), -1) for x in paddings], axis=1)
+        padding = jnp.concatenate([x.reshape(x.shape[0], -1) for x in paddings], axis=1)
         sizes = tuple((x.shape[1], x.shape[2]) for x in paddings)
         return cls(padding, jnp.stack(counts, axis=1).astype(jnp.float32), sizes)
 

@@ -198,16 +198,16 @@ def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray
     links, problems = links_of(model, name_table(model, source), source)
     refuse(problems, source)
     variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
-    first, counted_from_end = {}, {}
+    pieces: dict[str, list[tuple[tuple[bool, int], np.ndarray]]] = {}
     for link in links:
         array = link.slot.of(np.asarray(variables[link.slot.path][...]))
-        at_end = link.rule.cut is not None and (link.rule.cut.start or 0) < 0
-        tensors = counted_from_end if at_end else first
-        tensors.setdefault(link.key, []).append(link.rule.write(array, link.slot))
+        start = 0 if link.rule.cut is None else link.rule.cut.start or 0
+        place = (start < 0, start)  # those that are counted from the end are the last
+        pieces.setdefault(link.key, []).append((place, link.rule.write(array, link.slot)))
     exported = {}
-    for key in first | counted_from_end:
-        pieces = first.get(key, []) + counted_from_end.get(key, [])
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    for key, found in pieces.items():
+        arrays = [array for _, array in sorted(found, key=lambda piece: piece[0])]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         exported[key] = np.ascontiguousarray(whole)
     return exported
 

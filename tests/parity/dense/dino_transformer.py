@@ -14,7 +14,7 @@ from tests.parity.dense import noise
 LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
 
 
-def created(case, dtype):
+def created(case, weights, dtype):
     """The transformer of a case, without its weights."""
     return Transformer(
         case["channels"],
@@ -44,7 +44,7 @@ def inputs_of(case, dtype):
 
 def outputs(golden, dtype):
     case = golden.case
-    model = nnx.eval_shape(lambda: created(case, dtype))
+    model = nnx.eval_shape(lambda: created(case, golden.weights, dtype))
     rope_jax.convert_state_dict(model, golden.weights, source="detrex")
     graph, state = nnx.split(model)
     maps, padding = inputs_of(case, dtype)
