@@ -136,7 +136,6 @@ class Dino(Head):
     optional: ClassVar[int] = 1
     scales: ClassVar[tuple[float, ...]] = (2.0, 1.0, 0.5)
     normalised: ClassVar[bool] = False
-    padded: ClassVar[bool] = True
 
     def __init__(
         self,
