@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from rope_jax.models.backbone import Backbone
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
-from rope_jax.models.necks import FourScales, StageNorms
+from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.models.registry import check_classes, create_backbone, find_model
+from rope_jax.models.registry import Entry, Options, check_classes, create_backbone, find_model
 from rope_jax.positions.grids import Grid
 from rope_jax.text import Call, parse
 from rope_jax_kernels import Pattern
@@ -26,6 +26,7 @@ class DenseModel(Backbone):
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
         blocks: whose maps are taken; None for the last of every stage.
+        norm: which of them the backbone's last norm normalises, see `Backbone.features`.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class DenseModel(Backbone):
         neck: nnx.Module | None,
         head: Head,
         blocks: tuple[int, ...] | None = None,
+        norm: bool | None = False,
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
-        self.blocks, self.options, self.task = blocks, backbone.options, head.task
+        self.blocks, self.norm = blocks, norm
+        self.options, self.task = backbone.options, head.task
 
     def features(
         self, images: Float[Array, "B h w 3"], **options: Any
@@ -48,9 +51,8 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         self.grids(images.shape[1:3])
-        # Maps of every stage have norms of their own, of the neck or the backbone.
-        norm = self.head.normalised if self.blocks is not None else False
-        maps = self.backbone.features(images, blocks=self.blocks, norm=norm, train=train, key=key)
+        how = {"blocks": self.blocks, "norm": self.norm}
+        maps = self.backbone.features(images, **how, train=train, key=key)
         return maps if self.neck is None else self.neck(maps, train)
 
     def predict(
@@ -169,13 +171,7 @@ def create_dense(
         raise ValueError(
             f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )
-    # Families that cannot leave their last norm out keep it, and it takes no part.
-    last_norm = wanted.normalised or "last_norm" in find_model(name).options.fixed
-    if overrides.get("last_norm", last_norm) != last_norm:
-        raise ValueError(
-            f"last_norm={overrides['last_norm']} does not go with the head {call.name!r}, which "
-            "determines it: leave it out"
-        )
+    norm, last_norm = _norms(call.name, find_model(name), described, overrides)
     backbone = create_backbone(
         name,
         described,
@@ -192,7 +188,15 @@ def create_dense(
             "another model"
         )
     rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(dtype))
-    neck, widths, blocks = _neck(wanted, backbone, blocks, rngs=rngs, dtypes=dtypes)
+    options = find_head(call.name).options.override(f"the head {call.name!r}", dict(call.options))
+    neck, widths, blocks = _neck(wanted, options, backbone, blocks, rngs=rngs, dtypes=dtypes)
+    if blocks is None:
+        if norm is None:
+            raise ValueError(
+                f"last_norm=True does not go with the head {call.name!r} on {name}, whose maps have "
+                "norms of their own: leave it out"
+            )
+        norm = False
     made = create_head(
         call.name,
         channels=widths,
@@ -201,10 +205,31 @@ def create_dense(
         rngs=rngs,
         overrides=dict(call.options),
     )
-    model = DenseModel(backbone, neck, made, blocks)
+    model = DenseModel(backbone, neck, made, blocks, norm)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
     model.head_notation = head
     return model
+
+
+def _norms(
+    head: str, entry: Entry, described: Description | None, overrides: Mapping[str, Any]
+) -> tuple[bool | None, bool]:
+    """Which maps of blocks are normalised, as `norm` of `Backbone.features`, and `last_norm`.
+
+    With last_norm=True a head of maps that are not normalised takes the last one normalised
+    (mmsegmentation's "ln" models).
+    """
+    normalised = find_head(head).family.normalised
+    if "last_norm" in entry.options.fixed:  # it takes no part where maps are not normalised
+        return normalised, overrides.get("last_norm", True)
+    own = {} if described is None or described.head is None else described.options
+    last_norm = {**own, **overrides}.get("last_norm", normalised)
+    if normalised and not last_norm:
+        raise ValueError(
+            f"last_norm=False does not go with the head {head!r}, which takes normalised maps: "
+            "leave it out"
+        )
+    return True if normalised else None if last_norm else False, last_norm
 
 
 def _problem(head: type[Head], backbone: Backbone) -> str | None:
@@ -220,6 +245,7 @@ def _problem(head: type[Head], backbone: Backbone) -> str | None:
 
 def _neck(
     head: type[Head],
+    options: Options,
     backbone: Backbone,
     blocks: Sequence[int] | None,
     *,
@@ -234,6 +260,12 @@ def _neck(
         raise ValueError(
             f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
             "last of every stage; leave them out"
+        )
+    kind = getattr(options, "neck", "deconv")
+    if kind != "deconv" and (backbone.own_maps or len(stages) > 1):
+        raise ValueError(
+            f"neck={kind} is of isotropic models: the maps of {backbone.name} have the sizes that "
+            "the head takes; leave it out"
         )
     if backbone.own_maps:
         return None, widths * count, None
@@ -253,4 +285,6 @@ def _neck(
         )
     if single:
         return None, widths[-1:], blocks
-    return FourScales(widths[0], rngs=rngs, dtypes=dtypes), widths * count, blocks
+    make = NECKS[kind]
+    neck = None if make is None else make(widths[0], rngs=rngs, dtypes=dtypes)
+    return neck, widths * count, blocks
