@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -106,10 +107,34 @@ class DenseModel(Backbone):
         self.image_size = self.backbone.image_size
 
     def places(self, image_size: Grid) -> dict[str, int]:
-        raise ValueError(
-            "multiply-adds of necks and heads are not counted: pass the model's backbone alone, "
-            "model.backbone"
-        )
+        """As for classifiers; all blocks count, also those after the last whose map is taken."""
+        backbone, grids = self.backbone, self.grids(image_size)
+        if (head := self.head.places(self._sizes(image_size))) is None:
+            raise ValueError(
+                f"multiply-adds of the head {self.head_notation!r} are not counted: pass the "
+                "model's backbone alone, model.backbone"
+            )
+        places = backbone.map_places(image_size) | backbone.places(image_size)
+        places |= dict.fromkeys(backbone.of_classifier, 0)
+        neck = {} if self.neck is None else self.neck.places(grids[-1])
+        return _named({"backbone": places, "neck": neck, "head": head})
+
+    def products(self, image_size: Grid) -> dict[str, int]:
+        backbone = self.backbone
+        products = backbone.map_products(image_size) | {
+            module: count
+            for module, count in backbone.products(image_size).items()
+            if module.partition(".")[0] not in backbone.of_classifier
+        }
+        head = self.head.products(self._sizes(image_size))
+        return _named({"backbone": products, "head": head})
+
+    def _sizes(self, image_size: Grid) -> list[Grid]:
+        """(rows, columns) of the head's maps."""
+        graph, state = nnx.split(self)
+        images = jax.ShapeDtypeStruct((1, *image_size, 3), jnp.float32)
+        maps = jax.eval_shape(lambda state, x: nnx.merge(graph, state).head_maps(x), state, images)
+        return [x.shape[1:3] for x in maps]
 
     def prepare(self, image_size: Grid) -> None:
         self.backbone.prepare(image_size)
@@ -119,6 +144,11 @@ class DenseModel(Backbone):
 
     def window_rule(self, *, scaled: bool = False) -> str | None:
         return self.backbone.window_rule(scaled=scaled)
+
+
+def _named(parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Counts of modules of all parts, by their names in the whole model."""
+    return {f"{part}.{name}": n for part, own in parts.items() for name, n in own.items()}
 
 
 def head_call(head: str) -> Call:
@@ -193,8 +223,8 @@ def create_dense(
     if blocks is None:
         if norm is None:
             raise ValueError(
-                f"last_norm=True does not go with the head {call.name!r} on {name}, whose maps have "
-                "norms of their own: leave it out"
+                f"last_norm=True does not go with the head {call.name!r} on {name}, whose maps "
+                "have norms of their own: leave it out"
             )
         norm = False
     made = create_head(

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.cost import cost
 from rope_jax.models.heads import HEADS
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
@@ -105,12 +104,6 @@ def test_a_head_of_four_maps_need_not_say_how_they_are_normalised(name, monkeypa
 def test_images_that_give_too_small_maps_are_refused(dense):
     with pytest.raises(ValueError, match="images of 16x32 pixels give this head maps of less than"):
         logits_of(dense, 16, 32)
-
-
-def test_costs_are_those_of_the_backbone_alone(dense):
-    with pytest.raises(ValueError, match=r"pass the model's backbone alone, model\.backbone"):
-        cost(dense, 64)
-    assert sum(row.multiply_adds for row in cost(dense.backbone, 64)) > 0
 
 
 def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, capsys):
