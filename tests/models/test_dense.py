@@ -14,6 +14,7 @@ from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
+CLASSES = {"num_classes": 3}
 UPERNET = {"head": "upernet(width=4,auxiliary_width=4)", "num_classes": 3}
 DENSE = TINY | UPERNET
 ADAPTER = DENSE | {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
@@ -83,7 +84,11 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
             r"not \(3, 2, 1, 0\) of the 12 of deit_ti16, from 0 and in ascending order",
         ),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
-        ("deit_ti16", {"head": "upernet", "last_norm": True}, "last_norm=True does not go with"),
+        ("deit_ti16", {"head": "linear", "last_norm": False}, "which takes normalised maps"),
+        ("swin_t", {"head": "upernet", "last_norm": True}, "on swin_t, whose maps have norms of"),
+        ("swin_t", {"head": "upernet(neck=none)"}, "neck=none is of isotropic models: the maps of"),
+        ("deit_ti16", {"head": "upernet(neck=fpn)"}, "use one of deconv, multilevel, none"),
+        ("deit_ti16", {"head": "upernet(auxiliary_map=4)"}, "auxiliary_map=4 must be from 0 to 3"),
     ],
 )
 def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):
@@ -122,6 +127,41 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
         model = abstract("deit_ti16", head=head, num_classes=3, **TINY)
         with pytest.raises(ValueError, match=f"with the head 'upernet', and this model {message}"):
             load_pretrained(model, tmp_path)
+
+
+def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
+    head = "upernet(width=4,auxiliary_width=0,neck=none)"
+    model = rope_jax.create_model("deit_ti16", **DENSE | {"head": head, "last_norm": True})
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(tmp_path)
+    assert (again.neck, again.norm, again.options.last_norm) == (None, None, True)
+    assert_equal(own_state_dict(again), own_state_dict(model))
+    other = abstract("deit_ti16", **DENSE | {"head": head.replace("none", "multilevel")})
+    with pytest.raises(ValueError, match=r"head\.neck is none there and multilevel here"):
+        load_pretrained(other, tmp_path)
+
+
+def test_a_patch_embedding_without_bias_has_a_bias_of_0():
+    """Files of mmsegmentation's ViT have none by default."""
+    settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)", "depth": 4}
+    model, other = (rope_jax.create_model("deit_ti16", seed=n, **settings) for n in (0, 1))
+    weights = export_state_dict(model, source="mmseg")
+    assert weights.pop("backbone.patch_embed.projection.bias").any()
+    rope_jax.convert_state_dict(other, weights, source="mmseg")
+    assert not other.backbone.patch_embed.proj.bias[...].any()
+    kernel = model.backbone.patch_embed.proj.kernel[...]
+    np.testing.assert_array_equal(other.backbone.patch_embed.proj.kernel[...], kernel)
+
+
+def test_another_epsilon_than_the_classifiers_is_told(classifier, tmp_path, capsys):
+    """As in Segmenter's code, whose encoder has 1e-5 with weights trained with 1e-6."""
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path)
+    for epsilon, told in ((1e-5, ", norm_epsilon=1e-05, trained with 1e-06\n"), (1e-6, "bias\n")):
+        model = abstract("deit_ti16", norm_epsilon=epsilon, **TINY | {"head": "linear"} | CLASSES)
+        load_pretrained(model, path)
+        assert capsys.readouterr().out.endswith(told)
+        assert model.backbone.norm.epsilon == epsilon
 
 
 @pytest.mark.parametrize("source", [None, "timm"])

@@ -33,7 +33,13 @@ def test_outputs_are_those_of_the_official_code(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "source"), [("vitdet_rel", "detectron2"), ("vit_adapter", "vit_adapter")]
+    ("name", "source"),
+    [
+        ("vitdet_rel", "detectron2"),
+        ("vit_adapter", "vit_adapter"),
+        ("upernet_vit_mln", "mmseg"),
+        ("upernet_vit_plain", "mmseg"),
+    ],
 )
 def test_weights_are_exported_as_they_came(name, source):
     golden = goldens()[name]

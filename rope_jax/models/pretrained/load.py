@@ -117,18 +117,21 @@ def load_weights(
     described = about and about.preprocessing
     model.preprocessing = described or file.preprocessing or preprocessing
     if backbone:
-        print(_of_backbone(model, plan))
+        print(_of_backbone(model, plan, file))
     elif plan.new_head:
         print(f"head: new, {model.num_classes} classes")
     elif about is not None and model.num_classes:
         model.class_names = about.class_names
 
 
-def _of_backbone(model: nnx.Module, plan: Plan | Conversion) -> str:
+def _of_backbone(model: nnx.Module, plan: Plan | Conversion, file: WeightsFile) -> str:
     """What the weights of a classifier were used for in a model of dense prediction."""
     new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
     unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
-    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}"
+    options = {} if file.metadata is None else file.metadata.options
+    trained, own = options.get("norm_epsilon"), model.options.norm_epsilon
+    epsilon = "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
+    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}{epsilon}"
 
 
 def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:

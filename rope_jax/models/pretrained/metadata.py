@@ -28,6 +28,7 @@ _IGNORED |= {"dropout", "auxiliary_weight"}  # of heads, in training only
 # Options in which a backbone of dense prediction may differ from its classifier.
 _OF_CLASSIFIERS = {"class_token", "last_norm"}
 _OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
+_OF_CLASSIFIERS |= {"norm_epsilon"}  # Segmenter's code has 1e-5 with weights trained with 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +167,8 @@ class Metadata:
     def differences(self, model: nnx.Module, *, backbone: bool = False) -> list[str]:
         """How the model of the weights differs from `model`, in what weights depend on.
 
-        A backbone of dense prediction may have windows that the classifier had not (ViTDet), and
-        no class token or last norm.
+        A backbone of dense prediction may have windows that the classifier had not (ViTDet), no
+        class token or last norm, and another epsilon of its norms (Segmenter).
         """
         own = json.loads(Metadata.of(model, {}).to_json())
         pairs = [("family", self.family, own["family"])]

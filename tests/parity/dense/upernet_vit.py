@@ -7,8 +7,8 @@ from tests.parity.dense import images
 from tests.parity.dense.upernet_beit import run
 
 
-def created(case, dtype):
-    """The model of a case, with initial weights."""
+def created(case, weights, dtype):
+    """The model of a case, without weights."""
     auxiliary = case["auxiliary"]
     options = {
         "width": case["width"],
@@ -33,7 +33,7 @@ def created(case, dtype):
 
 def outputs(golden, dtype):
     case = golden.case
-    model = nnx.eval_shape(lambda: created(case, dtype))
+    model = nnx.eval_shape(lambda: created(case, golden.weights, dtype))
     rope_jax.convert_state_dict(model, golden.weights, source="mmseg")
     maps, logits, whole, auxiliary = run(model, images(*case["image"]).astype(dtype))
     return {f"map{i}": x[:, :8] for i, x in enumerate(maps)} | {
