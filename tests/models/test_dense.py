@@ -141,13 +141,26 @@ def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
         load_pretrained(other, tmp_path)
 
 
-def test_a_patch_embedding_without_bias_has_a_bias_of_0():
+@pytest.mark.parametrize("head", ["linear", "upernet(width=4,auxiliary_width=0)"])
+def test_a_file_of_other_code_says_nothing_of_its_model(head, classifier, tmp_path, capsys):
+    """Such as timm's: it is found that it holds a classifier."""
+    path = tmp_path / "timm.npz"
+    np.savez(path, **export_state_dict(classifier, source="timm"))
+    model = abstract("deit_ti16", **TINY | CLASSES | {"head": head})
+    load_pretrained(model, path)
+    assert capsys.readouterr().out.startswith("weights of a classifier: new ")
+    kernel = classifier.blocks[3].mlp.fc2.kernel[...]
+    np.testing.assert_array_equal(model.backbone.blocks[3].mlp.fc2.kernel[...], kernel)
+
+
+def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
     """Files of mmsegmentation's ViT have none by default."""
-    settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)", "depth": 4}
+    settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
     model, other = (rope_jax.create_model("deit_ti16", seed=n, **settings) for n in (0, 1))
     weights = export_state_dict(model, source="mmseg")
     assert weights.pop("backbone.patch_embed.projection.bias").any()
-    rope_jax.convert_state_dict(other, weights, source="mmseg")
+    np.savez(tmp_path / "vit.npz", **weights)
+    load_pretrained(other, tmp_path / "vit.npz")
     assert not other.backbone.patch_embed.proj.bias[...].any()
     kernel = model.backbone.patch_embed.proj.kernel[...]
     np.testing.assert_array_equal(other.backbone.patch_embed.proj.kernel[...], kernel)
@@ -157,10 +170,11 @@ def test_another_epsilon_than_the_classifiers_is_told(classifier, tmp_path, caps
     """As in Segmenter's code, whose encoder has 1e-5 with weights trained with 1e-6."""
     path = tmp_path / "deit.safetensors"
     rope_jax.save_pretrained(classifier, path)
-    for epsilon, told in ((1e-5, ", norm_epsilon=1e-05, trained with 1e-06\n"), (1e-6, "bias\n")):
+    used = "weights of a classifier: new head, not used head.bias, head.kernel"
+    for epsilon, told in ((1e-5, ", norm_epsilon=1e-05, trained with 1e-06"), (1e-6, "")):
         model = abstract("deit_ti16", norm_epsilon=epsilon, **TINY | {"head": "linear"} | CLASSES)
         load_pretrained(model, path)
-        assert capsys.readouterr().out.endswith(told)
+        assert capsys.readouterr().out == f"{used}{told}\n"
         assert model.backbone.norm.epsilon == epsilon
 
 
