@@ -13,7 +13,7 @@ from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.models.registry import Entry, Options, check_classes, create_backbone, find_model
+from rope_jax.models.registry import Options, check_classes, create_backbone, find_model
 from rope_jax.positions.grids import Grid
 from rope_jax.text import Call, parse
 from rope_jax_kernels import Pattern
@@ -27,7 +27,7 @@ class DenseModel(Backbone):
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
         blocks: whose maps are taken; None for the last of every stage.
-        norm: which of them the backbone's last norm normalises, see `Backbone.features`.
+        map_norm: which of them the backbone's last norm normalises: `norm` of `features`.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class DenseModel(Backbone):
         neck: nnx.Module | None,
         head: Head,
         blocks: tuple[int, ...] | None = None,
-        norm: bool | None = False,
+        map_norm: bool | None = False,
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
-        self.blocks, self.norm = blocks, norm
+        self.blocks, self.map_norm = blocks, map_norm
         self.options, self.task = backbone.options, head.task
 
     def features(
@@ -52,7 +52,7 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         self.grids(images.shape[1:3])
-        how = {"blocks": self.blocks, "norm": self.norm}
+        how = {"blocks": self.blocks, "norm": self.map_norm}
         maps = self.backbone.features(images, **how, train=train, key=key)
         return maps if self.neck is None else self.neck(maps, train)
 
@@ -201,7 +201,7 @@ def create_dense(
         raise ValueError(
             f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )
-    norm, last_norm = _norms(call.name, find_model(name), described, overrides)
+    norm, last_norm = _norms(call.name, name, described, overrides)
     backbone = create_backbone(
         name,
         described,
@@ -220,13 +220,6 @@ def create_dense(
     rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(dtype))
     options = find_head(call.name).options.override(f"the head {call.name!r}", dict(call.options))
     neck, widths, blocks = _neck(wanted, options, backbone, blocks, rngs=rngs, dtypes=dtypes)
-    if blocks is None:
-        if norm is None:
-            raise ValueError(
-                f"last_norm=True does not go with the head {call.name!r} on {name}, whose maps "
-                "have norms of their own: leave it out"
-            )
-        norm = False
     made = create_head(
         call.name,
         channels=widths,
@@ -235,21 +228,22 @@ def create_dense(
         rngs=rngs,
         overrides=dict(call.options),
     )
-    model = DenseModel(backbone, neck, made, blocks, norm)
+    # Maps of every stage have norms of their own, of the neck or the backbone.
+    model = DenseModel(backbone, neck, made, blocks, False if blocks is None else norm)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
     model.head_notation = head
     return model
 
 
 def _norms(
-    head: str, entry: Entry, described: Description | None, overrides: Mapping[str, Any]
+    head: str, name: str, described: Description | None, overrides: Mapping[str, Any]
 ) -> tuple[bool | None, bool]:
     """Which maps of blocks are normalised, as `norm` of `Backbone.features`, and `last_norm`.
 
     With last_norm=True a head of maps that are not normalised takes the last one normalised
     (mmsegmentation's "ln" models).
     """
-    normalised = find_head(head).family.normalised
+    normalised, entry = find_head(head).family.normalised, find_model(name)
     if "last_norm" in entry.options.fixed:  # it takes no part where maps are not normalised
         return normalised, overrides.get("last_norm", True)
     own = {} if described is None or described.head is None else described.options
@@ -259,7 +253,14 @@ def _norms(
             f"last_norm=False does not go with the head {head!r}, which takes normalised maps: "
             "leave it out"
         )
-    return True if normalised else None if last_norm else False, last_norm
+    if normalised or not last_norm:
+        return normalised, last_norm
+    if entry.family.hierarchical or entry.family.own_maps:
+        raise ValueError(
+            f"last_norm=True does not go with the head {head!r} on {name}, whose maps have norms "
+            "of their own: leave it out"
+        )
+    return None, True
 
 
 def _problem(head: type[Head], backbone: Backbone) -> str | None:

@@ -134,7 +134,7 @@ def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
     model = rope_jax.create_model("deit_ti16", **DENSE | {"head": head, "last_norm": True})
     rope_jax.save_pretrained(model, tmp_path)
     again = rope_jax.create_model(tmp_path)
-    assert (again.neck, again.norm, again.options.last_norm) == (None, None, True)
+    assert (again.neck, again.map_norm, again.options.last_norm) == (None, None, True)
     assert_equal(own_state_dict(again), own_state_dict(model))
     other = abstract("deit_ti16", **DENSE | {"head": head.replace("none", "multilevel")})
     with pytest.raises(ValueError, match=r"head\.neck is none there and multilevel here"):
