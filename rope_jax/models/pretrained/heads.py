@@ -63,8 +63,8 @@ def mmseg(model: nnx.Module) -> Table:
 
     Backbones are named as in the code that trains them with that library: with a neck of
     deconvolutions as in BEiT's and MAE's, which are timm's names, ViT-Adapter's as in its code, and
-    others as in the library's own ViT. Its patch embedding has a bias in published files, and by
-    default none in files of version 1.1 and later.
+    others as in the library's own ViT. Its patch embedding has a bias in versions 0.x, with which
+    the published weights were trained, and by default none in 1.2.2.
     """
     rows = _within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
     if getattr(getattr(model, "backbone", None), "own_maps", False):

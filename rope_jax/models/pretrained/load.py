@@ -159,7 +159,12 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     for target in targets:
         if target is not targets[-1] and not _names_some(target, file):
             continue
-        own = source or file.source or _first_that_fits(target, file, target is backbone)
+        try:
+            own = source or file.source or _first_that_fits(target, file, target is backbone)
+        except ValueError:
+            if not found:
+                raise
+            continue  # the file has no name of a backbone alone, but names of the whole model
         if len(targets) == 1:
             return target, own
         if target is backbone or own in (*DENSE, OWN):

@@ -32,7 +32,7 @@ from tests.parity.official import tensor  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS = pathlib.Path(mmseg.__file__).parent / ".mim" / "configs" / "vit"
-# Each with whether the patch embedding has a bias, as in published files; 1.2.2's default is none.
+# Each with whether the patch embedding has a bias, as in versions 0.x; 1.2.2's default is none.
 CASES = {
     "upernet_vit_mln": ("vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512", True),
     "upernet_vit_ln_mln": ("vit_deit-s16-ln_mln_upernet_8xb2-160k_ade20k-512x512", False),
