@@ -33,6 +33,11 @@ def abstract(name, head, **settings):
     return nnx.eval_shape(lambda: rope_jax.create_model(name, head=head, **TINY | settings))
 
 
+@pytest.fixture(scope="module")
+def upernet():
+    return abstract("deit_ti16", "upernet(width=4,auxiliary_width=5)")
+
+
 def counts(model, depth):
     return {row.module: row.multiply_adds for row in cost(model, SIZE, depth=depth)}
 
@@ -49,8 +54,8 @@ def test_segmenter_by_hand():
     assert found == {"backbone": BACKBONE, "head": 24 * 8**2 + 2 * block + masks}
 
 
-def test_upernet_by_hand():
-    found = counts(abstract("deit_ti16", "upernet(width=4,auxiliary_width=5)"), 2)
+def test_upernet_by_hand(upernet):
+    found = counts(upernet, 2)
     assert sum(n for name, n in found.items() if name.startswith("backbone.")) == BACKBONE
     assert {name: n for name, n in found.items() if name.startswith("head.")} == {
         f"head.{name}": n for name, n in UPERNET.items()
@@ -63,8 +68,8 @@ def test_upernet_by_hand():
     }  # fmt: skip
 
 
-def test_parameters_of_all_parts_are_counted():
-    rows = cost(abstract("deit_ti16", "upernet(width=4,auxiliary_width=5)"), SIZE, depth=1)
+def test_parameters_of_all_parts_are_counted(upernet):
+    rows = cost(upernet, SIZE, depth=1)
     found = {row.module: row.parameters for row in rows}
     assert found["neck"] == 3 * (4 * 8**2 + 8) + 2 * 8
     convs = 4 * 8 * 4 + 9 * (8 + 4 * 4) * 4 + 3 * 8 * 4 + 3 * 9 * 4**2 + 9 * 16 * 4

@@ -100,7 +100,7 @@ class Head(nnx.Module):
         return None
 
     def products(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        """Multiply-adds of products of activations, by module; all attention of the head's own."""
+        """Multiply-adds of products of activations, those of attention among them, by module."""
         return {}
 
 
