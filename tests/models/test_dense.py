@@ -24,6 +24,14 @@ def abstract(name, **settings):
     return nnx.eval_shape(lambda: rope_jax.create_model(name, **settings))
 
 
+def filled(name, **settings):
+    """A model with weights from 0 to 1, which need no program."""
+    model, rng = abstract(name, **settings), np.random.default_rng(0)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), nnx.state(model))
+    nnx.update(model, values)
+    return model
+
+
 def logits_of(model, *size):
     graph, state = nnx.split(model)
     images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
@@ -131,7 +139,7 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
 
 def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
     head = "upernet(width=4,auxiliary_width=0,neck=none)"
-    model = rope_jax.create_model("deit_ti16", **DENSE | {"head": head, "last_norm": True})
+    model = filled("deit_ti16", **DENSE | {"head": head, "last_norm": True})
     rope_jax.save_pretrained(model, tmp_path)
     again = rope_jax.create_model(tmp_path)
     assert (again.neck, again.map_norm, again.options.last_norm) == (None, None, True)
@@ -156,7 +164,7 @@ def test_a_file_of_other_code_says_nothing_of_its_model(head, classifier, tmp_pa
 def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
     """Files of mmsegmentation's ViT have none by default."""
     settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
-    model, other = (rope_jax.create_model("deit_ti16", seed=n, **settings) for n in (0, 1))
+    model, other = (make("deit_ti16", **settings) for make in (filled, abstract))
     weights = export_state_dict(model, source="mmseg")
     assert weights.pop("backbone.patch_embed.projection.bias").any()
     np.savez(tmp_path / "vit.npz", **weights)
@@ -246,10 +254,7 @@ def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, t
 @pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])
 def test_files_of_vit_adapter_with_upernet(source):
     """Backbone and heads are named as in its checkpoints, counts of batches among them."""
-    make = lambda: abstract("vit_adapter_ti16", **ADAPTER)
-    model, other, rng = make(), make(), np.random.default_rng(0)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), nnx.state(model))
-    nnx.update(model, values)
+    model, other = (make("vit_adapter_ti16", **ADAPTER) for make in (filled, abstract))
     exported = export_state_dict(model, source=source)
     for name in ("backbone.spm.conv2.0.weight", "backbone.norm4.running_var", "backbone.pos_embed"):
         assert name in exported
