@@ -18,6 +18,9 @@ Deviations from the original, as far as known:
 
 - Weights come from DeiT's recipe in configs/lape.py.
 - Activations are bfloat16, not float32; batches cross the ends of epochs.
+- The encoder's layer norms have epsilon 1e-5, as in Segmenter's code, and the weights of
+  `init_from`, if they are DeiT's, were trained with 1e-6. The run prints so when it starts;
+  `--config.model.options=drop_path=0.1` keeps the model's 1e-6.
 - The default scheme resizes its table bilinearly, as Segmenter does; DeiT's is bicubic.
 """
 

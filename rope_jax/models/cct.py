@@ -146,6 +146,7 @@ class CCT(ViT):
     """
 
     block = CompactBlock
+    of_classifier = ("head", "attention_pool")
 
     def __init__(self, options: CCTOptions, *, rngs: nnx.Rngs, dtype: np.dtype, **settings: Any):
         super().__init__(options, rngs=rngs, dtype=dtype, **settings)

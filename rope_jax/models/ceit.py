@@ -173,6 +173,7 @@ class CeiT(ViT):
     """
 
     block = LocalBlock
+    of_classifier = ("head", "lca")
 
     def __init__(self, options: CeiTOptions, *, rngs: nnx.Rngs, dtype: np.dtype, **settings: Any):
         super().__init__(options, rngs=rngs, dtype=dtype, **settings)

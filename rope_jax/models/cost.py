@@ -1,11 +1,13 @@
 """Parameters and multiply-adds of a model, per module.
 
     python -m rope_jax.models.cost swin_t --position=rope_mixed --image_size=384 --depth=2
+    python -m rope_jax.models.cost deit3_b16 --head=upernet --num_classes=150 --image_size=512
 
 Multiply-adds are those of linear layers, convolutions and the two products of attention, for one
-image: papers call them FLOPs. Norms, activations, rotations and additions are not counted, nor are
-tokens that a kernel computes and masks, except the padding of windows and that of NAT's
-`pad_compat`.
+image: papers call them FLOPs. Norms, activations, rotations, additions, pooling and the resizing of
+maps are not counted, nor are tokens that a kernel computes and masks, except the padding of windows
+and that of NAT's `pad_compat`. With a head of dense prediction its auxiliary head is counted, too,
+which acts in training only.
 """
 
 import argparse
@@ -103,6 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--position", help="a positional scheme as written for create_model")
     parser.add_argument("--image_size", help="pixels: 224, or height and width: 224x320")
     parser.add_argument("--num_classes", type=int)
+    parser.add_argument("--head", help="of dense prediction, as written for create_model")
     parser.add_argument(
         "--depth",
         type=int,
@@ -113,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def make() -> nnx.Module:
         options = {"position": flags.position, "num_classes": flags.num_classes}
-        return create_model(flags.name, image_size=size, **options)
+        return create_model(flags.name, image_size=size, head=flags.head, **options)
 
     try:
         size = image_pair(flags.image_size or find_model(flags.name).image_size)

@@ -158,3 +158,8 @@ class DeformableAttention(nnx.Module):
         locations = centres[..., :2] + offsets * scale
         out = gather_sum(values, *corners_of(locations, weights, sizes))
         return self.out(out.reshape(batch, queries, -1))
+
+    def products(self, queries: int) -> int:
+        """Multiply-adds of the weighted sums of the four tokens around each point."""
+        _, levels, points = self.shape
+        return 4 * queries * levels * points * self.value.out_features

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from rope_jax.models.backbone import Backbone
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
-from rope_jax.models.necks import FourScales, StageNorms
+from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.models.registry import Options, check_classes, create_backbone, find_model
@@ -31,7 +32,8 @@ class DenseModel(Backbone):
         neck: from the backbone's maps to the head's, or None where they are the same.
         head: from `rope_jax.models.heads`.
         blocks: whose maps are taken; None for the last of every stage.
-        stages: which of these maps, from 0; None for all.
+        map_norm: which of the maps of blocks the last norm normalises: `norm` of `features`.
+        stages: which maps of stages are taken, from 0; None for all.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class DenseModel(Backbone):
         neck: nnx.Module | None,
         head: Head,
         blocks: tuple[int, ...] | None = None,
+        map_norm: bool | None = False,
         stages: tuple[int, ...] | None = None,
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
-        self.blocks, self.stages, self.options = blocks, stages, backbone.options
-        self.task, self.padded = head.task, head.padded
+        self.blocks, self.map_norm, self.stages = blocks, map_norm, stages
+        self.options, self.task = backbone.options, head.task
 
     def features(
         self, images: Float[Array, "B h w 3"], **options: Any
@@ -56,9 +59,8 @@ class DenseModel(Backbone):
     ) -> list[Float[Array, "B _H _W _C"]]:
         """The maps that the head takes. Arguments as in `__call__`."""
         self.grids(images.shape[1:3])
-        # Maps of every stage have norms of their own, of the neck or the backbone.
-        norm = self.head.normalised if self.blocks is not None else False
-        maps = self.backbone.features(images, blocks=self.blocks, norm=norm, train=train, key=key)
+        how = {"blocks": self.blocks, "norm": self.map_norm}
+        maps = self.backbone.features(images, **how, train=train, key=key)
         maps = maps if self.stages is None else [maps[stage] for stage in self.stages]
         return maps if self.neck is None else self.neck(maps, train)
 
@@ -137,10 +139,34 @@ class DenseModel(Backbone):
         self.image_size = self.backbone.image_size
 
     def places(self, image_size: Grid) -> dict[str, int]:
-        raise ValueError(
-            "multiply-adds of necks and heads are not counted: pass the model's backbone alone, "
-            "model.backbone"
-        )
+        """As for classifiers; all blocks count, also those after the last whose map is taken."""
+        backbone, grids = self.backbone, self.grids(image_size)
+        if (head := self.head.places(self._sizes(image_size))) is None:
+            raise ValueError(
+                f"multiply-adds of the head {self.head_notation!r} are not counted: pass the "
+                "model's backbone alone, model.backbone"
+            )
+        places = backbone.map_places(image_size) | backbone.places(image_size)
+        places |= dict.fromkeys(backbone.of_classifier, 0)
+        neck = {} if self.neck is None else self.neck.places(grids[-1])
+        return _named({"backbone": places, "neck": neck, "head": head})
+
+    def products(self, image_size: Grid) -> dict[str, int]:
+        backbone = self.backbone
+        products = backbone.map_products(image_size) | {
+            module: count
+            for module, count in backbone.products(image_size).items()
+            if module.partition(".")[0] not in backbone.of_classifier
+        }
+        head = self.head.products(self._sizes(image_size))
+        return _named({"backbone": products, "head": head})
+
+    def _sizes(self, image_size: Grid) -> list[Grid]:
+        """(rows, columns) of the head's maps."""
+        graph, state = nnx.split(self)
+        images = jax.ShapeDtypeStruct((1, *image_size, 3), jnp.float32)
+        maps = jax.eval_shape(lambda state, x: nnx.merge(graph, state).head_maps(x), state, images)
+        return [x.shape[1:3] for x in maps]
 
     def prepare(self, image_size: Grid) -> None:
         self.backbone.prepare(image_size)
@@ -150,6 +176,11 @@ class DenseModel(Backbone):
 
     def window_rule(self, *, scaled: bool = False) -> str | None:
         return self.backbone.window_rule(scaled=scaled)
+
+
+def _named(parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Counts of modules of all parts, by their names in the whole model."""
+    return {f"{part}.{name}": n for part, own in parts.items() for name, n in own.items()}
 
 
 def head_call(head: str) -> Call:
@@ -203,13 +234,7 @@ def create_dense(
         raise ValueError(
             f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )
-    # Families that cannot leave their last norm out keep it, and it takes no part.
-    last_norm = wanted.normalised or "last_norm" in find_model(name).options.fixed
-    if overrides.get("last_norm", last_norm) != last_norm:
-        raise ValueError(
-            f"last_norm={overrides['last_norm']} does not go with the head {call.name!r}, which "
-            "determines it: leave it out"
-        )
+    norm, last_norm = _norms(call.name, name, described, overrides)
     backbone = create_backbone(
         name,
         described,
@@ -241,10 +266,40 @@ def create_dense(
         rngs=rngs,
         overrides=dict(call.options),
     )
-    model = DenseModel(backbone, taken.neck, made, taken.blocks, taken.stages)
+    # Maps of every stage have norms of their own, of the neck or the backbone.
+    norm = False if taken.blocks is None else norm
+    model = DenseModel(backbone, taken.neck, made, taken.blocks, norm, taken.stages)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
     model.head_notation = head
     return model
+
+
+def _norms(
+    head: str, name: str, described: Description | None, overrides: Mapping[str, Any]
+) -> tuple[bool | None, bool]:
+    """Which maps of blocks are normalised, as `norm` of `Backbone.features`, and `last_norm`.
+
+    With last_norm=True a head of maps that are not normalised takes the last one normalised
+    (mmsegmentation's "ln" models).
+    """
+    normalised, entry = find_head(head).family.normalised, find_model(name)
+    if "last_norm" in entry.options.fixed:  # it takes no part where maps are not normalised
+        return normalised, overrides.get("last_norm", True)
+    own = {} if described is None or described.head is None else described.options
+    last_norm = {**own, **overrides}.get("last_norm", normalised)
+    if normalised and not last_norm:
+        raise ValueError(
+            f"last_norm=False does not go with the head {head!r}, which takes normalised maps: "
+            "leave it out"
+        )
+    if normalised or not last_norm:
+        return normalised, last_norm
+    if entry.family.hierarchical or entry.family.own_maps:
+        raise ValueError(
+            f"last_norm=True does not go with the head {head!r} on {name}, whose maps have norms "
+            "of their own: leave it out"
+        )
+    return None, True
 
 
 def _problem(head: type[Head], backbone: Backbone) -> str | None:
@@ -291,6 +346,12 @@ def _taken(
             f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
             "last of every stage; leave them out"
         )
+    kind = getattr(options, "neck", "deconv")
+    if kind != "deconv" and several:
+        raise ValueError(
+            f"neck={kind} is of isotropic models: the maps of {backbone.name} have the sizes that "
+            "the head takes; leave it out"
+        )
     if several and head.strides is not None:
         stages = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
         own = [(widths * len(_STRIDES))[stage] for stage in stages]
@@ -303,7 +364,8 @@ def _taken(
     if head.strides is None:
         return _Taken(None, widths[-1:], blocks)
     if head.scales is None:
-        neck = FourScales(widths[0], rngs=rngs, dtypes=dtypes)
+        make = NECKS[kind]
+        neck = None if make is None else make(widths[0], rngs=rngs, dtypes=dtypes)
         return _Taken(neck, widths * len(head.strides), blocks)
     neck = FeaturePyramid(
         widths[0], outputs=options.width, scales=head.scales, dtype=dtypes["dtype"], rngs=rngs

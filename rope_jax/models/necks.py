@@ -1,5 +1,6 @@
 """Necks: from the maps of a backbone to those that a head takes."""
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -7,7 +8,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.layers import BatchNorm, Deconv, layer_norm
+from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.layers import BatchNorm, Deconv, Linear, conv, layer_norm
+from rope_jax.positions.grids import Grid
 
 
 class FourScales(nnx.Module):
@@ -36,6 +39,58 @@ class FourScales(nnx.Module):
         halved = nnx.max_pool(fourth, (2, 2), (2, 2))
         return [self.up2(larger), self.up(second), third, halved]
 
+    def places(self, grid: Grid) -> dict[str, int]:
+        """How often the weights of a module are applied to maps of `grid`."""
+        area = math.prod(grid)
+        return {"up1": area, "up2": 4 * area, "up": area}
+
+
+class MultiLevel(nnx.Module):
+    """Four maps of a plain ViT, projected, resized to 4, 2, 1 and 1/2 times their size, convolved.
+
+    The channels stay as they are, and nothing lies between the linear operations.
+
+    Source: mmsegmentation's MultiLevelNeck, with its initial weights.
+
+    Attributes:
+        least: side in tokens of the smallest maps, which are halved.
+    """
+
+    least: ClassVar[int] = 2
+    scales: ClassVar[tuple[float, ...]] = (4, 2, 1, 0.5)
+
+    def __init__(self, features: int, *, rngs: nnx.Rngs, dtypes: dict):
+        init = jax.nn.initializers.glorot_uniform()
+        settings = {"kernel_init": init, "rngs": rngs}
+        self.laterals = nnx.List(
+            Linear(features, features, **settings, **dtypes) for _ in self.scales
+        )
+        settings |= {"stride": 1, "padding": 1, "use_bias": True, "dtypes": dtypes}
+        self.convs = nnx.List(conv(features, features, 3, **settings) for _ in self.scales)
+        for layer in self.convs:
+            layer.bias.set_value(jax.numpy.zeros_like(layer.bias[...]))
+
+    def __call__(
+        self, maps: Sequence[Float[Array, "B _H _W C"]], train: bool
+    ) -> list[Float[Array, "B _h _w C"]]:
+        outputs = []
+        for scale, x, lateral, own in zip(
+            self.scales, maps, self.laterals, self.convs, strict=True
+        ):
+            x = lateral(x)
+            if scale < 1:  # bilinear resizing to half the size; an odd row or column is left out
+                x = nnx.avg_pool(x, (2, 2), (2, 2))
+            else:
+                x = resize_maps(x, tuple(scale * side for side in x.shape[1:3]))
+            outputs.append(own(x))
+        return outputs
+
+    def places(self, grid: Grid) -> dict[str, int]:
+        """How often the weights of a module are applied to maps of `grid`."""
+        sizes = [[int(scale * side) for side in grid] for scale in self.scales]
+        convs = {f"convs.{i}": math.prod(size) for i, size in enumerate(sizes)}
+        return convs | {"laterals": math.prod(grid)}
+
 
 class StageNorms(nnx.Module):
     """A layer norm for the map of every stage of a hierarchical backbone.
@@ -50,3 +105,15 @@ class StageNorms(nnx.Module):
         self, maps: Sequence[Float[Array, "B _h _w _C"]], train: bool
     ) -> list[Float[Array, "B _h _w _C"]]:
         return [norm(x) for norm, x in zip(self.norms, maps, strict=True)]
+
+    def places(self, grid: Grid) -> dict[str, int]:
+        """Norms have no weights that are multiplied by others."""
+        return {}
+
+
+NECKS: dict[str, type[nnx.Module] | None] = {
+    "deconv": FourScales,
+    "multilevel": MultiLevel,
+    "none": None,
+}
+"""Necks between four blocks of an isotropic model and a head, by the name in the head's options."""

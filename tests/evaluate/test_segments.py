@@ -20,6 +20,7 @@ from rope_jax.tasks import segmentation
 from tests.small_run import save_run
 
 SCORES = {"count": 2, "miou": 0.5, "accuracy": 0.5, "iou": [0.5] * 11, "protocol": "none"}
+ZEROS = np.zeros(3, np.float32)
 
 
 def by_colour(weights, images):
@@ -28,27 +29,32 @@ def by_colour(weights, images):
     return -jnp.square(red - jnp.array([0.0, 0.4, 0.8])) * 50 + weights
 
 
-def split(images, views, **changes):
+def split(images, views, apply=by_colour, weights=ZEROS, **changes):
     settings = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, "multiple": 4}
-    weights = np.zeros(3, np.float32)
-    return segment_split(by_colour, weights, images, views, mesh=make_mesh(), **settings | changes)
+    return segment_split(apply, weights, images, views, mesh=make_mesh(), **settings | changes)
 
 
 @pytest.fixture
 def masks(tmp_path):
     """Four images with a short side of 24 pixels, and labels that are wrong in two rows."""
-    folder = tmp_path / "set" / "test"
+    return write_masks(tmp_path, {"a": (24, 40), "b": (40, 24), "c": (24, 24), "d": (24, 40)})
+
+
+def write_masks(path, sizes):
+    """Images of three classes of grey, to be resized to a short side of 24 pixels."""
+    folder = path / "set" / "test"
     folder.mkdir(parents=True)
-    (tmp_path / "set" / "classes.txt").write_text("low\nmiddle\nhigh\n")
+    (path / "set" / "classes.txt").write_text("low\nmiddle\nhigh\n")
     rng = np.random.default_rng(0)
-    for name, size in {"a": (24, 40), "b": (40, 24), "c": (24, 24), "d": (24, 40)}.items():
-        classes = np.kron(rng.integers(0, 3, (2, 2)), np.ones((size[0] // 2, size[1] // 2)))
+    for name, size in sizes.items():
+        quarters = np.ones([-(-side // 2) for side in size])
+        classes = np.kron(rng.integers(0, 3, (2, 2)), quarters)[: size[0], : size[1]]
         red = np.uint8(np.round(classes * 102))
         Image.fromarray(np.stack([red, red, red], -1)).save(folder / f"{name}.jpg", quality=100)
         labels = classes.astype(np.uint8)
         labels[:3, :5], labels[5:7] = 255, 2
         Image.fromarray(labels).save(folder / f"{name}.png")
-    return data.load("masks", str(tmp_path / "set"), "test", (24, 24))
+    return data.load("masks", str(path / "set"), "test", (24, 24))
 
 
 def definition(masks):
@@ -81,11 +87,37 @@ def test_scores_are_those_at_the_size_of_the_labels(masks, views):
     assert (predicted == labels)[labels != 255].mean() > 0.8
 
 
-def test_one_program_serves_all_images_of_a_set(masks):
-    views = Views(scales=(0.5, 1.0, 1.5), flip=True, window=(16, 16), stride=8)
-    assert split(masks, views).programs["model"] == 1
-    whole = split(masks, Views()).programs
-    assert whole["model"] == 3  # canvases 24 x 48, 48 x 24, 24 x 24
+@pytest.mark.parametrize(
+    ("views", "shapes", "canvases"),
+    [
+        (Views((1.0, 1.5), flip=True, window=(16, 16), stride=8), [(2, 16, 16)], 6),
+        (Views(flip=True), [(1, 24, 24), (1, 24, 48), (1, 48, 24)], 3),
+        pytest.param(
+            Views((0.5, 1.0), flip=True),
+            [(1, 12, 12), (1, 12, 24), (1, 24, 12), (1, 24, 24), (1, 24, 48), (1, 48, 24)],
+            6,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_few_programs_serve_all_images_of_a_set(tmp_path, views, shapes, canvases):
+    """A ViT is traced once for each shape, and sees six sizes of images as windows or canvases."""
+    sizes = [(24, 40), (40, 24), (24, 24), (24, 33), (30, 47), (47, 30)]
+    images = write_masks(tmp_path, dict(zip("abcdef", sizes, strict=True)))
+    small = {"patch_size": 4, "depth": 1, "width": 16, "heads": 2, "image_size": 16}
+    model = rope_jax.create_model("vit_digits", head="linear", num_classes=3, **small)
+    graph, state = nnx.split(model)
+    traced = []
+
+    def apply(state, x):
+        traced.append(x.shape[:3])
+        return nnx.merge(graph, state)(x)
+
+    found = split(images, views, apply=apply, weights=state)
+    assert found.row["count"] == 6
+    assert sorted(traced) == shapes
+    assert found.programs["model"] == len(shapes)
+    assert found.programs["windows"] == canvases
 
 
 def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):

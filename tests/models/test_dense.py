@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.cost import cost
 from rope_jax.models.heads import HEADS
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.own import own_state_dict
-from tests.models.small import filled
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
+CLASSES = {"num_classes": 3}
 UPERNET = {"head": "upernet(width=4,auxiliary_width=4)", "num_classes": 3}
 DENSE = TINY | UPERNET
 BARE = TINY | {"groups": (0, 1, 2, 3), "deform_heads": 1, "prior_width": 4}
@@ -24,6 +23,14 @@ ADAPTER = UPERNET | BARE
 
 def abstract(name, **settings):
     return nnx.eval_shape(lambda: rope_jax.create_model(name, **settings))
+
+
+def filled(name, **settings):
+    """A model with weights from 0 to 1, which need no program."""
+    model, rng = abstract(name, **settings), np.random.default_rng(0)
+    values = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), nnx.state(model))
+    nnx.update(model, values)
+    return model
 
 
 def logits_of(model, *size):
@@ -91,7 +98,11 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "upernet", "depth": 3}, "4 blocks, and deit_ti16 has 3"),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),
         ("swin_t", {"head": "linear", "blocks": (1,)}, "are of isotropic models"),
-        ("deit_ti16", {"head": "upernet", "last_norm": True}, "last_norm=True does not go with"),
+        ("deit_ti16", {"head": "linear", "last_norm": False}, "which takes normalised maps"),
+        ("swin_t", {"head": "upernet", "last_norm": True}, "on swin_t, whose maps have norms of"),
+        ("swin_t", {"head": "upernet(neck=none)"}, "neck=none is of isotropic models: the maps of"),
+        ("deit_ti16", {"head": "upernet(neck=fpn)"}, "use one of deconv, multilevel, none"),
+        ("deit_ti16", {"head": "upernet(auxiliary_map=4)"}, "auxiliary_map=4 must be from 0 to 3"),
     ],
 )
 def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):
@@ -114,12 +125,6 @@ def test_images_that_give_too_small_maps_are_refused(dense):
         logits_of(dense, 16, 32)
 
 
-def test_costs_are_those_of_the_backbone_alone(dense):
-    with pytest.raises(ValueError, match=r"pass the model's backbone alone, model\.backbone"):
-        cost(dense, 64)
-    assert sum(row.multiply_adds for row in cost(dense.backbone, 64)) > 0
-
-
 def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, capsys):
     dense.class_names = ("a", "b", "c")
     rope_jax.save_pretrained(dense, tmp_path)
@@ -140,9 +145,58 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
 
 def test_stages_with_a_head_of_one_map_are_created_again_from_their_file(tmp_path):
     tiny = {"width": 4, "depths": (1, 1), "heads": (1, 1), "window_size": 2, "image_size": 16}
-    model = filled(abstract("swin_t", head="linear", num_classes=2, **tiny))
+    model = filled("swin_t", head="linear", num_classes=2, **tiny)
     rope_jax.save_pretrained(model, tmp_path)
     assert model.blocks == (1,) == abstract(tmp_path).blocks
+
+
+def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
+    head = "upernet(width=4,auxiliary_width=0,neck=none)"
+    model = filled("deit_ti16", **DENSE | {"head": head, "last_norm": True})
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(tmp_path)
+    assert (again.neck, again.map_norm, again.options.last_norm) == (None, None, True)
+    assert_equal(own_state_dict(again), own_state_dict(model))
+    other = abstract("deit_ti16", **DENSE | {"head": head.replace("none", "multilevel")})
+    with pytest.raises(ValueError, match=r"head\.neck is none there and multilevel here"):
+        load_pretrained(other, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["linear", "upernet(width=4,auxiliary_width=0)"])
+def test_a_file_of_other_code_says_nothing_of_its_model(head, classifier, tmp_path, capsys):
+    """Such as timm's: it is found that it holds a classifier."""
+    path = tmp_path / "timm.npz"
+    np.savez(path, **export_state_dict(classifier, source="timm"))
+    model = abstract("deit_ti16", **TINY | CLASSES | {"head": head})
+    load_pretrained(model, path)
+    assert capsys.readouterr().out.startswith("weights of a classifier: new ")
+    kernel = classifier.blocks[3].mlp.fc2.kernel[...]
+    np.testing.assert_array_equal(model.backbone.blocks[3].mlp.fc2.kernel[...], kernel)
+
+
+def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
+    """Files of mmsegmentation's ViT have none by default."""
+    settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
+    model, other = (make("deit_ti16", **settings) for make in (filled, abstract))
+    weights = export_state_dict(model, source="mmseg")
+    assert weights.pop("backbone.patch_embed.projection.bias").any()
+    np.savez(tmp_path / "vit.npz", **weights)
+    load_pretrained(other, tmp_path / "vit.npz")
+    assert not other.backbone.patch_embed.proj.bias[...].any()
+    kernel = model.backbone.patch_embed.proj.kernel[...]
+    np.testing.assert_array_equal(other.backbone.patch_embed.proj.kernel[...], kernel)
+
+
+def test_another_epsilon_than_the_classifiers_is_told(classifier, tmp_path, capsys):
+    """As in Segmenter's code, whose encoder has 1e-5 with weights trained with 1e-6."""
+    path = tmp_path / "deit.safetensors"
+    rope_jax.save_pretrained(classifier, path)
+    used = "weights of a classifier: new head, not used head.bias, head.kernel"
+    for epsilon, told in ((1e-5, ", norm_epsilon=1e-05, trained with 1e-06"), (1e-6, "")):
+        model = abstract("deit_ti16", norm_epsilon=epsilon, **TINY | {"head": "linear"} | CLASSES)
+        load_pretrained(model, path)
+        assert capsys.readouterr().out == f"{used}{told}\n"
+        assert model.backbone.norm.epsilon == epsilon
 
 
 @pytest.mark.parametrize("source", [None, "timm"])
@@ -247,10 +301,7 @@ def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, t
 @pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])
 def test_files_of_vit_adapter_with_upernet(source):
     """Backbone and heads are named as in its checkpoints, counts of batches among them."""
-    make = lambda: abstract("vit_adapter_ti16", **ADAPTER)
-    model, other, rng = make(), make(), np.random.default_rng(0)
-    values = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), nnx.state(model))
-    nnx.update(model, values)
+    model, other = (make("vit_adapter_ti16", **ADAPTER) for make in (filled, abstract))
     exported = export_state_dict(model, source=source)
     for name in ("backbone.spm.conv2.0.weight", "backbone.norm4.running_var", "backbone.pos_embed"):
         assert name in exported

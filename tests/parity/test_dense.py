@@ -39,6 +39,8 @@ def test_outputs_are_those_of_the_official_code(name):
         ("vit_adapter", "vit_adapter"),
         ("mask2former", "mask2former"),
         ("dino_transformer", "detrex"),
+        ("upernet_vit_mln", "mmseg"),
+        ("upernet_vit_plain", "mmseg"),
     ],
 )
 def test_weights_are_exported_as_they_came(name, source):

@@ -5,7 +5,9 @@ As in mmsegmentation, with its auxiliary head of one convolution, which takes pa
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,15 @@ from rope_jax.initializers import normal_init
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import ConvNorm, average_bins, dropout, resize_maps
 from rope_jax.models.layers import Linear
-from rope_jax.models.registry import CountOrZero, OptionalCount, Options, Probability
+from rope_jax.models.registry import (
+    Allowed,
+    CountOrZero,
+    OptionalCount,
+    Options,
+    Probability,
+    one_of,
+)
+from rope_jax.positions.grids import Grid
 
 _CHANNELS = (1, 2)  # the axes of a map that Dropout2d drops together
 
@@ -30,12 +40,17 @@ class UperNetOptions(Options):
         dropout: probability of dropping a channel before the classifier.
         auxiliary_width: channels of the auxiliary head; 0 for none.
         auxiliary_weight: of its loss.
+        auxiliary_map: the map that it takes, from 0, the largest.
+        neck: that makes the maps from four blocks of an isotropic model: "deconv" (BEiT),
+            "multilevel" (mmsegmentation's ViTs) or "none", which leaves them at one size.
     """
 
     width: OptionalCount = None
     dropout: Probability = 0.1
     auxiliary_width: CountOrZero = 256
     auxiliary_weight: float = 0.4
+    auxiliary_map: Annotated[int, Allowed(lambda n: 0 <= n <= 3, "must be from 0 to 3")] = 2
+    neck: Annotated[str, one_of("deconv", "multilevel", "none")] = "deconv"
 
     draws: ClassVar[tuple[str, ...]] = ("dropout",)
 
@@ -94,7 +109,6 @@ class UperNet(SegmentationHead):
 
     strides: ClassVar[tuple[int, ...]] = (4, 8, 16, 32)
     normalised: ClassVar[bool] = False
-    auxiliary_map: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -112,7 +126,7 @@ class UperNet(SegmentationHead):
         self.smooth = nnx.List(ConvNorm(width, width, 3, **settings) for _ in channels[:-1])
         self.fuse = ConvNorm(len(channels) * width, width, 3, **settings)
         self.classify = Classifier(width, num_classes, options.dropout, **settings)
-        own, inputs = options.auxiliary_width, channels[self.auxiliary_map]
+        own, inputs = options.auxiliary_width, channels[options.auxiliary_map]
         make = functools.partial(ConvHead, inputs, own, num_classes, options.dropout, **settings)
         self.auxiliary = make() if own else None
 
@@ -129,8 +143,17 @@ class UperNet(SegmentationHead):
         logits = self.classify(fused, keys[0])
         if self.auxiliary is None:
             return PixelLogits(logits)
-        second = self.auxiliary(maps[self.auxiliary_map], train, keys[1])
+        second = self.auxiliary(maps[self.options.auxiliary_map], train, keys[1])
         return PixelLogits(logits, second, self.options.auxiliary_weight)
+
+    def places(self, sizes: Sequence[Grid]) -> dict[str, int]:
+        areas = [math.prod(size) for size in sizes]
+        bins = PyramidPooling.bins
+        places = {f"pooling.convs.{i}": number**2 for i, number in enumerate(bins)}
+        places |= {"pooling.fuse": areas[-1], "fuse": areas[0], "classify": areas[0]}
+        for level, area in enumerate(areas[:-1]):
+            places |= {f"laterals.{level}": area, f"smooth.{level}": area}
+        return places | {"auxiliary": areas[self.options.auxiliary_map]}
 
 
 register_head("upernet", UperNet, UperNetOptions())

@@ -71,6 +71,7 @@ class Conversion:
 
     Attributes:
         links: which tensor fills which parameter.
+        zeros: parameters that the file lacks and that are 0 in its model.
         frozen: expected values of tensors that the model computes, by name.
         problems: everything that does not fit.
         new_head: whether the model's head keeps its initial weights.
@@ -80,6 +81,7 @@ class Conversion:
     """
 
     links: list[Link]
+    zeros: list[Slot]
     frozen: dict[str, np.ndarray]
     problems: list[str]
     new_head: bool
@@ -168,6 +170,8 @@ def convert_state_dict(
         array = array if link.rule.cut is None else array[link.rule.cut]
         array = link.rule.read(array.astype(variable.dtype), slot)
         slot.of(value)[...] = array if slot.grid is None else _resized(array, slot)
+    for slot in conversion.zeros:
+        values[slot.path] = np.zeros(variables[slot.path].shape, variables[slot.path].dtype)
     for path, value in values.items():
         variables[path].set_value(jax.device_put(value))
 
@@ -240,7 +244,7 @@ def plan_conversion(
     table = name_table(model, source)
     fresh = _fresh(model, table, shapes)
     found, problems = links_of(model, table, source, fresh)
-    links, frozen, left, grids = [], {}, dict(shapes), grids or {}
+    links, zeros, frozen, left, grids = [], [], {}, dict(shapes), grids or {}
     found, new_head = _without_head(found, shapes, new_head)
     headless = new_head or not model.num_classes
     backbone = backbone or is_backbone(model, fresh)
@@ -260,6 +264,8 @@ def plan_conversion(
             problems += [problem] if problem else []
             slot = dataclasses.replace(link.slot, grid=grid)
             links.append(dataclasses.replace(link, slot=slot))
+        elif _matches_any(table.zeros, link.key):
+            zeros.append(link.slot)
         elif not _matches_any(table.optional, link.key):
             problems.append(f"{link.key} is missing: it fills {link.slot.name} of the model")
     for key, (shape, dtype) in left.items():
@@ -279,7 +285,7 @@ def plan_conversion(
             problems.append(not_floating(key, dtype))
         else:
             frozen[key] = want
-    return Conversion(links, frozen, problems, new_head, unused, fresh)
+    return Conversion(links, zeros, frozen, problems, new_head, unused, fresh)
 
 
 def _fresh(model: nnx.Module, table: Table, shapes: Shapes) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def detectron2(model: nnx.Module) -> Table:
         ("position.decomposed.columns.{i}", "blocks.{i}.attn.rel_pos_w", SAME),
     ]
     rows = [(f"{prefix}{ours}", f"net.{theirs}", rule) for ours, theirs, rule in rows]
-    for index, level in enumerate(model.neck.levels if hasattr(model, "neck") else ()):
+    for index, level in enumerate(getattr(getattr(model, "neck", None), "levels", ())):
         rows += _pyramid_level(f"neck.levels.{index}", level.scale)
     return Table(rows)
 

@@ -64,24 +64,30 @@ def segmenter(model: nnx.Module) -> Table:
 def mmseg(model: nnx.Module) -> Table:
     """mmsegmentation's heads: UperNet with its auxiliary head, and Segmenter's.
 
-    Backbones are named as in the code that trains them with that library: with UperNet's
+    Backbones are named as in the code that trains them with that library: with a neck of
     deconvolutions as in BEiT's and MAE's, which are timm's names, ViT-Adapter's as in its code, and
-    others as in the library's own ViT.
+    others as in the library's own ViT. Its patch embedding has a bias in versions 0.x, with which
+    the published weights were trained, and by default none in 1.2.2.
     """
     rows = within("", [*_upernet(), *_mmseg_mask_transformer()], _head(model))
     if getattr(getattr(model, "backbone", None), "own_maps", False):
         return vit_adapter(model)
-    if getattr(model, "neck", None) is None:
-        return Table(rows + within("backbone.", _mmseg_vit(), "backbone."), dropped=_BATCH_NORMS)
+    neck = getattr(model, "neck", None)
+    if neck is None or hasattr(neck, "laterals"):  # none, or MultiLevelNeck
+        rows += within("backbone.", _mmseg_vit(), "backbone.")
+        rows += _pointwise("neck.laterals.{i}", "neck.lateral_convs.{i}.conv")
+        rows += conv("neck.convs.{i}", "neck.convs.{i}.conv")
+        zeros = ("backbone.patch_embed.projection.bias",)
+        return Table(rows, dropped=_BATCH_NORMS, zeros=zeros)
     table = timm(model.backbone)
-    neck: list[Row] = [
+    deconvs: list[Row] = [
         *dense("up1", "fpn1.0", DECONV),
         *batch_norm("norm", "fpn1.1"),
         *dense("up2", "fpn1.3", DECONV),
         *dense("up", "fpn2.0", DECONV),
     ]
     rows += within("backbone.", _without_classifier(table.rows), "backbone.")
-    rows += within("backbone.", neck, "neck.")
+    rows += within("backbone.", deconvs, "neck.")
     dropped = tuple(f"backbone.{name}" for name in table.dropped)
     return Table(rows, table.pairing, table.preprocessing, (*dropped, *_BATCH_NORMS))
 

@@ -118,18 +118,21 @@ def load_weights(
     described = about and about.preprocessing
     model.preprocessing = described or file.preprocessing or preprocessing
     if backbone:
-        print(_of_backbone(model, plan))
+        print(_of_backbone(model, plan, file))
     elif plan.new_head:
         print(f"head: new, {model.num_classes} classes")
     elif about is not None and model.num_classes:
         model.class_names = about.class_names
 
 
-def _of_backbone(model: nnx.Module, plan: Plan | Conversion) -> str:
+def _of_backbone(model: nnx.Module, plan: Plan | Conversion, file: WeightsFile) -> str:
     """What the weights of a classifier were used for in a model of dense prediction."""
     new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
     unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
-    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}"
+    options = {} if file.metadata is None else file.metadata.options
+    trained, own = options.get("norm_epsilon"), model.options.norm_epsilon
+    epsilon = "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
+    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}{epsilon}"
 
 
 def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:
@@ -157,7 +160,12 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     for target in targets:
         if target is not targets[-1] and not _names_some(target, file):
             continue
-        own = source or file.source or _first_that_fits(target, file, target is backbone)
+        try:
+            own = source or file.source or _first_that_fits(target, file, target is backbone)
+        except ValueError:
+            if not found:
+                raise
+            continue  # the file has no name of a backbone alone, but names of the whole model
         if len(targets) == 1:
             return target, own
         if target is backbone or own in (*DENSE, OWN):

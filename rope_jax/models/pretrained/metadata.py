@@ -30,6 +30,7 @@ CLASSIFIER_OPTIONS = ("class_token", "last_norm")
 # All options in which it may differ from its classifier.
 _OF_CLASSIFIERS = {*CLASSIFIER_OPTIONS}
 _OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
+_OF_CLASSIFIERS |= {"norm_epsilon"}  # Segmenter's code has 1e-5 with weights trained with 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +169,8 @@ class Metadata:
     def differences(self, model: nnx.Module, *, backbone: bool = False) -> list[str]:
         """How the model of the weights differs from `model`, in what weights depend on.
 
-        A backbone of dense prediction may have windows that the classifier had not (ViTDet), and
-        no class token or last norm.
+        A backbone of dense prediction may have windows that the classifier had not (ViTDet), no
+        class token or last norm, and another epsilon of its norms (Segmenter).
         """
         own = json.loads(Metadata.of(model, {}).to_json())
         pairs = [("family", self.family, own["family"])]

@@ -79,6 +79,7 @@ class Table:
             function of the model, the name's numbers and the tensor's shape. It returns the
             expected tensor, up to the rounding of float32, or None if there is none.
         optional: names of tensors that a file may lack; their parameters stay as they are.
+        zeros: names of tensors that a file may lack; their parameters become 0.
     """
 
     rows: list[Row]
@@ -87,6 +88,7 @@ class Table:
     dropped: tuple[str, ...] = ()
     frozen: tuple[tuple[str, Frozen], ...] = ()
     optional: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
 
 def match_name(template: str, name: str) -> dict[str, int] | None:

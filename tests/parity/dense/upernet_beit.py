@@ -13,7 +13,8 @@ def outputs(golden, dtype):
     def make():
         return rope_jax.create_model(
             "beit_b16",
-            head=f"upernet(width={case['width']},auxiliary_width={auxiliary['width']})",
+            head=f"upernet(width={case['width']},auxiliary_width={auxiliary['width']},"
+            f"auxiliary_map={auxiliary['map']})",
             num_classes=case["classes"],
             blocks=tuple(case["blocks"]),
             image_size=tuple(case["image"]),
@@ -25,23 +26,30 @@ def outputs(golden, dtype):
         )
 
     model = nnx.eval_shape(make)
-    assert model.head.auxiliary_map == auxiliary["map"]
     rope_jax.convert_state_dict(model, golden.weights, source="mmseg")
+    maps, logits, whole, auxiliary = run(model, images(*case["image"]).astype(dtype))
+    stored = {f"map{i}": x[:, :8, ::2, ::2] for i, x in enumerate(maps)}
+    return stored | {
+        "logits": logits[:, ::3],
+        "logits_at_image_size": whole[:, ::7, ::4, ::4],
+        "aux_logits": auxiliary,
+    }
+
+
+def run(model, x):
+    """Maps after the neck, logits, those at the size of the image, and those of the second head.
+
+    All are NCHW.
+    """
     graph, state = nnx.split(model)
 
     @jax.jit
-    def run(state, x):
+    def apply(state, x):
         model = nnx.merge(graph, state)
         maps = model.head_maps(x)
         predictions = model.head(maps)
-        return maps, predictions, model.head.result(predictions, x.shape[1:3])
+        whole = model.head.result(predictions, x.shape[1:3])
+        found = (maps, predictions.logits, whole, predictions.auxiliary)
+        return jax.tree.map(lambda x: x.transpose(0, 3, 1, 2), found)
 
-    found = run(state, images(*case["image"]).astype(dtype))
-    maps, predictions, whole = found
-    first = lambda x: x.transpose(0, 3, 1, 2)  # channels first, as stored
-    stored = {f"map{i}": first(x)[:, :8, ::2, ::2] for i, x in enumerate(maps)}
-    return stored | {
-        "logits": first(predictions.logits)[:, ::3],
-        "logits_at_image_size": first(whole)[:, ::7, ::4, ::4],
-        "aux_logits": first(predictions.auxiliary),
-    }
+    return apply(state, x)
