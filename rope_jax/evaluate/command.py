@@ -33,6 +33,7 @@ from jaxtyping import Array
 from rope_jax import data
 from rope_jax.arguments import Number, command_parser
 from rope_jax.config import ConfigError, blame, in_one_line
+from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import (
     Row,
@@ -41,6 +42,8 @@ from rope_jax.evaluate.accuracy import (
     evaluate_split,
     on_all_devices,
     protocol,
+    rotation_rule,
+    rules,
 )
 from rope_jax.evaluate.pictures import draw_pictures
 from rope_jax.evaluate.results import (
@@ -99,6 +102,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
     )
     add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
+    add("--extend", help="rotary: none, extrapolate, interpolate, ntk or yarn(alpha=1,beta=32)")
+    add(
+        "--log_scale",
+        action=argparse.BooleanOptionalAction,
+        help="rotary: scale logits by ln L / ln L_trained; default of these two: as the WORKDIR's "
+        "config, or as the scheme",
+    )
     add("--scales", type=_scales, help="segmentation: 0.5,1,1.5, of the images, averaged")
     add("--flip", action="store_true", help="segmentation: average with flipped images, too")
     add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
@@ -142,8 +152,10 @@ def _check(asked: argparse.Namespace, has_split: bool, segments: bool) -> None:
 
 def _evaluate(asked: argparse.Namespace) -> None:
     about = load_model(asked)
-    if asked.scale_windows is None:
-        asked.scale_windows = about.config is not None and about.config.eval.scale_windows
+    own = EvalConfig() if about.config is None else about.config.eval
+    for name, value in rules(own).items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
     segments = about.model.task == "segmentation"
     _check(asked, about.config is not None, segments)
     given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
@@ -191,12 +203,12 @@ def _evaluate_sizes(
         rows_before = usable_evaluations(out) if first else []
         row = next((row for row in rows_before if row["asked"] == identity), None)
         if from_first_process(row is None):
-            options = {"scale_windows": asked.scale_windows, "rpb_shrink": asked.rpb_shrink}
+            options = _rules(asked)
             if segments:
                 row = _segment(asked, about, images, views, preprocessing, mesh, out.parent)
             elif found is None:
                 model = at_resolution(about.model, size, **options)
-                row = _own_split(about, model, size, asked.batch_size or 128, mesh)
+                row = _own_split(asked, about, model, size, mesh)
             else:
                 model = at_resolution(about.model, size, **options)
                 row = evaluate_files(
@@ -206,7 +218,7 @@ def _evaluate_sizes(
                     preprocessing,
                     mesh,
                     batch_size=asked.batch_size or 128,
-                    windows=model.window_rule(),
+                    windows=_in_words(asked, model),
                     poll=functools.partial(_show_progress, len(found.labels)),
                 )
                 print(file=sys.stderr)
@@ -241,7 +253,21 @@ def _identity(
         identity["sha256"] = about.sha256
     if config is not None:
         identity["seed"] = config.seed
+    if asked.extend is not None or asked.log_scale:
+        identity |= {"extend": asked.extend, "log_scale": asked.log_scale}
     return identity
+
+
+def _rules(asked: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `at_resolution`."""
+    names = ("scale_windows", "rpb_shrink", "extend", "log_scale")
+    return {name: getattr(asked, name) for name in names}
+
+
+def _in_words(asked: argparse.Namespace, model: nnx.Module, *, scaled: bool = False) -> str:
+    """The rules for windows and rotations, for the protocol."""
+    rule = rotation_rule(EvalConfig(extend=asked.extend, log_scale=asked.log_scale))
+    return "; ".join(filter(None, (model.window_rule(scaled=scaled), rule)))
 
 
 def _images(
@@ -298,7 +324,7 @@ def _segment(
     """The row of a segmentation, and its picture in `folder`."""
     _check_class_names(about.model, images)
     graph, weights = nnx.split(about.model)
-    options = {"scale_windows": asked.scale_windows, "rpb_shrink": asked.rpb_shrink}
+    options = _rules(asked)
 
     def apply(weights: Any, windows: Array) -> Array:
         with use_mesh(mesh):
@@ -329,8 +355,8 @@ def _segment(
         path = folder / f"predictions_{'x'.join(map(str, images.size))}.png"
         draw_pictures(found.pictures, images.class_names, images.classes, path)
         print(f"picture: {path}")
-    windows = about.model.window_rule(scaled=asked.scale_windows)
-    how = "; ".join(filter(None, (found.row["protocol"], windows)))
+    given = _in_words(asked, about.model, scaled=asked.scale_windows)
+    how = "; ".join(filter(None, (found.row["protocol"], given)))
     return found.row | {"protocol": how}
 
 
@@ -340,11 +366,16 @@ def _show_progress(total: int, images: int) -> None:
 
 
 def _own_split(
-    about: LoadedModel, model: nnx.Module, size: tuple[int, int], batch_size: int, mesh: Mesh
+    asked: argparse.Namespace,
+    about: LoadedModel,
+    model: nnx.Module,
+    size: tuple[int, int],
+    mesh: Mesh,
 ) -> Row:
     """The row of the run's own test split."""
     config = about.config
-    options = dataclasses.replace(config.eval, batch_size=batch_size)
+    given = {"extend": asked.extend, "log_scale": asked.log_scale}
+    options = dataclasses.replace(config.eval, batch_size=asked.batch_size or 128, **given)
     apply, weights = on_all_devices(model, mesh)
     config = dataclasses.replace(config, eval=options)
     images = load_split(config, "test", size)
