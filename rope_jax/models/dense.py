@@ -203,7 +203,7 @@ def create_dense(
     )
     model = DenseModel(backbone, neck, made, blocks)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
-    model.head_notation = head
+    model.head_notation, model.trained_size = head, backbone.trained_size
     return model
 
 

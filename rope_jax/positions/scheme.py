@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from rope_jax import plugins
 from rope_jax.positions.extension import Extension
-from rope_jax.positions.grids import Grid
+from rope_jax.positions.grids import Grid, Video
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
 
 Tokens = Float[Array, "B L C"]
@@ -58,7 +58,7 @@ class Stage:
     embed_prefix: int = 0
     dtype: np.dtype = np.dtype(np.float32)
 
-    def region(self, grid: Grid) -> Grid:
+    def region(self, grid: Grid | Video) -> Grid | Video:
         """Rows and columns of the region of a map that contains one query's keys."""
         if isinstance(self.pattern, Window):
             return self.pattern.fit(grid).size

@@ -8,7 +8,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.positions.extension import RULES, Extension, extend_rotations
-from rope_jax_kernels import Neighborhood, Window
+from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions.schemes import HEAD_DIM, HEADS, scheme, stage, trained
 
 T, N = (4, 6), (10, 9)  # rows and columns of the maps of training and of evaluation
@@ -165,3 +165,69 @@ def test_temperature():
     )
     both = scheme("rope2d(extend=yarn)+rpb", grid=T).terms(N)
     assert both.logit_scale == yarn.terms(N).logit_scale
+
+
+def test_on_the_map_of_training_nothing_changes():
+    for text in ("rope_mixed", "axial_rope", "cat_rope"):
+        own = scheme_of(text).terms(T).layer(0)
+        for rule in RULES:
+            terms = extended(text, f"{rule},log_scale={rule != 'yarn'}").terms(T).layer(0)
+            assert terms.logit_scale == 1
+            assert jnp.array_equal(terms.rotation.freqs, own.rotation.freqs)
+            assert jnp.array_equal(terms.rotation.coords, own.rotation.coords)
+
+
+def test_smaller_maps():
+    small = (2, 6)
+    for text in ("rope2d", "axial_rope(aspect=separate)"):
+        before, own = steps(scheme_of(text), T), steps(scheme_of(text), small)
+        for rule in ("ntk", "yarn", "extrapolate"):
+            np.testing.assert_allclose(steps(extended(text, rule), small), before, **EXACT)
+        stretched = steps(extended(text, "interpolate"), small)
+        np.testing.assert_allclose(stretched, before * [[2], [1]], **EXACT)
+        np.testing.assert_allclose(own, before if text == "rope2d" else stretched, **EXACT)
+
+
+def test_a_single_frequency_is_interpolated_and_an_axis_of_one_patch_is_left_alone():
+    text = "cat_rope(mode=paper_unit)"
+    same = (extended(text, rule).terms(N).rotation.freqs for rule in ("ntk", "interpolate"))
+    np.testing.assert_allclose(*same, rtol=1e-12)
+    line = {"grid": (1, 4)}
+    own, found = scheme_of("axial_rope", **line), extended("axial_rope", "ntk", **line)
+    before, after = (np.asarray(p.terms((3, 8)).rotation.freqs) for p in (own, found))
+    np.testing.assert_array_equal(after[:, 0], before[:, 0])
+    assert not np.allclose(after[:, 1], before[:, 1])
+
+
+def test_reading_order_and_videos():
+    count = PAIRS
+    wanted = (10000 * (90 / 24) ** (count / (count - 1))) ** -(np.arange(count) / count)
+    freqs = extended("rope1d", "ntk").terms(N).rotation.freqs
+    np.testing.assert_allclose(freqs[0, 0], wanted, **EXACT)
+    both = scheme_of("rope3d"), extended("rope3d", "interpolate")
+    own, found = (position.terms((5, *N)).rotation.freqs for position in both)
+    np.testing.assert_allclose(found, own / np.array([1, *S])[:, None], **EXACT)  # frames go on
+
+
+def test_windows_count_what_a_query_sees():
+    def freqs(text, rule, pattern, on, of_layer=None):
+        position = extended(text, rule, pattern=pattern)
+        position = position if of_layer is None else position.with_pattern(of_layer)
+        return np.asarray(position.terms(on).layer(0).rotation.freqs)
+
+    own = freqs("rope2d", "none", Window((2, 3)), T)
+    for pattern in (Window((2, 3)), Neighborhood((3, 3))):
+        np.testing.assert_array_equal(freqs("rope2d", "ntk", pattern, N), own)
+        # Coordinates in a box that grows: the steps of training, not those of the larger map.
+        boxed = extended("axial_rope(aspect=separate)", "interpolate", pattern=pattern)
+        before, after = (boxed.terms(grid).rotation for grid in (T, N))
+        np.testing.assert_allclose(after.freqs, before.freqs * S[:, None], **EXACT)
+    larger = extended("rope2d", "interpolate", pattern=Window((2, 3)))
+    larger.stage = stage(grid=N, pattern=Window((4, 3)))
+    np.testing.assert_allclose(larger.terms(N).rotation.freqs[0, 0], own[0, 0] / 2, **EXACT)
+    np.testing.assert_allclose(larger.terms(N).rotation.freqs[0, 1], own[0, 1], **EXACT)
+    of_map = freqs("rope2d", "interpolate", Window((2, 3)), N, of_layer=Global())
+    np.testing.assert_allclose(of_map, own / S[:, None], **EXACT)
+    local = extended("axial_rope(window_coords=local_unit)", "ntk", pattern=Window((2, 3)))
+    assert not local.extends
+    np.testing.assert_array_equal(*(local.terms(grid).rotation.freqs for grid in (T, N)))
