@@ -1,18 +1,16 @@
 """Rotary schemes beyond the map of training, against the formulas of the papers in NumPy."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import rope_jax
-from rope_jax.positions.extension import RULES, Extension, extend_rotations
+from rope_jax.positions.extension import RULES
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions.schemes import HEAD_DIM, HEADS, scheme, stage, trained
 
 T, N = (4, 6), (10, 9)  # rows and columns of the maps of training and of evaluation
 PAIRS = HEAD_DIM // 2
+SHARED = "axial_rope(k_rope=1,shared=True"
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -90,9 +88,9 @@ def test_box_coordinates_interpolate_and_integer_ones_extrapolate_by_themselves(
         ("rope2d(base=50)", 50, 1),
         ("eva02", 10000, 16 / np.array(T)),
         ("dinov3", 100, 2 * np.pi * 2 / np.array(T)),
-        ("axial_rope(k_rope=1,shared=True,generator=exponential,aspect=separate)", 100, 2 / np.array(T)),
+        (f"{SHARED},generator=exponential,aspect=separate)", 100, 2 / np.array(T)),
     ],
-)  # fmt: skip
+)
 def test_ntk_is_another_base(text, base, unit):
     y, x = (geometric(base, s) * w for s, w in zip(S, np.broadcast_to(unit, 2), strict=True))
     wanted = axes(y, x)
@@ -231,3 +229,9 @@ def test_windows_count_what_a_query_sees():
     local = extended("axial_rope(window_coords=local_unit)", "ntk", pattern=Window((2, 3)))
     assert not local.extends
     np.testing.assert_array_equal(*(local.terms(grid).rotation.freqs for grid in (T, N)))
+
+
+def test_uneven_coordinates_have_no_step_to_keep(rope_log):
+    assert scheme(f"{rope_log}(log_scale=True)", grid=T).terms(N).logit_scale > 1
+    with pytest.raises(ValueError, match="extend=ntk needs coordinates that are evenly spaced"):
+        scheme(f"{rope_log}(extend=ntk)", grid=T).terms(N)
