@@ -1,8 +1,10 @@
 """Rotary schemes beyond the map of training, against the formulas of the papers in NumPy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rope_jax.positions.extension import RULES
 from rope_jax_kernels import Global, Neighborhood, Window
@@ -235,3 +237,21 @@ def test_uneven_coordinates_have_no_step_to_keep(rope_log):
     assert scheme(f"{rope_log}(log_scale=True)", grid=T).terms(N).logit_scale > 1
     with pytest.raises(ValueError, match="extend=ntk needs coordinates that are evenly spaced"):
         scheme(f"{rope_log}(extend=ntk)", grid=T).terms(N)
+
+
+@pytest.mark.parametrize("rule", ["ntk", "yarn,beta=1.5"])
+def test_learned_frequencies_have_gradients(rule):
+    position = extended("axial_rope_v1", rule)
+    _, params, rest = nnx.split(position, nnx.Param, ...)
+
+    @jax.jit
+    def total(params):
+        freqs = nnx.merge(nnx.graphdef(position), params, rest).terms(N).layer(0).rotation.freqs
+        return (freqs * jnp.arange(1, freqs.size + 1).reshape(freqs.shape)).sum()
+
+    (gradient,) = jax.tree.leaves(jax.jit(jax.grad(total))(params))
+    (values,) = jax.tree.leaves(params)
+    assert jnp.isfinite(gradient).all()
+    step = 1e-6 * jnp.asarray(np.random.default_rng(2).standard_normal(values.shape))
+    moved = [total(jax.tree.map(lambda x, s=s: x + s * step, params)) for s in (1, -1)]
+    assert (moved[0] - moved[1]) / 2 == pytest.approx(float((gradient * step).sum()), rel=1e-5)
