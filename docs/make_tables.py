@@ -15,6 +15,7 @@ from benchmarks import machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
 from docs.evidence import evidence, ranking
+from docs.extend import extend
 from docs.papers import citation, papers
 from docs.results import ROOT, newest, no_result, origin, read_results
 from docs.scenes import scenes
@@ -292,6 +293,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "evidence": evidence,
     "ranking": ranking,
     "scenes": scenes,
+    "extend": extend,
     "costs": costs,
     "papers": papers,
     "citation": citation,

@@ -259,6 +259,18 @@ class EvalConfig:
         "of training and padded maps",
         resumable=True,
     )
+    extend: str | None = _setting(
+        None,
+        "rotary schemes: the rule at sizes other than that of training, none, extrapolate, "
+        "interpolate, ntk or yarn(alpha=1,beta=32), see rope_jax.positions.extension; None for "
+        "the scheme's own",
+        resumable=True,
+    )
+    log_scale: bool = _setting(
+        False,
+        "rotary schemes: scale logits by ln L / ln L_trained, for L tokens in attention",
+        resumable=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,12 @@ from jaxtyping import Array
 
 from rope_jax import data, seeds
 from rope_jax.config import Config, ConfigError, blame
+from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
+from rope_jax.files import warn
 from rope_jax.models.pretrained import Preprocessing
+from rope_jax.positions.extension import extend_rotations
 from rope_jax.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification
 from rope_jax.text import image_pair
@@ -174,7 +177,27 @@ def protocol(
         windows: `Backbone.window_rule` of the model.
     """
     weights = "averaged weights (EMA)" if config.averaged else "weights of the last step"
-    return "; ".join(filter(None, (images.protocol, windows, weights)))
+    return "; ".join(filter(None, (images.protocol, windows, rotation_rule(config.eval), weights)))
+
+
+def rotation_rule(options: EvalConfig) -> str | None:
+    """The rule of rotary schemes that an evaluation sets, in words; None if it sets none.
+
+    >>> rotation_rule(EvalConfig(extend="ntk", log_scale=True))
+    'rotations with extend=ntk and log_scale'
+    """
+    extend = None if options.extend is None else f"extend={options.extend}"
+    found = [*filter(None, (extend, options.log_scale and "log_scale"))]
+    return f"rotations with {' and '.join(found)}" if found else None
+
+
+def rules(options: EvalConfig) -> dict[str, Any]:
+    """The arguments of `at_resolution` in a config.
+
+    >>> rules(EvalConfig(extend="ntk"))
+    {'scale_windows': False, 'extend': 'ntk', 'log_scale': False}
+    """
+    return {name: getattr(options, name) for name in ("scale_windows", "extend", "log_scale")}
 
 
 def protocols(setup: Setup) -> dict[str, Config]:
@@ -231,9 +254,9 @@ def applied(setup: Setup, state: State) -> tuple[Apply, Any]:
 
     def apply(weights: Any, images: Array, **given: Array) -> Any:
         trained = nnx.merge(setup.graph, *weights)
-        size, scaled = images.shape[1:3], config.eval.scale_windows
+        size, rule = images.shape[1:3], rules(config.eval)
         with use_mesh(setup.mesh):
-            copy = at_resolution(trained, size, scale_windows=scaled, flags="--config.eval.")
+            copy = at_resolution(trained, size, **rule, flags="--config.eval.")
             return copy(images, **given)
 
     return apply, (params, state.get("stats", {}), rest)
@@ -245,6 +268,8 @@ def at_resolution(
     *,
     scale_windows: bool = False,
     rpb_shrink: str | None = None,
+    extend: str | None = None,
+    log_scale: bool = False,
     flags: str = "--",
 ) -> nnx.Module:
     """A copy of a model for images of another size; position tables are resized by their rule.
@@ -261,6 +286,10 @@ def at_resolution(
         scale_windows: for Swin, windows of 1/32 of the image (Heo et al., section 3.3).
         rpb_shrink: resizing of `rpb`'s tables to a smaller map, "bicubic" or "crop"; None for the
             model's own rule.
+        extend: the rule of rotary schemes, "ntk" or "yarn(beta=8)", see
+            `rope_jax.positions.extension`; None for the model's own.
+        log_scale: whether logits of models with rotary schemes grow with the logarithm of the
+            number of tokens.
         flags: how the flags begin that errors name.
 
     Raises:
@@ -280,8 +309,16 @@ def at_resolution(
             copy.scale_windows()
         except ValueError as error:
             raise ConfigError(f"{flags}{error}") from error
+    with blame(f"{flags}{'log_scale' if extend is None else 'extend'}"):
+        schemes = extend_rotations(copy, extend, log_scale)
     with blame(f"{flags}resolutions"):
         copy.resize(size)
+    resized = any(scheme.stage.grid != scheme.trained.grid for scheme in schemes)
+    if resized and not any(scheme.extends for scheme in schemes):
+        warn(
+            f"WARNING: at {size[0]}x{size[1]} pixels, queries see as many patches as in training, "
+            "at the same steps: extend and log_scale change nothing there"
+        )
     return copy
 
 

@@ -29,7 +29,9 @@ from typing import Any
 from rope_jax import data
 from rope_jax.arguments import Number, command_parser
 from rope_jax.config import ConfigError, in_one_line
+from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
+from rope_jax.evaluate.accuracy import rules
 from rope_jax.evaluate.kinds import KINDS, Evaluation
 from rope_jax.evaluate.results import (
     Row,
@@ -77,6 +79,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
     )
     add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
+    add("--extend", help="rotary: none, extrapolate, interpolate, ntk or yarn(alpha=1,beta=32)")
+    add(
+        "--log_scale",
+        action=argparse.BooleanOptionalAction,
+        help="rotary: scale logits by ln L / ln L_trained; default of these two: as the WORKDIR's "
+        "config, or as the scheme",
+    )
     add("--scales", type=_scales, help="segmentation: 0.5,1,1.5, of the images, averaged")
     add("--flip", action="store_true", help="segmentation: average with flipped images, too")
     add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
@@ -121,8 +130,10 @@ def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -
 
 def _evaluate(asked: argparse.Namespace) -> None:
     about = load_model(asked)
-    if asked.scale_windows is None:
-        asked.scale_windows = about.config is not None and about.config.eval.scale_windows
+    own = EvalConfig() if about.config is None else about.config.eval
+    for name, value in rules(own).items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
     _check(asked, about.config is not None, KINDS[task_of(about.model).LABELS_OF])
     sizes = [about.image_size]
     if asked.resolutions:
@@ -196,4 +207,6 @@ def _identity(
         identity["sha256"] = about.sha256
     if config is not None:
         identity["seed"] = config.seed
+    if asked.extend is not None or asked.log_scale:
+        identity |= {"extend": asked.extend, "log_scale": asked.log_scale}
     return identity

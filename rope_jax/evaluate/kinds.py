@@ -24,6 +24,7 @@ from rope_jax.evaluate.accuracy import (
     evaluate_split,
     on_all_devices,
     protocol,
+    rotation_rule,
 )
 from rope_jax.evaluate.box_pictures import detected_in, draw_detections
 from rope_jax.evaluate.pictures import draw_pictures
@@ -80,7 +81,8 @@ class Evaluation:
     @property
     def options(self) -> dict[str, Any]:
         """Of `at_resolution`."""
-        return {"scale_windows": self.asked.scale_windows, "rpb_shrink": self.asked.rpb_shrink}
+        names = ("scale_windows", "rpb_shrink", "extend", "log_scale")
+        return {name: getattr(self.asked, name) for name in names}
 
     @property
     def bad_images(self) -> str:
@@ -115,10 +117,16 @@ class Evaluation:
 
         return apply, jax.device_put(weights, replicated(self.mesh))
 
-    def with_windows(self, how: str) -> str:
-        """A protocol with the rule of the model's windows."""
-        windows = self.about.model.window_rule(scaled=self.asked.scale_windows)
-        return "; ".join(filter(None, (how, windows)))
+    def rules(self, model: nnx.Module, *, scaled: bool = False) -> str:
+        """The rules of a model's windows, which will be `scaled`, and of its rotations, in words."""
+        asked = self.asked
+        rotations = rotation_rule(EvalConfig(extend=asked.extend, log_scale=asked.log_scale))
+        return "; ".join(filter(None, (model.window_rule(scaled=scaled), rotations)))
+
+    def with_rules(self, how: str) -> str:
+        """A protocol with these rules."""
+        rules = self.rules(self.about.model, scaled=self.asked.scale_windows)
+        return "; ".join(filter(None, (how, rules)))
 
     def picture(self) -> pathlib.Path:
         """The file of the picture."""
@@ -156,7 +164,7 @@ class OfImages(Evaluation):
             self.preprocessing,
             self.mesh,
             batch_size=batch_size,
-            windows=model.window_rule(),
+            windows=self.rules(model),
             poll=self.progress,
         )
         print(file=sys.stderr)
@@ -165,7 +173,8 @@ class OfImages(Evaluation):
     def _own_split(self, model: nnx.Module, batch_size: int) -> Row:
         """The row of the run's own test split."""
         config = self.about.config
-        options = dataclasses.replace(config.eval, batch_size=batch_size)
+        given = {"extend": self.asked.extend, "log_scale": self.asked.log_scale}
+        options = dataclasses.replace(config.eval, batch_size=batch_size, **given)
         config = dataclasses.replace(config, eval=options)
         apply, weights = on_all_devices(model, self.mesh)
         how = protocol(self.images, config, model.window_rule())
@@ -229,7 +238,7 @@ class OfPixels(Evaluation):
             if found.pictures:
                 draw_pictures(found.pictures, images.class_names, images.classes, self.picture())
                 print(f"picture: {self.picture()}")
-        return found.row | {"protocol": self.with_windows(found.row["protocol"])}
+        return found.row | {"protocol": self.with_rules(found.row["protocol"])}
 
 
 class OfBoxes(Evaluation):
@@ -289,7 +298,7 @@ class OfBoxes(Evaluation):
                 draw_detections(found, images.class_names, images.classes, self.picture())
                 print(f"picture: {self.picture()}")
         about = description(images) | {"count": used} | scores
-        return about | {"protocol": self.with_windows(images.protocol)}
+        return about | {"protocol": self.with_rules(images.protocol)}
 
 
 KINDS: dict[str, type[Evaluation]] = {"images": OfImages, "pixels": OfPixels, "boxes": OfBoxes}

@@ -13,7 +13,7 @@ from jaxtyping import Array, UInt8
 from rope_jax import seeds
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.index import BadImages
-from rope_jax.evaluate.accuracy import at_resolution, resolutions
+from rope_jax.evaluate.accuracy import at_resolution, resolutions, rules
 from rope_jax.evaluate.box_pictures import draw_detections, first_detected
 from rope_jax.evaluate.sheets import Panel, class_colours, draw_sheet, enlarged
 from rope_jax.sharding import use_mesh
@@ -77,7 +77,7 @@ def _predictor(setup: Setup, size: tuple[int, int]) -> Callable[[Any, Array], Ar
     @jax.jit
     def predict(weights: Any, images: UInt8[Array, "B H W 3"]) -> UInt8[Array, "B H W"]:
         model = nnx.merge(setup.graph, *weights)
-        model = at_resolution(model, size, scale_windows=config.eval.scale_windows)
+        model = at_resolution(model, size, **rules(config.eval))
         with use_mesh(setup.mesh):
             logits = model(normalise(images, config.data.mean, config.data.std))
         return logits.argmax(-1).astype(np.uint8)

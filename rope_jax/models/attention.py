@@ -146,12 +146,16 @@ class SelfAttention(nnx.Module):
             filling = self._bias() if pattern.padding == "tokens" else None
             qkv = _pad_to_windows(qkv, pattern, filling)
         qkv = qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads)
+        scale = self.scale
+        if terms.logit_scale != 1:  # a number, as kernels take it
+            own = qkv.shape[-1] ** -0.5 if scale is None else scale
+            scale = own * terms.logit_scale
         if key is not None and drop > 0:  # one mask for the whole batch; no kernel supports it
             attend = functools.partial(_dropping_attention, drop=drop, key=key)
             shared = (terms.rotation, bias, terms.transform)
-            out = _attend(qkv, shared, attend=attend, scale=self.scale)
+            out = _attend(qkv, shared, attend=attend, scale=scale)
         else:
-            attend = functools.partial(_attend_packed, pattern=pattern, scale=self.scale)
+            attend = functools.partial(_attend_packed, pattern=pattern, scale=scale)
             with jax.named_scope("attention"):
                 out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
 

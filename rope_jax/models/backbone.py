@@ -35,10 +35,11 @@ class Backbone(nnx.Module):
         beyond_classifier: starts of the names of parameters that weights of a classifier may lack;
             {i} stands for any number.
         softmax: whether the weights of attention come from a softmax and sum to 1.
-        name: in `create_model`, which sets this and the next three.
+        name: in `create_model`, which sets this and the next four.
         notation: the text of the positional scheme.
         head_notation: the text of the head of dense prediction; None without one.
         image_size: (height, width) in pixels, of creation or the last `resize`.
+        trained_size: (height, width) in pixels from which rotations extend, those of creation.
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, in their order, where known.
     """
@@ -54,6 +55,7 @@ class Backbone(nnx.Module):
     notation: str = ""
     head_notation: str | None = None
     image_size: Grid | None = None
+    trained_size: Grid | None = None
     preprocessing: Preprocessing | None = None
     class_names: tuple[str, ...] | None = None
 

@@ -177,6 +177,10 @@ _NO_BIAS = (
     "this position adds a bias to the logits of a softmax, and the cross-axis transformer has "
     "none: use a position that rotates, embeds or transforms, or a ViT"
 )
+_NO_TEMPERATURE = (
+    "yarn and log_scale change the temperature of a softmax, and the cross-axis transformer has "
+    "none: use extend=ntk or extend=interpolate, without log_scale"
+)
 
 
 class CrossAxisAttention(nnx.Module):
@@ -209,6 +213,8 @@ class CrossAxisAttention(nnx.Module):
         """
         if terms.bias is not None:
             raise ValueError(_NO_BIAS)
+        if terms.logit_scale != 1:
+            raise ValueError(_NO_TEMPERATURE)
         if terms.add is not None:
             x = x + terms.add.astype(x.dtype)
         if imprint is not None and not self.late:

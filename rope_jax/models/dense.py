@@ -270,7 +270,7 @@ def create_dense(
     norm = False if taken.blocks is None else norm
     model = DenseModel(backbone, taken.neck, made, taken.blocks, norm, taken.stages)
     model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
-    model.head_notation = head
+    model.head_notation, model.trained_size = head, backbone.trained_size
     return model
 
 

@@ -263,15 +263,20 @@ def create_backbone(
     num_classes = check_classes(default.num_classes if num_classes is None else num_classes)
     size = image_pair(default.image_size if image_size is None else image_size)
     options = {} if described is None else described.options
-    model = entry.family(
-        entry.options.override(name, {**options, **overrides}),
-        position=position,
-        num_classes=num_classes,
-        image_size=size,
-        dtype=_compute_dtype(dtype),
-        rngs=nnx.Rngs(seed),
-    )
+    made = entry.options.override(name, {**options, **overrides})
+    settings = {"position": position, "num_classes": num_classes, "dtype": _compute_dtype(dtype)}
+
+    def make(image_size: tuple[int, int]) -> nnx.Module:
+        return entry.family(made, **settings, image_size=image_size, rngs=nnx.Rngs(seed))
+
+    model = make(size)
     model.name, model.notation, model.image_size = name, position, size
+    model.trained_size = size if described is None else described.trained_size
+    if model.trained_size != size:  # rotations extend from the map of training
+        there = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(model.trained_size))))
+        for path, module in nnx.iter_modules(model):
+            if hasattr(module, "trained"):
+                module.trained = there[path].trained
     return model
 
 

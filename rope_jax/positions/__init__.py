@@ -118,13 +118,18 @@ def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
             hint = f"here it is {_ELSEWHERE[name]!r}; rope_jax.list_positions() lists all"
         raise plugins.UnknownName(f"unknown positional scheme {name!r}; {hint}")
     cls = SCHEMES[name]
-    options = bind(call, options_of(cls.__init__))
+    later = {} if cls.extension is None else options_of(type(cls.extension))
+    options = bind(call, options_of(cls.__init__) | later)
+    extending = {option: options.pop(option) for option in later.keys() & options.keys()}
     if len(call.inner) != cls.wraps:
         inside = f"one scheme inside, as in {name}(ape)"
         expected = inside if cls.wraps else "options only, as in name(option=value)"
         raise ValueError(f"{name}(...) takes {expected}, but {len(call.inner)} schemes are given")
     inner = [_create(calls, stage, rngs) for calls in call.inner]
     try:
-        return cls(stage, *inner, rngs=rngs, **options)
+        made = cls(stage, *inner, rngs=rngs, **options)
+        if extending:
+            made.extend(**extending)
+        return made
     except ValueError as error:
         raise ValueError(f"position {name}: {error}") from None

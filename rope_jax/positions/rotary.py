@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.positions import frequencies, grids
+from rope_jax.positions.extension import Extension, Extent
 from rope_jax.positions.grids import Grid, Video
 from rope_jax.positions.scheme import (
     PerLayer,
@@ -44,14 +45,22 @@ class Rotary(Position):
             weights of Heo et al., EVA-02 and VisionLLaMA are interleaved; the converter permutes.
         k_rope: only the first head_dim / k_rope channels of a head are rotated (thesis section
             3.3).
+        extend: the rule on a map that is not that of training: "none" (the scheme's own),
+            "extrapolate", "interpolate", "ntk" or "yarn", see `rope_jax.positions.extension`.
+        log_scale: False; True scales logits by ln L / ln L_trained, for L tokens in attention, in
+            place of yarn's temperature.
+        alpha: yarn interpolates pairs that turn less often over the map of training, 1.
+        beta: yarn extrapolates pairs that turn more often over the map of training, 32.
     """
 
     acts = "rotation"
     resolution = "extrapolate"
+    extension = Extension()
     multiple: ClassVar[int] = 2  # divides the number of pairs, so that all axes have as many
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: str = "half", k_rope: int = 1):
         super().__init__(stage, rngs=rngs)
+        self.trained = stage
         self.pairing = check_option("pairing", pairing, ("half", "interleaved"))
         channels, head_dim = 2 * self.multiple, stage.head_dim
         if k_rope < 1 or head_dim % (channels * k_rope):
@@ -85,17 +94,59 @@ class Rotary(Position):
         """Returns radians per unit of coordinate [N, A, R]; N is the number of heads, or 1."""
         raise NotImplementedError
 
+    def extend(self, **options: str | bool | float) -> None:
+        """Sets fields of the extension; the others stay.
+
+        Raises:
+            ValueError: an impossible value, or a scheme for which no extension is defined.
+        """
+        if self.extension is None:
+            raise ValueError(
+                f"{', '.join(options)} are for rotations by coordinates times frequencies, which "
+                "this position is not with these options: leave them out"
+            )
+        self.extension = dataclasses.replace(self.extension, **options)
+
+    def extents(self, grid: Grid | Video) -> tuple[Extent, Extent]:
+        """What a query saw of the map of training, and sees of another one."""
+        trained = self.trained
+        if type(trained.pattern) is not type(self.stage.pattern):  # see `with_pattern`
+            trained = dataclasses.replace(trained, pattern=self.stage.pattern)
+        stages = ((trained, trained.grid), (self.stage, grid))
+        before, now = (
+            Extent.of(self.coords(self._box(stage, on)), stage.region(on)) for stage, on in stages
+        )
+        return before, now
+
+    @property
+    def extends(self) -> bool:
+        """Whether a query sees another extent on the current map than in training."""
+        trained, here = self.extents(self.stage.grid)
+        return not all(map(np.array_equal, trained, here))
+
+    def _box(self, stage: Stage, grid: Grid | Video) -> Grid | Video:
+        """The map that coordinates are of: the window, where each one has its own box."""
+        own = isinstance(stage.pattern, Window) and self.stage.window_box == "own"
+        return stage.region(grid) if own else grid
+
     def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:
-        freqs = self.freqs()
+        freqs, logit_scale = self.freqs(), 1.0
+        if self.extension is not None and self.extension != Extension():
+            extents = self.extents(grid)
+            prefix = self.stage.prefix if isinstance(self.stage.pattern, Global) else 0
+            logit_scale = self.extension.logit_scale(*extents, prefix)
+            is_stacked = isinstance(freqs, PerLayer)
+            freqs = self.extension.freqs(freqs.value if is_stacked else freqs, *extents)
+            freqs = PerLayer(freqs.astype(self.stage.dtype)) if is_stacked else freqs
         if not isinstance(freqs, PerLayer):
             freqs = jnp.asarray(freqs, self.stage.dtype)
         if self.on_map:
             coords = whole_map(self.coords(grid), self.stage)
-            return Terms(transform=RotateMap(Rotation(coords, freqs, self.pairing)))
-        if isinstance(self.stage.pattern, Window) and self.stage.window_box == "own":
-            grid = self.stage.region(grid)
+            rotation = Rotation(coords, freqs, self.pairing)
+            return Terms(transform=RotateMap(rotation), logit_scale=logit_scale)
+        grid = self._box(self.stage, grid)
         coords = token_coords(self.coords(grid), self.stage, self.prefix_coords(grid))
-        return Terms(rotation=Rotation(coords, freqs, self.pairing))
+        return Terms(rotation=Rotation(coords, freqs, self.pairing), logit_scale=logit_scale)
 
 
 @jax.tree_util.register_dataclass

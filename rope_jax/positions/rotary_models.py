@@ -245,7 +245,8 @@ class DinoV3(Rotary):
         # Class and register tokens do not move.
         prefix = self.stage.prefix if isinstance(self.stage.pattern, Global) else 0
         coords = PerLayer(moved.at[:, :prefix].set(still[:prefix]))
-        return Terms(rotation=dataclasses.replace(terms.rotation, coords=coords))
+        rotation = dataclasses.replace(terms.rotation, coords=coords)
+        return dataclasses.replace(terms, rotation=rotation)
 
 
 @jax.tree_util.register_dataclass
@@ -306,6 +307,7 @@ class CatRope(Rotary):
         self.base, self.half_open = check_finite("base", base), coords == "half_open"
         if mode == "released":
             self.acts, self.relative, self.keeps_norms = "transform", False, False
+            self.extension = None
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
         if self.half_open:

@@ -12,7 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax import plugins
-from rope_jax.positions.grids import Grid
+from rope_jax.positions.extension import Extension
+from rope_jax.positions.grids import Grid, Video
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
 
 Tokens = Float[Array, "B L C"]
@@ -57,7 +58,7 @@ class Stage:
     embed_prefix: int = 0
     dtype: np.dtype = np.dtype(np.float32)
 
-    def region(self, grid: Grid) -> Grid:
+    def region(self, grid: Grid | Video) -> Grid | Video:
         """Rows and columns of the region of a map that contains one query's keys."""
         if isinstance(self.pattern, Window):
             return self.pattern.fit(grid).size
@@ -102,12 +103,14 @@ class Terms:
             in windows and neighbourhoods) and `attend(q, k, v, bias=None)`, which computes
             attention with the other terms and an additional bias; it returns the output of
             attention.
+        logit_scale: a factor on the logits before the bias, beside head_dim**-0.5.
     """
 
     rotation: Rotation | None = None
     bias: Array | PerLayer | None = None
     add: Array | PerLayer | None = None
     transform: Callable | None = None
+    logit_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     def layer(self, index: int) -> "Terms":
         """Returns the terms of one layer, without `PerLayer`."""
@@ -162,6 +165,8 @@ class Position(nnx.Module):
         wraps: the scheme wraps another one, as in `lape(ape)`.
         within_windows: a transform of its terms sees windows only, not the whole map.
         shrink: how its bias table is resampled to a smaller map; None for schemes without one.
+        extension: how its rotation goes on beyond the map of training; None for schemes without
+            one. Its fields are options of the scheme, besides those of the constructor.
     """
 
     paper: ClassVar[str] = "thesis, table 4.1"
@@ -177,6 +182,7 @@ class Position(nnx.Module):
     wraps: ClassVar[bool] = False
     within_windows: ClassVar[bool] = False
     shrink: str | None = None
+    extension: Extension | None = None
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs):
         self.stage = stage
@@ -297,6 +303,7 @@ class Combined(Position):
                 bias=_add(joined.bias, terms.bias),
                 add=_add(joined.add, terms.add),
                 transform=joined.transform or terms.transform,
+                logit_scale=joined.logit_scale * terms.logit_scale,
             )
         return joined
 

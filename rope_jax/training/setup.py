@@ -24,6 +24,7 @@ from rope_jax.data import order
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
+from rope_jax.positions.extension import extend_rotations
 from rope_jax.sharding import (
     AnyMesh,
     make_mesh,
@@ -206,6 +207,8 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
     for frame in config.eval.frames:
         with blame("--config.eval.frames"):
             parse_crop(frame)
+    with blame(f"--config.eval.{'log_scale' if config.eval.extend is None else 'extend'}"):
+        extend_rotations(nnx.clone(model), config.eval.extend, config.eval.log_scale)
     scaled = config.eval.scale_windows
     with blame(f"--config.eval.{'scale_windows' if scaled else 'resolutions'}"):
         evaluated = nnx.clone(model)

@@ -120,7 +120,7 @@ def test_resumable_settings():
     """A setting that changes the numbers of a run must not get onto this list."""
     assert {name for name, field in SETTINGS.items() if field.metadata["rule"].resumable} == {
         "data.path", "data.bad_images", "data.allow_empty", "data.workers", "data.on_device",
-        "eval.resolutions",
+        "eval.resolutions", "eval.extend", "eval.log_scale",
         "eval.batch_size", "eval.ema", "eval.frame", "eval.frames",
         "eval.scale_windows", "mesh.fsdp", "log_every", "checkpoint_every",
         "keep_checkpoints", "non_finite", "profile_at", "plugins", "tensorboard",

@@ -19,6 +19,8 @@ def test_every_option_is_described_with_its_default(name):
     shared = scheme_options.options_in(Rotary) if issubclass(cls, Rotary) else {}
     described = shared | scheme_options.options_in(cls)
     assert set(described) >= set(options_of(cls.__init__))
+    if cls.extension is not None:
+        assert set(described) >= set(options_of(type(cls.extension)))
     (call,) = parse(scheme_options.notation(name, cls).strip("`"), "position")
     parameters = inspect.signature(cls.__init__).parameters
     options = bind(call, options_of(cls.__init__))

@@ -48,6 +48,7 @@ class Description:
         plugins: modules that it may need (`rope_jax.plugins`).
         head: text of its head of dense prediction; None for a classifier.
         blocks: whose maps that head takes; None for the last of every stage.
+        trained_size: (height, width) in pixels from which its rotations extend.
     """
 
     name: str
@@ -60,6 +61,11 @@ class Description:
     plugins: tuple[str, ...] = ()
     head: str | None = None
     blocks: tuple[int, ...] | None = None
+    trained_size: Grid | None = None
+
+    def __post_init__(self):
+        if self.trained_size is None:
+            object.__setattr__(self, "trained_size", self.image_size)
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Description | None":
@@ -71,7 +77,9 @@ class Description:
         options = dataclasses.asdict(model.options)
         about = (model.num_classes, model.image_size, options, model.preprocessing)
         needed = plugins.needed(f"{model.name} {model.notation} {head or ''}")
-        return cls(model.name, model.notation, *about, model.class_names, needed, head, blocks)
+        named = {"plugins": needed, "head": head, "blocks": blocks}
+        named |= {"class_names": model.class_names, "trained_size": model.trained_size}
+        return cls(model.name, model.notation, *about, **named)
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> "Description":
@@ -79,6 +87,7 @@ class Description:
         height, width = map(int, entries["image_size"])
         how, names = entries["preprocessing"], entries["class_names"]
         head, blocks = entries.get("head"), entries.get("blocks")  # older files have none
+        trained = entries.get("trained_size")
         if how is not None:
             how = Preprocessing(
                 tuple(map(float, how["mean"])),
@@ -97,6 +106,7 @@ class Description:
             tuple(map(str, entries["plugins"])),
             None if head is None else str(head),
             None if blocks is None else tuple(map(int, blocks)),
+            None if trained is None else (int(trained[0]), int(trained[1])),
         )
 
 

@@ -1,0 +1,224 @@
+"""Rotary embeddings beyond the map of training: the rules of language models, along each axis.
+
+The angle of a pair of channels is coordinates times frequencies, so that every rule is a factor on
+the frequencies of an axis, whatever the scheme. All are written in patches of training: a scheme
+turns a pair by w radians from one patch to the next on the map of training. A query sees T patches
+along an axis there and n = s T here (the map, or its window or neighbourhood), and the pair turns
+by
+
+    extrapolate    w
+    interpolate    w / s                  position interpolation, Chen et al., arXiv 2306.15595
+    ntk            w / s^(i / (M - 1))    "NTK-aware", Peng et al., arXiv 2309.00071, section 3.1
+    yarn           (g + (1 - g) / s) w    "NTK-by-parts" and YaRN, sections 3.2 and 3.4
+
+NTK-aware scaling replaces the base of a ladder base^(-i / M) of M frequencies by
+base s^(M / (M - 1)), so that the highest frequency stays and the lowest one is interpolated. Here
+i / (M - 1) is ln(high / w) / ln(high / low), over all heads of a layer: the same number for a
+ladder of that form, and one for any other frequencies, also learned ones. A single frequency is
+interpolated. In `yarn`, g is 0 for pairs that turn less than alpha times over the T patches, 1 for
+those that turn more than beta times, and linear in the number of turns between them (the authors'
+code is linear in i). A pair that both axes turn counts with the length of its vector of
+frequencies, so that it keeps its direction if both axes grow alike.
+
+Along an axis that is smaller than in training (s < 1), `interpolate` stretches the map to the range
+of training, as EVA-02 and VisionLLaMA do; `ntk` and `yarn` extrapolate, since every offset occurred
+in training. `none` leaves a scheme to its own rule.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from rope_jax.text import bind, closest, options_of, parse
+
+RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
+
+_LADDER = 1e-3  # ln(high / low) above which frequencies are a ladder, and not a single one
+
+
+class Extent(NamedTuple):
+    """What a query sees along each axis of coordinates.
+
+    Attributes:
+        sides: patches, [A].
+        steps: coordinates from one patch to the next, [A]; 0 along an axis of one patch, nan along
+            one on which they are not evenly spaced.
+        tokens: keys of a query, without prefix tokens.
+    """
+
+    sides: np.ndarray
+    steps: np.ndarray
+    tokens: int
+
+    @classmethod
+    def of(cls, coords: Float[np.ndarray, "*map A"], region: tuple[int, ...]) -> "Extent":
+        """The extent of a region of a map with these coordinates.
+
+        >>> from rope_jax.positions.grids import centres
+        >>> sides, steps, tokens = Extent.of(centres((4, 8)), (4, 4))
+        >>> sides.tolist(), steps.tolist(), tokens
+        ([4, 4], [0.25, 0.25], 16)
+
+        Args:
+            coords: of a map [H, W, A] or a video [T, H, W, A].
+            region: rows and columns that a query sees. A single axis counts in reading order.
+        """
+        *grid, axes = coords.shape
+        sides = (1,) * (axes - len(region)) + tuple(region)
+        if axes == 1:
+            sides, grid = ((region[0] - 1) * grid[1] + region[1],), [math.prod(grid)]
+        coords = coords.reshape(*(1,) * (axes - len(grid)), *grid, axes)
+        steps = np.zeros(axes)
+        for axis in range(axes):
+            found = np.diff(coords[..., axis], axis=axis).ravel()
+            steps[axis] = found[0] if found.size else 0.0
+            if not np.allclose(found, steps[axis]):
+                steps[axis] = np.nan
+        return cls(np.array(sides), steps, math.prod(region))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extension:
+    """How a rotary scheme goes on beyond its map of training: its options.
+
+    Attributes:
+        extend: one of `RULES`.
+        log_scale: whether logits grow with the logarithm of the number of tokens.
+        alpha, beta: of yarn, in turns over the map of training.
+    """
+
+    extend: str = "none"
+    log_scale: bool = False
+    alpha: float = 1.0
+    beta: float = 32.0
+
+    def __post_init__(self):
+        if self.extend not in RULES:
+            raise ValueError(f"extend={self.extend} is unknown; {closest(self.extend, RULES)}")
+        if not 0 <= self.alpha < self.beta < math.inf:
+            raise ValueError(
+                f"alpha={self.alpha:g} and beta={self.beta:g} are numbers of turns between which "
+                "yarn changes over: use 0 <= alpha < beta"
+            )
+
+    def freqs(
+        self, freqs: Float[Array | np.ndarray, "*layers N A R"], trained: Extent, here: Extent
+    ) -> Float[Array | np.ndarray, "*layers N A R"]:
+        """The frequencies for a map of another size; unchanged on the map of training.
+
+        >>> rows = lambda n: Extent(np.array([n]), np.array([1.0]), n)
+        >>> ladder = np.array([[[1.0, 0.1, 0.01]]])
+        >>> Extension(extend="interpolate").freqs(ladder, rows(8), rows(16)).tolist()
+        [[[0.5, 0.05, 0.005]]]
+        >>> Extension(extend="ntk").freqs(ladder, rows(8), rows(32)).tolist()
+        [[[1.0, 0.05, 0.0025]]]
+
+        Args:
+            freqs: radians per unit of coordinate.
+            trained: what a query saw in training. An axis of one patch has no step to keep, and is
+                left to the scheme.
+            here: what a query sees on this map.
+
+        Raises:
+            ValueError: coordinates are not evenly spaced, so that there is no step to keep.
+        """
+        if self.extend == "none":
+            return freqs
+        if np.isnan([trained.steps, here.steps]).any():
+            raise ValueError(
+                f"extend={self.extend} needs coordinates that are evenly spaced, and those of this "
+                "position are not: leave it out"
+            )
+        fixed = (trained.steps == 0) | (here.steps == 0)
+        stretch = np.where(fixed, 1, here.sides / trained.sides)[:, None]
+        steps = np.divide(trained.steps, here.steps, out=np.ones(fixed.size), where=~fixed)[:, None]
+        if ((stretch == 1) & (steps == 1)).all():
+            return freqs
+        turned = freqs * abs(trained.steps)[:, None]
+        return freqs * (steps * self._factor(turned, trained.sides[:, None], stretch))
+
+    def _factor(self, turned: Any, sides: np.ndarray, stretch: np.ndarray) -> Any:
+        """The rule, as a factor on radians per patch of training; [A, 1] or like `turned`."""
+        if self.extend == "interpolate":
+            return 1 / stretch
+        stretch = np.maximum(stretch, 1)
+        if self.extend == "extrapolate":
+            return np.ones_like(stretch)
+        xp = turned.__array_namespace__()  # numpy, or jax.numpy for learned frequencies
+        turns = turned != 0
+        lengths = xp.sqrt(xp.where(turns, xp.sum(turned**2, axis=-2, keepdims=True), 1))
+        if self.extend == "yarn":
+            share = (sides * lengths / (2 * np.pi) - self.alpha) / (self.beta - self.alpha)
+            share = xp.clip(share, 0, 1)
+            return share + (1 - share) / stretch
+        logs, among = xp.log(lengths), {"axis": (-3, -1), "keepdims": True, "where": turns}
+        high = xp.max(logs, initial=-np.inf, **among)
+        low = xp.min(logs, initial=np.inf, **among)
+        ladder = high - low > _LADDER
+        place = xp.where(ladder, (high - logs) / xp.where(ladder, high - low, 1), 1)
+        return stretch**-place
+
+    def logit_scale(self, trained: Extent, here: Extent, prefix: int) -> float:
+        """Factor on the logits of attention; 1 on the map of training.
+
+        With L tokens, `log_scale` is ln L / ln L_trained, at any size (Chiang and Cholak, arXiv
+        2202.12172). Otherwise that of YaRN, 1 / t with sqrt(1 / t) = 0.1 ln s + 1 (arXiv
+        2309.00071, section 3.4), on larger maps only. There s is the ratio of the numbers of
+        patches, because temperature is about how many keys share a query's attention.
+
+        Args:
+            trained, here: what a query saw in training, and sees on this map.
+            prefix: number of class and register tokens, which count in `log_scale`.
+        """
+        if self.log_scale:
+            before, now = (math.log(max(2, x.tokens + prefix)) for x in (trained, here))
+            return now / before
+        if self.extend != "yarn":
+            return 1.0
+        return (0.1 * math.log(max(1.0, here.tokens / trained.tokens)) + 1) ** 2
+
+
+def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> list[nnx.Module]:
+    """Sets the rule of all rotary schemes of a model; other options stay those of the scheme.
+
+    >>> import rope_jax
+    >>> model = rope_jax.create_model("vit_digits", position="rope2d(beta=8)", depth=1)
+    >>> (scheme,) = extend_rotations(model, "yarn(alpha=0.5)", log_scale=True)
+    >>> scheme.extension
+    Extension(extend='yarn', log_scale=True, alpha=0.5, beta=8.0)
+
+    Args:
+        model: changed in place.
+        extend: one of `RULES`, with options if any: "ntk", "yarn(beta=8)"; None changes nothing.
+        log_scale: True, or False to leave it to the scheme.
+
+    Returns:
+        The schemes that were set.
+
+    Raises:
+        ValueError: the model has no rotary scheme, or the rule or its options are unknown.
+    """
+    if extend is None and not log_scale:
+        return []
+    given: dict[str, Any] = {"log_scale": True} if log_scale else {}
+    if extend is not None:
+        call, *more = parse(extend, "extend")
+        if more or call.inner:
+            raise ValueError(f"extend={extend} must be one rule, such as ntk or yarn(beta=8)")
+        options = options_of(Extension)
+        options.pop("extend")
+        given |= bind(call, options) | {"extend": call.name}
+    schemes = [m for _, m in nnx.iter_modules(model) if getattr(m, "extension", None) is not None]
+    if not schemes:
+        rule = f"extend={extend}" if extend is not None else "log_scale"
+        raise ValueError(
+            f"{rule} is for rotary positions, such as rope2d or axial_rope, and this model's has "
+            "no rotation by coordinates times frequencies: leave it out"
+        )
+    for scheme in schemes:
+        scheme.extend(**given)
+    return schemes

@@ -1,0 +1,161 @@
+"""Models beyond the size of training: rules for rotations set in evaluation or with the scheme."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rope_jax
+from rope_jax import evaluate
+from rope_jax.config import ConfigError
+from rope_jax.models import attention as attention_module
+from rope_jax.training.setup import prepare
+from rope_jax_kernels import attention_qkv
+from tests.models.small import filled
+from tests.small_run import save_run
+from tests.training.recipe import tiny
+
+SMALL = {"depth": 1, "width": 16, "heads": 1, "image_size": 8, "num_classes": 3}
+SIZES = ((8, 8), (12, 16), (4, 8))
+
+
+def vit(position, **changes):
+    return filled(rope_jax.create_model("vit_digits", position=position, **SMALL | changes))
+
+
+@functools.cache
+def images(size):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((2, *size, 3)), jnp.float32)
+
+
+def test_options_of_evaluation_and_of_a_scheme_are_the_same_under_jit():
+    own, scheme = vit("rope_mixed"), vit("rope_mixed(extend=yarn,beta=2)")
+    for size in SIZES:
+        copy = evaluate.at_resolution(own, size, extend="yarn(beta=2)")
+        both = jax.jit(lambda x, copy=copy: (own(x), copy(x)))
+        plain, found = both(images(size))
+        grid = copy.position.stage.grid
+        rotations = [model.position.terms(grid).layer(0).rotation for model in (copy, scheme)]
+        assert jnp.array_equal(*(rotation.freqs for rotation in rotations))
+        if size == (8, 8):
+            assert jnp.array_equal(plain, found)
+        elif size == (12, 16):
+            assert not jnp.allclose(plain, found, atol=1e-3)
+    assert own.position.extension.extend == "none"  # the model itself stays
+    assert evaluate.at_resolution(scheme, size, extend="none").position.extension.extend == "none"
+
+
+def test_temperature_is_a_number_for_the_kernels(monkeypatch):
+    scales = []
+
+    def noted(*args, scale, **given):
+        scales.append(scale)
+        return attention_qkv(*args, scale=scale, **given)
+
+    monkeypatch.setattr(attention_module, "attention_qkv", noted)
+    model = vit("rope2d(log_scale=True)")
+    for size in SIZES:
+        jax.eval_shape(model, images(size))
+    assert scales[0] is None
+    assert [type(scale) for scale in scales[1:]] == [float, float]
+    own = SMALL["width"] ** -0.5
+    assert scales[1:] == pytest.approx(
+        [own * np.log(48) / np.log(16), own * np.log(8) / np.log(16)]
+    )
+
+
+def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
+    model, large = vit("rope2d(extend=ntk)+ape"), (16, 16)
+    model.resize(large)
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(tmp_path)
+    assert (again.notation, again.image_size, again.trained_size) == (model.notation, large, (8, 8))
+    rope_part = again.position.parts[0]
+    assert (rope_part.trained.grid, rope_part.stage.grid) == ((4, 4), (8, 8))
+    same = [jax.jit(m)(images(large)) for m in (model, again)]
+    assert jnp.array_equal(*same)
+    fresh = vit("rope2d(extend=ntk)+ape", image_size=16)
+    assert not jnp.array_equal(
+        *(p.position.parts[0].terms((8, 8)).rotation.freqs for p in (again, fresh))
+    )
+    taller = rope_jax.create_model(tmp_path, image_size=(24, 16))
+    assert taller.position.parts[0].trained.grid == (4, 4)
+
+
+def test_the_command_sets_the_rule_and_names_it(tmp_path, capsys):
+    save_run(tmp_path, 1, position="rope2d")
+    with pytest.raises(
+        SystemExit, match=r"extend=nkt is unknown; did you mean 'ntk'\? known: none"
+    ):
+        evaluate.main([str(tmp_path), "--extend=nkt"])
+    evaluate.main([str(tmp_path), "--resolutions=16", "--extend=ntk", "--log_scale"])
+    (row,) = evaluate.read_evaluations(tmp_path / "evaluations.json")
+    assert "; rotations with extend=ntk and log_scale; " in row["protocol"]
+    assert (row["asked"]["extend"], row["asked"]["log_scale"]) == ("ntk", True)
+    assert "rotations with extend=ntk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("position", "extend", "message"),
+    [
+        ("ape", "ntk", r"extend=ntk is for rotary positions.* \[--extend\]"),
+        ("string", None, r"log_scale is for rotary positions.* \[--log_scale\]"),
+        ("rope2d", "yarn(gamma=1)", "yarn has no option 'gamma'; known: log_scale, alpha, beta"),
+        ("rope2d", "yarn(alpha=4,beta=2)", "use 0 <= alpha < beta"),
+        ("rope2d", "ntk+yarn", "must be one rule"),
+        ("cat_rope(mode=released)", "ntk", "is for rotary positions"),
+    ],
+)
+def test_rules_that_do_not_suit_a_model(position, extend, message):
+    model = rope_jax.create_model("vit_digits", position=position, **SMALL)
+    with pytest.raises(ConfigError, match=message):
+        evaluate.at_resolution(model, (8, 8), extend=extend, log_scale=extend is None)
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        ("ape(extend=ntk)", "ape has no option 'extend'"),
+        ("rope2d(extend=ntkk)", "extend=ntkk is unknown; did you mean 'ntk'"),
+        ("cat_rope(mode=released,extend=ntk)", "extend are for rotations by coordinates times"),
+        ("rope2d(log_scale=1.5)", "log_scale must be True or False"),
+    ],
+)
+def test_options_that_a_scheme_cannot_have(position, message):
+    with pytest.raises(ValueError, match=message):
+        rope_jax.create_model("vit_digits", position=position, **SMALL)
+
+
+def test_models_whose_queries_see_no_further_say_so(capsys):
+    model = rope_jax.create_model(
+        "nat_mini",
+        position="rope2d",
+        depths=(1,),
+        heads=(1,),
+        width=8,
+        image_size=32,
+        num_classes=2,
+    )
+    evaluate.at_resolution(model, (32, 32), extend="ntk")
+    assert capsys.readouterr().err == ""
+    evaluate.at_resolution(model, (64, 64), extend="ntk")
+    assert "at 64x64 pixels, queries see as many patches as in training" in capsys.readouterr().err
+
+
+def test_the_cross_axis_transformer_has_no_temperature():
+    model = rope_jax.create_model("cat_5", depth=1, width=16, heads=2, image_size=32, num_classes=2)
+    ntk = evaluate.at_resolution(model, (64, 64), extend="ntk")
+    assert jax.eval_shape(ntk, images((64, 64))).shape == (2, 2)
+    with pytest.raises(ValueError, match="cross-axis transformer has none: use extend=ntk"):
+        evaluate.at_resolution(model, (64, 64), extend="yarn")(images((64, 64)))
+
+
+def test_settings_of_a_run_are_checked_before_training_and_named_in_its_rows():
+    setup, _ = prepare(tiny(eval__extend="ntk", eval__log_scale=True))
+    protocols = {row["protocol"] for row in evaluate.planned_rows(setup)}
+    assert len(protocols) == 1
+    assert "; rotations with extend=ntk and log_scale; " in protocols.pop()
+    with pytest.raises(ConfigError, match=r"is for rotary positions.*\[--config.eval.log_scale\]"):
+        prepare(tiny(eval__log_scale=True, model__position="ape"))
