@@ -73,6 +73,11 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
+def pytest_collection_finish():
+    """Starts the devices, as commands called in this process would start one a core."""
+    jax.devices()
+
+
 def pytest_collection_modifyitems(items):
     """Skips tests marked `gpu` without a GPU, unless they are rehearsed (see tests/gpu)."""
     marked = [item for item in items if "gpu" in item.keywords]

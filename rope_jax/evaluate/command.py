@@ -56,8 +56,8 @@ from rope_jax.sharding import (
     from_first_process,
     make_mesh,
     replicated,
-    require_devices,
     share,
+    start_devices,
     use_mesh,
 )
 from rope_jax.tasks import task_of
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     asked = _parse(arguments)
     try:
-        require_devices()
+        start_devices()
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")
