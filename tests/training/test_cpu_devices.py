@@ -18,7 +18,7 @@ SETTINGS = [
 ]
 
 
-def _on_eight_cores_until_step_5():
+def _on_eight_cores_until_step_6():
     rope_jax.run.cores = lambda: 8
     waiting = Reporter.waiting_for_batch
 
@@ -40,7 +40,7 @@ def test_a_run_on_eight_devices_of_a_cpu_is_that_on_one(tmp_path):
     one, eight = tmp_path / "one", tmp_path / "eight"
     for workdir, prepare, more in (
         (one, None, ["--config.mesh.cpu_devices=1"]),
-        (eight, _on_eight_cores_until_step_5, []),
+        (eight, _on_eight_cores_until_step_6, []),
         (eight, _on_two_cores, []),
     ):
         arguments = [*SETTINGS, f"--workdir={workdir}", *more]
@@ -53,7 +53,7 @@ def test_a_run_on_eight_devices_of_a_cpu_is_that_on_one(tmp_path):
         [(event["step"], event["devices"]) for event in read_events(workdir / "metrics.jsonl")
          if event["event"] == "start"] for workdir in (one, eight)
     ]  # fmt: skip
-    assert starts == [[(0, 1)], [(0, 8), (5, 8)]]
+    assert starts == [[(0, 1)], [(0, 8), (6, 8)]]
     config = json.loads((eight / "config.json").read_text())
     assert config["mesh"]["cpu_devices"] == 8
     losses = [
