@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import machine_code, models, rotary, startup
+from benchmarks import cpu, machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
 from docs.evidence import evidence, ranking
@@ -194,6 +194,11 @@ def startup_tables(results: Sequence[Result]) -> str:
     return _newest_tables(results, "startup", startup.table)
 
 
+def cpu_tables(results: Sequence[Result]) -> str:
+    """Images per second of training steps on a CPU."""
+    return _newest_tables(results, "cpu", cpu.table, "recipe", "changed", "loader")
+
+
 def _newest_tables(
     results: Sequence[Result], benchmark: str, table: Callable[[Result], str], *names: str
 ) -> str:
@@ -299,6 +304,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "citation": citation,
     "models": model_tables,
     "startup": startup_tables,
+    "cpu": cpu_tables,
     "memory": memory,
     "launches": launches,
     "machine_code": machine_codes,

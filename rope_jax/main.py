@@ -34,7 +34,7 @@ from rope_jax.command import (
 from rope_jax.compilation import keep_compiled
 from rope_jax.config import blame, resolve
 from rope_jax.processes import join
-from rope_jax.sharding import require_devices, share
+from rope_jax.sharding import share, start_devices
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "recipe by name or file, with its arguments: digits:position=rope2d"
@@ -70,8 +70,10 @@ def main(_: list[str]) -> None:
                 join(_HEARTBEAT.value, _JOIN.value)
             if share()[0] > 0:  # the first process prints; all print warnings and errors
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        else:
+            config = run.with_cpu_devices(config, workdir)
         with blame("JAX_PLATFORMS"):
-            require_devices()
+            start_devices(config.mesh.cpu_devices or 1)
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
         if _MODE.value == "train" and (following := next_command(config, workdir)):

@@ -18,6 +18,7 @@ from jaxtyping import UInt8
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
 from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
+from rope_jax.cores import cores, devices_for
 from rope_jax.data.images.decode import MAX_BYTES, decode_image
 from rope_jax.evaluate import (
     evaluate_state,
@@ -31,7 +32,12 @@ from rope_jax.evaluate import (
 )
 from rope_jax.evaluate.pictures import RUN_PICTURES
 from rope_jax.files import locked, read_json, read_regular, set_aside, warn, write_file
-from rope_jax.sharding import from_first_process, state_shardings, with_shardings
+from rope_jax.sharding import (
+    from_first_process,
+    may_divide_cpu,
+    state_shardings,
+    with_shardings,
+)
 from rope_jax.text import closest
 from rope_jax.training.agreement import (
     about,
@@ -136,11 +142,37 @@ def evaluate_newest(
             finish(setup, state, workdir, signals)
 
 
+def with_cpu_devices(config: Config, workdir: pathlib.Path) -> Config:
+    """The config with the devices that a CPU is divided into, for commands that start them.
+
+    They are those of the config, or of the run so far (one, if it was started before this was a
+    setting), or follow from the cores and the batch. Unchanged where a GPU may be used, and where
+    jax's environment variables set the devices.
+    """
+    count, stored = config.mesh.cpu_devices, _stored_config(workdir)
+    if count is not None or not may_divide_cpu():
+        return config
+    if stored is not None:
+        mesh = stored.get("mesh") if isinstance(stored, dict) else None
+        entry = mesh.get("cpu_devices", 1) if isinstance(mesh, dict) else 1
+        with blame("--workdir"):
+            count = resolve({"mesh": {"cpu_devices": entry}}).mesh.cpu_devices
+    if count is None:
+        images = config.batch_size // config.accumulate
+        count = devices_for(images, cores(), fsdp=config.mesh.fsdp)
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, cpu_devices=count))
+
+
+def _stored_config(workdir: pathlib.Path) -> Any:
+    """The content of the run's `config.json`; None for a new run, or if the file is damaged."""
+    with blame("--workdir"), contextlib.suppress(FileNotFoundError, ValueError):
+        return read_json(workdir / "config.json")
+    return None
+
+
 def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
     """The config with its plug-ins and those of the run so far, which are loaded."""
-    before: list[str] = []
-    with blame("--workdir"), contextlib.suppress(FileNotFoundError, ValueError):  # new, or damaged
-        before = plugins.named_in(read_json(workdir / "config.json"))
+    before = plugins.named_in(_stored_config(workdir))
     with blame("--plugins"):
         plugins.load_installed()
         plugins.load(before, wanted_by=f"of the run {workdir}")

@@ -62,6 +62,7 @@ FLOORS = {
     "rope_jax.text": ("", "numpy"),
     "rope_jax.files": ("", ""),
     "rope_jax.interrupts": ("", ""),
+    "rope_jax.cores": ("", ""),
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.plugins": ("files", ""),
     "rope_jax.arguments": ("plugins", ""),
@@ -76,7 +77,7 @@ FLOORS = {
     "rope_jax.models.__main__": ("models arguments", "flax.nnx"),
     "rope_jax.positions.__main__": ("models arguments", "flax.nnx"),  # counts parameters in a model
     "rope_jax.data": (
-        "text npz arguments plugins",
+        "text npz arguments plugins cores",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.config": ("text arguments", "ml_collections"),

@@ -45,7 +45,7 @@ from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.sharding import require_devices
+from rope_jax.sharding import start_devices
 from rope_jax.text import format_table, image_pair
 from rope_jax.training.kernels import kernels_of_run
 from rope_jax.training.setup import load_split
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     out = parsed.out or pathlib.Path(getattr(parsed, "workdir", None) or ".")
     try:
-        require_devices()
+        start_devices()
         _run(parsed, out)
     except ModuleNotFoundError as error:
         sys.exit(

@@ -9,7 +9,7 @@ from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
-from rope_jax.data.pipeline import Batches, batches, cores, evaluation_batches, worker_count
+from rope_jax.data.pipeline import Batches, batches, evaluation_batches, worker_count
 from rope_jax.data.sources import (
     BoxImages,
     Images,
@@ -46,7 +46,6 @@ __all__ = [
     "check_boxes",
     "check_canvases",
     "check_labels",
-    "cores",
     "decode_image",
     "epoch_length",
     "evaluation_batches",

@@ -4,7 +4,6 @@ import argparse
 import functools
 import itertools
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from rope_jax.arguments import Number
+from rope_jax.cores import cores
 from rope_jax.data.sources import SPLITS, STREAMED
 from rope_jax.data.workers import DeadWorker
 
@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--path", required=True, help="of the images")
     both = ",".join(SPLITS)
     add("--splits", default=both, help="train, test, or both with a comma")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     number = "processes, by default one a core; 0 for none beside this one"
-    add("--workers", type=Number(int, low=0), default=cores, help=number)
+    add("--workers", type=Number(int, low=0), default=cores(), help=number)
 
 
 class ImageCounter:

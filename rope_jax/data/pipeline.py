@@ -5,13 +5,13 @@ Batches are created in this process, in a thread, or in worker processes.
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 
+from rope_jax.cores import cores
 from rope_jax.data.ahead import Ahead, Waiting
 from rope_jax.data.checking import FileCheck
 from rope_jax.data.examples import (
@@ -215,13 +215,6 @@ def evaluation_batches(
         make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting
     )
     return Batches(made, images, len(steps), waiting)
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def worker_count(wanted: int | None) -> int:

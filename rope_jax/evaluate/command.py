@@ -42,7 +42,12 @@ from rope_jax.evaluate.results import (
     usable_evaluations,
 )
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
-from rope_jax.sharding import from_first_process, make_mesh, require_devices, share
+from rope_jax.sharding import (
+    from_first_process,
+    make_mesh,
+    share,
+    start_devices,
+)
 from rope_jax.tasks import task_of
 from rope_jax.text import image_pair
 from rope_jax.training.kernels import kernels_of_run
@@ -57,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     asked = _parse(arguments)
     try:
-        require_devices()
+        start_devices()
         _evaluate(asked)
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from rope_jax import data
 from rope_jax.config import Config, ConfigError, blame
+from rope_jax.config.settings import EvalConfig
 from rope_jax.evaluate.accuracy import (
     Apply,
     at_resolution,
@@ -118,7 +119,7 @@ class Evaluation:
         return apply, jax.device_put(weights, replicated(self.mesh))
 
     def rules(self, model: nnx.Module, *, scaled: bool = False) -> str:
-        """The rules of a model's windows, which will be `scaled`, and of its rotations, in words."""
+        """The rules of a model's windows, to be `scaled`, and of its rotations, in words."""
         asked = self.asked
         rotations = rotation_rule(EvalConfig(extend=asked.extend, log_scale=asked.log_scale))
         return "; ".join(filter(None, (model.window_rule(scaled=scaled), rotations)))

@@ -328,11 +328,10 @@ class PatchProjection(nnx.Module):
         batch, height, width, _ = images.shape
         shape = (batch, height // side, side, width // side, side, channels)
         patches = images.astype(self.dtype).reshape(shape)
-        if self.dtype == kernel.dtype:
-            return jnp.einsum("bhpwqc,pqcd->bhwd", patches, kernel) + bias
         patches = by_example(patches.transpose(0, 1, 3, 2, 4, 5))
-        rows = patches.reshape(-1, kernel.size // features)
-        out = affine(rows, kernel.reshape(-1, features), bias)
+        rows, kernel = patches.reshape(-1, side**2 * channels), kernel.reshape(-1, features)
+        mixed = self.dtype != kernel.dtype
+        out = affine(rows, kernel, bias) if mixed else rows @ kernel + bias
         return by_example(out.reshape(*patches.shape[:3], features))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from rope_jax import data, seeds
+from rope_jax.cores import cores
 from rope_jax.files import warn
 from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
@@ -120,10 +121,10 @@ class Reporter:
         if self._told_to_read_faster:
             return
         self._told_to_read_faster = True
-        used, cores = data.worker_count(self._setup.config.data.workers), data.cores()
+        used, most = data.worker_count(self._setup.config.data.workers), cores()
         print(
-            f"the steps wait for images, which {used or 'no'} worker processes decode on {cores} "
-            f"cores: --config.data.workers={cores} (with the extra `data`), or store them resized "
+            f"the steps wait for images, which {used or 'no'} worker processes decode on {most} "
+            f"cores: --config.data.workers={most} (with the extra `data`), or store them resized "
             "with python -m rope_jax.data.prepare",
             flush=True,
         )

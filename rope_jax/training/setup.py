@@ -27,6 +27,7 @@ from rope_jax.models.registry import find_model
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.sharding import (
     AnyMesh,
+    devices_of_run,
     make_mesh,
     on_every_device,
     replicated,
@@ -105,7 +106,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
         ConfigError: an impossible combination; the message names the flag to change.
     """
     with blame("--config.mesh.fsdp"):
-        mesh = make_mesh(config.mesh.fsdp)
+        mesh = make_mesh(config.mesh.fsdp, devices=devices_of_run(config.mesh.cpu_devices))
     check_batch_size(config, mesh)
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError(
@@ -115,7 +116,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     images, held_out = (load_split(config, split) for split in ("train", "test"))
     task_for(config.model.head).check(config, images)
     _check_data(config, images, held_out)
-    config = _complete(config, images)
+    config = _complete(config, images, mesh)
     model = seeds.create_models(config, restore.create)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
@@ -244,15 +245,17 @@ def first_difference(
     return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)
 
 
-def _complete(config: Config, images: Split) -> Config:
-    """The config, with values that depend on the data and the model filled in."""
+def _complete(config: Config, images: Split, mesh: Mesh) -> Config:
+    """The config, with values that depend on the data, the model and the devices filled in."""
     with blame("--config.model.name"):
         position = config.model.position or find_model(config.model.name).position
     classes = config.model.num_classes or images.classes
     model = dataclasses.replace(config.model, position=position, num_classes=classes)
-    return dataclasses.replace(
-        config, model=model, data=dataclasses.replace(config.data, image_size=images.size)
-    )
+    layout = config.mesh
+    if mesh.devices.flat[0].platform == "cpu" and jax.process_count() == 1:
+        layout = dataclasses.replace(layout, cpu_devices=mesh.size)
+    image_data = dataclasses.replace(config.data, image_size=images.size)
+    return dataclasses.replace(config, model=model, data=image_data, mesh=layout)
 
 
 def assemble(

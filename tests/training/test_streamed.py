@@ -14,6 +14,7 @@ from PIL import Image
 
 from rope_jax import data, evaluate
 from rope_jax.config import ConfigError
+from rope_jax.cores import cores
 from rope_jax.data.prepare import prepare as pack
 from rope_jax.data.sources.folder import Folder
 from rope_jax.files import sealed, unsealed
@@ -73,7 +74,7 @@ def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
     with monkeypatch.context() as patch:
         patch.setattr(report, "SLOW_DATA", -1.0)  # advice at the first line, and not again
         run(tmp_path / "whole", **changes, eval__frames=("centre(crop=1.0)",))
-    advice = rf"wait for images, which no worker processes .*--config.data.workers={data.cores()} "
+    advice = rf"wait for images, which no worker processes .*--config.data.workers={cores()} "
     assert len(re.findall(advice, capsys.readouterr().out)) == 1
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6  # 2.5 epochs of 80 images
     rows = json.loads((tmp_path / "whole" / "results.json").read_text())["eval"]

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rope_jax_kernels import device
 from rope_jax_kernels.attention import neighborhood
 from rope_jax_kernels.attention.dense import attend, spread_table, turn_tokens
 from rope_jax_kernels.attention.patterns import Neighborhood, Pair, Pattern, Window
+from rope_jax_kernels.rotary.reference import turn_pairs
 from rope_jax_kernels.rotation import Rotation
 
 
@@ -25,7 +27,12 @@ def attend_globally(
     scale: float | Float[Array, ""],
 ) -> Float[Array, "B L N D"]:
     """Attention of every token to every token."""
-    q, k, v = (x.swapaxes(1, 2) for x in (turn_tokens(q, rotation), turn_tokens(k, rotation), v))
+    if rotation is not None and device.is_gpu():
+        q, k = turn_tokens(q, rotation), turn_tokens(k, rotation)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    if rotation is not None and not device.is_gpu():  # in the order of memory, which a CPU needs
+        theta = rotation.angles()
+        q, k = (turn_pairs(x, theta, rotation.pairing) for x in (q, k))
     return attend(q, k, v, scale=scale, bias=bias).swapaxes(1, 2)
 
 
