@@ -99,6 +99,7 @@ def test_mistakes_are_named_before_training(folder):
     refused(r"the splits of set have other classes: .*\[--config.data.path\]")
 
 
+@pytest.mark.slow
 def test_a_run_with_several_canvases_resumes_exactly(tmp_path, folder, monkeypatch, capsys):
     changes = COCO | {"data__path": str(folder)}
     setup, _ = prepare(tiny(**changes))
