@@ -14,11 +14,12 @@ def few(monkeypatch):
     monkeypatch.setattr(module, "COUNTS", {"train": 12, "test": 6})
 
 
-def test_a_scene_is_a_function_of_split_number_and_size():
+def test_a_scene_is_a_function_of_seed_split_number_and_size():
     one, again = (draw_scene("train", 3, (48, 64)) for _ in range(2))
     np.testing.assert_array_equal(one.image, again.image)
     np.testing.assert_array_equal(one.masks, again.masks)
-    for other in (("test", 3, (48, 64)), ("train", 4, (48, 64)), ("train", 3, (64, 48))):
+    others = ("test", 3, (48, 64)), ("train", 4, (48, 64)), ("train", 3, (64, 48))
+    for other in (*others, ("train", 3, (48, 64), 1)):
         image = draw_scene(*other).image
         assert image.shape != one.image.shape or not np.array_equal(image, one.image)
 
@@ -36,6 +37,14 @@ def test_digits_are_visible_and_labelled():
     share = np.mean([s.labels == 0 for s in drawn])
     assert 0.86 < share < 0.95
     assert {d for s in drawn for d in s.digits.tolist()} == set(range(10))
+
+
+def test_numbers_of_digits_are_equally_likely():
+    numbers = [len(draw_scene("train", i, (64, 64)).digits) for i in range(400)]
+    shares = np.bincount(numbers, minlength=7)
+    assert len(shares) == 7
+    assert shares[:2].sum() <= 4  # where there is no place for a digit
+    assert (shares[2:] > 60).all(), shares
 
 
 def test_larger_scenes_have_more_digits_of_the_same_size():

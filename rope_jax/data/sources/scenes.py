@@ -1,8 +1,8 @@
 """Scenes: handwritten digits on coloured grounds, for dense prediction without a download.
 
-Scene i of a split is a function of (split, i, height, width). A digit has the same size in pixels
-on images of all sizes, and larger images have more of them. The digits of test scenes are in no
-training scene. About nine tenths of the pixels are background.
+Scene i of a split is a function of (seed, split, i, height, width). A digit has the same size in
+pixels on images of all sizes, and larger images have more of them. The digits of test scenes are in
+no training scene. About nine tenths of the pixels are background.
 """
 
 import functools
@@ -85,19 +85,20 @@ class Scene:
         return classes.sum(axis=0).astype(np.uint8)
 
 
-def load_scenes(split: str, size: tuple[int, int]) -> LabelMaps:
+def load_scenes(split: str, size: tuple[int, int], seed: int = 0) -> LabelMaps:
     """The scenes of a split as a set in memory.
 
     Args:
         split: "train" or "test".
         size: (height, width) in pixels.
+        seed: of the set; runs of all seeds have that of seed 0.
     """
-    drawn = [draw_scene(split, index, size) for index in range(COUNTS[split])]
+    drawn = [draw_scene(split, index, size, seed) for index in range(COUNTS[split])]
     images, labels = np.stack([s.image for s in drawn]), np.stack([s.labels for s in drawn])
     return LabelMaps(images, labels, "scenes", split, len(CLASS_NAMES), CLASS_NAMES)
 
 
-def draw_scene(split: str, index: int, size: tuple[int, int]) -> Scene:
+def draw_scene(split: str, index: int, size: tuple[int, int], seed: int = 0) -> Scene:
     """Draws one scene.
 
     >>> scene = draw_scene("train", 0, (48, 64))
@@ -108,13 +109,14 @@ def draw_scene(split: str, index: int, size: tuple[int, int]) -> Scene:
         split: "train" or "test".
         index: of the scene.
         size: (height, width) in pixels, at least 12.
+        seed: of the set.
     """
     if min(size) < _SIDES[0]:
         raise ValueError(f"scenes of {size[0]}x{size[1]} pixels have no room for digits of 12")
     height, width = size
     stream = f"scene {split} {height}x{width}"
     counter = np.array([0, 0, 0, zlib.crc32(stream.encode())], np.uint64)
-    bits = np.random.Philox(key=np.array([0, index], np.uint64), counter=counter)
+    bits = np.random.Philox(key=np.array([seed, index], np.uint64), counter=counter)
     one = _uniform(bits)
     ground = np.array([60 + 140 * next(one) for _ in range(3)])
     slopes = [120 * next(one) - 60 for _ in range(2)]
@@ -125,7 +127,7 @@ def draw_scene(split: str, index: int, size: tuple[int, int]) -> Scene:
     digits, masks = [], np.zeros((0, height, width), bool)
     areas, visible = np.zeros((2, 0), int)
     low, high = _NUMBER
-    wanted = (low + (high - low) * next(one)) * height * width / 64**2
+    wanted = (low + int((high - low + 1) * next(one))) * height * width / 64**2
     for _ in range(max(1, round(wanted))):
         number = int(next(one) * len(labels))
         side = _SIDES[0] + int(next(one) * (min(_SIDES[1], *size) - _SIDES[0] + 1))
