@@ -74,11 +74,6 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
-def pytest_collection_finish():
-    """Starts the devices, as commands called in this process would start one a core."""
-    jax.devices()
-
-
 def pytest_collection_modifyitems(items):
     """Skips tests marked `gpu` without a GPU, unless they are rehearsed (see tests/gpu)."""
     marked = [item for item in items if "gpu" in item.keywords]
@@ -90,7 +85,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Collects garbage less often, and not among what was imported: a tenth of the tests' time."""
+    """Starts the devices, and makes the collection of garbage rare.
+
+    Commands that are called in this process would start one device a core. Garbage is collected
+    less often, and not among what was imported: a tenth of the tests' time.
+    """
+    jax.devices()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
