@@ -74,10 +74,21 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
-def pytest_collection_finish():
-    """Starts the devices, as commands called in this process would start one a core.
+def pytest_collection_modifyitems(items):
+    """Skips tests marked `gpu` without a GPU, unless they are rehearsed (see tests/gpu)."""
+    marked = [item for item in items if "gpu" in item.keywords]
+    rehearsed = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
+    if marked and not rehearsed and jax.default_backend() != "gpu":
+        reason = f"needs a GPU, but jax runs on {jax.default_backend()}"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
-    And collects garbage less often, and not among what was imported: a tenth of the tests' time.
+
+def pytest_collection_finish():
+    """Starts the devices, and makes the collection of garbage rare.
+
+    Commands that are called in this process would start one device a core. Garbage is collected
+    less often, and not among what was imported: a tenth of the tests' time.
     """
     jax.devices()
     gc.collect()
