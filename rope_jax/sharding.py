@@ -217,6 +217,15 @@ def by_example(x: Array) -> Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, split_batch(mesh))
 
 
+def gathered(x: Array) -> Array:
+    """Constrains an array to be on every device, for what all of them compute alike.
+
+    A loop over examples whose number of steps differs would else wait for all devices at each step.
+    """
+    mesh = _mesh_for([])
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, replicated(mesh))
+
+
 def _mesh_for(batched: list[Array]) -> AbstractMesh | None:
     """The mesh of `use_mesh`, if it divides these arrays; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()

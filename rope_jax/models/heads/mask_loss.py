@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 from rope_jax.models.deformable import corners_of, gather_sum
 from rope_jax.models.heads.masked_decoder import masks_of
 from rope_jax.models.heads.matching import match
+from rope_jax.sharding import gathered, over_batch
 
 CLASS, CROSS_ENTROPY, DICE = 2.0, 5.0, 5.0
 """Weights of the parts of the cost of a match, and of the loss."""
@@ -170,10 +171,15 @@ def uncertain_points(
     def draw(key: Key[Array, ""], count: int) -> Float[Array, "B M n 2"]:
         return jax.random.uniform(key, (batch, channels, count, 2), masks.dtype)
 
+    def least_certain(given: tuple[Array, Array], _: None) -> Float[Array, "_B M n 2"]:
+        points, certainty = given
+        _, chosen = jax.lax.top_k(-certainty, kept)
+        return jnp.take_along_axis(points, chosen[..., None], axis=2)
+
     many = draw(keys[0], OVERSAMPLED * count)
     certainty = jnp.abs(sample_maps(masks, many.swapaxes(1, 2))).swapaxes(1, 2)
-    _, chosen = jax.lax.top_k(-certainty, kept)
-    least = jnp.take_along_axis(many, chosen[..., None], axis=2)
+    # Each device chooses of its own images: XLA would gather the numbers of all.
+    least = over_batch(least_certain, (many, certainty), None)
     return jnp.concatenate([least, draw(keys[1], count - kept)], axis=2).swapaxes(1, 2)
 
 
@@ -232,10 +238,11 @@ def set_loss(
         drawn = jax.random.uniform(key, (batch, points, 1, 2))
         return matching_costs(own, masks_of(embedding, pixels), labels, targets, drawn)
 
-    # All problems at once: the search of a match takes many short steps, one after the other.
     found = jax.lax.map(costs, jax.lax.stop_gradient((classes, embeddings, keys[0])))
-    found = jax.lax.stop_gradient(found)
-    matched = jax.vmap(jax.vmap(match), in_axes=(0, None))(found, real)
+    # All problems at once, as the search takes many short steps, one after the other; and on every
+    # device, as they would wait for each other at each step.
+    found, there = gathered(jax.lax.stop_gradient(found)), gathered(real)
+    matched = gathered(jax.vmap(jax.vmap(match), in_axes=(0, None))(found, there))
 
     @jax.checkpoint
     def loss(layer: tuple[Array, Array, Array, Array]) -> Float[Array, ""]:
