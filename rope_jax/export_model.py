@@ -4,7 +4,8 @@
     python -m rope_jax.export_model --model=deit_s16 --weights=FILE --out=deit.bin --resolution=384
 
 In Python: `program = jax.export.deserialize(open("digits.bin", "rb").read())`, then
-`program.call(images)` with float32 images [B, H, W, 3], normalised as printed.
+`program.call(images)` with float32 images [B, H, W, 3], normalised as printed. The program of a
+model that detects objects is called with images on one canvas and their extents.
 """
 
 import pathlib
@@ -48,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"images: float32 [{batch}, {size[0]}, {size[1]}, 3], in [0, 1], minus {mean}, over {std}"
     )
+    if loaded.model.padded:
+        print(f"extent: int32 [{batch}, 2], rows and columns of each image; beyond them it is 0")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
 
     Returns:
         `name`, `split`, `images`, `classes`, `empty_classes` (names), `bad` (`example`, `name` and
-        `reason` of each image that cannot be read or decoded), and for packed sets `damaged` (files
-        with a wrong checksum).
+        `reason` of each image that cannot be read or decoded), `remarks` (sentences about labels),
+        and for packed sets `damaged` (files with a wrong checksum).
     """
     count = len(source.labels)
     counter, bad = ImageCounter(f"{source.name} {source.split}", count), []
@@ -50,6 +50,7 @@ def verify(source: Source, *, workers: int) -> dict[str, Any]:
         "classes": len(source.class_names),
         "empty_classes": [name for label, name in names if label not in present],
         "bad": sorted(bad, key=lambda one: one["example"]),
+        "remarks": source.remarks(),
     }
     damaged = source.damaged()
     return found if damaged is None else found | {"damaged": damaged}
@@ -99,6 +100,8 @@ def _print_result(result: dict[str, Any]) -> int:
         print(f"bad: {split} {one['example']} {one['name']}: {one['reason']}")
     for file in damaged:
         print(f"damaged: {split} {file}: its checksum is not that of what was written")
+    for remark in result["remarks"]:
+        print(remark)
     if empty := result["empty_classes"]:
         name, some = f"{result['name']} {split}", ", ".join(empty[:10])
         some += ", ..." if len(empty) > 10 else ""

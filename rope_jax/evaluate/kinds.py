@@ -260,7 +260,7 @@ class OfBoxes(Evaluation):
         """The settings of batches: canvases, and room for the objects of every image."""
         config = self.about.config or Config()
         canvases = config.data.canvases
-        if self._fits:
+        if self._fits and not self.images.one_size:
             multiple = side_multiple(self.about.model.grids)
             height, width = (-(-side // multiple) * multiple for side in self.size)
             canvases = ((height, width), (width, height))

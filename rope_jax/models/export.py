@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.export
@@ -30,8 +31,10 @@ def export(
     The file ends with a digest, which `load_exported` checks and `jax.export.deserialize` ignores.
     Attention and rotations use the "xla" implementation.
 
-    The program of a detector takes images of that resolution, padded at the bottom and right, and
-    their extents, int32 [B, 2]; it returns the fields of `Detections` by name.
+    The program of a model that detects objects takes images of one canvas, padded with 0 at the
+    bottom and on the right, and their extents, int32 [B, 2] (rows, columns); it returns a
+    dictionary of `boxes` [B, N, 4], corners x1, y1, x2, y2 in pixels of the canvas, `scores` and
+    `classes` [B, N], the surest first.
 
     >>> import pathlib, tempfile
     >>> import jax, jax.export, jax.numpy as jnp
@@ -64,16 +67,14 @@ def export(
     copy.resize(size)
     graph, state = nnx.split(copy)
     images_in_call = jax.export.symbolic_shape("b")[0] if batch is None else batch
-    images = jax.ShapeDtypeStruct((images_in_call, *size, 3), jnp.float32)
-
-    inputs = [images]
+    inputs = [jax.ShapeDtypeStruct((images_in_call, *size, 3), jnp.float32)]
     if model.padded:
         inputs.append(jax.ShapeDtypeStruct((images_in_call, 2), jnp.int32))
 
     @jax.jit
-    def forward(*inputs: jax.Array) -> jax.Array | dict[str, jax.Array]:
-        found = nnx.merge(graph, state)(*inputs)
-        return vars(found) if dataclasses.is_dataclass(found) else found
+    def forward(*inputs: jax.Array) -> Any:
+        outputs = nnx.merge(graph, state)(*inputs)
+        return vars(outputs) if dataclasses.is_dataclass(outputs) else outputs
 
     # With a CPU as default device, every part of the model uses its "xla" form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -98,7 +99,7 @@ def load_exported(path: str | os.PathLike) -> jax.export.Exported:
         path: of the file.
 
     Returns:
-        The program; `.call(images)` runs it.
+        The program; `.call(images)` runs it, or `.call(images, extent)` for padded images.
 
     Raises:
         ValueError: it is damaged, or not a file of `export`.

@@ -1,6 +1,8 @@
 """Detections of a set: scores at the size of the stored images, seeds, pictures."""
 
 import dataclasses
+import importlib.util
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from rope_jax import evaluate
 from rope_jax.config import Config
 from rope_jax.data import Truth, decode_image, load
+from rope_jax.data.sources import scenes
 from rope_jax.evaluate.accuracy import counted
 from rope_jax.evaluate.box_pictures import Detected, draw_detections
 from rope_jax.evaluate.sheets import class_colours
@@ -17,6 +20,8 @@ from rope_jax.sharding import make_mesh
 from rope_jax.tasks import detection
 from rope_jax.tasks.average_precision import Found, precision_by_pycocotools
 from tests.images.coco_set import write_coco
+from tests.models.heads.test_dino import HEAD, VIT
+from tests.small_run import save_run
 
 CANVASES = ((80, 136), (136, 80), (136, 136))
 AS_THEY_ARE = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
@@ -162,3 +167,31 @@ def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
         assert (edge[5:-5, 5:-5] == 9).all()
     assert (left[89, 10:90] == colours[0]).all()
     assert (right[89, 10:90] == 9).all()  # its score is too low
+
+
+@pytest.mark.slow
+def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, capsys, monkeypatch):
+    """Of a run with fresh weights, whose boxes are as good as any."""
+    monkeypatch.setitem(scenes.COUNTS, "test", 5)
+    options = ",".join(f"{name}={value}" for name, value in VIT.items() if name != "image_size")
+    model = {"name": "deit_ti16", "options": options, "head": HEAD, "num_classes": 10}
+    save_run(tmp_path, 3, model=model, data={"source": "scenes", "image_size": 32})
+    flags = [str(tmp_path), "--pictures=2", "--batch_size=2"]
+    evaluate.main(flags)
+    out = capsys.readouterr().out
+    assert "AP50" in out
+    assert "\n    9  0." in out  # the last class
+    evaluate.main(flags)  # is not evaluated again
+    if importlib.util.find_spec("pycocotools"):
+        evaluate.main([*flags, "--pycocotools"])
+    rows = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
+    first, *others = rows
+    assert (first["resolution"], first["count"], len(first["class_ap"])) == ([32, 32], 5, 10)
+    assert 0 <= first["ap"] < 0.5
+    for other in others:
+        assert other["ap"] == pytest.approx(first["ap"], abs=1e-9)
+    assert len(rows) == 1 + bool(importlib.util.find_spec("pycocotools"))
+    picture = decode_image((tmp_path / "predictions_32x32.png").read_bytes())
+    assert picture.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
+    with pytest.raises(SystemExit, match="--flip is for models that segment images, and this one"):
+        evaluate.main([*flags, "--flip"])

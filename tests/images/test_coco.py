@@ -195,6 +195,11 @@ def test_an_image_of_another_size_than_its_annotations_is_bad(folder, capsys):
     told = capsys.readouterr().out
     assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels, but is annotated" in told
     assert "10 images, 1 found bad" in told
+    content = annotations()
+    content["annotations"][0]["bbox"] = [1, 2, 3, 0]
+    write_annotations(folder, "val", content)
+    verify_main(["--source=coco", f"--path={folder}", "--workers=0"])
+    assert "set, test split: 1 of 8 boxes have no area" in capsys.readouterr().out
 
 
 def test_other_annotations_are_another_set(folder):

@@ -77,9 +77,8 @@ def detr_crop(
 
     Source: facebookresearch/detr and IDEA-Research/detrex (`coco_detr`), in all details.
 
-    >>> placing = detr_crop((480, 640), 1)
-    >>> placing.part, placing.extent
-    ((431, 440), (512, 523))
+    >>> detr_crop((480, 640), 3)
+    Placing(resized=(600, 800), corner=(18, 255), part=(517, 399), extent=(663, 512))
 
     Args:
         size: (height, width) of the image.

@@ -131,11 +131,11 @@ class Dino(Head):
     """
 
     task: ClassVar[str] = "detection"
+    padded: ClassVar[bool] = True
     strides: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)
     optional: ClassVar[int] = 1
     scales: ClassVar[tuple[float, ...]] = (2.0, 1.0, 0.5)
     normalised: ClassVar[bool] = False
-    padded: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class Head(nnx.Module):
 
     Attributes:
         task: what the predictions are for, a key of `rope_jax.tasks.TASKS`.
+        padded: whether it takes the extents of images that are padded, `extent` and `image_size`.
         strides: of the maps that it takes, in pixels; None for one map of any stride, the last.
         optional: how many of these, the last ones, it makes itself where they are missing.
         scales: of the `FeaturePyramid` that makes these maps from the last one of a plain ViT, with
@@ -64,17 +65,16 @@ class Head(nnx.Module):
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
         divisible: whether the loss of a batch is the mean of the losses of its equal parts.
-        padded: whether it takes images that are padded, with their `extent`.
         options: of this head.
         out_features: number of classes.
     """
 
     task: ClassVar[str]
+    padded: ClassVar[bool] = False
     strides: ClassVar[tuple[int, ...] | None] = None
     optional: ClassVar[int] = 0
     scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
-    padded: ClassVar[bool] = False
     divisible: ClassVar[bool] = True
     options: Options
     out_features: int
