@@ -183,20 +183,23 @@ def canvases_of(images: Images | Streamed, canvases: Sequence[Size]) -> tuple[Si
 
 
 def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[Size]) -> None:
-    """Rejects canvases that some batch of training or evaluation would not fit.
+    """Rejects canvases that some batch would not fit.
 
     Args:
         images: of any kind.
-        augment: of the loader, see `batches`.
+        augment: of the loader, see `batches`; "none" for evaluation.
         canvases: see `batches`.
 
     Raises:
         ValueError: none of them holds an upright and a lying image of the largest size.
     """
-    crops = [one for one in parse_loader(augment) if one.entry.joint == "boxes"]
-    for one in crops if images.one_size else [*crops, parse_crop(images.crop)]:
-        longest = one.option("long")
-        smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
+    crops = [one for one in parse_loader(augment) if one.entry.stage == CROP]
+    if not crops and not images.one_size:
+        crops = [parse_crop(images.crop)]
+    for one in crops:
+        if one.entry.joint == "boxes":  # others do not suit any set with boxes
+            longest = one.option("long")
+            smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
 
 
 def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:

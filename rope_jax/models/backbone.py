@@ -28,6 +28,7 @@ class Backbone(nnx.Module):
         hierarchical: whether the parts are `stages` with successively halved maps, or the model
             itself.
         task: what the model is for, a key of `rope_jax.tasks.TASKS`.
+        padded: whether calls take the `extent` of images that are padded.
         own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
             instead of those after blocks.
         beyond_classifier: starts of the names of parameters that weights of a classifier may lack;
@@ -46,6 +47,7 @@ class Backbone(nnx.Module):
     beyond_classifier: ClassVar[tuple[str, ...]] = ()
     softmax: ClassVar[bool] = True
     task: str = "classification"
+    padded: bool = False
     name: str | None = None
     notation: str = ""
     head_notation: str | None = None

@@ -44,7 +44,7 @@ class DenseModel(Backbone):
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
         self.blocks, self.stages, self.options = blocks, stages, backbone.options
-        self.task = head.task
+        self.task, self.padded = head.task, head.padded
 
     def features(
         self, images: Float[Array, "B h w 3"], **options: Any

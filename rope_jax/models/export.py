@@ -1,5 +1,6 @@
 """Export of a model as one file that runs without this package: StableHLO with its weights."""
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -28,6 +29,9 @@ def export(
 
     The file ends with a digest, which `load_exported` checks and `jax.export.deserialize` ignores.
     Attention and rotations use the "xla" implementation.
+
+    The program of a detector takes images of that resolution, padded at the bottom and right, and
+    their extents, int32 [B, 2]; it returns the fields of `Detections` by name.
 
     >>> import pathlib, tempfile
     >>> import jax, jax.export, jax.numpy as jnp
@@ -62,13 +66,18 @@ def export(
     images_in_call = jax.export.symbolic_shape("b")[0] if batch is None else batch
     images = jax.ShapeDtypeStruct((images_in_call, *size, 3), jnp.float32)
 
+    inputs = [images]
+    if model.padded:
+        inputs.append(jax.ShapeDtypeStruct((images_in_call, 2), jnp.int32))
+
     @jax.jit
-    def forward(images: jax.Array) -> jax.Array:
-        return nnx.merge(graph, state)(images)
+    def forward(*inputs: jax.Array) -> jax.Array | dict[str, jax.Array]:
+        found = nnx.merge(graph, state)(*inputs)
+        return vars(found) if dataclasses.is_dataclass(found) else found
 
     # With a CPU as default device, every part of the model uses its "xla" form.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        program = jax.export.export(forward, platforms=platforms)(images)
+        program = jax.export.export(forward, platforms=platforms)(*inputs)
     content = bytes(program.serialize())
     write_file(pathlib.Path(path), content + _SEAL + hashlib.sha256(content).hexdigest().encode())
 

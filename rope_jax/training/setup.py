@@ -112,10 +112,10 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
             "to False"
         )
     images, held_out = (load_split(config, split) for split in ("train", "test"))
+    task_for(config.model.head).check(config, images)
     _check_data(config, images, held_out)
     config = _complete(config, images)
     model = seeds.create_models(config, restore.create)
-    task_of(model).check(config, images)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
 

@@ -96,5 +96,6 @@ def test_logits_are_those_of_the_official_code(name):
 def test_every_source_has_a_case_that_is_not_slow():
     # DINO's own names are compared with timm's in tests/models/test_dino.py; ResFormer has no case.
     elsewhere = {"cat", "dinov2", "dinov3", "resformer"}
-    elsewhere |= {"detectron2", "mmseg", "segmenter", "vit_adapter"}  # in test_dense.py
+    # In test_dense.py:
+    elsewhere |= {"detectron2", "mmseg", "segmenter", "vit_adapter", "mask2former", "detrex"}
     assert {official.CASES[name]["source"] for name in QUICK} == set(SOURCES) - elsewhere

@@ -1,6 +1,7 @@
 """What detection heads take and return: the boxes of a batch, and detections."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +66,10 @@ def scaled_boxes(
     return to_centres(corners / sides(extent))
 
 
-def extents(extent: Int[Array, "B 2"] | None, image_size: Grid, batch: int) -> Int[Array, "B 2"]:
+def extents(extent: Int[Array, "B 2"] | None, image_size: Grid, batch: Any) -> Int[Array, "B 2"]:
     """The given extents, or those of images without padding."""
-    return jnp.tile(jnp.asarray(image_size, jnp.int32), (batch, 1)) if extent is None else extent
+    whole = jnp.asarray(image_size, jnp.int32)
+    return jnp.broadcast_to(whole, (batch, 2)) if extent is None else extent
 
 
 def best_detections(

@@ -135,6 +135,7 @@ class Dino(Head):
     optional: ClassVar[int] = 1
     scales: ClassVar[tuple[float, ...]] = (2.0, 1.0, 0.5)
     normalised: ClassVar[bool] = False
+    padded: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class Dino(Head):
     def result(self, predictions: DinoPredictions, image_size: Grid) -> Detections:
         """The surest detections of the last layer, in pixels."""
         logits, boxes = (x[-2] for x in (predictions.logits, predictions.boxes))
-        extent = extents(predictions.extent, image_size, len(logits))
+        extent = extents(predictions.extent, image_size, logits.shape[0])
         return best_detections(logits, boxes, extent, self.options.detections)
 
     def loss(

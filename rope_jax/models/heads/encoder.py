@@ -93,7 +93,7 @@ class Levels:
     def of(cls, paddings: Sequence[Bool[Array, "B _h _w"]]) -> "Levels":
         """The levels of maps of which the given tokens are padding."""
         counts = [jnp.stack([(~x[:, 0]).sum(1), (~x[:, :, 0]).sum(1)], axis=-1) for x in paddings]
-        padding = jnp.concatenate([x.reshape(len(x), -1) for x in paddings], axis=1)
+        padding = jnp.concatenate([x.reshape(x.shape[0], -1) for x in paddings], axis=1)
         sizes = tuple((x.shape[1], x.shape[2]) for x in paddings)
         return cls(padding, jnp.stack(counts, axis=1).astype(jnp.float32), sizes)
 

@@ -64,6 +64,7 @@ class Head(nnx.Module):
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
         divisible: whether the loss of a batch is the mean of the losses of its equal parts.
+        padded: whether it takes images that are padded, with their `extent`.
         options: of this head.
         out_features: number of classes.
     """
@@ -73,6 +74,7 @@ class Head(nnx.Module):
     optional: ClassVar[int] = 0
     scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
+    padded: ClassVar[bool] = False
     divisible: ClassVar[bool] = True
     options: Options
     out_features: int

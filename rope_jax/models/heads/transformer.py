@@ -201,7 +201,7 @@ class Transformer(nnx.Module):
         chosen, logits = self.choose(tokens, levels)
         references = jax.nn.sigmoid(jax.lax.stop_gradient(logits))
         content = self.content[...].astype(tokens.dtype)
-        content = jnp.broadcast_to(content, (len(tokens), *content.shape))
+        content = jnp.broadcast_to(content, (tokens.shape[0], *content.shape))
         allowed = None
         if started is not None:
             content = jnp.concatenate([started.content.astype(tokens.dtype), content], axis=1)

@@ -1,0 +1,164 @@
+"""Detections of a set: scores at the size of the stored images, seeds, pictures."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rope_jax import evaluate
+from rope_jax.config import Config
+from rope_jax.data import Truth, decode_image, load
+from rope_jax.evaluate.accuracy import counted
+from rope_jax.evaluate.box_pictures import Detected, draw_detections
+from rope_jax.evaluate.sheets import class_colours
+from rope_jax.models.heads.detection import Detections
+from rope_jax.sharding import make_mesh
+from rope_jax.tasks import detection
+from rope_jax.tasks.average_precision import Found, precision_by_pycocotools
+from tests.images.coco_set import write_coco
+
+CANVASES = ((80, 136), (136, 80), (136, 136))
+AS_THEY_ARE = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+
+
+def by_colour(weight, images, extent):
+    """For each class one box around all pixels of its colour, scored by their share."""
+    assert extent.shape == (len(images), 2)
+    seen = images > 0.5
+    sides = []
+    for axis in (1, 2):  # of rows: where in x
+        there = seen.any(axis)
+        last = there.shape[1] - there[:, ::-1].argmax(1)
+        sides.append((there.argmax(1), jnp.where(there.any(1), last, 0)))
+    (x1, x2), (y1, y2) = sides
+    boxes = jnp.stack([x1, y1, x2, y2], axis=-1).astype(jnp.float32)
+    scores = 0.5 + weight * seen.mean((1, 2))
+    return Detections(boxes, scores, jnp.tile(jnp.arange(3), (len(images), 1)))
+
+
+def settings(seeds=1, **changes):
+    images = dataclasses.replace(Config().data, canvases=CANVASES, max_boxes=4, **changes)
+    return dataclasses.replace(Config(), data=images, seeds=seeds)
+
+
+def score(images, weight=-0.1, **options):
+    options = {"config": settings(), "batch_size": 4, "task": detection, **AS_THEY_ARE} | options
+    return evaluate.accuracies(by_colour, np.float32(weight), images, mesh=make_mesh(), **options)
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = write_coco(tmp_path / "set")
+    return load("coco", str(folder), "test", (136, 136), crop="fit(short=80,long=133)")
+
+
+def test_boxes_are_scored_in_the_stored_images_with_crowds_left_out(images):
+    """Two cats become one wrong box; crowds of dogs are neither found nor missed.
+
+    The one cat that is found is a third of all: 34 of the 101 recalls.
+    """
+    (row,) = score(images)
+    assert row["count"] == 6
+    assert row["ap50"] == pytest.approx((34 / 101 + 1 + 1) / 3, abs=1e-6)
+    assert row["class_names"] == ["cat", "dog", "bird"]
+    assert row["class_ap"][2] > 0.8
+    assert row["ap_large"] is None
+    assert row["resolution"] == [136, 136]
+    order = ("dataset", "split", "resolution", "class_names", "count", "ap", "ap50", "ap75")
+    assert tuple(row)[: len(order)] == order
+
+
+def test_scores_do_not_depend_on_the_size_of_batches_or_images(images):
+    (row,) = score(images)
+    (alone,) = score(images, batch_size=1)
+    assert alone == row
+    large = dataclasses.replace(images, crop="fit(short=320,long=532)", size=(544, 544))
+    data = dataclasses.replace(settings().data, canvases=((544, 544),))
+    (resized,) = score(large, config=dataclasses.replace(settings(), data=data))
+    assert resized["ap50"] == pytest.approx(row["ap50"], abs=1e-6)
+
+
+def test_every_seed_has_a_row(images):
+    """The second seed is surer of the wrong box: of its two boxes of cats the second is right."""
+    alone = [score(images, weight)[0] for weight in (-0.1, 0.1)]
+    config = settings(seeds=2)
+    rows = evaluate.accuracies(
+        by_colour,
+        np.float32([-0.1, 0.1]),
+        images,
+        batch_size=4,
+        mesh=make_mesh(),
+        task=detection,
+        config=config,
+        **AS_THEY_ARE,
+    )
+    assert rows == alone
+    assert rows[1]["ap50"] == pytest.approx((34 / 101 / 2 + 1 + 1) / 3, abs=1e-6)
+
+
+def test_an_image_that_is_skipped_has_no_objects_to_miss(images, tmp_path):
+    (tmp_path / "set" / "val2017" / "000000000030.jpg").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"000000000030\.jpg"):
+        score(images)
+    (row,) = score(images, config=settings(bad_images="skip"))
+    assert row["count"] == 5
+    assert row["ap50"] == pytest.approx((34 / 101 + 1 + 1) / 3, abs=1e-6)
+
+
+def test_pycocotools_finds_the_same(images):
+    pytest.importorskip("pycocotools")
+    options = {"batch_size": 4, "task": detection, "config": settings(), **AS_THEY_ARE}
+    (parts,), used = counted(by_colour, np.float32(-0.1), images, mesh=make_mesh(), **options)
+    own = detection.scores(parts, images)
+    theirs = detection.scores(parts, images, precision=precision_by_pycocotools)
+    assert own["count"] == theirs["count"] == used == 6
+    for name, value in own.items():
+        mine, other = (
+            [-1.0 if x is None else x for x in np.atleast_1d(x)] for x in (value, theirs[name])
+        )
+        np.testing.assert_allclose(mine, other, atol=1e-9, err_msg=name)
+
+
+def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
+    batch = {
+        "extent": jnp.array([[50, 100]]),
+        "original": jnp.array([[100, 400]]),
+        "index": jnp.array([3]),
+        "mask": jnp.array([True]),
+    }
+    boxes = jnp.array([[[10.0, 5, 60, 70], [100, 0, 120, 50], [20, 20, 20, 30]]])
+    outputs = Detections(boxes, jnp.array([[0.9, 0.8, 0.7]]), jnp.array([[2, 0, 1]]))
+    part = {name: np.asarray(x) for name, x in detection.count(outputs, batch, images).items()}
+    found = detection.found_in([part])
+    assert list(found) == [3]
+    np.testing.assert_array_equal(found[3].boxes, [[40, 10, 240, 100]])
+    assert found[3].classes.tolist() == [2]
+    assert detection.found_in([part | {"mask": np.array([False])}]) == {}
+
+
+def test_sets_without_objects_have_no_score(images):
+    part = {"boxes": np.zeros((1, 2, 4), np.float32), "scores": np.zeros((1, 2), np.float32)}
+    part |= {"classes": np.zeros((1, 2), np.int32), "mask": np.ones(1, bool)}
+    with pytest.raises(ValueError, match="no image of set, test split, has an object that is no"):
+        detection.scores([part | {"index": np.int32([1])}], images)  # the image without objects
+
+
+def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
+    """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels."""
+    boxes = np.array([[10.0, 20, 30, 40], [1, 1, 9, 9]])
+    truth = Truth(boxes, np.int32([1, 0]), np.array([False, True]), np.array([400.0, 64]))
+    found = Found(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
+    one = Detected(np.full((48, 48, 3), 9, np.uint8), truth, found)
+    draw_detections([one, one], ["a", "b", "c"], 3, tmp_path / "p.png")
+    sheet = decode_image((tmp_path / "p.png").read_bytes())
+    assert sheet.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
+    colours = class_colours(4)[1:]
+    left, right = (sheet[22 : 22 + 480, start : start + 480] for start in (12, 504))
+    for panel, k in ((left, 1), (right, 2)):
+        edge = panel[200:400, 100:300]
+        assert (edge[[0, -1]] == colours[k]).all()
+        assert (edge[:, [0, -1]] == colours[k]).all()
+        assert (edge[5:-5, 5:-5] == 9).all()
+    assert (left[89, 10:90] == colours[0]).all()
+    assert (right[89, 10:90] == 9).all()  # its score is too low
