@@ -35,7 +35,8 @@ def draw_sheet(
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "sheet.png")
     >>> draw_sheet(["sky"], [[Panel(Image.new("RGB", (64, 32), "blue"), "noon")]], path)
-    >>> Image.open(path).size
+    >>> with Image.open(path) as sheet:
+    ...     sheet.size
     (88, 88)
 
     Args:

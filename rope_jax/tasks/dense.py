@@ -2,6 +2,8 @@
 
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
+from rope_jax.models.dense import head_call
+from rope_jax.models.heads import find_head
 
 
 def check_dense(
@@ -42,6 +44,12 @@ def check_dense(
             )
     if config.loss != "softmax":
         raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
+    family = find_head(head_call(config.model.head).name).family
+    if config.accumulate > 1 and not family.divisible:
+        raise ConfigError(
+            f"--config.accumulate={config.accumulate} does not go with {head}, whose loss is "
+            "divided by what there is in a batch: use --config.accumulate=1"
+        )
     split = split_augment(config.data.augment)
     for one in (*split.pixels, *split.erasing):
         if not one.entry.colours:

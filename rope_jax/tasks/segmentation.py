@@ -19,8 +19,6 @@ from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.device_batches import take
 from rope_jax.data.images import device
-from rope_jax.models.dense import head_call
-from rope_jax.models.heads import find_head
 from rope_jax.models.heads.pixels import IGNORED
 from rope_jax.tasks.dense import check_dense
 
@@ -41,18 +39,11 @@ def check(config: Config, images: Images | Streamed) -> None:
         sources="scenes, masks or ade20k",
         moved="the labels of their pixels",
     )
-    head = f"--config.model.head={config.model.head}"
     if config.loss_pixels == "valid" and config.accumulate > 1:
         raise ConfigError(
             f"--config.accumulate={config.accumulate} does not go with --config.loss_pixels=valid, "
             "whose divisor differs between the parts of a batch: use --config.accumulate=1 or "
             "--config.loss_pixels=all"
-        )
-    family = find_head(head_call(config.model.head).name).family
-    if config.accumulate > 1 and not family.divisible:
-        raise ConfigError(
-            f"--config.accumulate={config.accumulate} does not go with {head}, whose loss is "
-            "divided by what there is in a batch: use --config.accumulate=1"
         )
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rope_jax import evaluate
 from rope_jax.config import ConfigError
+from rope_jax.data import decode_image
 from rope_jax.models.heads.detection import best_detections
 from rope_jax.models.heads.head import HEADS, Entry, Head
 from rope_jax.models.registry import Options
@@ -120,3 +122,13 @@ def test_a_run_with_several_canvases_resumes_exactly(tmp_path, folder, monkeypat
     assert row["class_names"] == ["cat", "dog", "bird"]
     assert "fit(short=40,long=64) of each image" in row["protocol"]
     assert np.isfinite(row["ap"])
+    picture = decode_image((tmp_path / "whole" / "detections.png").read_bytes())
+    assert picture.shape[1] == 12 + 2 * (480 + 12)
+    for flags in ([], ["--resolutions=48x72"]):
+        evaluate.main([str(tmp_path / "whole"), "--batch_size=2", *flags])
+    again, larger = json.loads((tmp_path / "whole" / "evaluations.json").read_text())["rows"]
+    assert {
+        name: again[name] for name in ("ap", "ap50", "class_ap", "count")
+    }.items() <= row.items()
+    assert larger["resolution"] == [48, 72]
+    assert "fit(short=48,long=72) of each image" in larger["protocol"]

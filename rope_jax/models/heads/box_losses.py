@@ -6,7 +6,8 @@ batch divides them by the number of its boxes.
 Source: Zhang et al., arXiv 2203.03605, and detrex.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
 from rope_jax.models.heads.detection import Targets
 from rope_jax.models.heads.matching import match
+from rope_jax.sharding import gathered
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss (Lin et al., arXiv 1708.02002)
 _LEAST = 1e-8  # probability in the logarithm of a cost
@@ -78,15 +80,21 @@ def assign(targets: Targets, query: Int[Array, " M"], queries: int) -> Targets:
 
 
 def matched(
-    logits: Float[Array, "B Q K"], boxes: Float[Array, "B Q 4"], targets: Targets
+    logits: Float[Array, "R B Q K"], boxes: Float[Array, "R B Q 4"], targets: Targets
 ) -> Targets:
-    """The target of every query of a batch, of the cheapest matching of each image."""
+    """The target of every query of R layers, of the cheapest matching of each layer and image."""
 
-    def one(logits: Array, boxes: Array, targets: Targets) -> Targets:
-        query = match(costs(logits, boxes, targets), targets.real)
-        return assign(targets, query, len(boxes))
+    def of_each(function: Callable[..., Any], *in_axes: int | None) -> Callable[..., Any]:
+        """The function of every layer and image, some of whose arguments have no layers."""
+        return jax.vmap(jax.vmap(function), in_axes)
 
-    return jax.vmap(one)(*jax.lax.stop_gradient((logits, boxes)), targets)
+    found = of_each(costs, 0, 0, None)(*jax.lax.stop_gradient((logits, boxes)), targets)
+    # All problems at once, as the search takes many short steps, one after the other; and on every
+    # device, as they would wait for each other at each step.
+    found, real = gathered(found), gathered(targets.real)
+    query = gathered(of_each(match, 0, None)(found, real))
+    queries = logits.shape[2]
+    return of_each(lambda own, query: assign(own, query, queries), None, 0)(targets, query)
 
 
 def box_losses(

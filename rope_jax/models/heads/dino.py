@@ -235,7 +235,7 @@ class Dino(Head):
         """
         targets = real_first(Targets(batch["boxes"], batch["label"]))
         logits, boxes = predictions.logits, predictions.boxes
-        assigned = jax.vmap(matched, (0, 0, None))(logits, boxes, targets)
+        assigned = matched(logits, boxes, targets)
         total = box_losses(logits, boxes, assigned).total().sum(axis=0)
         if predictions.denoising is not None:
             *started, slots = predictions.denoising

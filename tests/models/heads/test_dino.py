@@ -16,11 +16,12 @@ from rope_jax.models.heads import create_head
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
 from rope_jax.models.heads.denoising import slots_of
 from rope_jax.models.heads.detection import Targets, best_detections
-from rope_jax.models.heads.dino import DinoPredictions
+from rope_jax.models.heads.dino import ChannelNeck, DinoOptions, DinoPredictions
 from rope_jax.models.heads.encoder import padding_of
 from rope_jax.models.heads.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.pretrained import export_state_dict
+from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.tasks import detection
 from tests.models.small import filled
 
@@ -57,26 +58,28 @@ def parameters(module):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
+FLOAT = dtypes_of(jnp.dtype(jnp.float32))
+
+
 @pytest.mark.parametrize(
-    ("channels", "neck"),
+    ("channels", "count"),
     [
         ((256, 256, 256, 256), 265_216),
         ((192, 384, 768), 2_116_608),
         ((256, 512, 1024), 2_821_120),
     ],
 )
-def test_the_head_has_the_official_number_of_parameters(channels, neck):
-    head = nnx.eval_shape(
-        lambda: create_head("dino", channels=channels, num_classes=80, rngs=nnx.Rngs(0))
-    )
-    assert parameters(head.neck) == neck
-    assert parameters(head) - neck == 18_556_236
+def test_the_neck_has_the_official_number_of_parameters(channels, count):
+    make = functools.partial(ChannelNeck, channels, DinoOptions(), dtypes=FLOAT)
+    assert parameters(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))) == count
 
 
-def test_the_pyramid_has_the_official_number_of_parameters():
-    make = functools.partial(rope_jax.create_model, "deit_b16", head="dino", num_classes=80)
-    model = nnx.eval_shape(lambda: make(class_token=False))
-    assert parameters(model.neck) == 3_444_096
+def test_the_head_and_the_pyramid_have_the_official_number_of_parameters():
+    make = functools.partial(create_head, "dino", channels=[256] * 4, num_classes=80)
+    head = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    assert parameters(head) - 265_216 == 18_556_236
+    make = functools.partial(FeaturePyramid, 768, scales=head.scales)
+    assert parameters(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))) == 3_444_096
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_the_loss_is_that_of_all_layers_and_of_denoising():
         box, label = (np.asarray(x)[image, :count] for x in (targets.boxes, targets.labels))
         for layer in range(layers):
             logits, predicted = (x[layer, image] for x in own)
-            pairs = matching_by_definition(logits, predicted, box, label)
+            pairs = matching_by_definition(logits, predicted, box, label) if count else []
             pairs = [(query, box[target], label[target]) for query, target in pairs]
             total += losses_by_definition(logits, predicted, pairs)
             if layer == layers - 2:  # the decoder's last
@@ -276,7 +279,7 @@ def transformer():
             decoder_depth=2,
             layer={"heads": 2, "points": 2, "hidden": 16},
             rngs=nnx.Rngs(0),
-            dtypes=dtypes_of(jnp.dtype(jnp.float32)),
+            dtypes=FLOAT,
         )
 
     return filled(nnx.eval_shape(make))

@@ -1,5 +1,9 @@
 """Mask2Former's loss against definitions in NumPy, in float64."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 import scipy.optimize
 
 from rope_jax.models.heads import mask_loss as ml
+from tests.devices import environment
 
 pytestmark = pytest.mark.usefixtures("x64")
 RNG = np.random.default_rng(0)
@@ -178,3 +183,40 @@ def test_a_batch_without_labels_has_a_loss_of_classes_alone():
     np.testing.assert_allclose(value, wanted, rtol=1e-10)
     assert (np.asarray(gradients[0])[..., -1] < 0).all()
     assert all((np.asarray(one) == 0).all() for one in gradients[1:])
+
+
+_DEVICES = """
+import re
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from rope_jax.models.heads.mask_loss import set_loss
+from rope_jax.sharding import make_mesh, split_batch, use_mesh
+
+mesh, rng = make_mesh(), np.random.default_rng(0)
+layers, images = NamedSharding(mesh, P(None, ("data", "fsdp"))), split_batch(mesh)
+shapes = {(2, 4, 5, 4): layers, (2, 4, 5, 3): layers, (4, 4, 6, 3): images}
+inputs = [rng.standard_normal(shape, np.float32) for shape in shapes]
+inputs.append(rng.integers(0, 3, (4, 8, 12), np.uint8))
+loss = lambda *inputs: set_loss(*inputs, points=16, key=jax.random.key(0))
+alone = jax.jit(loss)(*inputs)
+inputs = [jax.device_put(x, s) for x, s in zip(inputs, [*shapes.values(), images], strict=True)]
+with use_mesh(mesh):
+    compiled = jax.jit(loss).lower(*inputs).compile()
+print(float(alone), float(compiled(*inputs)))
+print(len(re.findall(r"= pred[[][]] all-reduce", compiled.as_text())), mesh.size)
+"""
+
+
+@pytest.mark.process
+def test_devices_do_not_wait_for_each_other_while_they_match():
+    """The loss is that of one device, and no loop waits for all devices at each step."""
+    found = subprocess.run(
+        [sys.executable, "-c", _DEVICES],
+        env=os.environ | environment(2),
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    alone, divided = map(float, found[-2].split())
+    assert divided == pytest.approx(alone, rel=1e-5)
+    assert found[-1] == "0 2"

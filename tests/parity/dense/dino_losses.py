@@ -25,7 +25,8 @@ def targets_of(case, dtype):
 
 @jax.jit
 def run(logits, boxes, targets):
-    losses = box_losses(logits, boxes, matched(logits, boxes, targets))
+    assigned = jax.tree.map(lambda x: x[0], matched(logits[None], boxes[None], targets))
+    losses = box_losses(logits, boxes, assigned)
     cost = jax.vmap(costs)(logits, boxes, targets)
     queries = jax.vmap(match)(cost, targets.real)
     return {name: getattr(losses, name).sum() for name in NAMES}, queries
