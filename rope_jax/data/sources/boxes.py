@@ -194,8 +194,8 @@ class BoxImages(Boxed, Images):
 class StreamedBoxes(Boxed, Streamed):
     """One split of a set of images with boxes, read when needed.
 
-    Images keep their aspect. `crop` is a frame for them, `fit`, and `size` is that for which a model is made; those of batches are
-    canvases, see `rope_jax.data.batches`.
+    Images keep their aspect: `crop` is `fit`. `size` is that for which a model is made; those of
+    batches are canvases, see `rope_jax.data.batches`.
     """
 
     one_size: ClassVar[bool] = False
