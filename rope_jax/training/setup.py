@@ -183,7 +183,7 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         data.epoch_length(len(images.labels), config.data.repeats)
     classes = config.model.num_classes
     # Of classes of pixels, the task requires exactly as many.
-    if classes is not None and classes < images.classes and not images.pixelwise:
+    if classes is not None and classes < images.classes and images.labels_of != "pixels":
         raise ConfigError(
             f"--config.model.num_classes={classes}, but {images.name} has {images.classes} "
             "classes: use at least that many"

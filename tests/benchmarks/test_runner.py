@@ -105,7 +105,7 @@ def test_flags_need_a_benchmark_that_takes_them(capsys):
 
 def test_unknown_names_are_listed(capsys):
     assert _runner.main(benchmarks, ["rotari"]) == 2
-    names = "attention, data, gpu, machine_code, memory, models, rotary, startup, suite"
+    names = "attention, cpu, data, gpu, machine_code, memory, models, rotary, startup, suite"
     assert f"NAME is one of: {names}\n" in capsys.readouterr().err
     assert _runner.main(experiments, []) == 2
     assert "python -m experiments NAME [...], where NAME is one of: digits, evidence" in (

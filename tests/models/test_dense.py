@@ -266,7 +266,7 @@ def test_a_vit_adapter_without_a_head_takes_the_weights_of_a_classifier(
 
 
 def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
-    rope_jax.save_pretrained(filled(abstract("vit_adapter_ti16", num_classes=0, **BARE)), tmp_path)
+    rope_jax.save_pretrained(filled("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
     load_pretrained(abstract("vit_adapter_ti16", num_classes=0, **BARE), tmp_path)
     assert not capsys.readouterr().out
     windows = {"attention": "window", "window_size": 2, "window_padding": "qkv"}

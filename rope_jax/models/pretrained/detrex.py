@@ -23,8 +23,10 @@ def detrex(model: nnx.Module) -> Table:
     In its code maps are padded to whole windows by zeros for tokens: create models with
     window_padding="tokens".
     """
-    if not hasattr(model, "backbone"):  # the transformer by itself
+    if hasattr(model, "encoder") and not hasattr(model, "backbone"):  # the transformer by itself
         return Table(_transformer(model.width))
+    if not hasattr(getattr(model, "head", None), "transformer"):  # another model
+        return Table([])
     rows = within("transformer.", _transformer(model.head.options.width), "head.transformer.")
     rows += within("neck.", _neck(), "head.neck.")
     rows.append(("head.label_embed", "label_enc.weight", SAME))

@@ -130,7 +130,8 @@ def _of_backbone(model: nnx.Module, plan: Plan | Conversion, file: WeightsFile) 
     new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
     unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
     options = {} if file.metadata is None else file.metadata.options
-    trained, own = options.get("norm_epsilon"), model.options.norm_epsilon
+    trained = options.get("norm_epsilon")
+    own = getattr(model, "backbone", model).options.norm_epsilon
     epsilon = "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
     return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}{epsilon}"
 

@@ -171,9 +171,7 @@ def overlap_of(first, second):
     pairs = (np.broadcast_to(x, shape).reshape(-1, 4) for x in (first, second))
     # Of one shape, to be compiled once.
     padded = [np.resize(x, (32, 4)).astype(np.float32) for x in pairs]
-    return np.asarray(_overlap(*padded))[: max(1, np.prod(shape[:-1], dtype=int))].reshape(
-        shape[:-1]
-    )
+    return np.asarray(_overlap(*padded))[: np.prod(shape[:-1], dtype=int)].reshape(shape[:-1])
 
 
 def losses_by_definition(logits, boxes, wanted):
