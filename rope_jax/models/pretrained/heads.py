@@ -108,6 +108,8 @@ def mask2former(model: nnx.Module) -> Table:
     window_padding="tokens".
     """
     head = getattr(model, "head", model)
+    if not hasattr(head, "pixel_decoder"):  # another model
+        return Table([])
     pixels, queries = "pixel_decoder", "predictor"
     rows = [*_pixel_decoder(pixels), *_masked_decoder(queries, head.options.width)]
     if head is model:
