@@ -253,7 +253,7 @@ def test_sizes_between_patches_and_steps_are_as_asked(run, tmp_path, monkeypatch
 
     def scored(apply, weights, images, views, *, batch_size, probabilities, **rest):
         found.append((images.size, views.window, batch_size))
-        assert probabilities(jnp.zeros(4)).tolist() == [0.25] * 4  # of logits
+        assert probabilities(jnp.zeros((1, 1, 4))).tolist() == [[[0.25] * 4]]  # of logits
         row = evaluate.accuracy.description(images) | SCORES
         return Scored(row, [], {})
 

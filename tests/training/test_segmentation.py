@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -192,12 +193,12 @@ def test_the_recipe_of_scenes_takes_mask2former(tmp_path, monkeypatch):
     seen, split = [], kinds.segment_split
 
     def spy(*inputs, probabilities, **rest):
-        seen.extend(probabilities(np.array([0.1, 0.3])).tolist())
+        seen.extend(probabilities(jnp.array([[[0.25, 0.5]]])).ravel().tolist())
         return split(*inputs, probabilities=probabilities, **rest)
 
     monkeypatch.setattr(kinds, "segment_split", spy)
     evaluate.main([str(tmp_path), "--resolutions=48", "--window=32", "--stride=16", "--flip"])
-    assert seen == [0.1, 0.3]  # scores are averaged as they are
+    assert seen == [0.25, 0.5]  # scores are averaged as they are
     (row,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
     assert (tmp_path / "predictions_48x48.png").stat().st_size > 0
 
