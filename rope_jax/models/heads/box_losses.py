@@ -54,7 +54,7 @@ def costs(
 def focal_loss(logits: Float[Array, "*N K"], classes: Int[Array, "*N"]) -> Float[Array, "*N"]:
     """The focal loss of sigmoids, summed over classes.
 
-    >>> focal_loss(jnp.zeros((2, 3)), jnp.array([0, -1])).round(4).tolist()
+    >>> [round(x, 4) for x in focal_loss(jnp.zeros((2, 3)), jnp.array([0, -1])).tolist()]
     [0.3033, 0.3899]
 
     Args:

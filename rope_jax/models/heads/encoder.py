@@ -43,8 +43,8 @@ def padding_of(extent: Int[Array, "B 2"], image_size: Grid, size: Grid) -> Bool[
 def sines(coordinates: Float[Array, "*N D"], features: int) -> Float[Array, "*N F"]:
     """Sines and cosines, in turn, of each coordinate times 2 pi over 10000^(2 i / features).
 
-    >>> [round(x, 4) for x in sines(jnp.array([0.25]), 4).tolist()]
-    [1.0, 0.0, 0.0157, 0.9999]
+    >>> [round(x, 4) for x in sines(jnp.array([0.125]), 4).tolist()]
+    [0.7071, 0.7071, 0.0079, 1.0]
 
     Args:
         coordinates: D of each point.
