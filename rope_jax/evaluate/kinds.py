@@ -221,6 +221,7 @@ class OfPixels(Evaluation):
             batch_size=self.asked.batch_size or 16,
             multiple=side_multiple(self.about.model.grids),
             mesh=self.mesh,
+            probabilities=self.about.model.head.probabilities,
             pictures=self.asked.pictures,
             bad_images=self.bad_images,
             poll=self.progress,

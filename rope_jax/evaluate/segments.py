@@ -108,7 +108,7 @@ def segment_split(
     batch_size: int,
     multiple: int,
     mesh: Mesh,
-    probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
+    probabilities: Callable[[jax.Array], jax.Array],
     pictures: int = 0,
     bad_images: str = "error",
     poll: Callable[[int], None] = lambda images: None,

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ def by_colour(weights, images):
 
 def split(images, views, **changes):
     settings = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, "multiple": 4}
+    settings |= {"probabilities": jax.nn.softmax}
     weights = np.zeros(3, np.float32)
     return segment_split(by_colour, weights, images, views, mesh=make_mesh(), **settings | changes)
 
@@ -217,8 +219,9 @@ def test_sizes_between_patches_and_steps_are_as_asked(run, tmp_path, monkeypatch
     monkeypatch.setitem(scenes.COUNTS, "test", 2)
     found = []
 
-    def scored(apply, weights, images, views, *, batch_size, **rest):
+    def scored(apply, weights, images, views, *, batch_size, probabilities, **rest):
         found.append((images.size, views.window, batch_size))
+        assert probabilities(jnp.zeros((1, 1, 4))).tolist() == [[[0.25] * 4]]  # of logits
         row = evaluate.accuracy.description(images) | SCORES
         return Scored(row, [], {})
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from rope_jax import data, evaluate, seeds
 from rope_jax.analysis import report
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
+from rope_jax.evaluate import kinds
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.metrics import read_metrics
 from rope_jax.workdir.trees import named_leaves, tree_hash
@@ -181,20 +183,29 @@ def test_the_recipe_of_scenes_takes_mask2former(tmp_path, monkeypatch):
     rope_jax.run.train(config, tmp_path)
     assert [row["resolution"] for row in rows_of(tmp_path)] == [[64, 64], [64, 48]]
     assert (tmp_path / "segments.png").stat().st_size > 0
+    seen, split = [], kinds.segment_split
+
+    def spy(*inputs, probabilities, **rest):
+        seen.extend(probabilities(jnp.array([[[0.25, 0.5]]])).ravel().tolist())
+        return split(*inputs, probabilities=probabilities, **rest)
+
+    monkeypatch.setattr(kinds, "segment_split", spy)
     evaluate.main([str(tmp_path), "--resolutions=48", "--window=32", "--stride=16", "--flip"])
+    assert seen == [0.25, 0.5]  # scores are averaged as they are
     (row,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
     assert (tmp_path / "predictions_48x48.png").stat().st_size > 0
 
     model, _ = rope_jax.load_checkpoint(str(tmp_path))
     images = data.load("scenes", split="test", image_size=48)
     x = (images.images / np.float32(255) - 0.5) / np.float32(0.5)
-    sums, count = np.zeros((4, 48, 48, 11)), np.zeros((48, 48, 1))
-    for top, left in np.ndindex(2, 2):
-        at = np.s_[16 * top : 16 * top + 32, 16 * left : 16 * left + 32]
-        count[at] += 2
-        sums[:, *at] += logits(model, x[:, *at])
-        mirrored = (48 - 16 * left - 32) + np.arange(32)
-        own = x[:, :, ::-1][:, 16 * top : 16 * top + 32, mirrored]
-        sums[:, *at] += logits(model, own)[:, :, ::-1]
-    right = (sums / count).argmax(-1) == images.labels
+    corners = [np.s_[16 * i : 16 * i + 32, 16 * j : 16 * j + 32] for i, j in np.ndindex(2, 2)]
+    crops = [view[:, *at] for view in (x, x[:, :, ::-1]) for at in corners]
+    plain, mirrored = logits(model, np.concatenate(crops)).reshape(2, 4, 4, 32, 32, 11)
+    sums, count = np.zeros((2, 4, 48, 48, 11)), np.zeros((48, 48, 1))
+    for at, own, other in zip(corners, plain, mirrored, strict=True):
+        count[at] += 1
+        sums[0][:, *at] += own
+        sums[1][:, *at] += other
+    scores = (sums[0] + sums[1][:, :, ::-1]) / (2 * count)
+    right = scores.argmax(-1) == images.labels
     assert row["accuracy"] == pytest.approx(right.mean(), abs=1e-3)
