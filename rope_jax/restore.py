@@ -168,7 +168,9 @@ def preprocessing_of(config: Config) -> Preprocessing:
     0.9
     """
     (frame,) = parse(config.eval.frame, "--config.eval.frame")
-    options = {"crop": 1.0, "interpolation": "bicubic"} | dict(frame.options)
+    options = {"crop": 1.0, "interpolation": "bicubic"}
+    # Frames of images with boxes, which keep their aspect, have other options.
+    options |= {name: value for name, value in frame.options if name in options}
     return Preprocessing(config.data.mean, config.data.std, **options)
 
 

@@ -264,7 +264,8 @@ class OfBoxes(Evaluation):
         if self._fits and not self.images.one_size:
             multiple = side_multiple(self.about.model.grids)
             height, width = (-(-side // multiple) * multiple for side in self.size)
-            canvases = ((height, width), (width, height))
+            both = (max(height, width),) * 2  # of upright and lying images in a batch
+            canvases = ((height, width), (width, height), both)
         most = int(self.images.annotations.counts().max(initial=1))
         images = dataclasses.replace(config.data, canvases=canvases, max_boxes=most)
         return dataclasses.replace(config, data=images)
