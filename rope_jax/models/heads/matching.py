@@ -14,7 +14,7 @@ def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M
     A row of zeros costs the same with every query: padding changes neither the sum of the others
     nor which of them is least. Use `jax.vmap` for a batch.
 
-    >>> costs = jnp.array([[3.0, 1.0, 2.0], [2.0, 0.0, 9.0], [0.0, 0.0, 0.0]])
+    >>> costs = jnp.array([[3.0, 1.0, 2.0], [4.0, 1.0, 9.0], [0.0, 0.0, 0.0]])
     >>> match(costs, jnp.array([True, True, False]))[:2].tolist()
     [2, 1]
 
