@@ -23,7 +23,8 @@ from rope_jax.training.step import make_step
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 SMALL = ("digits", "fashion_mnist", "evidence", "finetune", "own_images", "scenes", "tiny_imagenet")
-DENSE = ("mask2former", "segmenter", "upernet")  # see test_dense_recipes.py
+# See test_dense_recipes.py and test_detection_recipe.py.
+DENSE = ("dino", "mask2former", "segmenter", "upernet")
 OTHERS = {*SMALL, *DENSE}
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in OTHERS)
 
