@@ -49,8 +49,10 @@ class Rotary(Position):
             "extrapolate", "interpolate", "ntk" or "yarn", see `rope_jax.positions.extension`.
         log_scale: False; True scales logits by ln L / ln L_trained, for L tokens in attention, in
             place of yarn's temperature.
-        alpha: yarn interpolates pairs that turn less often over the map of training, 1.
-        beta: yarn extrapolates pairs that turn more often over the map of training, 32.
+        alpha: yarn interpolates pairs that turn less often than this over the map of training; 1
+            by default.
+        beta: yarn extrapolates pairs that turn more often than this over the map of training; 32
+            by default.
     """
 
     acts = "rotation"
