@@ -13,6 +13,7 @@ held in memory and are augmented on the device, otherwise one after the other.
 import argparse
 import collections
 import dataclasses
+import os
 import pathlib
 
 import jax
@@ -199,8 +200,11 @@ def _in_one_step(asked: argparse.Namespace, config: Config, images: Split) -> bo
         DeviceBatches(images, batch_size=1, seed=0, augment=loader)
     except ValueError:
         return False
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return limit is None or images.images.nbytes <= limit / 2
+    devices = jax.local_devices()
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # of a CPU, whose devices have one memory
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
+    return images.images.nbytes <= limit / 2
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 # Images of a step on each device. With fewer, the update of the parameters, which every device
 # computes, and the sums of gradients would cost what is gained.
 LEAST = 16
+# Devices at most, as each holds the parameters and the state of the optimiser.
+MOST = 8
 _LIMITS = pathlib.Path("/sys/fs/cgroup")
 _OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
 
@@ -48,7 +50,7 @@ def _limits() -> Iterator[int]:
 def devices_for(images: int, available: int, *, fsdp: int = 1) -> int:
     """The devices over which a step is divided by default, on a CPU.
 
-    >>> devices_for(128, 2), devices_for(128, 6), devices_for(128, 64), devices_for(24, 2)
+    >>> devices_for(128, 2), devices_for(128, 6), devices_for(1024, 64), devices_for(24, 2)
     (2, 4, 8, 1)
 
     Args:
@@ -57,7 +59,8 @@ def devices_for(images: int, available: int, *, fsdp: int = 1) -> int:
         fsdp: devices over which parameters are divided; the result is a multiple of this.
 
     Returns:
-        The largest number that divides the images into parts of at least `LEAST`; 1 without any.
+        The largest number up to `MOST` that divides the images into parts of at least `LEAST`; 1
+        without any.
     """
-    most = min(available, images // LEAST)
+    most = min(available, MOST, images // LEAST)
     return max((n for n in range(fsdp, most + 1, fsdp) if images % n == 0), default=1)

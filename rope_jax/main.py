@@ -73,7 +73,7 @@ def main(_: list[str]) -> None:
         else:
             config = run.with_cpu_devices(config, workdir)
         with blame("JAX_PLATFORMS"):
-            start_devices(config.mesh.cpu_devices or 1)
+            start_devices(1 if _DISTRIBUTED.value else config.mesh.cpu_devices or 1)
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
         if _MODE.value == "train" and (following := next_command(config, workdir)):

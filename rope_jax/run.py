@@ -51,6 +51,7 @@ from rope_jax.training.setup import Setup, State, assemble, initial_state, prepa
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
+from rope_jax.workdir.steps import present
 from rope_jax.workdir.trees import named_leaves
 
 
@@ -145,14 +146,14 @@ def evaluate_newest(
 def with_cpu_devices(config: Config, workdir: pathlib.Path) -> Config:
     """The config with the devices that a CPU is divided into, for commands that start them.
 
-    They are those of the config, or of the run so far (one, if it was started before this was a
-    setting), or follow from the cores and the batch. Unchanged where a GPU may be used, and where
-    jax's environment variables set the devices.
+    They are those of the config, or of the checkpoints so far (one, if the run was started before
+    this was a setting), or follow from the cores and the batch. Unchanged where a GPU may be used,
+    and where jax's environment variables set the devices.
     """
     count, stored = config.mesh.cpu_devices, _stored_config(workdir)
     if count is not None or not may_divide_cpu():
         return config
-    if stored is not None:
+    if stored is not None and present(workdir / "checkpoints"):
         mesh = stored.get("mesh") if isinstance(stored, dict) else None
         entry = mesh.get("cpu_devices", 1) if isinstance(mesh, dict) else 1
         with blame("--workdir"):

@@ -88,6 +88,10 @@ def test_a_new_run_has_a_device_a_core_and_a_resumed_one_keeps_its_own(on_eight_
     assert devices_in(tmp_path, accumulate=2) == 4
     assert devices_in(tmp_path, mesh__cpu_devices=3) == 3
     stored = json.loads(to_json(Config()))
+    stored["mesh"]["cpu_devices"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert devices_in(tmp_path) == 8  # of a run that ended before its first checkpoint
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
     for entry, expected in ((2, 2), (64, 64), (None, 8)):  # None: trained on a GPU so far
         stored["mesh"]["cpu_devices"] = entry
         (tmp_path / "config.json").write_text(json.dumps(stored))

@@ -119,7 +119,9 @@ def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
         raise plugins.UnknownName(f"unknown positional scheme {name!r}; {hint}")
     cls = SCHEMES[name]
     later = {} if cls.extension is None else options_of(type(cls.extension))
-    options = bind(call, options_of(cls.__init__) | later)
+    own = options_of(cls.__init__)  # which a scheme may have of the same names
+    later = {option: kind for option, kind in later.items() if option not in own}
+    options = bind(call, own | later)
     extending = {option: options.pop(option) for option in later.keys() & options.keys()}
     if len(call.inner) != cls.wraps:
         inside = f"one scheme inside, as in {name}(ape)"

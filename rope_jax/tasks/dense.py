@@ -1,6 +1,6 @@
 """What the tasks of dense prediction share."""
 
-from rope_jax.config import Config, ConfigError
+from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
@@ -50,7 +50,8 @@ def check_dense(
             f"--config.accumulate={config.accumulate} does not go with {head}, whose loss is "
             "divided by what there is in a batch: use --config.accumulate=1"
         )
-    split = split_augment(config.data.augment)
+    with blame("--config.data.augment"):
+        split = split_augment(config.data.augment)
     for one in (*split.pixels, *split.erasing):
         if not one.entry.colours:
             raise ConfigError(

@@ -17,9 +17,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from rope_jax.config import Config
+from rope_jax.config import Config, ConfigError
 from rope_jax.data import Images, Streamed, split_augment
 from rope_jax.data.images import device
+from rope_jax.models.dense import head_call
+from rope_jax.models.heads import find_head
 from rope_jax.models.heads.detection import Targets, scaled_boxes
 from rope_jax.tasks.average_precision import Found, average_precision
 from rope_jax.tasks.dense import check_dense
@@ -35,6 +37,15 @@ def check(config: Config, images: Images | Streamed) -> None:
         ConfigError: with the flag to change.
     """
     check_dense(config, images, labels_of=LABELS_OF, sources="scenes or coco", moved="their boxes")
+    head = head_call(config.model.head)
+    options = find_head(head.name).options.override(f"the head {head.name!r}", dict(head.options))
+    queries = getattr(options, "queries", None)
+    if queries is not None and config.data.max_boxes > queries:
+        raise ConfigError(
+            f"--config.data.max_boxes={config.data.max_boxes} is more than the head's {queries} "
+            f"queries, each of which can find one object: use at most {queries}, or --config.model."
+            f"head={head.name}(queries={config.data.max_boxes})"
+        )
 
 
 def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:

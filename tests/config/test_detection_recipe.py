@@ -79,7 +79,10 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", PARAMETERS)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(text, marks=[] if "swin_t" in text else pytest.mark.slow) for text in PARAMETERS],
+)
 def test_models_have_the_official_number_of_parameters(arguments):
     config, model = create(resolved("dino", arguments))
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))

@@ -66,6 +66,7 @@ def test_temperature_is_a_number_for_the_kernels(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
     model, large = vit("rope2d(extend=ntk)+ape"), (16, 16)
     model.resize(large)

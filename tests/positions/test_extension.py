@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rope_jax.positions import Stage, create_position
 from rope_jax.positions.extension import RULES
+from rope_jax.positions.rotary import Rope2D
+from rope_jax.positions.scheme import SCHEMES
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions.schemes import HEAD_DIM, HEADS, scheme, stage, trained
 
@@ -255,3 +258,18 @@ def test_learned_frequencies_have_gradients(rule):
     step = 1e-6 * jnp.asarray(np.random.default_rng(2).standard_normal(values.shape))
     moved = [total(jax.tree.map(lambda x, s=s: x + s * step, params)) for s in (1, -1)]
     assert (moved[0] - moved[1]) / 2 == pytest.approx(float((gradient * step).sum()), rel=1e-5)
+
+
+def test_a_schemes_own_option_of_the_same_name_is_its_own():
+    class Own(Rope2D):
+        def __init__(self, stage, *, rngs, beta: float = 0.5):
+            super().__init__(stage, rngs=rngs)
+            self.beta = beta
+
+    SCHEMES["own_rope"] = Own
+    try:
+        stage = Stage(depth=1, heads=1, head_dim=8, channels=8, grid=(4, 4))
+        made = create_position("own_rope(beta=2.5,extend=ntk)", stage, rngs=nnx.Rngs(0))
+    finally:
+        del SCHEMES["own_rope"]
+    assert (made.beta, made.extension.beta, made.extension.extend) == (2.5, 32, "ntk")

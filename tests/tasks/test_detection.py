@@ -51,6 +51,12 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
         (BOXES, {"mix": {"cutmix": 1.0}}, "mix.cutmix=1.0 is for classes of whole images"),
         (BOXES, {"loss": "binary"}, "loss=binary does not go with --config.model.head=dino"),
         (BOXES, {"data": {"augment": "erase(p=0.5)"}}, "erase changes images, but not their boxes"),
+        (
+            BOXES,
+            {"model": {"head": "dino(queries=50)"}},
+            "max_boxes=100 is more than the",
+        ),
+        (BOXES, {"data": {"augment": "flipp"}}, "'flipp' is unknown.*--config.data.augment"),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(images, changes, message):

@@ -174,6 +174,7 @@ def step():
     return params, optimizer.init(params), step
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient(step):
     params, state, train = step
     batch = drawn(4)
@@ -188,6 +189,7 @@ def test_every_parameter_has_a_gradient(step):
     assert all(name.endswith("k.bias") or name == "head.pixel_decoder.levels" for name in still)
 
 
+@pytest.mark.slow
 def test_a_small_model_learns_scenes(step):
     """Sixty steps on four scenes: digits are found, where all but a tenth is background."""
     params, state, train = step
