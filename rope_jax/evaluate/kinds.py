@@ -290,6 +290,11 @@ class OfBoxes(Evaluation):
     def row(self) -> Row:
         images, config = self.images, self._config()
         check_class_names(self.about.model, images)
+        if (classes := self.about.model.num_classes) != images.classes:
+            raise ConfigError(
+                f"the model has {classes} classes, and {images.name} has {images.classes}: use "
+                "images of the same classes"
+            )
         (parts,), used = counted(
             *self.applied(),
             images,
