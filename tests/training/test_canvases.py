@@ -86,6 +86,10 @@ def test_mistakes_are_named_before_training(folder):
     refused(r"patch.*\[--config.data.canvases\]", data__canvases=(64, 70))
     refused(r"centre is not for the evaluation of .* use fit.*\[--config.data\]",
             eval__frame="centre")  # fmt: skip
+    refused(r"centre is not for the evaluation of .* use fit.*\[--config.eval.frames\]",
+            eval__frames=("fit(short=20,long=30)", "centre"))  # fmt: skip
+    refused(r"may need 72x72 pixels, but .* 40x64, .*\[--config.eval.frames\]",
+            eval__frames=("fit(short=40,long=72)",))  # fmt: skip
     refused(r"resized_crop changes images, but not .*\[--config.data.augment\]",
             data__augment="resized_crop")  # fmt: skip
     refused(r"on_device=True, but set is too large .*data.on_device\]", data__on_device=True)
