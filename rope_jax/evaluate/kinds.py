@@ -295,6 +295,7 @@ class OfBoxes(Evaluation):
                 f"the model has {classes} classes, and {images.name} has {images.classes}: use "
                 "images of the same classes"
             )
+        data.check_objects(images)
         (parts,), used = counted(
             *self.applied(),
             images,

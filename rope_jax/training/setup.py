@@ -165,6 +165,7 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         _check_class_names(images, held_out)
         for split in (images, held_out):
             data.check_labels(split, config.data.bad_images)
+        data.check_objects(held_out)
     with blame("--config.data.max_boxes"):
         for split in (images, held_out):
             data.check_boxes(split, config.data.max_boxes)

@@ -96,6 +96,10 @@ def test_mistakes_are_named_before_training(folder):
     refused(r"eval.resolutions=\(32,\), but the images of set keep their", eval__resolutions=(32,))
     refused("head 'unknown'.*--config.model.head", model__head="unknown")
     content = annotations()
+    for number, one in enumerate([[], [x for x in content["annotations"] if x["iscrowd"]]]):
+        assert len(one) == 2 * number
+        write_annotations(folder, "val", content | {"annotations": one})
+        refused(r"no image of set, test split, has an object that .*\[--config.data.path\]")
     content["annotations"][0]["category_id"] = 5
     write_annotations(folder, "val", content)
     refused(r"val2017.json: annotation 100 has the category 5, .*\[--config.data\]")
