@@ -239,14 +239,19 @@ def _papers(groups: Groups) -> list[Block]:
 
 
 def _classes(groups: Groups) -> list[Block]:
-    """The score of each class at the training resolution, of the first seeds."""
+    """The score of each class at the training resolution, of the first seeds.
+
+    Nothing, unless all are evaluated by the same score on the same classes.
+    """
     rows = {name: group[0].rows[0] for name, group in groups.items()}
     first = next(iter(rows.values()))
     if (score := class_score(first)) is None:
         return []
+    names = class_names(first)
+    if any(score not in row or class_names(row) != names for row in rows.values()):
+        return []
     columns = [[_percent(x) for x in row[score]] for row in rows.values()]
-    names, what = class_names(first), _sentence(CLASS_SCORES[score])
-    text = Text(f"{what} in percent, at the training resolution.")
+    text = Text(f"{_sentence(CLASS_SCORES[score])} in percent, at the training resolution.")
     return [text, Table(("class", *rows), list(zip(names, *columns, strict=True)))]
 
 

@@ -22,7 +22,7 @@ from rope_jax.data.sources import (
     open_source,
     register_source,
 )
-from rope_jax.data.sources.boxes import check_boxes
+from rope_jax.data.sources.boxes import check_boxes, check_objects
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages, BadSet
 
@@ -46,6 +46,7 @@ __all__ = [
     "check_boxes",
     "check_canvases",
     "check_labels",
+    "check_objects",
     "decode_image",
     "epoch_length",
     "evaluation_batches",

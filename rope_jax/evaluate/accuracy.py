@@ -129,7 +129,7 @@ def counted(
         shard=share(),
         workers=config.data.workers or 0,  # by default threads, which start at once
         bad_images=config.data.bad_images,
-        **batch_shapes(config),
+        **_shapes(config, images),
         waiting=waiting,
     )
     with batches:
@@ -141,6 +141,17 @@ def counted(
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
     return parts, used
+
+
+def _shapes(config: Config, images: data.Images | data.Streamed) -> dict[str, Any]:
+    """The `batch_shapes` of an evaluation, with room for the objects of every image.
+
+    Larger images may have more objects than those of training.
+    """
+    shapes = batch_shapes(config)
+    if images.labels_of == "boxes":
+        shapes["max_boxes"] = images.annotations.counts().max(initial=shapes["max_boxes"]).item()
+    return shapes
 
 
 def description(images: data.Images | data.Streamed) -> Row:

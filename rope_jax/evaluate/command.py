@@ -15,7 +15,8 @@ size. A picture beside the rows, predictions_512x512.png, shows the first images
 the predictions.
 
 Detection is scored at the size of the stored images. Those that differ in size keep their aspect:
---resolutions=800x1333 fits each image into these pixels, upright or lying.
+--resolutions=800x1333 fits each image into these pixels, upright or lying; without it, they are
+brought to the frame of the WORKDIR's own evaluation, or fit into 800x1333.
 """
 
 import argparse
@@ -75,7 +76,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     sets = [name for kind in KINDS.values() for name in kind.sets]
     add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
     add("--images", help="folder of the dataset")
-    add("--resolutions", help="224,384,224x320; the training resolution is the default")
+    add(
+        "--resolutions",
+        help="224,384,224x320; default: the training resolution, or of boxes in images that differ "
+        "in size the frame of the WORKDIR's evaluation or fit(short=800,long=1333)",
+    )
     add("--crop", type=share, help="share of the resized image to keep; default: the weights' or 1")
     add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
     add(

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from rope_jax import data
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.config.settings import EvalConfig
+from rope_jax.data.images.augment import parse_crop
 from rope_jax.evaluate.accuracy import (
     Apply,
     at_resolution,
@@ -131,7 +132,7 @@ class Evaluation:
 
     def picture(self) -> pathlib.Path:
         """The file of the picture."""
-        return self.folder / f"predictions_{'x'.join(map(str, self.size))}.png"
+        return self.folder / f"predictions_{'x'.join(map(str, self.images.size))}.png"
 
     def progress(self, images: int) -> None:
         """Shows how many images have been evaluated."""
@@ -255,33 +256,46 @@ class OfBoxes(Evaluation):
         return self.dense_identity() | {"frame": self.images.protocol} | by
 
     @property
-    def _fits(self) -> bool:
-        """Whether images that keep their aspect are fit into the size, not as in training."""
-        return self.about.config is None or self.asked.resolutions is not None
+    def _own_frame(self) -> str | None:
+        """The frame of the run's own evaluation, for which its canvases are; None for another."""
+        config = self.about.config
+        if config is None or self.asked.resolutions is not None:
+            return None
+        frame = config.eval.frame  # of a run on images of one size it is for other labels
+        return frame if parse_crop(frame).entry.joint == detection.LABELS_OF else None
 
     def load(self) -> Split:
+        """Opens these images: fit into the size that is asked for, into the frame of the run's own
+        evaluation, or into that of the set."""
         images = super().load()
-        if images.one_size or not self._fits:
+        if images.one_size:
             return images
-        frame = f"fit(short={min(self.size)},long={max(self.size)})"
-        return dataclasses.replace(images, crop=frame)
+        if self.asked.resolutions is not None:
+            frame = f"fit(short={min(self.size)},long={max(self.size)})"
+            return dataclasses.replace(images, crop=frame)
+        if self._own_frame is not None:
+            return dataclasses.replace(images, crop=self._own_frame)
+        return dataclasses.replace(images, size=_sides(images.crop))
 
     def _config(self) -> Config:
-        """The settings of batches: canvases, and room for the objects of every image."""
+        """The settings of batches: canvases that hold the images, upright, lying or both."""
         config = self.about.config or Config()
-        canvases = config.data.canvases
-        if self._fits and not self.images.one_size:
-            multiple = side_multiple(self.about.model.grids)
-            height, width = (-(-side // multiple) * multiple for side in self.size)
-            both = (max(height, width),) * 2  # of upright and lying images in a batch
-            canvases = ((height, width), (width, height), both)
-        most = int(self.images.annotations.counts().max(initial=1))
-        images = dataclasses.replace(config.data, canvases=canvases, max_boxes=most)
-        return dataclasses.replace(config, data=images)
+        if self.images.one_size or self._own_frame is not None:
+            return config
+        multiple = side_multiple(self.about.model.grids)
+        short, long = (-(-side // multiple) * multiple for side in _sides(self.images.crop))
+        canvases = ((short, long), (long, short), (long, long))
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, canvases=canvases))
 
     def row(self) -> Row:
         images, config = self.images, self._config()
         check_class_names(self.about.model, images)
+        if (classes := self.about.model.num_classes) != images.classes:
+            raise ConfigError(
+                f"the model has {classes} classes, and {images.name} has {images.classes}: use "
+                "images of the same classes"
+            )
+        data.check_objects(images)
         (parts,), used = counted(
             *self.applied(),
             images,
@@ -302,6 +316,12 @@ class OfBoxes(Evaluation):
                 print(f"picture: {self.picture()}")
         about = description(images) | {"count": used} | scores
         return about | {"protocol": self.with_rules(images.protocol)}
+
+
+def _sides(frame: str) -> tuple[int, int]:
+    """The shorter and the longer side, in pixels, that images of a frame fit into."""
+    crop = parse_crop(frame)
+    return crop.option("short"), crop.option("long")
 
 
 KINDS: dict[str, type[Evaluation]] = {"images": OfImages, "pixels": OfPixels, "boxes": OfBoxes}

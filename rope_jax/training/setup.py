@@ -165,15 +165,21 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         _check_class_names(images, held_out)
         for split in (images, held_out):
             data.check_labels(split, config.data.bad_images)
-    with blame("--config.data.max_boxes"):
-        for split in (images, held_out):
-            data.check_boxes(split, config.data.max_boxes)
+        data.check_objects(held_out)
+    with blame("--config.data.max_boxes"):  # batches of an evaluation have room for all
+        data.check_boxes(images, config.data.max_boxes)
     with blame("--config.data.augment"):
         loader = data.split_augment(config.data.augment).loader
     shapes = batch_shapes(config)
     with blame("--config.data.canvases"):
         for split, augment in ((images, loader), (held_out, "none")):
             data.check_canvases(split, augment, shapes["canvases"])
+    for frame in config.eval.frames:
+        with blame("--config.eval.frames"):
+            parse_crop(frame)
+            if not held_out.in_memory:
+                seen = dataclasses.replace(held_out, crop=frame)
+                data.check_canvases(seen, "none", shapes["canvases"])
     with blame("--config.data.augment"):
         data.batches(images, batch_size=1, seed=config.seed, augment=loader, **shapes)
     if config.data.on_device:
@@ -205,9 +211,6 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
     with blame("--config.eval.resolutions"):
         for size in sizes:
             model.grids(size)
-    for frame in config.eval.frames:
-        with blame("--config.eval.frames"):
-            parse_crop(frame)
     with blame(f"--config.eval.{'log_scale' if config.eval.extend is None else 'extend'}"):
         extend_rotations(nnx.clone(model), config.eval.extend, config.eval.log_scale)
     scaled = config.eval.scale_windows

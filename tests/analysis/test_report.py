@@ -153,6 +153,24 @@ def test_runs_of_a_detection_are_compared_by_average_precision(tmp_path, capsys)
     assert further in markdown
 
 
+def test_classes_are_compared_where_all_runs_have_the_same(tmp_path):
+    """Of other kinds of runs, and of sets with other classes, there is no such table."""
+    found = {
+        "a": segmented(0.5, [0.6, 0.4]),
+        "b": segmented(0.7, [0.8, 0.6]),
+        "other": segmented(0.5, [0.5]),
+        "images": rows(((8, 8), 0.9)),
+        "boxes": detected(0.5, [0.5, None]),
+    }
+    found["other"][0]["class_names"] = ["sky"]
+    own = {
+        name: report.read_runs(workdir(tmp_path / name, "ape", row)) for name, row in found.items()
+    }
+    assert len(report._classes({name: own[name] for name in ("a", "b")})) == 2
+    for name in ("other", "images", "boxes"):
+        assert report._classes({"a": own["a"], name: own[name]}) == []
+
+
 def test_intervals_are_the_textbook_ones():
     np.testing.assert_allclose(report.wilson(0.5, 100), (0.4038, 0.5962), atol=1e-4)
     np.testing.assert_allclose(report.wilson(1.0, 10), (0.7225, 1.0), atol=1e-4)

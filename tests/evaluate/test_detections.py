@@ -1,5 +1,6 @@
 """Detections of a set: scores at the size of the stored images, seeds, pictures."""
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -7,15 +8,19 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rope_jax import evaluate
-from rope_jax.config import Config
-from rope_jax.data import Truth, decode_image, load
+from rope_jax.config import Config, ConfigError
+from rope_jax.data import Truth, check_canvases, decode_image, load
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate.accuracy import counted
 from rope_jax.evaluate.box_pictures import Detected, draw_detections
+from rope_jax.evaluate.kinds import OfBoxes
 from rope_jax.evaluate.sheets import class_colours
+from rope_jax.loading import LoadedModel
 from rope_jax.models.heads.detection import Detections
+from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import make_mesh
 from rope_jax.tasks import detection
 from rope_jax.tasks.average_precision import Found, precision_by_pycocotools
@@ -82,6 +87,13 @@ def test_scores_do_not_depend_on_the_size_of_batches_or_images(images):
     data = dataclasses.replace(settings().data, canvases=((544, 544),))
     (resized,) = score(large, config=dataclasses.replace(settings(), data=data))
     assert resized["ap50"] == pytest.approx(row["ap50"], abs=1e-6)
+
+
+def test_images_may_have_more_objects_than_those_of_training(images):
+    """The image with two cats and a crowd has two boxes."""
+    data = dataclasses.replace(settings().data, max_boxes=1)
+    (row,) = score(images, config=dataclasses.replace(settings(), data=data))
+    assert row["count"] == 6
 
 
 def test_every_seed_has_a_row(images):
@@ -167,6 +179,59 @@ def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
         assert (edge[5:-5, 5:-5] == 9).all()
     assert (left[89, 10:90] == colours[0]).all()
     assert (right[89, 10:90] == 9).all()  # its score is too low
+
+
+class Cells(nnx.Module):
+    """Takes images whose sides are multiples of 16."""
+
+    class_names = None
+
+    def __init__(self, num_classes):
+        self.num_classes = num_classes
+
+    def grids(self, size):
+        if size[0] % 16 or size[1] % 16:
+            raise ValueError("no multiples of 16")
+
+
+def of_coco(folder, *, config=None, resolutions=None, size=(224, 224), classes=3):
+    """The evaluation of --dataset=coco by a model without names of classes."""
+    given = {"dataset": "coco", "images": str(folder), "resolutions": resolutions}
+    model = Cells(classes)
+    about = LoadedModel(
+        model, lambda: model, "cells", "ape", size, Preprocessing(), config, weights="fresh"
+    )
+    return OfBoxes(argparse.Namespace(**given), about, size, Preprocessing(), make_mesh(), folder)
+
+
+def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_path):
+    folder = write_coco(tmp_path / "set")
+    options = dataclasses.replace(Config().eval, frame="fit(short=80,long=133)")
+    run = dataclasses.replace(settings(), eval=options)
+    cases = [
+        (of_coco(folder, config=run), (80, 133), (224, 224), CANVASES),
+        (
+            of_coco(folder, config=run, resolutions="48x72", size=(48, 72)),
+            (48, 72),
+            (48, 72),
+            ((48, 80), (80, 48), (80, 80)),
+        ),
+    ]
+    whole = (800, 1333), (800, 1333), ((800, 1344), (1344, 800), (1344, 1344))
+    on_scenes = dataclasses.replace(run, eval=Config().eval)  # images of one size
+    cases += [(of_coco(folder, config=config), *whole) for config in (None, on_scenes)]
+    for one, (short, long), size, canvases in cases:
+        assert one.images.crop == f"fit(short={short},long={long})"
+        assert one.images.size == size
+        assert one._config().data.canvases == canvases
+        check_canvases(one.images, "none", canvases)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_images_of_another_number_of_classes_are_refused_before_they_are_read(tmp_path, classes):
+    one = of_coco(write_coco(tmp_path / "set"), classes=classes)
+    with pytest.raises(ConfigError, match=f"model has {classes} classes, and set has 3: use"):
+        one.row()
 
 
 @pytest.mark.slow

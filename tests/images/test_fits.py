@@ -37,6 +37,8 @@ def test_sizes_are_those_of_detectron2():
             for short in (480, 512, 800):
                 wanted = detectron2_size((height, width), short, 1333)
                 assert fit((height, width), short=short).extent == wanted
+    # Half a pixel, which rounding in one step would lose.
+    assert fit((634, 317)).extent == (1333, 667) == detectron2_size((634, 317), 800, 1333)
 
 
 def test_training_sizes_are_those_of_the_recipe():

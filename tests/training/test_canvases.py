@@ -86,12 +86,20 @@ def test_mistakes_are_named_before_training(folder):
     refused(r"patch.*\[--config.data.canvases\]", data__canvases=(64, 70))
     refused(r"centre is not for the evaluation of .* use fit.*\[--config.data\]",
             eval__frame="centre")  # fmt: skip
+    refused(r"centre is not for the evaluation of .* use fit.*\[--config.eval.frames\]",
+            eval__frames=("fit(short=20,long=30)", "centre"))  # fmt: skip
+    refused(r"may need 72x72 pixels, but .* 40x64, .*\[--config.eval.frames\]",
+            eval__frames=("fit(short=40,long=72)",))  # fmt: skip
     refused(r"resized_crop changes images, but not .*\[--config.data.augment\]",
             data__augment="resized_crop")  # fmt: skip
     refused(r"on_device=True, but set is too large .*data.on_device\]", data__on_device=True)
     refused(r"eval.resolutions=\(32,\), but the images of set keep their", eval__resolutions=(32,))
     refused("head 'unknown'.*--config.model.head", model__head="unknown")
     content = annotations()
+    for number, one in enumerate([[], [x for x in content["annotations"] if x["iscrowd"]]]):
+        assert len(one) == 2 * number
+        write_annotations(folder, "val", content | {"annotations": one})
+        refused(r"no image of set, test split, has an object that .*\[--config.data.path\]")
     content["annotations"][0]["category_id"] = 5
     write_annotations(folder, "val", content)
     refused(r"val2017.json: annotation 100 has the category 5, .*\[--config.data\]")

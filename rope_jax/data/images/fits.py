@@ -14,7 +14,6 @@ from PIL import Image
 
 from rope_jax.data.draws import uniform
 from rope_jax.data.images.crops import mirrored
-from rope_jax.data.images.joint import scaled_size
 
 Size = tuple[int, int]  # height, width
 
@@ -41,6 +40,8 @@ class Placing(NamedTuple):
 def fit(size: Size, draw: int = 0, *, short: int = 800, long: int = 1333) -> Placing:
     """The whole image, resized as far as its sides fit: the evaluation of DETR and its descendants.
 
+    Sizes are detectron2's, which detrex uses; facebookresearch/detr rounds others.
+
     >>> fit((480, 640)).extent, fit((300, 900)).extent
     ((800, 1067), (444, 1333))
 
@@ -55,7 +56,30 @@ def fit(size: Size, draw: int = 0, *, short: int = 800, long: int = 1333) -> Pla
     """
     if not 0 < short <= long:
         raise ValueError(f"fit(short={short},long={long}) is impossible: 0 < short <= long")
-    return Placing(size, (0, 0), size, scaled_size(size, 1.0, short=short, long=long))
+    return Placing(size, (0, 0), size, resized_size(size, short=short, long=long))
+
+
+def resized_size(size: Size, *, short: int, long: int) -> Size:
+    """The size at which both sides of an image fit, the aspect kept: detectron2's.
+
+    It is scaled to the shorter side, then, if too long, to the longer one, and rounded at the end.
+    In one step, a few sides close to half a pixel would be rounded the other way.
+
+    Source: ResizeShortestEdge of facebookresearch/detectron2.
+
+    >>> resized_size((480, 640), short=800, long=1333)
+    (800, 1067)
+    >>> resized_size((634, 317), short=800, long=1333)  # in one step (1333, 666)
+    (1333, 667)
+
+    Args:
+        size: (height, width) of the image.
+        short, long: pixels that the shorter and the longer side must fit into.
+    """
+    sides = [short if side == min(size) else short / min(size) * side for side in size]
+    if max(sides) > long:
+        sides = [side * (long / max(sides)) for side in sides]
+    return tuple(max(1, int(side + 0.5)) for side in sides)
 
 
 def detr_crop(
@@ -75,7 +99,8 @@ def detr_crop(
 ) -> Placing:
     """The image or a part of it, resized to a random shorter side: the training of DETR.
 
-    Source: facebookresearch/detr and IDEA-Research/detrex (`coco_detr`), in all details.
+    Source: IDEA-Research/detrex (`coco_detr`), in all details, with detectron2's sizes; after
+    facebookresearch/detr, which truncates where detectron2 rounds.
 
     >>> detr_crop((480, 640), 3)
     Placing(resized=(600, 800), corner=(18, 255), part=(517, 399), extent=(663, 512))
@@ -114,12 +139,12 @@ def detr_crop(
     corner = (0, 0)
     if next(one) < cut:
         before = befores[int(next(one) * len(befores))]
-        resized = scaled_size(size, 1.0, short=before, long=max(before, _WHOLE // before))
+        resized = resized_size(size, short=before, long=max(before, _WHOLE // before))
         least, most = ([min(side, n) for side in resized] for n in (cut_low, cut_high))
         part = tuple(a + int(next(one) * (b - a + 1)) for a, b in zip(least, most, strict=True))
         corner = tuple(int(next(one) * (n - m + 1)) for n, m in zip(resized, part, strict=True))
     short = shorts[int(next(one) * len(shorts))]
-    return Placing(resized, corner, part, scaled_size(part, 1.0, short=short, long=long))
+    return Placing(resized, corner, part, resized_size(part, short=short, long=long))
 
 
 def placed_pixels(

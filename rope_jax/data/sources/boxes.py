@@ -251,3 +251,19 @@ def check_boxes(images: Images | Streamed, max_boxes: int) -> None:
             f"({(counts > max_boxes).sum()} of {len(counts)} images have more than {max_boxes}), "
             f"but batches have room for max_boxes={max_boxes}: set it to {counts.max()} or more"
         )
+
+
+def check_objects(images: Images | Streamed) -> None:
+    """Rejects images with boxes to evaluate on, where there is nothing to find.
+
+    Args:
+        images: of any kind.
+
+    Raises:
+        ValueError: no image has an object that is no crowd.
+    """
+    if images.labels_of == Boxed.labels_of and images.annotations.crowd.all():
+        raise ValueError(
+            f"no image of {images.name}, {images.split} split, has an object that is no crowd, of "
+            "which average precision could be computed: use others"
+        )
