@@ -124,7 +124,7 @@ def test_an_image_that_is_skipped_has_no_objects_to_miss(images, tmp_path):
 
 
 def test_pycocotools_finds_the_same(images):
-    pytest.importorskip("pycocotools")
+    pytest.importorskip("pycocotools", reason="compares with pycocotools (the extra `coco`)")
     options = {"batch_size": 4, "task": detection, "config": settings(), **AS_THEY_ARE}
     (parts,), used = counted(by_colour, np.float32(-0.1), images, mesh=make_mesh(), **options)
     own = detection.scores(parts, images)

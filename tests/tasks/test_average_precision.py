@@ -28,7 +28,7 @@ def found(*boxes, scores, classes=None):
 
 
 def assert_as_pycocotools(detections, truths, classes):
-    pytest.importorskip("pycocotools")
+    pytest.importorskip("pycocotools", reason="compares with pycocotools (the extra `coco`)")
     own, theirs = (
         function(detections, truths, classes)
         for function in (average_precision, precision_by_pycocotools)
@@ -77,7 +77,7 @@ def test_crowds_take_any_number_of_boxes_inside_them_and_are_not_missed():
 @pytest.mark.parametrize("scores", [average_precision, precision_by_pycocotools])
 def test_sets_without_detections_or_without_objects(scores):
     if scores is precision_by_pycocotools:
-        pytest.importorskip("pycocotools")
+        pytest.importorskip("pycocotools", reason="compares with pycocotools (the extra `coco`)")
     nothing, box = found(scores=()), truth((0, 0, 10, 10))
     assert scores([nothing, nothing], [box, truth()], 1)["ap"] == 0
     own = scores([found((0, 0, 10, 10), scores=[0.5])], [truth()], 1)
