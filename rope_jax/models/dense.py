@@ -47,7 +47,8 @@ class DenseModel(Backbone):
     ):
         self.backbone, self.neck, self.head = backbone, neck, head
         self.blocks, self.map_norm, self.stages = blocks, map_norm, stages
-        self.options, self.task = backbone.options, head.task
+        self.options = backbone.options
+        self.task, self.padded = head.task, head.padded
 
     def features(
         self, images: Float[Array, "B h w 3"], **options: Any

@@ -63,7 +63,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
             abstract(name, **settings)
     elif (name.startswith("vit_adapter"), head) in [(True, "linear"), (True, "segmenter")]:
         with pytest.raises(
-            ValueError, match=r"takes one map, .* use dino or mask2former or upernet, or another"
+            ValueError, match=r"takes one map, .* use mask2former or upernet, or another"
         ):
             abstract(name, **settings)
     elif (name, head) == ("vit_digits", "segmenter"):
