@@ -52,10 +52,10 @@ test: setup
 test-process: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
-# The products of many cases: most schemes on most backbones. Two programs round alike only as users
-# compile them (tests/conftest.py).
+# The products of many cases: most schemes on most backbones. Three workers, because some cases wait
+# for programs that they start. Two programs round alike only as users compile them (tests/conftest.py).
 test-slow: setup
-	$(RUN) -m pytest -n 2 --dist worksteal -m slow -k "not bit_for_bit"
+	$(RUN) -m pytest -n 3 --dist worksteal --durations=30 -m slow -k "not bit_for_bit"
 	ROPE_JAX_TEST_OPTIMIZED=1 $(RUN) -m pytest -n 2 --dist worksteal -m slow -k bit_for_bit
 
 test-all: test test-process test-slow
