@@ -130,9 +130,11 @@ def check_batch_size(config: Config, mesh: AnyMesh) -> None:
     below = config.batch_size - config.batch_size % parts
     fitting = " or ".join(str(size) for size in (below, below + parts) if size)
     times = f", times --config.accumulate={config.accumulate}" if config.accumulate > 1 else ""
+    divided = (config.mesh.cpu_devices or 1) > 1
+    fewer = "--config.mesh.cpu_devices=1" if divided else "fewer devices"
     raise ConfigError(
         f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} "
-        f"devices{times}; use {fitting}, or fewer devices"
+        f"devices{times}; use {fitting}, or {fewer}"
     )
 
 
