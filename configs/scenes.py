@@ -3,10 +3,10 @@
     rope_jax train --config=scenes --workdir=runs/scenes
     rope_jax train --config=scenes:position=ape --workdir=runs/scenes_ape
 
-Three minutes on two CPU cores. A ViT with patches of 8 pixels predicts 4 x 4 cells of each patch. It
-is trained at 64 pixels, and evaluated at four other sizes with digits as large as there, where the
-positional scheme matters most. Small batches and crops of the scenes matter in so short a run: with
-batches of 16 whole scenes it only begins to tell digits apart.
+Three minutes on two CPU cores. A ViT with patches of 8 pixels predicts 4 x 4 cells of each patch.
+It is trained at 64 pixels, and evaluated at four other sizes with digits as large as there, where
+the positional scheme matters most. Small batches and crops of the scenes matter in so short a run:
+with batches of 16 whole scenes it only begins to tell digits apart.
 `python -m experiments scenes` trains six schemes with three seeds.
 """
 
