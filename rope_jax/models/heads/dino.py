@@ -243,7 +243,7 @@ class Dino(Head):
             labels = jnp.where(negative, -1, targets.labels[:, slots.row])
             own = Targets(targets.boxes[:, slots.row], labels)
             losses = jax.vmap(box_losses, (0, 0, None, None))(*started, own, slots.used)
-            total += losses.total().sum(axis=0) / slots.groups
+            total += losses.total().sum(axis=0) / jnp.maximum(slots.groups, 1)
         last = jax.tree.map(lambda x: x[-2], assigned)
         overlap = iou(to_corners(boxes[-2]), to_corners(last.boxes))
         found = last.real & (overlap >= 0.5) & (logits[-2].argmax(-1) == last.labels)

@@ -31,7 +31,7 @@ def some_targets(counts, rows, seed=0):
 def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
     slots = slots_for(some_targets(counts, rows).real, number)
     most = max(*counts, 1)
-    groups = max(1, number // most)
+    groups = max(1, number // most) if any(counts) else 0  # detrex skips denoising without boxes
     assert int(slots.groups) == groups
     assert len(slots.group) == 2 * max(number, rows)
     wanted = [
