@@ -417,6 +417,16 @@ def test_weights_come_back_from_detrexs_names(name, small, keys):
         np.testing.assert_array_equal(flat[path][...], leaf[...], err_msg=str(path))
 
 
+def test_a_saved_detector_on_a_pyramid_is_created_again(model, tmp_path):
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(tmp_path)
+    assert (again.name, again.head_notation, again.num_classes) == ("deit_ti16", HEAD, CLASSES)
+    assert again.options == model.options
+    found = dict(nnx.to_flat_state(nnx.state(again)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(found[path][...], leaf[...], err_msg=str(path))
+
+
 @pytest.mark.slow
 def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
     batch = some_batch()
