@@ -198,9 +198,10 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
 
 def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
     """Rejects resolutions, crops and windows that do not suit the model or the images."""
-    with blame("--config.data.canvases"):
+    own = images.one_size or not config.data.canvases
+    with blame(f"--config.data.{'image_size' if own else 'canvases'}"):
         for size in data.canvases_of(images, batch_shapes(config)["canvases"]):
-            model.grids(size)
+            model.check_size(size)
     if config.eval.resolutions and not images.one_size:
         raise ConfigError(
             f"--config.eval.resolutions={config.eval.resolutions}, but the images of {images.name} "
@@ -209,8 +210,9 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
         )
     sizes = [image_pair(size) for size in (config.data.image_size, *config.eval.resolutions)]
     with blame("--config.eval.resolutions"):
-        for size in sizes:
-            model.grids(size)
+        model.grids(sizes[0])  # of canvases it is only the size that the model is made for
+        for size in sizes[1:]:
+            model.check_size(size)
     with blame(f"--config.eval.{'log_scale' if config.eval.extend is None else 'extend'}"):
         extend_rotations(nnx.clone(model), config.eval.extend, config.eval.log_scale)
     scaled = config.eval.scale_windows

@@ -100,6 +100,21 @@ def test_backbones_give_the_maps_that_it_takes(name, small, shapes):
     levels = jax.eval_shape(lambda state, *x: nnx.merge(graph, state).head.neck(x), state, *maps)
     assert len(levels) == 4
     assert levels[-1].shape[1:3] == (-(-shapes[2][0] // 2), -(-shapes[2][1] // 2))
+    sizes = [x.shape[1:3] for x in maps]
+    assert model.head.neck.sizes(sizes) == [x.shape[1:3] for x in levels]
+
+
+def test_images_with_fewer_tokens_than_queries_are_refused_before_any_step():
+    make = functools.partial(rope_jax.create_model, "deit_ti16", num_classes=CLASSES)
+    head = HEAD.replace("queries=8", "queries=85")
+    model = nnx.eval_shape(lambda: make(head=head, **VIT))
+    model.check_size((16, 16))  # 8 x 8 + 4 x 4 + 2 x 2 + 1
+    advice = (
+        r"queries=85 are chosen among .* which are 63 for images of 12x16 pixels: use larger images"
+        r", or fewer queries, head=dino\(queries=63\)"
+    )
+    with pytest.raises(ValueError, match=advice):
+        model.check_size((12, 16))
 
 
 @pytest.fixture(scope="module")
