@@ -143,9 +143,9 @@ def batches(
     size, augmentations = batch_size // shard[1], parse_loader(augment)
     shapes = (tuple(canvases), max_boxes)
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
+    check_augmentations(augmentations, images)
     # Steps, seeds, repeats and options out of range are refused now, not in a worker.
     make.examples(start_step * size, start_step * size + 1)
-    check_augmentations(augmentations, images)
     black, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:
         if one.entry.joint == "boxes":

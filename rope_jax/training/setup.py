@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from rope_jax import data, restore, seeds
 from rope_jax.config import Config, ConfigError, blame
-from rope_jax.data import order
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
@@ -346,10 +345,12 @@ def training_batches(
 
 def batch_ids(setup: Setup, step: int, seed: int) -> list[int]:
     """Ids of the images in the batch of a step."""
-    return order.batch_ids(
+    config = setup.config
+    return data.batch_ids(
+        setup.images,
         step - 1,
-        batch_size=setup.config.batch_size,
+        batch_size=config.batch_size,
         seed=seed,
-        count=len(setup.images.labels),
-        repeats=setup.config.data.repeats,
+        augment=data.split_augment(config.data.augment).loader,
+        repeats=config.data.repeats,
     )
