@@ -45,6 +45,13 @@ def test_slots_are_groups_of_positives_and_negatives(counts, rows, number):
     np.testing.assert_array_equal(slots.used, np.arange(len(slots.group)) < len(wanted))
 
 
+def test_a_part_of_a_batch_has_groups_of_its_own():
+    """Where gradients are accumulated; in detrex, the images of a GPU have."""
+    real = some_targets((4, 1), 4).real
+    whole, *parts = (int(slots_of(x, 12).groups) for x in (real, real[:1], real[1:]))
+    assert (whole, parts) == (3, [3, 12])
+
+
 def test_groups_do_not_see_each_other_and_are_not_seen():
     slots, queries = slots_of(some_targets((2, 1), 3).real, 5), 4
     found = np.asarray(jax.jit(allowed, static_argnums=1)(slots, queries))
