@@ -38,9 +38,11 @@ Deviations from the original, as far as known:
   windows, is not known; here schemes that count patches count them in each window.
 - Training without a warmup is said to be unstable in detrex, whose ViTDet-L has one:
   `--config.optim.warmup_steps=250 --config.optim.warmup_learning_rate=1e-7`.
-- A batch is padded to one of five canvases. detrex pads the images of each GPU, of one orientation,
-  to the largest of them. In both, ViTDet's images are not padded to 1024 x 1024 pixels.
-- The number of groups of denoising is chosen for the whole batch, in detrex on each GPU.
+- A batch has upright or lying images, as they are after the crop, and is padded to one of five
+  canvases. detrex puts images together on each GPU, by their orientation before the crop, and pads
+  them to the largest of them. In both, ViTDet's images are not padded to 1024 x 1024 pixels.
+- The number of groups of denoising is chosen for the whole batch, in detrex for the two images of a
+  GPU, and here with `--config.accumulate=8`.
 - Tables of positions are not decayed, nor what else a scheme exempts; detrex exempts norms only.
 - Activations are bfloat16, detrex's float32; batches cross the ends of epochs.
 """

@@ -107,6 +107,19 @@ def memory(results: Sequence[Result]) -> str:
     return f"{text}\nPlanned by XLA for {origin(result)}.\n"
 
 
+def memory_dense(results: Sequence[Result]) -> str:
+    """Memory of training steps of dense prediction."""
+    if (result := newest(results, "memory_dense")) is None:
+        return no_result("benchmarks memory_dense")
+    header = ["model", "recipe", "pixels", "images", "state, GiB", "other memory, GiB"]
+    rows = []
+    for row in result["rows"]:
+        about = [row["model"], f"`{row['recipe']}`", f"{row['size']} x {row['size']}"]
+        sizes = map(gib, (row["state_bytes"], row["rest_bytes"]))
+        rows.append([*about, str(row["batch"]), *sizes])
+    return f"{markdown_table(header, rows)}\nPlanned by XLA for {origin(result)}.\n"
+
+
 def launches(results: Sequence[Result]) -> str:
     """Launches and bytes by kind of whole training steps and forward passes."""
     result = newest(results, "memory")
@@ -306,6 +319,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "startup": startup_tables,
     "cpu": cpu_tables,
     "memory": memory,
+    "memory_dense": memory_dense,
     "launches": launches,
     "machine_code": machine_codes,
     "goals": goals,

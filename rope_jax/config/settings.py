@@ -327,7 +327,10 @@ class Config:
     )
     batch_size: int = _setting(128, "images per step on all devices together", low=1, high=_MOST)
     accumulate: int = _setting(
-        1, "parts of a batch that are computed one after the other, to save memory", low=1
+        1,
+        "parts of a batch that are computed one after the other, to save memory; batch statistics, "
+        "and groups of denoising of the head dino, are those of a part",
+        low=1,
     )
     dtype: str = _setting(
         "float32", "dtype of activations; parameters are float32", words=("float32", "bfloat16")

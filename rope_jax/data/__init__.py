@@ -4,7 +4,7 @@ Sources of images, a training stream that is a pure function of (seed, step), an
 untrusted image files.
 """
 
-from rope_jax.data.examples import canvases_of, check_canvases, check_labels
+from rope_jax.data.examples import batch_ids, canvases_of, check_canvases, check_labels
 from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
@@ -41,6 +41,7 @@ __all__ = [
     "StreamedMaps",
     "Truth",
     "batch_examples",
+    "batch_ids",
     "batches",
     "canvases_of",
     "check_boxes",

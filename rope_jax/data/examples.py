@@ -1,14 +1,15 @@
 """The examples of the training stream and of an evaluation, as pure functions of their position."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import UInt64
+from jaxtyping import Int64, UInt64
 
-from rope_jax.data.draws import example_draws
+from rope_jax.data.draws import epoch_draws, example_draws
 from rope_jax.data.images.augment import CROP, Augmentation, parse_crop, parse_loader
 from rope_jax.data.images.fits import smallest_canvas
 from rope_jax.data.labels import blank, moved, padded
@@ -21,6 +22,7 @@ from rope_jax.files import warn
 BAD_IMAGES = ("error", "skip")
 MAX_BOXES = 100  # of an image, by default
 _BAD_SHARE = 1000  # one image in 1,000 may be skipped
+_TOGETHER = 64  # consecutive batches that upright and lying images are divided among
 Size = tuple[int, int]  # height, width
 Drawn = tuple[Augmentation, UInt64[np.ndarray, " b"]]  # with the draws of some examples
 THREADS = 8  # decode images for an evaluation
@@ -133,23 +135,72 @@ class Training:
         return padded(changed, self.images.labels_of, canvas, self.max_boxes)
 
     def examples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and indices of examples of this shard's stream, see `batch_examples`."""
+        """Epochs and indices of examples of this shard's stream, see `batch_examples`.
+
+        Where images differ in size, those of a batch are all upright or all lying (`_by_aspect`).
+        """
         size = self.batch_size // self.shard[1]
         first = start // size
-        parts = [
-            batch_examples(
-                step,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                count=len(self.images.labels),
-                repeats=self.repeats,
-                shard=self.shard,
-            )
-            for step in range(first, -(-stop // size))
-        ]
+        parts = [self._of_batch(step) for step in range(first, -(-stop // size))]
         wanted = slice(start - first * size, stop - first * size)
         epochs, indices = (np.concatenate(x)[wanted] for x in zip(*parts, strict=True))
         return epochs, indices
+
+    def _of_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epochs and indices of this shard's part of a batch."""
+        if self.images.one_size:
+            return self._in_order(step, self.shard)
+        together = max(1, min(_TOGETHER, len(self.images.labels) // self.batch_size))
+        whole = dataclasses.replace(self, shard=(0, 1))
+        batches = _by_aspect(whole, step // together, together)
+        part, parts = self.shard
+        epochs, indices = (np.split(x[step % together], parts)[part] for x in batches)
+        return epochs, indices
+
+    def _in_order(self, step: int, shard: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """`batch_examples` of this stream."""
+        options = {"batch_size": self.batch_size, "seed": self.seed, "repeats": self.repeats}
+        return batch_examples(step, count=len(self.images.labels), shard=shard, **options)
+
+
+@functools.lru_cache(maxsize=4)
+def _by_aspect(
+    make: Training, block: int, size: int
+) -> tuple[Int64[np.ndarray, "size B"], Int64[np.ndarray, "size B"]]:
+    """Epochs and indices of a block of batches, all but one of upright or of lying images alone.
+
+    So canvases are small. The block has the images that it would have without, lying ones before
+    upright ones in the order of the stream; then its batches are shuffled. What counts is the size
+    after the crop. detectron2 does so with the images of each GPU, by their size before the crop.
+
+    Args:
+        make: the stream, of all shards.
+        block: number of the block.
+        size: batches in a block.
+    """
+    steps = range(block * size, (block + 1) * size)
+    parts = zip(*(make._in_order(step, (0, 1)) for step in steps), strict=True)
+    epochs, indices = map(np.concatenate, parts)
+    (crop, draws), _ = make._drawn(epochs, indices)
+    rows, columns = make.images.extents(indices % len(make.images.labels), crop, draws).T
+    order = np.argsort(rows > columns, kind="stable").reshape(size, -1)
+    order = order[np.argsort(epoch_draws(make.seed, block, size, "batches"), kind="stable")]
+    return epochs[order], indices[order]
+
+
+def batch_ids(
+    images: Images | Streamed,
+    step: int,
+    *,
+    batch_size: int,
+    seed: int,
+    augment: str = "none",
+    repeats: int = 1,
+) -> list[int]:
+    """Ids of the images in the training batch of a step, from 0; arguments as in `batches`."""
+    make = Training(images, batch_size, seed, parse_loader(augment), repeats)
+    _, indices = make.examples(step * batch_size, (step + 1) * batch_size)
+    return (indices % len(images.labels)).tolist()
 
 
 def named_streams(

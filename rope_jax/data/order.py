@@ -139,10 +139,3 @@ def batch_examples(
         here = epochs == epoch
         ids[here] = permutation(seed, epoch, count)[indices[here] // repeats]
     return epochs, ids + indices % repeats * count
-
-
-def batch_ids(step: int, *, batch_size: int, seed: int, count: int, repeats: int = 1) -> list[int]:
-    """Ids of the images in a training batch; arguments as in `batch_examples`."""
-    options = {"batch_size": batch_size, "seed": seed, "count": count, "repeats": repeats}
-    _, indices = batch_examples(step, **options)
-    return (indices % count).tolist()

@@ -118,7 +118,8 @@ def batches(
             in a thousand (rounded up) end the stream.
         canvases: of sets with boxes whose images differ in size: (height, width) that the images of
             a batch are padded to, the smallest that holds all of them; none for the set's size.
-            All shards have the same in every batch.
+            All shards have the same in every batch. The images of a batch are all upright or all
+            lying after the crop, but for one batch in up to 64.
         max_boxes: rows for the objects of an image.
         waiting: called once a second while a batch that is prepared ahead is awaited, with the
             seconds so far; may raise to stop.
@@ -143,9 +144,9 @@ def batches(
     size, augmentations = batch_size // shard[1], parse_loader(augment)
     shapes = (tuple(canvases), max_boxes)
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
+    check_augmentations(augmentations, images)
     # Steps, seeds, repeats and options out of range are refused now, not in a worker.
     make.examples(start_step * size, start_step * size + 1)
-    check_augmentations(augmentations, images)
     black, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:
         if one.entry.joint == "boxes":

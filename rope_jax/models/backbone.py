@@ -184,6 +184,14 @@ class Backbone(nnx.Module):
             ValueError: the model does not allow that size.
         """
 
+    def check_size(self, image_size: Grid) -> None:
+        """Rejects images of a size that the model does not take, before any is computed with.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        self.grids(image_size)
+
     def scale_windows(self) -> None:
         """Sets windows to a thirty-second of the image, from the next `resize` on.
 

@@ -132,6 +132,11 @@ class DenseModel(Backbone):
             )
         return grids
 
+    def check_size(self, image_size: Grid) -> None:
+        super().check_size(image_size)
+        if self.head.check_maps is not None:
+            self.head.check_maps(self._sizes(image_size), image_size)
+
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         return self.backbone.patterns(part, grid)
 

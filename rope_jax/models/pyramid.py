@@ -131,15 +131,22 @@ class PyramidBackbone(nnx.Module):
     >>> [x.shape[1:3] for x in model.features(jnp.zeros((1, 96, 160, 3)))]
     [(24, 40), (12, 20), (6, 10), (3, 5), (2, 3)]
 
+    In a model with a head, `create_model` does the same. `save_pretrained` writes what is put
+    together here, and `load_pretrained` reads it into another one.
+
     Attributes:
         backbone: a model of one part, with num_classes=0 and last_norm=False.
         neck: its pyramid.
+        options: of the backbone.
+        name: None, as `create_model` has none for it.
     """
 
     num_classes = 0
+    name = None
 
     def __init__(self, backbone: Backbone, neck: FeaturePyramid):
         self.backbone, self.neck = backbone, neck
+        self.options = backbone.options
 
     def parts(self) -> dict[str, nnx.Module]:
         """The backbone's parts, see `Backbone.parts`."""

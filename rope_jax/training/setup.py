@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from rope_jax import data, restore, seeds
 from rope_jax.config import Config, ConfigError, blame
-from rope_jax.data import order
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
@@ -200,9 +199,10 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
 
 def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
     """Rejects resolutions, crops and windows that do not suit the model or the images."""
-    with blame("--config.data.canvases"):
+    own = images.one_size or not config.data.canvases
+    with blame(f"--config.data.{'image_size' if own else 'canvases'}"):
         for size in data.canvases_of(images, batch_shapes(config)["canvases"]):
-            model.grids(size)
+            model.check_size(size)
     if config.eval.resolutions and not images.one_size:
         raise ConfigError(
             f"--config.eval.resolutions={config.eval.resolutions}, but the images of {images.name} "
@@ -211,8 +211,9 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
         )
     sizes = [image_pair(size) for size in (config.data.image_size, *config.eval.resolutions)]
     with blame("--config.eval.resolutions"):
-        for size in sizes:
-            model.grids(size)
+        model.grids(sizes[0])  # of canvases it is only the size that the model is made for
+        for size in sizes[1:]:
+            model.check_size(size)
     with blame(f"--config.eval.{'log_scale' if config.eval.extend is None else 'extend'}"):
         extend_rotations(nnx.clone(model), config.eval.extend, config.eval.log_scale)
     scaled = config.eval.scale_windows
@@ -346,10 +347,12 @@ def training_batches(
 
 def batch_ids(setup: Setup, step: int, seed: int) -> list[int]:
     """Ids of the images in the batch of a step."""
-    return order.batch_ids(
+    config = setup.config
+    return data.batch_ids(
+        setup.images,
         step - 1,
-        batch_size=setup.config.batch_size,
+        batch_size=config.batch_size,
         seed=seed,
-        count=len(setup.images.labels),
-        repeats=setup.config.data.repeats,
+        augment=data.split_augment(config.data.augment).loader,
+        repeats=config.data.repeats,
     )

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import memory
+from benchmarks import memory, memory_dense
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +28,17 @@ def test_vit_b_with_upernet_at_512_pixels_fits():
     )
     assert step.state < 3e9
     assert step.rest < 20e9  # 18.4 GB when this was written; an H200 has 141
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [("DINO, ViTDet-B", 11e9), ("Mask2Former, Swin-S", 3e9)],  # 9.8 and 2.6 when this was written
+)
+def test_recipes_with_queries_fit(model, limit):
+    """Two images on one GPU, with matching, denoising and gradients."""
+    row = memory_dense.row_of(model)
+    assert row["state_bytes"] < 2e9
+    assert row["rest_bytes"] < limit
 
 
 def test_windows_of_vitdet_run_in_the_kernels():

@@ -105,7 +105,8 @@ def test_flags_need_a_benchmark_that_takes_them(capsys):
 
 def test_unknown_names_are_listed(capsys):
     assert _runner.main(benchmarks, ["rotari"]) == 2
-    names = "attention, cpu, data, gpu, machine_code, memory, models, rotary, startup, suite"
+    names = "attention, cpu, data, gpu, machine_code, memory, memory_dense, models, rotary, "
+    names += "startup, suite"
     assert f"NAME is one of: {names}\n" in capsys.readouterr().err
     assert _runner.main(experiments, []) == 2
     assert "python -m experiments NAME [...], where NAME is one of: digits, evidence" in (

@@ -4,13 +4,20 @@ import itertools
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from rope_jax import data
 from rope_jax.data import batches, evaluation_batches, load
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.sources import scenes as module
 from rope_jax.data.sources.scenes import draw_scene
-from tests.images.coco_set import COLOURS, write_coco
+from tests.images.coco_set import (
+    COLOURS,
+    annotations,
+    file_name,
+    write_annotations,
+    write_coco,
+)
 from tests.images.test_fits import SMALL
 
 CROP = "detr_crop({})".format(",".join(f"{name}={value}" for name, value in SMALL.items()))
@@ -96,6 +103,52 @@ def test_all_shards_have_one_canvas_and_the_stream_resumes_anywhere(images):
         same(got, expected)
     resumed.close()
     assert len({batch["image"].shape for batch in whole}) > 1
+
+
+@pytest.fixture
+def many(tmp_path):
+    """Sixty images, two thirds of them lying."""
+    content, sizes = annotations(), {k: (12, 16) if k % 3 else (16, 12) for k in range(60)}
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "train2017").mkdir()
+    for number, size in sizes.items():
+        pixels = Image.fromarray(np.full((*size, 3), number, np.uint8))
+        pixels.save(tmp_path / "train2017" / file_name(number), "PNG")
+    about = [dict(zip(("height", "width"), size, strict=True)) for size in sizes.values()]
+    content["images"] = [x | {"id": k, "file_name": file_name(k)} for k, x in enumerate(about)]
+    one = {"category_id": 3, "bbox": [1, 1, 9, 9], "area": 81, "iscrowd": 0}
+    content["annotations"] = [one | {"id": k, "image_id": k} for k in sizes]
+    write_annotations(tmp_path, "train", content)
+    return load("coco", str(tmp_path), "train", (20, 20), crop="fit(short=12,long=16)")
+
+
+def test_images_of_a_batch_are_upright_or_lying(many):
+    """All but one batch of every 15, an epoch; each has the images that it has in any order."""
+    crop = "detr_crop(low=12,high=16,step=4,long=20,before_low=12,before_high=12,before_step=1,"
+    options = {"batch_size": 4, "seed": 1, "augment": f"{crop}cut_low=8,cut_high=12)"}
+    canvases = {"canvases": ((16, 20), (20, 16), (20, 20)), "max_boxes": 1}
+    found = list(itertools.islice(batches(many, **options, **canvases), 30))
+    upright = np.array([batch["extent"][:, 0] > batch["extent"][:, 1] for batch in found])
+    mixed = upright.any(axis=1) & ~upright.all(axis=1)
+    first, second = np.split(mixed, 2)
+    assert max(first.sum(), second.sum()) <= 1
+    assert 5 < upright.all(axis=1).sum() < 20
+    assert {batch["image"].shape[1:3] for batch in found[:15]} >= {(16, 20), (20, 16)}
+    kinds = upright.all(axis=1)[:15]
+    assert np.diff(kinds).sum() > 3  # of the batches in turn
+    for step, batch in enumerate(found):
+        assert data.batch_ids(many, step, **options) == batch["index"].tolist()
+    in_order = [data.batch_examples(n, batch_size=4, seed=1, count=60) for n in range(30)]
+    for block in (slice(0, 15), slice(15, 30)):
+        wanted = [sorted(np.concatenate(x).tolist()) for x in zip(*in_order[block], strict=True)]
+        got = [np.concatenate([batch[n] for batch in found[block]]) for n in ("epoch", "index")]
+        assert [sorted(x.tolist()) for x in got] == wanted
+    for step in (0, 11, 20):
+        halves = [
+            next(batches(many, start_step=step, shard=(k, 2), **options, **canvases))
+            for k in (0, 1)
+        ]
+        same({n: np.concatenate([half[n] for half in halves]) for n in halves[0]}, found[step])
 
 
 @pytest.mark.process

@@ -51,6 +51,24 @@ def test_a_saved_backbone_fills_that_of_a_pyramid(tmp_path, capsys):
     assert capsys.readouterr().out == "weights of a classifier: new neck\n"
 
 
+def test_a_saved_pyramid_fills_another(tmp_path, capsys):
+    def made(**options):
+        vit = rope_jax.create_model("deit_ti16", num_classes=0, **SMALL | WINDOWS | options)
+        return PyramidBackbone(vit, FeaturePyramid(48, outputs=8, rngs=nnx.Rngs(0)))
+
+    model, other = filled(nnx.eval_shape(made)), nnx.eval_shape(made)
+    rope_jax.save_pretrained(model, tmp_path)
+    load_pretrained(other, tmp_path)
+    found = dict(nnx.to_flat_state(nnx.state(other)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(found[path][...], leaf[...], err_msg=str(path))
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="does not describe its model"):
+        rope_jax.create_model(tmp_path)
+    with pytest.raises(ValueError, match="attention is window there and global here"):
+        load_pretrained(nnx.eval_shape(lambda: made(attention="global")), tmp_path)
+
+
 def test_the_pyramid_trains_in_bfloat16_with_drop_path():
     def make():
         options = {"drop_path": 0.4, "window_size": 2, "global_blocks": (1,), "num_classes": 0}

@@ -1,6 +1,7 @@
 """Runs on images with boxes that differ in size: what is refused before training, and resuming."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,10 @@ class Guess(Head):
         found = self.guess(maps[-1])
         return found.reshape(len(found), -1, found.shape[-1]), extent
 
+    def check_maps(self, sizes, image_size):
+        if math.prod(sizes[-1]) < 40:
+            raise ValueError("too few cells")
+
     def result(self, predictions, image_size):
         found, extent = predictions
         return best_detections(found[..., :-4], jax.nn.sigmoid(found[..., -4:]), extent, 5)
@@ -84,6 +89,7 @@ def test_mistakes_are_named_before_training(folder):
     refused(r"64x64 pixels, but .* 40x64: .* \[--config.data.canvases\]",
             data__canvases=((40, 64),))  # fmt: skip
     refused(r"patch.*\[--config.data.canvases\]", data__canvases=(64, 70))
+    refused(r"too few cells \[--config.data.canvases\]", data__canvases=((32, 64), 64))
     refused(r"centre is not for the evaluation of .* use fit.*\[--config.data\]",
             eval__frame="centre")  # fmt: skip
     refused(r"centre is not for the evaluation of .* use fit.*\[--config.eval.frames\]",

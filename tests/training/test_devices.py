@@ -137,6 +137,69 @@ def test_losses_and_gradients_on_eight_devices_are_those_of_one(models, tmp_path
         )
 
 
+_DETECTOR = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+import rope_jax
+from rope_jax.config import resolve
+from rope_jax.sharding import make_mesh, put_batch, use_mesh
+from rope_jax.tasks import detection
+from rope_jax.workdir.trees import named_leaves
+from tests.models.heads.test_dino import CLASSES, HEAD, VIT
+from tests.models.small import filled
+
+jax.config.update("jax_disable_most_optimizations", True)
+make = lambda: rope_jax.create_model("deit_ti16", head=HEAD, num_classes=CLASSES, **VIT)
+graph, params, rest = nnx.split(filled(nnx.eval_shape(make)), nnx.Param, ...)
+rng, counts, config = np.random.default_rng(0), (4, 2, 1, 0), resolve({})
+corners = rng.uniform((0, 0, 20, 16), (20, 16, 40, 28), (4, 4, 4)).astype(np.float32)
+label = rng.integers(0, CLASSES, (4, 4)).astype(np.int32)
+label[np.arange(4) >= np.array(counts)[:, None]] = -1
+batch = {
+    "image": rng.integers(0, 256, (4, 32, 48, 3), np.uint8),
+    "extent": np.array([[32, 48], [28, 40], [32, 48], [28, 48]], np.int32),
+    "boxes": corners,
+    "label": label,
+    "epoch": np.zeros(4, np.int32),
+    "index": np.arange(4, dtype=np.int32),
+}
+found = {}
+for count in (1, 2):
+    mesh = make_mesh(devices=jax.devices()[:count])
+
+    @jax.jit
+    def step(params, batch):
+        def loss(params, batch, key):
+            with use_mesh(mesh):
+                return detection.loss(nnx.merge(graph, params, rest), batch, config, key=key)
+
+        key = jax.random.key(0)
+        prepared = detection.prepare_batch(batch, config, seed=0, key=key)
+        return jax.value_and_grad(loss, has_aux=True)(params, prepared, key)
+
+    (value, hits), gradients = step(nnx.to_pure_dict(params), put_batch(batch, mesh))
+    found |= {f"{count}/loss": value, f"{count}/hits": hits}
+    found |= {f"{count}/{path}": leaf for path, leaf in named_leaves(gradients)}
+np.savez(sys.argv[1], **found)
+"""
+
+
+@pytest.mark.process
+def test_a_detector_has_the_loss_and_gradients_of_one_device_on_two(tmp_path):
+    """One of them has six of the seven boxes: losses are divided by the boxes of both."""
+    command = [sys.executable, "-c", _DETECTOR, str(tmp_path / "found.npz")]
+    subprocess.run(command, env=os.environ | environment(2), check=True, timeout=300)
+    found = np.load(tmp_path / "found.npz")
+    names = [name for name in found.files if name.startswith("1/")]
+    assert len(names) > 40
+    for name in names:
+        ours, one = found[name.replace("1/", "2/", 1)], found[name]
+        # Biases of keys change no softmax: their gradients are rounding alone, 1e-8 and less.
+        atol = 1e-5 * np.abs(one).max() + 1e-7
+        np.testing.assert_allclose(ours, one, rtol=1e-4, atol=atol, err_msg=name)
+
+
 _RESTORED = """
 import dataclasses, pathlib, sys
 import jax, numpy as np

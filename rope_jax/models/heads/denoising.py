@@ -30,7 +30,7 @@ class Slots:
         group: of each slot; those of `groups` and above are not used.
         row: of the targets, to which a slot belongs.
         negative: whether a slot is to be rejected.
-        groups: their number.
+        groups: their number; 0 for a batch without boxes.
     """
 
     group: Int[Array, " D"]
@@ -56,10 +56,12 @@ def slots_of(real: Bool[Array, "B M"], number: int) -> Slots:
         number: of pairs of a positive and a negative slot, of all groups; there are more where
             targets have more rows, for a group of them.
     """
-    most = jnp.maximum(real.sum(axis=1).max(), 1)
+    boxes = real.sum(axis=1).max()
+    most = jnp.maximum(boxes, 1)
     slots = jnp.arange(2 * max(number, real.shape[1]))
     group, place = slots // (2 * most), slots % (2 * most)
-    return Slots(group, place % most, place >= most, jnp.maximum(number // most, 1))
+    groups = jnp.where(boxes > 0, jnp.maximum(number // most, 1), 0)
+    return Slots(group, place % most, place >= most, groups)
 
 
 def allowed(slots: Slots, queries: int) -> Bool[Array, "T T"]:

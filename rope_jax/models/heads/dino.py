@@ -4,7 +4,8 @@ As in detrex (e244e6c), whose defaults the options have.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -20,7 +21,12 @@ from rope_jax.models.heads.detection import Detections, Targets, best_detections
 from rope_jax.models.heads.encoder import padding_of
 from rope_jax.models.heads.head import Head, Maps, register_head
 from rope_jax.models.heads.maps import group_norm
-from rope_jax.models.heads.transformer import Started, Transformer, inverse_sigmoid
+from rope_jax.models.heads.transformer import (
+    Started,
+    Transformer,
+    check_tokens,
+    inverse_sigmoid,
+)
 from rope_jax.models.layers import conv
 from rope_jax.models.registry import Count, CountOrZero, Options
 from rope_jax.positions.grids import Grid
@@ -39,7 +45,9 @@ class DinoOptions(Options):
         encoder_depth, decoder_depth: numbers of layers.
         hidden: channels of feed-forward layers.
         queries: that are decoded, at least as many as an image has boxes.
-        denoising: pairs of queries of denoising in training, of all groups; 0 for none.
+        denoising: pairs of queries of denoising in training, of all groups; 0 for none. The number
+            of groups follows from the image with most boxes in the batch, or in each of the parts
+            that the setting `accumulate` divides it into; detrex chooses it on each GPU.
         detections: number of detections in an image.
     """
 
@@ -103,6 +111,13 @@ class ChannelNeck(nnx.Module):
         for layer in self.extra:
             outputs.append(x := layer(x))
         return outputs
+
+    def sizes(self, sizes: Sequence[Grid]) -> list[Grid]:
+        """(rows, columns) of the maps that it makes of maps of the given sizes."""
+        sizes = [*sizes[: len(self.same)]]
+        for _ in self.extra:
+            sizes.append(tuple(-(-side // 2) for side in sizes[-1]))
+        return sizes
 
 
 @jax.tree_util.register_dataclass
@@ -206,6 +221,11 @@ class Dino(Head):
         boxes = [*(x[:, count:] for x in boxes), found.proposals]
         return DinoPredictions(jnp.stack(logits), jnp.stack(boxes), extent, denoising)
 
+    def check_maps(self, sizes: Sequence[Grid], image_size: Grid) -> None:
+        height, width = image_size
+        tokens = sum(math.prod(size) for size in self.neck.sizes(sizes))
+        check_tokens(tokens, self.options.queries, f"images of {height}x{width} pixels")
+
     def start(self, targets: Targets, slots: Slots, key: Array) -> Started:
         """The queries of denoising; those of rows that are padding are 0, and their boxes 1/2."""
         boxes, labels = disturb(targets, slots, self.out_features, key)
@@ -243,7 +263,7 @@ class Dino(Head):
             labels = jnp.where(negative, -1, targets.labels[:, slots.row])
             own = Targets(targets.boxes[:, slots.row], labels)
             losses = jax.vmap(box_losses, (0, 0, None, None))(*started, own, slots.used)
-            total += losses.total().sum(axis=0) / slots.groups
+            total += losses.total().sum(axis=0) / jnp.maximum(slots.groups, 1)
         last = jax.tree.map(lambda x: x[-2], assigned)
         overlap = iou(to_corners(boxes[-2]), to_corners(last.boxes))
         found = last.real & (overlap >= 0.5) & (logits[-2].argmax(-1) == last.labels)

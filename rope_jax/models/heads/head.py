@@ -64,7 +64,10 @@ class Head(nnx.Module):
             as many channels as the head's option `width`; None for maps of several blocks.
         normalised: whether maps of single blocks are normalised by the model's last norm; maps of
             every stage have norms of their own.
-        divisible: whether the loss of a batch is the mean of the losses of its equal parts.
+        divisible: whether the loss of a batch is the mean of the losses of its equal parts, for
+            `accumulate`.
+        check_maps: (sizes of the maps, image_size) -> None, which raises ValueError for maps that
+            are too small; None for heads that take any.
         options: of this head.
         out_features: number of classes.
     """
@@ -76,6 +79,7 @@ class Head(nnx.Module):
     scales: ClassVar[tuple[float, ...] | None] = None
     normalised: ClassVar[bool] = True
     divisible: ClassVar[bool] = True
+    check_maps: Callable[[Sequence[Grid], Grid], None] | None = None
     options: Options
     out_features: int
 

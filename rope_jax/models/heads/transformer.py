@@ -218,11 +218,7 @@ class Transformer(nnx.Module):
         Raises:
             ValueError: there are fewer tokens than queries.
         """
-        if tokens.shape[1] < self.queries:
-            raise ValueError(
-                f"queries={self.queries} are chosen among the tokens of all maps, which are "
-                f"{tokens.shape[1]} for this image size: use fewer queries, or larger images"
-            )
+        check_tokens(tokens.shape[1], self.queries, "this image size")
         boxes, valid = proposals(levels)
         valid = (valid & ~levels.padding)[..., None]
         states = self.choice_norm(self.choice(jnp.where(valid, tokens, 0)))
@@ -277,6 +273,24 @@ def _classifier(width: int, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict) -
     layer = torch_linear(width, num_classes, rngs=rngs, dtypes=dtypes)
     layer.bias.set_value(jnp.full((num_classes,), -np.log(99), dtypes["param_dtype"]))
     return layer
+
+
+def check_tokens(tokens: int, queries: int, images: str) -> None:
+    """Rejects fewer tokens than are chosen among them.
+
+    Args:
+        tokens: of all maps.
+        queries: number of chosen ones.
+        images: of which the maps are, in words.
+
+    Raises:
+        ValueError: with what to change.
+    """
+    if tokens < queries:
+        raise ValueError(
+            f"queries={queries} are chosen among the tokens of all maps, which are {tokens} for "
+            f"{images}: use larger images, or fewer queries, head=dino(queries={tokens})"
+        )
 
 
 def proposals(levels: Levels) -> tuple[Float[Array, "B S 4"], Bool[Array, "B S"]]:

@@ -277,15 +277,18 @@ def save_pretrained(
     >>> again.name, again.notation, again.image_size, again.class_names
     ('deit_ti16', 'rope2d', (32, 32), ('cat', 'dog'))
 
+    A model that was put together of parts, such as a `PyramidBackbone`, has no name in
+    `create_model`: put it together again, and `load_pretrained` fills it.
+
     Args:
-        model: from `rope_jax.create_model` or `rope_jax.load_checkpoint`.
+        model: from `rope_jax.create_model` or `rope_jax.load_checkpoint`, or put together.
         path: of a .safetensors file, or of a folder, created if missing, for a model.safetensors.
         source: names and layouts of other code for the weights, see `convert_state_dict`; None for
             the names of parameters here, which every model has.
 
     Raises:
         ValueError: the source has no name for some of the parameters; the path has another
-            extension; the model was not created by `create_model`.
+            extension.
     """
     path = os.fspath(path)
     if os.path.splitext(path)[1] in EXTENSIONS[1:]:
@@ -295,7 +298,4 @@ def save_pretrained(
     else:
         state_dict = export_state_dict(model, source=source)
         grids = table_grids(model, source=source)
-    metadata = Metadata.of(model, grids)
-    if metadata.description is None:
-        raise ValueError("the model was not created by rope_jax.create_model: create it so")
-    write_safetensors(path, state_dict, source or OWN, metadata)
+    write_safetensors(path, state_dict, source or OWN, Metadata.of(model, grids))

@@ -100,6 +100,21 @@ def test_backbones_give_the_maps_that_it_takes(name, small, shapes):
     levels = jax.eval_shape(lambda state, *x: nnx.merge(graph, state).head.neck(x), state, *maps)
     assert len(levels) == 4
     assert levels[-1].shape[1:3] == (-(-shapes[2][0] // 2), -(-shapes[2][1] // 2))
+    sizes = [x.shape[1:3] for x in maps]
+    assert model.head.neck.sizes(sizes) == [x.shape[1:3] for x in levels]
+
+
+def test_images_with_fewer_tokens_than_queries_are_refused_before_any_step():
+    make = functools.partial(rope_jax.create_model, "deit_ti16", num_classes=CLASSES)
+    head = HEAD.replace("queries=8", "queries=85")
+    model = nnx.eval_shape(lambda: make(head=head, **VIT))
+    model.check_size((16, 16))  # 8 x 8 + 4 x 4 + 2 x 2 + 1
+    advice = (
+        r"queries=85 are chosen among .* which are 63 for images of 12x16 pixels: use larger images"
+        r", or fewer queries, head=dino\(queries=63\)"
+    )
+    with pytest.raises(ValueError, match=advice):
+        model.check_size((12, 16))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +211,13 @@ def matching_by_definition(logits, boxes, targets, labels):
     return zip(*scipy.optimize.linear_sum_assignment(np.asarray(cost)), strict=True)
 
 
-def test_the_loss_is_that_of_all_layers_and_of_denoising():
+@pytest.fixture(scope="module")
+def head():
+    make = functools.partial(create_head, "dino", channels=[8] * 4, num_classes=CLASSES)
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0), overrides=SMALL))
+
+
+def test_the_loss_is_that_of_all_layers_and_of_denoising(head):
     rng = np.random.default_rng(0)
     counts, rows, queries, layers = (3, 0, 2), 4, 7, 3
     batch = some_batch(counts, rows)
@@ -211,11 +232,6 @@ def test_the_loss_is_that_of_all_layers_and_of_denoising():
         *(jnp.asarray(x, jnp.float32) for x in own),
         None,
         (*(jnp.asarray(x, jnp.float32) for x in noisy), slots),
-    )
-    head = nnx.eval_shape(
-        lambda: create_head(
-            "dino", channels=[8] * 4, num_classes=CLASSES, rngs=nnx.Rngs(0), overrides=SMALL
-        )
     )
     found, share = jax.jit(head.loss)(predictions, batch)
     total, hits = 0.0, 0
@@ -244,14 +260,27 @@ def test_the_loss_is_that_of_all_layers_and_of_denoising():
     np.testing.assert_allclose(share, hits / sum(counts), rtol=1e-6)
 
 
-def test_parts_of_a_batch_have_the_mean_loss_of_the_whole():
+def test_a_batch_without_boxes_has_no_loss_of_denoising(head):
+    """As in detrex, which has no queries of denoising then."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.uniform(0.1, 0.9, shape), jnp.float32)
+    own = draw(3, 2, 8, CLASSES), draw(3, 2, 8, 4)
+    run = jax.jit(head.loss)
+
+    def loss(counts, denoising):
+        batch = some_batch(counts)
+        slots = slots_of(batch["label"] >= 0, 8)
+        drawn = (*denoising, slots) if denoising else None
+        return float(run(DinoPredictions(*own, None, drawn), batch)[0])
+
+    noisy = draw(2, 2, 16, CLASSES), draw(2, 2, 16, 4)
+    assert loss((0, 0), noisy) == loss((0, 0), None)
+    assert loss((1, 0), noisy) > loss((1, 0), None) + 1
+
+
+def test_parts_of_a_batch_have_the_mean_loss_of_the_whole(head):
     """So that accumulated gradients are those of the whole batch, whatever the parts hold."""
     rng = np.random.default_rng(0)
-    head = nnx.eval_shape(
-        lambda: create_head(
-            "dino", channels=[8] * 4, num_classes=CLASSES, rngs=nnx.Rngs(0), overrides=SMALL
-        )
-    )
     batch = some_batch((3, 0))
     logits, boxes = rng.standard_normal((2, 2, 8, CLASSES)), rng.uniform(0.1, 0.9, (2, 2, 8, 4))
     run = jax.jit(head.loss)
@@ -401,6 +430,16 @@ def test_weights_come_back_from_detrexs_names(name, small, keys):
     flat = dict(nnx.to_flat_state(nnx.state(other)))
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         np.testing.assert_array_equal(flat[path][...], leaf[...], err_msg=str(path))
+
+
+def test_a_saved_detector_on_a_pyramid_is_created_again(model, tmp_path):
+    rope_jax.save_pretrained(model, tmp_path)
+    again = rope_jax.create_model(tmp_path)
+    assert (again.name, again.head_notation, again.num_classes) == ("deit_ti16", HEAD, CLASSES)
+    assert again.options == model.options
+    found = dict(nnx.to_flat_state(nnx.state(again)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(found[path][...], leaf[...], err_msg=str(path))
 
 
 @pytest.mark.slow
