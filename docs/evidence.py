@@ -4,13 +4,13 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks._runner import Result
 from docs.results import newest, no_result, origin
-from experiments._claims import Claim, accuracies, interval, judge, sides
+from experiments._claims import MARGIN, SEEN, Claim, accuracies, interval, judge, sides
 from experiments._claims import claims as claims_of
-from experiments._parts import PARTS
+from experiments._parts import PARTS, RULE_IMAGES, Part
 from rope_jax.text import markdown_table
 
 
@@ -33,6 +33,57 @@ def evidence(results: Sequence[Result]) -> str:
     return "\n".join(texts)
 
 
+def designs(results: Sequence[Result]) -> str:
+    """What is trained to test the claims on Fashion-MNIST, and what would count as shown."""
+    del results
+    part, rows, sources = PARTS["fashion"], [], {}
+    for group in comparisons(claims_of("fashion")):
+        at = ", ".join(str(claim.resolution or "as trained") for claim in group)
+        source = group[0].source
+        rows.append([sides(dataclasses.replace(group[0], resolution=None)), at, source])
+        sources[source] = [source, SEEN[source]]
+    texts = [
+        markdown_table(["claim", "at, px", "source"], rows),
+        _rule(part),
+        _trained(part),
+        markdown_table(["source", "what it saw"], list(sources.values())),
+    ]
+    return "\n\n".join(text.rstrip() for text in texts) + "\n"
+
+
+def _rule(part: Part) -> str:
+    """What counts as shown."""
+    return (
+        f"Seeds {part.seeds[0]} to {part.seeds[-1]} of each model. A claim of being above is shown "
+        "if the 95 % interval of the difference (Student's t over seeds) lies above zero, and "
+        "refuted if it lies below zero; a claim of being as good likewise, with "
+        f"-{MARGIN} points in place of zero. Otherwise it is not shown."
+    )
+
+
+def _trained(part: Part) -> str:
+    """The models and how they are trained, in the order of the runs."""
+    found = {backbone: part.design(backbone) for backbone, _ in part.models}
+    shared = dict(set.intersection(*(set(_items(x)) for x in found.values())))
+    rows = [
+        [f"`{backbone}`", ", ".join(f"`{key}={x}`" for key, x in _items(own) if key not in shared)]
+        for backbone, own in found.items()
+    ]
+    common = ", ".join(f"`{key}={value}`" for key, value in sorted(shared.items()))
+    text = f"{markdown_table(['model', 'settings'], rows)}\nAll: {common}."
+    if part.extended:
+        schemes = ", ".join(f"`{position}`" for _, position in part.extended)
+        text += f" Models with {schemes} are also evaluated with [every rule for other sizes]"
+        text += (
+            f"(schemes.md#beyond-the-size-of-training), on the first {RULE_IMAGES:,} test images."
+        )
+    return text
+
+
+def _items(design: dict) -> list[tuple[str, str]]:
+    return [(key, str(value)) for key, value in design.items()]
+
+
 def accuracy_table(result: Result) -> str:
     """Accuracy of every model of a part, at the training resolution and others."""
     rows = []
@@ -53,16 +104,19 @@ def accuracy_table(result: Result) -> str:
     return markdown_table(header, rows)
 
 
+def comparisons(claims: Iterable[Claim]) -> list[list[Claim]]:
+    """Claims in groups that differ in the resolution only."""
+    alike = lambda claim: dataclasses.replace(claim, resolution=None)
+    return [list(group) for _, group in itertools.groupby(claims, alike)]
+
+
 def claims_table(
     part: str, result: Result, keep: Callable[[Claim], bool] = lambda claim: True
 ) -> str:
     """The outcome of the papers' claims, one row for each with all its resolutions."""
 
-    def comparison(claim) -> tuple:
-        return claim.source, claim.better, claim.worse, claim.equal
-
     rows, verdicts = [], collections.Counter()
-    for (source, *_), group in itertools.groupby(filter(keep, claims_of(part)), comparison):
+    for group in comparisons(filter(keep, claims_of(part))):
         judged = [(claim, found) for claim in group if (found := judge(claim, result["runs"]))]
         if judged:
             cells = []
@@ -71,7 +125,7 @@ def claims_table(
                 cells.append(f"{side if len(judged) > 1 or claim.resolution else ''}{found}")
                 verdicts[found.verdict] += 1
             what = sides(dataclasses.replace(judged[0][0], resolution=None))
-            rows.append([what, source, "<br>".join(cells)])
+            rows.append([what, group[0].source, "<br>".join(cells)])
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     table = markdown_table(["claim", "source", "difference in points, and verdict"], rows)
     return f"{table}\nOf {verdicts.total()} comparisons: {counts}.\n" if rows else table

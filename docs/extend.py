@@ -5,34 +5,37 @@ from collections.abc import Sequence
 from benchmarks._runner import Result
 from docs.results import newest, no_result, origin
 from experiments._claims import interval
-from experiments.extend import differences, helping
+from experiments._parts import PARTS
+from experiments.extend import differences, helping, resolutions
 from rope_jax.text import markdown_table
 
 
 def extend(results: Sequence[Result]) -> str:
-    """Scores of every scheme at every scale, the differences of the rules, and which help where."""
-    if (result := newest(results, "extend")) is None:
-        return no_result("experiments extend RUN...")
-    rows, lines, verdicts = result["rows"], [], []
-    scales = sorted({row["scale"] for row in rows})
+    """Scores of every scheme at every size, the differences of the rules, and which help where."""
+    result = newest(results, "evidence", part="fashion")
+    rows = [row for run in result["runs"] for row in run.get("rules", [])] if result else []
+    if not rows:
+        return no_result("experiments evidence fashion")
+    lines, verdicts, sizes = [], [], resolutions(rows)
     for model, position in dict.fromkeys((row["model"], row["position"]) for row in rows):
         for rule in dict.fromkeys(row["rule"] for row in rows):
-            by_scale = [differences(rows, model, position, rule, scale) for scale in scales]
-            if any(by_scale):
+            by_size = [differences(rows, model, position, rule, size) for size in sizes]
+            if any(by_size):
                 names = [f"`{model}`", f"`{position}`", f"`{rule}`"]
-                lines.append([*names, *(cell(values, rule) for values in by_scale)])
+                lines.append([*names, *(cell(values, rule) for values in by_size)])
         found = [
-            f"at {scale:g} times the size, `{'`, `'.join(best)}`"
-            for scale, best in helping(rows, model, position).items()
+            f"at {height}x{width} px, `{'`, `'.join(best)}`"
+            for (height, width), best in helping(rows, model, position).items()
         ]
-        if any(row["rule"] != "none" for row in rows if row["position"] == position):
-            verdicts.append(f"- `{model}` with `{position}`: {'; '.join(found) or 'none is'}.")
-    header = ["model", "position", "rule", *(f"{scale:g} x" for scale in scales)]
+        verdicts.append(f"- `{model}` with `{position}`: {'; '.join(found) or 'none is'}.")
+    header = ["model", "position", "rule", *("{}x{} px".format(*size) for size in sizes)]
     table = markdown_table(header, lines)
+    trained = "{}x{}".format(*rows[0]["trained"])
     about = (
-        "Scores (%) at multiples of the size of training with `none`, the scheme's own rule, and"
+        f"Top-1 accuracy (%) with `none`, the schemes' own rule, and differences from it in points "
+        f"of models trained at {trained} px: mean and 95 % interval over seeds, on the first "
+        f"{rows[0]['count']:,} test images of {PARTS['fashion'].about}."
     )
-    about += " differences from it in points; mean and 95 % interval over seeds."
     above = "Above the scheme's own rule, by an interval that does not contain zero:"
     return f"{table}\n{about} {origin(result)}.\n\n{above}\n\n" + "\n".join(verdicts) + "\n"
 

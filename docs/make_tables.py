@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import cpu, machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
-from docs.evidence import evidence, ranking
+from docs.evidence import designs, evidence, ranking
 from docs.extend import extend
 from docs.papers import citation, papers
 from docs.results import ROOT, newest, no_result, origin, read_results
@@ -308,6 +308,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "scheme_options": scheme_options,
     "rotary": rotary_table,
     "data": data,
+    "designs": designs,
     "evidence": evidence,
     "ranking": ranking,
     "scenes": scenes,

@@ -2,14 +2,16 @@
 
 import dataclasses
 import itertools
+import operator
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rope_jax import data
+from rope_jax.config import Config, load_recipe, resolve, settings
 
 INNER = ("ape", "sincos1d", "sincos2d")
 _LAPE = [scheme for inner in INNER for scheme in (inner, f"lape({inner})")]
@@ -37,7 +39,7 @@ class Part:
 
     Attributes:
         recipe: name of a recipe in `configs/`.
-        models: all models of the part.
+        groups: the models; all seeds of a group are trained before the next group.
         images: function of the path of --data and a file to write, which returns the .npz file of
             the images.
         name: name of the file to write.
@@ -48,10 +50,11 @@ class Part:
         together: True to train all seeds in one run, one run at a time (on a GPU).
         smaller: sides in pixels below the training resolution at which schemes are compared.
         larger: sides in pixels above the training resolution.
+        extended: models that are also evaluated with every rule of the experiment `extend`.
     """
 
     recipe: str
-    models: list[Model]
+    groups: Sequence[Sequence[Model]]
     images: Callable[[pathlib.Path, pathlib.Path], pathlib.Path]
     name: str
     about: str
@@ -61,32 +64,61 @@ class Part:
     together: bool = False
     smaller: tuple[int, ...] = ()
     larger: tuple[int, ...] = ()
+    extended: Sequence[Model] = ()
+
+    @property
+    def models(self) -> list[Model]:
+        """All models of the part."""
+        return [model for group in self.groups for model in group]
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Returns all runs in the order in which they start."""
-        groups = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
-        return [Run(*model, group) for group in groups for model in self.models]
+        at_once = [tuple(seeds)] if self.together else [(seed,) for seed in seeds]
+        return [Run(*model, own) for group in self.groups for own in at_once for model in group]
 
     def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
         """Name of a run's workdir, which differs for other flags, seeds or parts."""
-        image_set = [self.name] if self.together else []
         more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
         model = [run.backbone, run.position or "default", *map(str, run.seeds)]
-        return "-".join([*image_set, *model, *self.arguments, *more])
+        return "-".join([self.name, *model, *self.arguments, *more])
 
-    def command(
-        self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()
-    ) -> list[str]:
-        """Returns the command of a run."""
-        given = {"path": images, self.backbone: run.backbone}
-        given |= {"position": run.position, "seed": run.seeds[0]}
+    def _recipe(self, **given: Any) -> str:
         arguments = [f"{key}={value}" for key, value in given.items() if value is not None]
-        recipe = f"configs/{self.recipe}.py:{','.join([*arguments, *self.arguments])}"
-        command = [sys.executable, "-m", "rope_jax.main", f"--config={recipe}"]
-        command.append(f"--workdir={workdir / self.folder(run, flags)}")
+        return f"{self.recipe}:{','.join([*arguments, *self.arguments])}"
+
+    def commands(
+        self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()
+    ) -> list[list[str]]:
+        """Returns the commands of a run, one after the other."""
+        given = {self.backbone: run.backbone, "position": run.position, "seed": run.seeds[0]}
+        folder = workdir / self.folder(run, flags)
+        train = ["rope_jax.main", f"--config={self._recipe(path=images, **given)}"]
+        train.append(f"--workdir={folder}")
         if self.together:
-            command += ["--config.data.on_device=True", f"--config.seeds={len(run.seeds)}"]
-        return [*command, *flags]
+            train += ["--config.data.on_device=True", f"--config.seeds={len(run.seeds)}"]
+        found = [[*train, *flags]]
+        if (run.backbone, run.position) in self.extended:
+            extend = ["experiments", "extend", str(folder), f"--out={folder / 'extend.json'}"]
+            found.append([*extend, f"--images={RULE_IMAGES}"])
+        return [[sys.executable, "-m", *command] for command in found]
+
+    def design(self, backbone: str) -> dict[str, Any]:
+        """The model of a backbone, its batch size, and its settings that are not the default.
+
+        Those that differ between its runs, scheme and seed, are left out.
+
+        >>> PARTS["fashion"].design("vit")["batch_size"]
+        128
+        """
+        config = resolve(load_recipe(self._recipe(**{self.backbone: backbone})))
+        found = {}
+        for name, field in settings().items():
+            value, usual = (operator.attrgetter(name)(one) for one in (config, Config()))
+            affects = not field.metadata["rule"].resumable or name == "eval.resolutions"
+            ours = affects and value != usual and name not in ("model.position", "seed")
+            if ours or name in ("model.name", "batch_size"):
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
 
 
 def first_of_fashion_mnist(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
@@ -151,6 +183,12 @@ def _saved(arrays: dict[str, np.ndarray], path: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def official(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of an image set's official files, which recipes read."""
+    del path
+    return folder
+
+
 _FASHION = (first_of_fashion_mnist, "fashion_mnist", "10,000 images of Fashion-MNIST")
 _CAT: list[Model] = [("cat", None), ("cat_no_imprint", None), ("cat_vit", None)]
 _BACKBONES: list[Model] = [
@@ -164,19 +202,45 @@ _CIFAR: list[Model] = [
     *itertools.product(_COMPACT, ("ape", "lape(ape)")),  # as in LaPE
     *itertools.product(_COMPACT, ("none", "axial_rope", "rope_mixed")),
 ]
+RULE_IMAGES = 2_000  # test images of the rules, which are evaluated at many sizes
+_LENGTHS = [f"axial_rope(k_rope={k})" for k in (1, 4, 8)]
+# Questions that few runs decide come first.
+_FASHION_GROUPS = [
+    [("vit", "none"), ("vit", "rpb"), ("vit", FRACTIONS[1])],
+    [("vit", position) for position in ("ape", "rope2d", "rope_mixed")],
+    [("vit", "lape(ape)"), *(("vit", position) for position in _LAPE[2:])],
+    _CAT,
+    [("swin", position) for position in _BASIC],
+    [("vit", position) for position in _LENGTHS],
+    [("vit", "rope_mixed+ape")],
+]
 PARTS = {
+    "fashion": Part(
+        "fashion_mnist",
+        _FASHION_GROUPS,
+        official,
+        "fashion",
+        "Fashion-MNIST",
+        seeds=(0, 1, 2, 3, 4),
+        smaller=(16, 20, 24),
+        larger=(32, 40, 48),
+        extended=[
+            ("vit", position)
+            for position in ("rope2d", "rope_mixed", FRACTIONS[1], "rope_mixed+ape")
+        ],
+    ),
     "vit": Part(
         "evidence",
-        [("vit", position) for position in SCHEMES],
+        [[("vit", position) for position in SCHEMES]],
         *_FASHION,
         smaller=(12, 16),
         larger=(24, 28, 32),
     ),
-    "backbones": Part("evidence", _BACKBONES, *_FASHION),
-    "cat": Part("evidence", _CAT, *_FASHION, arguments=("epochs=10",)),
+    "backbones": Part("evidence", [_BACKBONES], *_FASHION),
+    "cat": Part("evidence", [_CAT], *_FASHION, arguments=("epochs=10",)),
     "cifar10": Part(
         "cct",
-        _CIFAR,
+        [_CIFAR],
         packed,
         "cifar10",
         "CIFAR-10",
@@ -188,8 +252,10 @@ PARTS = {
     ),
     "tiny_imagenet": Part(
         "tiny_imagenet",
-        [("vit", position) for position in SCHEMES]
-        + [(backbone, position) for position in _STAGED for backbone in ("swin", "nat")],
+        [
+            [("vit", position) for position in SCHEMES]
+            + [(backbone, position) for position in _STAGED for backbone in ("swin", "nat")]
+        ],
         packed,
         "tiny_imagenet",
         "50 classes of Tiny-ImageNet",

@@ -1,19 +1,19 @@
 """The papers' claims on real images: small models, every scheme, several seeds.
 
-    python -m experiments evidence vit --data FOLDER --out experiments/results/evidence_vit_cpu.json
-    python -m experiments evidence backbones --data FOLDER --out FILE.json
-    python -m experiments evidence cat --data FOLDER --out FILE.json
+    python -m experiments evidence fashion --minutes 50 --data FOLDER --out FILE.json
     python -m experiments evidence cifar10 --data FILE.npz --out FILE.json
     python -m experiments evidence tiny_imagenet --data FILE.npz --out FILE.json
 
-The first three train small models on a part of Fashion-MNIST, with the official files in FOLDER,
-one run per CPU core at a time. The other two need a GPU: runs follow each other, with the images on
-the device and all seeds of a scheme in one run; `packed` in `_parts.py` describes FILE.npz. Each
-run is an ordinary `rope_jax.main` command with a recipe from `configs/`.
+The first trains small models on Fashion-MNIST, with the official files in FOLDER, one run per CPU
+core at a time. The other two need a GPU: runs follow each other, with the images on the device and
+all seeds of a scheme in one run; `packed` in `_parts.py` describes FILE.npz. Each run is an
+ordinary `rope_jax.main` command with a recipe from `configs/`; models with rotary embeddings may
+then be evaluated with every rule of the experiment `extend`.
 
-Runs that are finished in the workdir or in the file of --out are not repeated: `--minutes 8` stops
-after eight minutes, and the same command continues. Differences are computed per seed; intervals
-are 95 % (Student's t). Arguments after `--` are passed to all runs, which then have separate
+The file of --out has all results. Runs that it holds are not repeated, here or on another machine;
+those of other settings are an error. `--minutes 50` ends a call after fifty minutes, and the same
+command continues, with the runs that were interrupted if their workdirs are there. What counts as
+shown is in `_claims.py`. Arguments after `--` are passed to all runs, which then have separate
 workdirs: `... -- --config.epochs=0.1`.
 """
 
@@ -31,9 +31,11 @@ from benchmarks._runner import Keep
 from experiments._claims import claims, judge, sides
 from experiments._parts import PARTS, Run
 
+Found = dict[str, Any]  # backbone, position, seed, eval: rows of results.json, rules if any
+
 
 def start(command: list[str], core: int | None) -> subprocess.Popen:
-    """Starts a run, on one core unless it is None."""
+    """Starts a command, on one core unless it is None."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     if core is not None:  # before XLA starts one thread per core
         os.sched_setaffinity(process.pid, {core})
@@ -41,15 +43,15 @@ def start(command: list[str], core: int | None) -> subprocess.Popen:
 
 
 def train(
-    commands: dict[str, list[str]],
+    runs: dict[str, list[list[str]]],
     cores: Sequence[int | None],
     minutes: float,
     done: Callable[[], None],
 ) -> list[str]:
-    """Runs commands, one per core at a time; at the time limit they save a checkpoint and stop.
+    """Runs commands, one per core at a time; at the time limit they save what they have and stop.
 
     Args:
-        commands: the commands, by the names that are printed.
+        runs: commands that follow each other, by the name of the run, which is printed.
         cores: cores for one run each; a single None for one run at a time, on all cores.
         minutes: time limit.
         done: called when a run has ended.
@@ -57,22 +59,26 @@ def train(
     Returns:
         A line for each run that failed; the others continue.
     """
-    free, running, waiting, failed = list(cores), {}, list(commands), []
+    free, running, waiting, failed = list(cores), {}, list(runs), []
+    left = {name: list(commands) for name, commands in runs.items()}
     end = time.monotonic() + 60 * minutes
     try:
         while running or (waiting and time.monotonic() < end):
             for name, (process, core) in list(running.items()):
-                if (status := process.poll()) is not None:
-                    del running[name]
-                    free.append(core)
-                    if status:
-                        failed.append(f"{name} ended with status {status}")
-                    done()
+                if (status := process.poll()) is None:
+                    continue
+                if left[name] and not status:
+                    running[name] = start(left[name].pop(0), core), core
+                    continue
+                del running[name]
+                free.append(core)
+                if status:
+                    failed.append(f"{name} ended with status {status}")
+                done()
             while waiting and free and time.monotonic() < end:
-                name = waiting.pop(0)
-                core = free.pop()
-                running[name] = start(commands[name], core), core
-                print(f"{len(commands) - len(waiting)} of {len(commands)}: {name}", flush=True)
+                name, core = waiting.pop(0), free.pop()
+                running[name] = start(left[name].pop(0), core), core
+                print(f"{len(runs) - len(waiting)} of {len(runs)}: {name}", flush=True)
             if time.monotonic() >= end:
                 for process, _ in running.values():
                     process.send_signal(signal.SIGTERM)
@@ -86,28 +92,36 @@ def train(
     return failed
 
 
-def collect(run: Run, workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the accuracies of each seed of a run; none if the run is not finished."""
-    path = workdir / "results.json"
-    if not path.exists():
+def collect(run: Run, workdir: pathlib.Path, extended: bool = False) -> list[Found]:
+    """Returns the accuracies of each seed of a run; none if the run is not finished.
+
+    Args:
+        run: the run.
+        workdir: its own.
+        extended: whether it has an evaluation with the rules of `extend`, too.
+    """
+    results, rules = workdir / "results.json", workdir / "extend.json"
+    if not results.exists() or (extended and not rules.exists()):
         return []
-    rows = json.loads(path.read_text())["eval"]
+    with_rules = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
+    if not with_rules["complete"]:
+        return []
+    rows = json.loads(results.read_text())["eval"]
     found = []
     for seed in run.seeds:
         own = [row for row in rows if row.get("seed", run.seeds[0]) == seed]
         kept = [{key: row[key] for key in ("resolution", "top1", "count")} for row in own]
         about = {"backbone": run.backbone, "position": run.position, "seed": seed}
-        found.append(about | {"eval": kept})
+        ruled = [row for row in with_rules["rows"] if row["seed"] == seed]
+        found.append(about | {"eval": kept} | ({"rules": ruled} if extended else {}))
     return found
 
 
-def earlier(
-    out: pathlib.Path | None, part: str, flags: Sequence[str], images: str
-) -> list[dict[str, Any]]:
+def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
     """Returns the runs in the file of an earlier call.
 
     Raises:
-        SystemExit: if they belong to another experiment or part, other flags, or other images.
+        SystemExit: if they belong to another experiment or part, other settings, or other images.
     """
     if out is None or not out.exists():
         return []
@@ -115,10 +129,12 @@ def earlier(
     if result["benchmark"] != "evidence":
         raise SystemExit(f"{out} holds a result of {result['benchmark']}: use another file")
     of = result["settings"]
-    on = of.get("data", images)  # the first results had no such field
-    if (of["part"], list(of["flags"]), on) != (part, list(flags), images):
-        about = f"part {of['part']} with flags {of['flags']} on {on}"
-        raise SystemExit(f"{out} holds runs of {about}: use another file")
+    for name in ("part", "flags", "data", "designs"):
+        if of.get(name) != settings[name]:
+            raise SystemExit(
+                f"{out} holds runs with {name} {of.get(name)}, not {settings[name]}: use another "
+                "file"
+            )
     return result["runs"]
 
 
@@ -136,13 +152,13 @@ def _check_arguments(name: str, seeds: Sequence[int], backbones: Sequence[str]) 
         raise SystemExit(f"--backbones {given}: part {name} has {', '.join(known)}")
 
 
-def is_finished(run: Run, found: Sequence[dict[str, Any]]) -> bool:
+def is_finished(run: Run, found: Sequence[Found]) -> bool:
     """Whether the results of all seeds of a run are there."""
     there = {(one["backbone"], one["position"], one["seed"]) for one in found}
     return {(run.backbone, run.position, seed) for seed in run.seeds} <= there
 
 
-def print_summary(name: str, runs: Sequence[Run], found: Sequence[dict[str, Any]]) -> None:
+def print_summary(name: str, runs: Sequence[Run], found: Sequence[Found]) -> None:
     """Prints the verdict on each claim, and how many runs are finished."""
     for claim in claims(name):
         if verdict := judge(claim, found):
@@ -179,14 +195,17 @@ def run(
     part = PARTS[name]
     seeds = seeds or list(part.seeds)
     _check_arguments(name, seeds, backbones or [])
-    runs, found = part.runs(seeds), earlier(out, name, flags, data.name)
+    designs = {backbone: part.design(backbone) for backbone, _ in part.models}
+    settings = {"part": name, "flags": list(flags), "data": data.name, "designs": designs}
+    runs, found = part.runs(seeds), earlier(out, json.loads(json.dumps(settings)))
+    settings["seeds"] = seeds
 
     def collect_all() -> None:
         for run in runs:
             if not is_finished(run, found):
-                new = collect(run, workdir / part.folder(run, flags))
+                folder = workdir / part.folder(run, flags)
+                new = collect(run, folder, (run.backbone, run.position) in part.extended)
                 found.extend(one for one in new if one not in found)
-        settings = {"part": name, "seeds": seeds, "flags": list(flags), "data": data.name}
         complete = all(is_finished(run, found) for run in runs)
         cores = len(os.sched_getaffinity(0))
         keep(settings=settings, cores=cores, complete=complete, runs=found)
@@ -197,7 +216,7 @@ def run(
             raise SystemExit(f"--data {data} does not exist")
         images = part.images(data, images)
     commands = {
-        part.folder(run, flags): part.command(run, images, workdir, flags)
+        part.folder(run, flags): part.commands(run, images, workdir, flags)
         for run in runs
         if not is_finished(run, found) and (backbones is None or run.backbone in backbones)
     }

@@ -138,7 +138,7 @@ def run(
         return found
 
     commands = {
-        folder(*one, flags): command(*one, workdir, flags)
+        folder(*one, flags): [command(*one, workdir, flags)]
         for one in planned
         if not collect(*one, workdir / folder(*one, flags))
     }

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from docs import make_tables as tables
+from experiments._parts import PARTS
 
 ORIGIN = {
     "date": "2030-01-02T03:04:05+00:00",
@@ -48,7 +49,7 @@ def test_tables_without_a_result_name_the_command():
         text = tables.TABLES[name]([rotary_result(machine=ON_CPU)])
         assert text == f"No result yet: `python -m benchmarks {name}`.\n"
     assert tables.digits([]) == "No result yet: `python -m experiments digits`.\n"
-    assert tables.evidence([]).count("No result yet") == 5
+    assert tables.evidence([]).count("No result yet") == len(PARTS)
 
 
 def test_goals_show_the_newest_result_that_has_them():
@@ -136,9 +137,22 @@ def test_evidence_shows_accuracies_and_the_outcome_of_claims():
     rpb = "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | +10.0 ± 0.0, shown |"
     assert rpb in text
     rope = "| `vit` with `rope2d` above `vit` with `ape` | Heo et al., figure 4 | "
-    assert f"{rope}12 px: -10.0 ± 0.0, the opposite |" in text
-    assert "Of 2 comparisons: 1 shown, 1 the opposite." in text
-    assert text.count("No result yet") == 4  # the other parts
+    assert f"{rope}12 px: -10.0 ± 0.0, refuted |" in text
+    assert "Of 2 comparisons: 1 shown, 1 refuted." in text
+    assert text.count("No result yet") == len(PARTS) - 1
+
+
+def test_designs_show_every_claim_and_setting_before_there_is_a_result():
+    text = tables.TABLES["designs"]([])
+    assert "| `vit` with `rpb` above `vit` with `none` | as trained | thesis, table 4.1 |" in text
+    parts = "`vit` with `axial_rope(k_rope=8)` as good as `vit` with `axial_rope(k_rope=1)`"
+    assert f"| {parts} | as trained | thesis, table 4.3" in text
+    rope = "| `vit` with `rope2d` above `vit` with `ape` | 16, 20, 24, 32, 40, 48 | Heo et al., fig"
+    assert rope in text
+    assert text.count("| CAT, table 4 | after ten epochs 38.9, without the imprint 38.3 |") == 1
+    assert "with -0.5 points in place of zero" in text
+    assert "| `vit` | `model.name=vit_digits`, " in text
+    assert "All: `batch_size=" in text
 
 
 def test_the_newest_result_of_a_part_counts():

@@ -1,7 +1,6 @@
 """The experiment `evidence`: its runs, claims and verdicts."""
 
 import dataclasses
-import importlib.util
 import io
 import json
 import math
@@ -13,14 +12,16 @@ import time
 
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from benchmarks._runner import call
 from experiments import _claims, _parts, evidence
 from experiments._claims import Claim
-from rope_jax import data
+from rope_jax import data, restore
+from rope_jax.config import load_recipe, resolve
+from rope_jax.evaluate import resolutions
 
-FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 CIFAR = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")
 
 
@@ -49,17 +50,19 @@ def test_interval_is_students():
 
 
 @pytest.mark.parametrize(
-    ("better", "worse", "equal", "verdict"),
+    ("better", "worse", "margin", "verdict"),
     [
-        ((0.80, 0.81, 0.82), (0.70, 0.71, 0.72), False, "shown"),
-        ((0.70, 0.71, 0.72), (0.80, 0.81, 0.82), False, "the opposite"),
-        ((0.80, 0.70, 0.90), (0.79, 0.80, 0.70), False, "not shown"),
-        ((0.80, 0.70, 0.90), (0.79, 0.80, 0.70), True, "no difference seen"),
-        ((0.80, 0.81, 0.82), (0.70, 0.71, 0.72), True, "a difference"),
+        ((0.80, 0.81, 0.82), (0.70, 0.71, 0.72), 0.0, "shown"),
+        ((0.70, 0.71, 0.72), (0.80, 0.81, 0.82), 0.0, "refuted"),
+        ((0.80, 0.70, 0.90), (0.79, 0.80, 0.70), 0.0, "not shown"),
+        ((0.804, 0.812, 0.823), (0.808, 0.816, 0.827), 0.0, "refuted"),
+        ((0.804, 0.812, 0.823), (0.808, 0.816, 0.827), 0.5, "shown"),  # -0.4 points
+        ((0.804, 0.812, 0.823), (0.810, 0.818, 0.829), 0.5, "refuted"),  # -0.6 points
+        ((0.80, 0.70, 0.90), (0.79, 0.80, 0.70), 0.5, "not shown"),
     ],
 )
-def test_a_claim_is_judged_by_the_interval_of_its_difference(better, worse, equal, verdict):
-    claim = Claim("somewhere", ("vit", "a"), ("vit", "b"), equal=equal)
+def test_a_claim_is_judged_by_the_interval_of_its_difference(better, worse, margin, verdict):
+    claim = Claim("somewhere", ("vit", "a"), ("vit", "b"), margin=margin)
     judged = _claims.judge(claim, runs("a", better) + runs("b", worse))
     assert judged.verdict == verdict
     assert judged.difference == pytest.approx(100 * np.mean(np.subtract(better, worse)))
@@ -80,23 +83,21 @@ def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
     assert found
     for claim in found:
         assert {claim.better, claim.worse} <= set(about.models)
-    spec = importlib.util.spec_from_file_location(about.recipe, FOLDER / f"{about.recipe}.py")
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
     for backbone in {backbone for backbone, _ in about.models}:
-        config = recipe.get_config(",".join([f"{about.backbone}={backbone}", *about.arguments]))
-        trained, asked = (
-            config.data.image_size,
-            {claim.resolution for claim in found if claim.better[0] == backbone} - {None},
-        )
+        arguments = ",".join([f"{about.backbone}={backbone}", *about.arguments])
+        config = load_recipe(f"{about.recipe}:{arguments}")
+        trained = config.data.image_size
+        asked = {claim.resolution for claim in found if claim.better[0] == backbone} - {None}
         assert asked in (set(), set(config.eval.resolutions))  # all or none: not those that suit
         assert all((side < trained) == (side in about.smaller) for side in asked)
 
 
 def test_what_the_papers_say_is_all_there():
     said = {
-        (claim.source, claim.better[1], claim.worse[1], claim.resolution, claim.equal)
-        for claim in _claims.claims("vit")
+        (claim.source, claim.better[1], claim.worse[1], claim.resolution, claim.margin > 0)
+        for name in ("fashion", "tiny_imagenet")
+        for claim in _claims.claims(name)
+        if claim.better[0] == "vit"
     }
     axial, fractions = "axial_rope(k_rope=2)", "thesis, table 4.3: a part of the channels is enough"
     assert said >= {
@@ -110,23 +111,24 @@ def test_what_the_papers_say_is_all_there():
             None,
             True,
         ),
-        ("Heo et al., figure 4", "rope_mixed", "ape", 32, False),
+        ("Heo et al., figure 4", "rope_mixed", "ape", 48, False),
         ("Heo et al., figure 4", "rope_mixed", "rope2d", None, False),
-        ("Heo et al., figure 6 and table 5", "rope_mixed+ape", "rope_mixed", 12, False),
+        ("Heo et al., figure 6 and table 5", "rope_mixed+ape", "rope_mixed", 16, False),
         ("Heo et al., figure 6 and table 5", "rope_mixed", "rope_mixed+ape", 32, False),
         ("LaPE, inner embeddings of DeiT-Ti", "lape(sincos2d)", "sincos2d", None, False),
     }
-    assert {claim.better[0] for claim in _claims.claims("backbones")} == {
-        "swin",
-        "nat",
-        "dinat",
-        "cct",
-        "cat",
-    }
-    assert {(claim.worse[0], claim.source) for claim in _claims.claims("cat")} == {
+    fashion = list(_claims.claims("fashion"))
+    assert {(x.worse[0], x.source) for x in fashion if x.better[0] == "cat"} == {
         ("cat_vit", "CAT, table 1"),
         ("cat_no_imprint", "CAT, table 4"),
     }
+    assert {(x.better[1], x.worse[1]) for x in fashion if x.better[0] == "swin"} == {
+        ("rpb", "none"),
+        ("axial_rope", "rpb"),
+    }
+    assert {claim.source for part in evidence.PARTS for claim in _claims.claims(part)} <= set(
+        _claims.SEEN
+    )
     assert {
         claim.better[0] for claim in _claims.claims("cifar10") if claim.source.startswith("LaPE")
     } == set(CIFAR)
@@ -135,24 +137,67 @@ def test_what_the_papers_say_is_all_there():
     }
 
 
-def test_the_command_of_a_run():
+def test_the_commands_of_a_run(tmp_path):
     part = evidence.PARTS["cifar10"]
     run = part.runs([121, 122])[0]
-    command = part.command(run, pathlib.Path("x.npz"), pathlib.Path("runs"))
-    assert command[1:] == [
+    ((_, *command),) = part.commands(run, pathlib.Path("x.npz"), pathlib.Path("runs"))
+    assert command == [
         "-m",
         "rope_jax.main",
-        "--config=configs/cct.py:path=x.npz,variant=vit_lite_7_4,position=ape,seed=121",
+        "--config=cct:path=x.npz,variant=vit_lite_7_4,position=ape,seed=121",
         "--workdir=runs/cifar10-vit_lite_7_4-ape-121-122",
         "--config.data.on_device=True",
         "--config.seeds=2",
     ]
-    part = evidence.PARTS["cat"]
-    assert part.folder(part.runs([0])[0]) == "cat-default-0-epochs=10"
-    assert part.command(part.runs([4])[0], pathlib.Path("x.npz"), pathlib.Path("w"))[3:] == [
-        "--config=configs/evidence.py:path=x.npz,backbone=cat,seed=4,epochs=10",
-        "--workdir=w/cat-default-4-epochs=10",
+    part = evidence.PARTS["fashion"]
+    run = evidence.Run("vit", "rope2d", (3,))
+    train, extend = part.commands(run, tmp_path, pathlib.Path("w"), ["--config.epochs=0.1"])
+    folder = "w/fashion-vit-rope2d-3-epochs=0.1"
+    assert train[2:] == [
+        "rope_jax.main",
+        f"--config=fashion_mnist:path={tmp_path},backbone=vit,position=rope2d,seed=3",
+        f"--workdir={folder}",
+        "--config.epochs=0.1",
     ]
+    assert extend[2:] == [
+        "experiments",
+        "extend",
+        folder,
+        f"--out={folder}/extend.json",
+        "--images=2000",
+    ]
+    assert len(part.commands(run._replace(position="ape"), tmp_path, tmp_path)) == 1
+
+
+def test_questions_are_answered_one_after_the_other():
+    """All seeds of a group of models come before the next group."""
+    part = evidence.PARTS["fashion"]
+    started = [(run.backbone, run.position, run.seeds) for run in part.runs(part.seeds)]
+    first = ["none", "rpb", "axial_rope(k_rope=2)"]
+    assert started[:15] == [("vit", position, (seed,)) for seed in range(5) for position in first]
+    assert len(set(started)) == len(started) == 5 * len(part.models)
+    assert set(part.extended) <= set(part.models)
+    together = evidence.PARTS["cifar10"]
+    assert [run.seeds for run in together.runs([1, 2])] == [(1, 2)] * len(together.models)
+
+
+def test_the_design_of_a_backbone_is_what_decides_its_results():
+    design = evidence.PARTS["fashion"].design("vit")
+    assert design["data.source"] == "idx"
+    assert design["eval.resolutions"] == [16, 20, 24, 32, 40, 48]
+    assert not {"seed", "model.position", "data.path", "log_every"} & set(design)
+    assert design != evidence.PARTS["fashion"].design("swin")
+
+
+def test_the_models_exist_at_all_sizes():
+    part = evidence.PARTS["fashion"]
+    for backbone, position in dict(part.models).items():  # one scheme of each
+        arguments = f"backbone={backbone}" + ("" if position is None else f",position={position}")
+        config = resolve(load_recipe(f"{part.recipe}:{arguments}"))
+        model = nnx.eval_shape(lambda config=config: restore.create(config))
+        assert model.trained_size == (config.data.image_size,) * 2
+        for size in resolutions(config):
+            model.grids(size)  # refuses those that cannot be evaluated
 
 
 def test_every_run_has_a_workdir_of_its_own():
@@ -167,11 +212,6 @@ def test_every_run_has_a_workdir_of_its_own():
     ]
     assert len(set(folders)) == len(folders)
     assert not [folder for folder in folders if "/" in folder]
-    part = evidence.PARTS["vit"]
-    command = part.command(
-        part.runs([0])[0], pathlib.Path("x.npz"), pathlib.Path("w"), ["--config.epochs=0.1"]
-    )
-    assert command[-2:] == ["--workdir=w/vit-none-0-epochs=0.1", "--config.epochs=0.1"]
 
 
 def sleeping(tmp_path):
@@ -198,7 +238,7 @@ def test_runs_are_stopped_when_the_time_is_up_and_nothing_new_starts(monkeypatch
         return started[-1]
 
     monkeypatch.setattr(evidence, "start", start)
-    commands = dict.fromkeys("abc", sleeping(tmp_path))
+    commands = {name: [sleeping(tmp_path)] for name in "abc"}
     assert evidence.train(commands, [None], 0.01, lambda: None) == []
     assert len(started) == 1
     assert (tmp_path / "stopped").exists()
@@ -206,16 +246,17 @@ def test_runs_are_stopped_when_the_time_is_up_and_nothing_new_starts(monkeypatch
 
 
 @pytest.mark.process
-def test_a_run_that_fails_is_told_of_and_ends_no_other():
+def test_a_run_that_fails_is_told_of_and_ends_no_other(tmp_path):
     done = []
-    commands = {
-        str(status): [sys.executable, "-c", f"raise SystemExit({status})"] for status in (3, 0)
-    }
+    ending = lambda status: [sys.executable, "-c", f"raise SystemExit({status})"]
+    after = [sys.executable, "-c", f"open({str(tmp_path / 'after')!r}, 'x')"]
+    commands = {"3": [ending(3), ending(1)], "0": [ending(0), after]}
     cores = sorted(os.sched_getaffinity(0))
     assert evidence.train(commands, cores[:1], 1, lambda: done.append(0)) == [
         "3 ended with status 3"
     ]
     assert len(done) == 2
+    assert (tmp_path / "after").exists()
 
 
 @pytest.mark.process
@@ -248,6 +289,13 @@ def test_seeds_of_one_run_are_told_apart(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps({"eval": [of(32, 0.5)]}))
     assert evidence.collect(evidence.Run("vit", "ape", (7,)), tmp_path)[0]["seed"] == 7
     assert evidence.collect(evidence.Run("vit", "ape", (7,)), tmp_path / "nothing") == []
+    run, row = evidence.Run("vit", "ape", (7,)), {"seed": 7, "rule": "ntk", "score": 0.5}
+    assert evidence.collect(run, tmp_path, extended=True) == []  # not evaluated yet
+    for complete in (False, True):
+        rules = {"complete": complete, "rows": [row]}
+        (tmp_path / "extend.json").write_text(json.dumps(rules))
+        found = evidence.collect(run, tmp_path, extended=True)
+        assert [one["rules"] for one in found] == ([[row]] if complete else [])
 
 
 def images_file(path):
@@ -260,70 +308,70 @@ def images_file(path):
     return path
 
 
-def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, monkeypatch, capsys):
-    """Also when the workdir is gone, as on a machine that is lent."""
-    monkeypatch.setattr(
-        evidence,
-        "PARTS",
-        {
-            "vit": dataclasses.replace(
-                evidence.PARTS["vit"], models=[("vit", "ape"), ("vit", "none")]
-            )
-        },
-    )
-    trained = []
+@pytest.fixture
+def small_part(tmp_path, monkeypatch):
+    """A part of two models whose runs with seed 0 end, and the names of runs that were started."""
+    part = evidence.PARTS["fashion"]
+    part = dataclasses.replace(part, groups=[[("vit", "ape"), ("vit", "none")]], extended=())
+    monkeypatch.setattr(evidence, "PARTS", {"fashion": part})
+    started = []
 
-    def train(commands, cores, minutes, done):
-        trained.append(sorted(commands))
-        for name in commands:
-            if name.endswith("0"):
-                (tmp_path / "w" / name).mkdir(parents=True)
-                row = {"resolution": [20, 20], "top1": 0.25, "count": 8}
+    def train(runs, cores, minutes, done):
+        started.append(list(runs))
+        for name in runs:
+            if "-0" in name:
+                (tmp_path / "w" / name).mkdir(parents=True, exist_ok=True)
+                row = {"resolution": [28, 28], "top1": 0.25, "count": 8}
                 (tmp_path / "w" / name / "results.json").write_text(json.dumps({"eval": [row]}))
                 done()
         return []
 
     monkeypatch.setattr(evidence, "train", train)
-    (tmp_path / "w").mkdir()
-    images_file(tmp_path / "w" / "fashion_mnist.npz")
-    out = tmp_path / "x.json"
-    command = [
-        "vit",
-        "--data",
-        str(tmp_path),
-        "--workdir",
-        str(tmp_path / "w"),
-        "--seeds",
-        "0",
-        "1",
-        "--out",
-        str(out),
-    ]
-    main(command)
-    assert trained == [["vit-ape-0", "vit-ape-1", "vit-none-0", "vit-none-1"]]
-    result = json.loads(out.read_text())
+    return part, started
+
+
+def small_command(tmp_path, *more):
+    seeds = ["--seeds", "0", "1", "--workdir", str(tmp_path / "w")]
+    return ["fashion", "--data", str(tmp_path), "--out", str(tmp_path / "x.json"), *seeds, *more]
+
+
+def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, small_part, capsys):
+    """Also when no workdir is there, as on another machine."""
+    _, started = small_part
+    main(small_command(tmp_path))
+    names = [f"fashion-vit-{position}-{seed}" for seed in (0, 1) for position in ("ape", "none")]
+    assert started == [names]
+    result = json.loads((tmp_path / "x.json").read_text())
     assert [(run["position"], run["seed"]) for run in result["runs"]] == [("ape", 0), ("none", 0)]
     assert not result["complete"]
-    shutil.rmtree(tmp_path / "w" / "vit-ape-0")
-    main(command)
-    assert trained[1] == ["vit-ape-1", "vit-none-1"]
-    assert json.loads(out.read_text())["runs"] == result["runs"]
+    shutil.rmtree(tmp_path / "w")
+    main(small_command(tmp_path))
+    assert started[1] == names[2:]
+    assert json.loads((tmp_path / "x.json").read_text())["runs"] == result["runs"]
     assert "2 of 4 runs are finished; run the same command again" in capsys.readouterr().out
-    with pytest.raises(
-        SystemExit, match=r"x.json holds runs of part vit with flags \[\] on .*: use another file"
-    ):
-        main([*command, "--", "--config.epochs=1"])
-    with pytest.raises(SystemExit, match=r"x.json holds runs .* on .*: use another file"):
-        main([*command, "--data", str(tmp_path / "others")])
     # Runs with other flags are not taken for these, though they lie in the same folder.
-    main([*command[:-1], str(tmp_path / "short.json"), "--", "--config.epochs=1"])
-    assert trained[2] == [
-        f"vit-{position}-{seed}-epochs=1" for position in ("ape", "none") for seed in (0, 1)
-    ]
-    assert json.loads((tmp_path / "short.json").read_text())["runs"] == []
-    out.write_text(json.dumps({"benchmark": "digits"}))
+    other = [*small_command(tmp_path), "--out", str(tmp_path / "short.json")]
+    main([*other, "--", "--config.epochs=1"])
+    assert started[2] == [f"{name}-epochs=1" for name in names]
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, small_part, monkeypatch):
+    part, started = small_part
+    main(small_command(tmp_path))
+    refused = lambda name: pytest.raises(SystemExit, match=f"x.json holds runs with {name} .*: use")
+    with refused("flags"):
+        main(small_command(tmp_path, "--", "--config.epochs=1"))
+    (tmp_path / "others").mkdir()
+    with refused("data"):
+        main(small_command(tmp_path, "--data", str(tmp_path / "others")))
+    longer = {"fashion": dataclasses.replace(part, arguments=("epochs=9",))}
+    monkeypatch.setattr(evidence, "PARTS", longer)
+    with refused("designs"):
+        main(small_command(tmp_path))
+    (tmp_path / "x.json").write_text(json.dumps({"benchmark": "digits"}))
     with pytest.raises(SystemExit, match=r"x.json holds a result of digits: use another file"):
-        main(command)
+        main(small_command(tmp_path))
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(
@@ -333,8 +381,8 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, m
             ["cifar10", "--seeds", "1", "3"],
             "--seeds 1 3: part cifar10 trains all seeds in one run, so they must be consecutive",
         ),
-        (["vit", "--backbones", "swin"], "--backbones swin: part vit has vit"),
-        (["vit"], "--data .*x.npz does not exist"),
+        (["fashion", "--backbones", "x"], "--backbones x: part fashion has vit, cat, .*, swin"),
+        (["fashion"], "--data .*x.npz does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message, tmp_path):

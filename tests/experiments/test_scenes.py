@@ -66,7 +66,7 @@ def test_finished_runs_are_collected_and_not_repeated(tmp_path, monkeypatch, cap
 
     def train(commands, cores, minutes, done):
         started.append(list(commands))
-        for name, command in commands.items():
+        for name, (command,) in commands.items():
             assert command[-1] == "--config.epochs=0.5"
             workdir = tmp_path / name
             assert f"--workdir={workdir}" in command
