@@ -44,7 +44,7 @@ def get_config(arguments: str | None = None):
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs
-    config.batch_size = 128
+    config.batch_size = 64
     config.label_smoothing = 0.1
     config.log_every = 100
 
@@ -55,7 +55,6 @@ def get_config(arguments: str | None = None):
     config.data.source = "idx"
     config.data.path = args.path
     config.data.image_size = image_size
-    config.data.augment = "flip"
 
     config.optim.learning_rate = 2e-3
     config.optim.warmup_epochs = 0.5

@@ -1,6 +1,7 @@
 """Tables of the experiment `extend`: what each rule for rotations does at other sizes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks._runner import Result
 from docs.results import newest, no_result, origin
@@ -13,9 +14,10 @@ from rope_jax.text import markdown_table
 def extend(results: Sequence[Result]) -> str:
     """Scores of every scheme at every size, the differences of the rules, and which help where."""
     result = newest(results, "evidence", part="fashion")
-    rows = [row for run in result["runs"] for row in run.get("rules", [])] if result else []
-    if not rows:
+    runs = [run for run in result["runs"] if "rules" in run] if result else []
+    if not runs:
         return no_result("experiments evidence fashion")
+    rows = [about(run) | row for run in runs for row in run["rules"]]
     lines, verdicts, sizes = [], [], resolutions(rows)
     for model, position in dict.fromkeys((row["model"], row["position"]) for row in rows):
         for rule in dict.fromkeys(row["rule"] for row in rows):
@@ -30,14 +32,20 @@ def extend(results: Sequence[Result]) -> str:
         verdicts.append(f"- `{model}` with `{position}`: {'; '.join(found) or 'none is'}.")
     header = ["model", "position", "rule", *("{}x{} px".format(*size) for size in sizes)]
     table = markdown_table(header, lines)
-    trained = "{}x{}".format(*rows[0]["trained"])
-    about = (
+    trained = "{}x{}".format(*runs[0]["eval"][0]["resolution"])
+    caption = (
         f"Top-1 accuracy (%) with `none`, the schemes' own rule, and differences from it in points "
         f"of models trained at {trained} px: mean and 95 % interval over seeds, on the first "
         f"{rows[0]['count']:,} test images of {PARTS['fashion'].about}."
     )
     above = "Above the scheme's own rule, by an interval that does not contain zero:"
-    return f"{table}\n{about} {origin(result)}.\n\n{above}\n\n" + "\n".join(verdicts) + "\n"
+    return f"{table}\n{caption} {origin(result)}.\n\n{above}\n\n" + "\n".join(verdicts) + "\n"
+
+
+def about(run: dict[str, Any]) -> dict[str, Any]:
+    """What the rows of a run of `evidence` have in common, as in a result of `extend`."""
+    names = {"model": "backbone", "position": "position", "seed": "seed", "run": "seed"}
+    return {name: run[key] for name, key in names.items()}
 
 
 def cell(values: Sequence[float], rule: str) -> str:

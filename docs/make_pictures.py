@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks._runner import Result
 from docs.results import ROOT, newest, read_results
-from experiments._claims import accuracies, interval
+from experiments._claims import Claim, accuracies, claims, interval, judge, sides
 from rope_jax.analysis.plots import COLOURS, MARKERS
 
 FOLDER = ROOT / "docs" / "images"
@@ -23,6 +23,8 @@ CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
 POINTS = ("none", "rpb", "axial_rope")
+BACKBONES, CLAIMS = "all backbones", "claims"
+VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,38 +35,49 @@ class Picture:
         file: file name in docs/images.
         part: part of the evidence experiment.
         title: title, also used as alternative text.
-        backbone: the backbone of a plot of accuracy over resolution, with a curve per scheme of
-            CURVES; None for a plot of the accuracy of all backbones with the schemes of POINTS.
+        shows: the backbone of a plot of accuracy over resolution, with a curve per scheme of
+            CURVES; BACKBONES for the accuracy of all backbones with the schemes of POINTS; CLAIMS
+            for the difference of every claim.
     """
 
     file: str
     part: str
     title: str
-    backbone: str | None = None
+    shows: str
 
 
 _FASHION = "10,000 images of Fashion-MNIST: accuracy by scheme"
 _TINY = "50 classes of Tiny-ImageNet: accuracy by scheme and resolution"
 PICTURES = [
     Picture("resolutions.png", "vit", f"A small ViT on {_FASHION} and resolution", "vit"),
-    Picture("backbones.png", "backbones", f"Small backbones on {_FASHION}"),
+    Picture("backbones.png", "backbones", f"Small backbones on {_FASHION}", BACKBONES),
+    Picture(
+        "fashion.png",
+        "fashion",
+        "A small ViT on Fashion-MNIST: accuracy by scheme and resolution",
+        "vit",
+    ),
+    Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", CLAIMS),
     Picture("tiny_imagenet_vit.png", "tiny_imagenet", f"A small ViT on {_TINY}", "vit"),
     Picture("tiny_imagenet_swin.png", "tiny_imagenet", f"A small Swin on {_TINY}", "swin"),
     Picture("tiny_imagenet_nat.png", "tiny_imagenet", f"A small NAT on {_TINY}", "nat"),
 ]
 
 
-def shown(picture: Picture, result: Result) -> list[str]:
-    """Returns the schemes or backbones to draw.
+def shown(picture: Picture, result: Result) -> list[Any]:
+    """Returns the schemes, backbones or claims to draw.
 
-    Schemes need several seeds; backbones need the same number of seeds for each of POINTS.
+    Schemes and claims need several seeds; backbones need the same number of seeds for each of
+    POINTS.
     """
+    if picture.shows == CLAIMS:
+        return [claim for claim in claims(picture.part) if judge(claim, result["runs"])]
 
     def seeds(backbone: str, scheme: str) -> int:
         return len(accuracies(result["runs"], backbone, scheme, None))
 
-    if picture.backbone:
-        return [scheme for scheme in CURVES if seeds(picture.backbone, scheme) > 1]
+    if picture.shows != BACKBONES:
+        return [scheme for scheme in CURVES if seeds(picture.shows, scheme) > 1]
     backbones = []
     for backbone in dict.fromkeys(run["backbone"] for run in result["runs"]):
         counts = {seeds(backbone, scheme) for scheme in POINTS}
@@ -120,6 +133,20 @@ def by_backbone(axes: Any, result: Result, backbones: Sequence[str]) -> None:
     axes.set_xticks(range(len(backbones)), backbones)
 
 
+def of_claims(axes: Any, result: Result, found: Sequence[Claim]) -> None:
+    """Plots the difference of each claim with its interval; grey: where it has to be above."""
+    for place, claim in enumerate(found):
+        verdict = judge(claim, result["runs"])
+        style = {"color": VERDICTS[verdict.verdict], "marker": "o", "markersize": 4, "capsize": 2}
+        axes.errorbar(verdict.difference, place, xerr=verdict.half_width, **style)
+        axes.plot([-claim.margin] * 2, [place - 0.5, place + 0.5], color="0.4", linewidth=1)
+    for name, colour in VERDICTS.items():
+        axes.plot([], [], color=colour, marker="o", linestyle="none", label=name)
+    labels = [sides(claim).replace("`", "").replace(" with ", ", ") for claim in found]
+    axes.set_yticks(range(len(found)), labels, fontsize=7)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+
+
 def checksum(result: Result) -> str:
     """Name and SHA-256 of the file of a result."""
     path = ROOT / result["file"]
@@ -131,16 +158,22 @@ def draw(picture: Picture, result: Result, folder: pathlib.Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    found = shown(picture, result)
+    height = 1.2 + 0.17 * len(found) if picture.shows == CLAIMS else 4.0
+    figure = Figure(figsize=(7.2, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    if picture.backbone:
-        over_resolutions(axes, result, picture.backbone, shown(picture, result))
+    if picture.shows == CLAIMS:
+        of_claims(axes, result, found)
+        axes.set_xlabel("difference in points, 95 % interval over seeds; grey line: to be above")
     else:
-        by_backbone(axes, result, shown(picture, result))
-    axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
+        if picture.shows == BACKBONES:
+            by_backbone(axes, result, found)
+        else:
+            over_resolutions(axes, result, picture.shows, found)
+        axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
     figure.suptitle(picture.title, fontsize=10)
-    axes.grid(alpha=0.3, axis="y")
+    axes.grid(alpha=0.3, axis="x" if picture.shows == CLAIMS else "y")
     figure.legend(loc="outside right center", frameon=False, fontsize=9)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / picture.file, dpi=100, metadata={CHECKSUM: checksum(result)})

@@ -31,7 +31,8 @@ from benchmarks._runner import Keep
 from experiments._claims import claims, judge, sides
 from experiments._parts import PARTS, Run
 
-Found = dict[str, Any]  # backbone, position, seed, eval: rows of results.json, rules if any
+# backbone, position, seed, eval: rows of results.json, and rules: rows of `extend`, if any.
+Found = dict[str, Any]
 
 
 def start(command: list[str], core: int | None) -> subprocess.Popen:
@@ -112,8 +113,11 @@ def collect(run: Run, workdir: pathlib.Path, extended: bool = False) -> list[Fou
         own = [row for row in rows if row.get("seed", run.seeds[0]) == seed]
         kept = [{key: row[key] for key in ("resolution", "top1", "count")} for row in own]
         about = {"backbone": run.backbone, "position": run.position, "seed": seed}
-        ruled = [row for row in with_rules["rows"] if row["seed"] == seed]
-        found.append(about | {"eval": kept} | ({"rules": ruled} if extended else {}))
+        if extended:
+            keys = ("rule", "resolution", "score", "count")
+            ruled = [row for row in with_rules["rows"] if row["seed"] == seed]
+            about["rules"] = [{key: row[key] for key in keys} for row in ruled]
+        found.append(about | {"eval": kept})
     return found
 
 

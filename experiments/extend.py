@@ -46,7 +46,7 @@ RULES = [
 ]
 SCALES = [0.5, 0.75, 1.0, 1.5, 2.0, 3.0]
 Size = tuple[int, int]
-Row = dict[str, Any]  # run, step, model, position, seed, trained, resolution, rule, score, count
+Row = dict[str, Any]  # run, step, seed, model, position, rule, resolution, score, count
 
 
 def sizes(model: nnx.Module, scales: Sequence[float]) -> list[Size]:
@@ -101,7 +101,7 @@ def rows_of(
     """Evaluates one model: the rows that are not in `found`, one after the other."""
     model, config, step = read_checkpoint(str(run), seed=seed)
     about = {"run": str(run), "step": step, "seed": seed}
-    about |= {"model": model.name, "position": model.notation, "trained": list(model.trained_size)}
+    about |= {"model": model.name, "position": model.notation}
     for size in sizes(model, scales):
         images = None
         for rule in rules_of(model, size, rules):

@@ -32,7 +32,7 @@ def test_a_picture_belongs_to_its_result(tmp_path, monkeypatch):
     assert pictures.stale([]) == ["resolutions.png"]  # a picture of no result
 
 
-@pytest.mark.parametrize("part", ["vit", "backbones", "tiny_imagenet"])
+@pytest.mark.parametrize("part", ["vit", "fashion", "backbones", "tiny_imagenet"])
 def test_a_part_that_has_hardly_begun_has_no_picture(part):
     """One seed of each scheme, and two of a single one where points of a backbone need all."""
     runs = [
@@ -68,3 +68,18 @@ def test_pictures_of_other_parts(name, tmp_path, monkeypatch):
     with Image.open(tmp_path / name) as image:
         assert len(image.convert("RGB").getcolors(2**24)) > 10  # more than the frame
     assert (tmp_path / name).stat().st_size < 100_000
+
+
+def test_claims_are_drawn_with_their_verdicts(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "checksum", lambda _: "x")
+    picture = next(x for x in pictures.PICTURES if x.shows == pictures.CLAIMS)
+    result = evidence_result("fashion")
+    found = [(claim.better[1], claim.resolution) for claim in pictures.shown(picture, result)]
+    assert found == [("rpb", None), ("rope2d", 20)]  # both models have two seeds at this size
+    pictures.draw(picture, result, tmp_path)
+    with Image.open(tmp_path / picture.file) as image:
+        assert image.width > 600
+        colours = {
+            "#{:02x}{:02x}{:02x}".format(*x[1]) for x in image.convert("RGB").getcolors(2**24)
+        }
+    assert pictures.VERDICTS["shown"].lower() in colours

@@ -289,10 +289,11 @@ def test_seeds_of_one_run_are_told_apart(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps({"eval": [of(32, 0.5)]}))
     assert evidence.collect(evidence.Run("vit", "ape", (7,)), tmp_path)[0]["seed"] == 7
     assert evidence.collect(evidence.Run("vit", "ape", (7,)), tmp_path / "nothing") == []
-    run, row = evidence.Run("vit", "ape", (7,)), {"seed": 7, "rule": "ntk", "score": 0.5}
+    run = evidence.Run("vit", "ape", (7,))
+    row = {"rule": "ntk", "resolution": [64, 64], "score": 0.5, "count": 9}
     assert evidence.collect(run, tmp_path, extended=True) == []  # not evaluated yet
     for complete in (False, True):
-        rules = {"complete": complete, "rows": [row]}
+        rules = {"complete": complete, "rows": [row | {"seed": 7, "run": "x"}]}
         (tmp_path / "extend.json").write_text(json.dumps(rules))
         found = evidence.collect(run, tmp_path, extended=True)
         assert [one["rules"] for one in found] == ([[row]] if complete else [])

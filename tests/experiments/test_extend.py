@@ -108,7 +108,7 @@ def test_rows_are_evaluated_once_and_continue(tmp_path, monkeypatch, capsys):
 
 def rows(rule, side, scores):
     about = {"model": "vit", "position": "rope2d", "rule": rule, "resolution": [side, side]}
-    about |= {"trained": [28, 28], "count": 2000}
+    about["count"] = 2000
     return [about | {"run": f"r{n}", "seed": n, "score": x / 100} for n, x in enumerate(scores)]
 
 
@@ -131,8 +131,11 @@ def test_differences_are_those_of_each_run():
 
 def test_the_table():
     """From the rows that runs of `evidence` have."""
-    runs = [{"seed": n, "rules": [row for row in ROWS if row["seed"] == n]} for n in range(3)]
-    text = table([evidence_result("fashion", runs=[*runs, {"seed": 0}])])
+    keys = ("rule", "resolution", "score", "count")
+    kept = lambda seed: [{key: row[key] for key in keys} for row in ROWS if row["seed"] == seed]
+    about = {"backbone": "vit", "position": "rope2d", "eval": [{"resolution": [28, 28]}]}
+    runs = [about | {"seed": seed, "rules": kept(seed)} for seed in range(3)]
+    text = table([evidence_result("fashion", runs=[*runs, about | {"seed": 0}])])
     half = 4.302653 / math.sqrt(3)
     assert f"| `vit` | `rope2d` | `none` | 91.0 ± {half:.1f} | 62.0 ± {2 * half:.1f} |" in text
     assert f"| `vit` | `rope2d` | `ntk` | - | +4.0 ± {half:.1f} |" in text
