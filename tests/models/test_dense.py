@@ -137,10 +137,30 @@ def test_a_model_with_a_head_is_created_again_from_its_file(dense, tmp_path, cap
     load_pretrained(other, tmp_path, new_head=True)
     assert capsys.readouterr().out == "head: new, 2 classes\n"
     np.testing.assert_array_equal(other.neck.up.kernel[...], dense.neck.up.kernel[...])
-    for head, message in ((None, "is a classifier"), ("linear", "has the head 'linear'")):
-        model = abstract("deit_ti16", head=head, num_classes=3, **TINY)
-        with pytest.raises(ValueError, match=f"with the head 'upernet', and this model {message}"):
-            load_pretrained(model, tmp_path)
+    classifier = abstract("deit_ti16", num_classes=3, **TINY)
+    with pytest.raises(ValueError, match="with the head 'upernet', and this model is a classifier"):
+        load_pretrained(classifier, tmp_path)
+
+
+def test_a_model_with_another_head_starts_from_the_backbone(dense, tmp_path, capsys):
+    rope_jax.save_pretrained(dense, tmp_path)
+    other = filled("deit_ti16", head="dino(width=32)", num_classes=3, **TINY)
+    head = own_state_dict(other.head)
+    load_pretrained(other, tmp_path)
+    assert_equal(own_state_dict(other.backbone), own_state_dict(dense.backbone))
+    assert_equal(own_state_dict(other.head), head)
+    found = capsys.readouterr().out
+    assert found == "weights of a model with the head 'upernet': new neck, head\n"
+    deeper = abstract("deit_ti16", head="linear", num_classes=3, **TINY | {"depth": 5})
+    with pytest.raises(ValueError, match="depth is 4 there and 5 here"):
+        load_pretrained(deeper, tmp_path)
+
+
+def test_names_of_another_library_are_those_of_one_head(dense, tmp_path):
+    rope_jax.save_pretrained(dense, tmp_path, source="mmseg")
+    other = abstract("deit_ti16", head="linear", num_classes=3, **TINY)
+    with pytest.raises(ValueError, match="this model has the head 'linear': use weights of the sa"):
+        load_pretrained(other, tmp_path)
 
 
 def test_stages_with_a_head_of_one_map_are_created_again_from_their_file(tmp_path):

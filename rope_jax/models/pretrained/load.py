@@ -27,7 +27,7 @@ from rope_jax.models.pretrained.files import (
 )
 from rope_jax.models.pretrained.layouts import rotary_of
 from rope_jax.models.pretrained.links import is_backbone
-from rope_jax.models.pretrained.metadata import CLASSIFIER_OPTIONS, Metadata
+from rope_jax.models.pretrained.metadata import CLASSIFIER_OPTIONS, Metadata, family_of
 from rope_jax.models.pretrained.own import (
     OWN,
     Plan,
@@ -92,6 +92,8 @@ def load_weights(
 
     `other_model` is called with what differs in a different model, instead of raising a ValueError.
     """
+    named = _head_of(file)
+    file = _backbone_of(model, file)
     target, source = _target(model, file, source)
     about, backbone = file.description, target is not model
     if source == OWN:
@@ -118,22 +120,52 @@ def load_weights(
     described = about and about.preprocessing
     model.preprocessing = described or file.preprocessing or preprocessing
     if backbone:
-        print(_of_backbone(model, plan, file))
+        print(_of_backbone(model, plan, file, named))
     elif plan.new_head:
         print(f"head: new, {model.num_classes} classes")
     elif about is not None and model.num_classes:
         model.class_names = about.class_names
 
 
-def _of_backbone(model: nnx.Module, plan: Plan | Conversion, file: WeightsFile) -> str:
-    """What the weights of a classifier were used for in a model of dense prediction."""
+def _head_of(file: WeightsFile) -> str | None:
+    """Name of the head of dense prediction of a file's model, where it has one and says so."""
+    text = file.description and file.description.head
+    return text and parse(text, "head")[0].name
+
+
+def _backbone_of(model: nnx.Module, file: WeightsFile) -> WeightsFile:
+    """The backbone alone of a file for another head, if it has names of parameters here."""
+    head, own = _head_of(file), getattr(model, "head_notation", None)
+    if file.source != OWN or None in (head, own) or head == parse(own, "head")[0].name:
+        return file
+    prefix = "backbone."
+    shapes = {
+        name.removeprefix(prefix): shape
+        for name, shape in file.shapes.items()
+        if name.startswith(prefix)
+    }
+    # A model with a head has a class of its own.
+    metadata = dataclasses.replace(
+        file.metadata,
+        family=family_of(model.backbone),
+        description=dataclasses.replace(file.description, head=None),
+    )
+    read = lambda name: file.read(prefix + name)
+    return dataclasses.replace(file, shapes=shapes, read=read, metadata=metadata)
+
+
+def _of_backbone(
+    model: nnx.Module, plan: Plan | Conversion, file: WeightsFile, head: str | None
+) -> str:
+    """What weights of a classifier, or of a model with another head, were used for."""
     new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
     unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
     options = {} if file.metadata is None else file.metadata.options
     trained = options.get("norm_epsilon")
     own = getattr(model, "backbone", model).options.norm_epsilon
     epsilon = "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
-    return f"weights of a classifier: new {', '.join([*plan.fresh, *new])}{unused}{epsilon}"
+    trained_as = "a classifier" if head is None else f"a model with the head {head!r}"
+    return f"weights of {trained_as}: new {', '.join([*plan.fresh, *new])}{unused}{epsilon}"
 
 
 def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:
@@ -150,9 +182,12 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
         )
         if there not in (None, here):
             instead = "is a classifier" if here is None else f"has the head {here!r}"
+            usable = "a classifier"
+            if here is not None:  # the names of its backbone are those of another library
+                usable = "the same head, of a classifier, or with names of rope_jax"
             raise ValueError(
                 f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
-                "use weights of the same head, or of a classifier"
+                f"use weights of {usable}"
             )
         targets = [model if there is not None or backbone is None else backbone]
     else:
