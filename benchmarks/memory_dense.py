@@ -14,7 +14,6 @@ from benchmarks._runner import Keep, record
 
 # Model -> recipe, pixels, images, classes.
 PROGRAMS = {
-    "UperNet, ViT-B": ("upernet:variant=b", 512, 16, 150),
     "DINO, ViTDet-B": ("dino:variant=vit_b", 1024, 2, 80),
     "DINO, ViTDet-B, largest canvas": ("dino:variant=vit_b", 1344, 2, 80),
     "DINO, Swin-B, largest canvas": ("dino:variant=swin_b", 1344, 2, 80),
