@@ -6,13 +6,14 @@ EXTRAS ?= test
 RUN = .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare segment test test-all test-process test-slow lint format docs links
-.PHONY: notebooks clean
+.PHONY: help setup train compare segment detect test test-all test-process test-slow lint format docs
+.PHONY: links notebooks clean
 
 help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make segment [ARGS=...]           train a small ViT to segment scenes of digits: mIoU at five sizes, a picture"
+	@echo "make detect [ARGS=...]            find the digits of scenes with a small DINO: AP at three sizes, a picture"
 	@echo "make test | lint | format         checks for every change (tests: six minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
@@ -44,6 +45,10 @@ compare: setup
 segment: WORKDIR = runs/scenes
 segment: setup
 	$(RUN) -m rope_jax.main --config=configs/scenes.py --workdir=$(WORKDIR) $(ARGS)
+
+detect: WORKDIR = runs/scenes_boxes
+detect: setup
+	$(RUN) -m rope_jax.main --config=configs/scenes_boxes.py --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist worksteal

@@ -55,7 +55,7 @@ def first_detected(setup: Setup, state: State, *, count: int = 2) -> list[Detect
             images,
             mean=config.data.mean,
             std=config.data.std,
-            batch_size=count,
+            batch_size=config.eval.batch_size,  # the program of the evaluation, compiled once
             mesh=setup.mesh,
             task=setup.task,
             config=seeds.single(config),

@@ -1,4 +1,4 @@
-"""The recipe of detection: its values, a step at full size and steps at toy size."""
+"""The recipes of detection: their values, a step at full size and steps at toy size."""
 
 import dataclasses
 import re
@@ -12,6 +12,8 @@ from flax import nnx
 from rope_jax import config as cfg
 from rope_jax import data, restore
 from rope_jax.analysis import expected
+from rope_jax.data.sources import scenes
+from rope_jax.evaluate import resolutions
 from rope_jax.sharding import make_mesh, put_batch
 from rope_jax.training.setup import assemble, batch_shapes, initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
@@ -100,6 +102,26 @@ def test_every_batch_fits_a_canvas():
     assert max(min(canvas) for canvas in canvases) >= 1333
 
 
+def traced(config, side, count=2, classes=80):
+    """The setup and the shapes of metrics of one step at full size, without an array of it."""
+    config, _ = create(config, classes)
+    most, labels = config.data.max_boxes, np.zeros(count, np.int32)
+    pixels = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (count, *side, 3))
+    images = data.Images(pixels, labels, "x", "train", classes)
+    plan = {}
+
+    def whole(batch):
+        model = restore.create(config)
+        plan["run"] = run = assemble(config, make_mesh(), images, images, model)
+        return make_step(run)(initial_state(run, model), batch)
+
+    of = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((config.batch_size, *shape), dtype)
+    batch = {"image": of(*side, 3, dtype=jnp.uint8), "boxes": of(most, 4, dtype=jnp.float32)}
+    batch |= {"label": of(most), "extent": of(2), "epoch": of(), "index": of()}
+    _, metrics = jax.eval_shape(whole, batch)
+    return plan["run"], metrics
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -112,26 +134,27 @@ def test_every_batch_fits_a_canvas():
     ],
 )
 def test_the_recipe_is_traced_at_full_size(arguments):
-    config = resolved("dino", arguments)
-    side, most = (800, 1344), config.data.max_boxes
-    config, _ = create(config)
-    images = data.Images(np.zeros((2, *side, 3), np.uint8), np.zeros(2, np.int32), "x", "train", 80)
-    plan = {}
-
-    def whole(batch):
-        model = restore.create(config)
-        plan["run"] = run = assemble(config, make_mesh(), images, images, model)
-        return make_step(run)(initial_state(run, model), batch)
-
-    of = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct((config.batch_size, *shape), dtype)
-    batch = {"image": of(*side, 3, dtype=jnp.uint8), "boxes": of(most, 4, dtype=jnp.float32)}
-    batch |= {"label": of(most), "extent": of(2), "epoch": of(), "index": of()}
-    _, metrics = jax.eval_shape(whole, batch)
+    run, metrics = traced(resolved("dino", arguments), (800, 1344))
     assert set(metrics) == {"loss", "accuracy", "grad_norm", "learning_rate"}
-    run = plan["run"]
     assert run.total_steps == 90_000
     rates = [float(run.schedule(step)) for step in (0, 82_499, 82_500, 89_999)]
     assert rates == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5])
+
+
+@pytest.mark.slow
+def test_the_recipe_of_scenes_is_traced_at_full_size():
+    config = resolved("scenes_boxes", "epochs=4")
+    run, metrics = traced(config, (64, 64), count=scenes.COUNTS["train"], classes=10)
+    assert set(metrics) == {"loss", "accuracy", "grad_norm", "learning_rate"}
+    assert run.total_steps == 4 * 2000 // config.batch_size
+    assert float(run.schedule(run.total_steps - 1)) < 0.05 * config.optim.learning_rate
+
+
+def test_the_model_of_scenes_has_room_for_every_digit_and_takes_every_size():
+    config, model = create(resolved("scenes_boxes"), 10)
+    assert model.head.options.queries >= config.data.max_boxes == scenes._NUMBER[1]
+    for size in resolutions(config):
+        model.grids(size)
 
 
 CROP = "detr_crop(low=24,high=40,step=8,long=64,before_low=20,before_high=30,before_step=5,"

@@ -22,7 +22,16 @@ from rope_jax.training.setup import assemble, initial_state, prepare, training_b
 from rope_jax.training.step import make_step
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-SMALL = ("digits", "fashion_mnist", "evidence", "finetune", "own_images", "scenes", "tiny_imagenet")
+SMALL = (
+    "digits",
+    "fashion_mnist",
+    "evidence",
+    "finetune",
+    "own_images",
+    "scenes",
+    "scenes_boxes",
+    "tiny_imagenet",
+)
 # See test_dense_recipes.py and test_detection_recipe.py.
 DENSE = ("dino", "mask2former", "segmenter", "upernet")
 OTHERS = {*SMALL, *DENSE}
