@@ -15,7 +15,7 @@ from rope_jax import config as cfg
 def get_config(arguments: str | None = None):
     """Arguments: position (a scheme), backbone (a run of `scenes` with it), epochs, seed."""
     args = cfg.recipe_arguments(
-        arguments, position="rope_mixed", backbone="runs/scenes", epochs=6.0, seed=0
+        arguments, position="rope_mixed", backbone="runs/scenes", epochs=8.0, seed=0
     )
     config = cfg.default()
     config.seed = args.seed
