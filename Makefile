@@ -13,7 +13,7 @@ help:
 	@echo "make train [WORKDIR=runs/digits]  train on handwritten digits, evaluate at several resolutions"
 	@echo "make compare [ARGS=--seeds=3]      train with six positional schemes: a table and a plot"
 	@echo "make segment [ARGS=...]           train a small ViT to segment scenes of digits: mIoU at five sizes, a picture"
-	@echo "make detect [ARGS=...]            find the digits of scenes with a small DINO: AP at three sizes, a picture (and make segment)"
+	@echo "make detect [ARGS=...]            make segment first, then a small DINO from its backbone: AP, a picture"
 	@echo "make test | lint | format         checks for every change (tests: six minutes on two cores)"
 	@echo "make test-process                 tests that start or kill processes, or need several devices"
 	@echo "make test-slow                    products of many cases, such as every scheme on every backbone (twenty minutes)"
@@ -46,7 +46,7 @@ segment: WORKDIR = runs/scenes
 segment: setup
 	$(RUN) -m rope_jax.main --config=configs/scenes.py --workdir=$(WORKDIR) $(ARGS)
 
-# The backbone of `make detect`.
+# The backbone of `make detect`, with the default scheme of `make segment`.
 runs/scenes/results.json: | setup
 	$(RUN) -m rope_jax.main --config=configs/scenes.py --workdir=runs/scenes
 

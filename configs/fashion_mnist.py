@@ -29,8 +29,8 @@ BACKBONES = {
 def get_config(arguments: str | None = None):
     """Arguments: path, backbone, position, epochs, seed.
 
-    path is the folder of the four files, backbone one of BACKBONES; position None is the model's
-    own scheme.
+    path is the folder of the four files, backbone one of BACKBONES; position None is rope_mixed of
+    the ViT, of others the model's own scheme.
     """
     args = cfg.recipe_arguments(
         arguments, path=None, backbone="vit", position=None, epochs=5.0, seed=0
@@ -50,7 +50,8 @@ def get_config(arguments: str | None = None):
 
     config.model.name = name
     config.model.options = options
-    config.model.position = args.position
+    own = "rope_mixed" if args.backbone == "vit" else None
+    config.model.position = args.position or own
 
     config.data.source = "idx"
     config.data.path = args.path

@@ -4,18 +4,19 @@
     rope_jax train --config=scenes_boxes --workdir=runs/scenes_boxes
 
 The first command trains the backbone by segmentation of the scenes, the second starts from it and
-trains a DINO with one map, one layer of the encoder and two of the decoder. From new weights it
-needs many times as long: of a ViT and of a transformer with convolutions (CCT), only the second
-began to tell digits apart within 2,000 steps of 16 images.
+trains a DINO with one map, one layer of the encoder and two of the decoder. Both take TIME on two
+CPU cores. Expected: AP50 of SCORES % at 64, 80 and 96 pixels. From new weights, a ViT could not
+tell digits apart after 950 steps of 16 images, and a transformer with convolutions (CCT) had an AP50
+of 30 % after 2,000.
 """
 
 from rope_jax import config as cfg
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: position (a scheme), backbone (a run of `scenes` with it), epochs, seed."""
+    """Arguments: position (a scheme), init_from (a run of `scenes` with it), epochs, seed."""
     args = cfg.recipe_arguments(
-        arguments, position="rope_mixed", backbone="runs/scenes", epochs=8.0, seed=0
+        arguments, position="rope_mixed", init_from="runs/scenes", epochs=8.0, seed=0
     )
     config = cfg.default()
     config.seed = args.seed
@@ -23,7 +24,7 @@ def get_config(arguments: str | None = None):
     config.batch_size = 8
     config.log_every = 250
     config.checkpoint_every = 1000
-    config.init_from = args.backbone
+    config.init_from = args.init_from
 
     config.model.name = "vit_digits"
     config.model.position = args.position

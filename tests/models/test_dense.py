@@ -151,6 +151,9 @@ def test_a_model_with_another_head_starts_from_the_backbone(dense, tmp_path, cap
     assert_equal(own_state_dict(other.head), head)
     found = capsys.readouterr().out
     assert found == "weights of a model with the head 'upernet': new neck, head\n"
+    linear = abstract("deit_ti16", head="linear", num_classes=3, **TINY)  # of normalised maps
+    load_pretrained(linear, tmp_path)
+    assert capsys.readouterr().out.endswith("'upernet': new norm, head\n")
     deeper = abstract("deit_ti16", head="linear", num_classes=3, **TINY | {"depth": 5})
     with pytest.raises(ValueError, match="depth is 4 there and 5 here"):
         load_pretrained(deeper, tmp_path)

@@ -92,7 +92,7 @@ def load_weights(
 
     `other_model` is called with what differs in a different model, instead of raising a ValueError.
     """
-    named = _head_of(file)
+    there, _ = _heads(model, file)
     file = _backbone_of(model, file)
     target, source = _target(model, file, source)
     about, backbone = file.description, target is not model
@@ -120,23 +120,24 @@ def load_weights(
     described = about and about.preprocessing
     model.preprocessing = described or file.preprocessing or preprocessing
     if backbone:
-        print(_of_backbone(model, plan, file, named))
+        print(_of_backbone(model, plan, file, there))
     elif plan.new_head:
         print(f"head: new, {model.num_classes} classes")
     elif about is not None and model.num_classes:
         model.class_names = about.class_names
 
 
-def _head_of(file: WeightsFile) -> str | None:
-    """Name of the head of dense prediction of a file's model, where it has one and says so."""
-    text = file.description and file.description.head
-    return text and parse(text, "head")[0].name
+def _heads(model: nnx.Module, file: WeightsFile) -> tuple[str | None, str | None]:
+    """Names of the heads of dense prediction of a file's model, where known, and of a model."""
+    texts = (file.description and file.description.head, getattr(model, "head_notation", None))
+    there, here = (text and parse(text, "head")[0].name for text in texts)
+    return there, here
 
 
 def _backbone_of(model: nnx.Module, file: WeightsFile) -> WeightsFile:
     """The backbone alone of a file for another head, if it has names of parameters here."""
-    head, own = _head_of(file), getattr(model, "head_notation", None)
-    if file.source != OWN or None in (head, own) or head == parse(own, "head")[0].name:
+    there, here = _heads(model, file)
+    if file.source != OWN or there in (None, here) or here is None:
         return file
     prefix = "backbone."
     shapes = {
@@ -144,7 +145,7 @@ def _backbone_of(model: nnx.Module, file: WeightsFile) -> WeightsFile:
         for name, shape in file.shapes.items()
         if name.startswith(prefix)
     }
-    # A model with a head has a class of its own.
+    # A model with a head has a class of its own; the names tell backbones of other families.
     metadata = dataclasses.replace(
         file.metadata,
         family=family_of(model.backbone),
@@ -158,14 +159,15 @@ def _of_backbone(
     model: nnx.Module, plan: Plan | Conversion, file: WeightsFile, head: str | None
 ) -> str:
     """What weights of a classifier, or of a model with another head, were used for."""
-    new = [name for name in ("neck", "head") if getattr(model, name, None) is not None]
+    new = [start.rstrip(".") for start in plan.fresh]
+    new += [name for name in ("neck", "head") if getattr(model, name, None) is not None]
     unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
     options = {} if file.metadata is None else file.metadata.options
     trained = options.get("norm_epsilon")
     own = getattr(model, "backbone", model).options.norm_epsilon
     epsilon = "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
     trained_as = "a classifier" if head is None else f"a model with the head {head!r}"
-    return f"weights of {trained_as}: new {', '.join([*plan.fresh, *new])}{unused}{epsilon}"
+    return f"weights of {trained_as}: new {', '.join(new)}{unused}{epsilon}"
 
 
 def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:
@@ -176,10 +178,7 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     """
     backbone = getattr(model, "backbone", None)
     if file.description is not None:
-        there, here = (
-            None if text is None else parse(text, "head")[0].name
-            for text in (file.description.head, getattr(model, "head_notation", None))
-        )
+        there, here = _heads(model, file)
         if there not in (None, here):
             instead = "is a classifier" if here is None else f"has the head {here!r}"
             usable = "a classifier"

@@ -117,7 +117,8 @@ def plan_own(
         backbone: whether the model is that of a model of dense prediction.
     """
     places = _places(model, shapes)
-    starts = getattr(model, "beyond_classifier", ())
+    # Of another head's backbone, the last norm may be missing.
+    starts = (*getattr(model, "beyond_classifier", ()), *(("norm.",) if backbone else ()))
     fresh = tuple(
         start
         for start in starts
