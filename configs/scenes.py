@@ -8,6 +8,9 @@ It is trained at 64 pixels, and evaluated at four other sizes with digits as lar
 the positional scheme matters most. Small batches and crops of the scenes matter in so short a run:
 with batches of 16 whole scenes it only begins to tell digits apart.
 `python -m experiments scenes` trains six schemes with three seeds.
+
+Expected mIoU of rope_mixed, in percent: 62 at 64 pixels, 63 at 48, 57 at 96, 52 at 128 and 59 at
+64 x 128 (mean of three seeds, experiments/results/scenes_cpu.json).
 """
 
 from rope_jax import config as cfg

@@ -4,10 +4,11 @@
     rope_jax train --config=scenes_boxes --workdir=runs/scenes_boxes
 
 The first command trains the backbone by segmentation of the scenes, the second starts from it and
-trains a DINO with one map, one layer of the encoder and two of the decoder. Both take TIME on two
-CPU cores. Expected: AP50 of SCORES % at 64, 80 and 96 pixels. From new weights, a ViT could not
-tell digits apart after 950 steps of 16 images, and a transformer with convolutions (CCT) had an AP50
-of 30 % after 2,000.
+trains a DINO with one map, one layer of the encoder and two of the decoder. Both take TIME on
+two CPU cores (`make detect`). Expected: an AP50 of SCORES % at 64, 80 and 96 pixels.
+
+From new weights, a ViT could not tell digits apart after 950 steps of 16 images, and a transformer
+with convolutions (CCT) had an AP50 of 30 % after 2,000.
 """
 
 from rope_jax import config as cfg
