@@ -62,10 +62,12 @@ test-process: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
 # The products of many cases: most schemes on most backbones. Three workers, because some cases wait
-# for programs that they start. Two programs round alike only as users compile them (tests/conftest.py).
+# for programs that they start. Apart are those whose programs must be compiled as users compile them
+# (tests/conftest.py): two that must round alike, and one that runs for many steps.
+OPTIMIZED = bit_for_bit or dino_learns
 test-slow: setup
-	$(RUN) -m pytest -n 3 --dist worksteal --durations=30 -m slow -k "not bit_for_bit"
-	ROPE_JAX_TEST_OPTIMIZED=1 $(RUN) -m pytest -n 2 --dist worksteal -m slow -k bit_for_bit
+	$(RUN) -m pytest -n 3 --dist worksteal --durations=30 -m slow -k "not ($(OPTIMIZED))"
+	ROPE_JAX_TEST_OPTIMIZED=1 $(RUN) -m pytest -n 2 --dist worksteal -m slow -k "$(OPTIMIZED)"
 
 test-all: test test-process test-slow
 
