@@ -152,7 +152,7 @@ def test_a_run_starts_from_a_classifier_or_from_the_backbone_of_another_head(tmp
         started(saved, **plain)
     other = started(saved, **changes | {"model__head": "linear"})
     np.testing.assert_array_equal(other.backbone.blocks.attn.qkv.kernel[...], kernel)
-    assert "weights of a model with the head 'upernet': new head" in capsys.readouterr().out
+    assert "weights of a model with the head 'upernet': new norm, head" in capsys.readouterr().out
 
 
 @pytest.mark.slow
