@@ -4,8 +4,9 @@
     rope_jax train --config=scenes_boxes --workdir=runs/scenes_boxes
 
 The first command trains the backbone by segmentation of the scenes, the second starts from it and
-trains a DINO with one map, one layer of the encoder and two of the decoder. Both take TIME on
-two CPU cores (`make detect`). Expected: an AP50 of SCORES % at 64, 80 and 96 pixels.
+trains a DINO with one map, one layer of the encoder and two of the decoder. Both take five
+minutes on two CPU cores (`make detect`). Expected: an AP50 of 71 % at 64 pixels, 63 % at 80 and
+49 % at 96 (measured once, seed 0).
 
 From new weights, a ViT could not tell digits apart after 950 steps of 16 images, and a transformer
 with convolutions (CCT) had an AP50 of 30 % after 2,000.
