@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -446,15 +447,17 @@ def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_a_workdir_in_use_is_refused_at_once(tmp_path):
-    with locked(tmp_path):
-        begun = time.monotonic()
+def test_a_workdir_in_use_is_refused_without_waiting(tmp_path, monkeypatch):
+    asked = []
+    with locked(tmp_path), monkeypatch.context() as patched:
+        flock = fcntl.flock
+        patched.setattr(fcntl, "flock", lambda file, how: asked.append(how) or flock(file, how))
         with pytest.raises(
             ConfigError,
             match=f"{tmp_path} is in use by process {os.getpid()} on .*: wait for it, or use an",
         ):
             run(tmp_path)
-        assert time.monotonic() - begun < 1
+    assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB]
     with locked(tmp_path):
         pass
 
