@@ -20,6 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from rope_jax.cores import keep_freed_memory
+
 DATA, FSDP = "data", "fsdp"
 AnyMesh = Mesh | AbstractMesh
 # Elements. Smaller arrays (biases, norms, tables) are replicated: gathering them would cost more.
@@ -42,6 +44,8 @@ def may_divide_cpu() -> bool:
 def start_devices(cpu: int = 1) -> None:
     """Starts jax's devices, which other functions would do at their first use.
 
+    On a CPU, the process keeps the memory that it frees (`cores.keep_freed_memory`).
+
     Args:
         cpu: the devices that a CPU is divided into, where `may_divide_cpu` allows it and their
             number is not set yet.
@@ -53,13 +57,15 @@ def start_devices(cpu: int = 1) -> None:
         with contextlib.suppress(RuntimeError):  # started before
             jax.config.update("jax_num_cpu_devices", cpu)
     try:
-        jax.devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter without a word, of a known kind
         reason = str(error).strip().partition("\n")[0] or jax.config.jax_platforms
         raise ValueError(
             f"jax has no device ({reason}): install its support for this device, or set "
             "JAX_PLATFORMS=cpu"
         ) from error
+    if devices[0].platform == "cpu":
+        keep_freed_memory()
 
 
 def devices_of_run(cpu: int | None = None) -> list[jax.Device]:

@@ -1,9 +1,12 @@
-"""The cores of a process, and the devices that training makes of them on a CPU."""
+"""The cores and the memory of a process, and the devices of training on a CPU."""
 
+import ctypes
 import dataclasses
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -140,3 +143,63 @@ def test_a_run_has_at_most_the_devices_of_jax_and_records_them():
         setup, _ = prepare(dataclasses.replace(config, mesh=mesh))
         assert setup.mesh.size == setup.config.mesh.cpu_devices == 1
     assert resolve(json.loads(to_json(setup.config))).mesh.cpu_devices == 1
+
+
+# Counts page faults of a thread that allocates, fills and frees four arrays again and again. Each
+# has 40 MiB, of pages of at least 4 KiB.
+_FAULTS = """
+import ctypes, resource, threading
+import jax
+from rope_jax.sharding import start_devices
+start_devices()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+faults = []
+def call():
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        arrays = [libc.malloc(40 * 2**20) for _ in range(4)]
+        for array in arrays:
+            ctypes.memset(array, 1, 40 * 2**20)
+        for array in arrays:
+            libc.free(array)
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+print(max(faults[1:]))
+"""
+
+
+def faults_of_a_call(**variables):
+    run = subprocess.run(
+        [sys.executable, "-c", _FAULTS],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_memory_is_not_cleared_again_for_every_call():
+    pages = 4 * 40 * 2**20 // 4096
+    assert faults_of_a_call() < pages / 100
+    assert faults_of_a_call(MALLOC_TRIM_THRESHOLD_="131072") > pages / 100  # the user's word
+
+
+@pytest.mark.parametrize(
+    "variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"]
+)
+def test_settings_of_the_user_for_memory_win(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("looks for mallopt"))
+    assert not cores.keep_freed_memory()
+
+
+def test_without_glibc_memory_is_left_to_the_system(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not cores.keep_freed_memory()
