@@ -33,7 +33,7 @@ def get_config(arguments: str | None = None):
     the ViT, of others the model's own scheme.
     """
     args = cfg.recipe_arguments(
-        arguments, path=None, backbone="vit", position=None, epochs=5.0, seed=0
+        arguments, path=None, backbone="vit", position=None, epochs=6.0, seed=0
     )
     if args.backbone not in BACKBONES:
         raise cfg.ConfigError(
@@ -44,7 +44,7 @@ def get_config(arguments: str | None = None):
     config = cfg.default()
     config.seed = args.seed
     config.epochs = args.epochs
-    config.batch_size = 64
+    config.batch_size = 48
     config.label_smoothing = 0.1
     config.log_every = 100
 

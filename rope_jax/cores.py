@@ -91,4 +91,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # macOS and musl; Windows
         return False
-    return all([mallopt(*each) == 1 for each in _MALLOPT.values()])
+    done = [mallopt(*each) == 1 for each in _MALLOPT.values()]  # each of them
+    return all(done)
