@@ -185,7 +185,10 @@ def test_several_seeds_are_each_as_if_alone_and_share_a_report(tmp_path, capsys)
 def test_the_recipe_of_scenes_takes_mask2former(tmp_path, monkeypatch):
     """Trained, scored at another size with a picture, and seen through overlapping windows."""
     monkeypatch.setitem(scenes.COUNTS, "test", 4)
-    head = "mask2former(width=32,pixel_hidden=32,hidden=32,queries=20,loss_points=100,depth=3)"
+    head = (
+        "mask2former(width=32,pixel_depth=1,pixel_hidden=32,hidden=32,queries=20,loss_points=100,"
+        "depth=3)"
+    )
     changes = {"batch_size": 8, "steps": 2, "eval__batch_size": 4, "data__on_device": False}
     config = resolved("scenes", f"head={head}", **changes, eval__resolutions=((64, 48),))
     rope_jax.run.train(config, tmp_path)

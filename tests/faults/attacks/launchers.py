@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -164,14 +165,17 @@ def slurm_job(folder, number, rng):
 def open_mpi(folder, number, rng):
     needs("mpirun")
     workdir = folder / "run"
-    launcher = "mpirun --mca odls_base_sigkill_timeout 20 --oversubscribe -n 2 "
+    launcher = "mpirun --mca odls_base_sigkill_timeout 20 --oversubscribe -n 2"
     before = 0
     for turn, sent in enumerate((signal.SIGUSR1, signal.SIGTERM)):
+        # Output does not go through mpirun, which stops reading it long before it passes SIGTERM
+        # on: processes that print more than the pipe holds would wait until they are killed.
         log = folder / f"{turn}.txt"
-        with log.open("w") as output:
+        each = shlex.quote(f"exec {command(workdir)} >>{shlex.quote(str(log))} 2>&1")
+        with log.open("a") as output:
             variables = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
             run = subprocess.Popen(
-                f"exec {launcher} {command(workdir)}",
+                f"exec {launcher} sh -c {each}",
                 shell=True,
                 cwd=ROOT,
                 env=variables,
@@ -188,7 +192,6 @@ def open_mpi(folder, number, rng):
         finally:
             run.kill()
         told, after = log.read_text(), durable(workdir)
-        # mpirun may end before it has passed on the last lines.
         events = [x for x in read_events(workdir / "metrics.jsonl") if x["event"] == "stop"]
         stopped = len(events) == turn + 1 and events[turn]["why"] == f"stopped by {sent.name}"
         expect(stopped, f"{events}: {told[-3000:]}")
