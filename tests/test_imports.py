@@ -66,7 +66,7 @@ FLOORS = {
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.plugins": ("files", ""),
     "rope_jax.arguments": ("plugins", ""),
-    "rope_jax.sharding": ("", ARRAYS),
+    "rope_jax.sharding": ("cores", ARRAYS),
     "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
     "rope_jax.positions": ("rope_jax_kernels text initializers plugins", f"{ARRAYS} flax.nnx"),
