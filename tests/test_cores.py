@@ -145,8 +145,7 @@ def test_a_run_has_at_most_the_devices_of_jax_and_records_them():
     assert resolve(json.loads(to_json(setup.config))).mesh.cpu_devices == 1
 
 
-# Counts page faults of a thread that allocates, fills and frees four arrays again and again. Each
-# has 40 MiB, of pages of at least 4 KiB.
+# Counts page faults of a thread that allocates, fills and frees four arrays of 40 MiB each.
 _FAULTS = """
 import ctypes, resource, threading
 import jax
@@ -186,9 +185,8 @@ def faults_of_a_call(**variables):
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 def test_memory_is_not_cleared_again_for_every_call():
-    pages = 4 * 40 * 2**20 // 4096
-    assert faults_of_a_call() < pages / 100
-    assert faults_of_a_call(MALLOC_TRIM_THRESHOLD_="131072") > pages / 100  # the user's word
+    returned = faults_of_a_call(MALLOC_TRIM_THRESHOLD_="131072")  # the user's word
+    assert 10 * faults_of_a_call() < returned
 
 
 @pytest.mark.parametrize(
