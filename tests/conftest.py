@@ -85,12 +85,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Starts the devices, and makes the collection of garbage rare.
+    """Starts the devices as commands do, and makes the collection of garbage rare.
 
     Commands that are called in this process would start one device a core. Garbage is collected
     less often, and not among what was imported: a tenth of the tests' time.
     """
-    jax.devices()
+    from rope_jax.sharding import start_devices  # annotations are checked from here on
+
+    start_devices()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
