@@ -212,7 +212,8 @@ def run(
                 found.extend(one for one in new if one not in found)
         complete = all(is_finished(run, found) for run in runs)
         cores = len(os.sched_getaffinity(0))
-        keep(settings=settings, cores=cores, complete=complete, runs=found)
+        asked = {"name": name, "seeds": seeds, "backbones": backbones}  # not folders and minutes
+        keep(settings=settings, arguments=asked, cores=cores, complete=complete, runs=found)
 
     images = workdir / f"{part.name}.npz"
     if not images.exists():

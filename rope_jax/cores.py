@@ -1,7 +1,7 @@
 """The processor cores and the memory of this process, and the devices of training on a CPU.
 
-XLA's threads divide large matrix products among the cores, but not the small operations of a small
-model. With one device a core every operation is divided, as each device has its part of the batch.
+XLA's threads divide large operations among the cores, but not the small ones of a small model or
+batch. With one device a core every operation is divided, as each device has its part of the batch.
 """
 
 import contextlib
@@ -15,11 +15,13 @@ from collections.abc import Iterator
 LEAST = 16
 # Devices at most, as each holds the parameters and the state of the optimiser.
 MOST = 8
-# Parameters of glibc's mallopt: their numbers in malloc.h, and values.
+# Parameters of glibc's mallopt: their numbers in malloc.h, and values in order of preference. Older
+# glibc has no higher threshold than 32 MiB for memory that is mapped.
 _MALLOPT = {
-    "MMAP_THRESHOLD": (-3, 2**30),
-    "TRIM_THRESHOLD": (-1, 2**31 - 1),
-    "TOP_PAD": (-2, 2**27),  # more than a thread's heap of 64 MiB, which stays when it is empty
+    "MMAP_THRESHOLD": (-3, (2**30, 2**25)),
+    "TRIM_THRESHOLD": (-1, (2**31 - 1,)),
+    # More than a thread's heap of 64 MiB, which stays when it is empty.
+    "TOP_PAD": (-2, (2**27,)),
 }
 _LIMITS = pathlib.Path("/sys/fs/cgroup")
 _OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
@@ -77,8 +79,9 @@ def keep_freed_memory() -> bool:
     """Tells glibc to keep the memory that this process frees, instead of returning it to Linux.
 
     XLA allocates the intermediate arrays of a program anew at each call. Where glibc has returned
-    their memory, Linux clears every page again at its first use, which took a third of the time of
-    a small model's training step. The process then keeps as much memory as it has had in use.
+    their memory, Linux clears every page again before its next use, which took a third of the time
+    of a small model's training step. The process may then keep as much memory as it has had in use,
+    but for blocks of more than 64 MiB that other threads than the main one allocate.
 
     Returns:
         Whether it was done: not without glibc, nor where MALLOC_MMAP_THRESHOLD_,
@@ -91,5 +94,6 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # macOS and musl; Windows
         return False
-    done = [mallopt(*each) == 1 for each in _MALLOPT.values()]  # each of them
-    return all(done)
+    return all(
+        any(mallopt(number, value) == 1 for value in values) for number, values in _MALLOPT.values()
+    )

@@ -145,7 +145,7 @@ def test_a_run_has_at_most_the_devices_of_jax_and_records_them():
     assert resolve(json.loads(to_json(setup.config))).mesh.cpu_devices == 1
 
 
-# Counts page faults of a thread that allocates, fills and frees four arrays of 40 MiB each.
+# Counts page faults of a thread that allocates, fills and frees eight arrays of 20 MiB each.
 _FAULTS = """
 import ctypes, resource, threading
 import jax
@@ -158,9 +158,9 @@ faults = []
 def call():
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        arrays = [libc.malloc(40 * 2**20) for _ in range(4)]
+        arrays = [libc.malloc(20 * 2**20) for _ in range(8)]
         for array in arrays:
-            ctypes.memset(array, 1, 40 * 2**20)
+            ctypes.memset(array, 1, 20 * 2**20)
         for array in arrays:
             libc.free(array)
         faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
@@ -172,9 +172,11 @@ print(max(faults[1:]))
 
 
 def faults_of_a_call(**variables):
+    own = ("MALLOC_", "GLIBC_TUNABLES")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     run = subprocess.run(
         [sys.executable, "-c", _FAULTS],
-        env=os.environ | variables,
+        env=kept | variables,
         capture_output=True,
         text=True,
         check=True,
@@ -185,12 +187,13 @@ def faults_of_a_call(**variables):
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 def test_memory_is_not_cleared_again_for_every_call():
-    returned = faults_of_a_call(MALLOC_TRIM_THRESHOLD_="131072")  # the user's word
+    returned = faults_of_a_call(MALLOC_TRIM_THRESHOLD_="131072")  # glibc's default, set by the user
     assert 10 * faults_of_a_call() < returned
 
 
 @pytest.mark.parametrize(
-    "variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"]
+    "variable",
+    [*(f"MALLOC_{name}_" for name in cores._MALLOPT), "GLIBC_TUNABLES"],
 )
 def test_settings_of_the_user_for_memory_win(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
@@ -198,6 +201,22 @@ def test_settings_of_the_user_for_memory_win(monkeypatch, variable):
     assert not cores.keep_freed_memory()
 
 
-def test_without_glibc_memory_is_left_to_the_system(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not cores.keep_freed_memory()
+@pytest.mark.parametrize("highest", [None, 2**25, 2**30])
+def test_thresholds_are_those_that_the_library_allows(monkeypatch, highest):
+    for name in cores._MALLOPT:
+        monkeypatch.delenv(f"MALLOC_{name}_", raising=False)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    chosen = {}
+
+    class Library:
+        if highest:
+
+            def mallopt(self, number, value):
+                if number == -3 and value > highest:
+                    return 0
+                chosen[number] = value
+                return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    assert cores.keep_freed_memory() == bool(highest)
+    assert chosen == ({-3: highest, -1: 2**31 - 1, -2: 2**27} if highest else {})

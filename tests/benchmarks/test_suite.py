@@ -44,10 +44,10 @@ def test_a_part_is_ended_with_all_that_it_started(tmp_path):
     child = tmp_path / "child"
     text = f"""
 import pathlib, subprocess, sys, time
-started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({str(child)!r}).write_text(str(started.pid))
 print("what it has printed", flush=True)
-time.sleep(60)
+time.sleep(600)
 print("its end", flush=True)
 """
     assert suite.run_process(program(text), 2.0, tmp_path / "log") == "out of time"

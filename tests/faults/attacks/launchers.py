@@ -168,8 +168,9 @@ def open_mpi(folder, number, rng):
     launcher = "mpirun --mca odls_base_sigkill_timeout 20 --oversubscribe -n 2"
     before = 0
     for turn, sent in enumerate((signal.SIGUSR1, signal.SIGTERM)):
-        # Output does not go through mpirun, which stops reading it long before it passes SIGTERM
-        # on: processes that print more than the pipe holds would wait until they are killed.
+        # Each process writes to the file itself: mpirun stops reading their output long before it
+        # passes SIGTERM on, and one that prints more than a pipe holds would block until it is
+        # killed.
         log = folder / f"{turn}.txt"
         each = shlex.quote(f"exec {command(workdir)} >>{shlex.quote(str(log))} 2>&1")
         with log.open("a") as output:
