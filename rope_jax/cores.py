@@ -79,8 +79,8 @@ def keep_freed_memory() -> bool:
     """Tells glibc to keep the memory that this process frees, instead of returning it to Linux.
 
     XLA allocates the intermediate arrays of a program anew at each call. Where glibc has returned
-    their memory, Linux clears every page again before its next use, which took a third of the time
-    of a small model's training step. The process may then keep as much memory as it has had in use,
+    their memory, Linux clears every page again before its next use, a large part of the time of a
+    small model's training step. The process may then keep as much memory as it has had in use,
     but for blocks of more than 64 MiB that other threads than the main one allocate.
 
     Returns:
