@@ -29,11 +29,11 @@ def abstract(name, **settings):
 def shallow(name):
     """Options for a model of at most four blocks, or two a stage, which is traced faster.
 
-    A ViT-Adapter keeps its blocks, in which its groups are counted, and one plain ViT as well, for
-    the blocks that heads take by default.
+    A ViT-Adapter keeps its blocks, in which its groups are counted, and two plain ViTs, of 12 and
+    24 blocks, for those that heads take by default.
     """
     options = find_model(name).options
-    if name.startswith("vit_adapter") or name == "deit_ti16":
+    if name.startswith("vit_adapter") or name in ("deit_ti16", "deit3_l16"):
         return {}
     if hasattr(options, "depths"):
         return {"depths": tuple(min(depth, 2) for depth in options.depths)}
