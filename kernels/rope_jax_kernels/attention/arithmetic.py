@@ -40,6 +40,11 @@ def fma(task: Task, a: Any, b: Any, c: Any) -> Float[Array, "*n"]:
     return result
 
 
+def negative(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """-x, as a product that the next operation takes in; Triton writes `-x` as 0 - x."""
+    return x * np.float32(-1)
+
+
 def exp2(task: Task, x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """2 to the power x in one instruction; results under 2^-126 are 0."""
     if task.interpret:

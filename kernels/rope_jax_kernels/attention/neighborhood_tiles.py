@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax_kernels.arithmetic import divide
+from rope_jax_kernels.arithmetic import divide, power_of_two
 from rope_jax_kernels.attention.slots import Slots, Tiles, padded_size, slots_of
 
-MISSING = np.int32(-(2**20))  # the row of a missing token of a neighbourhood: far from all others
+MISSING = np.int32(-(2**20))  # the place on an axis of what is not there: far from all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,20 @@ class NeighborhoodTiles(Tiles):
         return self.repeats
 
     @property
+    def stride(self) -> int:
+        """Slots from one row of the halo to the next.
+
+        A power of two, which needs no division, unless it needs more blocks.
+        """
+        halo = self.across.halo
+        return min(halo, power_of_two(halo), key=lambda n: (self._blocks(n), -n))
+
+    def _blocks(self, stride: int) -> int:
+        return -(-self.down.halo * stride // self.columns)
+
+    @property
     def blocks(self) -> int:
-        return -(-self.down.halo * self.across.halo // self.columns)
+        return self._blocks(self.stride)
 
     @property
     def entries(self) -> int:
@@ -139,7 +151,7 @@ class NeighborhoodTiles(Tiles):
 
     def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
         inside = step * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
-        return self._slots(index, *divide(inside, self.across.halo), AxisTiles.of_halo)
+        return self._slots(index, *divide(inside, self.stride), AxisTiles.of_halo)
 
     def _slots(self, index: Int[Array, ""], row: Array, column: Array, of: Callable) -> Slots:
         down, across = self.down, self.across
@@ -152,8 +164,9 @@ class NeighborhoodTiles(Tiles):
         token = map_row * across.length + residue_x + across.dilation * column
         exists = row_exists & column_exists
         first = down.window(residue_y, row), across.window(residue_x, column)
-        place = jnp.where(exists, row, MISSING), column, *first
-        return slots_of(exists, token, down.length * across.length, token, *place)
+        # Each axis by itself, so that slots of one row or column share a comparison.
+        row, column = jnp.where(row_exists, row, MISSING), jnp.where(column_exists, column, MISSING)
+        return slots_of(exists, token, down.length * across.length, token, row, column, *first)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"]:
         def inside(first: Array, key: Array, kernel: int) -> Bool[Array, "rows columns"]:
@@ -180,8 +193,9 @@ class NeighborhoodTiles(Tiles):
     def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # A pair's offset follows from its slots: halos begin at one distance from their tiles.
         down, across = self.down, self.across
-        by_slot = by_slot[:, : down.tile * across.tile, : down.halo * across.halo]
-        by_slot = by_slot.reshape(-1, down.tile, across.tile, down.halo, across.halo)
+        by_slot = by_slot[:, : down.tile * across.tile, : down.halo * self.stride]
+        by_slot = by_slot.reshape(-1, down.tile, across.tile, down.halo, self.stride)
+        by_slot = by_slot[..., : across.halo]
         ones = []
         for axis in (down, across):
             offset = np.arange(axis.halo) - np.arange(axis.tile)[:, None]

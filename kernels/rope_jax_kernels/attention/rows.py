@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax_kernels.attention.arithmetic import fma
+from rope_jax_kernels.attention.arithmetic import fma, negative
 from rope_jax_kernels.attention.slots import Slots, padded_size
 from rope_jax_kernels.attention.task import Task
 
@@ -106,7 +106,7 @@ class Turner:
         if self.tables:
             (cos, sin), dtype = self.turns(slots), pieces[0].dtype
             a, b = (piece.astype(jnp.float32) for piece in pieces[:2])
-            turned = fma(self.task, a, cos, -b * sin), fma(self.task, b, cos, a * sin)
+            turned = fma(self.task, a, cos, negative(b) * sin), fma(self.task, b, cos, a * sin)
             pieces[:2] = [x.astype(dtype) for x in turned]
         return pieces
 
@@ -121,7 +121,7 @@ class Turner:
         """Turns the gradient of turned rows back and writes it."""
         if self.tables:
             (cos, sin), (a, b) = self.turns(slots), pieces[:2]
-            turned = fma(self.task, a, cos, b * sin), fma(self.task, b, cos, -a * sin)
+            turned = fma(self.task, a, cos, b * sin), fma(self.task, b, cos, negative(a) * sin)
             pieces = [*turned, *pieces[2:]]
         for columns, piece in zip(self.columns, pieces, strict=True):
             store(ref, item, slots, head, columns, piece)
@@ -132,7 +132,7 @@ class Turner:
         Computed from the turned rows and their gradients.
         """
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
-        dtheta = fma(self.task, db, a, -da * b)
+        dtheta = fma(self.task, db, a, negative(da) * b)
         (coords,) = self.coords
         return [
             jnp.sum(self._along(coords, axis, slots)[:, None] * dtheta, axis=0)

@@ -1,6 +1,8 @@
 """The programs of the attention kernels, which `triton` launches."""
 
 import copy
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, dot, exp2, fma
+from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, dot, exp2, fma, negative
 from rope_jax_kernels.attention.rows import Turner, load, store, whole_row
 from rope_jax_kernels.attention.slots import Slots, padded_size
 from rope_jax_kernels.attention.task import Launch
@@ -32,7 +34,8 @@ def logits_of(
     have any finite logits.
     """
     task, tiles = launch.task, launch.tiles
-    logits, unit = sum(dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)), 1.0
+    products = [dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)]
+    logits, unit = functools.reduce(operator.add, products), 1.0
     if task.scale > 0 and not bias:
         unit = task.scale * LOG2E
     else:
@@ -69,7 +72,7 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
         v = load(v_ref, item, k_slots, v_head, row)
         logits, unit = logits_of(launch, q, k, q_slots, k_slots, bias, head)
         higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
-        weights = exp2(task, fma(task, logits, unit, -higher[:, None]))
+        weights = exp2(task, fma(task, logits, unit, negative(higher)[:, None]))
         shrink = exp2(task, top - higher)
         out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
         return higher, total * shrink + jnp.sum(weights, axis=1), out
@@ -136,7 +139,7 @@ class Backward:
     ) -> tuple:
         """(weights, gradient of the scaled logits), float32 [queries, keys]."""
         logits, unit = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
-        weights = exp2(self.task, fma(self.task, logits, unit, -lse[:, None]))
+        weights = exp2(self.task, fma(self.task, logits, unit, negative(lse)[:, None]))
         return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
 
     def zeros(self, slots: Slots) -> list[Array]:
