@@ -16,7 +16,7 @@ figure is the time of copying what a kernel must read and write (q, k, v, output
 gradients; of a rotation half of the channels, and the angles), at an assumed share of the memory
 bandwidth.
 
-The layers have no bias, and the backward pass includes the gradient of the frequencies.
+The backward pass includes the gradients of the frequencies and of a bias.
 """
 
 import dataclasses
@@ -50,12 +50,14 @@ COPIED = (
     4.3 / 4.8
 )  # of the memory bandwidth of the data sheet: an assumption of what a copy reaches
 TWO_OVER_PI = "0.636619"  # how each sine or cosine begins: the quarter turns of its angle
-# Name -> layer of `model_shapes` and batch.
+# Name -> layer of `model_shapes`, batch, and whether there is a bias.
 CASES = {
-    "ViT, 6 heads of 64": ("vit_s_class_token", 256),
-    "ViT, 12 heads of 32": ("vit_s_12_heads", 256),
-    "Swin, stage 1": ("swin_t_1", 128),
-    "NAT, stage 1": ("nat_mini_1", 64),
+    "ViT, 6 heads of 64": ("vit_s_class_token", 256, False),
+    "ViT, 12 heads of 32": ("vit_s_12_heads", 256, False),
+    "Swin, stage 1": ("swin_t_1", 128, False),
+    "Swin, stage 1, bias": ("swin_t_1", 128, True),
+    "NAT, stage 1": ("nat_mini_1", 64, False),
+    "NAT, stage 1, bias": ("nat_mini_1", 64, True),
 }
 # The corners of the thesis' sizes (table A.1), in bfloat16 with angles in float32.
 ROTATIONS = {
@@ -150,20 +152,19 @@ class Code:
 
 
 def layer_and_batch(name: str) -> tuple[Layer, int]:
-    """A case's layer, without a bias, and its batch."""
-    layer, batch = CASES[name]
-    return dataclasses.replace(LAYERS[layer], bias=False), batch
+    """A case's layer and batch."""
+    layer, batch, bias = CASES[name]
+    return dataclasses.replace(LAYERS[layer], bias=bias), batch
 
 
-def train(layer: Layer, qkv: Any, coords: Any, freqs: Any, cotangent: Any) -> tuple:
-    """The output of a layer, and the gradients of qkv and freqs."""
+def train(layer: Layer, qkv: Any, coords: Any, freqs: Any, bias: Any, cotangent: Any) -> tuple:
+    """The output of a layer, and the gradients of qkv, freqs and any bias."""
 
-    def attend(qkv: jax.Array, freqs: jax.Array) -> jax.Array:
-        rotation = Rotation(coords, freqs)
-        kernels = {"rotation": rotation, "implementation": "triton"}
-        return attention_qkv(qkv, pattern=layer.pattern, **kernels)
+    def attend(qkv: jax.Array, freqs: jax.Array, bias: jax.Array) -> jax.Array:
+        terms = {"rotation": Rotation(coords, freqs), "bias": bias if layer.bias else None}
+        return attention_qkv(qkv, pattern=layer.pattern, implementation="triton", **terms)
 
-    out, pull_back = jax.vjp(attend, qkv, freqs)
+    out, pull_back = jax.vjp(attend, qkv, freqs, bias)
     return out, pull_back(cotangent)
 
 
@@ -230,8 +231,6 @@ def instructions_of(listing: str) -> tuple[list[str], int]:
 
 def kernels_of(layer: Layer, batch: int, kind: str = H200) -> list[Code]:
     """Compiles both passes of a layer in bfloat16: the forward kernel, then the backward ones."""
-    shapes = layer.shapes(batch)
-    del shapes["bias"]
     rounds = {}  # name of a kernel -> blocks of its tiles, through which it loops
     launched = triton.run
 
@@ -240,7 +239,9 @@ def kernels_of(layer: Layer, batch: int, kind: str = H200) -> list[Code]:
         return launched(kernel, launch, *rest, **options)
 
     with mock.patch.object(triton, "run", run):
-        return dumped(functools.partial(train, layer), list(shapes.values()), kind, rounds)
+        return dumped(
+            functools.partial(train, layer), list(layer.shapes(batch).values()), kind, rounds
+        )
 
 
 def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:

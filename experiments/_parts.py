@@ -108,7 +108,7 @@ class Part:
         Those that differ between its runs, scheme and seed, are left out.
 
         >>> PARTS["fashion"].design("vit")["batch_size"]
-        64
+        48
         """
         config = resolve(load_recipe(self._recipe(**{self.backbone: backbone})))
         found = {}

@@ -4,6 +4,7 @@ import functools
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -38,12 +39,14 @@ CASES = [
 def slots_of_all(tiles, transposed):
     """(tile, block, allowed pairs, entry of each pair in the bias), over all tiles and blocks."""
     view = tiles.transposed() if transposed else tiles
+    (by_slot,) = view.by_slot(jnp.arange(tiles.entries, dtype=jnp.float32)[None])
 
     def look(index, step):
         tile, block = view.tile(index), view.block(index, step)
         q, k = (block, tile) if transposed else (tile, block)
         seen = q.exists[:, None] & tiles.sees(q, k)
-        return tile, block, seen, tiles.entry(q, k)
+        entry = by_slot.at[tile.entry[:, None], block.entry[None, :]].get(mode="fill")
+        return tile, block, seen, entry.T if transposed else entry
 
     over_tiles = jax.jit(jax.vmap(look, (0, None), (0, 0, 0, 0)))
     blocks = [
@@ -56,7 +59,7 @@ def slots_of_all(tiles, transposed):
 
 
 def met(tiles, transposed):
-    """(query, key, entry) of all pairs that the kernels compute."""
+    """(query, key, entry) of all computed pairs; NaN for an entry outside of `by_slot`."""
     tile, block, seen, entry = slots_of_all(tiles, transposed)
     tile, block = tile.token[:, None], block.token
     q, k = (block, tile) if transposed else (tile, block)
@@ -128,7 +131,7 @@ def test_gradients_by_slot_fold_to_those_of_the_entries(pattern, grid, rows, col
     for index, step in np.ndindex(seen.shape[:2]):
         there = seen[index, step]
         gradient = np.where(there, rng.standard_normal(there.shape), 0)
-        np.add.at(wanted[0], entry[index, step][there], gradient[there])
+        np.add.at(wanted[0], entry[index, step][there].astype(int), gradient[there])
         row, column = index % shares * tiles.rows, step * tiles.columns
         by_slot[0, row : row + tiles.rows, column : column + tiles.columns] += gradient
     with jax.enable_x64(True):

@@ -1,6 +1,7 @@
 """Tiles of queries and blocks of keys of a neighbourhood, as index arithmetic without arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import divide, power_of_two
-from rope_jax_kernels.attention.slots import Slots, Tiles, padded_size, slots_of
+from rope_jax_kernels.attention.slots import Slots, Tiles, of_offsets, padded_size, slots_of
 
 MISSING = np.int32(-(2**20))  # the place on an axis of what is not there: far from all others
 
@@ -46,13 +47,14 @@ class AxisTiles:
         """Tiles of the largest class."""
         return -(-self.members(0) // self.tile)
 
-    @property
-    def halo(self) -> int:
-        """Members in the halo of a tile."""
+    @functools.cached_property
+    def extents(self) -> list[tuple[int, int]]:
+        """Members of a tile's halo before its first member, and from this on, of all tiles."""
         if not self.transpose:
+            before = self.kernel // 2
             # The second is larger for an even kernel and a tile of half its size.
-            return max(self.tile + self.kernel - 1, self.kernel + self.kernel // 2)
-        ends = []
+            return [(before, max(self.tile + self.kernel - 1 - before, self.kernel))]
+        found = []
         for residue in range(self.classes):
             members = self.members(residue)
             for tile in range(self.tiles):
@@ -60,8 +62,23 @@ class AxisTiles:
                 last = min(first + self.tile, members) - 1
                 low = 0 if first < self.kernel else first - (self.kernel - 1 - self.kernel // 2)
                 high = members - 1 if last >= members - self.kernel else last + self.kernel // 2
-                ends.append(high - low + 1)
-        return max(ends)
+                found.append((first - low, high - first + 1))
+        return found
+
+    @property
+    def halo(self) -> int:
+        """Most members in the halo of a tile."""
+        return max(before + after for before, after in self.extents)
+
+    @property
+    def before(self) -> int:
+        """Most members of a halo before the first member of its tile."""
+        return max(before for before, _ in self.extents)
+
+    @property
+    def span(self) -> int:
+        """Members from the most before a tile to the most after its first one."""
+        return self.before + max(after for _, after in self.extents)
 
     def members(self, residue: int | Array) -> int | Array:
         """Number of tokens of a residue class."""
@@ -147,13 +164,14 @@ class NeighborhoodTiles(Tiles):
 
     def tile(self, index: Int[Array, ""]) -> Slots:
         inside = jnp.arange(self.rows, dtype=jnp.int32)
-        return self._slots(index, *divide(inside, self.across.tile), AxisTiles.of_tile)
+        return self._slots(index, inside, self.across.tile, AxisTiles.of_tile)
 
     def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
         inside = step * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
-        return self._slots(index, *divide(inside, self.stride), AxisTiles.of_halo)
+        return self._slots(index, inside, self.stride, AxisTiles.of_halo)
 
-    def _slots(self, index: Int[Array, ""], row: Array, column: Array, of: Callable) -> Slots:
+    def _slots(self, index: Int[Array, ""], inside: Array, stride: int, of: Callable) -> Slots:
+        (row, column), entry = divide(inside, stride), inside
         down, across = self.down, self.across
         index, x = divide(index, across.tiles)
         index, y = divide(index, down.tiles)
@@ -163,10 +181,16 @@ class NeighborhoodTiles(Tiles):
         map_row = residue_y + down.dilation * row
         token = map_row * across.length + residue_x + across.dilation * column
         exists = row_exists & column_exists
+        if of is AxisTiles.of_halo and down.transpose:
+            # Halos begin at several distances from their tiles: places are those of the largest.
+            y = row - down.first(residue_y, y) + down.before
+            x = column - across.first(residue_x, x) + across.before
+            entry = jnp.minimum(y * across.span + x, down.span * across.span - 1)
         first = down.window(residue_y, row), across.window(residue_x, column)
         # Each axis by itself, so that slots of one row or column share a comparison.
         row, column = jnp.where(row_exists, row, MISSING), jnp.where(column_exists, column, MISSING)
-        return slots_of(exists, token, down.length * across.length, token, row, column, *first)
+        size, place = down.length * across.length, (row, column, *first)
+        return slots_of(exists, token, size, token, entry, *place)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"]:
         def inside(first: Array, key: Array, kernel: int) -> Bool[Array, "rows columns"]:
@@ -177,18 +201,24 @@ class NeighborhoodTiles(Tiles):
         in_rows = inside(q.place[2], k.place[0], self.down.kernel)
         return in_rows & inside(q.place[3], k.place[1], self.across.kernel)
 
-    def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
-        kh, kw = self.down.kernel, self.across.kernel
-        down, across = (
-            b[None, :] - a[:, None] for a, b in zip(q.place[:2], k.place[:2], strict=True)
-        )
-        return jnp.clip((down + kh - 1) * (2 * kw - 1) + across + kw - 1, 0, self.entries - 1)
-
     def transposed(self) -> "NeighborhoodTiles":
         return NeighborhoodTiles(
             *(dataclasses.replace(axis, transpose=True) for axis in (self.down, self.across)),
             self.columns,
         )
+
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
+        down, across = self.down, self.across
+        tile = np.divmod(np.arange(self.rows), across.tile)
+        if down.transpose:
+            halo = np.divmod(np.arange(down.span * across.span), across.span)
+        else:
+            halo = np.divmod(np.arange(self.blocks * self.columns), self.stride)
+        offsets = [
+            (there - axis.before - here[:, None]) * (-1 if axis.transpose else 1)
+            for axis, here, there in zip((down, across), tile, halo, strict=True)
+        ]
+        return of_offsets(bias, *offsets, (down.kernel, across.kernel))
 
     def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # A pair's offset follows from its slots: halos begin at one distance from their tiles.

@@ -11,6 +11,7 @@ Backward passes also need tiles of keys with blocks of queries: `transposed()`.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import power_of_two
@@ -23,12 +24,14 @@ class Slots(NamedTuple):
         exists: whether there is a token.
         token: its index in the map; past the last one if there is none.
         coord: its row in `rotation.coords`, if it exists.
-        place: what `sees` and `entry` compare; its meaning depends on the pattern.
+        entry: its row (slots of tiles) or column (slots of blocks) in `Tiles.by_slot`.
+        place: what `sees` compares; its meaning depends on the pattern.
     """
 
     exists: Bool[Array, " slots"]
     token: Int[Array, " slots"]
     coord: Int[Array, " slots"]
+    entry: Int[Array, " slots"]
     place: tuple[Int[Array, " slots"], ...]
 
 
@@ -37,10 +40,22 @@ def slots_of(
     token: Int[Array, " slots"],
     tokens: int,
     coord: Int[Array, " slots"],
+    entry: Int[Array, " slots"],
     *place: Int[Array, " slots"],
 ) -> Slots:
     """`Slots` whose missing tokens are the one after the last, which is never read or written."""
-    return Slots(exists, jnp.where(exists, token, tokens), coord, place)
+    return Slots(exists, jnp.where(exists, token, tokens), coord, entry, place)
+
+
+def of_offsets(
+    bias: Float[Array, "N entries"],
+    down: Int[np.ndarray, "rows columns"],
+    across: Int[np.ndarray, "rows columns"],
+    size: tuple[int, int],
+) -> Float[Array, "N rows columns"]:
+    """The entries of a table of offsets [2 h - 1, 2 w - 1], flat; any entry for those outside."""
+    h, w = size
+    return jnp.take(bias, (down + h - 1) * (2 * w - 1) + across + w - 1, axis=1, mode="clip")
 
 
 def padded_size(n: int) -> int:
@@ -79,12 +94,15 @@ class Tiles:
         """Whether queries attend to keys, which exist; anything for queries that do not."""
         raise NotImplementedError
 
-    def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
-        """Index of each pair in a head's bias; any index for pairs that do not attend."""
-        raise NotImplementedError
-
     def transposed(self) -> "Tiles":
         """Tiles of keys with blocks of queries."""
+        raise NotImplementedError
+
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
+        """The bias of a tile's slots with those of its blocks, by their `Slots.entry`.
+
+        Any number for pairs that do not attend.
+        """
         raise NotImplementedError
 
     def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:

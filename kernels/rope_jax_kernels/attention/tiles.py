@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.neighborhood_tiles import AxisTiles, NeighborhoodTiles
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pair, Pattern, Window
-from rope_jax_kernels.attention.slots import Slots, Tiles, padded_size, slots_of
+from rope_jax_kernels.attention.slots import Slots, Tiles, of_offsets, padded_size, slots_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class GlobalTiles(Tiles):
     length: int
     rows: int
     columns: int
+    transpose: bool = False
     repeats: int = 1
 
     @property
@@ -44,16 +45,19 @@ class GlobalTiles(Tiles):
         return self._slots(step * self.columns + jnp.arange(self.columns, dtype=jnp.int32))
 
     def _slots(self, token: Int[Array, " slots"]) -> Slots:
-        return Slots(token < self.length, token, token, (token,))
+        return Slots(token < self.length, token, token, token, ())
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "1 columns"]:
         return k.exists[None, :]
 
-    def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
-        return q.token[:, None] * self.length + k.token[None, :]
-
     def transposed(self) -> "GlobalTiles":
-        return self
+        return dataclasses.replace(self, transpose=True)
+
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
+        matrix = bias.reshape(-1, self.length, self.length)
+        matrix = matrix.swapaxes(1, 2) if self.transpose else matrix
+        after = (0, max(self.tiles * self.rows, self.blocks * self.columns) - self.length)
+        return jnp.pad(matrix, ((0, 0), after, after))
 
     def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         return by_slot[:, : self.length, : self.length].reshape(-1, self.entries)
@@ -69,12 +73,14 @@ class WindowTiles(Tiles):
         grid: (H, W) of the map.
         window: fitted to the map.
         rows, columns: slots of a tile and of a block.
+        transpose: whether tiles are of keys.
     """
 
     grid: Pair
     window: Window
     rows: int
     columns: int
+    transpose: bool = False
 
     @property
     def tokens(self) -> int:
@@ -132,26 +138,25 @@ class WindowTiles(Tiles):
             region = 2 * region + carried.astype(jnp.int32)
         token = where[0] * width + where[1]
         region = jnp.where(exists, region, -1)
-        return slots_of(exists, token, height * width, inside, row, column, region)
+        return slots_of(exists, token, height * width, inside, inside, region)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
         if self.window.shift == (0, 0):
             return k.exists[None, :]
         # Tokens that the roll brought together from opposite sides do not attend to each other.
         # Missing ones are a region of their own.
-        return q.place[2][:, None] == k.place[2][None, :]
-
-    def entry(self, q: Slots, k: Slots) -> Int[Array, "rows columns"]:
-        h, w = self.window.size
-        down, across = (
-            a[:, None] - b[None, :] for a, b in zip(q.place[:2], k.place[:2], strict=True)
-        )
-        index = (down + h - 1) * (2 * w - 1) + across + w - 1
-        # Slots past the window's end lie outside of the table.
-        return jnp.clip(index, 0, self.entries - 1)
+        return q.place[0][:, None] == k.place[0][None, :]
 
     def transposed(self) -> "WindowTiles":
-        return self
+        return dataclasses.replace(self, transpose=True)
+
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
+        size = max(self.parts * self.rows, self.blocks * self.columns)
+        places = np.divmod(np.arange(size), self.window.size[1])
+        offsets = [x[:, None] - x for x in places]
+        if self.transpose:
+            offsets = [x.T for x in offsets]
+        return of_offsets(bias, *offsets, self.window.size)
 
     def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # One axis at a time, as products with a matrix of zeros and ones.

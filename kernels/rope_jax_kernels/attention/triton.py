@@ -28,6 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import choices, device
+from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
 from rope_jax_kernels.attention.slots import Tiles
 from rope_jax_kernels.attention.task import Launch, Task
@@ -105,22 +106,24 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
 
 
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Rows and columns of a tile, warps and stages: as large as registers allow, on sm_90a.
+    """Rows and columns of a tile, warps and stages: those of few instructions and no spills.
 
-    Arguments as in `plan`.
+    Counted for GPUs of compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Arguments
+    as in `plan`.
     """
     if itemsize == 4 or task.head_dim > 64:
-        size = _wide_size(task, itemsize, part)
-    elif task.biased:
-        size = _biased_size(task, part)
-    elif part == "forward":
-        # Tall tiles turn keys fewer times; windows of up to 64 tokens are one block.
-        rows = 128 if isinstance(task.pattern, Global) else 64
-        size = (rows, 32 if isinstance(task.pattern, Neighborhood) else 64, 4)
-    else:
-        # Of windows, the queries' kernel may be the only one, with all gradients.
-        size = (64, 64 if part == "keys" or isinstance(task.pattern, Window) else 32, 4)
-    return (*size, 1)
+        return (*_wide_size(task, itemsize, part), 1)
+    # Before Hopper, all operands of matrix instructions are in registers.
+    older = 0 < device.capability() < device.GENERATIONS["Hopper"]
+    if part == "forward" and isinstance(task.pattern, Global):
+        # Tall tiles turn keys fewer times.
+        return 128, 32 if older or task.biased else 64, 4, 1
+    if older and task.head_dim > 32 and part in ("queries", "keys"):
+        return (32, 32, 4, 1) if part == "keys" else (64, 16, 4, 1)
+    whole = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
+    if whole and (part == "forward" or (part == "queries" and not older)):
+        return 64, 64, 4, 1  # a window is one block
+    return 64, 32, 4, 1
 
 
 def plan(task: Task, itemsize: int, part: str) -> Launch:
@@ -177,16 +180,6 @@ def _wide_size(task: Task, itemsize: int, part: str) -> tuple[int, int, int]:
     return (16, 16, 4 if itemsize == 4 else 8) if part == "keys" else (32, 16, 8)
 
 
-def _biased_size(task: Task, part: str) -> tuple[int, int, int]:
-    """Rows, columns and warps with a bias, whose indices take registers for each logit."""
-    everywhere = isinstance(task.pattern, Global)
-    if part == "keys":
-        return (32, 64, 4) if everywhere else (64, 32, 4)
-    if part == "queries" and isinstance(task.pattern, Window):
-        return 64, 32, 8
-    return 64, 64 if part == "forward" and everywhere else 32, 4
-
-
 def views(task: Task, arrays: tuple) -> tuple:
     """q, k and v as [B, T, heads, D], three times the same array if packed."""
     shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in arrays]
@@ -209,6 +202,11 @@ def tables(
     return jnp.cos(theta), jnp.sin(theta)
 
 
+def by_slot(tiles: Tiles, bias: tuple) -> tuple:
+    """The bias ([N, entries],) by slots, in units of log 2, float32; () of ()."""
+    return tuple(LOG2E * tiles.by_slot(x.astype(jnp.float32)) for x in bias)
+
+
 def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, Array]:
     """The output [B, T, N, D] and lse [B, N, T] ([B, N, >= T] from `mosaic`: whole tiles)."""
     q, k, v = views(task, arrays)
@@ -227,9 +225,9 @@ def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Ar
         ((batch, tokens, task.heads, task.head_dim), q.dtype),
         ((batch, task.heads, tokens), jnp.float32),
     ]
-    out, lse = run(
-        kernel, launch, (task.heads, launch.tiles.tiles, batch), shapes, (q, k, v, *turning, *bias)
-    )
+    grid = task.heads, launch.tiles.tiles, batch
+    operands = (q, k, v, *turning, *by_slot(launch.tiles, bias))
+    out, lse = run(kernel, launch, grid, shapes, operands)
     return out, lse
 
 
@@ -273,7 +271,7 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     launch = plan(task, q.dtype.itemsize, "queries")
     tiles, batch = launch.tiles, q.shape[0]
     turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
-    terms, options = (*turning, *bias), {"rotated": len(turning), "biased": len(bias)}
+    options = {"rotated": len(turning), "biased": len(bias)}
     gradient = [(q.shape, q.dtype)]
 
     def grid(tiles: Tiles) -> tuple[int, int, int]:
@@ -287,18 +285,18 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     if launch.closed:
         kernel = functools.partial(closed_kernel, launch=launch, **options)
         shapes = gradient * (1 if task.packed else 3) + sums(tiles)
-        gradients = run(kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms))
+        operands = (q, k, v, dout, lse, out, *turning, *by_slot(tiles.transposed(), bias))
+        gradients = run(kernel, launch, grid(tiles), shapes, operands)
         partial = [gradients.pop()] if wanted.freqs else []
     else:
         kernel = functools.partial(query_kernel, launch=launch, **options)
         shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
-        dq, delta, *partial = run(
-            kernel, launch, grid(tiles), shapes, (q, k, v, dout, lse, out, *terms)
-        )
+        operands = (q, k, v, dout, lse, out, *turning, *by_slot(tiles, bias))
+        dq, delta, *partial = run(kernel, launch, grid(tiles), shapes, operands)
         turned = plan(task, q.dtype.itemsize, "keys")
         turned = dataclasses.replace(turned, tiles=turned.tiles.transposed())
         kernel = functools.partial(key_kernel, launch=turned, **options)
-        operands = (q, k, v, dout, lse, delta, *terms)
+        operands = (q, k, v, dout, lse, delta, *turning, *by_slot(turned.tiles, bias))
         shapes, aliases = gradient * (1 if task.packed else 2) + sums(turned.tiles), {}
         if task.packed:
             aliases, operands = {len(operands): 0}, (*operands, dq)
@@ -306,7 +304,7 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
         partial += [found.pop()] if wanted.freqs else []
         gradients = found if task.packed else [dq, *found]
     gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
-    operands = (q, k, v, dout, lse, out, *terms)
+    operands = (q, k, v, dout, lse, out, *turning)
     of_rotation = _rotation_gradients(rotation, partial)
     return gradients, of_rotation, _bias_gradient(task, operands, bias, wanted, options)
 
@@ -334,8 +332,9 @@ def _bias_gradient(
     groups = min(items, max(1, PROGRAMS // (heads * shares * tiles.blocks)))
     kernel = functools.partial(bias_kernel, launch=launch, items=items, groups=groups, **options)
     shape = ((groups, heads, shares * tiles.rows, tiles.blocks * tiles.columns), jnp.float32)
-    (by_slot,) = run(kernel, launch, (heads, shares * tiles.blocks, groups), [shape], operands)
-    return (tiles.fold(by_slot.sum(0)).astype(bias[0].dtype),)
+    operands = (*operands, *by_slot(tiles, bias))
+    (partial,) = run(kernel, launch, (heads, shares * tiles.blocks, groups), [shape], operands)
+    return (tiles.fold(partial.sum(0)).astype(bias[0].dtype),)
 
 
 attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)

@@ -13,7 +13,15 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from rope_jax_kernels.arithmetic import divide
-from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED, dot, exp2, fma, negative
+from rope_jax_kernels.attention.arithmetic import (
+    LOG2E,
+    MASKED,
+    dot,
+    exp2,
+    fma,
+    kept,
+    negative,
+)
 from rope_jax_kernels.attention.rows import Turner, load, store, whole_row
 from rope_jax_kernels.attention.slots import Slots, padded_size
 from rope_jax_kernels.attention.task import Launch
@@ -27,6 +35,7 @@ def logits_of(
     k_slots: Slots,
     bias: tuple,
     head: Int[Array, ""],
+    by_key: bool = False,
 ) -> tuple:
     """Logits, -inf for pairs that are not allowed, and the positive factor to units of log 2.
 
@@ -34,18 +43,22 @@ def logits_of(
     have any finite logits.
     """
     task, tiles = launch.task, launch.tiles
-    products = [dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)]
-    logits, unit = functools.reduce(operator.add, products), 1.0
-    if task.scale > 0 and not bias:
-        unit = task.scale * LOG2E
+    if bias:  # loaded before the products, whose layout in registers Triton then keeps
+        first, second = (k_slots, q_slots) if by_key else (q_slots, k_slots)
+        added = plt.load(bias[0].at[head, first.entry[:, None], second.entry[None, :]])
+    products = [
+        dot(b, a, (1, 1)) if by_key else dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)
+    ]
+    logits, unit = functools.reduce(operator.add, products), np.float32(1)
+    if bias:
+        logits = fma(task, logits, task.scale * LOG2E, added)
+    elif task.scale > 0:
+        unit = np.float32(task.scale * LOG2E)
     else:
         logits *= np.float32(task.scale * LOG2E)
-    if bias:
-        entry = tiles.entry(q_slots, k_slots)
-        mask = q_slots.exists[:, None] & k_slots.exists[None, :]
-        added = plt.load(bias[0].at[head, entry], mask=mask, other=0)
-        logits = fma(task, added.astype(jnp.float32), LOG2E, logits)
-    return jnp.where(tiles.sees(q_slots, k_slots), logits, -np.float32(np.inf)), np.float32(unit)
+    sees = tiles.sees(q_slots, k_slots)
+    sees = sees.T if by_key else sees
+    return jnp.where(sees, logits, -np.float32(np.inf)), unit
 
 
 def over_blocks(count: int, body: Any, carry: Any) -> Any:
@@ -136,11 +149,16 @@ class Backward:
         k_slots: Slots,
         lse: Array,
         delta: Array,
+        by_key: bool = False,
     ) -> tuple:
-        """(weights, gradient of the scaled logits), float32 [queries, keys]."""
-        logits, unit = logits_of(self.launch, q, k, q_slots, k_slots, self.bias, self.head)
-        weights = exp2(self.task, fma(self.task, logits, unit, negative(lse)[:, None]))
-        return weights, weights * (dot(dout, v, (1, 1)) - delta[:, None])
+        """(weights, gradient of the scaled logits), float32 [queries, keys], or [keys, queries]."""
+        terms = q, k, q_slots, k_slots, self.bias, self.head
+        logits, unit = logits_of(self.launch, *terms, by_key=by_key)
+        across = 0 if by_key else 1
+        lse, delta = jnp.expand_dims(negative(lse), across), jnp.expand_dims(delta, across)
+        weights = exp2(self.task, fma(self.task, logits, unit, lse))
+        dweights = dot(v, dout, (1, 1)) if by_key else dot(dout, v, (1, 1))
+        return weights, weights * (dweights - delta)
 
     def zeros(self, slots: Slots) -> list[Array]:
         """Zeros for the gradients of rows, one array for each piece."""
@@ -179,12 +197,11 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None
         dq, sums = carry
         k_slots = b.tiles.block(b.tile, block)
         k, v = b.keys(k_slots)
-        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
-        store(
-            dv_ref, b.item, k_slots, b.v_head, b.row, dot(weights.astype(dout.dtype), dout, (0, 0))
-        )
-        dlogits = dlogits.astype(dout.dtype)
-        dk = b.scaled([dot(dlogits, piece, (0, 0)) for piece in q])
+        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta, by_key=True)
+        weights, dlogits = kept([x.astype(dout.dtype) for x in (weights, dlogits)])
+        dv = dot(weights, dout, (1, 0))
+        store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
+        dk = b.scaled([dot(dlogits, piece, (1, 0)) for piece in q])
         b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
         if sums:
             sums = [
@@ -192,7 +209,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None
                 for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)
             ]
         return [
-            total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)
+            total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dq, k, strict=True)
         ], sums
 
     sums = b.turner.no_gradient()
@@ -244,10 +261,10 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
         q_slots = b.tiles.block(b.tile, block)
         q, dout = b.queries(q_slots)
         lse, delta = (b.of_query(ref, q_slots) for ref in (b.lse, b.out_or_delta))
-        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
+        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta, by_key=True)
         dlogits = dlogits.astype(dout.dtype)
-        dk = [total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dk, q, strict=True)]
-        return dk, dv + dot(weights.astype(dout.dtype), dout, (0, 0))
+        dk = [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dk, q, strict=True)]
+        return dk, dv + dot(weights.astype(dout.dtype), dout, (1, 0))
 
     start = (
         b.zeros(k_slots),
