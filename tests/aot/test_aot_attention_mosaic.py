@@ -29,6 +29,17 @@ CASES = {
     "heads of 32": (layer_of("vit_s_12_heads", places=(785,), pairs=16), "bfloat16", 128),
     "heads of 128": (layer_of("vit_heads_of_128", places=(1025,)), "bfloat16", 255),
     "one head, few tokens": (layer_of("vit_s", places=(50,), heads=1), "bfloat16", 255),
+    "few heads of 128": (layer_of("vit_heads_of_128", places=(100,), pairs=32), "bfloat16", 255),
+    "few heads of 32": (layer_of("vit_s_12_heads"), "float16", 128),
+}
+# Those with Mosaic GPU's backward kernel, and the bytes that it spills, outside its inner loop.
+BACKWARD = {
+    "ViT-S": 0,
+    "ViT-S, all channels": 64,
+    "ViT-S, no rotation": 0,
+    "one head, few tokens": 0,
+    "few heads of 128": 32,
+    "few heads of 32": 0,
 }
 
 
@@ -75,13 +86,58 @@ def test_separate_arrays_need_no_copy(compile_for):
     assert program.operations == ["mosaic_gpu_v2"]
 
 
-def test_training_is_one_launch_forward_and_two_of_triton_backward(compile_for):
-    program = compile_for((1, 1), functools.partial(train, "ViT-S"), *shapes("ViT-S"))
-    kernels = [x for x in program.operations if x in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")]
-    assert kernels == ["mosaic_gpu_v2", *["__gpu$xla.gpu.triton"] * 2]
-    assert set(program.operations) - set(kernels) <= {"fusion", "reduce"}, (
-        program.operations
-    )  # sums of the gradient of freqs
+def kernels_of(program):
+    return [x for x in program.operations if x in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")]
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_machine_code_backward(name, compile_for):
+    program = compile_for((1, 1), functools.partial(train, name), *shapes(name, batch=256))
+    layer, _, registers = CASES[name]
+    assert kernels_of(program) == ["mosaic_gpu_v2"] * 2
+    # Tables of cosines and sines, and sums of the gradient of freqs; zeros where nothing turns.
+    assert set(program.operations) - {"mosaic_gpu_v2"} <= {"fusion", "reduce", "broadcast"}
+    (kernel,) = (x for x in program.kernels if "attention_mosaic_backward" in x.ptx)
+    assert kernel.spilled_bytes <= BACKWARD[name]
+    assert kernel.registers <= registers
+    assert kernel.ptx.count("wgmma.mma_async") > 0
+    assert kernel.tensors_out == 3 * layer.head_dim // 32
+    assert kernel.runs_out == 0
+
+
+def test_separate_gradients_need_no_copy(compile_for):
+    def gradients(q, k, v, dout):
+        attend = functools.partial(attention, pattern=Global(), implementation="mosaic")
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    program = compile_for((1, 1), gradients, *[shapes("ViT-S")[-1]] * 4)
+    assert program.operations == ["mosaic_gpu_v2"] * 2
+
+
+def test_training_with_more_tokens_is_one_launch_forward_and_two_of_triton_backward(compile_for):
+    name = "ViT at 512 px"
+    program = compile_for((1, 1), functools.partial(train, name), *shapes(name))
+    assert kernels_of(program) == ["mosaic_gpu_v2", *["__gpu$xla.gpu.triton"] * 2]
+    assert set(program.operations) - set(kernels_of(program)) <= {"fusion", "reduce"}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_no_collective_in_sharded_training(check_vma, compile_for):
+    specs = [P("data", None, None, "heads"), P(), P("heads"), P("data", None, "heads")]
+
+    def gradient(qkv, coords, freqs, cotangent):
+        pull_back = jax.vjp(lambda qkv: forward("ViT-S", qkv, coords, freqs), qkv)[1]
+        return pull_back(cotangent)[0]
+
+    sharded = jax.shard_map(
+        gradient, in_specs=tuple(specs), out_specs=specs[0], check_vma=check_vma
+    )
+    program = compile_for((2, 3), sharded, *shapes("ViT-S"), specs=specs)
+    assert kernels_of(program) == ["mosaic_gpu_v2"] * 2
+    assert not any(
+        word in program.text
+        for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -20,9 +20,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
-from rope_jax_kernels.attention import mosaic_kernel, mosaic_launch, triton
+from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch, triton
 from rope_jax_kernels.attention.task import Task
-from tests.kernels.test_attention_triton import check, operands
+from tests.kernels.test_attention_triton import check, operands, outputs
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -39,6 +39,19 @@ CASES = {
     ),
     "several stages without rotation": ((260,), {"pairs": 0, "heads": 1, "batch": 2}),
     "heads of 128": ((150,), {"head_dim": 128, "pairs": 40, "heads": 1, "batch": 2}),
+}
+
+# Of the backward kernel: from one token to as many as it serves.
+GRADIENTS = {
+    "one token, several examples": ((1,), {"heads": 1, "head_dim": 64, "pairs": 24, "batch": 3}),
+    "a whole block": ((64,), {"heads": 2, "packed": False, "pairs": 16, "shared": True}),
+    "two blocks": ((65,), {"heads": 2, "head_dim": 64, "pairs": 32, "batch": 1}),
+    "three blocks without rotation": ((150,), {"pairs": 0, "heads": 1, "head_dim": 64, "batch": 2}),
+    "ViT": ((197,), {"heads": 1, "head_dim": 64, "pairs": 16, "batch": 2}),
+    "all tokens": ((256,), {"heads": 2, "pairs": 8, "batch": 1, "packed": False}),
+    "heads of 128": ((128,), {"head_dim": 128, "pairs": 40, "heads": 1, "batch": 2}),
+    "float16": ((70,), {"heads": 1, "batch": 1, "dtype": jnp.float16}),
+    "too many tokens": ((257,), {"heads": 1, "batch": 1}),
 }
 
 
@@ -123,27 +136,85 @@ def test_no_races(name, busy, monkeypatch):
     assert not gpu_callbacks.get_races().races_found
 
 
+def check_gradients(places, *, dtype=jnp.bfloat16, **options):
+    check(Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name, busy):
+    places, options = GRADIENTS[name]
+    assert (name == "too many tokens") == (not mosaic_backward.serves(task_of(places, **options)))
+    check_gradients(places, **options)
+
+
+def task_of(places, *, heads=1, head_dim=32, **_):
+    return Task(Global(), places, heads, head_dim, True, 0, "half", 1.0, True, "mosaic")
+
+
+@pytest.mark.slow
+def test_no_races_backward(busy, monkeypatch):
+    monkeypatch.setattr(
+        plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    )
+    check_gradients((70,), heads=1, pairs=16, batch=3)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.slow
+def test_gradients_are_the_same_twice(busy):
+    arrays = operands(Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=2, batch=3)
+    run = functools.partial(
+        outputs, *arrays, pattern=Global(), pairing="half", implementation="mosaic"
+    )
+    jax.tree.map(np.testing.assert_array_equal, run(), run())
+
+
+def test_gradient_of_shared_frequencies_in_bfloat16():
+    qkv, coords, freqs, *_ = operands(
+        Global(), (5,), dtype=jnp.bfloat16, bias=False, shared=True, batch=1
+    )
+    qkv, coords = jnp.asarray(qkv), jnp.asarray(coords)
+    attend = lambda freqs: attention_qkv(
+        qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic"
+    )
+    found = jax.grad(lambda freqs: attend(freqs).astype(jnp.float32).sum())(
+        jnp.asarray(freqs, jnp.bfloat16)
+    )
+    assert found.shape == freqs.shape
+    assert found.dtype == jnp.bfloat16
+
+
 def check_several_warpgroups():
     """The same with several warpgroups, which are interpreted as threads."""
     mosaic_kernel.MULTIPROCESSORS, mosaic_kernel.MOST_INTERPRETED = 1, 4
     plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    os.environ["ROPE_JAX_INTERPRET"] = "1"
     for name in sys.argv[1:]:
-        places, options = CASES[name]
-        check_forward(places, **options)
+        if name in CASES:
+            check_forward(CASES[name][0], **CASES[name][1])
+        else:
+            check_gradients(GRADIENTS[name][0], **GRADIENTS[name][1])
         assert not gpu_callbacks.get_races().races_found, name
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_several_warpgroups():
+@pytest.mark.parametrize(
+    "names",
+    [
+        [
+            "several examples for a program",
+            "several stages, shared frequencies",
+            "several stages without rotation",
+            "heads of 128",
+        ],
+        ["two blocks", "three blocks without rotation", "ViT"],
+    ],
+)
+def test_several_warpgroups(names):
     """In a process that can be stopped and has many threads: `mosaic_kernel.MOST_INTERPRETED`."""
     environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
-    names = [
-        "several examples for a program",
-        "several stages, shared frequencies",
-        "several stages without rotation",
-        "heads of 128",
-    ]
     subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_attention_mosaic", *names],
         env=environment,
@@ -164,8 +235,7 @@ def test_several_warpgroups():
     ],
 )
 def test_outputs_and_gradients(places, options):
-    """What is saved is what the backward pass of "triton" needs."""
-    check(Global(), places, dtype=jnp.bfloat16, implementation="mosaic", bias=False, **options)
+    check_gradients(places, **options)
 
 
 @pytest.mark.slow
@@ -189,6 +259,33 @@ def test_vmap_over_data_and_over_rotations():
     for i in range(3):
         for j in range(2):
             np.testing.assert_array_equal(mapped[i, j], one(data[j], freqs[i]))
+
+
+@pytest.mark.slow
+def test_vmap_of_gradients(busy):
+    """Over data and rotations; the sums of one set of examples do not enter those of another."""
+    qkv, coords, freqs, _, cotangent = operands(
+        Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=3
+    )
+    data, freqs = jnp.stack([qkv, 2 * qkv]), jnp.stack([freqs, freqs / 2])
+    coords = jnp.asarray(coords)
+
+    def gradients(qkv, freqs):
+        attend = lambda qkv, freqs: attention_qkv(
+            qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic"
+        )
+        return jax.vjp(attend, qkv, freqs)[1](jnp.asarray(cotangent))
+
+    one = jax.jit(gradients)
+    of_freqs = jax.jit(jax.vmap(gradients, (None, 0)))(data[0], freqs)
+    of_both = jax.jit(jax.vmap(gradients))(data, freqs)
+    of_data = jax.jit(jax.vmap(gradients, (0, None)))(data, freqs[0])
+    for i in range(2):
+        for mapped, at in ((of_freqs, (0, i)), (of_both, (i, i)), (of_data, (i, 0))):
+            want = one(data[at[0]], freqs[at[1]])
+            np.testing.assert_array_equal(mapped[0][i], want[0])
+            # Added up in another order, where sets have other numbers of examples for a program.
+            np.testing.assert_allclose(mapped[1][i], want[1], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
@@ -286,6 +383,21 @@ def test_plan(tokens, head_dim, groups):
         assert 1 <= plan.items <= batch
         assert plan.pieces * plan.width == head_dim
     assert mosaic_kernel.plan(task, 1).items == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "groups"),
+    [(1, 32, 1), (197, 64, 4), (256, 32, 4), (128, 128, 2), (257, 64, 0), (129, 128, 0)],
+)
+def test_plan_backward(tokens, head_dim, groups):
+    """Each example of a set is somebody's; 0 warpgroups where Triton serves."""
+    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False, "mosaic")
+    assert mosaic_backward.serves(task) == (groups > 0)
+    for batch, sets in ((1, 1), (128, 1), (1000, 10), (6, 2)) if groups else ():
+        plan = mosaic_backward.plan(task, batch, sets)
+        assert plan.groups == plan.blocks == groups
+        assert plan.owned == 1
+        assert (plan.chunks - 1) * plan.items < batch // sets <= plan.chunks * plan.items
 
 
 if __name__ == "__main__":

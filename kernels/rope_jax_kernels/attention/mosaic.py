@@ -1,6 +1,7 @@
-"""Global attention by a Pallas kernel for Mosaic GPU on Hopper, launched by `mosaic_launch`.
+"""Global attention by Pallas kernels for Mosaic GPU on Hopper, launched by `mosaic_launch`.
 
-Its residuals and its backward pass are those of `triton`.
+Residuals are those of `triton`, and so is the backward pass where a program cannot hold all tokens
+of a head: `mosaic_backward.serves`.
 """
 
 from typing import Any

@@ -62,22 +62,28 @@ def plan(task: Task, batch: int) -> Plan:
     """The plan for a task.
 
     As many warpgroups as registers allow, because each key is turned once for all of them, unless
-    much of their work would be past the last token. Programs take as many examples as keep all
-    multiprocessors equally busy, counting half an example's time for start-up.
+    much of their work would be past the last token.
     """
     blocks = pl.cdiv(task.tokens, ROWS)
     most = MOST_INTERPRETED if task.interpret else MOST_GROUPS[task.head_dim]
     padded = {n: pl.cdiv(blocks, n) * n for n in range(1, most + 1)}
     groups = max(n for n, total in padded.items() if 8 * total <= 9 * min(padded.values()))
     tiles = padded[groups] // groups
-
-    def cost(items: int) -> float:
-        programs = task.heads * tiles * pl.cdiv(batch, items)
-        return pl.cdiv(programs, MULTIPROCESSORS) * (items + 0.5)
-
-    items = min(range(1, min(MOST_ITEMS, batch) + 1), key=cost)
+    items = items_of(task.heads * tiles, batch)
     width = min(WIDEST, task.head_dim)
     return Plan(groups, tiles, blocks, items, min(2, items * tiles), task.head_dim // width, width)
+
+
+def items_of(programs: int, batch: int) -> int:
+    """Examples of a program, of `programs` that each example needs.
+
+    As many as keep all multiprocessors equally busy, counting half an example's time for start-up.
+    """
+
+    def cost(items: int) -> float:
+        return pl.cdiv(programs * pl.cdiv(batch, items), MULTIPROCESSORS) * (items + 0.5)
+
+    return min(range(1, min(MOST_ITEMS, batch) + 1), key=cost)
 
 
 def logits_of(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "64 64"]:

@@ -1,6 +1,7 @@
-"""Launches the kernel of `mosaic_kernel.py`: its grid, its shared memory, and its rule for vmap."""
+"""Launches the kernels of `mosaic`: their grid, their shared memory, and their rule for vmap."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from rope_jax_kernels.attention import mosaic_backward, triton
 from rope_jax_kernels.attention.mosaic_kernel import ROWS, forward_kernel, plan
 from rope_jax_kernels.attention.task import Task
+from rope_jax_kernels.device import vary_alike
 
 
 def forward(
@@ -20,17 +23,51 @@ def forward(
 
     The rotation is (coords [L, A], freqs [N or 1, A, R]) or ().
     """
-    return forward_sets(task, 1, arrays, tuple(x[None] for x in rotation))
+    return in_sets(functools.partial(launch, task), 1, arrays, tuple(x[None] for x in rotation))
 
 
-def forward_sets(
-    task: Task, sets: int, arrays: tuple, rotation: tuple
-) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
-    """`forward` with S rotations [S, ...] of S parts of the examples, and a rule for vmap."""
+def backward(
+    task: Task, arrays: tuple, rotation: tuple, *, wanted: bool
+) -> tuple[tuple, list[Float[Array, "1 1 N A R"]]]:
+    """Gradients of q, k and v, packed as these are, and where wanted [that of freqs].
+
+    Args:
+        task: which `mosaic_backward.serves`.
+        arrays: q, k and v [B, L, heads, D], the output's gradient, the output, and lse.
+        rotation: as of `forward`.
+        wanted: whether to compute the gradient of freqs, each head with its own.
+    """
+    table = ()
+    if rotation:
+        both, missing = jnp.concatenate(triton.tables(rotation), axis=2), -task.tokens % ROWS
+        table = (jnp.pad(both, ((0, 0), (0, missing), (0, 0)))[None],)
+    run = functools.partial(launch_backward, task, wanted)
+    found = in_sets(run, 1, arrays, table, apart=wanted)
+    if not wanted:
+        return found, []
+    *gradients, sums = found
+    (coords, _), dtheta = rotation, sums.sum((0, 1))[:, None, : task.tokens]
+    by_axis = coords.astype(jnp.float32).T[:, :, None] * dtheta
+    return tuple(gradients), [by_axis.sum(2)[None, None]]
+
+
+def in_sets(
+    launch: Callable[[tuple, tuple], tuple],
+    sets: int,
+    arrays: tuple,
+    rotation: tuple,
+    *,
+    apart: bool = False,
+) -> tuple:
+    """A launch with S rotations [S, ...] of S parts of the examples, and a rule for vmap.
+
+    Examples that turn alike become one set, unless something is summed over those of a set: then
+    sets stay `apart`.
+    """
 
     @jax.custom_batching.custom_vmap
-    def run(arrays: tuple, rotation: tuple) -> tuple[Array, Array]:
-        return launch(task, arrays, rotation)
+    def run(arrays: tuple, rotation: tuple) -> tuple:
+        return launch(arrays, rotation)
 
     @run.def_vmap
     def _run_batched(
@@ -44,11 +81,12 @@ def forward_sets(
             return tuple(x.reshape(-1, *x.shape[2:]) for x in wide)
 
         of_arrays, of_rotation = is_batched
-        if any(of_rotation) or sets > 1:
+        if any(of_rotation) or sets > 1 or apart:
             rotation = merged(rotation, of_rotation)
         total = len(rotation) and rotation[0].shape[0]
-        out = forward_sets(task, total, merged(arrays, of_arrays), rotation)
-        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True, True)
+        arrays = merged(arrays, of_arrays)
+        out = in_sets(launch, total, arrays, rotation, apart=apart)
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
     return run(arrays, rotation)
 
@@ -56,7 +94,7 @@ def forward_sets(
 def launch(
     task: Task, arrays: tuple, rotation: tuple
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
-    """`forward_sets` without its rule for vmap."""
+    """The output and lse, for `in_sets`."""
     q = arrays[0]
     batch = q.shape[0]
     cut = plan(task, batch)
@@ -82,15 +120,76 @@ def launch(
         plgpu.Barrier(num_arrivals=groups * cut.pieces, num_barriers=slots),
         plgpu.Barrier(num_arrivals=groups),
     ]
-    typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
-    kernel = plgpu.kernel(
-        functools.partial(forward_kernel, task=task, plan=cut, rotated=bool(rotation)),
-        out_type=[
-            typed((batch, task.tokens, task.heads, task.head_dim), q.dtype),
-            typed((batch, task.heads, cut.tiles * groups * ROWS), jnp.float32),
-        ],
+    kernel = functools.partial(forward_kernel, task=task, plan=cut, rotated=bool(rotation))
+    outputs = [
+        jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), q.dtype),
+        jax.ShapeDtypeStruct((batch, task.heads, cut.tiles * groups * ROWS), jnp.float32),
+    ]
+    grid = task.heads * cut.tiles * pl.cdiv(batch, cut.items)
+    run = program_grid(task, kernel, "attention_mosaic", outputs, scratch, grid, groups)
+    return vary_alike(arrays, tuple(run(*arrays, *rotation)))[1]
+
+
+def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tuple:
+    """The gradients of the arrays and where wanted of the angles, for `in_sets`.
+
+    The latter is [S, _, N, >= L, R]: sums over examples, to be added up, of tokens of whole blocks.
+    """
+    q = arrays[0]
+    sets = table[0].shape[0] if table else 1
+    cut = mosaic_backward.plan(task, q.shape[0], sets)
+    blocks, width = cut.blocks, mosaic_backward.WIDTH
+    tokens, rows = blocks * ROWS, (blocks, cut.pieces, ROWS, width)
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)] * (1 if task.packed else 3)
+    if wanted:
+        sums = (sets, cut.chunks, task.heads, tokens, task.pairs)
+        outputs.append(jax.ShapeDtypeStruct(sums, jnp.float32))
+    dlogits = (mosaic_backward.SLOTS, blocks, ROWS, ROWS)
+    # The output is read before the first gradients of logits are written.
+    if task.interpret:
+        shared = [plgpu.SMEM(dlogits, q.dtype), plgpu.SMEM(rows, q.dtype)]
+    else:
+        held = plgpu.SMEM(dlogits, q.dtype, transforms=swizzled(width, q.dtype, tiled=True))
+        shared = [plgpu.RefUnion(held, *buffer(task, rows, q.dtype).refs)]
+    scratch = [
+        *[buffer(task, rows, q.dtype)] * 4,
+        *shared,
+        *[plgpu.SMEM((blocks, ROWS), jnp.float32)] * 2,
+        plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=blocks),
+        plgpu.Barrier(num_arrivals=cut.groups),
+    ]
+    kernel = functools.partial(
+        mosaic_backward.backward_kernel,
+        task=task,
+        plan=cut,
+        rotated=bool(table),
+        summed=wanted,
+    )
+    grid = task.heads * sets * cut.chunks
+    run = program_grid(
+        task, kernel, "attention_mosaic_backward", outputs, scratch, grid, cut.groups
+    )
+    return vary_alike(arrays, tuple(run(*arrays, *table)))[1]
+
+
+def program_grid(
+    task: Task,
+    kernel: Callable,
+    name: str,
+    outputs: list,
+    scratch: list,
+    programs: int,
+    groups: int,
+) -> Callable[..., list]:
+    """A kernel on a grid of programs of `groups` warpgroups.
+
+    Its results do not vary over manual mesh axes, whatever the types of its outputs say.
+    """
+    return plgpu.kernel(
+        kernel,
+        out_type=outputs,
         scratch_types=scratch,
-        grid=(task.heads * cut.tiles * pl.cdiv(batch, cut.items),),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=groups,
         thread_name="group",
@@ -98,9 +197,8 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
         ),
         interpret=plgpu.InterpretGPUParams() if task.interpret else None,
-        kernel_name="attention_mosaic",
+        kernel_name=name,
     )
-    return tuple(kernel(*arrays, *rotation))
 
 
 def buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -112,9 +210,15 @@ def buffer(task: Task, shape: tuple[int, ...], dtype: Any) -> Any:
     """
     if task.interpret:
         return plgpu.SMEM(shape, dtype)
-    swizzle = plgpu.SwizzleTransform(shape[-1] * dtype.itemsize)
-    tiling = plgpu.TilingTransform((8, shape[-1]))
     return plgpu.RefUnion(
-        plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
-        plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
+        *(
+            plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype, tiled=tiled))
+            for tiled in (False, True)
+        )
     )
+
+
+def swizzled(width: int, dtype: Any, *, tiled: bool) -> tuple:
+    """Transforms of shared memory for rows of pieces of `width`."""
+    swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)
+    return (plgpu.TilingTransform((8, width)), swizzle) if tiled else (swizzle,)

@@ -22,8 +22,8 @@ class Task:
         pairing: which channels turn together.
         scale: of the logits.
         interpret: whether to run in interpret mode.
-        implementation: of the forward kernel, "triton" or "mosaic"; the backward kernels are
-            Triton's.
+        implementation: "triton", or "mosaic", which has Triton's backward kernels where
+            `mosaic_backward` does not serve.
         biased: whether there is a bias.
         tile: measured sizes of the kernels' tiles by part, see `triton.plan`; () for its own.
     """

@@ -268,6 +268,15 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     q, k, v = views(task, arrays)
     dout = without_symbolic_zeros(dout)
     _, dout = vary_alike(arrays, dout)  # new zeros do not vary yet
+    if task.implementation == "mosaic":
+        from rope_jax_kernels.attention import mosaic_backward, mosaic_launch
+
+        if mosaic_backward.serves(task):
+            by_mosaic = functools.partial(mosaic_launch.backward, task, wanted=wanted.freqs)
+            by_mosaic = differentiated_once(by_mosaic, task)
+            gradients, partial = by_mosaic((q, k, v, dout, out, lse), rotation)
+            gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
+            return gradients, _rotation_gradients(rotation, partial), ()
     launch = plan(task, q.dtype.itemsize, "queries")
     tiles, batch = launch.tiles, q.shape[0]
     turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
