@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from rope_jax_kernels.attention import mosaic_backward, triton
+from rope_jax_kernels.attention import mosaic_backward
 from rope_jax_kernels.attention.mosaic_kernel import ROWS, forward_kernel, plan
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import vary_alike
@@ -27,27 +27,27 @@ def forward(
 
 
 def backward(
-    task: Task, arrays: tuple, rotation: tuple, *, wanted: bool
+    task: Task, arrays: tuple, tables: tuple, coords: tuple
 ) -> tuple[tuple, list[Float[Array, "1 1 N A R"]]]:
-    """Gradients of q, k and v, packed as these are, and where wanted [that of freqs].
+    """Gradients of q, k and v, packed as these are, and with coords [that of freqs].
 
     Args:
         task: which `mosaic_backward.serves`.
         arrays: q, k and v [B, L, heads, D], the output's gradient, the output, and lse.
-        rotation: as of `forward`.
-        wanted: whether to compute the gradient of freqs, each head with its own.
+        tables: (cosines, sines) [N or 1, L, R], or () where nothing turns.
+        coords: ([L, A],), or () where the gradient of freqs, each head with its own, is not wanted.
     """
     table = ()
-    if rotation:
-        both, missing = jnp.concatenate(triton.tables(rotation), axis=2), -task.tokens % ROWS
+    if tables:
+        both, missing = jnp.concatenate(tables, axis=2), -task.tokens % ROWS
         table = (jnp.pad(both, ((0, 0), (0, missing), (0, 0)))[None],)
-    run = functools.partial(launch_backward, task, wanted)
-    found = in_sets(run, 1, arrays, table, apart=wanted)
-    if not wanted:
+    run = functools.partial(launch_backward, task, bool(coords))
+    found = in_sets(run, 1, arrays, table, apart=bool(coords))
+    if not coords:
         return found, []
     *gradients, sums = found
-    (coords, _), dtheta = rotation, sums.sum((0, 1))[:, None, : task.tokens]
-    by_axis = coords.astype(jnp.float32).T[:, :, None] * dtheta
+    dtheta = sums.sum((0, 1))[:, None, : task.tokens]
+    by_axis = coords[0].astype(jnp.float32).T[:, :, None] * dtheta
     return tuple(gradients), [by_axis.sum(2)[None, None]]
 
 

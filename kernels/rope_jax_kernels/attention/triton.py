@@ -272,9 +272,9 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
         from rope_jax_kernels.attention import mosaic_backward, mosaic_launch
 
         if mosaic_backward.serves(task):
-            by_mosaic = functools.partial(mosaic_launch.backward, task, wanted=wanted.freqs)
-            by_mosaic = differentiated_once(by_mosaic, task)
-            gradients, partial = by_mosaic((q, k, v, dout, out, lse), rotation)
+            by_mosaic = functools.partial(mosaic_launch.backward, task)
+            operands = (q, k, v, dout, out, lse), tables(rotation), rotation[: wanted.freqs]
+            gradients, partial = differentiated_once(by_mosaic, task)(*operands)
             gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
             return gradients, _rotation_gradients(rotation, partial), ()
     launch = plan(task, q.dtype.itemsize, "queries")
