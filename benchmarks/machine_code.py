@@ -231,11 +231,13 @@ def instructions_of(listing: str) -> tuple[list[str], int]:
 
 def kernels_of(layer: Layer, batch: int, kind: str = H200) -> list[Code]:
     """Compiles both passes of a layer in bfloat16: the forward kernel, then the backward ones."""
-    rounds = {}  # name of a kernel -> blocks of its tiles, through which it loops
+    rounds = {}  # name of a kernel -> of its loop: over blocks, or over the examples of a group
     launched = triton.run
 
     def run(kernel: Any, launch: Any, *rest: Any, **options: Any) -> list[jax.Array]:
-        rounds[f"attention_{kernel.func.__name__}"] = launch.tiles.blocks
+        terms = kernel.keywords
+        each = -(-terms["items"] // terms["groups"]) if "items" in terms else launch.tiles.blocks
+        rounds[f"attention_{kernel.func.__name__}"] = each
         return launched(kernel, launch, *rest, **options)
 
     with mock.patch.object(triton, "run", run):

@@ -49,13 +49,14 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # launches of compiled programs, and the instructions of their machine code for 9.0; not by
 # measurements:
 # - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates it moves no
-#   more bytes than Triton, whose instructions take 0.20 ms to issue for both passes of a ViT-S
+#   more bytes than Triton, whose instructions take 0.18 ms to issue for both passes of a ViT-S
 #   layer on an H200 (docs/benchmarks.md, machine_code) and by estimate 1.6 to 2.2 times that. XLA's
 #   own attention moves 4 times the bytes.
 # - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
 #   also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times (NAT) as much.
-#   Its tiles are sized by the registers and the shared memory of 9.0. Older and consumer GPUs have
-#   less shared memory, and for Blackwell (10.x) no machine code of it was read: name it there.
+#   Before 9.0 it has up to 1.8 times the instructions, its backward kernel of windows spills
+#   registers, and XLA was not compared with it; for Blackwell (10.x, 12.x) no machine code of it
+#   was read: name it there.
 # - rotate, rotate_by_angles: only where `kernels_pay`.
 # - unpack_and_rotate: the bytes of XLA's form in one launch instead of four.
 # - rotate_qkv, rotate_back_and_pack: none; XLA fuses them with the operations around them.

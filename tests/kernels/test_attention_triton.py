@@ -20,6 +20,7 @@ from rope_jax_kernels import (
     Window,
     attention,
     attention_qkv,
+    device,
     explain,
 )
 from rope_jax_kernels.accuracy import allowed_error, error
@@ -184,6 +185,35 @@ def check_any_shape(draw):
 @hypothesis.given(data=st.data())
 def test_many_shapes(data):
     check_any_shape(lambda low, high: data.draw(st.integers(low, high)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "places"),
+    [(Window((3, 3)), (4, 5)), (Neighborhood((3, 3)), (10, 9)), (Global(), (17,))],
+)
+def test_large_biases_do_not_reach_slots_without_a_token(pattern, places):
+    """An exponential of this bias alone is infinite."""
+    qkv, coords, freqs, bias, cotangent = operands(pattern, places, dtype=np.float32)
+    run = functools.partial(
+        outputs, qkv, coords, freqs, bias + 100, cotangent, pattern=pattern, pairing="half"
+    )
+    plain, kernel = run(implementation="xla"), run(implementation="triton")
+    for name, want in plain.items():
+        np.testing.assert_allclose(kernel[name], want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "places", "head_dim"),
+    [
+        (Global(), (70,), 64),
+        (Window((7, 7), (3, 3)), (14, 7), 32),
+        (Neighborhood((7, 7)), (9, 9), 48),
+    ],
+)
+def test_tiles_of_older_gpus(pattern, places, head_dim, monkeypatch):
+    monkeypatch.setattr(device, "capability", lambda: 80)
+    check(pattern, places, dtype=jnp.bfloat16, heads=1, head_dim=head_dim, batch=3)
 
 
 @pytest.mark.slow

@@ -62,8 +62,8 @@ def exp2(task: Task, x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 def kept(arrays: list[Array]) -> list[Array]:
     """The arrays, as a loop of one round, for those that are used transposed and as they are.
 
-    XLA moves a transpose before the operations that compute its operand, which are then done twice,
-    but not before a loop.
+    XLA's pass over Triton's code moves a transpose before the operations that compute its operand,
+    which are then done twice, but not before a loop.
     """
     zeros = [jnp.zeros_like(x) for x in arrays]
     return jax.lax.fori_loop(0, 1, lambda _, __: arrays, zeros)

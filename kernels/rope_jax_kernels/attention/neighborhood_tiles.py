@@ -171,7 +171,7 @@ class NeighborhoodTiles(Tiles):
         return self._slots(index, inside, self.stride, AxisTiles.of_halo)
 
     def _slots(self, index: Int[Array, ""], inside: Array, stride: int, of: Callable) -> Slots:
-        (row, column), entry = divide(inside, stride), inside
+        (row, column), line = divide(inside, stride), inside
         down, across = self.down, self.across
         index, x = divide(index, across.tiles)
         index, y = divide(index, down.tiles)
@@ -183,14 +183,14 @@ class NeighborhoodTiles(Tiles):
         exists = row_exists & column_exists
         if of is AxisTiles.of_halo and down.transpose:
             # Halos begin at several distances from their tiles: places are those of the largest.
-            y = row - down.first(residue_y, y) + down.before
-            x = column - across.first(residue_x, x) + across.before
-            entry = jnp.minimum(y * across.span + x, down.span * across.span - 1)
+            from_y = row - down.first(residue_y, y) + down.before
+            from_x = column - across.first(residue_x, x) + across.before
+            line = jnp.minimum(from_y * across.span + from_x, down.span * across.span - 1)
         first = down.window(residue_y, row), across.window(residue_x, column)
         # Each axis by itself, so that slots of one row or column share a comparison.
         row, column = jnp.where(row_exists, row, MISSING), jnp.where(column_exists, column, MISSING)
         size, place = down.length * across.length, (row, column, *first)
-        return slots_of(exists, token, size, token, entry, *place)
+        return slots_of(exists, token, size, token, line, *place)
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "rows columns"]:
         def inside(first: Array, key: Array, kernel: int) -> Bool[Array, "rows columns"]:
@@ -207,30 +207,33 @@ class NeighborhoodTiles(Tiles):
             self.columns,
         )
 
-    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
         down, across = self.down, self.across
-        tile = np.divmod(np.arange(self.rows), across.tile)
+        width, lines = self.stride, self.blocks * self.columns
         if down.transpose:
-            halo = np.divmod(np.arange(down.span * across.span), across.span)
-        else:
-            halo = np.divmod(np.arange(self.blocks * self.columns), self.stride)
-        offsets = [
-            (there - axis.before - here[:, None]) * (-1 if axis.transpose else 1)
-            for axis, here, there in zip((down, across), tile, halo, strict=True)
-        ]
+            width, lines = across.span, down.span * across.span
+        tile = divide(jnp.arange(self.rows, dtype=jnp.int32), across.tile)
+        halo = divide(jnp.arange(lines, dtype=jnp.int32), width)
+        offsets = []  # key - query
+        for axis, here, there in zip((down, across), tile, halo, strict=True):
+            there = there - axis.before
+            if down.transpose:
+                offsets.append(here - there[:, None])
+            else:
+                offsets.append(there - here[:, None])
         return of_offsets(bias, *offsets, (down.kernel, across.kernel))
 
-    def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
+    def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # A pair's offset follows from its slots: halos begin at one distance from their tiles.
         down, across = self.down, self.across
-        by_slot = by_slot[:, : down.tile * across.tile, : down.halo * self.stride]
-        by_slot = by_slot.reshape(-1, down.tile, across.tile, down.halo, self.stride)
-        by_slot = by_slot[..., : across.halo]
+        gradient = gradient[:, : down.tile * across.tile, : down.halo * self.stride]
+        gradient = gradient.reshape(-1, down.tile, across.tile, down.halo, self.stride)
+        gradient = gradient[..., : across.halo]
         ones = []
         for axis in (down, across):
             offset = np.arange(axis.halo) - np.arange(axis.tile)[:, None]
             entry = offset - axis.kernel // 2 + axis.kernel - 1
             one = entry[None] == np.arange(2 * axis.kernel - 1)[:, None, None]
-            ones.append(jnp.asarray(one, by_slot.dtype))
-        folded = jnp.einsum("nabcd,yac,xbd->nyx", by_slot, *ones, precision="highest")
+            ones.append(jnp.asarray(one, gradient.dtype))
+        folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, *ones, precision="highest")
         return folded.reshape(-1, self.entries)

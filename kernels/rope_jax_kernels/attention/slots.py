@@ -11,7 +11,6 @@ Backward passes also need tiles of keys with blocks of queries: `transposed()`.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax_kernels.arithmetic import power_of_two
@@ -24,14 +23,14 @@ class Slots(NamedTuple):
         exists: whether there is a token.
         token: its index in the map; past the last one if there is none.
         coord: its row in `rotation.coords`, if it exists.
-        entry: its row (slots of tiles) or column (slots of blocks) in `Tiles.by_slot`.
+        line: its row (queries) or column (keys) in `Tiles.by_slot`, also without a token.
         place: what `sees` compares; its meaning depends on the pattern.
     """
 
     exists: Bool[Array, " slots"]
     token: Int[Array, " slots"]
     coord: Int[Array, " slots"]
-    entry: Int[Array, " slots"]
+    line: Int[Array, " slots"]
     place: tuple[Int[Array, " slots"], ...]
 
 
@@ -40,20 +39,23 @@ def slots_of(
     token: Int[Array, " slots"],
     tokens: int,
     coord: Int[Array, " slots"],
-    entry: Int[Array, " slots"],
+    line: Int[Array, " slots"],
     *place: Int[Array, " slots"],
 ) -> Slots:
     """`Slots` whose missing tokens are the one after the last, which is never read or written."""
-    return Slots(exists, jnp.where(exists, token, tokens), coord, entry, place)
+    return Slots(exists, jnp.where(exists, token, tokens), coord, line, place)
 
 
 def of_offsets(
     bias: Float[Array, "N entries"],
-    down: Int[np.ndarray, "rows columns"],
-    across: Int[np.ndarray, "rows columns"],
+    down: Int[Array, "rows columns"],
+    across: Int[Array, "rows columns"],
     size: tuple[int, int],
 ) -> Float[Array, "N rows columns"]:
-    """The entries of a table of offsets [2 h - 1, 2 w - 1], flat; any entry for those outside."""
+    """The entries of a table of offsets [2 h - 1, 2 w - 1], flat; any entry for those outside.
+
+    Offsets are computed by the program: as constants, those of large windows would fill it.
+    """
     h, w = size
     return jnp.take(bias, (down + h - 1) * (2 * w - 1) + across + w - 1, axis=1, mode="clip")
 
@@ -98,17 +100,17 @@ class Tiles:
         """Tiles of keys with blocks of queries."""
         raise NotImplementedError
 
-    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
-        """The bias of a tile's slots with those of its blocks, by their `Slots.entry`.
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
+        """The bias of each pair of slots, by their `Slots.line`.
 
-        Any number for pairs that do not attend.
+        Any entry for pairs that do not attend.
         """
         raise NotImplementedError
 
-    def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
+    def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         """Sums the gradient of a bias by slot to that of its entries.
 
         Args:
-            by_slot: [N, tiles / repeats * rows, blocks * columns].
+            gradient: [N, tiles / repeats * rows, blocks * columns].
         """
         raise NotImplementedError

@@ -23,7 +23,6 @@ class GlobalTiles(Tiles):
     length: int
     rows: int
     columns: int
-    transpose: bool = False
     repeats: int = 1
 
     @property
@@ -45,22 +44,20 @@ class GlobalTiles(Tiles):
         return self._slots(step * self.columns + jnp.arange(self.columns, dtype=jnp.int32))
 
     def _slots(self, token: Int[Array, " slots"]) -> Slots:
-        return Slots(token < self.length, token, token, token, ())
+        line = jnp.minimum(token, self.length - 1)
+        return Slots(token < self.length, token, token, line, ())
 
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "1 columns"]:
         return k.exists[None, :]
 
     def transposed(self) -> "GlobalTiles":
-        return dataclasses.replace(self, transpose=True)
+        return self
 
-    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
-        matrix = bias.reshape(-1, self.length, self.length)
-        matrix = matrix.swapaxes(1, 2) if self.transpose else matrix
-        after = (0, max(self.tiles * self.rows, self.blocks * self.columns) - self.length)
-        return jnp.pad(matrix, ((0, 0), after, after))
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
+        return bias.reshape(-1, self.length, self.length)
 
-    def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
-        return by_slot[:, : self.length, : self.length].reshape(-1, self.entries)
+    def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
+        return gradient[:, : self.length, : self.length].reshape(-1, self.entries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +70,12 @@ class WindowTiles(Tiles):
         grid: (H, W) of the map.
         window: fitted to the map.
         rows, columns: slots of a tile and of a block.
-        transpose: whether tiles are of keys.
     """
 
     grid: Pair
     window: Window
     rows: int
     columns: int
-    transpose: bool = False
 
     @property
     def tokens(self) -> int:
@@ -148,27 +143,26 @@ class WindowTiles(Tiles):
         return q.place[0][:, None] == k.place[0][None, :]
 
     def transposed(self) -> "WindowTiles":
-        return dataclasses.replace(self, transpose=True)
+        return self
 
-    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N _ _"]:
+    def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
+        # Tiles hold queries or, of the transposed ones, keys.
         size = max(self.parts * self.rows, self.blocks * self.columns)
-        places = np.divmod(np.arange(size), self.window.size[1])
+        places = divide(jnp.arange(size, dtype=jnp.int32), self.window.size[1])
         offsets = [x[:, None] - x for x in places]
-        if self.transpose:
-            offsets = [x.T for x in offsets]
         return of_offsets(bias, *offsets, self.window.size)
 
-    def fold(self, by_slot: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
+    def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         # One axis at a time, as products with a matrix of zeros and ones.
         h, w = self.window.size
-        by_slot = by_slot[:, : self.tokens, : self.tokens].reshape(-1, h, w, h, w)
+        gradient = gradient[:, : self.tokens, : self.tokens].reshape(-1, h, w, h, w)
         ones = [
             (np.arange(n)[:, None] - np.arange(n) + n - 1)[None]
             == np.arange(2 * n - 1)[:, None, None]
             for n in (h, w)
         ]
-        down, across = (jnp.asarray(one, by_slot.dtype) for one in ones)
-        folded = jnp.einsum("nabcd,yac,xbd->nyx", by_slot, down, across, precision="highest")
+        down, across = (jnp.asarray(one, gradient.dtype) for one in ones)
+        folded = jnp.einsum("nabcd,yac,xbd->nyx", gradient, down, across, precision="highest")
         return folded.reshape(-1, self.entries)
 
 

@@ -28,7 +28,6 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import choices, device
-from rope_jax_kernels.attention.arithmetic import LOG2E
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
 from rope_jax_kernels.attention.slots import Tiles
 from rope_jax_kernels.attention.task import Launch, Task
@@ -106,28 +105,30 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
 
 
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Rows and columns of a tile, warps and stages: those of few instructions and no spills.
+    """Rows and columns of a tile, warps and stages: the fewest instructions that were found.
 
-    Counted for GPUs of compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Arguments
-    as in `plan`.
+    Counted for compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Registers spill in
+    the backward kernel of windows before Hopper, and in float32 with heads of 128. Arguments as in
+    `plan`.
     """
     if itemsize == 4 or task.head_dim > 64:
         return (*_wide_size(task, itemsize, part), 1)
-    # Before Hopper, all operands of matrix instructions are in registers.
-    older = 0 < device.capability() < device.GENERATIONS["Hopper"]
+    # On Ampere, Ada and consumer Blackwell (12.x, not compiled for yet), all operands of matrix
+    # instructions are in registers.
+    older = device.capability() // 10 in (8, 12)
     if part == "forward" and isinstance(task.pattern, Global):
         # Tall tiles turn keys fewer times.
         return 128, 32 if older or task.biased else 64, 4, 1
     if older and task.head_dim > 32 and part in ("queries", "keys"):
         return (32, 32, 4, 1) if part == "keys" else (64, 16, 4, 1)
     whole = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
-    if whole and (part == "forward" or (part == "queries" and not older)):
+    if whole and (part == "forward" or not older):
         return 64, 64, 4, 1  # a window is one block
     return 64, 32, 4, 1
 
 
 def plan(task: Task, itemsize: int, part: str) -> Launch:
-    """Tiles, warps and stages of a kernel: measured ones, or else those without spills on sm_90a.
+    """Tiles, warps and stages of a kernel: measured ones, or else planned ones.
 
     Args:
         task: of the kernel.
@@ -202,11 +203,6 @@ def tables(
     return jnp.cos(theta), jnp.sin(theta)
 
 
-def by_slot(tiles: Tiles, bias: tuple) -> tuple:
-    """The bias ([N, entries],) by slots, in units of log 2, float32; () of ()."""
-    return tuple(LOG2E * tiles.by_slot(x.astype(jnp.float32)) for x in bias)
-
-
 def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Array, Array]:
     """The output [B, T, N, D] and lse [B, N, T] ([B, N, >= T] from `mosaic`: whole tiles)."""
     q, k, v = views(task, arrays)
@@ -226,7 +222,7 @@ def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Ar
         ((batch, task.heads, tokens), jnp.float32),
     ]
     grid = task.heads, launch.tiles.tiles, batch
-    operands = (q, k, v, *turning, *by_slot(launch.tiles, bias))
+    operands = (q, k, v, *turning, *map(launch.tiles.by_slot, bias))
     out, lse = run(kernel, launch, grid, shapes, operands)
     return out, lse
 
@@ -294,18 +290,27 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
     if launch.closed:
         kernel = functools.partial(closed_kernel, launch=launch, **options)
         shapes = gradient * (1 if task.packed else 3) + sums(tiles)
-        operands = (q, k, v, dout, lse, out, *turning, *by_slot(tiles.transposed(), bias))
+        operands = (q, k, v, dout, lse, out, *turning, *(tiles.by_slot(x).mT for x in bias))
         gradients = run(kernel, launch, grid(tiles), shapes, operands)
         partial = [gradients.pop()] if wanted.freqs else []
     else:
         kernel = functools.partial(query_kernel, launch=launch, **options)
         shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
-        operands = (q, k, v, dout, lse, out, *turning, *by_slot(tiles, bias))
+        operands = (q, k, v, dout, lse, out, *turning, *map(tiles.by_slot, bias))
         dq, delta, *partial = run(kernel, launch, grid(tiles), shapes, operands)
         turned = plan(task, q.dtype.itemsize, "keys")
         turned = dataclasses.replace(turned, tiles=turned.tiles.transposed())
         kernel = functools.partial(key_kernel, launch=turned, **options)
-        operands = (q, k, v, dout, lse, delta, *turning, *by_slot(turned.tiles, bias))
+        operands = (
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            *turning,
+            *(turned.tiles.by_slot(x).mT for x in bias),
+        )
         shapes, aliases = gradient * (1 if task.packed else 2) + sums(turned.tiles), {}
         if task.packed:
             aliases, operands = {len(operands): 0}, (*operands, dq)
@@ -341,7 +346,7 @@ def _bias_gradient(
     groups = min(items, max(1, PROGRAMS // (heads * shares * tiles.blocks)))
     kernel = functools.partial(bias_kernel, launch=launch, items=items, groups=groups, **options)
     shape = ((groups, heads, shares * tiles.rows, tiles.blocks * tiles.columns), jnp.float32)
-    operands = (*operands, *by_slot(tiles, bias))
+    operands = (*operands, *map(tiles.by_slot, bias))
     (partial,) = run(kernel, launch, (heads, shares * tiles.blocks, groups), [shape], operands)
     return (tiles.fold(partial.sum(0)).astype(bias[0].dtype),)
 

@@ -35,23 +35,25 @@ def logits_of(
     k_slots: Slots,
     bias: tuple,
     head: Int[Array, ""],
+    *,
     by_key: bool = False,
 ) -> tuple:
     """Logits, -inf for pairs that are not allowed, and the positive factor to units of log 2.
 
-    The factor is left to the multiply-add that subtracts their maximum. Rows of missing queries
-    have any finite logits.
+    The factor is left to the multiply-add that subtracts their maximum. Missing queries have any
+    logits. With `by_key`, keys are in rows, also of the bias.
     """
     task, tiles = launch.task, launch.tiles
-    if bias:  # loaded before the products, whose layout in registers Triton then keeps
-        first, second = (k_slots, q_slots) if by_key else (q_slots, k_slots)
-        added = plt.load(bias[0].at[head, first.entry[:, None], second.entry[None, :]])
+    if bias:  # before the products: Triton then computes the softmax in their layout
+        rows, columns = (k_slots, q_slots) if by_key else (q_slots, k_slots)
+        added = plt.load(bias[0].at[head, rows.line[:, None], columns.line[None, :]])
     products = [
         dot(b, a, (1, 1)) if by_key else dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)
     ]
+    # Not `sum`, which begins with an addition of 0.
     logits, unit = functools.reduce(operator.add, products), np.float32(1)
     if bias:
-        logits = fma(task, logits, task.scale * LOG2E, added)
+        logits, unit = fma(task, logits, task.scale, added.astype(jnp.float32)), LOG2E
     elif task.scale > 0:
         unit = np.float32(task.scale * LOG2E)
     else:
@@ -130,9 +132,14 @@ class Backward:
         k = self.turner.load(self.k, self.item, slots, self.k_head)
         return k, load(self.v, self.item, slots, self.v_head, self.row)
 
-    def of_query(self, ref: Any, slots: Slots) -> Float[Array, " slots"]:
+    def of_query(self, ref: Any, slots: Slots, missing: float = 0) -> Float[Array, " slots"]:
         """One number of each query, lse or delta."""
-        return plt.load(ref.at[self.item, self.head, slots.token], mask=slots.exists, other=0)
+        place = ref.at[self.item, self.head, slots.token]
+        return plt.load(place, mask=slots.exists, other=missing)
+
+    def lse_of(self, slots: Slots) -> Float[Array, " slots"]:
+        """lse of each query; infinite for a missing one, whose weights then are 0."""
+        return self.of_query(self.lse, slots, np.inf)
 
     def delta(self, slots: Slots, dout: Float[Array, "slots D"]) -> Float[Array, " slots"]:
         """Delta of each query, from the output."""
@@ -149,13 +156,17 @@ class Backward:
         k_slots: Slots,
         lse: Array,
         delta: Array,
+        *,
         by_key: bool = False,
     ) -> tuple:
-        """(weights, gradient of the scaled logits), float32 [queries, keys], or [keys, queries]."""
+        """(weights, gradient of the scaled logits), float32 [queries, keys].
+
+        With `by_key` [keys, queries].
+        """
         terms = q, k, q_slots, k_slots, self.bias, self.head
         logits, unit = logits_of(self.launch, *terms, by_key=by_key)
-        across = 0 if by_key else 1
-        lse, delta = jnp.expand_dims(negative(lse), across), jnp.expand_dims(delta, across)
+        axis = 0 if by_key else 1
+        lse, delta = jnp.expand_dims(negative(lse), axis), jnp.expand_dims(delta, axis)
         weights = exp2(self.task, fma(self.task, logits, unit, lse))
         dweights = dot(v, dout, (1, 1)) if by_key else dot(dout, v, (1, 1))
         return weights, weights * (dweights - delta)
@@ -191,7 +202,7 @@ def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None
     dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
-    lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
+    lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
 
     def step(block: Int[Array, ""], carry: tuple) -> tuple:
         dq, sums = carry
@@ -231,7 +242,7 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     dq_ref, delta_ref = b.targets[:2]
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
-    lse, delta = b.of_query(b.lse, q_slots), b.delta(q_slots, dout)
+    lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
     plt.store(delta_ref.at[b.item, b.head, q_slots.token], delta, mask=q_slots.exists)
 
     def step(block: Int[Array, ""], dq: list) -> list:
@@ -260,7 +271,7 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
         dk, dv = carry
         q_slots = b.tiles.block(b.tile, block)
         q, dout = b.queries(q_slots)
-        lse, delta = (b.of_query(ref, q_slots) for ref in (b.lse, b.out_or_delta))
+        lse, delta = b.lse_of(q_slots), b.of_query(b.out_or_delta, q_slots)
         weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta, by_key=True)
         dlogits = dlogits.astype(dout.dtype)
         dk = [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dk, q, strict=True)]
@@ -297,7 +308,7 @@ def bias_kernel(
         q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
         q_slots = q_slots._replace(exists=q_slots.exists & (work < items))
         (q, dout), (k, v) = here.queries(q_slots), here.keys(k_slots)
-        lse, delta = here.of_query(here.lse, q_slots), here.delta(q_slots, dout)
+        lse, delta = here.lse_of(q_slots), here.delta(q_slots, dout)
         return total + here.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)[1]
 
     total = jax.lax.fori_loop(0, each, step, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
