@@ -132,8 +132,8 @@ def test_instructions_stay_within_their_budget(name):
 @pytest.mark.parametrize("name", ["ViT, 6 heads of 64", "NAT, stage 1, bias", "Swin, stage 1"])
 def test_registers_suffice_on_older_gpus(name, kind):
     for code in machine_code.kernels_of(*machine_code.layer_and_batch(name), kind):
-        # Half a hundred numbers at most in the kernel that has all gradients of a window.
-        assert code.spilled <= (200 if code.kernel == "attention_closed_kernel" else 0), code
+        # The kernel that has all gradients of a window spills 96 and 88 bytes.
+        assert code.spilled <= (128 if code.kernel == "attention_closed_kernel" else 0), code
 
 
 # Instructions of a thread, sines and cosines included; 3 % above what they are.

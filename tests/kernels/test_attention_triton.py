@@ -203,6 +203,40 @@ def test_large_biases_do_not_reach_slots_without_a_token(pattern, places):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize(
+    ("pattern", "places"),
+    [(Window((3, 3), (1, 1)), (4, 5)), (Neighborhood((3, 3)), (10, 9)), (Global(), (17,))],
+)
+def test_several_biases_and_scales_that_are_not_positive(pattern, places, scale):
+    """By vmap over the bias, as for several seeds."""
+    qkv, coords, freqs, bias, cotangent = map(
+        jnp.asarray, operands(pattern, places, dtype=np.float32)
+    )
+
+    def gradients(bias, implementation):
+        attend = lambda qkv, freqs, bias: attention_qkv(
+            qkv,
+            pattern=pattern,
+            rotation=Rotation(coords, freqs),
+            bias=bias,
+            scale=scale,
+            implementation=implementation,
+        )
+        out, pull_back = jax.vjp(attend, qkv, freqs, bias)
+        return out, *pull_back(cotangent)
+
+    plain, kernel = (
+        jax.jit(jax.vmap(functools.partial(gradients, implementation=name)))(
+            jnp.stack([bias, 2 * bias])
+        )
+        for name in ("xla", "triton")
+    )
+    for found, want in zip(kernel, plain, strict=True):
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * max(np.abs(want).max(), 1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "places", "head_dim"),
     [
