@@ -161,7 +161,8 @@ def test_resize_is_the_map_of_creation_from_then_on():
         (1 + 45, 48),
         (2, 3, 9, 17),
     ]
-    np.testing.assert_array_equal(run(model, images)[0], before)
+    # Two programs, which compilers round differently on some CPUs.
+    np.testing.assert_allclose(run(model, images)[0], before, rtol=0, atol=2e-6)
     model.resize(8)  # pixels of both sides
     assert model.position.stage.grid == (4, 4)
 
