@@ -6,15 +6,16 @@ Compiles layers of ViT, Swin and NAT, and rotations of small and large arrays, f
 not be there; this needs jax[cuda13], the wheel nvidia-cuda-nvdisasm, JAX_PLATFORMS=cpu and
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1. No time is measured. Each of a multiprocessor's four schedulers
 issues at most one instruction of a warp in a cycle, so that issuing all that are written, and those
-of the loop in each of its rounds, takes
+of loops in each of their rounds, takes
 
     issue_us = warps * instructions of a warp / (multiprocessors * 4 * clock)
 
-Branches that a warp does not take are counted, too, so that this is a bound from below only of a
-kernel that takes all of them; stalls are not counted, and kernels usually take longer. The second
-figure is the time of copying what a kernel must read and write (q, k, v, output, and backward their
-gradients; of a rotation half of the channels, and the angles), at an assumed share of the memory
-bandwidth.
+Branches that a warp does not take are counted, too, but for the gradients of queries in the
+backward kernel of `mosaic`, which one warpgroup at a time computes. So this is a bound from below
+only of a kernel that takes all of them; stalls are not counted, and kernels usually take longer.
+The second figure is the time of copying what a kernel must read and write (q, k, v, output, and
+backward their gradients; of a rotation half of the channels, and the angles), at an assumed share
+of the memory bandwidth.
 
 The backward pass includes the gradients of the frequencies and of a bias.
 """
@@ -23,13 +24,14 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import jax
@@ -40,7 +42,7 @@ from benchmarks._program import compile_ahead
 from benchmarks._runner import Keep, Result, record
 from rope_jax.text import markdown_table
 from rope_jax_kernels import Global, Neighborhood, Rotation, attention_qkv
-from rope_jax_kernels.attention import triton
+from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch, triton
 from rope_jax_kernels.model_shapes import LAYERS, Layer
 from rope_jax_kernels.rotary import tile_sizes
 
@@ -50,14 +52,28 @@ COPIED = (
     4.3 / 4.8
 )  # of the memory bandwidth of the data sheet: an assumption of what a copy reaches
 TWO_OVER_PI = "0.636619"  # how each sine or cosine begins: the quarter turns of its angle
-# Name -> layer of `model_shapes`, batch, and whether there is a bias.
+
+
+class Case(NamedTuple):
+    """A layer of `model_shapes` to compile, and the kinds of GPU that its implementation serves."""
+
+    layer: Layer
+    batch: int
+    implementation: str = "triton"
+    kinds: tuple[str, ...] = KINDS
+
+
+_FEW_HEADS, _MANY_HEADS = LAYERS["vit_s_class_token"], LAYERS["vit_s_12_heads"]
+_SWIN, _NAT = LAYERS["swin_t_1"], LAYERS["nat_mini_1"]
 CASES = {
-    "ViT, 6 heads of 64": ("vit_s_class_token", 256, False),
-    "ViT, 12 heads of 32": ("vit_s_12_heads", 256, False),
-    "Swin, stage 1": ("swin_t_1", 128, False),
-    "Swin, stage 1, bias": ("swin_t_1", 128, True),
-    "NAT, stage 1": ("nat_mini_1", 64, False),
-    "NAT, stage 1, bias": ("nat_mini_1", 64, True),
+    "ViT, 6 heads of 64": Case(_FEW_HEADS, 256),
+    "ViT, 6 heads of 64, mosaic": Case(_FEW_HEADS, 256, "mosaic", (H200,)),
+    "ViT, 12 heads of 32": Case(_MANY_HEADS, 256),
+    "ViT, 12 heads of 32, mosaic": Case(_MANY_HEADS, 256, "mosaic", (H200,)),
+    "Swin, stage 1": Case(dataclasses.replace(_SWIN, bias=False), 128),
+    "Swin, stage 1, bias": Case(dataclasses.replace(_SWIN, bias=True), 128),
+    "NAT, stage 1": Case(dataclasses.replace(_NAT, bias=False), 64),
+    "NAT, stage 1, bias": Case(dataclasses.replace(_NAT, bias=True), 64),
 }
 # The corners of the thesis' sizes (table A.1), in bfloat16 with angles in float32.
 ROTATIONS = {
@@ -115,8 +131,10 @@ class Code:
         kernel: its name.
         registers, spilled, shared: registers of a thread, bytes spilled by one, bytes of shared
             memory of a block.
-        instructions, loop, rounds: all that are written, those of the longest loop, and how often
-            a warp runs through that.
+        instructions: all that are written.
+        loops: of the longest loops, instructions and how often a warp runs through them each time
+            it comes to them.
+        issued: instructions that a warp issues.
         blocks, warps: of the launch, and of a block.
         sines: sines and cosines that are computed in the whole kernel.
     """
@@ -126,16 +144,11 @@ class Code:
     spilled: int
     shared: int
     instructions: int
-    loop: int
-    rounds: int
+    loops: tuple[tuple[int, int], ...]
+    issued: float
     blocks: int
     warps: int
     sines: int
-
-    @property
-    def issued(self) -> int:
-        """Instructions that a warp issues if it takes all branches."""
-        return self.instructions + (self.rounds - 1) * self.loop
 
     def resident(self, gpu: Gpu) -> int:
         """Blocks that a multiprocessor holds at a time."""
@@ -151,18 +164,13 @@ class Code:
         return total / (gpu.multiprocessors * SCHEDULERS * gpu.cycles)
 
 
-def layer_and_batch(name: str) -> tuple[Layer, int]:
-    """A case's layer and batch."""
-    layer, batch, bias = CASES[name]
-    return dataclasses.replace(LAYERS[layer], bias=bias), batch
-
-
-def train(layer: Layer, qkv: Any, coords: Any, freqs: Any, bias: Any, cotangent: Any) -> tuple:
+def train(case: Case, qkv: Any, coords: Any, freqs: Any, bias: Any, cotangent: Any) -> tuple:
     """The output of a layer, and the gradients of qkv, freqs and any bias."""
+    options = {"pattern": case.layer.pattern, "implementation": case.implementation}
 
     def attend(qkv: jax.Array, freqs: jax.Array, bias: jax.Array) -> jax.Array:
-        terms = {"rotation": Rotation(coords, freqs), "bias": bias if layer.bias else None}
-        return attention_qkv(qkv, pattern=layer.pattern, implementation="triton", **terms)
+        terms = {"rotation": Rotation(coords, freqs), "bias": bias if case.layer.bias else None}
+        return attention_qkv(qkv, **options, **terms)
 
     out, pull_back = jax.vjp(attend, qkv, freqs, bias)
     return out, pull_back(cotangent)
@@ -208,42 +216,131 @@ def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
     return report, subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def instructions_of(listing: str) -> tuple[list[str], int]:
-    """The instructions of a listing, and how many are in the longest loop (0 without one).
+Span = tuple[int, int]  # the first instruction, and the last one
 
-    A jump to itself and the NOPs behind it, which fill the code up after its end, are left out.
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """What nvdisasm lists of a kernel.
+
+    Attributes:
+        instructions: without the jump to itself and the NOPs that fill the code up after its end.
+        loops: from their first instruction to the jump back, the longest first; without those that
+            wait for a barrier.
+        skips: instructions that a jump forward passes over.
     """
-    labels, instructions, longest, ended = {}, [], 0, False
-    for line in listing.splitlines():
+
+    instructions: list[str]
+    loops: list[Span]
+    skips: list[Span]
+
+    def issued(self, rounds: Sequence[int], shared: Sequence[int] = ()) -> float:
+        """Instructions that a warp issues.
+
+        Args:
+            rounds: of the longest loops, each time that a warp comes to them.
+            shared: (n, m): one of m warps takes the longest branch in the n-th of these loops and
+                outside the next one.
+        """
+        weights = [1.0] * len(self.instructions)
+
+        def scale(span: Span, factor: float) -> None:
+            for i in range(span[0], span[1] + 1):
+                weights[i] *= factor
+
+        for loop, count in zip(self.loops, rounds, strict=False):
+            scale(loop, count)
+        if shared:
+            number, count = shared
+            outer, inner = self.loops[number : number + 2]
+            branches = [x for x in self.skips if holds(outer, x) and not holds(x, inner)]
+            scale(max(branches, key=length), 1 / count)
+        return sum(weights)
+
+
+def length(span: Span) -> int:
+    """Instructions of a span."""
+    return span[1] - span[0] + 1
+
+
+def holds(outer: Span, inner: Span) -> bool:
+    """Whether a span has all instructions of another one."""
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def read_listing(text: str) -> Listing:
+    """Reads what nvdisasm prints.
+
+    A wait for a barrier, whose loop has SYNCS in it, may stand behind the kernel's end; the jump
+    that follows it goes back to where the wait began, and is no loop.
+    """
+    labels, instructions, jumps = {}, [], []
+    for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            first = labels.get(target[1]) if target else None
-            ended = first == len(instructions) or (ended and instruction[1].strip() == "NOP")
-            if ended:
-                continue
-            instructions.append(instruction[1])
-            if first is not None:
-                longest = max(longest, len(instructions) - first)
-    return instructions, longest
+            if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1]):
+                jumps.append((len(instructions), target[1]))
+            instructions.append(instruction[1].strip())
+    pairs = [(i, labels[name]) for i, name in jumps if name in labels]
+    ends = [i for i, target in pairs if i == target]
+    if ends and set(instructions[ends[-1] + 1 :]) <= {"NOP"}:
+        del instructions[ends[-1] :]
+    back = [(target, i) for i, target in pairs if target < i]
+    waits = [x for x in back if length(x) < 9 and "SYNCS" in " ".join(instructions[x[0] : x[1]])]
+    ended = {last + 1 for _, last in waits}
+    loops = [x for x in back if x not in waits and x[1] not in ended]
+    skips = [(i + 1, target - 1) for i, target in pairs if target > i]
+    return Listing(instructions, sorted(loops, key=length, reverse=True), skips)
 
 
-def kernels_of(layer: Layer, batch: int, kind: str = H200) -> list[Code]:
+@dataclasses.dataclass
+class Launch:
+    """What is known of a kernel before it is compiled; arguments of `Listing.issued`.
+
+    Attributes:
+        rounds, shared: of its loops.
+        blocks, warps: of the launch, and of a block, where XLA does not list them.
+    """
+
+    rounds: Sequence[int]
+    shared: Sequence[int] = ()
+    blocks: int = 0
+    warps: int = 0
+
+
+def kernels_of(case: Case, kind: str = H200) -> list[Code]:
     """Compiles both passes of a layer in bfloat16: the forward kernel, then the backward ones."""
-    rounds = {}  # name of a kernel -> of its loop: over blocks, or over the examples of a group
-    launched = triton.run
+    launches: dict[str, Launch] = {}
+    run, program_grid = triton.run, mosaic_launch.program_grid
 
-    def run(kernel: Any, launch: Any, *rest: Any, **options: Any) -> list[jax.Array]:
+    def of_triton(kernel: Any, launch: Any, *rest: Any, **options: Any) -> list[jax.Array]:
+        """Its loop is over the blocks of a tile, or the examples of a program."""
         terms = kernel.keywords
-        each = -(-terms["items"] // terms["groups"]) if "items" in terms else launch.tiles.blocks
-        rounds[f"attention_{kernel.func.__name__}"] = each
-        return launched(kernel, launch, *rest, **options)
+        each = launch.each if launch.each > 1 else launch.tiles.blocks
+        if "items" in terms:
+            each = -(-terms["items"] // terms["groups"])
+        launches[f"attention_{kernel.func.__name__}"] = Launch([each])
+        return run(kernel, launch, *rest, **options)
 
-    with mock.patch.object(triton, "run", run):
-        return dumped(
-            functools.partial(train, layer), list(layer.shapes(batch).values()), kind, rounds
-        )
+    def of_mosaic(
+        task: Any, kernel: Any, name: str, outputs: Any, scratch: Any, programs: int, groups: int
+    ) -> Callable:
+        """Loops over examples, and inside over blocks of keys; backward see `mosaic_backward`."""
+        plan, shared = kernel.keywords["plan"], ()
+        rounds = [plan.items, min(groups, plan.blocks)]
+        if name == "attention_mosaic_backward":
+            rounds = [plan.items, plan.blocks, mosaic_kernel.ROWS // mosaic_backward.WIDTH]
+            rounds, shared = [*rounds, plan.blocks], (1, groups)
+        launches[name] = Launch(rounds, shared, programs, 4 * groups)
+        return program_grid(task, kernel, name, outputs, scratch, programs, groups)
+
+    with (
+        mock.patch.object(triton, "run", of_triton),
+        mock.patch.object(mosaic_launch, "program_grid", of_mosaic),
+    ):
+        shapes = list(case.layer.shapes(case.batch).values())
+        return dumped(functools.partial(train, case), shapes, kind, launches)
 
 
 def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
@@ -252,11 +349,14 @@ def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
     (x,), (theta,) = shapes[0], shapes[1:]
     batch, _, rows, channels = x.shape
     tile = tile_sizes.spread_tile_of(batch, rows, channels // 4, channels, x.dtype.itemsize, "half")
-    (code,) = dumped(rotary.step_of(case, "triton"), [x, theta], kind, {"rotary": tile.steps})
+    launches = {"rotary": Launch([tile.steps])}
+    (code,) = dumped(rotary.step_of(case, "triton"), [x, theta], kind, launches)
     return code
 
 
-def dumped(f: Callable, shapes: Sequence[Any], kind: str, rounds: Mapping[str, int]) -> list[Code]:
+def dumped(
+    f: Callable, shapes: Sequence[Any], kind: str, launches: Mapping[str, Launch]
+) -> list[Code]:
     """The kernels of a program that is compiled for a kind of GPU; see `read_dump`."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -267,53 +367,65 @@ def dumped(f: Callable, shapes: Sequence[Any], kind: str, rounds: Mapping[str, i
         # A program of another name: XLA dumps nothing of one that jax's cache has.
         dumping.__name__ = pathlib.Path(folder).name
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
-        compile_ahead(dumping, shapes, absent_gpus(kind=kind)[0], donate=(0,), options=options)
-        return read_dump(pathlib.Path(folder), rounds)
+        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
+            compile_ahead(dumping, shapes, absent_gpus(kind=kind)[0], donate=(0,), options=options)
+        return read_dump(pathlib.Path(folder), launches)
 
 
-def read_dump(folder: pathlib.Path, rounds: Mapping[str, int]) -> list[Code]:
-    """The kernels of a program that XLA has dumped as PTX, in the order of launches.
+def read_dump(folder: pathlib.Path, launches: Mapping[str, Launch]) -> list[Code]:
+    """The kernels of a program that XLA and Mosaic GPU have dumped as PTX, in their order.
 
     Args:
         folder: of the dump.
-        rounds: of the loop of each kernel, by its name; others are left out.
+        launches: by a kernel's name; others are left out.
     """
     (thunks,) = folder.glob("*thunk_sequence.txt")
-    launches = re.findall(
-        rf"\] ({'|'.join(rounds)}) grid: \[(.*?)\] threads: \[(.*?)\]\s+shared_memory: (\d+)",
+    listed = re.findall(
+        rf"\] ({'|'.join(launches)}) grid: \[(.*?)\] threads: \[(.*?)\]\s+shared_memory: (\d+)",
         thunks.read_text(),
     )
-    listed = {}
-    for ptx in folder.glob("*.ptx"):
-        for name in re.findall(r"\.entry (\w+)", ptx.read_text()):
-            if name in rounds:
-                listed[name] = machine_code(ptx)
+    entries = {
+        name: ptx
+        for ptx in folder.glob("*.ptx")
+        for name in re.findall(r"\.entry (\w+)", ptx.read_text())
+    }
     codes = []
-    for name, grid, threads, shared in launches:
-        report, listing = listed[name]
-        instructions, loop = instructions_of(listing)
+    for name, launch in launches.items():  # those of Mosaic GPU, which XLA does not list
+        if ptx := entries.get(f"{name}_mosaic_gpu_kernel"):
+            resources = ptx.with_suffix(".resources.txt").read_text()
+            shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources)[1])
+            codes.append(read_code(name, ptx, launch, shared, launch.blocks, launch.warps))
+    for name, grid, threads, shared in listed:
         blocks, count = (math.prod(map(int, x.split(","))) for x in (grid, threads))
         codes.append(
-            Code(
-                kernel=name,
-                registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
-                spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
-                shared=int(shared),
-                instructions=len(instructions),
-                loop=loop,
-                rounds=rounds[name] if loop else 1,
-                blocks=blocks,
-                warps=-(-count // 32),
-                sines=sum(TWO_OVER_PI in instruction for instruction in instructions),
-            )
+            read_code(name, entries[name], launches[name], int(shared), blocks, -(-count // 32))
         )
     return codes
 
 
-def rows_of(
-    name: str, codes: Sequence[Code], layer: Layer, batch: int, kind: str = H200
-) -> list[dict[str, Any]]:
+def read_code(
+    name: str, ptx: pathlib.Path, launch: Launch, shared: int, blocks: int, warps: int
+) -> Code:
+    """A kernel's machine code, from its PTX."""
+    report, text = machine_code(ptx)
+    listing = read_listing(text)
+    return Code(
+        kernel=name,
+        registers=int(re.findall(r"Used (\d+) registers", report)[-1]),
+        spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
+        shared=shared,
+        instructions=len(listing.instructions),
+        loops=tuple(zip(map(length, listing.loops), launch.rounds, strict=False)),
+        issued=listing.issued(launch.rounds, launch.shared),
+        blocks=blocks,
+        warps=warps,
+        sines=sum(TWO_OVER_PI in instruction for instruction in listing.instructions),
+    )
+
+
+def rows_of(name: str, codes: Sequence[Code], case: Case, kind: str = H200) -> list[dict[str, Any]]:
     """A row for each pass of a layer, with all its kernels."""
+    layer, batch = case.layer, case.batch
     moved = 2 * batch * layer.tokens * layer.heads * layer.head_dim  # q, in bfloat16
     logits = batch * layer.heads * pairs_of(layer)
     rows = []
@@ -342,7 +454,7 @@ def _row(kind: str, name: str, batch: int, codes: Sequence[Code], moved: int) ->
 def table(result: Result) -> str:
     """The rows of a result."""
     header = ["GPU", "layer", "pass", "issue, us", "copy, us", "instructions a logit", "kernel"]
-    header += ["instructions (loop x rounds)", "registers", "spilled, bytes", "resident warps"]
+    header += ["instructions (loops x rounds)", "registers", "spilled, bytes", "resident warps"]
     rows = []
     for row in result["rows"]:
         cells = [row["gpu"].split("-")[0].split()[-1], f"{row['case']}, batch {row['batch']}"]
@@ -350,10 +462,11 @@ def table(result: Result) -> str:
         per_logit = row.get("instructions_per_logit")
         cells.append("" if per_logit is None else f"{per_logit:.1f}")
         for code in row["kernels"]:
-            loop = f"({code['loop']} x {code['rounds']})" if code["loop"] else ""
+            loops = ", ".join(f"{size} x {rounds}" for size, rounds in code["loops"])
+            loops = f" ({loops})" if loops else ""
             name = code["kernel"].removeprefix("attention_").removesuffix("_kernel")
             counts = [code["registers"], code["spilled"], code["resident_warps"]]
-            rows.append([*cells, name, f"{code['instructions']} {loop}", *map(str, counts)])
+            rows.append([*cells, name, f"{code['instructions']}{loops}", *map(str, counts)])
             cells = [""] * len(cells)
     return markdown_table(header, rows)
 
@@ -372,9 +485,9 @@ def run(keep: Keep, *, gpus: list[Literal[*KINDS]] = KINDS) -> None:
     machine = record("machine_code", {})["machine"] | {"device": "compiled for absent GPUs"}
     rows: list[dict[str, Any]] = []
     for kind in gpus:
-        for name in CASES:
-            layer, batch = layer_and_batch(name)
-            rows += rows_of(name, kernels_of(layer, batch, kind), layer, batch, kind)
+        for name, case in CASES.items():
+            if kind in case.kinds:
+                rows += rows_of(name, kernels_of(case, kind), case, kind)
             keep(settings={}, machine=machine, rows=rows)
         for name, case in ROTATIONS.items():
             rows.append(

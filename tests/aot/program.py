@@ -113,11 +113,13 @@ def read_kernel(path, ptxas) -> Kernel:
     width = lambda *kinds: frozenset(
         int(vector or 1) * int(bits) // 8 for op, vector, bits in accesses if op in kinds
     )
+    copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", ptx)
+    asynchronous = {int(size, 0) for size in copies}
     return Kernel(
         registers=number(r"Used (\d+) registers"),
         local_bytes=number(r"(\d+) bytes (?:stack frame|spill stores|spill loads)"),
         spilled_bytes=number(r"(\d+) bytes (?:spill stores|spill loads)"),
-        load_widths=width("ld.global"),
+        load_widths=width("ld.global") | asynchronous,
         store_widths=width("st.global"),
         shared_widths=width("ld.shared", "st.shared"),
         tensors_out=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),

@@ -170,6 +170,25 @@ def test_gradients_are_the_same_twice(busy):
     jax.tree.map(np.testing.assert_array_equal, run(), run())
 
 
+@pytest.mark.slow
+def test_what_lies_behind_the_last_token_reaches_no_gradient():
+    """Not even the coordinates behind the last one: of another set of a vmap, and no numbers."""
+    qkv, coords, freqs, _, cotangent = operands(
+        Global(), (65,), dtype=jnp.float16, bias=False, heads=1, batch=1
+    )
+    coords = jnp.asarray(coords)
+    run = functools.partial(outputs, pattern=Global(), pairing="half", implementation="mosaic")
+    coords = jnp.stack([coords, jnp.full_like(coords, np.nan)])
+    found = jax.vmap(
+        lambda coords: run(
+            *(jnp.asarray(x) for x in (qkv, coords, freqs)), None, jnp.asarray(cotangent)
+        )
+    )(coords)
+    alone = run(qkv, coords[0], freqs, None, cotangent)
+    for name in ("out", "qkv", "freqs"):
+        np.testing.assert_array_equal(found[name][0], alone[name])
+
+
 def test_gradient_of_shared_frequencies_in_bfloat16():
     qkv, coords, freqs, *_ = operands(
         Global(), (5,), dtype=jnp.bfloat16, bias=False, shared=True, batch=1

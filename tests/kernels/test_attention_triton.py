@@ -25,6 +25,7 @@ from rope_jax_kernels import (
 )
 from rope_jax_kernels.accuracy import allowed_error, error
 from rope_jax_kernels.arithmetic import cos_sin
+from rope_jax_kernels.attention import triton
 from tests.kernels.attention_terms import term_sizes
 from tests.kernels.covering import covering
 
@@ -200,6 +201,53 @@ def test_large_biases_do_not_reach_slots_without_a_token(pattern, places):
     plain, kernel = run(implementation="xla"), run(implementation="triton")
     for name, want in plain.items():
         np.testing.assert_allclose(kernel[name], want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "places"),
+    [(Window((3, 3)), (4, 5)), (Neighborhood((3, 3)), (10, 9)), (Global(), (17,))],
+)
+def test_queries_whose_bias_leaves_no_key(pattern, places):
+    """Their output and gradients are 0; others are as without them."""
+    qkv, coords, freqs, bias, cotangent = map(
+        jnp.asarray, operands(pattern, places, dtype=np.float32, batch=1)
+    )
+    bias = bias.at[0].set(jnp.finfo(jnp.float32).min)
+    run = functools.partial(outputs, pattern=pattern, pairing="half")
+    found = run(qkv, coords, freqs, bias, cotangent, implementation="triton")
+    want = run(qkv, coords, freqs, bias, cotangent, implementation="xla")
+    assert np.abs(found["out"][..., 0, :]).max() == 0
+    assert np.abs(found["qkv"][..., 0, :]).max() == 0
+    for name in ("out", "qkv"):
+        np.testing.assert_allclose(found[name][..., 1, :], want[name][..., 1, :], atol=1e-4)
+    for name in ("freqs", "bias"):
+        assert np.abs(found[name][0]).max() == 0
+        np.testing.assert_allclose(found[name][1], want[name][1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shift", "options"),
+    [
+        ((1, 1), {"dtype": jnp.bfloat16}),
+        pytest.param(
+            (0, 0),
+            {"dtype": jnp.bfloat16, "bias": False, "packed": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((2, 0), {"packed": False, "pairs": 0}, marks=pytest.mark.slow),
+    ],
+)
+def test_several_examples_of_a_program(shift, options, monkeypatch):
+    """As where there are many programs: forward at most eight, backward with a bias all."""
+    monkeypatch.setattr(triton, "PROGRAMS", 1)
+    options = {"batch": 9, "heads": 1} | options
+    task = functools.partial(triton.task_of, implementation="triton", rotation=None, scale=None)
+    arrays = (jnp.zeros((9, 4, 5, 3, 1, 32)),)
+    whole = task(arrays, pattern=Window((3, 3), shift), bias=None)
+    assert triton.plan(whole, 2, "forward", 9).each == 5  # and four
+    assert triton.plan(whole, 4, "forward", 9).each == 1
+    check(Window((3, 3), shift), (4, 5), **options)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from rope_jax_kernels.attention.task import Task
 
 LOG2E = np.float32(np.log2(np.e))
-# The logit of a masked pair; finite, so that rows without any key stay finite.
+# Where the running maximum of a row's logits begins; in `mosaic` also the logit of a masked pair.
+# Finite, so that differences with it are no NaN.
 MASKED = np.float32(-1e30)
 
 

@@ -34,7 +34,14 @@ from jaxtyping import Array, Float
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention import mosaic_kernel
 from rope_jax_kernels.attention.arithmetic import LOG2E
-from rope_jax_kernels.attention.mosaic_kernel import COLUMN, MOST_GROUPS, ROWS, TILE
+from rope_jax_kernels.attention.mosaic_kernel import (
+    COLUMN,
+    MOST_GROUPS,
+    ROWS,
+    TILE,
+    joined,
+    product,
+)
 from rope_jax_kernels.attention.task import Task
 
 WIDTH = 32  # channels of a piece, and queries of a step
@@ -293,8 +300,8 @@ class Program:
             logits, dweights = self.products([(1, 0), (2, 3)], here, queries, half)
             logits = logits * np.float32(self.task.scale * LOG2E) - of_query(self.held_lse)
             if self.task.tokens % ROWS:
-                # Of keys past the last token, which are zeros: any finite weight will do. Others
-                # are at most one.
+                # Of keys past the last token, which are zeros: any weight will do whose product
+                # with delta is finite. Others are at most one.
                 logits = jnp.minimum(logits, 0)
             weights = jnp.exp2(logits)
             dlogits = (weights * (dweights - of_query(self.delta))).astype(dtype)
@@ -367,16 +374,6 @@ class Program:
             self.example(i)
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def joined(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:
-    """Pieces of rows, side by side."""
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-
-
-def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
-    """What a matrix instruction computes, for interpret mode."""
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def backward_kernel(*refs: Any, task: Task, plan: Plan, rotated: bool, summed: bool) -> None:

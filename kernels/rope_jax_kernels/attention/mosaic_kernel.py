@@ -86,12 +86,21 @@ def items_of(programs: int, batch: int) -> int:
     return min(range(1, min(MOST_ITEMS, batch) + 1), key=cost)
 
 
+def joined(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:
+    """Pieces of rows, side by side."""
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
+    """What a matrix instruction computes, for interpret mode."""
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
 def logits_of(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "64 64"]:
     """Products of turned queries and the turned keys of one block, pieces [P, 64, width]."""
     pieces, _, width = k_ref.shape
     if task.interpret:  # interpret mode has no matrix instruction with an operand in registers
-        keys = [k_ref[i].T for i in range(pieces)]
-        return jnp.dot(q, jnp.concatenate(keys, axis=0), preferred_element_type=jnp.float32)
+        return product(q, joined([k_ref[i] for i in range(pieces)]).T)
 
     def multiply(total: Any) -> Array:
         for i in range(pieces):
@@ -106,10 +115,7 @@ def add_values(
 ) -> list[Float[Array, "64 width"]]:
     """Adds the weights times the values of one block to the pieces of the output."""
     if task.interpret:
-        return [
-            x + jnp.dot(weights, v_ref[i], preferred_element_type=jnp.float32)
-            for i, x in enumerate(out)
-        ]
+        return [x + product(weights, v_ref[i]) for i, x in enumerate(out)]
 
     def multiply(totals: list) -> None:
         for i, total in enumerate(totals):
@@ -160,7 +166,7 @@ class Program:
             plgpu.copy_gmem_to_smem(self.coords.at[pl.ds(token, ROWS)], slot, ready)
         else:
             # As one long row, because the engine rejects rows that are not a multiple of 16 bytes.
-            # Data read after the last token (zeros or the next set) only affect discarded results.
+            # Of data read after the last token (zeros or the next set) nothing is kept.
             for i in range(axes):
                 part = pl.ds(token * axes + i * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(self.coords.at[part], slot.at[pl.ds(i * ROWS, ROWS)], ready)
@@ -211,15 +217,14 @@ class Program:
 
     def load_turned(self, ref: Any, angles: tuple | None) -> Float[Array, "64 D"]:
         """The rows of a tile of queries or keys [P, 64, width], turned and rounded once."""
-        x = [plgpu.load(ref.at[i], layout=TILE) for i in range(self.plan.pieces)]
-        x = x[0] if len(x) == 1 else jnp.concatenate(x, axis=1)
+        x = joined([plgpu.load(ref.at[i], layout=TILE) for i in range(self.plan.pieces)])
         if angles is None:
             return x
         (cos, sin), pairs = angles, self.task.pairs
         a, b = (x[:, first : first + pairs].astype(jnp.float32) for first in (0, pairs))
         turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
         rest = [x[:, 2 * pairs :]] if 2 * pairs < self.task.head_dim else []
-        return jnp.concatenate([*turned, *rest], axis=1)
+        return joined([*turned, *rest])
 
     def store(self, ref: Any, x: Float[Array, "64 D"]) -> None:
         """Writes rows to a tile."""
@@ -323,7 +328,12 @@ class Program:
             channels = pl.ds(piece * self.plan.width, self.plan.width)
             place = (item, pl.ds(self.token, ROWS), self.head, channels)
             plgpu.copy_smem_to_gmem(self.result[0].at[self.group, piece], self.out.at[place])
-        self.lse.at[item, self.head, pl.ds(self.token, ROWS)][...] = top + jnp.log2(total)
+        if self.task.tokens % ROWS:  # missing queries weigh nothing in the backward pass
+            query = jax.lax.optimization_barrier(self.token)
+            query += plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+            total = jnp.where(query < self.task.tokens, total, np.float32(np.inf))
+        lse = top + jnp.log2(total)
+        self.lse.at[item, self.head, pl.ds(self.token, ROWS)][...] = lse
 
     def run(self) -> None:
         """Computes all examples of the program."""

@@ -29,13 +29,16 @@ def forward(
 def backward(
     task: Task, arrays: tuple, tables: tuple, coords: tuple
 ) -> tuple[tuple, list[Float[Array, "1 1 N A R"]]]:
-    """Gradients of q, k and v, packed as these are, and with coords [that of freqs].
+    """Gradients of q, k and v, packed as these are, and of freqs.
 
     Args:
         task: which `mosaic_backward.serves`.
         arrays: q, k and v [B, L, heads, D], the output's gradient, the output, and lse.
         tables: (cosines, sines) [N or 1, L, R], or () where nothing turns.
-        coords: ([L, A],), or () where the gradient of freqs, each head with its own, is not wanted.
+        coords: ([L, A],), or () where no gradient of freqs is wanted.
+
+    Returns:
+        The gradients, and that of freqs for each head, also where heads share them.
     """
     table = ()
     if tables:

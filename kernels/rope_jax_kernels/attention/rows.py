@@ -129,8 +129,10 @@ class Turner:
     def gradient(self, slots: Slots, turned: list[Array], gradients: list[Array]) -> list[Array]:
         """The rows' contribution to the gradient of the frequencies, [R] for each axis.
 
-        Computed from the turned rows and their gradients.
+        Computed from the turned rows and their gradients; empty where it is not wanted.
         """
+        if not self.coords:
+            return []
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
         dtheta = fma(self.task, db, a, negative(da) * b)
         (coords,) = self.coords

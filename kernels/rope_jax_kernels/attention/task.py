@@ -53,12 +53,28 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A task, its tiles, and the warps and pipeline stages of a program. Static."""
+    """A task, its tiles, and the programs of a kernel. Static.
+
+    Attributes:
+        task, tiles: what is computed.
+        warps, stages: of a program; with 2 stages or more, it loads what the next round of its
+            loop needs while it computes.
+        each: examples of a program, one after another; what they have in common, such as the
+            tokens of slots, is computed once.
+    """
 
     task: Task
     tiles: Tiles
     warps: int
     stages: int = 1
+    each: int = 1
+
+    def grid(self, batch: int) -> tuple[int, int, int]:
+        """Programs: heads, tiles, and groups of examples.
+
+        Those that run together touch neighbouring memory, because heads run fastest.
+        """
+        return self.task.heads, self.tiles.tiles, -(-batch // self.each)
 
     @property
     def closed(self) -> bool:

@@ -176,7 +176,8 @@ def cut(pattern: Pattern, places: tuple[int, ...], *, rows: int, columns: int) -
     Args:
         pattern: as in `attention`.
         places: shape of the tokens of one example, (L,) or (H, W).
-        rows: most slots of a tile, a power of two.
+        rows: most slots of a tile, a power of two; a neighbourhood's tile is at least half as long
+            as its kernel along each axis.
         columns: most slots of a block, a power of two.
     """
     if isinstance(pattern, Global):

@@ -11,15 +11,17 @@ keys are rounded once, to the data's dtype; logits and softmax are float32.
 Backward, if a tile holds all queries that attend to its keys (windows of up to 64 tokens), one
 kernel computes all gradients. Otherwise one loops over keys (dq) and one over queries (dk, dv).
 There are no atomics, so results are deterministic. The gradient of the frequencies is computed from
-the rotated queries and keys and their gradients, which are then in registers; that of a bias needs
-a separate kernel.
+the rotated queries and keys and their gradients, which are then in registers. That of a bias needs
+a separate kernel, unless a window is one block: then a program adds up the gradients of logits of
+several examples.
 """
 
 import dataclasses
 import functools
+import math
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,6 @@ from jaxtyping import Array, Float
 
 from rope_jax_kernels import choices, device
 from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
-from rope_jax_kernels.attention.slots import Tiles
 from rope_jax_kernels.attention.task import Launch, Task
 from rope_jax_kernels.attention.tiles import cut
 from rope_jax_kernels.attention.triton_kernels import (
@@ -46,17 +47,30 @@ from rope_jax_kernels.rotation import Rotation
 HEAD_DIMS = (16, 128)  # smallest and largest
 # Most neighbours along one axis. A tile is at least half as long, and has at most 64 queries then.
 NEIGHBORS = 16
-PROGRAMS = 1024  # of the gradient of a bias: several for each of a GPU's multiprocessors
-Sizes = tuple[int, int, int, int]  # rows, columns, warps, stages
+PROGRAMS = 1024  # at least, where one could do more: several for each multiprocessor
 SMALLEST = 16  # side of a tile, for the matrix instructions
+EXAMPLES = 8  # of a program for windows
+SUMS = 4096  # most gradients of a bias that programs add up: 64 MiB for windows of 7
+
+
+class Sizes(NamedTuple):
+    """Sizes of a kernel's programs; arguments of `cut` and `Launch`."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+    each: int = 1
+
 
 # From planned sizes to others that are measured.
-CHANGES: tuple[Callable[..., Sizes], ...] = (
-    lambda rows, columns, warps, _: (rows, columns, warps, 2),
-    lambda rows, columns, warps, _: (rows, columns, 2 * warps, 1),
-    lambda rows, columns, warps, _: (max(SMALLEST, rows // 2), columns, warps, 1),
-    lambda rows, columns, warps, _: (rows, max(SMALLEST, columns // 2), warps, 1),
-    lambda rows, columns, warps, _: (rows, 2 * columns, warps, 1),
+CHANGES: tuple[Callable[[Sizes], Sizes], ...] = (
+    lambda x: x._replace(stages=3 - x.stages),
+    lambda x: x._replace(warps=2 * x.warps),
+    lambda x: x._replace(rows=max(SMALLEST, x.rows // 2)),
+    lambda x: x._replace(columns=max(SMALLEST, x.columns // 2)),
+    lambda x: x._replace(columns=2 * x.columns),
+    lambda x: x._replace(each=1 if x.each > 1 else EXAMPLES),
 )
 
 
@@ -105,40 +119,50 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
 
 
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Rows and columns of a tile, warps and stages: the fewest instructions that were found.
+    """Those with the fewest instructions that were found.
 
     Counted for compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Registers spill in
     the backward kernel of windows before Hopper, and in float32 with heads of 128. Arguments as in
     `plan`.
     """
     if itemsize == 4 or task.head_dim > 64:
-        return (*_wide_size(task, itemsize, part), 1)
+        return _wide_sizes(task, itemsize, part)
     # On Ampere, Ada and consumer Blackwell (12.x, not compiled for yet), all operands of matrix
     # instructions are in registers.
     older = device.capability() // 10 in (8, 12)
     if part == "forward" and isinstance(task.pattern, Global):
         # Tall tiles turn keys fewer times.
-        return 128, 32 if older or task.biased else 64, 4, 1
+        return Sizes(128, 32 if older or task.biased else 64, 4)
     if older and task.head_dim > 32 and part in ("queries", "keys"):
-        return (32, 32, 4, 1) if part == "keys" else (64, 16, 4, 1)
+        return Sizes(32, 32, 4) if part == "keys" else Sizes(64, 16, 4)
     whole = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
     if whole and (part == "forward" or not older):
-        return 64, 64, 4, 1  # a window is one block
-    return 64, 32, 4, 1
+        return Sizes(64, 64, 4, 2, EXAMPLES)  # a window is one block
+    return Sizes(64, 32, 4)
 
 
-def plan(task: Task, itemsize: int, part: str) -> Launch:
-    """Tiles, warps and stages of a kernel: measured ones, or else planned ones.
+def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
+    """A kernel's programs, of measured sizes or else planned ones.
 
     Args:
         task: of the kernel.
         itemsize: bytes of a number of q, k and v.
         part: "forward", "queries", "keys" or "bias".
+        batch: examples.
     """
-    sizes = dict(task.tile).get(part) or planned_sizes(task, itemsize, part)
-    rows, columns, warps, stages = sizes
-    tiles = cut(task.pattern, task.places, rows=rows, columns=columns)
-    return Launch(task, tiles, warps, stages)
+    measured = dict(task.tile).get(part)
+    sizes = Sizes(*measured) if measured else planned_sizes(task, itemsize, part)
+    tiles = cut(task.pattern, task.places, rows=sizes.rows, columns=sizes.columns)
+    launch = Launch(task, tiles, sizes.warps, sizes.stages)
+    several = part == "forward" or (part == "queries" and launch.closed)
+    return with_examples(launch, batch, sizes.each) if several else launch
+
+
+def with_examples(launch: Launch, batch: int, most: int) -> Launch:
+    """A launch with up to `most` examples in a program, as many in all, and enough programs."""
+    programs = launch.task.heads * launch.tiles.tiles * batch
+    each = min(most, batch, max(1, programs // PROGRAMS))
+    return dataclasses.replace(launch, each=-(-batch // -(-batch // each)))
 
 
 def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]:
@@ -151,34 +175,36 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
     terms = {name: arguments[name] for name in ("pattern", "rotation", "bias", "scale")}
     arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)
     task, itemsize = task_of(arrays, "triton", **terms), arrays[0].dtype.itemsize
+    batch = arrays[0].shape[0]
     parts = [("forward",), ("queries", "keys")] if training else [("forward",)]
     found = {}
     for together in parts:
         planned = {part: planned_sizes(task, itemsize, part) for part in together}
         for change in CHANGES:
-            tile = tuple((part, change(*sizes)) for part, sizes in planned.items())
+            tile = tuple((part, tuple(change(sizes))) for part, sizes in planned.items())
             changed = dataclasses.replace(task, tile=tile)
-            launches = [plan(changed, itemsize, part) for part in together]
-            same = [plan(task, itemsize, part) for part in together]
+            launches = [plan(changed, itemsize, part, batch) for part in together]
+            same = [plan(task, itemsize, part, batch) for part in together]
             # Small patterns cut several sizes into the same tiles.
             launches, same = (
-                tuple((x.tiles, x.warps, x.stages) for x in some) for some in (launches, same)
+                tuple((x.tiles, x.warps, x.stages, x.each) for x in some)
+                for some in (launches, same)
             )
             if launches != same:
                 found.setdefault(launches, tile)
     return list(found.values())
 
 
-def _wide_size(task: Task, itemsize: int, part: str) -> tuple[int, int, int]:
-    """Rows, columns and warps where a row of channels takes many registers."""
+def _wide_sizes(task: Task, itemsize: int, part: str) -> Sizes:
+    """Those where a row of channels takes many registers."""
     everywhere = isinstance(task.pattern, Global)
     if part == "bias" or (part == "forward" and itemsize == 4 and task.head_dim > 32):
-        return 32, 16, 8
+        return Sizes(32, 16, 8)
     if part == "forward":
-        return 64, 32, 4
+        return Sizes(64, 32, 4)
     if itemsize == 4 and not everywhere:
-        return 16 if part == "keys" else 32, 16, 16
-    return (16, 16, 4 if itemsize == 4 else 8) if part == "keys" else (32, 16, 8)
+        return Sizes(16 if part == "keys" else 32, 16, 16)
+    return Sizes(16, 16, 4 if itemsize == 4 else 8) if part == "keys" else Sizes(32, 16, 8)
 
 
 def views(task: Task, arrays: tuple) -> tuple:
@@ -212,7 +238,7 @@ def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Ar
 
         by_mosaic = functools.partial(mosaic_launch.forward, task)
         return differentiated_once(by_mosaic, task)((q, k, v), rotation)
-    launch, turning = plan(task, q.dtype.itemsize, "forward"), tables(rotation)
+    launch, turning = plan(task, q.dtype.itemsize, "forward", q.shape[0]), tables(rotation)
     batch, tokens = q.shape[:2]
     kernel = functools.partial(
         forward_kernel, launch=launch, rotated=len(turning), biased=len(bias)
@@ -221,9 +247,8 @@ def forward(task: Task, arrays: tuple, rotation: tuple, bias: tuple) -> tuple[Ar
         ((batch, tokens, task.heads, task.head_dim), q.dtype),
         ((batch, task.heads, tokens), jnp.float32),
     ]
-    grid = task.heads, launch.tiles.tiles, batch
     operands = (q, k, v, *turning, *map(launch.tiles.by_slot, bias))
-    out, lse = run(kernel, launch, grid, shapes, operands)
+    out, lse = run(kernel, launch, launch.grid(batch), shapes, operands)
     return out, lse
 
 
@@ -273,54 +298,80 @@ def attend_backward(task: Task, residuals: tuple, dout: Any) -> tuple:
             gradients, partial = differentiated_once(by_mosaic, task)(*operands)
             gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
             return gradients, _rotation_gradients(rotation, partial), ()
-    launch = plan(task, q.dtype.itemsize, "queries")
-    tiles, batch = launch.tiles, q.shape[0]
     turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
-    options = {"rotated": len(turning), "biased": len(bias)}
-    gradient = [(q.shape, q.dtype)]
-
-    def grid(tiles: Tiles) -> tuple[int, int, int]:
-        return task.heads, tiles.tiles, batch
-
-    def sums(tiles: Tiles) -> list[tuple]:
-        if not wanted.freqs:
-            return []
-        return [((batch, tiles.tiles, task.heads, *rotation[1].shape[1:]), jnp.float32)]
-
-    if launch.closed:
-        kernel = functools.partial(closed_kernel, launch=launch, **options)
-        shapes = gradient * (1 if task.packed else 3) + sums(tiles)
-        operands = (q, k, v, dout, lse, out, *turning, *(tiles.by_slot(x).mT for x in bias))
-        gradients = run(kernel, launch, grid(tiles), shapes, operands)
-        partial = [gradients.pop()] if wanted.freqs else []
-    else:
-        kernel = functools.partial(query_kernel, launch=launch, **options)
-        shapes = [*gradient, (lse.shape, jnp.float32), *sums(tiles)]
-        operands = (q, k, v, dout, lse, out, *turning, *map(tiles.by_slot, bias))
-        dq, delta, *partial = run(kernel, launch, grid(tiles), shapes, operands)
-        turned = plan(task, q.dtype.itemsize, "keys")
-        turned = dataclasses.replace(turned, tiles=turned.tiles.transposed())
-        kernel = functools.partial(key_kernel, launch=turned, **options)
-        operands = (
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            *turning,
-            *(turned.tiles.by_slot(x).mT for x in bias),
-        )
-        shapes, aliases = gradient * (1 if task.packed else 2) + sums(turned.tiles), {}
-        if task.packed:
-            aliases, operands = {len(operands): 0}, (*operands, dq)
-        found = run(kernel, turned, grid(turned.tiles), shapes, operands, aliases=aliases)
-        partial += [found.pop()] if wanted.freqs else []
-        gradients = found if task.packed else [dq, *found]
+    launch = plan(task, q.dtype.itemsize, "queries", q.shape[0])
+    backward = _closed_backward if launch.closed else _open_backward
+    operands = (q, k, v, dout, lse, out)
+    gradients, partial, of_bias = backward(launch, operands, turning, bias, wanted)
+    if wanted.bias and of_bias is None:
+        of_bias = _bias_gradient(task, operands, turning, bias)
     gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
-    operands = (q, k, v, dout, lse, out, *turning)
-    of_rotation = _rotation_gradients(rotation, partial)
-    return gradients, of_rotation, _bias_gradient(task, operands, bias, wanted, options)
+    of_bias = (of_bias.astype(bias[0].dtype),) if wanted.bias else (None,) * len(bias)
+    return gradients, _rotation_gradients(rotation, partial), of_bias
+
+
+def _closed_backward(
+    launch: Launch, operands: tuple, turning: tuple, bias: tuple, wanted: Wanted
+) -> tuple[list[Array], list[Array], Array | None]:
+    """Gradients of the data, partial ones of the frequencies, and that of the bias, by one kernel.
+
+    None for the bias where it is not wanted, a window has several blocks, or a map has so many
+    windows that their sums would need too much memory.
+    """
+    task, tiles, q = launch.task, launch.tiles, operands[0]
+    batch = q.shape[0]
+    shapes = [(q.shape, q.dtype)] * (1 if task.packed else 3)
+    count, many = len(shapes), with_examples(launch, batch, batch)
+    heads, *groups = many.grid(batch)
+    summed = wanted.bias and tiles.blocks == 1 and heads * math.prod(groups) <= SUMS
+    if summed:
+        launch = many
+        shapes.append(((*groups, heads, tiles.columns, tiles.rows), jnp.float32))
+    shapes += _sums(q, launch, turning, wanted)
+    options = {"rotated": len(turning), "biased": len(bias), "summed": summed}
+    kernel = functools.partial(closed_kernel, launch=launch, **options)
+    by_key = (tiles.by_slot(x).mT for x in bias)
+    found = run(kernel, launch, launch.grid(batch), shapes, (*operands, *turning, *by_key))
+    partial = [found.pop()] if wanted.freqs else []
+    of_bias = tiles.fold(found.pop().sum((0, 1)).mT) if summed else None
+    return found[:count], partial, of_bias
+
+
+def _open_backward(
+    launch: Launch, operands: tuple, turning: tuple, bias: tuple, wanted: Wanted
+) -> tuple[list[Array], list[Array], None]:
+    """The same by two kernels, and nothing of the bias."""
+    task, (q, k, v, dout, lse, _) = launch.task, operands
+    options = {"rotated": len(turning), "biased": len(bias)}
+    kernel = functools.partial(query_kernel, launch=launch, **options)
+    gradient = (q.shape, q.dtype)
+    shapes = [gradient, (lse.shape, jnp.float32), *_sums(q, launch, turning, wanted)]
+    by_query = map(launch.tiles.by_slot, bias)
+    dq, delta, *partial = run(
+        kernel, launch, launch.grid(q.shape[0]), shapes, (*operands, *turning, *by_query)
+    )
+    launch = plan(task, q.dtype.itemsize, "keys", q.shape[0])
+    launch = dataclasses.replace(launch, tiles=launch.tiles.transposed())
+    kernel = functools.partial(key_kernel, launch=launch, **options)
+    by_key = (launch.tiles.by_slot(x).mT for x in bias)
+    operands = (q, k, v, dout, lse, delta, *turning, *by_key)
+    shapes = [gradient] * (1 if task.packed else 2) + _sums(q, launch, turning, wanted)
+    aliases = {}
+    if task.packed:
+        aliases, operands = {len(operands): 0}, (*operands, dq)
+    found = run(kernel, launch, launch.grid(q.shape[0]), shapes, operands, aliases=aliases)
+    partial += [found.pop()] if wanted.freqs else []
+    return found if task.packed else [dq, *found], partial, None
+
+
+def _sums(q: Array, launch: Launch, turning: tuple, wanted: Wanted) -> list[tuple]:
+    """The output of partial gradients of the frequencies, if they are wanted."""
+    if not wanted.freqs:
+        return []
+    cos, _, coords = turning
+    of_tile = launch.task.heads, coords.shape[1], cos.shape[2]
+    _, tiles, groups = launch.grid(q.shape[0])
+    return [((groups, tiles, *of_tile), jnp.float32)]
 
 
 def _rotation_gradients(rotation: tuple, partial: list[Array]) -> tuple:
@@ -334,21 +385,20 @@ def _rotation_gradients(rotation: tuple, partial: list[Array]) -> tuple:
 
 
 def _bias_gradient(
-    task: Task, operands: tuple, bias: tuple, wanted: Wanted, options: dict
-) -> tuple:
-    """The gradient of the bias, ([N, entries],), (None,) where it is not wanted, or ()."""
-    if not wanted.bias:
-        return (None,) * len(bias)
-    launch = plan(task, operands[0].dtype.itemsize, "bias")
-    tiles, heads = launch.tiles, task.heads
-    shares = tiles.tiles // tiles.repeats
-    items = operands[0].shape[0] * tiles.repeats
-    groups = min(items, max(1, PROGRAMS // (heads * shares * tiles.blocks)))
-    kernel = functools.partial(bias_kernel, launch=launch, items=items, groups=groups, **options)
-    shape = ((groups, heads, shares * tiles.rows, tiles.blocks * tiles.columns), jnp.float32)
-    operands = (*operands, *map(tiles.by_slot, bias))
-    (partial,) = run(kernel, launch, (heads, shares * tiles.blocks, groups), [shape], operands)
-    return (tiles.fold(partial.sum(0)).astype(bias[0].dtype),)
+    task: Task, operands: tuple, turning: tuple, bias: tuple
+) -> Float[Array, "N entries"]:
+    """The gradient of the bias, by a kernel of its own."""
+    q = operands[0]
+    launch = plan(task, q.dtype.itemsize, "bias", q.shape[0])
+    tiles = launch.tiles
+    shares, items = tiles.tiles // tiles.repeats, q.shape[0] * tiles.repeats
+    groups = min(items, max(1, PROGRAMS // (task.heads * shares * tiles.blocks)))
+    options = {"rotated": len(turning), "biased": len(bias), "items": items, "groups": groups}
+    kernel = functools.partial(bias_kernel, launch=launch, **options)
+    shape = ((groups, task.heads, shares * tiles.rows, tiles.blocks * tiles.columns), jnp.float32)
+    grid, by_query = (task.heads, shares * tiles.blocks, groups), map(tiles.by_slot, bias)
+    (partial,) = run(kernel, launch, grid, [shape], (*operands, *turning, *by_query))
+    return tiles.fold(partial.sum(0))
 
 
 attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)

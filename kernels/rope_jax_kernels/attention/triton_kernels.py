@@ -3,6 +3,7 @@
 import copy
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,40 +69,56 @@ def over_blocks(count: int, body: Any, carry: Any) -> Any:
     return body(jnp.int32(0), carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
 
 
+def over_examples(
+    launch: Launch, batch: int, body: Callable[[Int[Array, ""], Any], Any], carry: Any
+) -> Any:
+    """carry = body(item, carry) for each example of a program."""
+    first = pl.program_id(2) * launch.each
+    if launch.each == 1:
+        return body(first, carry)
+    rounds = jnp.minimum(launch.each, batch - first) if batch % launch.each else launch.each
+    return jax.lax.fori_loop(0, rounds, lambda i, carry: body(first + i, carry), carry)
+
+
 def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
-    """One tile of queries: the output and lse."""
+    """One tile of queries, of several examples: the output and lse."""
     (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
     turning, refs = refs[:rotated], refs[rotated:]
     bias, (out_ref, lse_ref) = refs[:biased], refs[biased:]
     task, tiles = launch.task, launch.tiles
-    head, tile, item = (pl.program_id(axis) for axis in range(3))
+    head, tile = pl.program_id(0), pl.program_id(1)
     q_head, k_head, v_head = (head + offset for offset in task.offsets())
     turner, row = Turner(task, turning, head), whole_row(task)
     q_slots = tiles.tile(tile)
-    q = turner.load(q_ref, item, q_slots, q_head)
 
-    def step(block: Int[Array, ""], carry: tuple) -> tuple:
-        top, total, out = carry
-        k_slots = tiles.block(tile, block)
-        k = turner.load(k_ref, item, k_slots, k_head)
-        v = load(v_ref, item, k_slots, v_head, row)
-        logits, unit = logits_of(launch, q, k, q_slots, k_slots, bias, head)
-        higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
-        weights = exp2(task, fma(task, logits, unit, negative(higher)[:, None]))
-        shrink = exp2(task, top - higher)
-        out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
-        return higher, total * shrink + jnp.sum(weights, axis=1), out
+    def attend(item: Int[Array, ""], nothing: tuple) -> tuple:
+        q = turner.load(q_ref, item, q_slots, q_head)
 
-    rows = q_slots.token.shape[0]
-    start = (
-        jnp.full((rows,), MASKED),
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, row.channel.shape[0]), jnp.float32),
-    )
-    top, total, out = over_blocks(tiles.blocks, step, start)
-    total = jnp.where(q_slots.exists, total, 1)
-    store(out_ref, item, q_slots, head, row, out * (1 / total)[:, None])
-    plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
+        def step(block: Int[Array, ""], carry: tuple) -> tuple:
+            top, total, out = carry
+            k_slots = tiles.block(tile, block)
+            k = turner.load(k_ref, item, k_slots, k_head)
+            v = load(v_ref, item, k_slots, v_head, row)
+            logits, unit = logits_of(launch, q, k, q_slots, k_slots, bias, head)
+            higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
+            weights = exp2(task, fma(task, logits, unit, negative(higher)[:, None]))
+            shrink = exp2(task, top - higher)
+            out = out * shrink[:, None] + dot(weights.astype(v.dtype), v, (1, 0))
+            return higher, total * shrink + jnp.sum(weights, axis=1), out
+
+        rows = q_slots.token.shape[0]
+        start = (
+            jnp.full((rows,), MASKED),
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, row.channel.shape[0]), jnp.float32),
+        )
+        top, total, out = over_blocks(tiles.blocks, step, start)
+        total = jnp.where(total > 0, total, 1)  # 0 where a bias leaves a query no key
+        store(out_ref, item, q_slots, head, row, out * (1 / total)[:, None])
+        plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
+        return nothing
+
+    over_examples(launch, q_ref.shape[0], attend, ())
 
 
 class Backward:
@@ -116,11 +133,17 @@ class Backward:
         self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
         turning, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
         self.bias, self.targets = refs[:biased], refs[biased:]
-        self.head, self.tile, self.item = (pl.program_id(axis) for axis in range(3))
+        self.head, self.tile = pl.program_id(0), pl.program_id(1)
         self.q_head, self.k_head, self.v_head = (
             self.head + offset for offset in self.task.offsets()
         )
         self.turner, self.row = Turner(self.task, turning, self.head), whole_row(self.task)
+
+    def of(self, item: Int[Array, ""]) -> "Backward":
+        """The same for an example."""
+        here = copy.copy(self)
+        here.item = item
+        return here
 
     def queries(self, slots: Slots) -> tuple:
         """(turned q, gradient of the output) of a tile or block."""
@@ -190,55 +213,71 @@ class Backward:
         pair = jnp.arange(padded_size(self.task.pairs), dtype=jnp.int32)
         for axis, total in enumerate(sums):
             plt.store(
-                self.targets[-1].at[self.item, self.tile, self.head, axis, pair],
+                self.targets[-1].at[pl.program_id(2), self.tile, self.head, axis, pair],
                 total,
                 mask=pair < self.task.pairs,
             )
 
 
-def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
-    """All gradients of a tile whose queries are all those that attend to its keys."""
+def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, summed: bool) -> None:
+    """All gradients of a tile whose queries are all those that attend to its keys.
+
+    Where `summed`, also the tile's part of the bias' gradient; it has one block then.
+    """
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    shape = launch.tiles.columns, launch.tiles.rows
+    start = b.turner.no_gradient(), [jnp.zeros(shape, jnp.float32)] if summed else []
+    gradients = functools.partial(closed_gradients, b)
+    of_freqs, of_bias = over_examples(launch, b.q.shape[0], gradients, start)
+    if of_freqs:
+        b.finish(of_freqs)
+    for total in of_bias:
+        row, column = (jnp.arange(size, dtype=jnp.int32) for size in shape)
+        place = b.tile, pl.program_id(2), b.head, row[:, None], column[None, :]
+        plt.store(b.targets[1 if b.task.packed else 3].at[place], total)
+
+
+def closed_gradients(b: Backward, item: Int[Array, ""], sums: tuple) -> tuple:
+    """Writes the gradients of one example's tile.
+
+    Adds those of the frequencies and, where there is a sum for it, of the logits [keys, queries].
+    """
+    b, (of_freqs, of_bias) = b.of(item), sums
     dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
     lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
 
     def step(block: Int[Array, ""], carry: tuple) -> tuple:
-        dq, sums = carry
+        dq, of_freqs, of_bias = carry
         k_slots = b.tiles.block(b.tile, block)
         k, v = b.keys(k_slots)
         weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta, by_key=True)
+        of_bias = added(of_bias, [dlogits] * len(of_bias))
         weights, dlogits = kept([x.astype(dout.dtype) for x in (weights, dlogits)])
         dv = dot(weights, dout, (1, 0))
         store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
         dk = b.scaled([dot(dlogits, piece, (1, 0)) for piece in q])
         b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
-        if sums:
-            sums = [
-                total + new
-                for total, new in zip(sums, b.turner.gradient(k_slots, k, dk), strict=True)
-            ]
-        return [
-            total + dot(dlogits, piece, (0, 0)) for total, piece in zip(dq, k, strict=True)
-        ], sums
+        of_freqs = added(of_freqs, b.turner.gradient(k_slots, k, dk))
+        return added(dq, [dot(dlogits, piece, (0, 0)) for piece in k]), of_freqs, of_bias
 
-    sums = b.turner.no_gradient()
-    dq, sums = over_blocks(b.tiles.blocks, step, (b.zeros(q_slots), sums))
+    start = b.zeros(q_slots), of_freqs, of_bias
+    dq, of_freqs, of_bias = over_blocks(b.tiles.blocks, step, start)
     dq = b.scaled(dq)
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
-    if b.turner.coords:
-        b.finish(
-            [
-                total + new
-                for total, new in zip(sums, b.turner.gradient(q_slots, q, dq), strict=True)
-            ]
-        )
+    return added(of_freqs, b.turner.gradient(q_slots, q, dq)), of_bias
+
+
+def added(sums: list[Array], terms: list[Array]) -> list[Array]:
+    """The sums, with a term added to each."""
+    return [total + term for total, term in zip(sums, terms, strict=True)]
 
 
 def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """The gradient of a tile of queries, and delta."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    b = b.of(pl.program_id(2))
     dq_ref, delta_ref = b.targets[:2]
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
@@ -261,6 +300,7 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
 def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given."""
     b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    b = b.of(pl.program_id(2))
     # The packed gradient is an input, with dq in it, and an output.
     targets = b.targets[1:] if b.task.packed else b.targets
     dk_ref, dv_ref = targets[:1] * 2 if b.task.packed else targets[:2]
@@ -297,14 +337,13 @@ def bias_kernel(
     Summed over a group of examples, and over the tiles that share this part of the bias.
     """
     b, tiles = Backward(refs, launch=launch, rotated=rotated, biased=biased), launch.tiles
-    shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), b.item
+    shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), pl.program_id(2)
     share, block = divide(b.tile, tiles.blocks)
 
     def step(number: Int[Array, ""], total: Array) -> Array:
         work = group * each + number
-        here = copy.copy(b)
-        here.item, repeat = divide(jnp.minimum(work, items - 1), tiles.repeats)
-        tile = repeat * shares + share
+        item, repeat = divide(jnp.minimum(work, items - 1), tiles.repeats)
+        tile, here = repeat * shares + share, b.of(item)
         q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
         q_slots = q_slots._replace(exists=q_slots.exists & (work < items))
         (q, dout), (k, v) = here.queries(q_slots), here.keys(k_slots)
