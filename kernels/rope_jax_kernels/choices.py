@@ -59,7 +59,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """For tables: "triton", or "triton forward=64x32x4x2" with other tiles than planned."""
+        """For tables: "triton", or "triton forward=64x32x4x2x1" with other tiles than planned."""
         sizes = [f"{part}={'x'.join(map(str, size))}" for part, size in self.tile]
         return " ".join([self.implementation, *sizes])
 

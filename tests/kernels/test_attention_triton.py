@@ -239,8 +239,8 @@ def test_queries_whose_bias_leaves_no_key(pattern, places):
     ],
 )
 def test_several_examples_of_a_program(shift, options, monkeypatch):
-    """As where there are many programs: forward at most eight, backward with a bias all."""
-    monkeypatch.setattr(triton, "PROGRAMS", 1)
+    """As where there are many programs: in groups of five and four."""
+    monkeypatch.setattr(triton, "PROGRAMS", 6)
     options = {"batch": 9, "heads": 1} | options
     task = functools.partial(triton.task_of, implementation="triton", rotation=None, scale=None)
     arrays = (jnp.zeros((9, 4, 5, 3, 1, 32)),)

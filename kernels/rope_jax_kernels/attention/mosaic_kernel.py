@@ -331,7 +331,9 @@ class Program:
         if self.task.tokens % ROWS:  # missing queries weigh nothing in the backward pass
             query = jax.lax.optimization_barrier(self.token)
             query += plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-            total = jnp.where(query < self.task.tokens, total, np.float32(np.inf))
+            exists = query < self.task.tokens
+            top = jnp.where(exists, top, np.float32(np.inf))
+            total = jnp.where(exists, total, np.float32(1))
         lse = top + jnp.log2(total)
         self.lse.at[item, self.head, pl.ds(self.token, ROWS)][...] = lse
 

@@ -119,7 +119,7 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
 
 
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Those with the fewest instructions that were found.
+    """Sizes with the fewest instructions that were found.
 
     Counted for compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Registers spill in
     the backward kernel of windows before Hopper, and in float32 with heads of 128. Arguments as in
@@ -137,7 +137,9 @@ def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
         return Sizes(32, 32, 4) if part == "keys" else Sizes(64, 16, 4)
     whole = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
     if whole and (part == "forward" or not older):
-        return Sizes(64, 64, 4, 2, EXAMPLES)  # a window is one block
+        # A window is one block. With a bias, its gradients leave wide heads no more registers.
+        alone = part == "queries" and task.biased and task.head_dim > 32
+        return Sizes(64, 64, 4) if alone else Sizes(64, 64, 4, 2, EXAMPLES)
     return Sizes(64, 32, 4)
 
 
@@ -159,7 +161,7 @@ def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
 
 
 def with_examples(launch: Launch, batch: int, most: int) -> Launch:
-    """A launch with up to `most` examples in a program, as many in all, and enough programs."""
+    """A launch with up to `most` examples in a program, spread evenly, and `PROGRAMS` programs."""
     programs = launch.task.heads * launch.tiles.tiles * batch
     each = min(most, batch, max(1, programs // PROGRAMS))
     return dataclasses.replace(launch, each=-(-batch // -(-batch // each)))
@@ -196,7 +198,7 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
 
 
 def _wide_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Those where a row of channels takes many registers."""
+    """Sizes where a row of channels takes many registers."""
     everywhere = isinstance(task.pattern, Global)
     if part == "bias" or (part == "forward" and itemsize == 4 and task.head_dim > 32):
         return Sizes(32, 16, 8)
@@ -315,15 +317,16 @@ def _closed_backward(
 ) -> tuple[list[Array], list[Array], Array | None]:
     """Gradients of the data, partial ones of the frequencies, and that of the bias, by one kernel.
 
-    None for the bias where it is not wanted, a window has several blocks, or a map has so many
-    windows that their sums would need too much memory.
+    None for the bias where it is not wanted, a window has several blocks, or its sums would need
+    too many registers or, for a map of many windows, too much memory.
     """
     task, tiles, q = launch.task, launch.tiles, operands[0]
     batch = q.shape[0]
     shapes = [(q.shape, q.dtype)] * (1 if task.packed else 3)
     count, many = len(shapes), with_examples(launch, batch, batch)
     heads, *groups = many.grid(batch)
-    summed = wanted.bias and tiles.blocks == 1 and heads * math.prod(groups) <= SUMS
+    fits = task.head_dim <= 32 and heads * math.prod(groups) <= SUMS
+    summed = wanted.bias and tiles.blocks == 1 and fits
     if summed:
         launch = many
         shapes.append(((*groups, heads, tiles.columns, tiles.rows), jnp.float32))

@@ -113,7 +113,7 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
             jnp.zeros((rows, row.channel.shape[0]), jnp.float32),
         )
         top, total, out = over_blocks(tiles.blocks, step, start)
-        total = jnp.where(total > 0, total, 1)  # 0 where a bias leaves a query no key
+        total = jnp.where(total == 0, 1, total)  # 0 where a bias leaves a query no key
         store(out_ref, item, q_slots, head, row, out * (1 / total)[:, None])
         plt.store(lse_ref.at[item, head, q_slots.token], top + jnp.log2(total), mask=q_slots.exists)
         return nothing
