@@ -328,7 +328,6 @@ def kernels_of(case: Case, kind: str = H200) -> list[Code]:
     ) -> Callable:
         """Loops over examples, and inside over blocks of keys; backward see `mosaic_backward`."""
         plan, shared = kernel.keywords["plan"], ()
-        assert plan.tiles == 1  # or there would be a loop over stages between these
         rounds = [plan.items, min(groups, plan.blocks)]
         if name == "attention_mosaic_backward":
             rounds = [plan.items, plan.blocks, mosaic_kernel.ROWS // mosaic_backward.WIDTH]
