@@ -22,13 +22,10 @@ The backward pass includes the gradients of the frequencies and of a bias.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -38,6 +35,7 @@ import jax
 
 from benchmarks import rotary
 from benchmarks._gpus import A100, H200, L4, absent_gpus, data_sheet
+from benchmarks._listing import length, machine_code, read_listing
 from benchmarks._program import compile_ahead
 from benchmarks._runner import Keep, Result, record
 from rope_jax.text import markdown_table
@@ -133,7 +131,7 @@ class Code:
             memory of a block.
         instructions: all that are written.
         loops: of the longest loops, instructions and how often a warp runs through them each time
-            it comes to them.
+            it comes to them, on average.
         issued: instructions that a warp issues.
         blocks, warps: of the launch, and of a block.
         sines: sines and cosines that are computed in the whole kernel.
@@ -144,7 +142,7 @@ class Code:
     spilled: int
     shared: int
     instructions: int
-    loops: tuple[tuple[int, int], ...]
+    loops: tuple[tuple[int, float], ...]
     issued: float
     blocks: int
     warps: int
@@ -185,125 +183,16 @@ def pairs_of(layer: Layer) -> int:
     return layer.tokens * math.prod(layer.pattern.fit(layer.places).size)
 
 
-def tool_path(name: str) -> str | None:
-    """The path of ptxas or nvdisasm, of the nvidia wheels or on PATH; None if there is neither."""
-    found = importlib.util.find_spec("nvidia")
-    for root in found.submodule_search_locations if found else ():
-        for path in pathlib.Path(root).glob(f"*/bin/{name}"):
-            return str(path)
-    return shutil.which(name)
-
-
-def tool(name: str) -> str:
-    """The path of ptxas or nvdisasm.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
-    if (path := tool_path(name)) is None:
-        wheel = {"ptxas": "nvidia-cuda-nvcc", "nvdisasm": "nvidia-cuda-nvdisasm"}[name]
-        raise RuntimeError(f"{name} is neither on PATH nor in a wheel: install {wheel}")
-    return path
-
-
-def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
-    """The report of ptxas on a PTX file for its target, and the listing of nvdisasm."""
-    cubin = str(ptx.with_suffix(".cubin"))
-    target = re.search(r"\.target (\w+)", ptx.read_text())[1]
-    command = [tool("ptxas"), f"-arch={target}", "-v", str(ptx), "-o", cubin]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    command = [tool("nvdisasm"), cubin]
-    return report, subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-Span = tuple[int, int]  # the first instruction, and the last one
-
-
-@dataclasses.dataclass(frozen=True)
-class Listing:
-    """What nvdisasm lists of a kernel.
-
-    Attributes:
-        instructions: without the jump to itself and the NOPs that fill the code up after its end.
-        loops: from their first instruction to the jump back, the longest first; without those that
-            wait for a barrier.
-        skips: instructions that a jump forward passes over.
-    """
-
-    instructions: list[str]
-    loops: list[Span]
-    skips: list[Span]
-
-    def issued(self, rounds: Sequence[int], shared: Sequence[int] = ()) -> float:
-        """Instructions that a warp issues.
-
-        Args:
-            rounds: of the longest loops, each time that a warp comes to them.
-            shared: (n, m): one of m warps takes the longest branch in the n-th of these loops and
-                outside the next one.
-        """
-        weights = [1.0] * len(self.instructions)
-
-        def scale(span: Span, factor: float) -> None:
-            for i in range(span[0], span[1] + 1):
-                weights[i] *= factor
-
-        for loop, count in zip(self.loops, rounds, strict=False):
-            scale(loop, count)
-        if shared:
-            number, count = shared
-            outer, inner = self.loops[number : number + 2]
-            branches = [x for x in self.skips if holds(outer, x) and not holds(x, inner)]
-            scale(max(branches, key=length), 1 / count)
-        return sum(weights)
-
-
-def length(span: Span) -> int:
-    """Instructions of a span."""
-    return span[1] - span[0] + 1
-
-
-def holds(outer: Span, inner: Span) -> bool:
-    """Whether a span has all instructions of another one."""
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
-
-
-def read_listing(text: str) -> Listing:
-    """Reads what nvdisasm prints.
-
-    A wait for a barrier, whose loop has SYNCS in it, may stand behind the kernel's end; the jump
-    that follows it goes back to where the wait began, and is no loop.
-    """
-    labels, instructions, jumps = {}, [], []
-    for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1]):
-                jumps.append((len(instructions), target[1]))
-            instructions.append(instruction[1].strip())
-    pairs = [(i, labels[name]) for i, name in jumps if name in labels]
-    ends = [i for i, target in pairs if i == target]
-    if ends and set(instructions[ends[-1] + 1 :]) <= {"NOP"}:
-        del instructions[ends[-1] :]
-    back = [(target, i) for i, target in pairs if target < i]
-    waits = [x for x in back if length(x) < 9 and "SYNCS" in " ".join(instructions[x[0] : x[1]])]
-    ended = {last + 1 for _, last in waits}
-    loops = [x for x in back if x not in waits and x[1] not in ended]
-    skips = [(i + 1, target - 1) for i, target in pairs if target > i]
-    return Listing(instructions, sorted(loops, key=length, reverse=True), skips)
-
-
 @dataclasses.dataclass
 class Launch:
     """What is known of a kernel before it is compiled; arguments of `Listing.issued`.
 
     Attributes:
-        rounds, shared: of its loops.
+        rounds, shared: of its loops; rounds on average, where the last group is smaller.
         blocks, warps: of the launch, and of a block, where XLA does not list them.
     """
 
-    rounds: Sequence[int]
+    rounds: Sequence[float]
     shared: Sequence[int] = ()
     blocks: int = 0
     warps: int = 0
@@ -317,21 +206,28 @@ def kernels_of(case: Case, kind: str = H200) -> list[Code]:
     def of_triton(kernel: Any, launch: Any, *rest: Any, **options: Any) -> list[jax.Array]:
         """Its loop is over the blocks of a tile, or the examples of a program."""
         terms = kernel.keywords
-        each = launch.each if launch.each > 1 else launch.tiles.blocks
+        rounds = average(case.batch, launch.each) if launch.each > 1 else launch.tiles.blocks
         if "items" in terms:
-            each = -(-terms["items"] // terms["groups"])
-        launches[f"attention_{kernel.func.__name__}"] = Launch([each])
+            rounds = terms["items"] / terms["groups"]
+        launches[f"attention_{kernel.func.__name__}"] = Launch([rounds])
         return run(kernel, launch, *rest, **options)
 
     def of_mosaic(
         task: Any, kernel: Any, name: str, outputs: Any, scratch: Any, programs: int, groups: int
     ) -> Callable:
-        """Loops over examples, and inside over blocks of keys; backward see `mosaic_backward`."""
+        """Loops over examples, and inside over stages and blocks of keys, or see `mosaic_backward`.
+
+        There is no loop over stages where one has all keys.
+        """
         plan, shared = kernel.keywords["plan"], ()
-        rounds = [plan.items, min(groups, plan.blocks)]
+        rounds = [average(case.batch, plan.items)]
         if name == "attention_mosaic_backward":
-            rounds = [plan.items, plan.blocks, mosaic_kernel.ROWS // mosaic_backward.WIDTH]
-            rounds, shared = [*rounds, plan.blocks], (1, groups)
+            turns = mosaic_kernel.ROWS // mosaic_backward.WIDTH
+            rounds, shared = [*rounds, plan.blocks, turns, plan.blocks], (1, groups)
+        elif plan.tiles > 1:
+            rounds += [plan.tiles, plan.blocks / plan.tiles]
+        else:
+            rounds.append(plan.blocks)
         launches[name] = Launch(rounds, shared, programs, 4 * groups)
         return program_grid(task, kernel, name, outputs, scratch, programs, groups)
 
@@ -341,6 +237,11 @@ def kernels_of(case: Case, kind: str = H200) -> list[Code]:
     ):
         shapes = list(case.layer.shapes(case.batch).values())
         return dumped(functools.partial(train, case), shapes, kind, launches)
+
+
+def average(batch: int, each: int) -> float:
+    """Examples of a program, on average, where none has more than `each`."""
+    return batch / -(-batch // each)
 
 
 def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
@@ -462,7 +363,7 @@ def table(result: Result) -> str:
         per_logit = row.get("instructions_per_logit")
         cells.append("" if per_logit is None else f"{per_logit:.1f}")
         for code in row["kernels"]:
-            loops = ", ".join(f"{size} x {rounds}" for size, rounds in code["loops"])
+            loops = ", ".join(f"{size} x {rounds:.3g}" for size, rounds in code["loops"])
             loops = f" ({loops})" if loops else ""
             name = code["kernel"].removeprefix("attention_").removesuffix("_kernel")
             counts = [code["registers"], code["spilled"], code["resident_warps"]]

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from benchmarks._gpus import absent_gpus
-from benchmarks.machine_code import tool_path
+from benchmarks._listing import tool_path
 
 HERE = pathlib.Path(__file__).parent
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")

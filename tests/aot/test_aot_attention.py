@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import machine_code, memory
+from benchmarks._listing import tool_path
 from rope_jax_kernels import Neighborhood, Rotation, Window, attention_qkv
 from rope_jax_kernels.model_shapes import LAYERS, Layer
 
@@ -45,6 +46,7 @@ CASES = {
     "ViT-S, float32": case_of("vit_s_class_token", 2, pairs=32, dtype="float32"),
     "Swin at 384 px, no bias": case_of("swin_384px", 2, bias=False),
     "Swin": case_of("swin_t_1", 1),
+    "Swin, heads of 64": case_of("swin_t_1", 2, head_dim=64, pairs=16),
     "Swin at 384 px": case_of("swin_384px", 3),
     "Swin, float16": case_of("swin_t_2", 1, pairs=16, bias=False, dtype="float16"),
     "NAT": case_of("nat_mini_1", 3),
@@ -95,17 +97,17 @@ def test_machine_code(name, compile_for):
 
 
 NEEDS_NVDISASM = pytest.mark.skipif(
-    machine_code.tool_path("nvdisasm") is None,
+    tool_path("nvdisasm") is None,
     reason="there is no nvdisasm, neither in the nvidia wheels nor on PATH; run `make test-aot`",
 )
 # Instructions a logit, forward and backward, that no change may exceed; 3 % above what they are.
 BUDGETS = {
     "ViT, 6 heads of 64": (24.0, 80.7),
-    "ViT, 6 heads of 64, mosaic": (27.9, 47.7),
+    "ViT, 6 heads of 64, mosaic": (27.8, 47.4),
     "ViT, 12 heads of 32": (21.4, 71.7),
     "ViT, 12 heads of 32, mosaic": (23.2, 32.9),
     "Swin, stage 1": (40.6, 93.1),
-    "Swin, stage 1, bias": (44.4, 99.3),
+    "Swin, stage 1, bias": (44.4, 96.4),
     "NAT, stage 1": (106.1, 259.4),
     "NAT, stage 1, bias": (121.7, 505.3),
 }
@@ -121,7 +123,7 @@ def test_instructions_stay_within_their_budget(name):
     assert len(codes) == kernels
     for code in codes:
         if code.kernel == "attention_bias_kernel":  # loops over the examples of a group
-            assert [rounds for _, rounds in code.loops] == [43]
+            assert [rounds for _, rounds in code.loops] == [pytest.approx(43, abs=0.1)]
         # Mosaic GPU's forward kernel computes each angle of 64 tokens once, by 128 threads.
         once = case.layer.pairs * 64 // 128 if code.kernel == "attention_mosaic" else 0
         assert code.sines == once, code

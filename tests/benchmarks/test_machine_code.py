@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import machine_code
+from benchmarks._listing import read_listing
 from rope_jax_kernels.model_shapes import LAYERS
 
 H200 = machine_code.gpu_of(machine_code.H200)
@@ -58,12 +59,12 @@ def code(**changes):
 
 
 def test_instructions_and_loops():
-    listing = machine_code.read_listing(LISTING)
+    listing = read_listing(LISTING)
     assert [x.split()[-1] for x in listing.instructions[-2:]] == ["`(.L_x_1)", "EXIT"]
     assert len(listing.instructions) == 6  # not what fills the code up behind its end
     assert listing.loops == [(1, 4), (2, 3)]
     assert listing.issued([5]) == 6 + 4 * 4
-    called = machine_code.read_listing(LISTING.replace("BRA", "CALL"))
+    called = read_listing(LISTING.replace("BRA", "CALL"))
     assert called.instructions[:6] == [x.replace("BRA", "CALL") for x in listing.instructions]
     assert [x.split()[0] for x in called.instructions[6:]] == ["CALL", "NOP"]
     assert called.loops == []
@@ -71,7 +72,7 @@ def test_instructions_and_loops():
 
 
 def test_loops_in_loops_and_branches_that_warps_share():
-    listing = machine_code.read_listing(NESTED)
+    listing = read_listing(NESTED)
     assert listing.loops == [(1, 11), (3, 10), (4, 6)]
     counts = [1, *[2] * 2, *[2 * 3] * 1, *[2 * 3 * 5] * 3, *[2 * 3] * 4, 2, *[1] * 4]
     assert listing.issued([2, 3, 5]) == sum(counts)

@@ -25,7 +25,8 @@ from rope_jax_kernels import (
 )
 from rope_jax_kernels.accuracy import allowed_error, error
 from rope_jax_kernels.arithmetic import cos_sin
-from rope_jax_kernels.attention import triton
+from rope_jax_kernels.attention import plans, triton
+from rope_jax_kernels.attention.task import task_of
 from tests.kernels.attention_terms import term_sizes
 from tests.kernels.covering import covering
 
@@ -227,26 +228,29 @@ def test_queries_whose_bias_leaves_no_key(pattern, places):
 
 
 @pytest.mark.parametrize(
-    ("shift", "options"),
+    ("shift", "sums", "options"),
     [
-        ((1, 1), {"dtype": jnp.bfloat16}),
+        ((1, 1), triton.SUMS, {"dtype": jnp.bfloat16}),
+        pytest.param((1, 1), 0, {"dtype": jnp.bfloat16}, marks=pytest.mark.slow),
         pytest.param(
             (0, 0),
+            triton.SUMS,
             {"dtype": jnp.bfloat16, "bias": False, "packed": False},
             marks=pytest.mark.slow,
         ),
-        pytest.param((2, 0), {"packed": False, "pairs": 0}, marks=pytest.mark.slow),
+        pytest.param((2, 0), triton.SUMS, {"packed": False, "pairs": 0}, marks=pytest.mark.slow),
     ],
 )
-def test_several_examples_of_a_program(shift, options, monkeypatch):
+def test_several_examples_of_a_program(shift, sums, options, monkeypatch):
     """As where there are many programs: in groups of five and four."""
-    monkeypatch.setattr(triton, "PROGRAMS", 6)
+    monkeypatch.setattr(plans, "PROGRAMS", 6)
+    monkeypatch.setattr(triton, "SUMS", sums)
     options = {"batch": 9, "heads": 1} | options
-    task = functools.partial(triton.task_of, implementation="triton", rotation=None, scale=None)
+    task = functools.partial(task_of, implementation="triton", rotation=None, scale=None)
     arrays = (jnp.zeros((9, 4, 5, 3, 1, 32)),)
     whole = task(arrays, pattern=Window((3, 3), shift), bias=None)
-    assert triton.plan(whole, 2, "forward", 9).each == 5  # and four
-    assert triton.plan(whole, 4, "forward", 9).each == 1
+    assert plans.plan(whole, 2, "forward", 9).each == 5  # and four
+    assert plans.plan(whole, 4, "forward", 9).each == 1
     check(Window((3, 3), shift), (4, 5), **options)
 
 

@@ -47,7 +47,8 @@ def attention(
         bias: added to the scaled logits, or None. For `Global` a matrix [N, L, L]; for `Window` a
             table [N, (2h-1)*(2w-1)] with index (qy-ky+h-1)*(2w-1) + (qx-kx+w-1), where h, w are
             those of the fitted window; for `Neighborhood` a table [N, 2kh-1, 2kw-1] with index
-            (ky-qy)/dilation + kh-1, and so in x.
+            (ky-qy)/dilation + kh-1, and so in x. Where it is -inf or the smallest number for all
+            keys of a query, that query's output depends on the implementation.
         scale: factor of the logits before the bias, one number; None for D**-0.5.
         implementation: None for the best that applies, or a name; see `explain`.
 

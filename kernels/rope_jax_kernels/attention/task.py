@@ -3,10 +3,12 @@
 import dataclasses
 
 import numpy as np
+from jaxtyping import Array, Float
 
+from rope_jax_kernels import choices, device
 from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
 from rope_jax_kernels.attention.slots import Tiles
-from rope_jax_kernels.rotation import Pairing
+from rope_jax_kernels.rotation import Pairing, Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Task:
         implementation: "triton", or "mosaic", which has Triton's backward kernels where
             `mosaic_backward` does not serve.
         biased: whether there is a bias.
-        tile: measured sizes of the kernels' tiles by part, see `triton.plan`; () for its own.
+        tile: measured sizes of the kernels' tiles by part, see `plans.plan`; () for its own.
     """
 
     pattern: Pattern
@@ -83,3 +85,31 @@ class Launch:
             not isinstance(self.task.pattern, Neighborhood)
             and self.tiles.tiles == self.tiles.repeats
         )
+
+
+def task_of(
+    arrays: tuple,
+    implementation: str,
+    *,
+    pattern: Pattern,
+    rotation: Rotation | None,
+    bias: Float[Array, "N ..."] | None,
+    scale: float | None,
+) -> Task:
+    """The task of (qkv,) or (q, k, v), with the tile in force."""
+    packed = len(arrays) == 1
+    heads, head_dim = arrays[0].shape[-2:]
+    return Task(
+        pattern=pattern,
+        places=arrays[0].shape[1 : -3 if packed else -2],
+        heads=heads,
+        head_dim=head_dim,
+        packed=packed,
+        pairs=0 if rotation is None else rotation.freqs.shape[2],
+        pairing="half" if rotation is None else rotation.pairing,
+        biased=bias is not None,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        interpret=device.interpreted(),
+        implementation=implementation,
+        tile=choices.tile_in_force(),
+    )

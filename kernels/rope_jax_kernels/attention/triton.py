@@ -21,7 +21,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import choices, device
-from rope_jax_kernels.attention.patterns import Global, Neighborhood, Pattern, Window
-from rope_jax_kernels.attention.task import Launch, Task
-from rope_jax_kernels.attention.tiles import cut
+from rope_jax_kernels import device
+from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
+from rope_jax_kernels.attention.plans import PROGRAMS, plan, with_examples
+from rope_jax_kernels.attention.plans import other_tiles as other_tiles  # for `measure`
+from rope_jax_kernels.attention.task import Launch, Task, task_of
 from rope_jax_kernels.attention.triton_kernels import (
     bias_kernel,
     closed_kernel,
@@ -47,31 +48,7 @@ from rope_jax_kernels.rotation import Rotation
 HEAD_DIMS = (16, 128)  # smallest and largest
 # Most neighbours along one axis. A tile is at least half as long, and has at most 64 queries then.
 NEIGHBORS = 16
-PROGRAMS = 1024  # at least, where one could do more: several for each multiprocessor
-SMALLEST = 16  # side of a tile, for the matrix instructions
-EXAMPLES = 8  # of a program for windows
 SUMS = 4096  # most gradients of a bias that programs add up: 64 MiB for windows of 7
-
-
-class Sizes(NamedTuple):
-    """Sizes of a kernel's programs; arguments of `cut` and `Launch`."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int = 1
-    each: int = 1
-
-
-# From planned sizes to others that are measured.
-CHANGES: tuple[Callable[[Sizes], Sizes], ...] = (
-    lambda x: x._replace(stages=3 - x.stages),
-    lambda x: x._replace(warps=2 * x.warps),
-    lambda x: x._replace(rows=max(SMALLEST, x.rows // 2)),
-    lambda x: x._replace(columns=max(SMALLEST, x.columns // 2)),
-    lambda x: x._replace(columns=2 * x.columns),
-    lambda x: x._replace(each=1 if x.each > 1 else EXAMPLES),
-)
 
 
 def run(
@@ -116,97 +93,6 @@ def differentiated_once(call: Callable, task: Task) -> Callable:
     once = jax.custom_jvp(call)
     once.defjvp(refuse)
     return once
-
-
-def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Sizes with the fewest instructions that were found.
-
-    Counted for compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Registers spill in
-    the backward kernel of windows before Hopper, and in float32 with heads of 128. Arguments as in
-    `plan`.
-    """
-    if itemsize == 4 or task.head_dim > 64:
-        return _wide_sizes(task, itemsize, part)
-    # On Ampere, Ada and consumer Blackwell (12.x, not compiled for yet), all operands of matrix
-    # instructions are in registers.
-    older = device.capability() // 10 in (8, 12)
-    if part == "forward" and isinstance(task.pattern, Global):
-        # Tall tiles turn keys fewer times.
-        return Sizes(128, 32 if older or task.biased else 64, 4)
-    if older and task.head_dim > 32 and part in ("queries", "keys"):
-        return Sizes(32, 32, 4) if part == "keys" else Sizes(64, 16, 4)
-    whole = isinstance(task.pattern, Window) and task.pattern.rotated_tokens(task.places) <= 64
-    if whole and (part == "forward" or not older):
-        # A window is one block. With a bias, its gradients leave wide heads no more registers.
-        alone = part == "queries" and task.biased and task.head_dim > 32
-        return Sizes(64, 64, 4) if alone else Sizes(64, 64, 4, 2, EXAMPLES)
-    return Sizes(64, 32, 4)
-
-
-def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
-    """A kernel's programs, of measured sizes or else planned ones.
-
-    Args:
-        task: of the kernel.
-        itemsize: bytes of a number of q, k and v.
-        part: "forward", "queries", "keys" or "bias".
-        batch: examples.
-    """
-    measured = dict(task.tile).get(part)
-    sizes = Sizes(*measured) if measured else planned_sizes(task, itemsize, part)
-    tiles = cut(task.pattern, task.places, rows=sizes.rows, columns=sizes.columns)
-    launch = Launch(task, tiles, sizes.warps, sizes.stages)
-    several = part == "forward" or (part == "queries" and launch.closed)
-    return with_examples(launch, batch, sizes.each) if several else launch
-
-
-def with_examples(launch: Launch, batch: int, most: int) -> Launch:
-    """A launch with up to `most` examples in a program, spread evenly, and `PROGRAMS` programs."""
-    programs = launch.task.heads * launch.tiles.tiles * batch
-    each = min(most, batch, max(1, programs // PROGRAMS))
-    return dataclasses.replace(launch, each=-(-batch // -(-batch // each)))
-
-
-def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]:
-    """Tiles worth measuring for a call beside the planned ones: near them, one part at a time.
-
-    Args:
-        training: whether gradients are taken.
-        arguments: of the call, by name; shapes suffice.
-    """
-    terms = {name: arguments[name] for name in ("pattern", "rotation", "bias", "scale")}
-    arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)
-    task, itemsize = task_of(arrays, "triton", **terms), arrays[0].dtype.itemsize
-    batch = arrays[0].shape[0]
-    parts = [("forward",), ("queries", "keys")] if training else [("forward",)]
-    found = {}
-    for together in parts:
-        planned = {part: planned_sizes(task, itemsize, part) for part in together}
-        for change in CHANGES:
-            tile = tuple((part, tuple(change(sizes))) for part, sizes in planned.items())
-            changed = dataclasses.replace(task, tile=tile)
-            launches = [plan(changed, itemsize, part, batch) for part in together]
-            same = [plan(task, itemsize, part, batch) for part in together]
-            # Small patterns cut several sizes into the same tiles.
-            launches, same = (
-                tuple((x.tiles, x.warps, x.stages, x.each) for x in some)
-                for some in (launches, same)
-            )
-            if launches != same:
-                found.setdefault(launches, tile)
-    return list(found.values())
-
-
-def _wide_sizes(task: Task, itemsize: int, part: str) -> Sizes:
-    """Sizes where a row of channels takes many registers."""
-    everywhere = isinstance(task.pattern, Global)
-    if part == "bias" or (part == "forward" and itemsize == 4 and task.head_dim > 32):
-        return Sizes(32, 16, 8)
-    if part == "forward":
-        return Sizes(64, 32, 4)
-    if itemsize == 4 and not everywhere:
-        return Sizes(16 if part == "keys" else 32, 16, 16)
-    return Sizes(16, 16, 4 if itemsize == 4 else 8) if part == "keys" else Sizes(32, 16, 8)
 
 
 def views(task: Task, arrays: tuple) -> tuple:
@@ -424,34 +310,6 @@ def attend_all(
     arrays, turning, added = vary_alike(arrays, turning, added)
     out = attend(task, arrays, turning, added)
     return out.reshape(arrays[0].shape[0], *task.places, task.heads, task.head_dim)
-
-
-def task_of(
-    arrays: tuple,
-    implementation: str,
-    *,
-    pattern: Pattern,
-    rotation: Rotation | None,
-    bias: Float[Array, "N ..."] | None,
-    scale: float | None,
-) -> Task:
-    """The task of (qkv,) or (q, k, v), with the tile in force."""
-    packed = len(arrays) == 1
-    heads, head_dim = arrays[0].shape[-2:]
-    return Task(
-        pattern=pattern,
-        places=arrays[0].shape[1 : -3 if packed else -2],
-        heads=heads,
-        head_dim=head_dim,
-        packed=packed,
-        pairs=0 if rotation is None else rotation.freqs.shape[2],
-        pairing="half" if rotation is None else rotation.pairing,
-        biased=bias is not None,
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        interpret=device.interpreted(),
-        implementation=implementation,
-        tile=choices.tile_in_force(),
-    )
 
 
 def attention(
