@@ -27,7 +27,8 @@ def evidence(results: Sequence[Result]) -> str:
         if flags := result["settings"]["flags"]:
             about += f" Flags of all runs: `{' '.join(flags)}`."
         if not result["complete"]:
-            about += " Not all runs are finished."
+            all_runs = len(part.models) * len(result["settings"]["seeds"])
+            about += f" {len(result['runs'])} of {all_runs} runs are finished."
         about += f" {origin(result)}.\n"
         texts.append("\n".join([about, accuracy_table(result), claims_table(name, result)]))
     return "\n".join(texts)
@@ -113,33 +114,65 @@ def comparisons(claims: Iterable[Claim]) -> list[list[Claim]]:
 def claims_table(
     part: str, result: Result, keep: Callable[[Claim], bool] = lambda claim: True
 ) -> str:
-    """The outcome of the papers' claims, one row for each with all its resolutions."""
+    """The outcome of the papers' claims, one row for each with all its resolutions.
 
-    rows, verdicts = [], collections.Counter()
+    There is no verdict before all seeds are there.
+    """
+    rows, verdicts, wanted = [], collections.Counter(), len(result["settings"]["seeds"])
     for group in comparisons(filter(keep, claims_of(part))):
         judged = [(claim, found) for claim in group if (found := judge(claim, result["runs"]))]
         if judged:
             cells = []
             for claim, found in judged:
                 side = f"{claim.resolution} px: " if claim.resolution else "as trained: "
-                cells.append(f"{side if len(judged) > 1 or claim.resolution else ''}{found}")
-                verdicts[found.verdict] += 1
+                text = f"{found.seeds} of {wanted} seeds"
+                if found.seeds == wanted:
+                    text = str(found)
+                    verdicts[found.verdict] += 1
+                cells.append(f"{side if len(judged) > 1 or claim.resolution else ''}{text}")
             what = sides(dataclasses.replace(judged[0][0], resolution=None))
             rows.append([what, group[0].source, "<br>".join(cells)])
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     table = markdown_table(["claim", "source", "difference in points, and verdict"], rows)
-    return f"{table}\nOf {verdicts.total()} comparisons: {counts}.\n" if rows else table
+    return f"{table}\nOf {verdicts.total()} comparisons: {counts}.\n" if verdicts else table
 
 
-RANKED = (None, 16, 24, 32)  # sides in pixels; None is that of training
+def verdicts(results: Sequence[Result]) -> str:
+    """The claims on Fashion-MNIST by their verdicts; those that lack seeds at last."""
+    if (result := newest(results, "evidence", part="fashion")) is None:
+        return no_result("experiments evidence fashion")
+    found, wanted = collections.defaultdict(list), len(result["settings"]["seeds"])
+    for group in comparisons(claims_of("fashion")):
+        places = collections.defaultdict(list)
+        for claim in group:
+            verdict = judge(claim, result["runs"], wanted)
+            place = " as trained" if len(group) > 1 else ""
+            if claim.resolution:
+                place = f" at {claim.resolution} px"
+            if verdict:
+                place += f" ({verdict.difference:+.1f} ± {verdict.half_width:.1f})"
+            places[verdict.verdict if verdict else "not finished"].append(place)
+        what = sides(dataclasses.replace(group[0], resolution=None))
+        for name, there in places.items():
+            found[name].append(what + ",".join(there))
+    names = ("shown", "refuted", "not shown", "not finished")
+    lines = [
+        f"- **{name.capitalize()}**: {'; '.join(found[name])}." for name in names if found[name]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+RANKED = (None, 20, 24, 32, 40)  # sides in pixels; None is that of training
 
 
 def ranking(results: Sequence[Result]) -> str:
     """Accuracies of the small ViT with every scheme, the most accurate first."""
-    if (result := newest(results, "evidence", part="vit")) is None:
-        return no_result("experiments evidence vit")
+    if (result := newest(results, "evidence", part="fashion")) is None:
+        return no_result("experiments evidence fashion")
     rows = {}
-    for backbone, position in PARTS["vit"].models:
+    for backbone, position in PARTS["fashion"].models:
+        if backbone != "vit":
+            continue
         found = [accuracies(result["runs"], backbone, position, side).values() for side in RANKED]
         if all(found):
             rows[position] = [interval(list(values)) for values in found]
@@ -150,7 +183,5 @@ def ranking(results: Sequence[Result]) -> str:
     ]
     trained = result["runs"][0]["eval"][0]["resolution"][0]
     header = ["position", f"{trained} px, as trained", *(f"{side} px" for side in RANKED[1:])]
-    about = (
-        f"Top-1 accuracy (%) of a small ViT on {PARTS['vit'].about}, mean and 95 % interval over"
-    )
-    return f"{markdown_table(header, cells)}\n{about} seeds. {origin(result)}.\n"
+    about = f"Top-1 accuracy (%) of a small ViT on {PARTS['fashion'].about}, mean and 95 % interval"
+    return f"{markdown_table(header, cells)}\n{about} over seeds. {origin(result)}.\n"

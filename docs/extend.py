@@ -7,17 +7,15 @@ from benchmarks._runner import Result
 from docs.results import newest, no_result, origin
 from experiments._claims import interval
 from experiments._parts import PARTS
-from experiments.extend import differences, helping, resolutions
+from experiments.extend import Row, differences, helping, resolutions
 from rope_jax.text import markdown_table
 
 
 def extend(results: Sequence[Result]) -> str:
     """Scores of every scheme at every size, the differences of the rules, and which help where."""
     result = newest(results, "evidence", part="fashion")
-    runs = [run for run in result["runs"] if "rules" in run] if result else []
-    if not runs:
+    if not (rows := rows_of(result) if result else []):
         return no_result("experiments evidence fashion")
-    rows = [about(run) | row for run in runs for row in run["rules"]]
     lines, verdicts, sizes = [], [], resolutions(rows)
     for model, position in dict.fromkeys((row["model"], row["position"]) for row in rows):
         for rule in dict.fromkeys(row["rule"] for row in rows):
@@ -32,7 +30,7 @@ def extend(results: Sequence[Result]) -> str:
         verdicts.append(f"- `{model}` with `{position}`: {'; '.join(found) or 'none is'}.")
     header = ["model", "position", "rule", *("{}x{} px".format(*size) for size in sizes)]
     table = markdown_table(header, lines)
-    trained = "{}x{}".format(*runs[0]["eval"][0]["resolution"])
+    trained = "{}x{}".format(*result["runs"][0]["eval"][0]["resolution"])
     caption = (
         f"Top-1 accuracy (%) with `none`, the schemes' own rule, and differences from it in points "
         f"of models trained at {trained} px: mean and 95 % interval over seeds, on the first "
@@ -40,6 +38,11 @@ def extend(results: Sequence[Result]) -> str:
     )
     above = "Above the scheme's own rule, by an interval that does not contain zero:"
     return f"{table}\n{caption} {origin(result)}.\n\n{above}\n\n" + "\n".join(verdicts) + "\n"
+
+
+def rows_of(result: Result) -> list[Row]:
+    """The rows with rules in a result of `evidence`."""
+    return [about(run) | row for run in result["runs"] for row in run.get("rules", ())]
 
 
 def about(run: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._runner import Result
+from docs.extend import rows_of
 from docs.results import ROOT, newest, read_results
 from experiments._claims import Claim, accuracies, claims, interval, judge, sides
 from rope_jax.analysis.plots import COLOURS, MARKERS
@@ -22,8 +23,7 @@ FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
-POINTS = ("none", "rpb", "axial_rope")
-BACKBONES, CLAIMS = "all backbones", "claims"
+CLAIMS, RULES = "claims", "rules"
 VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
 
 
@@ -36,8 +36,8 @@ class Picture:
         part: part of the evidence experiment.
         title: title, also used as alternative text.
         shows: the backbone of a plot of accuracy over resolution, with a curve per scheme of
-            CURVES; BACKBONES for the accuracy of all backbones with the schemes of POINTS; CLAIMS
-            for the difference of every claim.
+            CURVES; CLAIMS for the difference of every claim; RULES for the accuracy with each rule
+            of the experiment `extend`, without those that have options.
     """
 
     file: str
@@ -46,11 +46,8 @@ class Picture:
     shows: str
 
 
-_FASHION = "10,000 images of Fashion-MNIST: accuracy by scheme"
 _TINY = "50 classes of Tiny-ImageNet: accuracy by scheme and resolution"
 PICTURES = [
-    Picture("resolutions.png", "vit", f"A small ViT on {_FASHION} and resolution", "vit"),
-    Picture("backbones.png", "backbones", f"Small backbones on {_FASHION}", BACKBONES),
     Picture(
         "fashion.png",
         "fashion",
@@ -58,6 +55,7 @@ PICTURES = [
         "vit",
     ),
     Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", CLAIMS),
+    Picture("rules.png", "fashion", "Rotary embeddings beyond the size of training", RULES),
     Picture("tiny_imagenet_vit.png", "tiny_imagenet", f"A small ViT on {_TINY}", "vit"),
     Picture("tiny_imagenet_swin.png", "tiny_imagenet", f"A small Swin on {_TINY}", "swin"),
     Picture("tiny_imagenet_nat.png", "tiny_imagenet", f"A small NAT on {_TINY}", "nat"),
@@ -65,25 +63,14 @@ PICTURES = [
 
 
 def shown(picture: Picture, result: Result) -> list[Any]:
-    """Returns the schemes, backbones or claims to draw.
-
-    Schemes and claims need several seeds; backbones need the same number of seeds for each of
-    POINTS.
-    """
+    """Returns the schemes or claims to draw: schemes of several seeds, claims of all."""
+    runs, wanted = result["runs"], len(result["settings"]["seeds"])
     if picture.shows == CLAIMS:
-        return [claim for claim in claims(picture.part) if judge(claim, result["runs"])]
-
-    def seeds(backbone: str, scheme: str) -> int:
-        return len(accuracies(result["runs"], backbone, scheme, None))
-
-    if picture.shows != BACKBONES:
-        return [scheme for scheme in CURVES if seeds(picture.shows, scheme) > 1]
-    backbones = []
-    for backbone in dict.fromkeys(run["backbone"] for run in result["runs"]):
-        counts = {seeds(backbone, scheme) for scheme in POINTS}
-        if len(counts) == 1 and min(counts) > 1:
-            backbones.append(backbone)
-    return backbones
+        return [claim for claim in claims(picture.part) if judge(claim, runs, wanted)]
+    if picture.shows == RULES:
+        models = [run["position"] for run in runs if "rules" in run]
+        return [scheme for scheme in dict.fromkeys(models) if models.count(scheme) > 1]
+    return [x for x in CURVES if len(accuracies(runs, picture.shows, x, None)) > 1]
 
 
 def result_of(picture: Picture, results: Sequence[Result]) -> Result | None:
@@ -92,59 +79,94 @@ def result_of(picture: Picture, results: Sequence[Result]) -> Result | None:
     return result if result and shown(picture, result) else None
 
 
-def over_resolutions(axes: Any, result: Result, backbone: str, schemes: Sequence[str]) -> None:
+def by_scheme(figure: Any, result: Result, backbone: str, schemes: Sequence[str]) -> None:
     """Plots accuracy over resolution, with a curve per scheme."""
-    means = []
+    axes, means = figure.add_subplot(), []
+    first = next(run for run in result["runs"] if run["backbone"] == backbone)
+    trained, *others = (row["resolution"][0] for row in first["eval"])
+    sides = sorted([trained, *others])
     for number, scheme in enumerate(schemes):
-        runs = [x for x in result["runs"] if (x["backbone"], x["position"]) == (backbone, scheme)]
-        trained, *_ = all_sides = [row["resolution"][0] for row in runs[0]["eval"]]
-        sides = sorted(all_sides)
-        values = [accuracies(runs, backbone, scheme, side).values() for side in sides]
-        mean, half = zip(*(interval(list(x)) for x in values), strict=True)
-        # Shifted a little, so that intervals do not overlap.
-        aside = (number - (len(schemes) - 1) / 2) * (sides[-1] - sides[0]) / 130
-        axes.errorbar(
-            [side + aside for side in sides],
-            mean,
-            half,
-            label=scheme,
-            capsize=2,
-            elinewidth=0.8,
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=5,
-        )
-        means += mean
+        values = [list(accuracies(result["runs"], backbone, scheme, x).values()) for x in sides]
+        means += curve(axes, sides, values, scheme, number, len(schemes))
     axes.set_xticks(sides)
     axes.axvline(trained, color="0.9", linewidth=8, zorder=0)
     # Limits ignore the intervals, which are wide for two seeds.
     axes.set_ylim(max(min(means) - 8, 0), min(max(means) + 8, 100))
     axes.set_xlabel("test resolution (pixels; grey: training resolution)")
+    axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
 
 
-def by_backbone(axes: Any, result: Result, backbones: Sequence[str]) -> None:
-    """Plots accuracy at the training resolution, with a group of points per backbone."""
-    for number, scheme in enumerate(POINTS):
-        values = [accuracies(result["runs"], name, scheme, None).values() for name in backbones]
-        mean, half = zip(*(interval(list(x)) for x in values), strict=True)
-        places = [place + 0.2 * (number - (len(POINTS) - 1) / 2) for place in range(len(backbones))]
-        style = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": "none"}
-        axes.errorbar(places, mean, half, label=scheme, capsize=3, elinewidth=1, **style)
-    axes.set_xticks(range(len(backbones)), backbones)
+def by_rule(figure: Any, result: Result, schemes: Sequence[str]) -> None:
+    """Plots accuracy over resolution, with a plot per scheme and a curve per rule."""
+    rows = [row for row in rows_of(result) if "(" not in row["rule"]]
+    rules = list(dict.fromkeys(row["rule"] for row in rows))
+    trained = result["runs"][0]["eval"][0]["resolution"][0]
+    plots = figure.subplots(1, len(schemes), sharey=True, squeeze=False)[0]
+    for axes, scheme in zip(plots, schemes, strict=True):
+        own = [row for row in rows if row["position"] == scheme]
+        sides = sorted({row["resolution"][0] for row in own})
+        for number, rule in enumerate(rules):
+            # At the size of training all rules are the same.
+            at = [(side, "none" if side == trained else rule) for side in sides]
+            values = [
+                [100 * x["score"] for x in own if (x["resolution"][0], x["rule"]) == place]
+                for place in at
+            ]
+            curve(axes, sides, values, rule if axes is plots[0] else None, number, len(rules))
+        axes.set_title(scheme, fontsize=9)
+        axes.set_xticks(sides)
+        axes.tick_params("x", labelsize=7)
+        axes.axvline(trained, color="0.9", linewidth=6, zorder=0)
+    figure.supxlabel("test resolution (pixels; grey: training resolution)", fontsize=9)
+    plots[0].set_ylabel("top-1 accuracy (%), 95 % interval")
 
 
-def of_claims(axes: Any, result: Result, found: Sequence[Claim]) -> None:
-    """Plots the difference of each claim with its interval; grey: where it has to be above."""
-    for place, claim in enumerate(found):
-        verdict = judge(claim, result["runs"])
-        style = {"color": VERDICTS[verdict.verdict], "marker": "o", "markersize": 4, "capsize": 2}
-        axes.errorbar(verdict.difference, place, xerr=verdict.half_width, **style)
-        axes.plot([-claim.margin] * 2, [place - 0.5, place + 0.5], color="0.4", linewidth=1)
+def curve(
+    axes: Any,
+    sides: Sequence[int],
+    values: Sequence[Sequence[float]],
+    label: str | None,
+    number: int,
+    count: int,
+) -> list[float]:
+    """Plots one of several curves over sides, and returns its means over seeds."""
+    mean, half = zip(*(interval(x) for x in values), strict=True)
+    # Shifted a little, so that intervals do not overlap.
+    aside = (number - (count - 1) / 2) * (sides[-1] - sides[0]) / 130
+    axes.errorbar(
+        [side + aside for side in sides],
+        mean,
+        half,
+        label=label,
+        capsize=2,
+        elinewidth=0.8,
+        color=COLOURS[number % len(COLOURS)],
+        marker=MARKERS[number % len(MARKERS)],
+        markersize=5,
+    )
+    return list(mean)
+
+
+def of_claims(figure: Any, result: Result, found: Sequence[Claim]) -> None:
+    """Plots the difference of each claim with its interval; grey: where it has to be above.
+
+    Differences at other sizes than that of training are much larger, and have a plot of their own.
+    """
+    groups = [[x for x in found if (x.resolution is None) == trained] for trained in (True, False)]
+    groups = [group for group in groups if group]
+    plots = figure.subplots(len(groups), squeeze=False, height_ratios=[*map(len, groups)])[:, 0]
+    for axes, group in zip(plots, groups, strict=True):
+        for place, claim in enumerate(group):
+            verdict = judge(claim, result["runs"])
+            style = {"color": VERDICTS[verdict.verdict], "marker": "o", "markersize": 4}
+            axes.errorbar(verdict.difference, place, xerr=verdict.half_width, capsize=2, **style)
+            axes.plot([-claim.margin] * 2, [place - 0.5, place + 0.5], color="0.4", linewidth=1)
+        labels = [sides(claim).replace("`", "").replace(" with ", ", ") for claim in group]
+        axes.set_yticks(range(len(group)), labels, fontsize=7)
+        axes.set_ylim(len(group) - 0.5, -0.5)
     for name, colour in VERDICTS.items():
-        axes.plot([], [], color=colour, marker="o", linestyle="none", label=name)
-    labels = [sides(claim).replace("`", "").replace(" with ", ", ") for claim in found]
-    axes.set_yticks(range(len(found)), labels, fontsize=7)
-    axes.set_ylim(len(found) - 0.5, -0.5)
+        plots[0].plot([], [], color=colour, marker="o", linestyle="none", label=name)
+    plots[-1].set_xlabel("difference in points, 95 % interval over seeds; grey line: to be above")
 
 
 def checksum(result: Result) -> str:
@@ -159,21 +181,18 @@ def draw(picture: Picture, result: Result, folder: pathlib.Path) -> None:
     from matplotlib.figure import Figure
 
     found = shown(picture, result)
-    height = 1.2 + 0.17 * len(found) if picture.shows == CLAIMS else 4.0
+    height = 1.6 + 0.17 * len(found) if picture.shows == CLAIMS else 4.0
     figure = Figure(figsize=(7.2, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     if picture.shows == CLAIMS:
-        of_claims(axes, result, found)
-        axes.set_xlabel("difference in points, 95 % interval over seeds; grey line: to be above")
+        of_claims(figure, result, found)
+    elif picture.shows == RULES:
+        by_rule(figure, result, found)
     else:
-        if picture.shows == BACKBONES:
-            by_backbone(axes, result, found)
-        else:
-            over_resolutions(axes, result, picture.shows, found)
-        axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
+        by_scheme(figure, result, picture.shows, found)
     figure.suptitle(picture.title, fontsize=10)
-    axes.grid(alpha=0.3, axis="x" if picture.shows == CLAIMS else "y")
+    for axes in figure.axes:
+        axes.grid(alpha=0.3, axis="x" if picture.shows == CLAIMS else "y")
     figure.legend(loc="outside right center", frameon=False, fontsize=9)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / picture.file, dpi=100, metadata={CHECKSUM: checksum(result)})

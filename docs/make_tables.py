@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import cpu, machine_code, models, rotary, startup
 from benchmarks._goals import GOALS, Goal
 from benchmarks._runner import Result
-from docs.evidence import designs, evidence, ranking
+from docs.evidence import designs, evidence, ranking, verdicts
 from docs.extend import extend
 from docs.papers import citation, papers
 from docs.results import ROOT, newest, no_result, origin, read_results
@@ -310,6 +310,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "data": data,
     "designs": designs,
     "evidence": evidence,
+    "verdicts": verdicts,
     "ranking": ranking,
     "scenes": scenes,
     "extend": extend,

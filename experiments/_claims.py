@@ -147,12 +147,12 @@ class Verdict:
         return f"{self.difference:+.1f} ± {self.half_width:.1f}, {self.verdict}"
 
 
-def judge(claim: Claim, found: Sequence[dict[str, Any]]) -> Verdict | None:
-    """Judges a claim by the seeds that both models have; None for fewer than two seeds."""
+def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int = 2) -> Verdict | None:
+    """Judges a claim by the seeds that both models have; None for fewer than `least` seeds."""
     better = accuracies(found, *claim.better, claim.resolution)
     worse = accuracies(found, *claim.worse, claim.resolution)
     seeds = sorted(better.keys() & worse.keys())
-    if len(seeds) < 2:
+    if len(seeds) < least:
         return None
     mean, half = interval([better[seed] - worse[seed] for seed in seeds])
     above = mean + claim.margin

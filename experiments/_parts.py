@@ -46,7 +46,6 @@ class Part:
         about: description of the image set.
         backbone: the recipe's argument for the backbone.
         seeds: default of --seeds.
-        arguments: further arguments of the recipe, such as "epochs=10".
         together: True to train all seeds in one run, one run at a time (on a GPU).
         smaller: sides in pixels below the training resolution at which schemes are compared.
         larger: sides in pixels above the training resolution.
@@ -60,7 +59,6 @@ class Part:
     about: str
     backbone: str = "backbone"
     seeds: tuple[int, ...] = (0, 1, 2)
-    arguments: tuple[str, ...] = ()
     together: bool = False
     smaller: tuple[int, ...] = ()
     larger: tuple[int, ...] = ()
@@ -80,11 +78,11 @@ class Part:
         """Name of a run's workdir, which differs for other flags, seeds or parts."""
         more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
         model = [run.backbone, run.position or "default", *map(str, run.seeds)]
-        return "-".join([self.name, *model, *self.arguments, *more])
+        return "-".join([self.name, *model, *more])
 
     def _recipe(self, **given: Any) -> str:
         arguments = [f"{key}={value}" for key, value in given.items() if value is not None]
-        return f"{self.recipe}:{','.join([*arguments, *self.arguments])}"
+        return f"{self.recipe}:{','.join(arguments)}"
 
     def commands(
         self, run: Run, images: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str] = ()
@@ -119,16 +117,6 @@ class Part:
             if ours or name in ("model.name", "batch_size"):
                 found[name] = list(value) if isinstance(value, tuple) else value
         return found
-
-
-def first_of_fashion_mnist(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
-    """Writes the first 10,000 training and 5,000 test images to one file."""
-    arrays = {}
-    for split, count in (("train", 10_000), ("test", 5_000)):
-        images = data.load("idx", str(folder), split)
-        arrays[f"{split}_images"] = images.images[:count, :, :, 0]
-        arrays[f"{split}_labels"] = images.labels[:count]
-    return _saved(arrays, path)
 
 
 def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
@@ -189,15 +177,7 @@ def official(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-_FASHION = (first_of_fashion_mnist, "fashion_mnist", "10,000 images of Fashion-MNIST")
 _CAT: list[Model] = [("cat", None), ("cat_no_imprint", None), ("cat_vit", None)]
-_BACKBONES: list[Model] = [
-    *itertools.product(("swin", "nat", "dinat", "cct"), _BASIC),
-    ("cat", None),
-    ("cat", "none"),
-    ("cat", "axial_rope"),
-    *_CAT[1:],
-]
 _CIFAR: list[Model] = [
     *itertools.product(_COMPACT, ("ape", "lape(ape)")),  # as in LaPE
     *itertools.product(_COMPACT, ("none", "axial_rope", "rope_mixed")),
@@ -229,15 +209,6 @@ PARTS = {
             for position in ("rope2d", "rope_mixed", FRACTIONS[1], "rope_mixed+ape")
         ],
     ),
-    "vit": Part(
-        "evidence",
-        [[("vit", position) for position in SCHEMES]],
-        *_FASHION,
-        smaller=(12, 16),
-        larger=(24, 28, 32),
-    ),
-    "backbones": Part("evidence", [_BACKBONES], *_FASHION),
-    "cat": Part("evidence", [_CAT], *_FASHION, arguments=("epochs=10",)),
     "cifar10": Part(
         "cct",
         [_CIFAR],

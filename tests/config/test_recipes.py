@@ -25,7 +25,6 @@ FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 SMALL = (
     "digits",
     "fashion_mnist",
-    "evidence",
     "finetune",
     "own_images",
     "scenes",

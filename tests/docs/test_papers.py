@@ -44,7 +44,7 @@ def test_results_stand_in_the_section_of_their_paper():
     found = sections([evidence_result()])
     thesis, heo = found["Axial RoPE, Kane's thesis"], found["RoPE-ViT, Heo et al.: ViT"]
     assert "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | +10.0 ± 0.0" in thesis
-    assert "`rope2d` above `vit` with `ape` | Heo et al., figure 4 | 12 px: -10.0 ± 0.0" in heo
+    assert "`rope2d` above `vit` with `ape` | Heo et al., figure 4 | 16 px: -10.0 ± 0.0" in heo
     assert "thesis, table" not in heo
     assert "none of these models has two seeds yet" in found["LaPE, Yu et al.: ImageNet"]
 

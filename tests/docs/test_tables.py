@@ -110,13 +110,13 @@ def test_models_of_one_platform_measured_in_several_runs_are_all_there():
     assert text.index("`forward`") < text.index("cpu.json")
 
 
-def evidence_result(part="vit", **others):
-    """Two seeds, 0.1 apart, of four schemes; at 12 pixels APE is the best."""
+def evidence_result(part="fashion", **others):
+    """Two seeds, 0.1 apart, of four schemes; at 16 pixels APE is the best."""
     top1 = {"none": (0.5, 0.3), "rpb": (0.6, 0.4), "ape": (0.55, 0.5), "rope2d": (0.7, 0.4)}
     runs = []
     for position, accuracies in top1.items():
         for seed in (0, 1):
-            sides = zip((20, 12), accuracies, strict=True)
+            sides = zip((28, 16), accuracies, strict=True)
             rows = [
                 {"resolution": [side, side], "top1": x + seed / 10, "count": 10}
                 for side, x in sides
@@ -130,16 +130,35 @@ def evidence_result(part="vit", **others):
 
 def test_evidence_shows_accuracies_and_the_outcome_of_claims():
     text = tables.evidence([evidence_result()])
-    assert "10,000 images of Fashion-MNIST" in text
-    assert f"Not all runs are finished. {WHERE}." in text
+    all_runs = 2 * len(PARTS["fashion"].models)
+    assert f"over seeds. 8 of {all_runs} runs are finished. {WHERE}." in text
     # t of one degree of freedom: 12.706
-    assert "| `vit` | `none` | 2 | 55.0 ± 63.5 (20 px) | 12: 35.0 ± 63.5 |" in text
+    assert "| `vit` | `none` | 2 | 55.0 ± 63.5 (28 px) | 16: 35.0 ± 63.5 |" in text
     rpb = "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | +10.0 ± 0.0, shown |"
     assert rpb in text
     rope = "| `vit` with `rope2d` above `vit` with `ape` | Heo et al., figure 4 | "
-    assert f"{rope}12 px: -10.0 ± 0.0, refuted |" in text
+    assert f"{rope}16 px: -10.0 ± 0.0, refuted |" in text
     assert "Of 2 comparisons: 1 shown, 1 refuted." in text
     assert text.count("No result yet") == len(PARTS) - 1
+
+
+def test_there_is_no_verdict_before_all_seeds():
+    result = evidence_result()
+    text = tables.TABLES["verdicts"]([result])
+    shown, refuted, rest = text.splitlines()
+    assert shown == "- **Shown**: `vit` with `rpb` above `vit` with `none` (+10.0 ± 0.0)."
+    what = "`vit` with `rope2d` above `vit` with `ape`"
+    assert refuted == f"- **Refuted**: {what} at 16 px (-10.0 ± 0.0)."
+    assert f"; {what} at 20 px, at 24 px, at 32 px" in rest
+    result["settings"]["seeds"] = [0, 1, 2]
+    (text,) = tables.TABLES["verdicts"]([result]).splitlines()
+    assert text.startswith("- **Not finished**: `vit` with `rpb` above `vit` with `none`; ")
+    evidence = tables.evidence([result])
+    assert (
+        "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | 2 of 3 seeds |"
+        in evidence
+    )
+    assert "comparisons" not in evidence
 
 
 def test_designs_show_every_claim_and_setting_before_there_is_a_result():
@@ -156,9 +175,9 @@ def test_designs_show_every_claim_and_setting_before_there_is_a_result():
 
 
 def test_the_newest_result_of_a_part_counts():
-    vit = [evidence_result("vit", file=file) for file in ("newer.json", "older.json")]
-    results = [evidence_result("cat"), *vit]
-    assert tables.newest(results, "evidence", part="vit")["file"] == "newer.json"
+    fashion = [evidence_result(file=file) for file in ("newer.json", "older.json")]
+    results = [evidence_result("cifar10"), *fashion]
+    assert tables.newest(results, "evidence", part="fashion")["file"] == "newer.json"
     assert tables.newest(results, "evidence", "cpu") is None
 
 
