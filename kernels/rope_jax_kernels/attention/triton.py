@@ -4,9 +4,10 @@ q, k and v are read directly from the projection and rotated in registers, by ta
 sines that XLA computes before (`tables`). The backward pass needs only the operands, the output,
 and the logarithm of each query's sum of exponentials (lse).
 
-A program computes a tile of queries of one head and one example, over the blocks of keys that
-`tiles` lists, with an online softmax (FlashAttention, arXiv 2205.14135). Rotated queries and
-keys are rounded once, to the data's dtype; logits and softmax are float32.
+A program computes a tile of queries of one head and one example, or of a window several examples,
+over the blocks of keys that `tiles` lists, with an online softmax (FlashAttention, arXiv
+2205.14135). `plans` has the sizes of programs. Rotated queries and keys are rounded once, to the
+data's dtype; logits and softmax are float32.
 
 Backward, if a tile holds all queries that attend to its keys (windows of up to 64 tokens), one
 kernel computes all gradients. Otherwise one loops over keys (dq) and one over queries (dk, dv).
