@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 def tool_path(name: str) -> str | None:
@@ -30,8 +31,15 @@ def tool(name: str) -> str:
     return path
 
 
-def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
-    """The report of ptxas on a PTX file for its target, and the listing of nvdisasm."""
+def disassembled(ptx: pathlib.Path) -> tuple[str, str]:
+    """The report of ptxas on a PTX file for its target, and the listing of nvdisasm.
+
+    Args:
+        ptx: the file; the machine code is written beside it, as .cubin.
+
+    Raises:
+        RuntimeError: ptxas or nvdisasm is not there.
+    """
     cubin = str(ptx.with_suffix(".cubin"))
     target = re.search(r"\.target (\w+)", ptx.read_text())[1]
     command = [tool("ptxas"), f"-arch={target}", "-v", str(ptx), "-o", cubin]
@@ -43,14 +51,26 @@ def machine_code(ptx: pathlib.Path) -> tuple[str, str]:
 Span = tuple[int, int]  # the first instruction, and the last one
 
 
+class Shared(NamedTuple):
+    """The longest branch in a loop and outside the next one, taken by one of several warps.
+
+    Attributes:
+        loop: its number, the longest being 0.
+        warps: that take turns.
+    """
+
+    loop: int
+    warps: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Listing:
     """What nvdisasm lists of a kernel.
 
     Attributes:
         instructions: without the jump to itself and the NOPs that fill the code up after its end.
-        loops: from their first instruction to the jump back, the longest first; without those that
-            wait for a barrier.
+        loops: from their first instruction to the last jump back to it, the longest first; without
+            those that wait for a barrier.
         skips: instructions that a jump forward passes over.
     """
 
@@ -58,27 +78,44 @@ class Listing:
     loops: list[Span]
     skips: list[Span]
 
-    def issued(self, rounds: Sequence[float], shared: Sequence[int] = ()) -> float:
+    def issued(
+        self,
+        rounds: Sequence[float],
+        depths: Sequence[int] | None = None,
+        unrolled: int = 0,
+        shared: Shared | None = None,
+    ) -> float:
         """Instructions that a warp issues.
 
         Args:
-            rounds: of the longest loops, each time that a warp comes to them.
-            shared: (n, m): one of m warps takes the longest branch in the n-th of these loops and
-                outside the next one.
+            rounds: of each loop, the longest first, each time that a warp comes to it.
+            depths: the number of loops that each loop stands in; default: all those before it.
+            unrolled: how many of the last loops the compiler may have unrolled.
+            shared: a branch that warps take in turns.
+
+        Raises:
+            ValueError: the code has more loops, fewer, or other depths.
         """
+        depths = list(range(len(rounds)) if depths is None else depths)
+        found = [sum(holds(x, loop) for x in self.loops) - 1 for loop in self.loops]
+        if not (found == depths[: len(found)] and len(found) >= len(rounds) - unrolled):
+            lengths = ", ".join(str(length(loop)) for loop in self.loops)
+            raise ValueError(
+                f"the code has loops of {lengths or 'no'} instructions at the depths {found}, not "
+                f"at {depths}: describe its loops as they are"
+            )
         weights = [1.0] * len(self.instructions)
 
         def scale(span: Span, factor: float) -> None:
             for i in range(span[0], span[1] + 1):
                 weights[i] *= factor
 
-        for loop, count in zip(self.loops, rounds, strict=False):
+        for loop, count in zip(self.loops, rounds, strict=False):  # fewer loops: see above
             scale(loop, count)
-        if shared:
-            number, count = shared
-            outer, inner = self.loops[number : number + 2]
+        if shared is not None:
+            outer, inner = self.loops[shared.loop : shared.loop + 2]
             branches = [x for x in self.skips if holds(outer, x) and not holds(x, inner)]
-            scale(max(branches, key=length), 1 / count)
+            scale(max(branches, key=length), 1 / shared.warps)
         return sum(weights)
 
 
@@ -93,10 +130,10 @@ def holds(outer: Span, inner: Span) -> bool:
 
 
 def read_listing(text: str) -> Listing:
-    """Reads what nvdisasm prints.
+    """Reads what nvdisasm prints of a kernel.
 
-    A wait for a barrier, whose loop has SYNCS in it, may stand behind the kernel's end; the jump
-    that follows it goes back to where the wait began, and is no loop.
+    What jumps back from behind the last EXIT is no loop: a wait for a barrier may stand there, or a
+    path that is rarely taken. Nor is a wait before it, a short loop with SYNCS in it.
     """
     labels, instructions, jumps = {}, [], []
     for line in text.splitlines():
@@ -110,9 +147,11 @@ def read_listing(text: str) -> Listing:
     ends = [i for i, target in pairs if i == target]
     if ends and set(instructions[ends[-1] + 1 :]) <= {"NOP"}:
         del instructions[ends[-1] :]
-    back = [(target, i) for i, target in pairs if target < i]
-    waits = [x for x in back if length(x) < 9 and "SYNCS" in " ".join(instructions[x[0] : x[1]])]
-    ended = {last + 1 for _, last in waits}
-    loops = [x for x in back if x not in waits and x[1] not in ended]
+    exit = max(i for i, x in enumerate(instructions) if x.endswith("EXIT"))
+    loops = {}
+    for i, first in pairs:
+        waits = i - first < 8 and "SYNCS" in " ".join(instructions[first:i])
+        if first < i < exit and not waits:
+            loops[first] = max(i, loops.get(first, i))
     skips = [(i + 1, target - 1) for i, target in pairs if target > i]
-    return Listing(instructions, sorted(loops, key=length, reverse=True), skips)
+    return Listing(instructions, sorted(loops.items(), key=length, reverse=True), skips)

@@ -35,7 +35,7 @@ import jax
 
 from benchmarks import rotary
 from benchmarks._gpus import A100, H200, L4, absent_gpus, data_sheet
-from benchmarks._listing import length, machine_code, read_listing
+from benchmarks._listing import Shared, disassembled, length, read_listing
 from benchmarks._program import compile_ahead
 from benchmarks._runner import Keep, Result, record
 from rope_jax.text import markdown_table
@@ -185,15 +185,19 @@ def pairs_of(layer: Layer) -> int:
 
 @dataclasses.dataclass
 class Launch:
-    """What is known of a kernel before it is compiled; arguments of `Listing.issued`.
+    """What is known of a kernel before it is compiled.
 
     Attributes:
-        rounds, shared: of its loops; rounds on average, where the last group is smaller.
+        rounds: of its loops, as in `Listing.issued`; of loops over examples, those of a program on
+            average, where some programs have fewer.
+        depths, unrolled, shared: as in `Listing.issued`.
         blocks, warps: of the launch, and of a block, where XLA does not list them.
     """
 
     rounds: Sequence[float]
-    shared: Sequence[int] = ()
+    depths: Sequence[int] | None = None
+    unrolled: int = 0
+    shared: Shared | None = None
     blocks: int = 0
     warps: int = 0
 
@@ -204,31 +208,26 @@ def kernels_of(case: Case, kind: str = H200) -> list[Code]:
     run, program_grid = triton.run, mosaic_launch.program_grid
 
     def of_triton(kernel: Any, launch: Any, *rest: Any, **options: Any) -> list[jax.Array]:
-        """Its loop is over the blocks of a tile, or the examples of a program."""
-        terms = kernel.keywords
-        rounds = average(case.batch, launch.each) if launch.each > 1 else launch.tiles.blocks
-        if "items" in terms:
-            rounds = terms["items"] / terms["groups"]
-        launches[f"attention_{kernel.func.__name__}"] = Launch([rounds])
+        """Loops over the examples of a program, and inside over blocks; none of a single round."""
+        terms, rounds = kernel.keywords, [average(case.batch, launch.each), launch.tiles.blocks]
+        if "items" in terms:  # every program of the bias has as many rounds
+            rounds = [-(-terms["items"] // terms["groups"])]
+        launches[f"attention_{kernel.func.__name__}"] = Launch([x for x in rounds if x > 1])
         return run(kernel, launch, *rest, **options)
 
     def of_mosaic(
         task: Any, kernel: Any, name: str, outputs: Any, scratch: Any, programs: int, groups: int
     ) -> Callable:
-        """Loops over examples, and inside over stages and blocks of keys, or see `mosaic_backward`.
-
-        There is no loop over stages where one has all keys.
-        """
-        plan, shared = kernel.keywords["plan"], ()
-        rounds = [average(case.batch, plan.items)]
+        """Loops over examples, and inside over blocks of keys, or see `mosaic_backward`."""
+        plan = kernel.keywords["plan"]
+        launch = Launch([average(case.batch, plan.items), plan.blocks])
         if name == "attention_mosaic_backward":
-            turns = mosaic_kernel.ROWS // mosaic_backward.WIDTH
-            rounds, shared = [*rounds, plan.blocks, turns, plan.blocks], (1, groups)
-        elif plan.tiles > 1:
-            rounds += [plan.tiles, plan.blocks / plan.tiles]
-        else:
-            rounds.append(plan.blocks)
-        launches[name] = Launch(rounds, shared, programs, 4 * groups)
+            halves = mosaic_kernel.ROWS // mosaic_backward.WIDTH
+            launch.rounds = [*launch.rounds, halves, plan.blocks]
+            launch.depths, launch.unrolled = (0, 1, 2, 2), 1
+            launch.shared = Shared(loop=1, warps=groups)
+        launch.blocks, launch.warps = programs, 4 * groups
+        launches[name] = launch
         return program_grid(task, kernel, name, outputs, scratch, programs, groups)
 
     with (
@@ -250,7 +249,7 @@ def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
     (x,), (theta,) = shapes[0], shapes[1:]
     batch, _, rows, channels = x.shape
     tile = tile_sizes.spread_tile_of(batch, rows, channels // 4, channels, x.dtype.itemsize, "half")
-    launches = {"rotary": Launch([tile.steps])}
+    launches = {"rotary": Launch([tile.steps] if tile.steps > 1 else [])}
     (code,) = dumped(rotary.step_of(case, "triton"), [x, theta], kind, launches)
     return code
 
@@ -308,7 +307,7 @@ def read_code(
     name: str, ptx: pathlib.Path, launch: Launch, shared: int, blocks: int, warps: int
 ) -> Code:
     """A kernel's machine code, from its PTX."""
-    report, text = machine_code(ptx)
+    report, text = disassembled(ptx)
     listing = read_listing(text)
     return Code(
         kernel=name,
@@ -317,7 +316,7 @@ def read_code(
         shared=shared,
         instructions=len(listing.instructions),
         loops=tuple(zip(map(length, listing.loops), launch.rounds, strict=False)),
-        issued=listing.issued(launch.rounds, launch.shared),
+        issued=listing.issued(launch.rounds, launch.depths, launch.unrolled, launch.shared),
         blocks=blocks,
         warps=warps,
         sines=sum(TWO_OVER_PI in instruction for instruction in listing.instructions),

@@ -6,7 +6,7 @@
 One minute on two CPU cores. The held-out accuracies of six positional schemes are in the README,
 from experiments/results/digits_cpu.json. RoPE-Mixed is the default: the most accurate at 8 pixels,
 and still 81 to 98 % at the other sizes, where Axial RoPE falls to 13 to 34 %. The fastest
-frequencies of Axial RoPE, up to 10 pi across the map, alias on a map of 4x4 patches.
+frequencies of Axial RoPE, up to 20 pi across the map, alias on a map of 4x4 patches.
 """
 
 from rope_jax import config as cfg

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks._runner import Result
 from docs.results import newest, no_result, origin
-from experiments._claims import MARGIN, SEEN, Claim, accuracies, interval, judge, sides
+from experiments._claims import (
+    MARGIN,
+    SEEN,
+    Claim,
+    accuracies,
+    interval,
+    judge,
+    sides,
+    trained_size,
+)
 from experiments._claims import claims as claims_of
 from experiments._parts import PARTS, RULE_IMAGES, Part
 from rope_jax.text import markdown_table
@@ -138,7 +147,7 @@ def claims_table(
 
 
 def verdicts(results: Sequence[Result]) -> str:
-    """The claims on Fashion-MNIST by their verdicts; those that lack seeds at last."""
+    """The claims on Fashion-MNIST by their verdicts; those that lack seeds last."""
     if (result := newest(results, "evidence", part="fashion")) is None:
         return no_result("experiments evidence fashion")
     found, wanted = collections.defaultdict(list), len(result["settings"]["seeds"])
@@ -166,22 +175,22 @@ RANKED = (None, 20, 24, 32, 40)  # sides in pixels; None is that of training
 
 
 def ranking(results: Sequence[Result]) -> str:
-    """Accuracies of the small ViT with every scheme, the most accurate first."""
+    """Accuracies of the small ViT with every scheme that has all seeds, best first."""
     if (result := newest(results, "evidence", part="fashion")) is None:
         return no_result("experiments evidence fashion")
-    rows = {}
+    rows, wanted = {}, len(result["settings"]["seeds"])
     for backbone, position in PARTS["fashion"].models:
         if backbone != "vit":
             continue
         found = [accuracies(result["runs"], backbone, position, side).values() for side in RANKED]
-        if all(found):
+        if all(len(values) == wanted for values in found):
             rows[position] = [interval(list(values)) for values in found]
     ordered = sorted(rows.items(), key=lambda row: row[1][0], reverse=True)
     cells = [
         [f"`{position}`", *(f"{mean:.1f} ± {half:.1f}" for mean, half in means)]
         for position, means in ordered
     ]
-    trained = result["runs"][0]["eval"][0]["resolution"][0]
+    trained, _ = trained_size(result["runs"], "vit")
     header = ["position", f"{trained} px, as trained", *(f"{side} px" for side in RANKED[1:])]
     about = f"Top-1 accuracy (%) of a small ViT on {PARTS['fashion'].about}, mean and 95 % interval"
-    return f"{markdown_table(header, cells)}\n{about} over seeds. {origin(result)}.\n"
+    return f"{markdown_table(header, cells)}\n{about} over {wanted} seeds. {origin(result)}.\n"

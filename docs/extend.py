@@ -1,11 +1,13 @@
 """Tables of the experiment `extend`: what each rule for rotations does at other sizes."""
 
+import collections
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._runner import Result
 from docs.results import newest, no_result, origin
-from experiments._claims import interval
+from experiments._claims import interval, trained_size
 from experiments._parts import PARTS
 from experiments.extend import Row, differences, helping, resolutions
 from rope_jax.text import markdown_table
@@ -30,19 +32,27 @@ def extend(results: Sequence[Result]) -> str:
         verdicts.append(f"- `{model}` with `{position}`: {'; '.join(found) or 'none is'}.")
     header = ["model", "position", "rule", *("{}x{} px".format(*size) for size in sizes)]
     table = markdown_table(header, lines)
-    trained = "{}x{}".format(*result["runs"][0]["eval"][0]["resolution"])
+    trained = "{}x{}".format(*trained_size(result["runs"], rows[0]["model"]))
     caption = (
         f"Top-1 accuracy (%) with `none`, the schemes' own rule, and differences from it in points "
-        f"of models trained at {trained} px: mean and 95 % interval over seeds, on the first "
+        f"of models trained at {trained} px: mean and 95 % interval over "
+        f"{len(result['settings']['seeds'])} seeds, on the first "
         f"{rows[0]['count']:,} test images of {PARTS['fashion'].about}."
     )
-    above = "Above the scheme's own rule, by an interval that does not contain zero:"
+    above = (
+        "Above the scheme's own rule, by an interval that does not contain zero (chance alone puts "
+        "about one in forty there):"
+    )
     return f"{table}\n{caption} {origin(result)}.\n\n{above}\n\n" + "\n".join(verdicts) + "\n"
 
 
 def rows_of(result: Result) -> list[Row]:
-    """The rows with rules in a result of `evidence`."""
-    return [about(run) | row for run in result["runs"] for row in run.get("rules", ())]
+    """The rows with rules in a result of `evidence`, of the models that have all seeds."""
+    model = operator.itemgetter("backbone", "position")
+    runs = [run for run in result["runs"] if "rules" in run]
+    seeds = collections.Counter(map(model, runs))
+    runs = [run for run in runs if seeds[model(run)] == len(result["settings"]["seeds"])]
+    return [about(run) | row for run in runs for row in run["rules"]]
 
 
 def about(run: dict[str, Any]) -> dict[str, Any]:

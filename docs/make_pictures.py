@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks._runner import Result
 from docs.extend import rows_of
 from docs.results import ROOT, newest, read_results
-from experiments._claims import Claim, accuracies, claims, interval, judge, sides
+from experiments._claims import Claim, accuracies, claims, interval, judge, sides, trained_size
 from rope_jax.analysis.plots import COLOURS, MARKERS
 
 FOLDER = ROOT / "docs" / "images"
@@ -63,14 +63,13 @@ PICTURES = [
 
 
 def shown(picture: Picture, result: Result) -> list[Any]:
-    """Returns the schemes or claims to draw: schemes of several seeds, claims of all."""
+    """Returns the schemes or claims to draw: those that have all seeds."""
     runs, wanted = result["runs"], len(result["settings"]["seeds"])
     if picture.shows == CLAIMS:
         return [claim for claim in claims(picture.part) if judge(claim, runs, wanted)]
     if picture.shows == RULES:
-        models = [run["position"] for run in runs if "rules" in run]
-        return [scheme for scheme in dict.fromkeys(models) if models.count(scheme) > 1]
-    return [x for x in CURVES if len(accuracies(runs, picture.shows, x, None)) > 1]
+        return list(dict.fromkeys(row["position"] for row in rows_of(result)))
+    return [x for x in CURVES if len(accuracies(runs, picture.shows, x, None)) == wanted]
 
 
 def result_of(picture: Picture, results: Sequence[Result]) -> Result | None:
@@ -83,8 +82,8 @@ def by_scheme(figure: Any, result: Result, backbone: str, schemes: Sequence[str]
     """Plots accuracy over resolution, with a curve per scheme."""
     axes, means = figure.add_subplot(), []
     first = next(run for run in result["runs"] if run["backbone"] == backbone)
-    trained, *others = (row["resolution"][0] for row in first["eval"])
-    sides = sorted([trained, *others])
+    sides = sorted(row["resolution"][0] for row in first["eval"])
+    trained, _ = trained_size(result["runs"], backbone)
     for number, scheme in enumerate(schemes):
         values = [list(accuracies(result["runs"], backbone, scheme, x).values()) for x in sides]
         means += curve(axes, sides, values, scheme, number, len(schemes))
@@ -100,7 +99,7 @@ def by_rule(figure: Any, result: Result, schemes: Sequence[str]) -> None:
     """Plots accuracy over resolution, with a plot per scheme and a curve per rule."""
     rows = [row for row in rows_of(result) if "(" not in row["rule"]]
     rules = list(dict.fromkeys(row["rule"] for row in rows))
-    trained = result["runs"][0]["eval"][0]["resolution"][0]
+    trained, _ = trained_size(result["runs"], rows[0]["model"])
     plots = figure.subplots(1, len(schemes), sharey=True, squeeze=False)[0]
     for axes, scheme in zip(plots, schemes, strict=True):
         own = [row for row in rows if row["position"] == scheme]
@@ -115,7 +114,7 @@ def by_rule(figure: Any, result: Result, schemes: Sequence[str]) -> None:
             curve(axes, sides, values, rule if axes is plots[0] else None, number, len(rules))
         axes.set_title(scheme, fontsize=9)
         axes.set_xticks(sides)
-        axes.tick_params("x", labelsize=7)
+        axes.tick_params("x", labelsize=7, labelrotation=90)
         axes.axvline(trained, color="0.9", linewidth=6, zorder=0)
     figure.supxlabel("test resolution (pixels; grey: training resolution)", fontsize=9)
     plots[0].set_ylabel("top-1 accuracy (%), 95 % interval")
@@ -148,7 +147,7 @@ def curve(
 
 
 def of_claims(figure: Any, result: Result, found: Sequence[Claim]) -> None:
-    """Plots the difference of each claim with its interval; grey: where it has to be above.
+    """Plots the difference of each claim with its interval, and where that has to be above.
 
     Differences at other sizes than that of training are much larger, and have a plot of their own.
     """
@@ -166,7 +165,10 @@ def of_claims(figure: Any, result: Result, found: Sequence[Claim]) -> None:
         axes.set_ylim(len(group) - 0.5, -0.5)
     for name, colour in VERDICTS.items():
         plots[0].plot([], [], color=colour, marker="o", linestyle="none", label=name)
-    plots[-1].set_xlabel("difference in points, 95 % interval over seeds; grey line: to be above")
+    plots[-1].set_xlabel(
+        "difference in points, 95 % interval over seeds; shown if right of the grey line",
+        fontsize=9,
+    )
 
 
 def checksum(result: Result) -> str:

@@ -42,7 +42,7 @@ PAPERS = [
     Paper("Axial RoPE, Kane's thesis", "thesis", _of("thesis"), _SMALL),
     Paper("RoPE-ViT, Heo et al.: ViT", "deit3", _of("Heo", "vit"), _SMALL),
     Paper("RoPE-ViT, Heo et al.: Swin", "swin", _of("Heo", "swin"), ("tiny_imagenet",)),
-    Paper("LaPE, Yu et al.: ImageNet", "lape", _of("LaPE, inner", "vit"), ("fashion",)),
+    Paper("LaPE, Yu et al.: ImageNet", "lape", _of("LaPE, inner", "vit"), _SMALL),
     Paper("LaPE, Yu et al.: CIFAR", "cct", _of("LaPE, CIFAR"), ("cifar10",)),
     Paper("Cross-Axis Transformer", "cat", _of("CAT"), ("fashion",)),
 ]

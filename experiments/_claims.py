@@ -127,6 +127,11 @@ def accuracies(
     return values
 
 
+def trained_size(found: Sequence[dict[str, Any]], backbone: str) -> list[int]:
+    """Height and width in pixels at which a backbone's models were trained."""
+    return next(run for run in found if run["backbone"] == backbone)["eval"][0]["resolution"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The outcome of a claim.

@@ -11,7 +11,8 @@ ordinary `rope_jax.main` command with a recipe from `configs/`; models with rota
 then be evaluated with every rule of the experiment `extend`.
 
 The file of --out has all results. Runs that it holds are not repeated, here or on another machine;
-those of other settings are an error. `--minutes 50` ends a call after fifty minutes, and the same
+those of other settings are an error, as are seeds that
+are not asked for. `--minutes 50` ends a call after fifty minutes, and the same
 command continues, with the runs that were interrupted if their workdirs are there. What counts as
 shown is in `_claims.py`. Arguments after `--` are passed to all runs, which then have separate
 workdirs: `... -- --config.epochs=0.1`.
@@ -125,7 +126,8 @@ def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
     """Returns the runs in the file of an earlier call.
 
     Raises:
-        SystemExit: if they belong to another experiment or part, other settings, or other images.
+        SystemExit: if they belong to another experiment or part, other settings, or other images,
+            or to seeds that are not among these.
     """
     if out is None or not out.exists():
         return []
@@ -139,6 +141,11 @@ def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
                 f"{out} holds runs with {name} {of.get(name)}, not {settings[name]}: use another "
                 "file"
             )
+    if not set(of["seeds"]) <= set(settings["seeds"]):
+        raise SystemExit(
+            f"{out} holds runs with seeds {of['seeds']}: use another file, or --seeds with these "
+            "and more"
+        )
     return result["runs"]
 
 
@@ -162,10 +169,10 @@ def is_finished(run: Run, found: Sequence[Found]) -> bool:
     return {(run.backbone, run.position, seed) for seed in run.seeds} <= there
 
 
-def print_summary(name: str, runs: Sequence[Run], found: Sequence[Found]) -> None:
-    """Prints the verdict on each claim, and how many runs are finished."""
+def print_summary(name: str, runs: Sequence[Run], found: Sequence[Found], seeds: int) -> None:
+    """Prints the verdict on each claim that has all seeds, and how many runs are finished."""
     for claim in claims(name):
-        if verdict := judge(claim, found):
+        if verdict := judge(claim, found, seeds):
             print(f"{sides(claim)}: {verdict} ({claim.source})")
     done = sum(is_finished(run, found) for run in runs)
     more = "" if done == len(runs) else "; run the same command again to continue"
@@ -192,7 +199,7 @@ def run(
         data: folder of Fashion-MNIST's official files, or an .npz file
         workdir: folder for the workdirs of the runs
         minutes: time limit; the same command continues
-        seeds: seeds to train; default: those of the part
+        seeds: seeds to train, at least those of the file; default: those of the part
         backbones: train only these
         out: the JSON file; runs that it holds are not repeated.
     """
@@ -201,8 +208,8 @@ def run(
     _check_arguments(name, seeds, backbones or [])
     designs = {backbone: part.design(backbone) for backbone, _ in part.models}
     settings = {"part": name, "flags": list(flags), "data": data.name, "designs": designs}
-    runs, found = part.runs(seeds), earlier(out, json.loads(json.dumps(settings)))
     settings["seeds"] = seeds
+    runs, found = part.runs(seeds), earlier(out, json.loads(json.dumps(settings)))
 
     def collect_all() -> None:
         for run in runs:
@@ -228,6 +235,6 @@ def run(
     cores = [None] if part.together else sorted(os.sched_getaffinity(0))
     failed = train(commands, cores, minutes, collect_all)
     collect_all()
-    print_summary(name, runs, found)
+    print_summary(name, runs, found, len(seeds))
     if failed:
         raise SystemExit("; ".join(failed))

@@ -102,14 +102,14 @@ NEEDS_NVDISASM = pytest.mark.skipif(
 )
 # Instructions a logit, forward and backward, that no change may exceed; 3 % above what they are.
 BUDGETS = {
-    "ViT, 6 heads of 64": (24.0, 80.7),
+    "ViT, 6 heads of 64": (23.9, 80.7),
     "ViT, 6 heads of 64, mosaic": (27.8, 47.4),
     "ViT, 12 heads of 32": (21.4, 71.7),
-    "ViT, 12 heads of 32, mosaic": (23.2, 32.9),
-    "Swin, stage 1": (40.6, 93.1),
-    "Swin, stage 1, bias": (44.4, 96.4),
-    "NAT, stage 1": (106.1, 259.4),
-    "NAT, stage 1, bias": (121.7, 505.3),
+    "ViT, 12 heads of 32, mosaic": (23.3, 32.9),
+    "Swin, stage 1": (40.7, 93.1),
+    "Swin, stage 1, bias": (44.5, 96.4),
+    "NAT, stage 1": (105.1, 259.4),
+    "NAT, stage 1, bias": (120.4, 513.5),
 }
 
 
@@ -123,7 +123,7 @@ def test_instructions_stay_within_their_budget(name):
     assert len(codes) == kernels
     for code in codes:
         if code.kernel == "attention_bias_kernel":  # loops over the examples of a group
-            assert [rounds for _, rounds in code.loops] == [pytest.approx(43, abs=0.1)]
+            assert [rounds for _, rounds in code.loops] == [43]
         # Mosaic GPU's forward kernel computes each angle of 64 tokens once, by 128 threads.
         once = case.layer.pairs * 64 // 128 if code.kernel == "attention_mosaic" else 0
         assert code.sines == once, code

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import machine_code
-from benchmarks._listing import read_listing
+from benchmarks._listing import Shared, read_listing
 from rope_jax_kernels.model_shapes import LAYERS
 
 H200 = machine_code.gpu_of(machine_code.H200)
@@ -63,12 +63,12 @@ def test_instructions_and_loops():
     assert [x.split()[-1] for x in listing.instructions[-2:]] == ["`(.L_x_1)", "EXIT"]
     assert len(listing.instructions) == 6  # not what fills the code up behind its end
     assert listing.loops == [(1, 4), (2, 3)]
-    assert listing.issued([5]) == 6 + 4 * 4
+    assert listing.issued([5, 2]) == 6 + 4 * 4 + 5 * 2
     called = read_listing(LISTING.replace("BRA", "CALL"))
     assert called.instructions[:6] == [x.replace("BRA", "CALL") for x in listing.instructions]
     assert [x.split()[0] for x in called.instructions[6:]] == ["CALL", "NOP"]
     assert called.loops == []
-    assert called.issued([5]) == 8
+    assert called.issued([]) == 8
 
 
 def test_loops_in_loops_and_branches_that_warps_share():
@@ -77,7 +77,32 @@ def test_loops_in_loops_and_branches_that_warps_share():
     counts = [1, *[2] * 2, *[2 * 3] * 1, *[2 * 3 * 5] * 3, *[2 * 3] * 4, 2, *[1] * 4]
     assert listing.issued([2, 3, 5]) == sum(counts)
     # A fourth of the warps take the branch of two instructions.
-    assert listing.issued([2, 3, 5], (1, 4)) == sum(counts) - 2 * 3 * 2 * 3 / 4
+    assert (
+        listing.issued([2, 3, 5], shared=Shared(loop=1, warps=4)) == sum(counts) - 2 * 3 * 2 * 3 / 4
+    )
+
+
+def test_loops_that_were_not_expected_are_an_error():
+    listing = read_listing(LISTING)
+    assert listing.issued([5, 2, 3], unrolled=1) == listing.issued([5, 2])
+    for rounds, depths in (([5], None), ([5, 2, 3], None), ([5, 2], (0, 0))):
+        with pytest.raises(ValueError, match=r"loops of 4, 2 instructions at the depths \[0, 1\]"):
+            listing.issued(rounds, depths)
+    with pytest.raises(ValueError, match="loops of no instructions"):
+        read_listing(LISTING.replace("BRA", "CALL")).issued([5])
+
+
+def test_jumps_back_to_one_instruction_are_one_loop():
+    text = LISTING.replace("@P1 BRA `(.L_x_1)", "@P1 BRA `(.L_x_0)")
+    assert read_listing(text).loops == [(2, 4)]
+
+
+def test_what_stands_behind_the_end_is_no_loop():
+    slow = "EXIT ;\n.L_x_3:\n        /*0060*/                   FADD R2, R2, 1 ;\n"
+    slow += "        /*0070*/                   BRA `(.L_x_1) ;"
+    listing = read_listing(LISTING.replace("EXIT ;", slow))
+    assert len(listing.instructions) == 8
+    assert listing.loops == read_listing(LISTING).loops
 
 
 def test_the_time_to_issue_all_instructions():

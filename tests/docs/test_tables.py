@@ -161,6 +161,23 @@ def test_there_is_no_verdict_before_all_seeds():
     assert "comparisons" not in evidence
 
 
+def test_the_ranking_has_models_of_all_seeds():
+    result = evidence_result()
+    for run in result["runs"]:
+        first = run["eval"][0]
+        others = [first | {"resolution": [side, side]} for side in (20, 24, 32, 40)]
+        run["eval"] = [first, *others]
+    single = [run | {"position": "lape(ape)"} for run in result["runs"][:1]]
+    swin = [run | {"backbone": "swin"} for run in single]  # first, and not what the table is of
+    swin[0]["eval"] = [swin[0]["eval"][0] | {"resolution": [32, 32]}]
+    result["runs"] = [*swin, *result["runs"], *single]
+    text = tables.TABLES["ranking"]([result])
+    assert text.startswith("| position | 28 px, as trained | 20 px | 24 px | 32 px | 40 px |")
+    assert "| `rpb` |" in text
+    assert "lape" not in text
+    assert "interval over 2 seeds. " in text
+
+
 def test_designs_show_every_claim_and_setting_before_there_is_a_result():
     text = tables.TABLES["designs"]([])
     assert "| `vit` with `rpb` above `vit` with `none` | as trained | thesis, table 4.1 |" in text

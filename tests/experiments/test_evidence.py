@@ -354,6 +354,25 @@ def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, s
     assert started[2] == [f"{name}-epochs=1" for name in names]
 
 
+def test_seeds_can_be_added(tmp_path, small_part, capsys):
+    """No claim has a verdict before it has them all."""
+    _, started = small_part
+    main(small_command(tmp_path, "--seeds", "0"))
+    main(small_command(tmp_path, "--seeds", "0", "1", "2"))
+    assert started[1] == [f"fashion-vit-{x}-{seed}" for seed in (1, 2) for x in ("ape", "none")]
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["settings"]["seeds"] == [0, 1, 2]
+    assert "2 of 6 runs are finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_the_summary_has_claims_of_all_seeds(seeds, capsys):
+    found = [run | {"seed": seed} for seed in range(2) for run in runs("rpb", [0.8 + seed / 10])]
+    found += [run | {"seed": seed} for seed in range(2) for run in runs("none", [0.7 + seed / 10])]
+    evidence.print_summary("fashion", [], found, seeds)
+    assert ("shown" in capsys.readouterr().out) == (seeds == 2)
+
+
 def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, small_part, monkeypatch):
     _, started = small_part
     main(small_command(tmp_path))
@@ -363,6 +382,10 @@ def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, small_part, mo
     (tmp_path / "others").mkdir()
     with refused("data"):
         main(small_command(tmp_path, "--data", str(tmp_path / "others")))
+    with pytest.raises(
+        SystemExit, match=r"x.json holds runs with seeds \[0, 1\]: use another file"
+    ):
+        main(small_command(tmp_path, "--seeds", "1", "2"))
     monkeypatch.setattr(_parts.Part, "design", lambda *_: {"epochs": 9})
     with refused("designs"):
         main(small_command(tmp_path))

@@ -135,12 +135,16 @@ def test_the_table():
     kept = lambda seed: [{key: row[key] for key in keys} for row in ROWS if row["seed"] == seed]
     about = {"backbone": "vit", "position": "rope2d", "eval": [{"resolution": [28, 28]}]}
     runs = [about | {"seed": seed, "rules": kept(seed)} for seed in range(3)]
-    text = table([evidence_result("fashion", runs=[*runs, about | {"seed": 0}])])
+    unfinished = runs[0] | {"position": "rope_mixed"}
+    result = evidence_result("fashion", runs=[about | {"seed": 0}, unfinished, *runs])
+    result["settings"]["seeds"] = [0, 1, 2]
+    text = table([result])
+    assert "rope_mixed" not in text
     half = 4.302653 / math.sqrt(3)
     assert f"| `vit` | `rope2d` | `none` | 91.0 ± {half:.1f} | 62.0 ± {2 * half:.1f} |" in text
     assert f"| `vit` | `rope2d` | `ntk` | - | +4.0 ± {half:.1f} |" in text
     assert "- `vit` with `rope2d`: at 56x56 px, `ntk`." in text
     assert "of models trained at 28x28 px" in text
-    assert "on the first 2,000 test images of Fashion-MNIST" in text
+    assert "over 3 seeds, on the first 2,000 test images of Fashion-MNIST" in text
     for results in ([], [evidence_result("fashion")]):
         assert "python -m experiments evidence fashion" in table(results)

@@ -242,8 +242,11 @@ def test_queries_whose_bias_leaves_no_key(pattern, places):
     ],
 )
 def test_several_examples_of_a_program(shift, sums, options, monkeypatch):
-    """As where there are many programs: in groups of five and four."""
-    monkeypatch.setattr(plans, "PROGRAMS", 6)
+    """As where there are many programs: in groups of five and four.
+
+    Without `sums`, the bias has a kernel of its own, with a group that has nothing to add.
+    """
+    monkeypatch.setattr(plans, "PROGRAMS", 7)
     monkeypatch.setattr(triton, "SUMS", sums)
     options = {"batch": 9, "heads": 1} | options
     task = functools.partial(task_of, implementation="triton", rotation=None, scale=None)
@@ -251,6 +254,8 @@ def test_several_examples_of_a_program(shift, sums, options, monkeypatch):
     whole = task(arrays, pattern=Window((3, 3), shift), bias=None)
     assert plans.plan(whole, 2, "forward", 9).each == 5  # and four
     assert plans.plan(whole, 4, "forward", 9).each == 1
+    groups = plans.bias_groups(plans.plan(whole, 2, "bias", 9), 9 * 4)
+    assert groups == 7  # of six items, the last of none
     check(Window((3, 3), shift), (4, 5), **options)
 
 

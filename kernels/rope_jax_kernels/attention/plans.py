@@ -78,10 +78,28 @@ def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
 
 
 def with_examples(launch: Launch, batch: int, most: int) -> Launch:
-    """A launch with up to `most` examples in a program, spread evenly, and `PROGRAMS` programs."""
+    """A launch whose programs compute several examples each, as evenly as possible.
+
+    Args:
+        launch: to change.
+        batch: examples.
+        most: examples of a program; fewer where less than `PROGRAMS` programs would be left.
+    """
     programs = launch.task.heads * launch.tiles.tiles * batch
     each = min(most, batch, max(1, programs // PROGRAMS))
     return dataclasses.replace(launch, each=-(-batch // -(-batch // each)))
+
+
+def bias_groups(launch: Launch, items: int) -> int:
+    """Groups of items that programs of a bias' gradient add up: about `PROGRAMS` programs in all.
+
+    Args:
+        launch: whose tiles and blocks have programs of their own, but for repeated tiles.
+        items: pairs of an example and a repeat of the tiles.
+    """
+    tiles = launch.tiles
+    alone = launch.task.heads * (tiles.tiles // tiles.repeats) * tiles.blocks
+    return min(items, max(1, PROGRAMS // alone))
 
 
 def _wide_sizes(task: Task, itemsize: int, part: str) -> Sizes:
@@ -102,6 +120,9 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
     Args:
         training: whether gradients are taken.
         arguments: of the call, by name; shapes suffice.
+
+    Returns:
+        Values of `Task.tile`, without those that lead to the planned launches.
     """
     terms = {name: arguments[name] for name in ("pattern", "rotation", "bias", "scale")}
     arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)

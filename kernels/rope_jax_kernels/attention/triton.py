@@ -4,8 +4,8 @@ q, k and v are read directly from the projection and rotated in registers, by ta
 sines that XLA computes before (`tables`). The backward pass needs only the operands, the output,
 and the logarithm of each query's sum of exponentials (lse).
 
-A program computes a tile of queries of one head and one example, or of a window several examples,
-over the blocks of keys that `tiles` lists, with an online softmax (FlashAttention, arXiv
+A program computes a tile of queries of one head and one example, or of a small window several
+examples, over the blocks of keys that `tiles` lists, with an online softmax (FlashAttention, arXiv
 2205.14135). `plans` has the sizes of programs. Rotated queries and keys are rounded once, to the
 data's dtype; logits and softmax are float32.
 
@@ -13,8 +13,8 @@ Backward, if a tile holds all queries that attend to its keys (windows of up to 
 kernel computes all gradients. Otherwise one loops over keys (dq) and one over queries (dk, dv).
 There are no atomics, so results are deterministic. The gradient of the frequencies is computed from
 the rotated queries and keys and their gradients, which are then in registers. That of a bias needs
-a separate kernel, unless a window is one block: then a program adds up the gradients of logits of
-several examples.
+a separate kernel, unless a window is one block, heads are narrow and maps are small
+(`_closed_backward`): then a program adds up the gradients of logits of several examples.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
 from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
-from rope_jax_kernels.attention.plans import PROGRAMS, plan, with_examples
+from rope_jax_kernels.attention.plans import bias_groups, plan, with_examples
 from rope_jax_kernels.attention.plans import other_tiles as other_tiles  # for `measure`
 from rope_jax_kernels.attention.task import Launch, Task, task_of
 from rope_jax_kernels.attention.triton_kernels import (
@@ -282,7 +282,7 @@ def _bias_gradient(
     launch = plan(task, q.dtype.itemsize, "bias", q.shape[0])
     tiles = launch.tiles
     shares, items = tiles.tiles // tiles.repeats, q.shape[0] * tiles.repeats
-    groups = min(items, max(1, PROGRAMS // (task.heads * shares * tiles.blocks)))
+    groups = bias_groups(launch, items)
     options = {"rotated": len(turning), "biased": len(bias), "items": items, "groups": groups}
     kernel = functools.partial(bias_kernel, launch=launch, **options)
     shape = ((groups, task.heads, shares * tiles.rows, tiles.blocks * tiles.columns), jnp.float32)
