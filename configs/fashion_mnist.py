@@ -27,13 +27,13 @@ BACKBONES = {
 
 
 def get_config(arguments: str | None = None):
-    """Arguments: path, backbone, position, epochs, seed.
+    """Arguments: path, backbone, position, augment, epochs, seed.
 
     path is the folder of the four files, backbone one of BACKBONES; position None is rope_mixed of
-    the ViT, of others the model's own scheme.
+    the ViT, of others the model's own scheme. augment is the setting data.augment.
     """
     args = cfg.recipe_arguments(
-        arguments, path=None, backbone="vit", position=None, epochs=6.0, seed=0
+        arguments, path=None, backbone="vit", position=None, augment="none", epochs=6.0, seed=0
     )
     if args.backbone not in BACKBONES:
         raise cfg.ConfigError(
@@ -56,6 +56,7 @@ def get_config(arguments: str | None = None):
     config.data.source = "idx"
     config.data.path = args.path
     config.data.image_size = image_size
+    config.data.augment = args.augment
 
     config.optim.learning_rate = 2e-3
     config.optim.warmup_epochs = 0.5

@@ -40,7 +40,12 @@ def _of(source: str, *backbones: str) -> Callable[[Claim], bool]:
 _SMALL = ("fashion", "tiny_imagenet")
 PAPERS = [
     Paper("Axial RoPE, Kane's thesis", "thesis", _of("thesis"), _SMALL),
-    Paper("RoPE-ViT, Heo et al.: ViT", "deit3", _of("Heo", "vit"), _SMALL),
+    Paper(
+        "RoPE-ViT, Heo et al.: ViT",
+        "deit3",
+        _of("Heo", "vit"),
+        ("fashion", "fashion_crops", "tiny_imagenet"),
+    ),
     Paper("RoPE-ViT, Heo et al.: Swin", "swin", _of("Heo", "swin"), ("tiny_imagenet",)),
     Paper("LaPE, Yu et al.: ImageNet", "lape", _of("LaPE, inner", "vit"), _SMALL),
     Paper("LaPE, Yu et al.: CIFAR", "cct", _of("LaPE, CIFAR"), ("cifar10",)),

@@ -50,6 +50,7 @@ class Part:
         smaller: sides in pixels below the training resolution at which schemes are compared.
         larger: sides in pixels above the training resolution.
         extended: models that are also evaluated with every rule of the experiment `extend`.
+        augment: the recipe's argument for augmentations, if it has one.
     """
 
     recipe: str
@@ -63,6 +64,7 @@ class Part:
     smaller: tuple[int, ...] = ()
     larger: tuple[int, ...] = ()
     extended: Sequence[Model] = ()
+    augment: str | None = None
 
     @property
     def models(self) -> list[Model]:
@@ -81,6 +83,7 @@ class Part:
         return "-".join([self.name, *model, *more])
 
     def _recipe(self, **given: Any) -> str:
+        given["augment"] = self.augment
         arguments = [f"{key}={value}" for key, value in given.items() if value is not None]
         return f"{self.recipe}:{','.join(arguments)}"
 
@@ -208,6 +211,17 @@ PARTS = {
             ("vit", position)
             for position in ("rope2d", "rope_mixed", FRACTIONS[1], "rope_mixed+ape")
         ],
+    ),
+    # Whether figure 4 of Heo et al. needs their random crops, which show objects of many sizes.
+    "fashion_crops": Part(
+        "fashion_mnist",
+        [[("vit", "ape"), ("vit", "rope2d")]],
+        official,
+        "fashion_crops",
+        "Fashion-MNIST with random crops",
+        smaller=(16, 20, 24),
+        larger=(32, 40, 48),
+        augment="resized_crop(scale_min=0.25)",
     ),
     "cifar10": Part(
         "cct",

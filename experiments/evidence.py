@@ -1,21 +1,22 @@
 """The papers' claims on real images: small models, every scheme, several seeds.
 
     python -m experiments evidence fashion --minutes 50 --data FOLDER --out FILE.json
+    python -m experiments evidence fashion_crops --data FOLDER --out FILE.json
     python -m experiments evidence cifar10 --data FILE.npz --out FILE.json
     python -m experiments evidence tiny_imagenet --data FILE.npz --out FILE.json
 
 The first trains small models on Fashion-MNIST, with the official files in FOLDER, one run per CPU
-core at a time. The other two need a GPU: runs follow each other, with the images on the device and
-all seeds of a scheme in one run; `packed` in `_parts.py` describes FILE.npz. Each run is an
-ordinary `rope_jax.main` command with a recipe from `configs/`; models with rotary embeddings may
-then be evaluated with every rule of the experiment `extend`.
+core at a time; the second trains two of them on random crops. The other two need a GPU: runs follow
+each other, with the images on the device and all seeds of a scheme in one run; `packed` in
+`_parts.py` describes FILE.npz. Each run is an ordinary `rope_jax.main` command with a recipe from
+`configs/`; models with rotary embeddings may then be evaluated with every rule of the experiment
+`extend`.
 
-The file of --out has all results. Runs that it holds are not repeated, here or on another machine;
-those of other settings are an error, as are seeds that
-are not asked for. `--minutes 50` ends a call after fifty minutes, and the same
-command continues, with the runs that were interrupted if their workdirs are there. What counts as
-shown is in `_claims.py`. Arguments after `--` are passed to all runs, which then have separate
-workdirs: `... -- --config.epochs=0.1`.
+The file of --out has all results. Runs that it holds are not repeated, here or on another machine.
+A file with other settings, or with seeds that are not asked for, is an error. `--minutes 50` ends a
+call after fifty minutes, and the same command continues, with the runs that were interrupted if
+their workdirs are there. What counts as shown is in `_claims.py`. Arguments after `--` are passed
+to all runs, which then have separate workdirs: `... -- --config.epochs=0.1`.
 """
 
 import json

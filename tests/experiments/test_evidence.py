@@ -167,6 +167,8 @@ def test_the_commands_of_a_run(tmp_path):
         "--images=2000",
     ]
     assert len(part.commands(run._replace(position="ape"), tmp_path, tmp_path)) == 1
+    (crops,) = evidence.PARTS["fashion_crops"].commands(run, tmp_path, tmp_path)
+    assert ",augment=resized_crop(scale_min=0.25)" in crops[3]
 
 
 def test_questions_are_answered_one_after_the_other():
@@ -187,6 +189,8 @@ def test_the_design_of_a_backbone_is_what_decides_its_results():
     assert design["eval.resolutions"] == [16, 20, 24, 32, 40, 48]
     assert not {"seed", "model.position", "data.path", "log_every"} & set(design)
     assert design != evidence.PARTS["fashion"].design("swin")
+    crops = evidence.PARTS["fashion_crops"].design("vit")
+    assert crops == design | {"data.augment": "resized_crop(scale_min=0.25)"}
 
 
 def test_the_models_exist_at_all_sizes():
