@@ -56,7 +56,12 @@ PICTURES = [
         "A small ViT on Fashion-MNIST: accuracy by scheme and resolution",
         "vit",
     ),
-    Picture("fashion_crops.png", "fashion_crops", "The same, trained on random crops", "vit"),
+    Picture(
+        "fashion_crops.png",
+        "fashion_crops",
+        "A small ViT on Fashion-MNIST, trained on random crops",
+        "vit",
+    ),
     Picture("claims.png", "fashion", "The papers' claims on Fashion-MNIST", CLAIMS),
     Picture("rules.png", "fashion", "Rotary embeddings beyond the size of training", RULES),
     Picture("tiny_imagenet_vit.png", "tiny_imagenet", f"A small ViT on {_TINY}", "vit"),

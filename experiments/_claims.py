@@ -149,7 +149,9 @@ class Verdict:
     verdict: str
 
     def __str__(self) -> str:
-        return f"{self.difference:+.1f} ± {self.half_width:.1f}, {self.verdict}"
+        # One seed has no interval.
+        interval = f"± {self.half_width:.1f}" if self.seeds > 1 else "with one seed"
+        return f"{self.difference:+.1f} {interval}, {self.verdict}"
 
 
 def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int = 2) -> Verdict | None:

@@ -78,6 +78,20 @@ def test_differences_are_taken_seed_by_seed_at_the_resolution_of_the_claim():
     assert _claims.judge(Claim("somewhere", ("vit", "a"), ("vit", "b")), found, least=3) is None
 
 
+def test_a_verdict_of_one_seed_has_no_interval():
+    judged = _claims.judge(
+        Claim("somewhere", ("vit", "a"), ("vit", "b")),
+        runs("a", (0.82,)) + runs("b", (0.80,)),
+        least=1,
+    )
+    assert str(judged) == "+2.0 with one seed, not shown"
+    judged = _claims.judge(
+        Claim("somewhere", ("vit", "a"), ("vit", "b")),
+        runs("a", (0.81, 0.83)) + runs("b", (0.80, 0.80)),
+    )
+    assert str(judged) == "+2.0 ± 12.7, not shown"
+
+
 @pytest.mark.parametrize("part", evidence.PARTS)
 def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
     about, found = evidence.PARTS[part], list(_claims.claims(part))
