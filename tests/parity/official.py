@@ -11,6 +11,8 @@ import zlib
 
 import numpy as np
 
+from tests.parity.noise import noise
+
 DATA = pathlib.Path(__file__).parents[1] / "data" / "parity"
 CASES = json.loads((DATA / "cases.json").read_text())
 
@@ -29,9 +31,7 @@ _RULES = {
 
 def tensor(key, shape, kind):
     """The float32 values of one tensor, in torch's layout."""
-    return _RULES[kind](
-        np.random.default_rng(zlib.crc32(key.encode())).standard_normal(shape, dtype=np.float32)
-    )
+    return _RULES[kind](noise(zlib.crc32(key.encode()), shape))
 
 
 def state_dict(name):
@@ -45,11 +45,7 @@ def state_dict(name):
 
 def images(height, width):
     """The two images of a case, [2, H, W, 3]."""
-    return (
-        np.random.default_rng(1234)
-        .standard_normal((2, 3, height, width), dtype=np.float32)
-        .transpose(0, 2, 3, 1)
-    )
+    return noise(1234, (2, 3, height, width)).transpose(0, 2, 3, 1)
 
 
 def golden(name):

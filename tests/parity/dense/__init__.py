@@ -24,6 +24,7 @@ import pkgutil
 import jax
 import numpy as np
 
+from tests.parity import noise as drawn
 from tests.parity import official
 
 DATA = pathlib.Path(__file__).parents[2] / "data" / "dense_parity"
@@ -113,4 +114,4 @@ def images(height, width, count=1, seed=1234):
 
 def noise(*shape, seed):
     """Other inputs: standard normal, float32."""
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return drawn.noise(seed, shape)
