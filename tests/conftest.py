@@ -3,14 +3,19 @@
 import gc
 import importlib.util
 import os
+import pathlib
 import signal
 import sys
 import tempfile
+import zlib
 
 import jax
 import jaxtyping
 import pytest
 
+HERE = pathlib.Path(__file__).parent
+# Image sets that may not be shipped.
+IMAGES = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"))
 _PACKAGES = ("rope_jax", "rope_jax_kernels")
 if imported := sorted(name for name in sys.modules if name.split(".")[0] in _PACKAGES):
     raise RuntimeError(
@@ -40,6 +45,11 @@ def compiles_quickly() -> bool:
     """
     optimized = os.environ.get("ROPE_JAX_TEST_OPTIMIZED") == "1"
     return not (optimized or importlib.util.find_spec("jax_plugins"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="one in N cases of a test")
+    parser.addoption("--sample-seed", default="", metavar="TEXT", help="which cases these are")
 
 
 def pytest_configure(config):
@@ -74,14 +84,51 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
-def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu` without a GPU, unless they are rehearsed (see tests/gpu)."""
-    marked = [item for item in items if "gpu" in item.keywords]
-    rehearsed = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
-    if marked and not rehearsed and jax.default_backend() != "gpu":
-        reason = f"needs a GPU, but jax runs on {jax.default_backend()}"
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+# What this machine lacks for tests, and what runs them.
+_left_out = set()
+
+
+def pytest_ignore_collect(collection_path):
+    """Leaves out the tests of GPUs without one, and those that compile for GPUs without CUDA."""
+    if collection_path == HERE / "gpu":
+        rehearsing = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
+        can_run = rehearsing or jax.default_backend() == "gpu"
+        command = "tests/gpu (on a GPU, `make setup EXTRAS=test,cuda13`)"
+    elif collection_path == HERE / "aot":
+        without_driver = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == "1"
+        can_run = without_driver and importlib.util.find_spec("jax_plugins")
+        command = "tests/aot (`make test-aot`, on any machine)"
+    else:
+        return None
+    if can_run:
+        return None
+    _left_out.add(command)
+    return True
+
+
+@pytest.hookimpl(trylast=True)  # of those that `-m` and `-k` leave
+def pytest_collection_modifyitems(config, items):
+    """Leaves out tests of images that are not there, and draws the cases of `--sample`."""
+    absent, by_test = [], {}
+    for item in items:
+        names = [name for mark in item.iter_markers("images") for name in mark.args]
+        if all((IMAGES / name).exists() for name in names):
+            test = item.path, getattr(item, "originalname", item.name)
+            by_test.setdefault(test, []).append(item)
+        else:
+            absent.append(item)
+    if absent:
+        _left_out.add(f"{len(absent)} tests of images (ROPE_JAX_TEST_IMAGES, a folder of them)")
+    one_in, seed = config.getoption("sample"), config.getoption("sample_seed")
+    drawn = {item for cases in by_test.values() for item in _sample(cases, one_in, seed)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+    items[:] = [item for item in items if item in drawn]
+
+
+def _sample(cases, one_in, seed):
+    """At least one of a test's cases, another with another seed."""
+    count = -(-len(cases) // one_in)
+    return sorted(cases, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))[:count]
 
 
 def pytest_collection_finish():
@@ -115,18 +162,25 @@ def _add(compiled):
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
-        session.config.workeroutput["compiled"] = _compiled
+        session.config.workeroutput |= {"compiled": _compiled, "left_out": sorted(_left_out)}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    _add(getattr(node, "workeroutput", {}).get("compiled", {"programs": 0, "seconds": 0.0}))
+    if output := getattr(node, "workeroutput", None):  # None of a process that died
+        _add(output["compiled"])
+        _left_out.update(output["left_out"])
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
     text = "{programs} programs compiled, or read from the cache, in {seconds:.0f} s"
     terminalreporter.write_line(text.format(**_compiled))
+    if _left_out:
+        terminalreporter.write_line(f"left out on this machine: {'; '.join(sorted(_left_out))}")
+    if (one_in := config.getoption("sample")) > 1:
+        again = f"--sample={one_in} --sample-seed={config.getoption('sample_seed')}"
+        terminalreporter.write_line(f"one in {one_in} cases of each test; the same with {again}")
 
 
 @pytest.fixture

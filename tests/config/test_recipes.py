@@ -310,10 +310,7 @@ def test_mistakes_are_refused(name, arguments, message):
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """320 real images of ten classes, 32 pixels a side; 256 of them for training."""
-    folder = os.environ.get("ROPE_JAX_TEST_IMAGES")
-    if not folder:
-        pytest.skip("needs cifar10_jpeg75.npz in the folder named by ROPE_JAX_TEST_IMAGES")
-    archive = np.load(pathlib.Path(folder) / "cifar10_jpeg75.npz")
+    archive = np.load(pathlib.Path(os.environ["ROPE_JAX_TEST_IMAGES"], "cifar10_jpeg75.npz"))
     header, body, offsets = archive["header"].tobytes(), archive["body"], archive["offsets"]
     decode = lambda k: np.asarray(
         Image.open(io.BytesIO(header + body[offsets[k] : offsets[k + 1]].tobytes())).convert("RGB")
@@ -343,6 +340,7 @@ TOYS = {
 }
 
 
+@pytest.mark.images("cifar10_jpeg75.npz")
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES if n != "deit3"), "deit3"]
 )

@@ -354,17 +354,15 @@ def test_peak_memory_of_a_strip_that_is_resized_whole(tmp_path):
 
 @pytest.fixture(scope="module")
 def odd_images(tmp_path_factory):
-    folder = os.environ.get("ROPE_JAX_TEST_IMAGES")
-    if folder is None or not Path(folder, "odd_images.tar").exists():
-        pytest.skip("needs odd_images.tar in the folder named by ROPE_JAX_TEST_IMAGES")
     place = tmp_path_factory.mktemp("odd")
-    with tarfile.open(Path(folder, "odd_images.tar")) as archive:
+    with tarfile.open(Path(os.environ["ROPE_JAX_TEST_IMAGES"], "odd_images.tar")) as archive:
         archive.extractall(place, filter="data")
     with open(place / "expected.csv", newline="") as file:
         rows = [(row[0], row[2]) for row in csv.reader(file, delimiter="|")][1:]
     return place, rows
 
 
+@pytest.mark.images("odd_images.tar")
 def test_odd_images_decode_as_pillow_does(odd_images):
     place, rows = odd_images
     decoded = 0
@@ -394,6 +392,7 @@ def test_odd_images_decode_as_pillow_does(odd_images):
     assert decoded > 50
 
 
+@pytest.mark.images("odd_images.tar")
 def test_pictures_are_what_decode_image_returns(odd_images):
     """The loader's way to the pixels and `decode_image` are one rule, and refuse the same files."""
     place, rows = odd_images
@@ -415,6 +414,7 @@ def test_pictures_are_what_decode_image_returns(odd_images):
     assert decoded > 50
 
 
+@pytest.mark.images("odd_images.tar")
 def test_orientation_images_are_two_pictures(odd_images):
     place, _ = odd_images
     for name in ("Landscape", "Portrait"):
@@ -427,6 +427,7 @@ def test_orientation_images_are_two_pictures(odd_images):
             assert np.abs(first - other).mean() < 4
 
 
+@pytest.mark.images("odd_images.tar")
 @pytest.mark.process
 def test_peak_memory_of_odd_images(odd_images):
     place, rows = odd_images

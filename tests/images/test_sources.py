@@ -236,10 +236,9 @@ def test_idx_refuses_damaged_compression(tmp_path):
             load("idx", str(tmp_path), "train", None)
 
 
+@pytest.mark.images("fashion_mnist")
 def test_fashion_mnist():
-    folder = Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "/nonexistent"), "fashion_mnist")
-    if not folder.is_dir():
-        pytest.skip("needs fashion_mnist in the folder named by ROPE_JAX_TEST_IMAGES")
+    folder = Path(os.environ["ROPE_JAX_TEST_IMAGES"], "fashion_mnist")
     train, test = load("idx", str(folder), "train", None), load("idx", str(folder), "test", None)
     assert train.images.shape == (60_000, 28, 28, 3)
     assert np.bincount(train.labels).tolist() == [6_000] * 10

@@ -23,7 +23,7 @@ FAR = np.float32(3.65)
 
 
 def noise(seed, shape):
-    """Standard normal values, float32. A shape with more values begins with those of a smaller one."""
+    """Standard normal values, float32; the first ones of a larger array are those of a smaller."""
     values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     far = np.abs(values) > FAR
     count, tails = int(far.sum()), recorded().get(seed, ())

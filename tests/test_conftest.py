@@ -1,0 +1,51 @@
+"""Which tests a machine runs, and which cases a sample has."""
+
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+
+from tests import conftest
+
+
+@pytest.mark.parametrize(
+    ("folder", "variable"),
+    [("gpu", "ROPE_JAX_REHEARSE_GPU_TESTS"), ("aot", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")],
+)
+def test_tests_of_gpus_are_collected_where_they_can_run(folder, variable, monkeypatch):
+    monkeypatch.setattr(conftest, "_left_out", left_out := set())
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(conftest.importlib.util, "find_spec", lambda name: name == "jax_plugins")
+    monkeypatch.delenv(variable, raising=False)
+    assert conftest.pytest_ignore_collect(conftest.HERE / folder)
+    (line,) = left_out
+    assert f"tests/{folder}" in line
+    assert "make" in line
+    monkeypatch.setenv(variable, "1")
+    assert conftest.pytest_ignore_collect(conftest.HERE / folder) is None
+
+
+def test_a_sample_can_be_repeated_and_samples_cover_all_cases():
+    cases = [types.SimpleNamespace(nodeid=f"test[{k}]") for k in range(10)]
+    drawn = [tuple(c.nodeid for c in conftest._sample(cases, 4, seed)) for seed in "aabcdefghijklm"]
+    assert drawn[0] == drawn[1]
+    assert {len(set(names)) for names in drawn} == {3}
+    assert set().union(*drawn) == {case.nodeid for case in cases}
+    assert conftest._sample(cases[:1], 4, "a") == cases[:1]
+    assert len(conftest._sample(cases, 1, "")) == 10
+
+
+@pytest.mark.process
+def test_the_last_lines_say_what_was_left_out_and_how_to_repeat_a_sample(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/images/test_sources.py", "-k", "fashion or refuses",
+         "--sample=3", "--sample-seed=abc", "-n", "2", "-p", "no:cacheprovider"],
+        cwd=conftest.HERE.parent, env=os.environ | {"ROPE_JAX_TEST_IMAGES": str(tmp_path)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 tests of images" in done.stdout
+    assert "--sample=3 --sample-seed=abc" in done.stdout
