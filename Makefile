@@ -61,13 +61,15 @@ test: setup
 test-process: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m "process and not slow"
 
-# The products of many cases: most schemes on most backbones. Three workers, because some cases wait
-# for programs that they start. Apart are those whose programs must be compiled as users compile them
+# The products of many cases: most schemes on most backbones. CI runs one in four, another quarter
+# for each commit; the last line says how to repeat it, as in
+#     make test-slow ARGS='--sample=4 --sample-seed=COMMIT'
+# Three workers, because some cases wait for programs that they start. Apart are those whose programs must be compiled as users compile them
 # (tests/conftest.py): two that must round alike, and one that runs for many steps.
 OPTIMIZED = bit_for_bit or dino_learns
 test-slow: setup
-	$(RUN) -m pytest -n 3 --dist worksteal --durations=30 -m slow -k "not ($(OPTIMIZED))"
-	ROPE_JAX_TEST_OPTIMIZED=1 $(RUN) -m pytest -n 2 --dist worksteal -m slow -k "$(OPTIMIZED)"
+	$(RUN) -m pytest -n 3 --dist worksteal --durations=30 -m slow -k "not ($(OPTIMIZED))" $(ARGS)
+	ROPE_JAX_TEST_OPTIMIZED=1 $(RUN) -m pytest -n 2 --dist worksteal -m slow -k "$(OPTIMIZED)" $(ARGS)
 
 test-all: test test-process test-slow
 
@@ -80,7 +82,7 @@ test-faults: setup
 # Compiles the GPU kernels on any machine, with or without a GPU (.venv-cuda: 5 GB of CUDA wheels).
 .PHONY: test-aot
 test-aot: .venv-cuda/ready
-	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 2 --dist worksteal tests/aot
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 2 --dist worksteal tests/aot $(ARGS)
 
 .venv-cuda/ready: pyproject.toml constraints.txt
 	$(or $(PYTHON),python3) -m venv .venv-cuda
@@ -96,7 +98,7 @@ NEWEST = tests/test_packaging.py tests/kernels/test_dispatch.py tests/kernels/te
 	tests/training/test_run.py tests/workdir/test_checkpoint.py
 .PHONY: test-newest
 test-newest: .venv-newest/ready
-	ROPE_JAX_TEST_OPTIMIZED=1 .venv-newest/bin/python -m pytest -n 2 --dist worksteal $(NEWEST)
+	ROPE_JAX_TEST_OPTIMIZED=1 .venv-newest/bin/python -m pytest -n 2 --dist worksteal $(NEWEST) $(ARGS)
 
 .venv-newest/ready: pyproject.toml
 	$(or $(PYTHON),python3) -m venv .venv-newest

@@ -48,8 +48,8 @@ def compiles_quickly() -> bool:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sample", type=int, default=1, metavar="N", help="one in N cases of a test")
-    parser.addoption("--sample-seed", default="", metavar="TEXT", help="which cases these are")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="run one in N tests")
+    parser.addoption("--sample-seed", default="", metavar="TEXT", help="what draws them")
 
 
 def pytest_configure(config):
@@ -108,27 +108,30 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(trylast=True)  # of those that `-m` and `-k` leave
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests of images that are not there, and draws the cases of `--sample`."""
-    absent, by_test = [], {}
-    for item in items:
-        names = [name for mark in item.iter_markers("images") for name in mark.args]
-        if all((IMAGES / name).exists() for name in names):
-            test = item.path, getattr(item, "originalname", item.name)
-            by_test.setdefault(test, []).append(item)
-        else:
-            absent.append(item)
-    if absent:
-        _left_out.add(f"{len(absent)} tests of images (ROPE_JAX_TEST_IMAGES, a folder of them)")
-    one_in, seed = config.getoption("sample"), config.getoption("sample_seed")
-    drawn = {item for cases in by_test.values() for item in _sample(cases, one_in, seed)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
-    items[:] = [item for item in items if item in drawn]
+    """Leaves out tests of images that are not there, and all that `--sample` does not draw."""
+    lacking = [
+        item
+        for item in items
+        for mark in item.iter_markers("images")
+        if not (IMAGES / mark.args[0]).exists()
+    ]
+    if lacking:
+        _left_out.add(f"{len(lacking)} tests of images (ROPE_JAX_TEST_IMAGES, a folder of them)")
+    kept = [item for item in items if item not in lacking]
+    if (one_in := config.getoption("sample")) > 1:
+        kept = sample(kept, one_in, config.getoption("sample_seed"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
-def _sample(cases, one_in, seed):
-    """At least one of a test's cases, another with another seed."""
-    count = -(-len(cases) // one_in)
-    return sorted(cases, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))[:count]
+def sample(items, one_in, seed):
+    """One in so many, evenly among the cases of each test; each as likely as any other."""
+
+    def place(item):
+        module, _, case = item.nodeid.partition("::")
+        return module, case.partition("[")[0], zlib.crc32(f"{seed} {case}".encode())
+
+    return sorted(items, key=place)[zlib.crc32(seed.encode()) % one_in :: one_in]
 
 
 def pytest_collection_finish():
@@ -180,7 +183,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"left out on this machine: {'; '.join(sorted(_left_out))}")
     if (one_in := config.getoption("sample")) > 1:
         again = f"--sample={one_in} --sample-seed={config.getoption('sample_seed')}"
-        terminalreporter.write_line(f"one in {one_in} cases of each test; the same with {again}")
+        terminalreporter.write_line(f"one in {one_in} tests; the same again: ARGS='{again}'")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Which tests a machine runs, and which cases a sample has."""
 
+import collections
 import os
 import subprocess
 import sys
@@ -28,14 +29,17 @@ def test_tests_of_gpus_are_collected_where_they_can_run(folder, variable, monkey
     assert conftest.pytest_ignore_collect(conftest.HERE / folder) is None
 
 
-def test_a_sample_can_be_repeated_and_samples_cover_all_cases():
-    cases = [types.SimpleNamespace(nodeid=f"test[{k}]") for k in range(10)]
-    drawn = [tuple(c.nodeid for c in conftest._sample(cases, 4, seed)) for seed in "aabcdefghijklm"]
-    assert drawn[0] == drawn[1]
-    assert {len(set(names)) for names in drawn} == {3}
-    assert set().union(*drawn) == {case.nodeid for case in cases}
-    assert conftest._sample(cases[:1], 4, "a") == cases[:1]
-    assert len(conftest._sample(cases, 1, "")) == 10
+def test_a_sample_can_be_repeated_and_samples_cover_all():
+    tests = [f"a.py::many[{k}]" for k in range(8)] + [f"a.py::one_{k}" for k in range(4)]
+    items = [types.SimpleNamespace(nodeid=name) for name in tests]
+    drawn = [[x.nodeid for x in conftest.sample(items, 4, str(k))] for k in range(40)]
+    assert drawn[7] == [item.nodeid for item in conftest.sample(items[::-1], 4, "7")]
+    for names in drawn:
+        assert len(names) == 3
+        assert sum("many" in name for name in names) == 2
+    counts = collections.Counter(name for names in drawn for name in names)
+    assert counts.keys() == set(tests)
+    assert max(counts.values()) < 25
 
 
 @pytest.mark.process
