@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rope_jax.annotations import read
 from rope_jax.files import write_file
 from rope_jax_kernels.cache import sources_of_kernels
 
@@ -99,20 +100,20 @@ def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     helps = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+    for parameter in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
         if parameter.kind is parameter.VAR_POSITIONAL or parameter.name == "out":
             continue
-        kind = parameter.annotation
+        kind = read(parameter.annotation)
         options: dict[str, Any] = {"help": helps.get(parameter.name, "").replace("%", "%%")}
-        if typing.get_origin(kind) is types.UnionType:  # `X | None`
-            kind = typing.get_args(kind)[0]
-        if typing.get_origin(kind) is list:
+        if typing.get_origin(kind.types[0] if kind.types else None) is list:
             options["nargs"] = "*"
-            (kind,) = typing.get_args(kind)
-        if typing.get_origin(kind) is typing.Literal:
-            options["choices"] = typing.get_args(kind)
-            kind = str
-        options |= {"action": "store_true"} if kind is bool else {"type": kind}
+            (element,) = typing.get_args(kind.types[0])
+            kind = read(element)
+        if kind.words:
+            options |= {"choices": kind.words, "type": str}
+        else:
+            (only,) = kind.types
+            options |= {"action": "store_true"} if only is bool else {"type": only}
         if parameter.kind is parameter.KEYWORD_ONLY:
             required = parameter.default is parameter.empty
             options |= {"required": True} if required else {"default": parameter.default}

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from rope_jax.annotations import Kind, read
+
 Value = int | float | bool | str
 
 _TOKEN = re.compile(
     r"\s*([A-Za-z_]\w*|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[(),=+])", re.ASCII
 )
 _DEEPEST = 16  # parentheses inside each other
-_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a word"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +161,24 @@ def _value(token: str) -> Value:
     return int(token) if re.fullmatch(r"[+-]?\d{1,30}", token) else float(token)
 
 
-def options_of(function: Callable) -> dict[str, type]:
-    """A function's options in the notation: keyword-only parameters and their types, but `rngs`."""
-    parameters = inspect.signature(function).parameters.values()
+def options_of(function: Callable) -> dict[str, Any]:
+    """A function's options in the notation: keyword-only parameters and annotations, but `rngs`.
+
+    An option without an annotation has the type of its default.
+    """
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     return {
-        p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
+        p.name: _of_default(p.default) if p.annotation is p.empty else p.annotation
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
     }
 
 
-def bind(call: Call, options: Mapping[str, type]) -> dict[str, Value]:
+def _of_default(default: Any) -> Any:
+    return type(default) if isinstance(default, Value) else Value | None
+
+
+def bind(call: Call, options: Mapping[str, Any]) -> dict[str, Value | None]:
     """The options of a call as keyword arguments.
 
     >>> bind(parse("crop(pad=2)", "augment")[0], {"pad": int})
@@ -176,7 +186,7 @@ def bind(call: Call, options: Mapping[str, type]) -> dict[str, Value]:
 
     Args:
         call: from `parse`.
-        options: the allowed options and their types: bool, int, float or str.
+        options: the allowed options and their annotations, of bool, int, float, str and None.
 
     Raises:
         ValueError: an unknown option, or a value of another type.
@@ -185,20 +195,24 @@ def bind(call: Call, options: Mapping[str, type]) -> dict[str, Value]:
     for option, value in call.options:
         if option not in options:
             raise ValueError(f"{call.name} has no option {option!r}; {closest(option, options)}")
-        kind = options[option]
-        if type(value) in (int, float) and _exact(value, kind):
-            value = kind(value)  # 2.0 for 2, 1 for True
-        if type(value) is not kind:
-            raise ValueError(f"{call.name}({option}={value}): {option} must be {_KINDS[kind]}")
-        bound[option] = value
+        kind = read(options[option])
+        bound[option] = _fit(value, kind)
+        if not kind.allows(bound[option]):
+            raise ValueError(f"{call.name}({option}={value}): {option} must be {kind}")
     return bound
 
 
-def _exact(number: int | float, kind: type) -> bool:
-    """Whether a number keeps its value in another type."""
-    return kind is float or (
-        kind in (bool, int) and math.isfinite(number) and kind(number) == number
-    )
+def _fit(value: Value, kind: Kind) -> Value | None:
+    """The value in an allowed type in which it stays the same: 2.0 for 2, 1 for True, None."""
+    if value == "None" and kind.optional:
+        return None
+    if type(value) in (int, float) and not kind.allows(value):
+        for other in kind.types:
+            if other is float or (
+                other in (bool, int) and math.isfinite(value) and other(value) == value
+            ):
+                return other(value)
+    return value
 
 
 def items(text: str) -> list[str]:

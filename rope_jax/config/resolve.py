@@ -11,13 +11,13 @@ import json
 import math
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ml_collections
 
+from rope_jax.annotations import Kind, read
 from rope_jax.config.settings import Config, Rule, Size
 from rope_jax.files import SaveFailed
 from rope_jax.text import Call, Value, assignments, closest, literal, parse
@@ -69,11 +69,11 @@ def default() -> ml_collections.ConfigDict:
 def _to_dict(cls: type) -> ml_collections.ConfigDict:
     values = {}
     for field in dataclasses.fields(cls):
-        kind, optional = _split_optional(field.type)
-        if dataclasses.is_dataclass(kind):
-            values[field.name] = _to_dict(kind)
-        elif optional:  # numbers as objects, so that None can be given on the command line
-            plain = str if kind is str else object
+        kind = read(field.type)
+        if dataclasses.is_dataclass(field.type):
+            values[field.name] = _to_dict(field.type)
+        elif kind.optional:  # numbers as objects, so that None can be given on the command line
+            plain = str if kind.types == (str,) else object
             values[field.name] = ml_collections.FieldReference(field.default, field_type=plain)
         else:
             values[field.name] = field.default
@@ -193,10 +193,10 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
         if key not in fields:
             hint = setting_called(key) or closest(key, fields)
             raise ConfigError(f"--config.{prefix}{key} is not a setting; {hint}")
-        kind, optional = _split_optional(fields[key].type)
-        if dataclasses.is_dataclass(kind):
-            values[key] = _resolve_section(kind, value, f"{key}.")
-        elif optional and value in (None, "None"):
+        kind = read(fields[key].type)
+        if dataclasses.is_dataclass(fields[key].type):
+            values[key] = _resolve_section(fields[key].type, value, f"{key}.")
+        elif kind.optional and value in (None, "None"):
             values[key] = None
         else:
             values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
@@ -242,7 +242,7 @@ def setting_called(name: str) -> str | None:
     return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
 
 
-def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
+def _checked(flag: str, value: Any, kind: Kind, field: dataclasses.Field) -> Any:
     """The value converted to its type, within the bounds of its rule."""
     rule: Rule = field.metadata["rule"]
     try:
@@ -264,22 +264,26 @@ def _checked(flag: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
     return value
 
 
-def _convert(value: Any, kind: Any) -> Any:
+_SIZE = read(Size)
+
+
+def _convert(value: Any, kind: Kind) -> Any:
     """Converts lists to tuples and whole numbers to floats; TypeError for any other type."""
-    if kind == Size:
-        sides = (value,) if type(value) is int else _convert(value, tuple[int, int])
+    if kind.types == _SIZE.types:
+        sides = (value,) if type(value) is int else _convert(value, read(tuple[int, int]))
         if min(sides) < 1:
             raise TypeError
         return value if type(value) is int else sides
-    if typing.get_origin(kind) is tuple:
-        element, *rest = typing.get_args(kind)
+    (only,) = kind.types
+    if typing.get_origin(only) is tuple:
+        element, *rest = typing.get_args(only)
         any_length = rest == [...]
         if not isinstance(value, tuple | list) or not (any_length or len(value) == 1 + len(rest)):
             raise TypeError
-        return tuple(_convert(v, element) for v in value)
-    if kind is float and type(value) is int:
+        return tuple(_convert(v, read(element)) for v in value)
+    if only is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
+    if type(value) is not only:
         raise TypeError
     return value
 
@@ -337,25 +341,16 @@ def _check_groups(batch_size: int, groups: int) -> None:
     )
 
 
-def _split_optional(annotation: Any) -> tuple[Any, bool]:
-    """The type without None, and whether None is allowed."""
-    if not isinstance(annotation, types.UnionType):
-        return annotation, False
-    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-    kind = kinds[0]
-    for other in kinds[1:]:
-        kind |= other
-    return kind, len(kinds) < len(typing.get_args(annotation))
-
-
-def _describe(kind: Any) -> str:
-    if kind == Size:
+def _describe(kind: Kind) -> str:
+    """The allowed values but None."""
+    if kind.types == _SIZE.types:
         return "a number of pixels or a pair (height, width)"
-    if typing.get_origin(kind) is tuple:
-        element, *rest = typing.get_args(kind)
+    (only,) = kind.types
+    if typing.get_origin(only) is tuple:
+        element, *rest = typing.get_args(only)
         tuples = {Size: "a tuple of sizes in pixels", str: "a tuple of texts"}
         return tuples.get(element, f"{1 + len(rest)} numbers")
-    return {int: "a whole number", float: "a number", str: "text", bool: "True or False"}[kind]
+    return str(Kind(kind.types))
 
 
 def settings() -> dict[str, dataclasses.Field]:
@@ -381,10 +376,10 @@ def settings_help(width: int = 100) -> str:
     lines = []
     for name, field in settings().items():
         rule: Rule = field.metadata["rule"]
-        kind, optional = _split_optional(field.type)
+        kind = read(field.type)
         facts = f"one of {', '.join(rule.words)}" if rule.words else _describe(kind)
         facts += f", {rule.range}" if str(rule.range) else ""
-        facts += ", or None" if optional else ""
+        facts += ", or None" if kind.optional else ""
         default = "''" if field.default == "" else field.default
         resumable = "; resumable" if rule.resumable else ""
         text = f"--config.{name}: {facts}; default: {default}{resumable}"

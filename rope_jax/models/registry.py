@@ -6,7 +6,6 @@ Each field of a family's `Options` declares its type and the values that it may 
 import dataclasses
 import fnmatch
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
@@ -17,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax import plugins
+from rope_jax.annotations import Kind, read
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.text import closest, image_pair, nearest
 
@@ -61,6 +61,7 @@ class Options:
     draws: ClassVar[tuple[str, ...]] = ("drop_path",)
 
     def __post_init__(self):
+        kinds = self._kinds()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in self.fixed and value != field.default:
@@ -68,9 +69,14 @@ class Options:
                     f"{field.name}={value!r} is not an option of this family: "
                     f"leave it at {field.default!r}"
                 )
-            for allowed in getattr(field.type, "__metadata__", ()):
+            for allowed in kinds[field.name].rules:
                 if not allowed.test(value):
                     raise ValueError(f"{field.name}={value!r} {allowed.message}")
+
+    @classmethod
+    def _kinds(cls) -> dict[str, Kind]:
+        annotations = typing.get_type_hints(cls, include_extras=True)
+        return {field.name: read(annotations[field.name]) for field in dataclasses.fields(cls)}
 
     def override(self, model: str, overrides: Mapping[str, Any]) -> "Options":
         """A copy with some fields changed.
@@ -82,19 +88,17 @@ class Options:
         Raises:
             ValueError: an unknown field, or a value that is not of the field's type or range.
         """
-        known = {field.name: field.type for field in dataclasses.fields(self)}
+        known = self._kinds()
         changes = {}
         for name, value in overrides.items():
             if name not in known:
                 hint = _ELSEWHERE.get(name) or closest(name, [*known, *_ARGUMENTS])
                 raise ValueError(f"{model} has no option {name!r}; {hint}")
-            kind = getattr(known[name], "__origin__", known[name])  # of Annotated
-            kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-            if type(value) is int and int not in kinds and float in kinds:
+            kind = known[name]
+            if type(value) is int and float in kind.types and not kind.allows(value):
                 value = float(value)
-            if type(value) not in kinds and not (value is None and type(None) in kinds):
-                what = getattr(kind, "__name__", kind)
-                raise ValueError(f"{model}: {name}={value!r} must be of type {what}")
+            if not kind.allows(value):
+                raise ValueError(f"{model}: {name}={value!r} must be {kind}")
             changes[name] = value
         return dataclasses.replace(self, **changes)
 

@@ -8,9 +8,10 @@ import pytest
 
 import benchmarks
 import experiments
-from benchmarks import _runner
+from benchmarks import _runner, models
 from benchmarks._goals import GOALS, geometric_mean, goal_table, spread
 from benchmarks._gpus import absent_gpus
+from tests import postponed
 
 ONE = [1]
 
@@ -49,6 +50,20 @@ def test_a_function_is_a_command(tmp_path):
     assert result["versions"]["torch"] == "9"
     assert result["machine"]["platform"] == "cpu"
     assert {"date", "versions"} <= set(result)
+
+
+def test_a_word_or_none_and_a_list_or_none_are_options(tmp_path):
+    out = tmp_path / "x.json"
+    for argv, got in (([], [None, None]), (["--table=D.1", "--sizes", "1", "2"], ["D.1", [1, 2]])):
+        _runner.call("some", postponed.measure, [*argv, f"--out={out}"], "python -m some")
+        assert json.loads(out.read_text())["got"] == got
+    with pytest.raises(SystemExit):
+        _runner.call("some", postponed.measure, ["--table=5"], "python -m some")
+
+
+@pytest.mark.parametrize("table", ["4.4", "D.1"])
+def test_the_tables_of_natten_are_options(table):
+    assert _runner.arguments_of(models.run, ["--table", table])["table"] == table
 
 
 @pytest.mark.parametrize(

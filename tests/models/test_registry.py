@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from tests.postponed import PostponedOptions
 
 
 def shape_of(name, **options):
@@ -134,7 +135,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             {"colour": 2},
             "vit_s16 has no option 'colour'; known: patch_size, width, depth,",
         ),
-        ("vit_s16", {"depth": "2"}, "depth='2' must be of type int"),
+        ("vit_s16", {"depth": "2"}, "depth='2' must be a whole number"),
         ("vit_s16", {"depth": 0}, "depth=0 must be at least 1"),
         ("vit_s16", {"heads": 5}, "width=384 is not divisible by heads=5: change one of them"),
         (
@@ -214,3 +215,17 @@ def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
     )  # as users have it: without the annotation checks of tests
     with pytest.raises(ValueError, match=re.escape(advice)):
         create_model(name, **options)
+
+
+def test_options_may_be_none_in_every_spelling():
+    options = PostponedOptions().override("mine", {"scale": 1, "old": 2.0, "join": "add"})
+    assert repr(options) == "PostponedOptions(scale=1.0, old=2.0, join='add', count=None)"
+    assert options.override("mine", dict.fromkeys(("scale", "old", "join"))) == PostponedOptions()
+    for name, value, advice in (
+        ("scale", "1", "scale='1' must be a number or None"),
+        ("old", True, "old=True must be a number or None"),
+        ("join", "sum", "join='sum' must be one of add, concat or None"),
+        ("count", 0, "count=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            options.override("mine", {name: value})

@@ -340,7 +340,7 @@ def test_a_batch_that_the_devices_cannot_share_is_refused(changes, fewer):
         ({"data__image_size": 9}, r"9x9 is not divisible by the patch size.*image_size"),
         ({"data__augment": "flap"}, "flap.*augment"),
         ({"data__augment": "crop(pad=8)"}, "pad.*augment"),
-        ({"model__options": "depth=x"}, "depth='x' must be of type int"),
+        ({"model__options": "depth=x"}, "depth='x' must be a whole number"),
         ({"model__options": "mlp_ratio=0"}, "mlp_ratio=0.0 is not allowed"),
         ({"init_from": "/nowhere"}, "there is no such file.*init_from"),
     ],

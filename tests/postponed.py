@@ -1,0 +1,28 @@
+"""Annotations that are stored as text, as some modules of users have them."""
+
+# ruff: noqa: UP045
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, Optional
+
+from rope_jax.models.registry import OptionalCount, Options
+
+
+@dataclasses.dataclass(frozen=True)
+class PostponedOptions(Options):
+    scale: float | None = None
+    old: Optional[float] = None
+    join: Literal["add", "concat"] | None = None
+    count: OptionalCount = None
+
+
+def crop(
+    image, *, pad: int = 4, scale: Optional[float] = None, fill: Literal["edge"] | None = None
+):
+    pass
+
+
+def measure(keep, *, table: Literal["4.4", "D.1"] | None = None, sizes: list[int] | None = None):
+    """Measures."""
+    keep(got=[table, sizes])
