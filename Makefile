@@ -1,6 +1,6 @@
 # Start with `make train`, `make compare` or `make test`; each creates .venv first.
 
-PYTHON ?= $(shell for p in python3 python3.13 python3.12; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 WORKDIR ?= runs/digits
 EXTRAS ?= test
 RUN = .venv/bin/python

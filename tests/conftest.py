@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zlib
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -138,14 +139,23 @@ def pytest_collection_finish():
     """Starts the devices as commands do, and makes the collection of garbage rare.
 
     Commands that are called in this process would start one device a core. Garbage is collected
-    less often, and not among what was imported: a tenth of the tests' time.
+    less often, and not among what was imported: a tenth of the tests' time. Hypothesis draws once
+    before: it looks for what holds its generator, which is not found among what is frozen (from
+    Python 3.14 on, where every dictionary is the collector's as soon as it is made).
     """
     from rope_jax.sharding import start_devices  # annotations are checked from here on
 
     start_devices()
+    _draw()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+
+
+@hypothesis.settings(max_examples=1, database=None)
+@hypothesis.given(hypothesis.strategies.none())
+def _draw(_):
+    pass
 
 
 # Most of the time of the tests is compilation, and an operation of jnp outside of jit is a program
