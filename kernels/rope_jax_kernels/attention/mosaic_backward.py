@@ -43,6 +43,7 @@ from rope_jax_kernels.attention.mosaic_kernel import (
     product,
 )
 from rope_jax_kernels.attention.task import Task
+from rope_jax_kernels.stores import store
 
 WIDTH = 32  # channels of a piece, and queries of a step
 CHUNK = 8  # pairs that turn at a time: more would need more registers
@@ -211,7 +212,8 @@ class Program:
             place = (pl.ds(block * ROWS, ROWS), pl.ds(pair, CHUNK))
             total = self.sums.at[self.set, self.chunk, self.head, *place]
             before = plgpu.load(total, layout=TILE, optimized=False)
-            total[...] = jnp.where(begins, 0, before) + (db * a - da * b)
+            total_now = jnp.where(begins, 0, before) + (db * a - da * b)
+            store(total, total_now, interpret=self.task.interpret)
 
     def prepare(self, block: Array) -> None:
         """Delta of a block's queries, and turned queries and keys."""

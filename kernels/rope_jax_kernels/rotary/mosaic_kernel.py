@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from rope_jax_kernels.arithmetic import cos_sin, divide
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Rows
+from rope_jax_kernels.stores import store
 
 
 def layouts(tile: tile_sizes.StreamedTile) -> tuple[Any, Any, Any]:
@@ -147,7 +148,7 @@ def rotary_kernel(
                 u, v = load(members(slots[1][a], slot, h))
                 dtheta = dtheta + (u * y - v * x)
             for half, turned in zip(halves, (x, y), strict=True):
-                half[...] = turned.astype(half.dtype)
+                store(half, turned.astype(half.dtype), interpret=rows.interpret)
         plgpu.commit_smem()
         for a, h, span in places:
             item = window(targets[a], chunk * tile.batch + i, heads[h], span * width, width)
@@ -176,7 +177,7 @@ def rotary_kernel(
     )
     if saved:
         # The pass turned gradients back: its angle has the opposite sign of the differentiated one.
-        sum_slot[0][...] = -rows.direction * dtheta
+        store(sum_slot[0], -rows.direction * dtheta, interpret=rows.interpret)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sum_slot[0], window(sums[0], chunk, head, 0, pairs))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
