@@ -59,7 +59,8 @@ ARRAYS = "jax numpy jaxtyping"
 # longest group that fits a module is its own.
 FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
-    "rope_jax.text": ("", "numpy"),
+    "rope_jax.annotations": ("", ""),
+    "rope_jax.text": ("annotations", "numpy"),
     "rope_jax.files": ("", ""),
     "rope_jax.interrupts": ("", ""),
     "rope_jax.cores": ("", ""),

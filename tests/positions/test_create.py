@@ -75,7 +75,7 @@ def test_no_text_raises_anything_but_a_value_error(text):
         ("rope2d(k_rope=2.5)", "rope2d(k_rope=2.5): k_rope must be a whole number"),
         ("rope2d(k_rope=True)", "rope2d(k_rope=True): k_rope must be a whole number"),
         ("rope2d(shared=2)", "rope2d(shared=2): shared must be True or False"),
-        ("rope2d(pairing=1)", "rope2d(pairing=1): pairing must be a word"),
+        ("rope2d(pairing=1)", "rope2d(pairing=1): pairing must be text"),
         ("rope2d(base=0)", "position rope2d: base=0.0 is not allowed; use a number above 0"),
         ("rope1d(base=-10)", "position rope1d: base=-10.0 is not allowed; use a number above 0"),
         (
