@@ -5,6 +5,7 @@ result that the rule takes as the measure, and their size is added: see `attenti
 """
 
 import functools
+import itertools
 
 import hypothesis
 import jax
@@ -20,6 +21,7 @@ from rope_jax_kernels import (
     Window,
     attention,
     attention_qkv,
+    choices,
     device,
     explain,
 )
@@ -257,6 +259,37 @@ def test_several_examples_of_a_program(shift, sums, options, monkeypatch):
     groups = plans.bias_groups(plans.plan(whole, 2, "bias", 9), 9 * 4)
     assert groups == 7  # of six items, the last of none
     check(Window((3, 3), shift), (4, 5), **options)
+
+
+@pytest.mark.parametrize("places", [(33,), (64,), (4, 8), (7, 7)])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_closed_gradients_of_several_blocks_have_one_stage(places, capability, monkeypatch):
+    """With more there is a race (see `plan`): neither measured nor stored tiles have them."""
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    parts, several = ("queries", "keys", "bias"), 0
+    for dtype, head_dim, biased in itertools.product(
+        (jnp.bfloat16, jnp.float32), (32, 64, 128), (False, True)
+    ):
+        pattern = Global() if len(places) == 1 else Window((7, 7))
+        qkv = jax.ShapeDtypeStruct((2048, *places, 3, 1, head_dim), dtype)
+        bias = jnp.zeros(pattern.bias_shape(1, places)) if biased else None
+        terms = {"pattern": pattern, "rotation": None, "bias": bias, "scale": None}
+        for tile in triton.other_tiles(True, {"qkv": qkv} | terms):
+            with choices.with_tile(tile):
+                task = task_of((qkv,), "triton", **terms)
+            for part in parts:
+                launch = plans.plan(task, qkv.dtype.itemsize, part, 2048)
+                if launch.closed and launch.tiles.blocks > 1:
+                    several += 1
+                    assert launch.stages == 1
+                    assert dict(tile).get(part, (0, 0, 0, 1))[3] == 1
+        for columns, stages in itertools.product((16, 32, 64), (2, 3)):
+            with choices.with_tile(tuple((part, (64, columns, 4, stages, 8)) for part in parts)):
+                task = task_of((qkv,), "triton", **terms)
+            for part in parts:
+                launch = plans.plan(task, qkv.dtype.itemsize, part, 2048)
+                assert launch.stages == 1 or launch.tiles.blocks == 1 or not launch.closed
+    assert several
 
 
 @pytest.mark.slow

@@ -63,6 +63,10 @@ def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
 def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
     """A kernel's programs, of measured sizes or else planned ones.
 
+    Closed patterns have one stage in the backward pass where there are several blocks of keys,
+    whatever was measured: with two, Triton leaves the product for dq with the last piece of the
+    keys in flight over the end of a round, and copies the next keys into the memory that it reads.
+
     Args:
         task: of the kernel.
         itemsize: bytes of a number of q, k and v.
@@ -73,6 +77,8 @@ def plan(task: Task, itemsize: int, part: str, batch: int) -> Launch:
     sizes = Sizes(*measured) if measured else planned_sizes(task, itemsize, part)
     tiles = cut(task.pattern, task.places, rows=sizes.rows, columns=sizes.columns)
     launch = Launch(task, tiles, sizes.warps, sizes.stages)
+    if part != "forward" and launch.closed and tiles.blocks > 1:
+        launch = dataclasses.replace(launch, stages=1)
     several = part == "forward" or (part == "queries" and launch.closed)
     return with_examples(launch, batch, sizes.each) if several else launch
 
@@ -136,6 +142,11 @@ def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]
             tile = tuple((part, tuple(change(sizes))) for part, sizes in planned.items())
             changed = dataclasses.replace(task, tile=tile)
             launches = [plan(changed, itemsize, part, batch) for part in together]
+            # Named by the stages that it has.
+            tile = tuple(
+                (part, tuple(Sizes(*sizes)._replace(stages=launch.stages)))
+                for (part, sizes), launch in zip(tile, launches, strict=True)
+            )
             same = [plan(task, itemsize, part, batch) for part in together]
             # Small patterns cut several sizes into the same tiles.
             launches, same = (
