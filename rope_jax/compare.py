@@ -35,7 +35,6 @@ from rope_jax.config import (
     settings_help,
     with_arguments,
 )
-from rope_jax.cores import cores
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.sharding import start_devices
 from rope_jax.text import image_pair, items, literal
@@ -67,23 +66,16 @@ def _compare(asked: argparse.Namespace) -> None:
     with exit_statuses(str(asked.out), distributed=False):
         keep_compiled()
         with blame("JAX_PLATFORMS"):
-            start_devices(_most_devices(asked))
+            start_devices()
         planned = plan(asked)
         for number, one in enumerate(planned, 1):
             config = one.config
             seeds = f"seed {config.seed}" if config.seeds == 1 else f"{config.seeds} seeds"
             print(f"\n[{number}/{len(planned)}] {config.model.position}, {seeds}: {one.workdir}")
-            run.train(run.with_cpu_devices(config, one.workdir), one.workdir)
+            run.train(config, one.workdir)
         print()
         groups = group_runs([found for one in planned for found in read_runs(one.workdir)])
         print_report(groups, asked.out)
-
-
-def _most_devices(asked: argparse.Namespace) -> int:
-    """The most devices of a CPU that a run of the comparison may use, before it is planned."""
-    given = resolve({"mesh": {"cpu_devices": asked.settings.get("mesh.cpu_devices")}})
-    before = [run.with_cpu_devices(given, x.parent) for x in asked.out.glob("*/config.json")]
-    return max(cores(), *(config.mesh.cpu_devices or 1 for config in (given, *before)))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

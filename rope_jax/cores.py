@@ -1,8 +1,4 @@
-"""The processor cores and the memory of this process, and the devices of training on a CPU.
-
-XLA's threads divide large operations among the cores, but not the small ones of a small model or
-batch. With one device a core every operation is divided, as each device has its part of the batch.
-"""
+"""The processor cores and the memory of this process."""
 
 import contextlib
 import ctypes
@@ -10,11 +6,6 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-# Images of a step on each device. With fewer, the update of the parameters, which every device
-# computes, and the sums of gradients would cost what is gained.
-LEAST = 16
-# Devices at most, as each holds the parameters and the state of the optimiser.
-MOST = 8
 # Parameters of glibc's mallopt: their numbers in malloc.h, and values in order of preference. Older
 # glibc has no higher threshold than 32 MiB for memory that is mapped.
 _MALLOPT = {
@@ -54,25 +45,6 @@ def _limits() -> Iterator[int]:
                 quota, period = map(int, " ".join(file.read_text() for file in files).split())
                 if quota > 0 and period > 0:
                     yield -(-quota // period)
-
-
-def devices_for(images: int, available: int, *, fsdp: int = 1) -> int:
-    """The devices over which a step is divided by default, on a CPU.
-
-    >>> devices_for(128, 2), devices_for(128, 6), devices_for(1024, 64), devices_for(24, 2)
-    (2, 4, 8, 1)
-
-    Args:
-        images: in a step, or in each of the parts that it computes one after the other.
-        available: cores.
-        fsdp: devices over which parameters are divided; the result is a multiple of this.
-
-    Returns:
-        The largest number up to `MOST` that divides the images into parts of at least `LEAST`; 1
-        without any.
-    """
-    most = min(available, MOST, images // LEAST)
-    return max((n for n in range(fsdp, most + 1, fsdp) if images % n == 0), default=1)
 
 
 def keep_freed_memory() -> bool:

@@ -70,10 +70,8 @@ def main(_: list[str]) -> None:
                 join(_HEARTBEAT.value, _JOIN.value)
             if share()[0] > 0:  # the first process prints; all print warnings and errors
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        else:
-            config = run.with_cpu_devices(config, workdir)
         with blame("JAX_PLATFORMS"):
-            start_devices(1 if _DISTRIBUTED.value else config.mesh.cpu_devices or 1)
+            start_devices()
         action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
         if _MODE.value == "train" and (following := next_command(config, workdir)):

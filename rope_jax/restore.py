@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rope_jax import plugins, seeds
-from rope_jax.config import Config, blame, model_overrides, resolve
+from rope_jax.config import Config, blame, model_overrides, resolve_stored
 from rope_jax.files import warn
 from rope_jax.models.create import create_model as create_model  # public here, see FOLDERS below
 from rope_jax.models.pretrained import Preprocessing
@@ -47,6 +47,7 @@ def load_checkpoint(
     """Loads a model from a run's checkpoint.
 
     >>> import dataclasses, tempfile
+    >>> from rope_jax.config import resolve
     >>> config = resolve(
     ...     {
     ...         "model": {"num_classes": 10, "options": "depth=1,width=16,heads=2"},
@@ -93,7 +94,7 @@ def read_checkpoint(
         step = _valid_step(checkpoints, path, step)
         about = checkpoints.about(step)
         plugins.load(plugins.named_in(about["config"]), wanted_by=f"of the run {path}")
-        config = resolve(about["config"])
+        config = resolve_stored(about["config"])
         if ema and config.ema_decay is None:
             raise ValueError(
                 "ema=True, but this run kept no averaged weights (--config.ema_decay): use "
@@ -164,6 +165,7 @@ def start_from(model: nnx.Module, config: Config) -> None:
 def preprocessing_of(config: Config) -> Preprocessing:
     """The preprocessing of a run's test images.
 
+    >>> from rope_jax.config import resolve
     >>> preprocessing_of(resolve({"eval": {"frame": "centre(crop=0.9)"}})).crop
     0.9
     """

@@ -17,8 +17,15 @@ from jaxtyping import UInt8
 
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
-from rope_jax.config import Config, ConfigError, blame, differences, resolve, settings, to_json
-from rope_jax.cores import cores, devices_for
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    blame,
+    differences,
+    resolve_stored,
+    settings,
+    to_json,
+)
 from rope_jax.data.images.decode import MAX_BYTES, decode_image
 from rope_jax.evaluate import (
     evaluate_state,
@@ -34,7 +41,6 @@ from rope_jax.evaluate.pictures import RUN_PICTURES
 from rope_jax.files import locked, read_json, read_regular, set_aside, warn, write_file
 from rope_jax.sharding import (
     from_first_process,
-    may_divide_cpu,
     state_shardings,
     with_shardings,
 )
@@ -51,7 +57,6 @@ from rope_jax.training.setup import Setup, State, assemble, initial_state, prepa
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
-from rope_jax.workdir.steps import present
 from rope_jax.workdir.trees import named_leaves
 
 
@@ -99,6 +104,8 @@ def train(
         signals.saved = state is not None
         if state is None:
             state = _fresh_state(setup, model, workdir)
+        elif (step := int(state["step"])) < setup.total_steps:
+            _require_cpu_devices(setup, checkpoints.about(step), workdir)
         if jax.process_index() == 0:
             write_file(workdir / "config.json", to_json(config) + "\n")
         step = int(state["step"])
@@ -143,25 +150,17 @@ def evaluate_newest(
             finish(setup, state, workdir, signals)
 
 
-def with_cpu_devices(config: Config, workdir: pathlib.Path) -> Config:
-    """The config with the devices that a CPU is divided into, for commands that start them.
-
-    They are those of the config, or of the checkpoints so far (one, if the run was started before
-    this was a setting), or follow from the cores and the batch. Unchanged where a GPU may be used,
-    and where jax's environment variables set the devices.
-    """
-    count, stored = config.mesh.cpu_devices, _stored_config(workdir)
-    if count is not None or not may_divide_cpu():
-        return config
-    if stored is not None and present(workdir / "checkpoints"):
-        mesh = stored.get("mesh") if isinstance(stored, dict) else None
-        entry = mesh.get("cpu_devices", 1) if isinstance(mesh, dict) else 1
-        with blame("--workdir"):
-            count = resolve({"mesh": {"cpu_devices": entry}}).mesh.cpu_devices
-    if count is None:
-        images = config.batch_size // config.accumulate
-        count = devices_for(images, cores(), fsdp=config.mesh.fsdp)
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, cpu_devices=count))
+def _require_cpu_devices(setup: Setup, about: dict[str, Any], workdir: pathlib.Path) -> None:
+    """Rejects a run on several devices of a CPU, unless the user has set their number."""
+    # Where it was a setting, its default was one a core.
+    before = about.get("cpu_devices") or about["config"].get("mesh", {}).get("cpu_devices") or 1
+    unset = setup.cpu_devices == 1 and jax.config.jax_num_cpu_devices < 0
+    if before > 1 and unset:
+        raise ConfigError(
+            f"--workdir={workdir} was trained with {before} CPU devices: repeat the command as "
+            f"JAX_NUM_CPU_DEVICES={before} rope_jax ..., which resumes it bit for bit (with "
+            "JAX_NUM_CPU_DEVICES=1, up to rounding)"
+        )
 
 
 def _stored_config(workdir: pathlib.Path) -> Any:
@@ -260,7 +259,7 @@ def load_newest(
         if step is None:
             return None
         about = checkpoints.about(step)
-    stored = resolve(about["config"])
+    stored = resolve_stored(about["config"])
     changed = {line.partition(":")[0]: line for line in differences(stored, setup.config, override)}
     if "images" not in override:
         others = [

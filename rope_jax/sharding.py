@@ -6,10 +6,7 @@ parameters where it needs them and reduces gradients to the devices that hold th
 arXiv 1910.02054; FSDP, arXiv 2304.11277). With fsdp=1, the default, parameters are replicated.
 """
 
-import contextlib
 import functools
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,34 +25,14 @@ AnyMesh = Mesh | AbstractMesh
 SMALLEST = 2**14
 
 
-def may_divide_cpu() -> bool:
-    """Whether jax runs on a CPU, and neither XLA_FLAGS nor JAX_NUM_CPU_DEVICES sets its devices.
-
-    Where jax's plugin for GPUs is installed, only if JAX_PLATFORMS names the CPU.
-    """
-    if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return False
-    platforms = jax.config.jax_platforms or ""
-    plugins = importlib.util.find_spec("jax_plugins") is not None
-    on_cpu = platforms.startswith("cpu") or not (platforms or plugins)
-    return on_cpu and "JAX_NUM_CPU_DEVICES" not in os.environ
-
-
-def start_devices(cpu: int = 1) -> None:
+def start_devices() -> None:
     """Starts jax's devices, which other functions would do at their first use.
 
     On a CPU, the process keeps the memory that it frees (`cores.keep_freed_memory`).
 
-    Args:
-        cpu: the devices that a CPU is divided into, where `may_divide_cpu` allows it and their
-            number is not set yet.
-
     Raises:
         ValueError: there are none of the kind that JAX_PLATFORMS names.
     """
-    if cpu > 1 and may_divide_cpu() and jax.config.jax_num_cpu_devices < 0:
-        with contextlib.suppress(RuntimeError):  # started before
-            jax.config.update("jax_num_cpu_devices", cpu)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter without a word, of a known kind
@@ -66,13 +43,6 @@ def start_devices(cpu: int = 1) -> None:
         ) from error
     if devices[0].platform == "cpu":
         keep_freed_memory()
-
-
-def devices_of_run(cpu: int | None = None) -> list[jax.Device]:
-    """All devices of all processes; of a CPU, at most `cpu` of those of a single process."""
-    devices = jax.devices()
-    alone = jax.process_count() == 1 and devices[0].platform == "cpu"
-    return devices[:cpu] if alone else devices
 
 
 def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:

@@ -138,10 +138,10 @@ def sample(items, one_in, seed):
 def pytest_collection_finish():
     """Starts the devices as commands do, and makes the collection of garbage rare.
 
-    Commands that are called in this process would start one device a core. Garbage is collected
-    less often, and not among what was imported: a tenth of the tests' time. Hypothesis draws once
-    before: it looks for what holds its generator, which is not found among what is frozen (from
-    Python 3.14 on, where every dictionary is the collector's as soon as it is made).
+    Garbage is collected less often, and not among what was imported: a tenth of the tests' time.
+    Hypothesis draws once before: it looks for what holds its generator, which is not found among
+    what is frozen (from Python 3.14 on, where every dictionary is the collector's as soon as it is
+    made).
     """
     from rope_jax.sharding import start_devices  # annotations are checked from here on
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rope_jax import plugins, seeds
-from rope_jax.config import Config, resolve, settings
+from rope_jax.config import Config, resolve_stored, settings
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row
 from rope_jax.files import read_json
@@ -65,7 +65,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             f"{workdir} has no results.json; "
             f"run rope_jax.main with --workdir={workdir} to its end first"
         )
-    config = resolve(read_json(workdir / "config.json"))
+    config = resolve_stored(read_json(workdir / "config.json"))
     plugins.load(config.plugins, wanted_by=f"of the run {workdir}")
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)

@@ -172,7 +172,7 @@ def resolve(raw: Any) -> Config:
     0.003
 
     Args:
-        raw: a recipe's ConfigDict, or the dict of `config.json`; missing settings have defaults.
+        raw: a recipe's ConfigDict, or a dict; missing settings have defaults.
 
     Raises:
         ConfigError: an unknown key, or a value of another type or out of range; the message names
@@ -182,6 +182,19 @@ def resolve(raw: Any) -> Config:
     config = _resolve_section(Config, raw, "")
     _check_combinations(config)
     return config
+
+
+def resolve_stored(raw: Any) -> Config:
+    """`resolve` for a `config.json` or a checkpoint, which may name settings that are gone.
+
+    Devices of a CPU are set by JAX_NUM_CPU_DEVICES; `rope_jax.run` requires those of before.
+
+    >>> resolve_stored({"mesh": {"fsdp": 2, "cpu_devices": 1}}).mesh
+    MeshConfig(fsdp=2)
+    """
+    if isinstance(raw, dict) and isinstance(mesh := raw.get("mesh"), dict):
+        raw = raw | {"mesh": {key: x for key, x in mesh.items() if key != "cpu_devices"}}
+    return resolve(raw)
 
 
 def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
@@ -411,7 +424,7 @@ def from_json(text: str) -> Config:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the config is not JSON: {error}") from error
-    return resolve(raw)
+    return resolve_stored(raw)
 
 
 def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:

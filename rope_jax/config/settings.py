@@ -284,14 +284,6 @@ class MeshConfig:
         low=1,
         resumable=True,
     )
-    cpu_devices: int | None = _setting(
-        None,
-        "devices that a CPU is divided into, each with its part of the batch; None for one a core "
-        "where each has 16 images or more, and for those of the run that is resumed",
-        low=1,
-        high=1024,
-        resumable=True,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

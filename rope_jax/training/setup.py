@@ -26,7 +26,6 @@ from rope_jax.models.registry import find_model
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.sharding import (
     AnyMesh,
-    devices_of_run,
     make_mesh,
     on_every_device,
     replicated,
@@ -85,12 +84,18 @@ class Setup:
         """Fingerprints of the data, by split."""
         return {split.split: split.fingerprint() for split in (self.images, self.held_out)}
 
+    @property
+    def cpu_devices(self) -> int | None:
+        """The devices that a CPU is divided into (JAX_NUM_CPU_DEVICES); None for other devices."""
+        return self.mesh.size if self.mesh.devices.flat[0].platform == "cpu" else None
+
     def about(self) -> dict[str, Any]:
         """The metadata stored with each checkpoint."""
         names = self.images.class_names
         return {
             "config": dataclasses.asdict(self.config),
             "data": self.fingerprint,
+            "cpu_devices": self.cpu_devices,
             "class_names": None if names is None else list(names),
         }
 
@@ -105,7 +110,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
         ConfigError: an impossible combination; the message names the flag to change.
     """
     with blame("--config.mesh.fsdp"):
-        mesh = make_mesh(config.mesh.fsdp, devices=devices_of_run(config.mesh.cpu_devices))
+        mesh = make_mesh(config.mesh.fsdp)
     check_batch_size(config, mesh)
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError(
@@ -115,7 +120,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     images, held_out = (load_split(config, split) for split in ("train", "test"))
     task_for(config.model.head).check(config, images)
     _check_data(config, images, held_out)
-    config = _complete(config, images, mesh)
+    config = _complete(config, images)
     model = seeds.create_models(config, restore.create)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
@@ -129,11 +134,9 @@ def check_batch_size(config: Config, mesh: AnyMesh) -> None:
     below = config.batch_size - config.batch_size % parts
     fitting = " or ".join(str(size) for size in (below, below + parts) if size)
     times = f", times --config.accumulate={config.accumulate}" if config.accumulate > 1 else ""
-    divided = (config.mesh.cpu_devices or 1) > 1
-    fewer = "--config.mesh.cpu_devices=1" if divided else "fewer devices"
     raise ConfigError(
         f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} "
-        f"devices{times}; use {fitting}, or {fewer}"
+        f"devices{times}; use {fitting}, or fewer devices"
     )
 
 
@@ -251,17 +254,14 @@ def first_difference(
     return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)
 
 
-def _complete(config: Config, images: Split, mesh: Mesh) -> Config:
-    """The config, with values that depend on the data, the model and the devices filled in."""
+def _complete(config: Config, images: Split) -> Config:
+    """The config, with values that depend on the data and the model filled in."""
     with blame("--config.model.name"):
         position = config.model.position or find_model(config.model.name).position
     classes = config.model.num_classes or images.classes
     model = dataclasses.replace(config.model, position=position, num_classes=classes)
-    layout = config.mesh
-    if mesh.devices.flat[0].platform == "cpu" and jax.process_count() == 1:
-        layout = dataclasses.replace(layout, cpu_devices=mesh.size)
     image_data = dataclasses.replace(config.data, image_size=images.size)
-    return dataclasses.replace(config, model=model, data=image_data, mesh=layout)
+    return dataclasses.replace(config, model=model, data=image_data)
 
 
 def assemble(

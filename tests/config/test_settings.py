@@ -122,7 +122,7 @@ def test_resumable_settings():
         "data.path", "data.bad_images", "data.allow_empty", "data.workers", "data.on_device",
         "eval.resolutions", "eval.extend", "eval.log_scale",
         "eval.batch_size", "eval.ema", "eval.frame", "eval.frames",
-        "eval.scale_windows", "mesh.fsdp", "mesh.cpu_devices", "log_every", "checkpoint_every",
+        "eval.scale_windows", "mesh.fsdp", "log_every", "checkpoint_every",
         "keep_checkpoints", "non_finite", "profile_at", "plugins", "tensorboard",
     }  # fmt: skip
 

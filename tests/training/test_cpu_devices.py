@@ -1,25 +1,32 @@
-"""The command on a CPU: one device a core, which a resumed run keeps."""
+"""A CPU is one device unless jax's own option says otherwise, and a run resumes on as many."""
 
-import json
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 import rope_jax.run
+from rope_jax.analysis.runs import read_runs
+from rope_jax.config import ConfigError
 from rope_jax.training.report import Reporter
+from rope_jax.training.signals import Interrupted
+from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_events, read_metrics
-from tests.faults.processes import Run
+from tests.devices import environment
+from tests.faults.processes import ROOT, Run
+from tests.training.recipe import interrupt_at, run, tiny
 
 SETTINGS = [
     "--config=configs/digits.py:epochs=1",
     "--config.model.options=depth=1,width=16,heads=1",
     "--config.log_every=1",
-    "--config.eval.resolutions=((4, 6),)",
+    "--config.eval.resolutions=()",
 ]
 
 
-def _on_eight_cores_until_step_6():
-    rope_jax.run.cores = lambda: 8
+def _stop_at_step_6():
     waiting = Reporter.waiting_for_batch
 
     def interrupted(self, number):
@@ -30,41 +37,63 @@ def _on_eight_cores_until_step_6():
     Reporter.waiting_for_batch = interrupted
 
 
-def _on_two_cores():
-    rope_jax.run.cores = lambda: 2
-
-
 @pytest.mark.process
-def test_a_run_on_eight_devices_of_a_cpu_is_that_on_one(tmp_path):
-    """It is stopped on a machine of eight cores and goes on where there are two."""
-    one, eight = tmp_path / "one", tmp_path / "eight"
-    for workdir, prepare, more in (
-        (one, None, ["--config.mesh.cpu_devices=1"]),
-        (eight, _on_eight_cores_until_step_6, []),
-        (eight, _on_two_cores, []),
+def test_a_run_on_two_devices_of_a_cpu_resumes_on_two_bit_for_bit(tmp_path):
+    workdirs = one, two, stopped = [tmp_path / name for name in ("one", "two", "stopped")]
+    for workdir, variables, prepare, status in (
+        (one, {}, None, 0),
+        (two, environment(2), None, 0),
+        (stopped, environment(2), _stop_at_step_6, 0),
+        (stopped, {}, None, 2),
     ):
-        arguments = [*SETTINGS, f"--workdir={workdir}", *more]
-        run = Run(arguments, tmp_path / "said.txt", prepare=prepare)
+        arguments = [*SETTINGS, f"--workdir={workdir}"]
+        process = Run(arguments, tmp_path / "said.txt", environment=variables, prepare=prepare)
         try:
-            assert run.wait(300) == 0, run.said()
+            assert process.wait(300) == status, process.said()
         finally:
-            run.kill()
+            process.kill()
+    advice = f"--workdir={stopped} was trained with 2 CPU devices: repeat the command as JAX_NUM"
+    assert advice in process.said()
+    command = [sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={stopped}"]
+    advised = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    subprocess.run(command, cwd=ROOT, env=advised, check=True, timeout=300)
     starts = [
         [(event["step"], event["devices"]) for event in read_events(workdir / "metrics.jsonl")
-         if event["event"] == "start"] for workdir in (one, eight)
+         if event["event"] == "start"] for workdir in workdirs
     ]  # fmt: skip
-    assert starts == [[(0, 1)], [(0, 8), (6, 8)]]
-    config = json.loads((eight / "config.json").read_text())
-    assert config["mesh"]["cpu_devices"] == 8
+    assert starts == [[(0, 1)], [(0, 2)], [(0, 2), (6, 2)]]
     losses = [
-        [line["loss"] for line in read_metrics(workdir / "metrics.jsonl")]
-        for workdir in (one, eight)
+        [line["loss"] for line in read_metrics(workdir / "metrics.jsonl")] for workdir in workdirs
     ]
     assert len(losses[0]) == 11
     assert losses[1] == pytest.approx(losses[0], rel=5e-6)
-    rows = [json.loads((workdir / "results.json").read_text())["eval"] for workdir in (one, eight)]
-    assert [row["count"] for row in rows[1]] == [360, 360]
-    assert [row["top1"] for row in rows[1]] == pytest.approx(
-        [row["top1"] for row in rows[0]],
-        abs=1 / 360,  # a tie that rounding decides
-    )
+    assert losses[2] == losses[1]
+
+
+def test_runs_that_were_stored_with_the_setting_resume_or_say_how(tmp_path, monkeypatch):
+    """`mesh.cpu_devices` was one a core by default; runs of before had one device, or GPUs."""
+    settings = {"epochs": 0.4, "eval__resolutions": ()}
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 2)
+        with pytest.raises(Interrupted):
+            run(tmp_path, **settings)
+    about, entry = Checkpoints.about, {"cpu_devices": 2}
+
+    def older(self, step):
+        found = about(self, step)
+        found["config"]["mesh"] |= entry
+        return {name: value for name, value in found.items() if name != "cpu_devices"}
+
+    monkeypatch.setattr(Checkpoints, "about", older)
+    with pytest.raises(ConfigError, match=r"with 2 CPU devices: .*JAX_NUM_CPU_DEVICES=2 rope_jax"):
+        run(tmp_path, **settings)
+    rope_jax.run.evaluate_newest(tiny(**settings), tmp_path)
+    entry = {"cpu_devices": 1}
+    run(tmp_path, **settings)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    entry = {"cpu_devices": 2}
+    run(tmp_path, **settings)  # complete: nothing is left to compute
+    rope_jax.load_checkpoint(str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"fsdp": 1', '"fsdp": 1, "cpu_devices": 2'))
+    assert read_runs(tmp_path)[0].step == 5
