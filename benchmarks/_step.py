@@ -1,12 +1,11 @@
 """The training steps of a recipe in a process of its own, timed on request; see `benchmarks.cpu`.
 
-    python -m benchmarks._step '{"recipe": "digits", "settings": {}, "devices": 2, "loader": false}'
+    python -m benchmarks._step '{"recipe": "digits", "settings": {}, "loader": false}'
 
 It prints a line of JSON when it is ready, reads numbers of steps from its standard input, takes as
 many, and prints the seconds of each.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -62,10 +61,9 @@ def peer_of(config: Config) -> dict[str, object]:
 
 
 def main(asked: dict) -> None:
-    start_devices(asked["devices"])
+    start_devices()
     config = config_of(asked["recipe"], asked["settings"])
-    layout = dataclasses.replace(config.mesh, cpu_devices=asked["devices"])
-    setup, model = prepare(dataclasses.replace(config, mesh=layout))
+    setup, model = prepare(config)
     state, step = initial_state(setup, model), make_step(setup)
     stream, resident = training_batches(setup, 0)
     if not asked["loader"]:

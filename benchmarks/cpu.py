@@ -1,4 +1,4 @@
-"""Training on a CPU: images per second of a step with one device, one device a core, and PyTorch.
+"""Training on a CPU: images per second of a step, beside eager PyTorch.
 
     python -m benchmarks cpu --torch /path/to/python --out benchmarks/results/cpu.json
     python -m benchmarks cpu -- batch_size=32 model.name=vit_s16 model.options=drop_path=0.0 \\
@@ -6,9 +6,9 @@
 
 The first command takes two minutes; --torch names an interpreter that has torch, of any version of
 Python, which trains the same model in eager PyTorch with all cores. Arguments after `--` are
-settings of the recipe. Each kind has a process of its own; they take steps in turns, so that other
-load on the machine affects all of them, and ratios are of times within a turn. Batches are drawn
-before the time is taken, with --loader in it, as in a run.
+settings of the recipe. Both have a process of their own; they take steps in turns, so that other
+load on the machine affects both, and ratios are of times within a turn. Batches are drawn before
+the time is taken, with --loader in it, as in a run.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks._runner import Keep, Result
 from benchmarks._step import config_of, peer_of
-from rope_jax.cores import cores, devices_for
+from rope_jax.cores import cores
 from rope_jax.text import literal, markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
-PEER = "eager PyTorch"
+OURS, PEER = "one device", "eager PyTorch"  # the names in results
 
 
 class Worker:
@@ -59,14 +59,12 @@ class Worker:
         self._process.wait()
 
 
-def ratios(seconds: dict[str, list[float]], over: str, under: str) -> dict[str, float] | None:
-    """Quartiles of how many times as fast `over` is as `under`, turn by turn; None without one.
+def ratios(seconds: dict[str, list[float]], over: str, under: str) -> dict[str, float]:
+    """Quartiles of how many times as fast `over` is as `under`, turn by turn.
 
     >>> ratios({"a": [1.0, 2.0, 3.0], "b": [2.0, 4.0, 6.0]}, "a", "b")
     {'low': 2.0, 'median': 2.0, 'high': 2.0}
     """
-    if over not in seconds or under not in seconds:
-        return None
     each = [b / a for a, b in zip(seconds[over], seconds[under], strict=True)]
     if len(each) == 1:
         each *= 2
@@ -94,35 +92,29 @@ def run(
     keep: Keep,
     *flags: str,
     recipe: str = "digits",
-    devices: list[int] | None = None,
     torch: str | None = None,
     loader: bool = False,
     turns: int = 15,
     seconds: float = 1.5,
 ) -> None:
-    """Measures all kinds in turns, and prints images per second and ratios.
+    """Measures both in turns, and prints images per second and ratios.
 
     Args:
         keep: saves the result.
         flags: settings of the recipe, such as batch_size=32
         recipe: name or file, with its arguments
-        devices: numbers of devices; default: 1, and what training chooses here
         torch: an interpreter that has torch
         loader: draw batches while the time is taken
-        turns: of each kind
+        turns: of each
         seconds: of each turn
     """
     changed = {name: literal(value) for name, _, value in (x.partition("=") for x in flags)}
     config = config_of(recipe, changed)
     batch = config.batch_size
-    chosen = devices_for(batch // config.accumulate, cores(), fsdp=config.mesh.fsdp)
-    counts = list(dict.fromkeys(devices or [1, chosen]))
     workers: dict[str, Worker] = {}
     try:
-        for count in counts:
-            asked = {"recipe": recipe, "settings": changed, "devices": count, "loader": loader}
-            name = "one device" if count == 1 else f"{count} devices"
-            workers[name] = Worker([sys.executable, "-m", "benchmarks._step"], asked)
+        asked = {"recipe": recipe, "settings": changed, "loader": loader}
+        workers[OURS] = Worker([sys.executable, "-m", "benchmarks._step"], asked)
         if torch is not None:
             peer = [torch, str(pathlib.Path(__file__).with_name("_torch_vit.py"))]
             workers[PEER] = Worker(peer, peer_of(config))
@@ -135,9 +127,6 @@ def run(
     finally:
         for worker in workers.values():
             worker.end()
-    best = list(workers)[len(counts) - 1]
-    pairs = [(best, "one device"), (best, PEER), ("one device", PEER)]
-    found = {f"{a} / {b}": ratios(times, a, b) for a, b in pairs if a != b}
     speeds = {}
     for name, each in times.items():
         low, median, high = statistics.quantiles([1 / x for x in each], n=4, method="inclusive")
@@ -149,7 +138,7 @@ def run(
         cores=cores(),
         workers={name: worker.about for name, worker in workers.items()},
         images_per_second=speeds,
-        ratios={name: ratio for name, ratio in found.items() if ratio is not None},
+        ratios={f"{OURS} / {PEER}": ratios(times, OURS, PEER)} if PEER in times else {},
         seconds_per_image=times,
     )
     print(table(result))

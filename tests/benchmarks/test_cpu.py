@@ -10,10 +10,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_ratios_are_of_times_within_a_turn():
-    seconds = {"2 devices": [1.0, 2.0, 8.0], "one device": [1.5, 3.0, 8.0]}
-    found = cpu.ratios(seconds, "2 devices", "one device")
+    seconds = {cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]}
+    found = cpu.ratios(seconds, cpu.OURS, cpu.PEER)
     assert found == {"low": 1.25, "median": 1.5, "high": 1.5}
-    assert cpu.ratios(seconds, "2 devices", cpu.PEER) is None
 
 
 def test_a_table_names_kinds_ratios_and_settings():
@@ -21,12 +20,12 @@ def test_a_table_names_kinds_ratios_and_settings():
     result = {
         "settings": {"recipe": "digits", "changed": "batch_size=64", "loader": True},
         "images_per_second": {"one device": quartiles},
-        "ratios": {"2 devices / one device": {"low": 1.1, "median": 1.25, "high": 1.3}},
+        "ratios": {"one device / eager PyTorch": {"low": 1.1, "median": 1.25, "high": 1.3}},
         "cores": 2,
     }
     text = cpu.table(result)
     assert "| one device | 1,000 | 900 to 1,100 |" in text
-    assert "- 2 devices / one device: 1.25 (1.10 to 1.30)" in text
+    assert "- one device / eager PyTorch: 1.25 (1.10 to 1.30)" in text
     assert text.endswith("`digits`, batch_size=64, 2 cores, with the loader.")
 
 
