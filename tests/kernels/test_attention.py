@@ -67,7 +67,9 @@ def dense(q, k, v, bias, freqs, coords, allowed, index):
         jnp.einsum("blnd,bmnd->bnlm", *(turn(x, coords, freqs, xp=jnp) for x in (q, k))) * SCALE
         + bias[:, index]
     )
-    weights = jnp.exp(jnp.where(allowed, logits, -1e30) - logits.max(-1, keepdims=True))
+    # No gradient through the largest: it cancels, and logits computed anew may all differ from it.
+    largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    weights = jnp.exp(jnp.where(allowed, logits, -1e30) - largest)
     return jnp.einsum("bnlm,bmnd->blnd", weights / weights.sum(-1, keepdims=True), v)
 
 
