@@ -30,6 +30,7 @@ def config_of(recipe: str, settings: dict[str, object]) -> Config:
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
         (raw[section] if section else raw)[key] = value
+    raw["eval"]["resolutions"] = ()  # nothing is evaluated, so any image size will do
     return resolve(raw)
 
 

@@ -1,9 +1,11 @@
 """DINO on COCO behind Heo et al.'s ViTs and Swins (arXiv 2403.13298, tables 1 and 2).
 
-    rope_jax train --workdir=runs/dino_vit --config.init_from=runs/deit3/b \\
-        --config=dino:variant=vit_b,position=rope_mixed,path=COCO
-    rope_jax train --workdir=runs/dino_swin --config.init_from=runs/swin/s \\
-        --config=dino:variant=swin_s,position=rope_mixed+rpb,path=COCO
+    rope_jax train --workdir=runs/dino_vit \\
+        --config=dino:variant=vit_b,position=rope_mixed,path=COCO \\
+        --config.init_from=runs/deit3/b
+    rope_jax train --workdir=runs/dino_swin \\
+        --config=dino:variant=swin_s,position=rope_mixed+rpb,path=COCO \\
+        --config.init_from=runs/swin/s_rpb
     rope_jax evaluate runs/dino_vit --pycocotools
 
 COCO is the official folder, see docs/detection.md. The weights of `init_from` are those of a

@@ -1,7 +1,8 @@
 """Mask2Former on Heo et al.'s Swins, ADE20k (arXiv 2403.13298, table 4).
 
-    rope_jax train --workdir=runs/mask2former --config.init_from=runs/swin/s \\
-        --config=mask2former:variant=swin_s,position=rope_mixed,path=ADE20K
+    rope_jax train --workdir=runs/mask2former \\
+        --config=mask2former:variant=swin_s,position=rope_mixed,path=ADE20K \\
+        --config.init_from=runs/swin/s
     rope_jax evaluate runs/mask2former --window=whole
 
 ADE20K is the official folder ADEChallengeData2016; `source=masks` takes images of your own, see

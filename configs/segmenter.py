@@ -1,7 +1,8 @@
 """Segmenter with mask transformer on ADE20k, as LaPE trains it (arXiv 2212.05262, table S.III).
 
-    rope_jax train --workdir=runs/segmenter --config.init_from=runs/lape/deit_ti \\
-        "--config=segmenter:variant=deit_ti16,position=lape(ape),path=ADE20K"
+    rope_jax train --workdir=runs/segmenter \\
+        "--config=segmenter:variant=deit_ti16,position=lape(ape),path=ADE20K" \\
+        --config.init_from=runs/lape/deit_ti
     rope_jax evaluate runs/segmenter --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
 
 ADE20K is the official folder ADEChallengeData2016; `source=masks` takes images of your own, see

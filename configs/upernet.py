@@ -1,9 +1,11 @@
 """UperNet on ADE20k: Heo et al.'s ViTs (arXiv 2403.13298, table 3), and LaPE's ViT-Adapters.
 
-    rope_jax train --workdir=runs/upernet --config.init_from=runs/deit3/b \\
-        --config=upernet:variant=b,position=rope_mixed,path=ADE20K
-    rope_jax train --workdir=runs/adapter --config.init_from=runs/lape/deit_s \\
-        "--config=upernet:variant=adapter_s,position=lape(ape),path=ADE20K"
+    rope_jax train --workdir=runs/upernet \\
+        --config=upernet:variant=b,position=rope_mixed,path=ADE20K \\
+        --config.init_from=runs/deit3/b
+    rope_jax train --workdir=runs/adapter \\
+        "--config=upernet:variant=adapter_s,position=lape(ape),path=ADE20K" \\
+        --config.init_from=runs/lape/deit_s
     rope_jax evaluate runs/upernet --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
 
 ADE20K is the official folder ADEChallengeData2016; `source=masks` takes images of your own, see

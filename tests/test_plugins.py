@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -52,7 +53,21 @@ def test_the_page_shows_the_file_that_is_tested():
     page = (ROOT / "docs" / "own_scheme.md").read_text()
     assert f"```python\n{EXAMPLE.read_text()}```" in page
     code = [line for line in EXAMPLE.read_text().splitlines() if line]
-    assert len(code) <= 15
+    assert len(code) <= 16
+
+
+def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    plugins.load(["my_schemes"])
+    page = (ROOT / "docs" / "own_scheme.md").read_text()
+    (notation,) = re.findall(r"`(rope_log\(.*?\))`", page)
+    models = [
+        rope_jax.create_model("vit_digits", position=name, depth=1)
+        for name in ("rope_log", notation)
+    ]
+    assert [model.position.base for model in models] == [100, 50]
+    plain, given = (model.position.freqs() for model in models)
+    assert plain.sum() < given.sum()
 
 
 def command(module, *arguments, folder, **environment):

@@ -1,12 +1,16 @@
 """README and docs: Python blocks run, names exist, tables agree with the results."""
 
+import contextlib
 import pathlib
 import re
 
 import pytest
+from flax import nnx
 
 import rope_jax
 from docs import make_tables
+from rope_jax.positions.scheme import SCHEMES
+from rope_jax.text import parse
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -64,6 +68,26 @@ def test_the_readme_names_models_and_schemes_that_exist():
     listed = {x.removesuffix("(ape)") for x in names_in_column(f"| schemes{schemes}", 1)}
     # `none` is no scheme to list, and two are special cases of others.
     assert set(rope_jax.list_positions()) - listed == {"none", "axial_rope_v1", "rope3d"}
+
+
+def schemes_in(text):
+    """The inline codes that are schemes with options, in the notation."""
+    for code in re.findall(r"`([^`\n]+)`", text):
+        with contextlib.suppress(ValueError):
+            if "(" in code and {call.name for call in parse(code, "code")} <= set(SCHEMES) - {
+                "none"
+            }:
+                yield code
+
+
+def test_schemes_in_the_pages_take_the_options_that_they_are_given():
+    found = {code for text in (README, *PAGES.values()) for code in schemes_in(text)}
+    assert len(found) > 30
+    for code in found:
+        name = "vit_s16" if code.startswith("decomposed") else "deit3_s16"
+        nnx.eval_shape(
+            lambda code=code, name=name: rope_jax.create_model(name, position=code, depth=1)
+        )
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{name}" for name in PAGES)])

@@ -1,7 +1,7 @@
 """Scores of a model at any list of resolutions, on a run's test split or a set of files.
 
     python -m rope_jax.evaluate runs/digits --resolutions=8,12,16
-    python -m rope_jax.evaluate --model=deit_s16 --weights=deit_s.safetensors --dataset=real \
+    python -m rope_jax.evaluate --model=deit_s16 --weights=deit_s.safetensors --dataset=real \\
         --images=ILSVRC2012_val --resolutions=224,384
     python -m rope_jax.evaluate runs/upernet --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
     python -m rope_jax.evaluate --model=WEIGHTS --dataset=ade20k --images=ADEChallengeData2016

@@ -1,6 +1,8 @@
 """Prints the models: default scheme, image size, classes and parameters.
 
-python -m rope_jax.models 'deit3*'
+    python -m rope_jax.models 'deit3*'
+
+Without a pattern, all are listed.
 """
 
 import math

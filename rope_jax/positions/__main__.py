@@ -1,6 +1,8 @@
 """Prints every positional scheme: formula, properties, source, and its parameters in a model.
 
-python -m rope_jax.positions --model=deit3_s16
+    python -m rope_jax.positions --model=deit3_s16
+
+Without a model, no parameters are counted.
 """
 
 import functools

@@ -61,7 +61,9 @@ def test_the_citation_has_all_references():
         "@misc",
         "@article",
         "@article",
+        "@article",
     ]
+    assert "author = {Erickson, Lily}" in text
     assert "author = {Heo, Byeongho and Park, Song and Han, Dongyoon and Yun, Sangdoo}" in text
     assert "author = {Yu, Runyi and others}" in text
     assert "author = {{The rope_jax authors}}" in text

@@ -12,15 +12,13 @@ import time
 
 import numpy as np
 import pytest
-from flax import nnx
 from PIL import Image
 
 from benchmarks._runner import call
 from experiments import _claims, _parts, evidence
 from experiments._claims import Claim
-from rope_jax import data, restore
-from rope_jax.config import load_recipe, resolve
-from rope_jax.evaluate import resolutions
+from rope_jax import data
+from rope_jax.config import load_recipe
 
 CIFAR = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")
 
@@ -205,17 +203,6 @@ def test_the_design_of_a_backbone_is_what_decides_its_results():
     assert design != evidence.PARTS["fashion"].design("swin")
     crops = evidence.PARTS["fashion_crops"].design("vit")
     assert crops == design | {"data.augment": "resized_crop(scale_min=0.25)"}
-
-
-def test_the_models_exist_at_all_sizes():
-    part = evidence.PARTS["fashion"]
-    for backbone, position in dict(part.models).items():  # one scheme of each
-        arguments = f"backbone={backbone}" + ("" if position is None else f",position={position}")
-        config = resolve(load_recipe(f"{part.recipe}:{arguments}"))
-        model = nnx.eval_shape(lambda config=config: restore.create(config))
-        assert model.trained_size == (config.data.image_size,) * 2
-        for size in resolutions(config):
-            model.grids(size)  # refuses those that cannot be evaluated
 
 
 def test_every_run_has_a_workdir_of_its_own():

@@ -1,0 +1,474 @@
+"""Every command that the documentation shows, run as far as possible without training.
+
+The texts are the Markdown pages, that of the notebooks, and the docstrings of modules. A command
+begins with `rope_jax`, `python -m rope_jax...`, `python -m benchmarks`, `python -m experiments` or
+`make`, at the start of a line of code (behind variables, `srun` or `mpirun`), or is the whole of an
+inline code. It continues after a backslash and ends before a comment. Inline code may leave out
+what the command requires.
+
+The command's own parser and checks run, up to its computation; a recipe is resolved and prepared.
+Its images are in `stand_ins`, and models, runs and weights are shapes.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from absl.testing import flagsaver
+from flax import nnx
+
+from benchmarks import _runner, _step, cpu
+from experiments import evidence
+from experiments._parts import PARTS
+from rope_jax import command as flags
+from rope_jax import (
+    compare,
+    config,
+    create_model,
+    data,
+    export_model,
+    loading,
+    main,
+    plugins,
+    restore,
+    tune,
+)
+from rope_jax.__main__ import COMMANDS
+from rope_jax.analysis import __main__ as analysis
+from rope_jax.analysis import plots, report
+from rope_jax.data import jobs, verify
+from rope_jax.data import prepare as packing
+from rope_jax.data.sources import scenes
+from rope_jax.evaluate import command as evaluation
+from rope_jax.evaluate import kinds
+from rope_jax.models import __main__ as models
+from rope_jax.models import cost, create
+from rope_jax.models.pretrained import convert, load, own
+from rope_jax.models.pretrained.files import WeightsFile
+from rope_jax.models.pretrained.metadata import Metadata
+from rope_jax.positions import __main__ as positions
+from rope_jax.positions.scheme import SCHEMES
+from rope_jax.seeds import single
+from rope_jax.text import literal
+from rope_jax.training.setup import prepare
+from tests.docs import stand_ins
+
+ROOT = stand_ins.ROOT
+MAKEFILE = (ROOT / "Makefile").read_text()
+PACKAGES = ("rope_jax", "benchmarks", "experiments", "configs", "docs")
+PROGRAM = r"rope_jax [a-z]|python -m (?:benchmarks|experiments)[._ ]|python -m rope_jax\.|make "
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ |srun |mpirun |-\S+ |\d+ )*((?:{PROGRAM}).*)")
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^(?: {4,}\S.*\n?)+", re.MULTILINE)
+# Words that stand for others make the form of a command of what has them.
+FORMS = {
+    " NAME": "any benchmark or experiment",
+    " PART": "any part of an experiment",
+    ".MODULE": "any module with a command",
+    "...": "left out, or repeated",
+}
+
+
+def texts():
+    """Each page, notebook and module, and its text."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md")]
+    for path in [*pages, *ROOT.glob("docs/**/*.md")]:
+        yield path, path.read_text()
+    for path in ROOT.glob("colabs/*.ipynb"):  # tests/colabs runs the code
+        cells = json.loads(path.read_text())["cells"]
+        shown = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        yield path, "\n\n".join(shown)
+    for path in [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]:
+        yield path, ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+
+
+def commands(text):
+    """Yields the commands of a text, and whether each is inline code."""
+    blocks = [code for language, code in FENCE.findall(text) if language != "python"]
+    text = FENCE.sub("", text)
+    lines = re.sub(r"\\\n *", "", "\n".join(blocks + INDENTED.findall(text))).splitlines()
+    for line in lines:
+        if found := COMMAND.fullmatch(line.partition(" #")[0].strip()):
+            yield found[1], False
+    for code in re.findall(r"`([^`]+)`", INDENTED.sub("", text)):
+        if found := COMMAND.fullmatch(" ".join(code.split())):
+            yield found[1], True
+
+
+PAGES = {str(path.relative_to(ROOT)): list(commands(text)) for path, text in sorted(texts())}
+MODULES = {
+    re.sub(r"\.(__main__|command)$", "", module): name for name, (module, *_) in COMMANDS.items()
+}
+
+
+def split(command):
+    """The program of a command, and its words; that of `python -m rope_jax.main` is "train"."""
+    program, *words = shlex.split(command)
+    if program == "rope_jax":
+        count = 1 + (words[0] == "data")
+        return " ".join(words[:count]), words[count:]
+    if program == "python":
+        package, _, module = words[1].partition(".")
+        if package == "rope_jax":
+            return MODULES.get(words[1], words[1]), words[2:]
+        return package, [*filter(None, [module]), *words[2:]]
+    return program, words
+
+
+def distinct():
+    """(command, inline, page) of each command that is not a form, on the first page that has it."""
+    found = {}
+    for page, shown in PAGES.items():
+        for command, inline in sorted(shown, key=lambda case: case[1]):
+            if not any(mark in command for mark in FORMS):
+                program, words = split(command)
+                found.setdefault((program, *words), (command, inline, page))
+    return list(found.values())
+
+
+DISTINCT = distinct()
+
+
+def test_commands_are_found_in_code():
+    text = """Text with `python -m rope_jax.x --a` and `make\nit`; make it so.
+
+```sh
+make all X=1            # a comment
+A=1 rope_jax train --a \\
+    --b="c d"
+mpirun -n 2 --x=y rope_jax train
+from rope_jax import x
+```
+```python
+rope_jax = 1
+```
+    rope_jax report a
+"""
+    assert list(commands(text)) == [
+        ("make all X=1", False),
+        ('rope_jax train --a --b="c d"', False),
+        ("rope_jax train", False),
+        ("rope_jax report a", False),
+        ("python -m rope_jax.x --a", True),
+        ("make it", True),
+    ]
+
+
+def test_every_place_has_commands():
+    pages = {page for page, shown in PAGES.items() if shown}
+    assert pages >= {"README.md", "CONTRIBUTING.md", "kernels/README.md", "docs/running.md"}
+    assert pages >= {"rope_jax/tune.py", "experiments/evidence.py", "colabs/load_weights.ipynb"}
+    assert pages >= {f"configs/{path.name}" for path in ROOT.glob("configs/*.py")}
+    assert {split(command)[0] for command, *_ in DISTINCT} == set(RUNNERS)
+
+
+def test_no_command_is_outside_of_code():
+    for path, text in texts():
+        rest = INDENTED.sub("", FENCE.sub("", text))
+        assert not re.search("^(python -m|rope_jax [a-z]+ -)", rest, re.MULTILINE), path
+
+
+def test_every_form_is_in_use():
+    shown = [command for page in PAGES.values() for command, _ in page]
+    assert [mark for mark in FORMS if not any(mark in command for command in shown)] == []
+
+
+# The recipe of runs that no page trains.
+RUNS = {
+    "runs/swin/s": "swin:variant=swin_s,position=rope_mixed",
+    "runs/swin/s_rpb": "swin:variant=swin_s,position=rope_mixed+rpb",
+    "runs/lape/deit_s": "lape:variant=deit_s16",
+}
+# The run whose weights `save_pretrained` wrote, where a page evaluates them.
+SAVED = {
+    "docs/finetuning.md": "runs/flowers",
+    "docs/segmentation.md": "runs/upernet",
+    "docs/detection.md": "runs/dino",
+    "rope_jax/evaluate/command.py": "runs/upernet",
+}
+
+
+def training_words(workdir, page=""):
+    """Of the command that trains in a workdir: the page's last one, or else the first anywhere."""
+    if workdir in RUNS:
+        return [f"--config={RUNS[workdir]},path=FOLDER", f"--workdir={workdir}"]
+    for shown in (PAGES.get(page, [])[::-1], *PAGES.values()):
+        for program, words in (split(command) for command, _ in shown):
+            if program == "train" and f"--workdir={workdir}" in words:
+                return words
+    raise ValueError(f"no page trains {workdir}")
+
+
+def config_of(words):
+    """The config of a training command."""
+    given = ["rope_jax train", *words]
+    with flagsaver.flagsaver(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", given)  # where ml_collections looks for --config.KEY
+        flags.parse_flags(given)
+        plugins.load(main._PLUGINS.value)
+        return config.resolve(main._CONFIG.value)
+
+
+@functools.cache
+def prepared(asked):
+    """The complete config of a run, and its model as shapes; the weights of `init_from` fit it."""
+    completed = []
+
+    def start():
+        setup, model = prepare(asked)
+        completed.append(setup.config)
+        if asked.init_from is not None:
+            restore.start_from(model, setup.config)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        classifier = (asked.model.name, asked.model.position)
+        patch.setattr(restore, "open_weights", lambda where: open_weights(where, *classifier))
+        model = nnx.eval_shape(start)
+    model.preprocessing = restore.preprocessing_of(completed[0])
+    return completed[0], model
+
+
+@contextlib.contextmanager
+def open_weights(where, name=None, position=None):
+    """Those of a run; of anything else, of a classifier."""
+    if where.startswith("runs/"):
+        _, model = prepared(config_of(training_words(where)))
+    else:
+        model = nnx.eval_shape(lambda: create_model(name, position=position))
+    shapes = {key: (x.shape, np.dtype("float32")) for key, x in own._places(model, {}).items()}
+    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), where)
+    yield WeightsFile(shapes, np.zeros, own.OWN, metadata, where)
+
+
+def load_pretrained(model, where, *, source):
+    """Loads a classifier's weights; of a source, that it has names for the model is enough."""
+    if source is not None:
+        convert.name_table(model, source)
+    else:
+        with open_weights(where, model.name, model.notation) as file:
+            load.load_weights(model, file)
+
+
+class Reached(Exception):
+    """A command has begun to compute."""
+
+
+def compute(*_, **__):
+    raise Reached
+
+
+CANVASES = data.canvases_of
+COMPUTATIONS = [
+    *((kinds, name) for name in ("evaluate_files", "evaluate_split", "segment_split", "counted")),
+    (plots, "costs"),
+    (positions, "parameters"),
+]
+
+
+def row(asked, _):
+    """A row of `evaluate`, up to its computation."""
+
+    def begin(model):
+        about = dataclasses.replace(asked.about, model=model)
+        dataclasses.replace(asked, about=about).row()
+
+    asked.identity()
+    with contextlib.suppress(Reached):
+        nnx.eval_shape(begin, asked.about.model)
+    return {"dataset": "", "protocol": ""}
+
+
+def analysis_of(name):
+    """An analysis, up to its computation."""
+
+    def begin(loaded, asked, _):
+        if name in ("attention", "maps"):
+            next(analysis._image_batches(loaded, asked))
+        raise Reached
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the files that commands name; what they register ends with these tests."""
+    found, before = tmp_path_factory.mktemp("stand_ins"), list(sys.path)
+    stand_ins.write(found)
+    yield found
+    sys.path[:] = before
+    for registry in (SCHEMES, sys.modules, plugins._loaded):
+        for name in ("rope_log", "my_schemes"):
+            registry.pop(name, None)
+    prepared.cache_clear()
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    """A function that runs a command of a page, and returns what is wrong with it, or ""."""
+    page = ""
+
+    def read_checkpoint(workdir, *, step=None, ema=None, seed=None):
+        found, model = prepared(config_of(training_words(workdir, page)))
+        return nnx.clone(model), single(found, seed), 1
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ROPE_JAX_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as benchmarks set it
+    shapes = lambda *name, **options: nnx.eval_shape(lambda: create_model(*name, **options))
+    for module, name, stand_in in (
+        (scenes, "COUNTS", {"train": 64, "test": 8}),
+        (data, "canvases_of", lambda *asked: CANVASES(*asked)[:1]),  # each takes seconds
+        (jobs, "cores", lambda: 0),
+        (load, "load_own", lambda *_: None),
+        (create, "open_weights", lambda _: open_weights(SAVED[page])),
+        (loading, "create_model", shapes),
+        (loading, "load_pretrained", load_pretrained),
+        (loading, "read_checkpoint", read_checkpoint),
+        (loading, "file_sha256", str),
+        (evaluation, "_row", row),
+        (evaluation, "results_table", compute),
+        (analysis, "OF_MODEL", {name: analysis_of(name) for name in analysis.OF_MODEL}),
+        (report, "read_runs", lambda workdir: training_words(str(workdir), page) and []),
+        (report, "print_report", compute),
+        (export_model, "export", lambda model, _, **asked: model.check_size(asked["resolution"])),
+        *((module, name, compute) for module, name in COMPUTATIONS),
+    ):
+        monkeypatch.setattr(module, name, stand_in)
+
+    def run(command, shown_on):
+        nonlocal page
+        page, (program, words) = shown_on, split(command)
+        if program not in RUNNERS:
+            return f"{program} is not a command"
+        try:
+            status = RUNNERS[program](words)
+        except Reached:
+            status = None
+        except SystemExit as error:
+            status = error.code
+        except (config.ConfigError, ValueError, OSError) as error:
+            status = str(error)
+        said = capsys.readouterr().err
+        return f"{status} {said}" if status or "WARNING" in said else ""
+
+    return run
+
+
+def train(words):
+    prepared(config_of(words))
+
+
+def compare_schemes(words):
+    first, *_ = compare.plan(compare._parse(words))  # which creates the models of all
+    prepared(first.config)
+
+
+def prepare_images(words):
+    shutil.rmtree("PACKED", ignore_errors=True)
+    return packing.main(words)
+
+
+def make(words):
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        used = rf"\$\({name}\)" if is_variable else rf"^{name}:"
+        if not re.search(used, MAKEFILE, re.MULTILINE):
+            sys.exit(f"the Makefile has no {word}")
+
+
+def measure(package, words):
+    """A benchmark or experiment: its parser, and the recipes that it trains."""
+    if words[0] == "_step":
+        asked = json.loads(words[1])
+        prepared(_step.config_of(asked["recipe"], asked["settings"]))
+        return 0
+    if not pathlib.Path(ROOT, package, f"{words[0]}.py").exists():
+        return _runner.main(importlib.import_module(package), words)
+    module, asked = importlib.import_module(f"{package}.{words[0]}"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda _, *flags, **options: asked.update(options, flags=flags)
+        patch.setattr(module, "run", functools.wraps(module.run)(note))
+        status = _runner.main(importlib.import_module(package), words)
+    if module is cpu:
+        changes = dict(word.split("=", 1) for word in asked["flags"])
+        changes = {name: literal(value) for name, value in changes.items()}
+        prepared(_step.config_of(asked["recipe"], changes))
+    elif module is evidence:
+        part = PARTS[asked["flags"][0]]
+        for one in {one.backbone: one for one in part.runs(part.seeds)}.values():
+            (_, _, _, *training), *_ = part.commands(one, asked["data"], asked["workdir"])
+            train(training)
+    return status
+
+
+# By the program that `split` names.
+RUNNERS = {
+    "train": train,
+    "evaluate": evaluation.main,
+    "analyse": analysis.main,
+    "compare": compare_schemes,
+    "report": report.main,
+    "export": export_model.main,
+    "tune": tune.main,
+    "data verify": verify.main,
+    "data prepare": prepare_images,
+    "models": models.main,
+    "positions": positions.main,
+    "rope_jax.models.cost": cost.main,
+    "rope_jax.config": lambda words: None,
+    "benchmarks": functools.partial(measure, "benchmarks"),
+    "experiments": functools.partial(measure, "experiments"),
+    "make": make,
+}
+# How commands say that something is missing which inline code may leave out.
+MISSING = "arguments are required|is missing|name either the WORKDIR"
+
+
+# ml_collections imports recipes by a method that Python deprecates.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(("command", "inline", "page"), DISTINCT, ids=[x for x, *_ in DISTINCT])
+def test_documented_commands_run(command, inline, page, run):
+    wrong = run(command, page)
+    assert not wrong or (inline and re.search(MISSING, wrong)), f"{page}: {wrong}"
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("rope_jax trian", "trian is not a command"),
+        ("python -m rope_jax.evaluat runs/digits", "rope_jax.evaluat is not a command"),
+        ("rope_jax evaluate runs/digits --sizes=8", "unrecognized arguments: --sizes=8"),
+        ("rope_jax evaluate runs/digits --resolutions=7", "7x7 is not divisible by the patch"),
+        ("rope_jax evaluate runs/nowhere", "no page trains runs/nowhere"),
+        ("rope_jax evaluate runs/own --flip", "--flip is for models that segment images"),
+        ("rope_jax export --model=deit_s17 --out=x", "unknown model 'deit_s17'"),
+        ("rope_jax train --config=digit --workdir=x", "is not a recipe"),
+        ("rope_jax train --config=digits:epoch=3 --workdir=x", "no argument 'epoch'"),
+        ("rope_jax train --config=digits --workdir=x --config.epoch=3", "no such setting: epoch"),
+        ("rope_jax train --config=digits --workdir=x --config.eval.resolutions=(7,)", "7x7"),
+        ("rope_jax train --config.seed=1 --config=digits --workdir=x", "before a value"),
+        ("rope_jax train --config=own_images:path=NOWHERE --workdir=x", "NOWHERE"),
+        ("rope_jax train --config=digits:position=rope --workdir=x", "unknown positional scheme"),
+        ("rope_jax train --config=finetune:path=IMAGES,weights=runs/cat_5 --workdir=x", "family"),
+        ("rope_jax compare --path=IMAGES --positions=ape", "has nothing to compare"),
+        ("python -m benchmarks cpus", "NAME is one of: attention"),
+        ("python -m benchmarks cpu -- model.name=vit_s17", "unknown model 'vit_s17'"),
+        ("python -m experiments evidence mnist --data FILE.npz", "invalid choice: 'mnist'"),
+        ("make trian", "the Makefile has no trian"),
+        ("make train DIR=runs/x", "the Makefile has no DIR=runs/x"),
+    ],
+)
+def test_a_broken_command_is_found(command, wrong, run):
+    assert wrong in run(command, "README.md")
