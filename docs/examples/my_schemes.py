@@ -13,8 +13,12 @@ class LogRope(Rotary):
 
     equation, relative = "theta = log(1 + x) f or log(1 + y) f", False
 
+    def __init__(self, stage, *, rngs, base: float = 100.0):
+        super().__init__(stage, rngs=rngs)
+        self.base = base
+
     def coords(self, grid):
         return np.log1p(grids.absolute(grid))
 
     def freqs(self):
-        return frequencies.two_axes(frequencies.ladder(self.pairs // 2, 100.0), "xy")
+        return frequencies.two_axes(frequencies.ladder(self.pairs // 2, self.base), "xy")
