@@ -1,4 +1,4 @@
-"""Positional information for vision transformers: every scheme, on every backbone, in JAX.
+"""Positional information for vision transformers in JAX: schemes and backbones by name.
 
 import rope_jax
 model = rope_jax.create_model("vit_s16", position="axial_rope")

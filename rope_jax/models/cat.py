@@ -16,6 +16,8 @@ Each head is then normalised over the whole map. Two consequences are not in the
   maps N**1.5: less than the N**2 of softmax attention, and more than the N that the paper claims.
 
 `cat_vit_5` is the paper's "Classic ViT" of the same width and depth.
+
+Source: Erickson, Cross-Axis Transformer, arXiv 2311.07184.
 """
 
 import dataclasses

@@ -286,7 +286,7 @@ class CatRope(Rotary):
             formula in the paper).
     """
 
-    paper = "CAT, section 2.2"
+    paper = "Erickson, arXiv 2311.07184, section 2.2"
     equation = "theta = x f or y f, f = 10000^(-2r/D), (x, y) in [-pi, pi]"
     resolution = "interpolate"
 
