@@ -11,6 +11,7 @@ import rope_jax
 from docs import make_tables
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.text import parse
+from tests.parity import official
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -59,6 +60,16 @@ def test_the_pages_list_every_scheme_and_model():
     schemes = {name.removesuffix("(ape)") for name in names_in_column(page, 0)}
     assert schemes == set(rope_jax.list_positions())
     assert names_in_column(PAGES["models.md"], 0) == set(rope_jax.list_models())
+
+
+def test_the_page_says_which_models_no_official_outputs_are_compared_with():
+    page = PAGES["models.md"]
+    table, _, text = page.partition("`tests/parity`")
+    compared = {case["model"] for case in official.CASES.values()} | {"vit_adapter_ti16"}
+    rows = [names_in_column(f"| {row} |", 0) for row in re.findall(r"^\| (`.*?) \|", table, re.M)]
+    without = set().union(*(row for row in rows if not row & compared), {"cat_vit_5"})
+    said = re.search(r"There are no outputs of\s(.*?), whose", text, re.DOTALL)[1]
+    assert names_in_column(f"| {' '.join(said.split())} |", 0) == without
 
 
 def test_the_readme_names_models_and_schemes_that_exist():
