@@ -58,6 +58,12 @@ def with_cudnn(monkeypatch):
 
 
 @pytest.fixture
+def without_cudnn(monkeypatch):
+    """As if it were not."""
+    monkeypatch.setattr(cudnn, "missing", lambda: "cuDNN is not detected.")
+
+
+@pytest.fixture
 def beside_a_gpu(monkeypatch):
     """As if jax's default device were an H200, while arrays are on the CPU."""
     gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
@@ -136,7 +142,7 @@ def test_xla_is_the_default_on_a_cpu(monkeypatch):
         (lambda x: attention(x, x, x, pattern=Neighborhood((1, 17))), X[None], False),
     ],
 )
-def test_none_on_a_gpu(f, shape, kernel):
+def test_none_on_a_gpu(f, shape, kernel, without_cudnn):
     with jax.sharding.use_abstract_mesh(mesh_of()):
         assert ("pallas_call" in str(jax.make_jaxpr(f)(shape))) == kernel
     with jax.sharding.use_abstract_mesh(mesh_of(devices=8)):  # XLA would gather a kernel's operands
@@ -194,8 +200,7 @@ def chosen(layer, dtype, sharding=None):
     return found
 
 
-def test_without_cudnn_the_next_best_serves(monkeypatch):
-    monkeypatch.setattr(cudnn, "missing", lambda: "cuDNN is not detected.")
+def test_without_cudnn_the_next_best_serves(without_cudnn):
     for kind, expected in (("NVIDIA H200", "triton"), ("NVIDIA A100", "xla")):
         with jax.sharding.use_abstract_mesh(mesh_of(kind)):
             choice, reasons = chosen(LAYERS["vit_s"], "bfloat16")
