@@ -387,19 +387,18 @@ def test_the_head_reads_what_is_asked_for(pooling):
 
 
 @pytest.mark.parametrize("source", ["dinov2", "timm"])
-def test_a_file_without_a_head_leaves_the_head_as_it_is(source):
+def test_a_file_without_a_head_leaves_a_new_head_as_it_is(source):
     weights = export_state_dict(small("dinov2_s14", seed=1), source=source)
     backbone = {key: value for key, value in weights.items() if not key.startswith("head.")}
     model, before = small("dinov2_s14"), small("dinov2_s14")
-    rope_jax.convert_state_dict(model, backbone, source=source)
+    with pytest.raises(ValueError, match="these weights have no head"):
+        rope_jax.convert_state_dict(model, backbone, source=source)
+    rope_jax.convert_state_dict(model, backbone, source=source, new_head=True)
     np.testing.assert_array_equal(model.head.kernel[...], before.head.kernel[...])
     assert bool((model.norm.scale[...] == 1).all())
     np.testing.assert_array_equal(model.class_token[...], weights["cls_token"])
     rope_jax.convert_state_dict(model, weights, source=source)
     np.testing.assert_array_equal(model.head.kernel[...], weights["head.weight"].T)
-    del backbone["norm.weight"]
-    with pytest.raises(ValueError, match=r"norm\.weight is missing"):
-        rope_jax.convert_state_dict(model, backbone, source=source)
 
 
 # Files

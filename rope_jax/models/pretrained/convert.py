@@ -23,6 +23,7 @@ from rope_jax.models.pretrained.links import (
     fit,
     is_backbone,
     links_of,
+    missing_head,
     named,
     not_floating,
     slots_of,
@@ -136,10 +137,28 @@ def convert_state_dict(
             whose length allows both.
         new_head: leave the model's head as it is if the weights have none or one for other classes.
 
+    Parameters that keep their initial weights are printed: of a new head, and what a model of dense
+    prediction has beyond a classifier.
+
     Raises:
         ValueError: names or shapes that do not fit, all of them in one message; the model is not
             changed.
     """
+    backbone = source not in DENSE and hasattr(model, "backbone")
+    plan = load_state_dict(model, state_dict, source=source, grids=grids, new_head=new_head)
+    if told := report(model, plan, backbone=backbone):
+        print(told)
+
+
+def load_state_dict(
+    model: nnx.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    source: str,
+    grids: Grids | None = None,
+    new_head: bool = False,
+) -> Conversion:
+    """As `convert_state_dict`, but prints nothing, and returns what was done."""
     whole = model
     if source not in DENSE:
         model = getattr(model, "backbone", model)
@@ -174,6 +193,39 @@ def convert_state_dict(
         values[slot.path] = np.zeros(variables[slot.path].shape, variables[slot.path].dtype)
     for path, value in values.items():
         variables[path].set_value(jax.device_put(value))
+    return conversion
+
+
+def report(
+    model: nnx.Module,
+    plan: Any,
+    *,
+    backbone: bool,
+    head: str | None = None,
+    epsilon: str = "",
+) -> str:
+    """The parameters of a model that no weight of a file has filled; "" if there are none.
+
+    Args:
+        model: that was filled.
+        plan: by which it was, a `Conversion` or an `own.Plan`.
+        backbone: whether the weights are those of the backbone of a model of dense prediction.
+        head: the name of the head of their own model; None for a classifier.
+        epsilon: what else to report.
+    """
+    lines, new = [], [start.rstrip(".") for start in plan.fresh]
+    if backbone:
+        stored = nnx.to_pure_dict(nnx.state(model, STORED))
+        new += [name for name in ("neck", "head") if stored.get(name)]
+    if new:
+        trained_as = "a classifier" if head is None else f"a model with the head {head!r}"
+        unused = f", not used {', '.join(plan.unused)}" if backbone and plan.unused else ""
+        lines.append(f"weights of {trained_as}: new {', '.join(new)}{unused}{epsilon}")
+    if plan.new_head:
+        lines.append(f"head: new, {model.num_classes} classes")
+    if zeros := [slot.name for slot in getattr(plan, "zeros", ())]:
+        lines.append(f"not in the weights, and 0: {', '.join(zeros)}")
+    return "\n".join(lines)
 
 
 def _resized(table: np.ndarray, slot: Slot) -> np.ndarray:
@@ -244,7 +296,7 @@ def plan_conversion(
     table = name_table(model, source)
     fresh = _fresh(model, table, shapes)
     found, problems = links_of(model, table, source, fresh)
-    links, zeros, frozen, left, grids = [], [], {}, dict(shapes), grids or {}
+    links, zeros, missing, frozen, left, grids = [], [], [], {}, dict(shapes), grids or {}
     found, new_head = _without_head(found, shapes, new_head)
     headless = new_head or not model.num_classes
     backbone = backbone or is_backbone(model, fresh)
@@ -266,8 +318,13 @@ def plan_conversion(
             links.append(dataclasses.replace(link, slot=slot))
         elif _matches_any(table.zeros, link.key):
             zeros.append(link.slot)
-        elif not _matches_any(table.optional, link.key):
-            problems.append(f"{link.key} is missing: it fills {link.slot.name} of the model")
+        else:
+            missing.append(link)
+    heads = [link.key for link in found if link.slot.name.startswith(HEAD)]
+    if problem := missing_head(model, heads, [link.key for link in missing]):
+        problems.append(problem)
+        missing = [link for link in missing if link.key not in heads]
+    problems += [f"{x.key} is missing: it fills {x.slot.name} of the model" for x in missing]
     for key, (shape, dtype) in left.items():
         if _matches_any(table.dropped, key):
             continue

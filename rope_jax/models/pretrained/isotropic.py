@@ -16,7 +16,6 @@ from rope_jax.models.pretrained.tables import (
 from rope_jax.positions.absolute import Absolute, Learned
 
 _DINO_SCALES = ("ls1.gamma", "ls2.gamma")
-_HEAD = ("head.weight", "head.bias")
 
 
 def deit(model: nnx.Module) -> Table:
@@ -73,7 +72,7 @@ def dinov2(model: nnx.Module) -> Table:
         rows += dense("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.w12")
         rows += dense("blocks.{i}.mlp.fc2", "blocks.{i}.mlp.w3")
     rows += isotropic(scales=_DINO_SCALES)
-    return Table(rows, "half", dropped=("mask_token",), optional=_HEAD)
+    return Table(rows, "half", dropped=("mask_token",))
 
 
 def dinov3(model: nnx.Module) -> Table:
@@ -98,7 +97,7 @@ def dinov3(model: nnx.Module) -> Table:
         "local_cls_norm.weight",
         "local_cls_norm.bias",
     )
-    return Table(rows, "half", dropped=dropped, optional=_HEAD)
+    return Table(rows, "half", dropped=dropped)
 
 
 def resformer(model: nnx.Module) -> Table:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +112,24 @@ def names_by_layer(path: tuple, variable: nnx.Variable) -> Iterator[tuple[str, i
 def is_backbone(model: nnx.Module, fresh: tuple[str, ...]) -> bool:
     """Whether a model without a head is filled by a classifier, which has nothing for `fresh`."""
     return bool(fresh) and not model.num_classes
+
+
+def missing_head(model: nnx.Module, head: Iterable[str], missing: Iterable[str]) -> str | None:
+    """The problem of a classifier's weights that have no head at all; None for others.
+
+    Args:
+        model: to be filled.
+        head: names in the file of the tensors of a head.
+        missing: names of all tensors that the file lacks.
+    """
+    names = dict.fromkeys(head)
+    if not names or not names.keys() <= {*missing} or hasattr(model, "backbone"):
+        return None
+    return (
+        f"{', '.join(names)} are missing: these weights have no head. Create the model with "
+        "num_classes=0 for the pooled features, or with num_classes=N, the number of your own "
+        "classes, for a new head (in rope_jax.convert_state_dict, new_head=True)"
+    )
 
 
 def fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | None, str | None]:

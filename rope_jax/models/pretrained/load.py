@@ -11,12 +11,12 @@ from flax import nnx
 from rope_jax.models.pretrained.convert import (
     DENSE,
     SOURCES,
-    Conversion,
-    convert_state_dict,
     export_state_dict,
+    load_state_dict,
     name_table,
     plan_conversion,
     refuse,
+    report,
     table_grids,
 )
 from rope_jax.models.pretrained.files import (
@@ -30,7 +30,6 @@ from rope_jax.models.pretrained.links import is_backbone
 from rope_jax.models.pretrained.metadata import CLASSIFIER_OPTIONS, Metadata, family_of
 from rope_jax.models.pretrained.own import (
     OWN,
-    Plan,
     has_own_names,
     load_own,
     own_state_dict,
@@ -115,15 +114,14 @@ def load_weights(
         preprocessing = None
     else:
         wanted = [*(link.key for link in plan.links), *plan.frozen]
-        convert_state_dict(target, {key: file.read(key) for key in wanted}, **how)
+        load_state_dict(target, {key: file.read(key) for key in wanted}, **how)
         preprocessing = name_table(target, source).preprocessing
     described = about and about.preprocessing
     model.preprocessing = described or file.preprocessing or preprocessing
-    if backbone:
-        print(_of_backbone(model, plan, file, there))
-    elif plan.new_head:
-        print(f"head: new, {model.num_classes} classes")
-    elif about is not None and model.num_classes:
+    epsilon = _epsilon(model, file) if backbone else ""
+    if told := report(model, plan, backbone=backbone, head=there, epsilon=epsilon):
+        print(told)
+    if about is not None and model.num_classes and not (backbone or plan.new_head):
         model.class_names = about.class_names
 
 
@@ -155,19 +153,12 @@ def _backbone_of(model: nnx.Module, file: WeightsFile) -> WeightsFile:
     return dataclasses.replace(file, shapes=shapes, read=read, metadata=metadata)
 
 
-def _of_backbone(
-    model: nnx.Module, plan: Plan | Conversion, file: WeightsFile, head: str | None
-) -> str:
-    """What weights of a classifier, or of a model with another head, were used for."""
-    new = [start.rstrip(".") for start in plan.fresh]
-    new += [name for name in ("neck", "head") if getattr(model, name, None) is not None]
-    unused = f", not used {', '.join(plan.unused)}" if plan.unused else ""
+def _epsilon(model: nnx.Module, file: WeightsFile) -> str:
+    """The epsilon of a backbone's norms, if its weights were trained with another."""
     options = {} if file.metadata is None else file.metadata.options
     trained = options.get("norm_epsilon")
     own = getattr(model, "backbone", model).options.norm_epsilon
-    epsilon = "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
-    trained_as = "a classifier" if head is None else f"a model with the head {head!r}"
-    return f"weights of {trained_as}: new {', '.join(new)}{unused}{epsilon}"
+    return "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
 
 
 def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:

@@ -20,7 +20,14 @@ from flax import nnx
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained.convert import Shapes
 from rope_jax.models.pretrained.layouts import square
-from rope_jax.models.pretrained.links import CLASSIFIER, HEAD, LARGEST, is_backbone, names_by_layer
+from rope_jax.models.pretrained.links import (
+    CLASSIFIER,
+    HEAD,
+    LARGEST,
+    is_backbone,
+    missing_head,
+    names_by_layer,
+)
 from rope_jax.models.pretrained.tables import begins
 from rope_jax.positions import Position
 from rope_jax.positions.absolute import Learned
@@ -139,7 +146,11 @@ def plan_own(
     unexpected -= {*unused}
     there = {name: place for name, place in places.items() if place.key is not None}
     grids = _grids_to_resize(model, there, image_size)
-    problems = [f"{name} is missing" for name in places if name not in there]
+    missing = [name for name in places if name not in there]
+    if problem := missing_head(model, heads, missing):
+        missing = [name for name in missing if name not in heads]
+    problems = [problem] if problem else []
+    problems += [f"{name} is missing" for name in missing]
     problems += [f"{name} is not expected" for name in sorted(unexpected)]
     for name, place in there.items():
         if not jnp.issubdtype(place.dtype, jnp.floating):

@@ -78,7 +78,6 @@ class Table:
         frozen: names of tensors that the model computes instead of storing them, each with a
             function of the model, the name's numbers and the tensor's shape. It returns the
             expected tensor, up to the rounding of float32, or None if there is none.
-        optional: names of tensors that a file may lack; their parameters stay as they are.
         zeros: names of tensors that a file may lack; their parameters become 0.
     """
 
@@ -87,7 +86,6 @@ class Table:
     preprocessing: Preprocessing = Preprocessing()
     dropped: tuple[str, ...] = ()
     frozen: tuple[tuple[str, Frozen], ...] = ()
-    optional: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
 
 

@@ -61,8 +61,7 @@ def timm(model: nnx.Module) -> Table:
     rows += isotropic(scales=("gamma_1", "gamma_2") if eva else ("ls1.gamma", "ls2.gamma"))
     dino = isinstance(rotary, DinoV3) or options.patch_size == 14
     if dino or options.pooling == "class_mean":
-        whole, head = Preprocessing(crop=1.0), ("head.weight", "head.bias")
-        return Table(rows, "half", whole, optional=head)
+        return Table(rows, "half", Preprocessing(crop=1.0))
     if rotary is not None:
         return Table(rows, "interleaved", Preprocessing(crop=0.9))
     evaluation = _evaluation(options.patch_size * max(model.position.stage.grid))

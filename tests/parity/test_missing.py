@@ -1,0 +1,152 @@
+"""Weights that lack something: no parameter keeps its initial value without a word about it."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import rope_jax
+from rope_jax.models.layers import STORED
+from rope_jax.models.pretrained import export_state_dict, load_pretrained
+from rope_jax.models.pretrained.files import WeightsFile
+from rope_jax.models.pretrained.load import load_weights
+from rope_jax.models.pretrained.own import OWN, own_state_dict
+from rope_jax.models.pretrained.tables import begins
+from tests.models.small import some_slow
+
+VIT = {"width": 8, "heads": 1, "depth": 2}
+STAGES = {"width": 8, "depths": (1, 1), "heads": (1, 1)}
+ADAPTER = VIT | {
+    "depth": 4,
+    "groups": (0, 1, 2, 3),
+    "deform_heads": 1,
+    "prior_width": 4,
+    "class_token": True,
+}
+ADAPTER |= {"pooling": "class", "last_norm": True}
+UPERNET = VIT | {"head": "upernet(width=4,auxiliary_width=4)", "depth": 4}
+CASES = [
+    ("deit_ti16", VIT, OWN),
+    ("deit_ti16", VIT | {"scan_layers": True}, OWN),
+    ("deit_ti16", VIT, "timm"),
+    ("deit_ti16", VIT | {"position": "lape(ape)"}, "lape"),
+    ("deit3_s16", VIT | {"position": "rope_mixed+ape"}, "naver"),
+    ("dinov2_s14", VIT | {"image_size": 56}, "dinov2"),
+    ("dinov2_s14", VIT | {"image_size": 56}, "timm"),
+    ("dinov3_s16", VIT, "dinov3"),
+    ("dinov3_s16_plus", VIT, "timm"),
+    ("vit_adapter_ti16", ADAPTER, OWN),
+    ("vit_adapter_ti16", ADAPTER, "vit_adapter"),
+    ("swin_t", STAGES | {"position": "rpb+ape"}, "swin"),
+    ("nat_mini", STAGES, "nat"),
+    ("cct_7_3x1", VIT | {"image_size": 32}, "cct"),
+    ("ceit_t", VIT, "ceit"),
+    ("t2t_vit_7", VIT, "t2t"),
+    ("deit_ti16", UPERNET, OWN),
+    ("deit_ti16", UPERNET, "mmseg"),
+]
+QUICK = [CASES[n] for n in (0, 2, 5, 11)]
+
+
+def abstract(name, settings):
+    """A model without a value in any variable."""
+    settings = {"num_classes": 3, "image_size": 64} | settings
+    return nnx.eval_shape(lambda: rope_jax.create_model(name, **settings))
+
+
+def weights_of(name, settings, source):
+    model, rng = abstract(name, settings), np.random.default_rng(0)
+    values = jax.tree.map(lambda x: rng.random(x.shape).astype(x.dtype), nnx.state(model))
+    nnx.update(model, values)
+    return own_state_dict(model) if source == OWN else export_state_dict(model, source=source)
+
+
+def without_a_value(model):
+    state = nnx.to_flat_state(nnx.state(model, STORED))
+    empty = lambda variable: isinstance(variable.get_value(), jax.ShapeDtypeStruct)
+    return [".".join(map(str, path)) for path, variable in state if empty(variable)]
+
+
+def refusal(model, file, **how):
+    """The error of loading a file; None without one."""
+    try:
+        load_weights(model, file, **how)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("name", "settings", "source"), some_slow(CASES, QUICK))
+def test_what_is_missing_is_an_error_or_printed(name, settings, source, capsys):
+    """Any single tensor (of large models a sample), and all whose names begin alike."""
+    weights, model = weights_of(name, settings, source), abstract(name, settings)
+    assert without_a_value(model)
+    starts = {f"{key.partition('.')[0]}." for key in weights if "." in key}
+    singles = [*weights][:: 1 + len(weights) // 60]
+    for absent in ["", *sorted(starts), *singles]:
+        gone = {
+            key for key in weights if key == absent or (absent in starts and begins(key, [absent]))
+        }
+        left = {key: array for key, array in weights.items() if key not in gone}
+        shapes = {key: (array.shape, array.dtype) for key, array in left.items()}
+        for new_head in (False, True)[: 1 + absent.startswith("head")]:
+            file = WeightsFile(shapes, left.__getitem__, source)
+            error = refusal(model, file, new_head=new_head)
+            if error is None:
+                words = re.findall(r"[a-z_][\w.{}]+", capsys.readouterr().out)
+                assert words or not gone
+                assert [x for x in without_a_value(model) if not begins(x, words)] == []
+                model = abstract(name, settings)
+            else:  # of a whole head or backbone, what is left over is named
+                assert any(key in error for key in (gone if absent in weights else weights))
+
+
+DINO = [
+    ("deit_ti16", VIT | {"pooling": "class_mean"}, "timm"),
+    ("dinov2_s14", VIT | {"image_size": 56}, "dinov2"),
+    ("dinov3_s16", VIT, "dinov3"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "source"), some_slow(DINO, DINO[:2]))
+def test_weights_without_a_head_need_a_word_about_it(name, settings, source, tmp_path, capsys):
+    """Such as those of DINO, DINOv2 and DINOv3: the default of 1,000 classes is no such word."""
+    path, weights = tmp_path / "dino.npz", weights_of(name, settings, source)
+    np.savez(path, **{key: x for key, x in weights.items() if not key.startswith("head.")})
+    settings = {"image_size": 64} | settings
+    create = lambda **classes: nnx.eval_shape(
+        lambda: rope_jax.create_model(name, pretrained=path, **settings, **classes)
+    )
+    with pytest.raises(ValueError, match=r"no head. Create the model with num_classes=0 for"):
+        create()
+    with pytest.raises(ValueError, match=r"no head. Create the model with num_classes=0 for"):
+        load_pretrained(abstract(name, settings), path)
+    create(num_classes=0)
+    assert capsys.readouterr().out == ""
+    create(num_classes=1000)
+    assert capsys.readouterr().out == "head: new, 1000 classes\n"
+
+
+def test_arrays_without_a_head_are_treated_alike(capsys):
+    deep = VIT | {"depth": 4}
+    weights = weights_of("deit_ti16", deep, "deit")
+    bare = {key: array for key, array in weights.items() if not key.startswith("head.")}
+    with pytest.raises(ValueError, match=r"no head. Create .*convert_state_dict, new_head=True"):
+        rope_jax.convert_state_dict(abstract("deit_ti16", deep), bare, source="deit")
+    rope_jax.convert_state_dict(abstract("deit_ti16", deep), bare, source="deit", new_head=True)
+    assert capsys.readouterr().out == "head: new, 3 classes\n"
+    rope_jax.convert_state_dict(abstract("deit_ti16", UPERNET), weights, source="deit")
+    told = "weights of a classifier: new neck, head, not used head."
+    assert capsys.readouterr().out.startswith(told)
+
+
+@pytest.mark.parametrize("source", [OWN, "timm"])
+def test_what_no_classifier_has_is_printed_of_a_classifier_too(source, tmp_path, capsys):
+    path, deep = tmp_path / "deit.npz", VIT | {"depth": 4}
+    np.savez(path, **weights_of("deit_ti16", deep, source))
+    model = abstract("vit_adapter_ti16", ADAPTER)
+    load_pretrained(model, path, source=source)
+    assert capsys.readouterr().out.startswith("weights of a classifier: new prior, levels, inter")
+    assert not {"head.kernel", "norm.scale"} & {*without_a_value(model)}
