@@ -57,6 +57,7 @@ from rope_jax.training.setup import Setup, State, assemble, initial_state, prepa
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
+from rope_jax.workdir.paths import require_storable
 from rope_jax.workdir.trees import named_leaves
 
 
@@ -195,8 +196,9 @@ def _prepared(
         with all_or_none() as facts:
             if flags["mode"] == "evaluate" and not (workdir / "checkpoints").is_dir():
                 raise _no_checkpoints(workdir)
-            if jax.process_index() == 0:
-                with blame("--workdir"):
+            with blame("--workdir"):
+                require_storable(workdir)
+                if jax.process_index() == 0:
                     still_ours = stack.enter_context(locked(workdir))
             signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
             setup, model = prepare(_with_plugins(config, workdir))

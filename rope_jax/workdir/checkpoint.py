@@ -1,14 +1,16 @@
 """Atomic checkpoints: one folder per step, complete or absent, with a hash of every file.
 
-A save copies the arrays and returns. A thread writes them to `<step>.writing/`, hashes every
-file into `manifest.json`, syncs everything to disk, and only then renames the folder to `<step>/`:
-a checkpoint that was reported as saved survives any crash. A step is valid only if its files match
-its manifest.
+A save copies the arrays and returns. A thread writes them to `<step>.writing/`, reads them back
+and compares every bit, hashes every file into `manifest.json`, syncs everything to disk, and only
+then renames the folder to `<step>/`: a checkpoint that was reported as saved can be restored, and
+survives any crash. A step is valid only if its files match its manifest.
 """
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from rope_jax.files import RETRY_AFTER, SaveFailed, open_regular, warn
@@ -33,9 +36,10 @@ from rope_jax.workdir.failures import (
     reason_of,
 )
 from rope_jax.workdir.integrity import Damaged, problem_of, seal
-from rope_jax.workdir.trees import check_tree, not_finite
+from rope_jax.workdir.paths import for_orbax, require_storable
+from rope_jax.workdir.trees import check_tree, named_leaves, not_finite, same_bits
 
-_SPARE = 1.2  # free space to have, in sizes of the next checkpoint
+_READ_WITHIN = 300  # seconds that processes wait for the slowest, as in orbax
 
 
 class NonFinite(ArithmeticError):
@@ -65,7 +69,11 @@ class Checkpoints:
             folder: of all steps.
             keep: only the newest `keep` valid steps are kept; None for all.
             still_ours: whether this process may write there, see `rope_jax.files.locked`.
+
+        Raises:
+            ValueError: no checkpoint can be stored below this path (`require_storable`).
         """
+        require_storable(folder)
         self._folder, self._keep, self._still_ours = folder.absolute(), keep, still_ours
         self._folder.mkdir(parents=True, exist_ok=True)
         self._thread = concurrent.futures.ThreadPoolExecutor(
@@ -185,18 +193,28 @@ class Checkpoints:
             names = ", ".join(bad[:3]) + (" is" if len(bad) == 1 else " are")
             raise NonFinite(f"step {step} is not saved: {names} not finite")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        path = self._folder / f"{step}.writing"
+        path = for_orbax(self._folder / f"{step}.writing")
         begin = lambda state: ocp.save_checkpointables_async(path, state, custom_metadata=about)
         begun = None
         if jax.process_count() == 1:
             state = jax.device_get(state)  # for retries of a failed write
             if jax.default_backend() == "cpu":  # views of buffers that the next step overwrites
                 state = jax.tree.map(np.copy, state)
-        else:  # every process writes its part; orbax copies it before it returns
+        held = jax.tree.map(_Held.of, state)
+        if jax.process_count() > 1:  # every process writes its part; orbax copies it now
             begun = begin(state)
-        self._pending = self._thread.submit(
-            self._write, step, size, lambda: (begun or begin(state)).result()
-        )
+
+        def write() -> None:
+            (begun or begin(state)).result()
+            try:
+                _read_back(path, held, about)
+            except Exception as error:  # orbax raises exceptions of any type
+                raise ValueError(f"it cannot be read back: {reason_of(error)}") from error
+            if jax.process_count() > 1:  # sealed only once all have read back theirs
+                wait = multihost.get_barrier_sync_fn()
+                wait(key=f"rope_jax: {path} is read back", timeout_ms=1000 * _READ_WITHIN)
+
+        self._pending = self._thread.submit(self._write, step, size, write)
 
     def wait(self) -> None:
         """Waits for the pending save.
@@ -262,12 +280,6 @@ class Checkpoints:
                     f"WARNING: step {step} is saved, but older checkpoints could not be removed: "
                     f"{error}"
                 )
-            with contextlib.suppress(OSError):
-                if shutil.disk_usage(self._folder).free < _SPARE * size:
-                    warn(
-                        f"WARNING: the next checkpoint may not fit into {self._folder}: it needs "
-                        f"{human_size(size)}, {free_space(self._folder)}"
-                    )
 
     def _seal(self, step: int) -> None:
         """Makes a folder that was written the folder of its step."""
@@ -277,20 +289,10 @@ class Checkpoints:
         steps.complete(written, step)
 
     def _prune(self) -> None:
-        """Deletes steps older than the newest `keep` valid ones."""
-        if self._keep is None:
-            return
-        kept = 0
-        for step in reversed(steps.present(self._folder)):
-            if kept == self._keep:
+        """Deletes all but the newest `keep` steps; the newest one was just read back."""
+        if self._keep is not None:
+            for step in steps.present(self._folder)[: -self._keep]:
                 steps.delete(self._folder, step)
-            elif (problem := self.problem(step)) is None:
-                kept += 1
-            else:
-                warn(
-                    f"WARNING: checkpoint {self._folder / str(step)} is damaged: {problem}. It is "
-                    f"kept as {steps.set_aside(self._folder, step).name}"
-                )
 
     def load(self, step: int, shapes: dict[str, Any]) -> dict[str, Any]:
         """Reads a state, or the entries of it that are named in `shapes`.
@@ -307,7 +309,7 @@ class Checkpoints:
         found = self._metadata(step).metadata
         check_tree(shapes, {name: found[name] for name in shapes if name in found})
         with reading(self._folder / str(step)):
-            state = ocp.load_checkpointables(self._folder / str(step), shapes)
+            state = ocp.load_checkpointables(for_orbax(self._folder / str(step)), shapes)
         if "step" in state and int(state["step"]) != step:
             raise Damaged(
                 f"checkpoint {self._folder / str(step)} holds the state of step {state['step']}: "
@@ -334,11 +336,53 @@ class Checkpoints:
         """What orbax stored beside the arrays; of what it cannot read, it returns None."""
         folder = self._folder / str(step)
         with reading(folder):
-            metadata = ocp.checkpointables_metadata(folder)
+            metadata = ocp.checkpointables_metadata(for_orbax(folder))
         if unread := [name for name, tree in metadata.metadata.items() if tree is None]:
             with open_regular(folder / unread[0] / "_METADATA"):  # raises the cause, if it lasts
                 raise OSError(f"{folder / unread[0]} could not be read: {TOO_FEW}")
         return metadata
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """The parts of an array that this process reads back: each part in one process only.
+
+    Attributes:
+        shape, dtype: of the whole array.
+        parts: the index of each part into it, and a copy on the host.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: list[tuple[Any, np.ndarray]]
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Held":
+        parts = [(..., leaf)]
+        if jax.process_count() > 1:
+            shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+            parts = [(shard.index, np.array(shard.data)) for shard in shards]
+        return cls(leaf.shape, leaf.dtype, parts)
+
+
+def _read_back(folder: os.PathLike, held: dict[str, Any], about: dict) -> None:
+    """Compares what was written with what it should be; an entry at a time, on the host.
+
+    Raises:
+        ValueError: something differs. Orbax raises exceptions of any type.
+    """
+    stored = ocp.checkpointables_metadata(folder)
+    check_tree(held, {name: stored.metadata.get(name) for name in held})
+    if (stored.custom_metadata or {}) != json.loads(json.dumps(about)):
+        raise ValueError("the metadata is not what was written")
+    # An array of one number in memory, for its shape and dtype; `...` is not read.
+    shape = lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape) if x.parts else ...
+    for name, tree in held.items():
+        read = ocp.load_checkpointables(folder, {name: jax.tree.map(shape, tree)})[name]
+        arrays = jax.tree.structure(tree).flatten_up_to(read)
+        for (leaf, here), array in zip(named_leaves({name: tree}), arrays, strict=True):
+            if not all(same_bits(array[index], part) for index, part in here.parts):
+                raise ValueError(f"{leaf} has other bits than were written")
 
 
 def _decided(choose: Callable[[], int | None], elsewhere: Exception) -> int | None:

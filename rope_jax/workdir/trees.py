@@ -22,6 +22,12 @@ def _all_finite(leaves: list) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays have the same shape, dtype and bits; 0.0 and -0.0 differ."""
+    bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and np.array_equal(bits(a), bits(b))
+
+
 def check_tree(wanted: Any, found: Any) -> None:
     """Rejects a stored tree with other names, shapes or dtypes (orbax would cast silently)."""
     wanted, found = dict(named_leaves(wanted)), dict(named_leaves(found))

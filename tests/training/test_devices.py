@@ -308,18 +308,18 @@ def processes():
 
 @pytest.mark.process
 def test_two_processes_are_one(tmp_path, processes):
-    for name, count in (("one", 1), ("two", 2)):
+    for name, count in (("one", 1), ("two[3e-3]", 2)):
         running = processes(tmp_path / name, processes=count)
         assert [run.wait(200) for run in running] == count * [0], "".join(
             run.said() for run in running
         )
-    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two[3e-3]"))
     assert [line["step"] for line in two] == list(range(1, 13))
     for ours, theirs in zip(two, one, strict=True):
         assert abs(ours["loss"] - theirs["loss"]) <= 5e-6
         assert abs(ours["accuracy"] - theirs["accuracy"]) < 1e-6  # the same examples, each once
     results = [
-        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two[3e-3]")
     ]
     assert results[0] == results[1]
     assert [row["count"] for row in results[1]["eval"]] == [360, 360]

@@ -1,0 +1,42 @@
+"""Paths for orbax, which takes some characters of a path for something else than themselves."""
+
+import glob
+import os
+from collections.abc import Iterator
+
+from orbax.checkpoint import v1 as ocp
+
+_OrbaxPath = type(ocp.options.FileOptions().path_class("/"))
+
+
+class LiteralPath(_OrbaxPath):
+    """A path of orbax, whose own `glob` takes `[3e-3]` in the name of a folder for a pattern.
+
+    Orbax finds by it what each process has written, and merges nothing where it finds nothing.
+    """
+
+    def glob(self, pattern: str) -> Iterator["LiteralPath"]:
+        return (self / name for name in glob.glob(pattern, root_dir=self))
+
+
+def for_orbax(path: str | os.PathLike) -> LiteralPath:
+    """The path without links: tensorstore takes `link/..` for the folder that holds the link."""
+    return LiteralPath(os.path.realpath(path))
+
+
+def require_storable(folder: str | os.PathLike) -> None:
+    """Rejects a folder whose path orbax and tensorstore cannot have.
+
+    Raises:
+        ValueError: it is not UTF-8, has a backslash, or begins like the store of a cloud (/gs/).
+    """
+    path = os.path.realpath(folder)
+    if any("\udc80" <= character <= "\udcff" for character in path):  # undecodable bytes
+        problem = "its path is not UTF-8"
+    elif "\\" in path:
+        problem = "tensorstore takes a backslash for a slash"
+    elif os.fspath(LiteralPath(path)) != path:
+        problem = f"orbax takes it for {LiteralPath(path)}"
+    else:
+        return
+    raise ValueError(f"no checkpoint can be stored in {path!a}: {problem}; use another folder")
