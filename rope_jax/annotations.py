@@ -59,7 +59,8 @@ def read(annotation: Any) -> Kind:
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return dataclasses.replace(read(arguments[0]), rules=arguments[1:])
+        inner = read(arguments[0])
+        return dataclasses.replace(inner, rules=(*inner.rules, *arguments[1:]))
     if origin in (types.UnionType, typing.Union):
         parts = [read(argument) for argument in arguments]
         return Kind(

@@ -153,7 +153,7 @@ def evaluate_newest(
 
 def _require_cpu_devices(setup: Setup, about: dict[str, Any], workdir: pathlib.Path) -> None:
     """Rejects a run on several devices of a CPU, unless the user has set their number."""
-    # Where it was a setting, its default was one a core.
+    # Earlier versions had a setting, by default one device per core.
     before = about.get("cpu_devices") or about["config"].get("mesh", {}).get("cpu_devices") or 1
     unset = setup.cpu_devices == 1 and jax.config.jax_num_cpu_devices < 0
     if before > 1 and unset:

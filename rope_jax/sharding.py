@@ -61,9 +61,10 @@ def make_mesh(fsdp: int = 1, *, devices: Any = None) -> Mesh:
     devices = np.asarray(jax.devices() if devices is None else devices)
     if devices.size % fsdp:
         fitting = [str(n) for n in range(1, devices.size + 1) if devices.size % n == 0]
+        more = f", or JAX_NUM_CPU_DEVICES={fsdp}" if devices.flat[0].platform == "cpu" else ""
         raise ValueError(
             f"parameters cannot be divided over {fsdp} of {devices.size} devices; use one of "
-            f"{', '.join(fitting)}"
+            f"{', '.join(fitting)}{more}"
         )
     return Mesh(devices.reshape(-1, fsdp), (DATA, FSDP), axis_types=(AxisType.Auto,) * 2)
 

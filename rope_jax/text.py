@@ -175,7 +175,9 @@ def options_of(function: Callable) -> dict[str, Any]:
 
 
 def _of_default(default: Any) -> Any:
-    return type(default) if isinstance(default, Value) else Value | None
+    return next(
+        (kind for kind in (bool, int, float, str) if isinstance(default, kind)), Value | None
+    )
 
 
 def bind(call: Call, options: Mapping[str, Any]) -> dict[str, Value | None]:

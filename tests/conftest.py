@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import shlex
 import signal
 import sys
 import tempfile
@@ -90,38 +91,45 @@ _left_out = set()
 
 
 def pytest_ignore_collect(collection_path):
-    """Leaves out the tests of GPUs without one, and those that compile for GPUs without CUDA."""
-    if collection_path == HERE / "gpu":
+    """Does not read the folders of tests that this machine cannot run."""
+    if command := _runs_elsewhere(collection_path):
+        _left_out.add(command)
+        return True
+    return None
+
+
+def _runs_elsewhere(path):
+    """What runs the tests of a folder where this machine cannot; None where it can."""
+    if path == HERE / "gpu":
         rehearsing = os.environ.get("ROPE_JAX_REHEARSE_GPU_TESTS") == "1"
         can_run = rehearsing or jax.default_backend() == "gpu"
-        command = "tests/gpu (on a GPU, `make setup EXTRAS=test,cuda13`)"
-    elif collection_path == HERE / "aot":
+        return None if can_run else "tests/gpu (`make test EXTRAS=test,cuda13`, with a GPU)"
+    if path == HERE / "aot":
         without_driver = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == "1"
         can_run = without_driver and importlib.util.find_spec("jax_plugins")
-        command = "tests/aot (`make test-aot`, on any machine)"
-    else:
-        return None
-    if can_run:
-        return None
-    _left_out.add(command)
-    return True
+        return None if can_run else "tests/aot (`make test-aot`, on any machine)"
+    return None
 
 
 @pytest.hookimpl(trylast=True)  # of those that `-m` and `-k` leave
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests of images that are not there, and all that `--sample` does not draw."""
-    lacking = [
-        item
-        for item in items
-        for mark in item.iter_markers("images")
-        if not (IMAGES / mark.args[0]).exists()
-    ]
-    if lacking:
-        _left_out.add(f"{len(lacking)} tests of images (ROPE_JAX_TEST_IMAGES, a folder of them)")
-    kept = [item for item in items if item not in lacking]
+    """Leaves out what this machine cannot run or `--sample` does not draw."""
+    kept, images = [], 0
+    for item in items:
+        names = [mark.args[0] for mark in item.iter_markers("images")]
+        # A folder or a file that was named is not asked for by `pytest_ignore_collect`.
+        if commands := [*filter(None, map(_runs_elsewhere, item.path.parents))]:
+            _left_out.update(commands)
+        elif all((IMAGES / name).exists() for name in names):
+            kept.append(item)
+        else:
+            images += 1
+    if images:
+        _left_out.add(f"{images} that need images (ROPE_JAX_TEST_IMAGES, a folder of them)")
     if (one_in := config.getoption("sample")) > 1:
         kept = sample(kept, one_in, config.getoption("sample_seed"))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
 
 
@@ -192,8 +200,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if _left_out:
         terminalreporter.write_line(f"left out on this machine: {'; '.join(sorted(_left_out))}")
     if (one_in := config.getoption("sample")) > 1:
-        again = f"--sample={one_in} --sample-seed={config.getoption('sample_seed')}"
-        terminalreporter.write_line(f"one in {one_in} tests; the same again: ARGS='{again}'")
+        again = shlex.join(["python", "-m", "pytest", *config.invocation_params.args])
+        terminalreporter.write_line(f"one in {one_in} tests; the same again: {again}")
 
 
 @pytest.fixture

@@ -32,6 +32,10 @@ WORD = Kind(words=("4.4", "D.1"), optional=True)
         (list[Literal["a"]] | None, Kind((list[Literal["a"]],), optional=True)),
         (Optional[tuple[int, ...]], Kind((tuple[int, ...],), optional=True)),  # noqa: UP045
         (Annotated[float | None, "rule"], dataclasses.replace(NUMBER, rules=("rule",))),
+        (
+            Annotated[Annotated[float, "rule"] | None, "other"],
+            dataclasses.replace(NUMBER, rules=("rule", "other")),
+        ),
         (Annotated[float, "rule"] | None, dataclasses.replace(NUMBER, rules=("rule",))),
     ],
     ids=str,

@@ -9,8 +9,8 @@ from jaxtyping import Array
 def store(ref: Any, value: Array, *, interpret: bool) -> None:
     """`ref[...] = value` in any layout, also one that takes more instructions than the best.
 
-    From jax 0.12 on, `ref[...] = value` does not compile where it would; `plgpu.store` is of that
-    release, and not for interpret mode.
+    From jax 0.12 on, `ref[...] = value` refuses layouts that are not the best. `plgpu.store` is of
+    that release, and not for interpret mode.
     """
     if interpret or not hasattr(plgpu, "store"):
         ref[...] = value

@@ -86,8 +86,9 @@ class Setup:
 
     @property
     def cpu_devices(self) -> int | None:
-        """The devices that a CPU is divided into (JAX_NUM_CPU_DEVICES); None for other devices."""
-        return self.mesh.size if self.mesh.devices.flat[0].platform == "cpu" else None
+        """The CPU devices of a single process (JAX_NUM_CPU_DEVICES); None for other runs."""
+        alone = jax.process_count() == 1 and self.mesh.devices.flat[0].platform == "cpu"
+        return self.mesh.size if alone else None
 
     def about(self) -> dict[str, Any]:
         """The metadata stored with each checkpoint."""

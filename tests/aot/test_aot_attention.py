@@ -128,7 +128,7 @@ def test_instructions_stay_within_their_budget(name):
         # Mosaic GPU's forward kernel computes each angle of 64 tokens once, by 128 threads.
         once = case.layer.pairs * 64 // 128 if code.kernel == "attention_mosaic" else 0
         assert code.sines == once, code
-        assert code.spilled <= budget(0), code
+        assert code.spilled <= budget(0, elsewhere=256), code
         # One block computes while another one waits; of Mosaic GPU's, warpgroups of one block.
         assert code.resident(machine_code.gpu_of(machine_code.H200)) >= (1 if mosaic else 2), code
     rows = machine_code.rows_of(name, codes, case)
@@ -143,7 +143,7 @@ def test_registers_suffice_on_older_gpus(name, kind):
     for code in machine_code.kernels_of(machine_code.CASES[name], kind):
         # The kernel that has all gradients of a window spills.
         spilled = 128 if code.kernel == "attention_closed_kernel" else 0
-        assert code.spilled <= budget(spilled), code
+        assert code.spilled <= budget(spilled, elsewhere=256), code
 
 
 # Instructions of a thread, sines and cosines included; 3 % above what they are.
@@ -157,7 +157,7 @@ ROTATION_BUDGETS = [132, 132, 438, 767]
 def test_instructions_of_rotations_stay_within_their_budget(name, most):
     code = machine_code.rotation_kernel(machine_code.ROTATIONS[name])
     assert code.instructions <= budget(most), code
-    assert code.spilled <= budget(0), code
+    assert code.spilled <= budget(0, elsewhere=256), code
     assert code.sines in (2, 8), code  # of each pair both at once: 2 or 8 pairs a thread
 
 

@@ -99,7 +99,7 @@ def test_machine_code_backward(name, compile_for):
     # Tables of cosines and sines, and sums of the gradient of freqs; zeros where nothing turns.
     assert set(program.operations) - {"mosaic_gpu_v2"} <= {"fusion", "reduce", "broadcast"}
     (kernel,) = (x for x in program.kernels if "attention_mosaic_backward" in x.ptx)
-    assert kernel.spilled_bytes <= budget(BACKWARD[name])
+    assert kernel.spilled_bytes <= budget(BACKWARD[name], elsewhere=256)
     assert kernel.registers <= registers
     assert kernel.ptx.count("wgmma.mma_async") > 0
     assert kernel.tensors_out == 3 * layer.head_dim // 32

@@ -6,6 +6,8 @@ from typing import Literal
 
 import pytest
 
+import benchmarks
+import experiments
 from benchmarks import _runner, models
 from benchmarks._goals import GOALS, geometric_mean, goal_table, spread
 from benchmarks._gpus import absent_gpus
@@ -114,6 +116,14 @@ def test_flags_need_a_benchmark_that_takes_them(capsys):
     with pytest.raises(SystemExit):
         _runner.call("some", lambda keep: None, ["--", "--x"], "python -m some")
     assert "unexpected arguments --x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", [benchmarks, experiments])
+def test_every_module_has_a_help_text(package, capsys):
+    for path in pathlib.Path(package.__path__[0]).glob("[!_]*.py"):
+        with pytest.raises(SystemExit, match="0"):
+            _runner.main(package, [path.stem, "--help"])
+        assert f"usage: python -m {package.__name__} {path.stem}" in capsys.readouterr().out
 
 
 def test_goals():

@@ -426,13 +426,13 @@ RUNNERS = {
     "models": models.main,
     "positions": positions.main,
     "rope_jax.models.cost": cost.main,
-    "rope_jax.config": lambda words: None,
+    "rope_jax.config": lambda words: print(config.settings_help()),
     "benchmarks": functools.partial(measure, "benchmarks"),
     "experiments": functools.partial(measure, "experiments"),
     "make": make,
 }
 # How commands say that something is missing which inline code may leave out.
-MISSING = "arguments are required|is missing|name either the WORKDIR"
+MISSING = r"arguments are required|--\w+ is missing|name either the WORKDIR"
 
 
 # ml_collections imports recipes by a method that Python deprecates.

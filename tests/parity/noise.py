@@ -3,7 +3,7 @@
 NumPy takes float32 normal values beyond 3.654 from the C library's `log1pf`, whose last bit differs
 between libraries (glibc before and from 2.41, musl, macOS): logits would differ by 1e-8. So
 `tests/data/parity/tails.npz` holds these values, one in 4,000, as they were when the goldens were
-made: `seeds`, how many `counts` belong to each, and the `values`, one seed after the other.
+made: `seeds`, `counts` (of the values of each seed), and `values`, one seed after the other.
 
     python -m tests.parity.noise SEED:COUNT ...
 

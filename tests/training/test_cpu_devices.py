@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import rope_jax.run
 from rope_jax.analysis.runs import read_runs
 from rope_jax.config import ConfigError
+from rope_jax.sharding import make_mesh
 from rope_jax.training.report import Reporter
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import Checkpoints
@@ -68,6 +70,11 @@ def test_a_run_on_two_devices_of_a_cpu_resumes_on_two_bit_for_bit(tmp_path):
     assert len(losses[0]) == 11
     assert losses[1] == pytest.approx(losses[0], rel=5e-6)
     assert losses[2] == losses[1]
+
+
+def test_more_devices_than_a_cpu_has_are_refused_with_what_makes_them():
+    with pytest.raises(ValueError, match="2 of 1 devices; use one of 1, or JAX_NUM_CPU_DEVICES=2"):
+        make_mesh(2, devices=jax.devices()[:1])
 
 
 def test_runs_that_were_stored_with_the_setting_resume_or_say_how(tmp_path, monkeypatch):
