@@ -1,5 +1,6 @@
 """Weights that lack something: no parameter keeps its initial value without a word about it."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,12 +9,15 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.config import resolve
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.files import WeightsFile
 from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.own import OWN, own_state_dict
 from rope_jax.models.pretrained.tables import begins
+from rope_jax.restore import create
+from rope_jax.workdir.checkpoint import Checkpoints
 from tests.models.small import some_slow
 
 VIT = {"width": 8, "heads": 1, "depth": 2}
@@ -150,3 +154,24 @@ def test_what_no_classifier_has_is_printed_of_a_classifier_too(source, tmp_path,
     load_pretrained(model, path, source=source)
     assert capsys.readouterr().out.startswith("weights of a classifier: new prior, levels, inter")
     assert not {"head.kernel", "norm.scale"} & {*without_a_value(model)}
+
+
+@pytest.mark.parametrize("gone", ["ema.head.bias", "stats"])
+def test_a_checkpoint_that_lacks_something_is_refused(gone, tmp_path):
+    """Of a run that evaluates the average of its weights, with batch statistics."""
+    model = {"name": "ceit_t", "num_classes": 3, "options": "depth=1,width=8,heads=1"}
+    config = resolve({"model": model, "data": {"image_size": 64}, "ema_decay": 0.9})
+    made, rng = nnx.eval_shape(lambda: create(config)), np.random.default_rng(0)
+    values = lambda kind: jax.tree.map(
+        lambda x: rng.random(x.shape).astype(x.dtype), nnx.to_pure_dict(nnx.state(made, kind))
+    )
+    state = {"params": values(nnx.Param), "ema": values(nnx.Param), "stats": values(nnx.BatchStat)}
+    entry, *path = gone.split(".")
+    if path:
+        del state[entry]["head"]["bias"]
+    else:
+        del state[entry]
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, about={"config": dataclasses.asdict(config)})
+    with pytest.raises(ValueError, match=rf"{gone}.* is missing"):
+        rope_jax.load_checkpoint(str(tmp_path))

@@ -441,6 +441,13 @@ def test_a_changed_config_goes_on_where_it_is_named(tmp_path, capsys):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("name", ["caf\udce9", "back\\slash"])
+def test_a_workdir_that_cannot_have_checkpoints_is_refused_before_it_is_made(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"no checkpoint can be stored in .* \[--workdir\]"):
+        run(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_workdir_in_use_is_refused_without_waiting(tmp_path, monkeypatch):
     asked = []
     with locked(tmp_path), monkeypatch.context() as patched:
