@@ -12,8 +12,6 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-import rope_jax.interrupts  # noqa: F401  (before all that takes seconds)
-
 if TYPE_CHECKING:  # the same names for editors and type checkers
     from rope_jax.data.images.decode import decode_image
     from rope_jax.models import (

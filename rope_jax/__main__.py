@@ -10,7 +10,6 @@ import importlib
 import sys
 
 from rope_jax import __version__
-from rope_jax.interrupts import end_in_one_line
 
 # Command -> module, its function, which reads `sys.argv`, and what the command does.
 COMMANDS = {
@@ -31,7 +30,6 @@ _HELP = ("-h", "--help", "help")
 
 def main() -> None:
     """Runs the sub-command that `sys.argv` names, or lists the sub-commands."""
-    end_in_one_line()
     words = sys.argv[1:]
     if words[:1] == ["--version"]:
         print(f"rope_jax {__version__}")
@@ -40,7 +38,11 @@ def main() -> None:
     if name is not None:
         module, function, _ = COMMANDS[name]
         sys.argv = [f"rope_jax {name}", *words[name.count(" ") + 1 :]]
-        sys.exit(getattr(importlib.import_module(module), function)())
+        try:
+            sys.exit(getattr(importlib.import_module(module), function)())
+        except KeyboardInterrupt:
+            print("rope_jax: stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(130)
     group = words[0] if words and words[0] not in _HELP else ""
     inside = {name: entry for name, entry in COMMANDS.items() if name.startswith(f"{group} ")}
     if group and (not inside or words[1:2] not in ([], ["-h"], ["--help"])):

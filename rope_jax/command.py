@@ -2,15 +2,12 @@
 
 import contextlib
 import dataclasses
-import io
 import multiprocessing
 import os
 import pathlib
-import re
 import shlex
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -36,23 +33,29 @@ from rope_jax.restore import create
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import NonFinite
 
-# Seconds. When the first process ends, jax aborts the others, which may have an error to print.
-_LAST_WORDS = 2
 _BAD_IMAGES = (
     "`python -m rope_jax.data.verify` lists all that cannot be used, and "
     "--config.data.bad_images=skip goes on without them"
 )
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
+_LOST_PROCESS = (
+    "if the connection to another process was lost, that process has ended, and its own output has "
+    "the reason; the same command goes on from the newest checkpoint"
+)
+_ALONE = (
+    "without saving, as other processes wait for this one: the same command goes on from the "
+    "newest checkpoint"
+)
+# Seconds. When the first of several processes ends, jax aborts the others, which may have an error
+# to print.
+_LAST_WORDS = 2
 _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
-# How errors of XLA's runtime begin: the code of an absl::Status.
-_STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 _REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
     """Parses absl's flags; every mistake ends in one line and status 2."""
     if {"-h", "-help", "--help", "--config.help"} & set(arguments):
-        keep_going_unread()
         print(_help(settings_only="--config.help" in arguments))
         sys.exit()
     try:
@@ -70,14 +73,18 @@ def parse_flags(arguments: list[str]) -> list[str]:
         return rest
     except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
         words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        name = words.partition(" ")[0]
-        hint = setting_called(name)
-        _stop(2, f"there is no such setting: {f'{name}; {hint}' if hint else words}")
+        hint = setting_called(words.partition(" ")[0])
+        _refuse(f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
     except flags.UnrecognizedFlagError as error:
         hint = setting_called(error.flagname)
-        _stop(2, f"there is no flag --{error.flagname}; {hint}" if hint else str(error))
+        _refuse(f"there is no flag --{error.flagname}; {hint}" if hint else str(error))
     except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
-        _stop(2, str(error))
+        _refuse(str(error))
+
+
+def _refuse(mistake: str) -> None:
+    print(f"rope_jax: {' '.join(mistake.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _with_recipe_path(arguments: list[str]) -> list[str]:
@@ -97,12 +104,18 @@ def _help(*, settings_only: bool) -> str:
     if settings_only:
         return settings_help()
     module = flags.FLAGS.find_module_defining_flag("workdir")
-    lines = [sys.modules[module].__doc__, "flags:"]
-    for flag in flags.FLAGS.get_flags_for_module(module):
-        default = "" if flag.default in (None, []) else f"; default: {flag.default}"
-        lines.append(f"--{flag.name}: {flag.flag_type()}{default}\n    {flag.help}")
-    recipes = ["", "recipes that come with the package:", f"    {', '.join(list_recipes())}"]
-    return "\n".join([*lines, *recipes, "", "settings:", settings_help()])
+    recipes = f"recipes that come with the package:\n    {', '.join(list_recipes())}"
+    parts = [sys.modules[module].__doc__, flags.FLAGS.module_help(module), recipes]
+    return "\n\n".join([*parts, f"settings:\n{settings_help()}"])
+
+
+# Exceptions -> exit status and sentence; the first row that fits.
+_ENDS = [
+    (ConfigError, 2, "{}"),
+    ((NonFinite, SaveFailed, DeadWorker, BadSet), 1, "{}"),
+    (BadImages, 1, f"{{}}; {_BAD_IMAGES}"),
+    (MemoryError, 1, f"there is too little memory ({{}}); {_LESS_MEMORY}"),
+]
 
 
 @contextlib.contextmanager
@@ -111,139 +124,85 @@ def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
 
     Args:
         workdir: of the run.
-        distributed: whether this is one of several processes, which must be notified of its end.
+        distributed: whether this is one of several processes.
     """
     try:
         yield
-    except ConfigError as error:
-        _stop(2, str(error), at_once=distributed)
-    except (NonFinite, SaveFailed, DeadWorker, BadSet) as error:
-        _stop(1, str(error), at_once=distributed)
-    except BadImages as error:
-        _stop(1, f"{error}; {_BAD_IMAGES}", at_once=distributed)
-    except MemoryError as error:
-        _stop(1, f"there is too little memory ({error}); {_LESS_MEMORY}", at_once=distributed)
-    except Interrupted as error:
+        return
+    except (Exception, Interrupted) as error:
+        status, sentence = _end_of(error, workdir)
+        if sentence is None:
+            traceback.print_exc()
+            sentence = _LOST_PROCESS if distributed else None
+    if status == 0:
+        print(sentence)
+        return
+    if sentence is not None:
+        print(f"rope_jax: {' '.join(sentence.split())}", file=sys.stderr)
+    if distributed:
+        time.sleep(_LAST_WORDS)
+    sys.exit(status)
+
+
+def _end_of(error: BaseException, workdir: str) -> tuple[int, str | None]:
+    """The exit status and the sentence of an exception; None for one that needs its trace."""
+    if isinstance(error, Interrupted):
+        number = signal.Signals[str(error)]
         if error.alone:
-            status = 128 + signal.Signals[str(error)]
-            message = f"stopped by {error} without saving, as other processes wait for this one: "
-            message += "the same command goes on from the newest checkpoint"
-            _stop(status, message, at_once=True)
+            return 128 + number, f"stopped by {error} {_ALONE}"
         if not error.saved:
-            status = 128 + signal.Signals[str(error)]
-            message = f"stopped by {error} before there was anything to save"
-            _stop(status, message, at_once=distributed)
-        print(f"stopped by {error}; saved in {workdir}: run the same command to go on")
-    except KeyboardInterrupt:  # before the run handles signals
-        _stop(130, "stopped before anything had begun", at_once=distributed)
-    except Exception as error:
-        if not _of_runtime(error):
-            traceback.print_exc()
-            _exit(1, at_once=distributed)
-        first_line = str(error).strip().partition("\n")[0]
-        if "RESOURCE_EXHAUSTED" in first_line:
-            _stop(
-                1,
-                f"the device has too little memory ({first_line[:200]}); {_LESS_MEMORY}",
-                at_once=distributed,
-            )
-        if not distributed:
-            traceback.print_exc()
-            _exit(1, at_once=distributed)
-        _stop(
-            1,
-            "the connection to another process is lost; most likely that process has ended, and "
-            "its own output has the reason. The same command goes on from the newest checkpoint "
-            f"({first_line[:200]})",
-            at_once=True,
-        )
-
-
-def _of_runtime(error: Exception) -> bool:
-    """Whether an error is of XLA's runtime, which jax also raises as ValueError with its status.
-
-    So does tensorstore with errors of files, which have its specification of the array.
-
-    >>> _of_runtime(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"))
-    True
-    >>> _of_runtime(ValueError("UNKNOWN: Input/output error [tensorstore_spec='...']"))
-    False
-    """
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return True
-    words = str(error)
-    return (
-        isinstance(error, ValueError) and bool(_STATUS.match(words)) and "tensorstore" not in words
-    )
+            return 128 + number, f"stopped by {error} before there was anything to save"
+        return 0, f"stopped by {error}; saved in {workdir}: run the same command to go on"
+    for kind, status, sentence in _ENDS:
+        if isinstance(error, kind):
+            return status, sentence.format(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        line = str(error).partition("\n")[0][:200]
+        return 1, f"the device has too little memory ({line}); {_LESS_MEMORY}"
+    return 1, None
 
 
 @contextlib.contextmanager
-def ended_soon(seconds: float) -> Iterator[None]:
-    """Bounds the time that the process takes to end after this context.
+def ended_at_once() -> Iterator[None]:
+    """Ends the process after this context, with the status of a SystemExit in it.
 
-    A thread that reads from a file system which does not answer, or a process that was stopped,
-    would delay the end for ever. What is left is then killed; the exit status stays.
+    A normal exit waits for threads and workers: for ever, if a file system does not answer.
     """
     status = 0
     try:
         yield
     except SystemExit as error:
-        status = error.code
-        raise
-    finally:
-        threading.Thread(target=_end_after, args=(seconds, status), daemon=True).start()
-
-
-def _end_after(seconds: float, status: int) -> None:
-    time.sleep(seconds)
+        status = error.code or 0
+    print(end="", flush=True)
     for child in multiprocessing.active_children():
         child.kill()
-    sys.stdout.flush()
     os._exit(status)
 
 
-class _Unread(io.FileIO):
-    """A descriptor whose errors are ignored: a closed terminal, a pipe that nobody reads."""
+class _Unread:
+    """A text stream that drops what it cannot write, after a terminal or a pipe was closed."""
 
-    def write(self, data: Any) -> int:
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            return super().write(data)
-        return len(data)
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def keep_going_unread() -> None:
-    """Keeps the standard output and error from stopping the run: what they lose is in its files.
-
-    After `| head` has ended, the terminal was closed, or the disk of a log is full, every print
-    would raise an error.
-    """
+    """Keeps the standard output and error from stopping the run: what they lose is in its files."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # none, or no descriptor
-            stream.flush()
-            binary = io.BufferedWriter(_Unread(os.dup(stream.fileno()), "w"))
-            lines = name == "stderr" or stream.line_buffering
-            text = io.TextIOWrapper(
-                binary,
-                stream.encoding,
-                "backslashreplace",
-                line_buffering=lines,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, text)
-
-
-def _stop(status: int, message: str, *, at_once: bool = False) -> None:
-    print(f"rope_jax: {' '.join(message.split())}", file=sys.stderr)
-    _exit(status, at_once=at_once)
-
-
-def _exit(status: int, *, at_once: bool) -> None:
-    if at_once:  # a normal exit would wait for the other processes
-        sys.stderr.flush()
-        time.sleep(_LAST_WORDS)
-        os._exit(status)
-    sys.exit(status)
+        if stream := getattr(sys, name):  # None, where the descriptor was closed before the start
+            setattr(sys, name, _Unread(stream))
 
 
 def next_command(config: Config, workdir: pathlib.Path) -> str | None:

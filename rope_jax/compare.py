@@ -23,7 +23,7 @@ from rope_jax import data, plugins, restore, run
 from rope_jax.analysis.report import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.arguments import Number, command_parser
-from rope_jax.command import ended_soon, exit_statuses, keep_going_unread
+from rope_jax.command import ended_at_once, exit_statuses, keep_going_unread
 from rope_jax.compilation import keep_compiled
 from rope_jax.config import (
     Config,
@@ -53,7 +53,7 @@ def command() -> None:
     """Calls `main` with `sys.argv`, and ends the process."""
     keep_going_unread()
     asked = _parse(None)
-    with ended_soon(15.0):
+    with ended_at_once():
         _compare(asked)
 
 
@@ -150,17 +150,14 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
 
     `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
     """
-    recipe, changes = asked.config or "own_images", {}
+    changes = {}
     with blame("--config"):
-        raw = load_recipe(with_arguments(recipe, position=position)).to_dict()
+        recipe = with_arguments(asked.config or "own_images", position=position)
+        raw = load_recipe(recipe).to_dict()
     if asked.path is not None:
         changes["data.path"] = asked.path
-        if not pathlib.Path(asked.path).exists():
-            raise ConfigError(f"--path={asked.path} does not exist")
         if asked.path.endswith(".npz"):
             changes["data.source"] = "npz"
-        elif asked.config is None and not pathlib.Path(asked.path).is_dir():
-            raise ConfigError(f"--path={asked.path} is neither a folder nor an .npz file")
     if asked.model is not None:
         changes["model.name"] = asked.model
     if asked.resolutions is not None:
@@ -168,10 +165,7 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
             changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
     for name, value in (changes | asked.settings).items():
         section, _, key = name.rpartition(".")
-        if section and not isinstance(raw.get(section), dict):
-            hint = setting_called(key) or "see --config.help"
-            raise ConfigError(f"--config.{name} is not a setting; {hint}")
-        (raw[section] if section else raw)[key] = value
+        (raw.setdefault(section, {}) if section else raw)[key] = value
     config = resolve(raw)
     with blame("--config.plugins"):
         plugins.load(config.plugins, wanted_by="of the recipe")

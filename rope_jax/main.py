@@ -18,14 +18,16 @@ profile of a few steps. Exit status:
 import dataclasses
 import os
 import pathlib
+import signal
 import sys
 
+import jax
 from absl import app, flags
 from ml_collections import config_flags
 
 from rope_jax import run
 from rope_jax.command import (
-    ended_soon,
+    ended_at_once,
     exit_statuses,
     keep_going_unread,
     next_command,
@@ -76,17 +78,19 @@ def main(_: list[str]) -> None:
         action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
         if _MODE.value == "train" and (following := next_command(config, workdir)):
             print(f"try next: {following}")
+    if _DISTRIBUTED.value:
+        jax.distributed.shutdown()  # once all have come here
 
 
 def command() -> None:
     """Parses `sys.argv`, calls `main`, and ends the process."""
 
     def run_and_end(arguments: list[str]) -> None:
-        keep_going_unread()
-        seconds = 120.0 if _DISTRIBUTED.value else 15.0  # several processes wait for each other
-        with ended_soon(seconds):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
+        with ended_at_once():
             main(arguments)
 
+    keep_going_unread()
     app.run(run_and_end, flags_parser=parse_flags)
 
 

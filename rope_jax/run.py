@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jaxtyping import UInt8
 
 from rope_jax import plugins, restore, seeds
 from rope_jax.analysis.plots import accuracy_against_resolution
@@ -26,7 +24,7 @@ from rope_jax.config import (
     settings,
     to_json,
 )
-from rope_jax.data.images.decode import MAX_BYTES, decode_image
+from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
     evaluate_state,
     main_score,
@@ -38,27 +36,21 @@ from rope_jax.evaluate import (
     write_results,
 )
 from rope_jax.evaluate.pictures import RUN_PICTURES
-from rope_jax.files import locked, read_json, read_regular, set_aside, warn, write_file
+from rope_jax.files import locked, read_json, set_aside, warn, write_file
 from rope_jax.sharding import (
     from_first_process,
     state_shardings,
     with_shardings,
 )
 from rope_jax.text import closest
-from rope_jax.training.agreement import (
-    about,
-    all_or_none,
-    require_equal_weights,
-    require_one_workdir,
-)
+from rope_jax.training.agreement import about, agree, require_equal_weights, told_to_all
 from rope_jax.training.kernels import choices_for_training, kernels_of_run
 from rope_jax.training.loop import train_loop
-from rope_jax.training.setup import Setup, State, assemble, initial_state, prepare
+from rope_jax.training.setup import Setup, State, initial_state, prepare
 from rope_jax.training.signals import Signals, stop_signals
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import MetricsWriter, parameter_table, write_board
 from rope_jax.workdir.paths import require_storable
-from rope_jax.workdir.trees import named_leaves
 
 
 def train(
@@ -83,13 +75,13 @@ def train(
         SaveFailed: a checkpoint or a line of metrics could not be written.
     """
     flags = {"mode": "train", "strict_restore": strict_restore, "resume_override": resume_override}
-    with contextlib.ExitStack() as stack:
-        setup, model, signals, still_ours = stack.enter_context(_prepared(config, workdir, flags))
+    with Run.open(config, workdir, flags) as run, contextlib.ExitStack() as stack:
+        setup, model, signals = run.setup, run.model, run.signals
         config = setup.config
         with blame("--workdir"):
             checkpoints = stack.enter_context(
                 Checkpoints(
-                    workdir / "checkpoints", keep=config.keep_checkpoints, still_ours=still_ours
+                    workdir / "checkpoints", keep=config.keep_checkpoints, still_ours=run.still_ours
                 )
             )
             checkpoints.clean()
@@ -105,8 +97,6 @@ def train(
         signals.saved = state is not None
         if state is None:
             state = _fresh_state(setup, model, workdir)
-        elif (step := int(state["step"])) < setup.total_steps:
-            _require_cpu_devices(setup, checkpoints.about(step), workdir)
         if jax.process_index() == 0:
             write_file(workdir / "config.json", to_json(config) + "\n")
         step = int(state["step"])
@@ -135,11 +125,11 @@ def evaluate_newest(
     """
     flags = {"mode": "evaluate", "strict_restore": strict_restore}
     flags |= {"resume_override": resume_override}
-    with _prepared(config, workdir, flags) as (setup, model, signals, _):
+    with Run.open(config, workdir, flags) as run:
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             state = load_newest(
-                setup,
-                model,
+                run.setup,
+                run.model,
                 checkpoints,
                 workdir,
                 strict=strict_restore,
@@ -147,66 +137,63 @@ def evaluate_newest(
             )
         if state is None:
             raise _no_checkpoints(workdir)
-        with kernels_of_run(setup.config, workdir):
-            finish(setup, state, workdir, signals)
+        with kernels_of_run(run.setup.config, workdir):
+            finish(run.setup, state, workdir, run.signals)
 
 
-def _require_cpu_devices(setup: Setup, about: dict[str, Any], workdir: pathlib.Path) -> None:
-    """Rejects a run on several devices of a CPU, unless the user has set their number."""
-    # Earlier versions had a setting, by default one device per core.
-    before = about.get("cpu_devices") or about["config"].get("mesh", {}).get("cpu_devices") or 1
-    unset = setup.cpu_devices == 1 and jax.config.jax_num_cpu_devices < 0
-    if before > 1 and unset:
-        raise ConfigError(
-            f"--workdir={workdir} was trained with {before} CPU devices: repeat the command as "
-            f"JAX_NUM_CPU_DEVICES={before} rope_jax ..., which resumes it bit for bit (with "
-            "JAX_NUM_CPU_DEVICES=1, up to rounding)"
-        )
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run whose workdir this process uses, see `Run.open`.
 
+    Attributes:
+        setup, model: see `prepare`.
+        signals: to stop.
+        still_ours: whether this process still has the workdir's lock, if it took it.
+    """
 
-def _stored_config(workdir: pathlib.Path) -> Any:
-    """The content of the run's `config.json`; None for a new run, or if the file is damaged."""
-    with blame("--workdir"), contextlib.suppress(FileNotFoundError, ValueError):
-        return read_json(workdir / "config.json")
-    return None
+    setup: Setup
+    model: nnx.Module
+    signals: Signals
+    still_ours: Callable[[], bool]
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: Config, workdir: pathlib.Path, flags: dict[str, Any]) -> Iterator["Run"]:
+        """Handles signals, locks the workdir, and prepares the run.
+
+        Of several processes the first has the lock; all must have the same run before them.
+
+        Raises:
+            ConfigError: an impossible combination, a workdir that is in use, or another process
+                that differs or cannot start.
+        """
+        still_ours = lambda: True
+        with stop_signals() as signals, contextlib.ExitStack() as stack:
+            with told_to_all():
+                if flags["mode"] == "evaluate" and not (workdir / "checkpoints").is_dir():
+                    raise _no_checkpoints(workdir)
+                with blame("--workdir"):
+                    require_storable(workdir)
+                    if jax.process_index() == 0:
+                        still_ours = stack.enter_context(locked(workdir))
+                signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
+                setup, model = prepare(_with_plugins(config, workdir))
+            if jax.process_count() > 1:
+                facts = {f"--{name}": str(value) for name, value in flags.items()}
+                agree(facts | about(setup, model), workdir)
+            yield cls(setup, model, signals, still_ours)
 
 
 def _with_plugins(config: Config, workdir: pathlib.Path) -> Config:
     """The config with its plug-ins and those of the run so far, which are loaded."""
-    before = plugins.named_in(_stored_config(workdir))
+    stored = None
+    with blame("--workdir"), contextlib.suppress(FileNotFoundError, ValueError):  # new, or damaged
+        stored = read_json(workdir / "config.json")
     with blame("--plugins"):
         plugins.load_installed()
-        plugins.load(before, wanted_by=f"of the run {workdir}")
+        plugins.load(plugins.named_in(stored), wanted_by=f"of the run {workdir}")
         plugins.load(config.plugins)
     return dataclasses.replace(config, plugins=plugins.needed(to_json(config)))
-
-
-@contextlib.contextmanager
-def _prepared(
-    config: Config, workdir: pathlib.Path, flags: dict[str, Any]
-) -> Iterator[tuple[Setup, nnx.Module, Signals, Callable[[], bool]]]:
-    """Handles signals, holds the workdir's lock, and prepares the run.
-
-    Of several processes the first holds the lock; all must have the same run before them. The last
-    of what this yields is a function: whether this process still has the lock, if it took it.
-    """
-    still_ours = lambda: True
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(stop_signals())
-        with all_or_none() as facts:
-            if flags["mode"] == "evaluate" and not (workdir / "checkpoints").is_dir():
-                raise _no_checkpoints(workdir)
-            with blame("--workdir"):
-                require_storable(workdir)
-                if jax.process_index() == 0:
-                    still_ours = stack.enter_context(locked(workdir))
-            signals.saved = any(x.name.isdecimal() for x in (workdir / "checkpoints").glob("*"))
-            setup, model = prepare(_with_plugins(config, workdir))
-            facts |= {f"--{name}": str(value) for name, value in flags.items()}
-            if jax.process_count() > 1:
-                facts |= about(setup, model)
-        require_one_workdir(workdir)
-        yield setup, model, signals, still_ours
 
 
 def _no_checkpoints(workdir: pathlib.Path) -> ConfigError:
@@ -263,27 +250,16 @@ def load_newest(
         about = checkpoints.about(step)
     stored = resolve_stored(about["config"])
     changed = {line.partition(":")[0]: line for line in differences(stored, setup.config, override)}
-    if "images" not in override:
-        others = [
-            split for split, value in setup.fingerprint.items() if about["data"][split] != value
-        ]
-        if others:
-            changed["images"] = f"the images of the {' and '.join(others)} split"
-    overridden = differences(stored, setup.config)
-    fits = not overridden or _same_state(stored, setup)
+    others = [name for name, value in setup.fingerprint.items() if about["data"][name] != value]
+    if others and "images" not in override:
+        changed["images"] = f"the images of the {' and '.join(others)} split"
     if changed:
-        advice = f"; --resume_override={','.join(changed)} resumes with the new ones"
         raise ConfigError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(changed.values())}): "
-            f"use another workdir, or the same settings{advice if fits else ''}"
+            "use another workdir, or the same settings; where the arrays of the state stay as they "
+            f"are, --resume_override={','.join(changed)} resumes with the new ones"
         )
-    if not fits:
-        raise ConfigError(
-            f"--workdir={workdir} holds a state with other arrays ({'; '.join(overridden)}), with "
-            "which this run cannot go on: use another workdir, and --config.init_from to start "
-            "from its weights"
-        )
-    if overridden:
+    if overridden := differences(stored, setup.config):
         warn(f"WARNING: resuming with other settings: {'; '.join(overridden)}")
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     with blame("--workdir"):
@@ -291,24 +267,6 @@ def load_newest(
     complete = ": training is complete" if step == setup.total_steps else ""
     print(f"found step {step} of {setup.total_steps} in {workdir}{complete}")
     return state
-
-
-def _same_state(stored: Config, setup: Setup) -> bool:
-    """Whether the state of a stored config has the arrays of a run's, so that it can resume."""
-
-    def state(config: Config) -> State:
-        model = seeds.create_models(config, restore.create)
-        splits = (setup.images, setup.held_out)
-        return initial_state(assemble(config, setup.mesh, *splits, model), model)
-
-    shapes = []
-    for config in (stored, setup.config):
-        try:
-            leaves = named_leaves(jax.eval_shape(lambda c=config: state(c)))
-        except (ConfigError, ValueError):
-            return False
-        shapes.append({name: leaf.shape for name, leaf in leaves})
-    return shapes[0] == shapes[1]
 
 
 def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) -> None:
@@ -346,16 +304,8 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
             for name, own in lines.items()
             for row in own
         }
-        write_board(workdir, step, numbers=accuracies, pictures=_pictures(workdir))
+        drawn = {path.stem: decode_image(path.read_bytes()) for path in pictures if path}
+        write_board(workdir, step, numbers=accuracies, pictures=drawn)
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"
     drawn = [f"picture: {picture}" for picture in pictures if picture]
     print("", *(drawn or [missing]), sep="\n")
-
-
-def _pictures(workdir: pathlib.Path) -> dict[str, UInt8[np.ndarray, "_ _ 3"]]:
-    """The pictures in a workdir by name; files that are none are left out."""
-    found = {}
-    for path in sorted(workdir.glob("*.png")):
-        with contextlib.suppress(ValueError, OSError):
-            found[path.stem] = decode_image(read_regular(path, at_most=MAX_BYTES))
-    return found

@@ -20,11 +20,6 @@ from rope_jax.annotations import Kind, read
 
 Value = int | float | bool | str
 
-_TOKEN = re.compile(
-    r"\s*([A-Za-z_]\w*|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[(),=+])", re.ASCII
-)
-_DEEPEST = 16  # parentheses inside each other
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -58,107 +53,42 @@ def parse(text: str, what: str) -> tuple[Call, ...]:
     (Call(name='axial_rope', inner=(), options=(('k_rope', 4),)),)
 
     Args:
-        text: in the notation above.
+        text: in the notation above, which is one of Python's expressions.
         what: name of the setting, for error messages.
 
     Raises:
-        ValueError: the text does not follow the notation; the message shows the position.
+        ValueError: the text does not follow the notation.
     """
-    return _Parser(text, what).whole()
+    try:
+        return _sum(ast.parse(" ".join(text.split()), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(
+            f"{what}={text[:200]!r} cannot be read ({reason}): write name, "
+            "name(option=value, ...), a+b or outer(inner)"
+        ) from None
 
 
-class _Parser:
-    """A recursive-descent parser; `at` is the number of the next token."""
-
-    def __init__(self, text: str, what: str):
-        self.text, self.what, self.at = text, what, 0
-        self.tokens: list[str] = []
-        self.places: list[int] = []
-        place = depth = 0
-        while text[place:].strip():
-            match = _TOKEN.match(text, place)
-            if match is None:
-                raise self.error("a name, a number or one of ( ) , = +", place)
-            token, start = match[1], match.start(1)
-            # A sign belongs to a number only after "="; elsewhere "+" joins calls.
-            signed = token[0] in "+-" and len(token) > 1
-            if signed and (not self.tokens or self.tokens[-1] != "="):
-                raise self.error("a name", start)
-            depth += (token == "(") - (token == ")")
-            if depth > _DEEPEST:
-                raise self.error(f"at most {_DEEPEST} parentheses inside each other", start)
-            self.tokens.append(token)
-            self.places.append(start)
-            place = match.end()
-
-    def error(self, expected: str, place: int | None = None) -> ValueError:
-        if place is None:
-            place = self.places[self.at] if self.at < len(self.places) else len(self.text)
-        return ValueError(
-            f"{self.what}={self.text!r} cannot be read: expected {expected} at "
-            f"{self.text[place : place + 10]!r} (character {place + 1}); "
-            "write name, name(option=value, ...), a+b or outer(inner)"
-        )
-
-    def peek(self, ahead: int = 0) -> str:
-        number = self.at + ahead
-        return self.tokens[number] if number < len(self.tokens) else ""
-
-    def take(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1]
-
-    def whole(self) -> tuple[Call, ...]:
-        calls = self.sum()
-        if self.peek():
-            raise self.error("the end")
-        return calls
-
-    def sum(self) -> tuple[Call, ...]:
-        calls = [self.call()]
-        while self.peek() == "+":
-            self.take()
-            calls.append(self.call())
-        return tuple(calls)
-
-    def call(self) -> Call:
-        if not self.peek().isidentifier():
-            raise self.error("a name")
-        name = self.take()
-        if self.peek() != "(":
-            return Call(name)
-        self.take()
-        inner, options = [], {}
-        while self.peek() != ")":
-            if self.peek(1) == "=":
-                option, value = self.option()
-                if option in options:
-                    raise ValueError(f"{self.what}={self.text!r} gives {option} twice: keep one")
-                options[option] = value
-            else:
-                inner.append(self.sum())
-            if self.peek() == ",":
-                self.take()
-            elif self.peek() != ")":
-                raise self.error("',' or ')'")
-        self.take()
-        return Call(name, tuple(inner), tuple(options.items()))
-
-    def option(self) -> tuple[str, Value]:
-        if not self.peek().isidentifier():
-            raise self.error("the name of an option")
-        option = self.take()
-        self.take()
-        token = self.peek()
-        if not re.match(r"\w|[+-]?\.?\d", token):
-            raise self.error(f"a value for {option}")
-        return option, _value(self.take())
+def _sum(node: ast.expr) -> tuple[Call, ...]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _sum(node.left) + _sum(node.right)
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise ValueError(f"{ast.unparse(call.func)} is no name")
+    options = [(option.arg, _value(option.value)) for option in call.keywords]
+    if len(dict(options)) < len(options) or None in dict(options):
+        raise ValueError(f"{call.func.id} has an option twice, or without a name")
+    return (Call(call.func.id, tuple(map(_sum, call.args)), tuple(options)),)
 
 
-def _value(token: str) -> Value:
-    if token.isidentifier():  # not even "inf" and "nan" are numbers here
-        return {"True": True, "False": False}.get(token, token)
-    return int(token) if re.fullmatch(r"[+-]?\d{1,30}", token) else float(token)
+def _value(node: ast.expr) -> Value:
+    """A number, True or False; other names are words, not even "inf" and "nan" are numbers."""
+    if isinstance(node, ast.Name):
+        return node.id
+    value = ast.literal_eval(node)
+    if value is None or type(value) in (int, float, bool):
+        return "None" if value is None else value
+    raise ValueError(f"{ast.unparse(node)} is neither a number nor a word")
 
 
 def options_of(function: Callable) -> dict[str, Any]:

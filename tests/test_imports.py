@@ -62,7 +62,6 @@ FLOORS = {
     "rope_jax.annotations": ("", ""),
     "rope_jax.text": ("annotations", "numpy"),
     "rope_jax.files": ("", ""),
-    "rope_jax.interrupts": ("", ""),
     "rope_jax.cores": ("", ""),
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.plugins": ("files", ""),
@@ -96,9 +95,9 @@ FLOORS = {
     "rope_jax.compilation": ("files", "jax"),
     "rope_jax.command": ("run", "absl jax flax.nnx"),
     "rope_jax.compare": ("command compilation", "jax flax.nnx"),
-    "rope_jax.main": ("command compilation", "absl ml_collections"),
-    "rope_jax": ("main interrupts", ""),  # __init__ alone: the public names
-    "rope_jax.__main__": ("rope_jax interrupts", ""),  # imports the module of a command by its name
+    "rope_jax.main": ("command compilation", "absl jax ml_collections"),
+    "rope_jax": ("main", ""),  # __init__ alone: the public names
+    "rope_jax.__main__": ("rope_jax", ""),  # imports the module of a command by its name
     "configs": ("config", "ml_collections"),
 }
 

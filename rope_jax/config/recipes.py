@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_collections
 
-from rope_jax.config.resolve import ConfigError
+from rope_jax.config.resolve import blame
 from rope_jax.text import assignments, closest
 
 
@@ -45,12 +45,7 @@ def recipe_path(text: str) -> str:
         return f"{_folder() / name}.py{colon}{arguments}"
     if pathlib.Path(name).is_file():
         return text
-    if "/" in name or name.endswith(".py"):
-        raise ValueError(
-            f"--config={name} does not exist; recipes that come with rope_jax go by name: "
-            f"{', '.join(known)}"
-        )
-    raise ValueError(f"--config={name} is not a recipe; {closest(name, known)}")
+    raise ValueError(f"--config={name} is not a recipe; {closest(name, known)}, or a file")
 
 
 def with_arguments(text: str, **given: Any) -> str:
@@ -83,10 +78,8 @@ def load_recipe(text: str) -> ml_collections.ConfigDict:
     Raises:
         ConfigError: there is no such recipe, or it has no such argument.
     """
-    try:
+    with blame("--config"):
         path, _, arguments = recipe_path(text).partition(":")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -96,7 +96,9 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
         ConfigError: an unknown argument, or a value of another type.
     """
     arguments = ml_collections.ConfigDict(defaults)
-    for key, value in _assignments(text or "", "recipe argument").items():
+    with blame("recipe argument"):
+        given = assignments(text or "", "recipe argument")
+    for key, value in given.items():
         if key not in defaults:
             hint = setting_called(key)
             setting = f"; for the setting, {hint}" if hint else ""
@@ -146,23 +148,13 @@ def model_overrides(options: str) -> dict[str, Any]:
     >>> model_overrides("depth=6,attention=global")
     {'depth': 6, 'attention': 'global'}
     """
-    found = _assignments(options, "--config.model.options:")
+    with blame("--config.model.options"):
+        found = assignments(options, "option")
     if own := sorted(_NOT_OPTIONS & found.keys()):
         raise ConfigError(
             f"--config.model.options: {own[0]} is a setting of its own, not an option"
         )
-    values = {key: literal(value) for key, value in found.items()}
-    for key, value in values.items():
-        if isinstance(value, int) and abs(value) >= 2**31:
-            raise ConfigError(f"--config.model.options: {key}={value} is too large")
-    return values
-
-
-def _assignments(text: str, what: str) -> dict[str, str]:
-    try:
-        return assignments(text, what)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return {key: literal(value) for key, value in found.items()}
 
 
 def resolve(raw: Any) -> Config:
@@ -323,9 +315,14 @@ def _check_combinations(config: Config) -> None:
             "--config.loss=binary, whose targets are 0 or 1: set the smoothing to 0, or use "
             "--config.loss=softmax"
         )
-    mix = config.mix
-    if (mix.mixup or mix.cutmix) and mix.groups > 1:
-        _check_groups(config.batch_size, mix.groups)
+    groups = config.mix.groups if config.mix.mixup or config.mix.cutmix else 1
+    if groups > 1 and (config.batch_size % groups or config.batch_size < 2 * groups):
+        below = max(config.batch_size // groups, 2) * groups
+        raise ConfigError(
+            f"--config.batch_size={config.batch_size} cannot be divided into "
+            f"--config.mix.groups={groups} equal groups of at least 2 images: use a batch of "
+            f"{below} or {below + groups}, or --config.mix.groups=1"
+        )
     if config.seeds > 1 and not config.data.on_device:
         raise ConfigError(
             f"{several} needs the images on the device: add --config.data.on_device=True, or use "
@@ -340,18 +337,6 @@ def _check_combinations(config: Config) -> None:
             f"{several} from --config.seed={config.seed} on reach beyond 2**32 - 1: use a "
             "smaller seed"
         )
-
-
-def _check_groups(batch_size: int, groups: int) -> None:
-    """Rejects batches that cannot be divided into equal groups of two or more images."""
-    if batch_size % groups == 0 and batch_size >= 2 * groups:
-        return
-    below = max(batch_size // groups, 2) * groups
-    raise ConfigError(
-        f"--config.batch_size={batch_size} cannot be divided into --config.mix.groups={groups} "
-        f"equal groups of at least 2 images: use a batch of {below} or {below + groups}, or "
-        "--config.mix.groups=1"
-    )
 
 
 def _describe(kind: Kind) -> str:
@@ -420,11 +405,8 @@ def from_json(text: str) -> Config:
     Raises:
         ConfigError: as `resolve`.
     """
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the config is not JSON: {error}") from error
-    return resolve_stored(raw)
+    with blame("the stored config"):
+        return resolve_stored(json.loads(text))
 
 
 def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:

@@ -5,9 +5,9 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
-import time
 from collections.abc import Iterator
 
 import jax
@@ -21,28 +21,35 @@ from rope_jax.workdir.trees import named_leaves, some_of, tree_hash
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
-# Seconds until a file that one machine wrote must be seen by another (NFS keeps what it knows of a
-# folder for up to a minute).
-_SEEN_WITHIN = 60
 
 
 @contextlib.contextmanager
-def all_or_none() -> Iterator[dict[str, str]]:
-    """A context that fails in all processes if it fails in one, or if they differ.
-
-    Yields:
-        a dict, to be filled with what must be equal in all processes.
-
-    Raises:
-        ConfigError: as `require_equal`.
-    """
-    facts: dict[str, str] = {}
+def told_to_all() -> Iterator[None]:
+    """A context before `agree`: its ConfigErrors end the other processes there."""
     try:
-        yield facts
+        yield
     except ConfigError as error:
         texts_of_all(json.dumps({"failure": str(error)}))
         raise
+
+
+def agree(facts: dict[str, str], workdir: pathlib.Path) -> None:
+    """Compares facts, and the workdir, of all processes; all must call it.
+
+    Args:
+        facts: of this process.
+        workdir: whose lock the first process has. Who does not see it would write elsewhere.
+
+    Raises:
+        ConfigError: in all processes, if one has failed before, or something differs.
+    """
+    path = workdir / ".lock"
+    if jax.process_index() == 0:
+        with path.open() as lock:
+            os.fsync(lock.fileno())  # other machines shall read it
     require_equal(facts)
+    text = path.read_text().strip() if path.is_file() else "missing"
+    require_equal({f"{path} (of --workdir)": text})
 
 
 def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
@@ -90,20 +97,6 @@ def require_equal_weights(model: nnx.Module) -> None:
     if jax.process_count() > 1:
         weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         require_equal({"the hash of the initial weights": tree_hash(weights)})
-
-
-def require_one_workdir(workdir: pathlib.Path) -> None:
-    """Every process must see the lock of the first, or it would write to another folder.
-
-    Raises:
-        ConfigError: as `require_equal`.
-    """
-    path = workdir / ".lock"
-    read = lambda: path.read_text().strip() if path.is_file() else "missing"
-    expected, deadline = texts_of_all(read())[0], time.monotonic() + _SEEN_WITHIN
-    while read() != expected and time.monotonic() < deadline:
-        time.sleep(0.2)
-    require_equal({f"{path} (of --workdir)": read()})
 
 
 def _sources() -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,50 +190,42 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     """
     flat = nnx.to_flat_state(params)
     dense = any(path[0] == BACKBONE for path, _ in flat)
-    depths: dict[str, int] = {}  # "stages.2." or "" -> blocks
+    depths: dict[int | None, int] = {}  # stage -> blocks; None in models without stages
     for path, leaf in flat:
-        own = ".".join(map(str, path[dense:])) if not dense or path[0] == BACKBONE else ""
-        found = re.match(r"(stages\.\d+\.)?blocks\.(\d+)?", own)
-        if found:
-            count = leaf.shape[0] if found[2] is None else int(found[2]) + 1
-            depths[found[1] or ""] = max(depths.get(found[1] or "", 0), count)
-    stages = sorted(depths, key=lambda stage: int(stage.split(".")[1]) if stage else 0)
-    before = {
-        stage: sum(depths[other] for other in stages[:place]) for place, stage in enumerate(stages)
-    }
+        stage, own = _in_stage(path, dense)
+        if own[0] == "blocks":
+            count = own[1] + 1 if isinstance(own[1], int) else leaf.shape[0]
+            depths[stage] = max(depths.get(stage, 0), count)
     top = sum(depths.values()) + 1
 
-    def rate(path: tuple, leaf: nnx.Variable) -> Any:
-        if dense and path[0] != BACKBONE:
-            return 1.0
-        name = ".".join(map(str, path[dense:]))
-        stage = next(
-            (stage for stage in stages if stage and name.startswith(stage)),
-            "" if "" in depths else None,
-        )
-        own = name.removeprefix(stage or "")
-        if stage is not None:
-            first, depth = before[stage] + 1, depths[stage]
-            block = re.match(r"blocks\.(\d+)\.", own)
-            if block:
-                return layer_decay ** (top - first - int(block[1]))
-            table = leaf.get_metadata().get("layer")  # of one layer, where their shapes differ
-            if own.startswith("position.") and table is not None:
-                return layer_decay ** (top - first - table)
-            layers = own.startswith("position.") and _stacked(path, leaf)
-            if own.startswith("blocks.") or layers:
-                powers = layer_decay ** (top - first - np.arange(depth, dtype=np.float32))
-                return powers.reshape(depth, *(1,) * (len(leaf.shape) - 1))
-            if own.startswith("downsample."):
-                return layer_decay ** (top - first - depth + 1)
-            if stage and own.startswith("position."):
-                return layer_decay ** (top - first)
-        part = own.split(".")[0]
-        if part in _STEM:
-            return layer_decay**top
-        return layer_decay if part == "norm" and last_norm == "block" else 1.0
+    def layer(path: tuple, leaf: nnx.Variable) -> Any:
+        """The number of a parameter's layer: 0 is below the first block, `top` is the head."""
+        stage, own = _in_stage(path, dense)
+        first = 1 + sum(depths[other] for other in depths if stage and other < stage)
+        if own[0] == "blocks" and isinstance(own[1], int):
+            return first + own[1]
+        table = leaf.get_metadata().get("layer")  # of one layer, where their shapes differ
+        if own[0] == "position" and table is not None:
+            return first + table
+        if own[0] == "blocks" or (
+            own[0] == "position" and stage in depths and _stacked(path, leaf)
+        ):
+            numbers = first + np.arange(depths[stage], dtype=np.float32)
+            return numbers.reshape(-1, *(1,) * (len(leaf.shape) - 1))
+        if own[0] == "downsample":
+            return first + depths[stage] - 1
+        if own[0] in _STEM:
+            return first if own[0] == "position" and stage is not None else 0
+        return top - 1 if own[0] == "norm" and last_norm == "block" else top
 
-    return _of_each(rate, params)
+    return _of_each(lambda path, leaf: layer_decay ** (top - layer(path, leaf)), params)
+
+
+def _in_stage(path: tuple, dense: bool) -> tuple[int | None, tuple]:
+    """The stage that has a parameter, and the parameter's path in it, or in the backbone."""
+    if dense:
+        path = path[1:] if path[0] == BACKBONE else ("head",)
+    return (path[1], path[2:]) if path[0] == "stages" else (None, path)
 
 
 BACKBONE, NECK = "backbone", "neck"  # of a dense model

@@ -84,19 +84,12 @@ class Setup:
         """Fingerprints of the data, by split."""
         return {split.split: split.fingerprint() for split in (self.images, self.held_out)}
 
-    @property
-    def cpu_devices(self) -> int | None:
-        """The CPU devices of a single process (JAX_NUM_CPU_DEVICES); None for other runs."""
-        alone = jax.process_count() == 1 and self.mesh.devices.flat[0].platform == "cpu"
-        return self.mesh.size if alone else None
-
     def about(self) -> dict[str, Any]:
         """The metadata stored with each checkpoint."""
         names = self.images.class_names
         return {
             "config": dataclasses.asdict(self.config),
             "data": self.fingerprint,
-            "cpu_devices": self.cpu_devices,
             "class_names": None if names is None else list(names),
         }
 
@@ -272,18 +265,11 @@ def assemble(
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
     epochs = config.epochs if config.steps is None else config.steps / steps_per_epoch
     total = max(1, round(epochs * steps_per_epoch))
-    if total >= 2**31:
-        raise ConfigError(
-            f"--config.epochs={config.epochs:g} are {total:.3g} steps, which are counted up to "
-            "2**31 - 1: use fewer epochs"
-        )
     if config.optim.cooldown_epochs >= epochs:
-        length = f"--config.epochs={config.epochs}"
-        if config.steps is not None:
-            length = f"--config.steps={config.steps}, {epochs:.4g} epochs"
         raise ConfigError(
-            f"--config.optim.cooldown_epochs={config.optim.cooldown_epochs} are not less than "
-            f"{length}, of which they are the last: lower the first or raise the second"
+            f"--config.optim.cooldown_epochs={config.optim.cooldown_epochs} are not less than the "
+            f"{epochs:.4g} epochs of the run, of which they are the last: lower the first or raise "
+            "--config.epochs or --config.steps"
         )
     with blame("--config.optim.milestones"):
         schedule = optim.learning_rate_schedule(

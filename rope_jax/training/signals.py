@@ -77,47 +77,39 @@ class Signals:
         return wanted
 
     def handle(self, number: int, frame: Any) -> None:
-        """The signal handler. A second signal to stop is left to `end_at_second`."""
+        """The signal handler. A second signal to stop is left to `_end_at_second`."""
         if number == signal.SIGUSR2:
             self._profile = True
         elif self._stop is None:
             self._stop, self._since = number, time.monotonic()
             if self.at_once and jax.process_count() == 1:
                 self()
-            _tell(b"stopping after this step; once more to stop at once, without saving")
+            with contextlib.suppress(OSError):  # a closed terminal; print may not be used here
+                os.write(2, b"\nrope_jax: stopping after this step; once more to stop at once\n")
 
     def restore(self, number: int, handler: Any) -> None:
-        """Gives a signal back to the handler of before.
+        """Gives a signal back to the handler of before; a SIGHUP that stopped the run is ignored.
 
-        A terminal that is closed sends SIGHUP more than once: where that has stopped the run, the
-        next ones are ignored, so that the process ends with the status of a run that was saved.
+        A terminal that is closed sends it more than once.
         """
         closed = number == signal.SIGHUP == self._stop
         signal.signal(number, signal.SIG_IGN if closed else handler)
 
 
-def end_at_second(numbers: int) -> None:
-    """Ends the process at the second signal to stop, even if the main thread is blocked.
+def _end_at_second(numbers: int) -> None:
+    """Ends the process at the second signal to stop, but SIGHUP.
 
-    A terminal that is closed sends SIGHUP more than once: it never counts as the second.
+    No handler could: Python calls none while the main thread compiles, or waits for a process.
 
     Args:
-        numbers: descriptor from which the numbers of signals are read, see
-            `signal.set_wakeup_fd`. It is closed at its end.
+        numbers: descriptor from which the numbers of signals are read (`signal.set_wakeup_fd`).
     """
     stops = 0
     with open(numbers, "rb", buffering=0) as file:
-        while received := file.read(64):
-            for number in received:
-                if stops and number in _STOP and number != signal.SIGHUP:
-                    _tell(b"stopped at once")
-                    os._exit(128 + number)
-                stops += number in _STOP
-
-
-def _tell(message: bytes) -> None:
-    with contextlib.suppress(OSError):  # of a closed terminal
-        os.write(2, b"\nrope_jax: " + message + b"\n")  # print may not be used here
+        while received := file.read(1):
+            if stops and received[0] in _STOP and received[0] != signal.SIGHUP:
+                os._exit(128 + received[0])
+            stops += received[0] in _STOP
 
 
 @contextlib.contextmanager
@@ -131,14 +123,13 @@ def stop_signals() -> Iterator[Signals]:
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in (*_STOP, signal.SIGUSR2):
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                stack.callback(signals.restore, number, signal.signal(number, signals.handle))
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    stack.callback(signals.restore, number, signal.signal(number, signals.handle))
             receiver, sender = os.pipe()
             os.set_blocking(sender, False)
             stack.callback(os.close, sender)
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender))
-            threading.Thread(target=end_at_second, args=(receiver,), daemon=True).start()
+            threading.Thread(target=_end_at_second, args=(receiver,), daemon=True).start()
         try:
             yield signals
         except Interrupted as error:

@@ -296,7 +296,7 @@ def test_swin_is_trained_with_the_windows_of_its_first_row():
         ("deit3", "variant=s,stage=finetune", "stage=finetune with variant b, l"),
         ("deit3", "variant=b,stage=finetune", "add init_from="),
         ("thesis", "base=none", "not one of table, nat"),
-        ("thesis", "position=rpb++ape", r"expected a name .*\[recipe argument position\]"),
+        ("thesis", "position=rpb++ape", r"cannot be read .*\[recipe argument position\]"),
         ("cct", "dataset=mnist", "not one of cifar10, cifar100"),
         ("lape", "variant=nat_mini", "not one of deit, ceit, t2t, swin"),
         ("swin", "positon=rpb", "did you mean 'position'"),

@@ -131,7 +131,6 @@ def test_resumable_settings():
     ("options", "message"),
     [
         ("depth=" + "-" * 10_000 + "1", None),
-        (f"depth={2**31}", f"depth={2**31} is too large"),
         ("position=ape", "position is a setting of its own"),
     ],
 )
@@ -159,7 +158,7 @@ def test_a_file_that_could_not_be_written_is_no_mistake_of_a_flag():
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"data": []}'])
 def test_a_stored_config_that_is_damaged_is_a_sentence(text):
-    with pytest.raises(cfg.ConfigError, match=r"is not JSON|holds no settings by name"):
+    with pytest.raises(cfg.ConfigError, match=r"the stored config|holds no settings by name"):
         cfg.from_json(text)
 
 

@@ -30,11 +30,11 @@ def test_differences_are_named_with_their_process(monkeypatch):
 
 def test_what_fails_in_one_process_fails_in_all(monkeypatch):
     others(monkeypatch, {"failure": "no images"})
-    with pytest.raises(ConfigError, match="process 1 failed: no images"), agreement.all_or_none():
-        pass
+    with pytest.raises(ConfigError, match="process 1 failed: no images"):
+        agreement.require_equal({})
     sent = []
-    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text)])
-    with pytest.raises(ConfigError, match="no lock"), agreement.all_or_none():
+    monkeypatch.setattr(agreement, "texts_of_all", sent.append)
+    with pytest.raises(ConfigError, match="no lock"), agreement.told_to_all():
         raise ConfigError("no lock")
     assert sent == ['{"failure": "no lock"}']
 
@@ -47,15 +47,3 @@ def test_every_setting_the_data_and_the_software_are_compared():
     other = agreement.about(*prepare(tiny(model__options="depth=1,width=32,heads=2")))
     changed = {name for name in facts if facts[name] != other[name]}
     assert changed == {"--config.model.options", "the state"}
-
-
-def test_a_workdir_that_is_not_shared_is_noticed(monkeypatch, tmp_path):
-    monkeypatch.setattr(agreement, "_SEEN_WITHIN", 0)
-    (tmp_path / ".lock").write_text("process 7 on first\n")
-    sent = []
-    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text) or text])
-    agreement.require_one_workdir(tmp_path)
-    assert sent[0] == "process 7 on first"
-    others(monkeypatch, {f"{tmp_path}/.lock (of --workdir)": "missing"})
-    with pytest.raises(ConfigError, match=r"process 1 .*\.lock \(of --workdir\) is missing"):
-        agreement.require_one_workdir(tmp_path)

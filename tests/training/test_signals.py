@@ -1,5 +1,3 @@
-import os
-import queue
 import signal
 import subprocess
 import sys
@@ -13,25 +11,8 @@ from rope_jax.training import signals
 from rope_jax.training.signals import Interrupted, stop_signals
 
 
-def test_a_second_signal_ends_the_process_but_no_closed_terminal(monkeypatch, capfd):
-    ended: queue.SimpleQueue = queue.SimpleQueue()
-    monkeypatch.setattr(os, "_exit", ended.put)
-    before = signal.getsignal(signal.SIGHUP)
-    with stop_signals() as signals:
-        signals.at_once = False
-        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
-            assert ended.empty()
-            signal.raise_signal(number)
-        assert ended.get(timeout=10) == 143
-        with pytest.raises(Interrupted, match="SIGHUP"):
-            signals()
-    signal.raise_signal(signal.SIGHUP)  # one more, while the process ends
-    signal.signal(signal.SIGHUP, before)
-    assert "once more to stop at once" in capfd.readouterr().err
-
-
 @pytest.mark.process
-def test_a_blocked_main_thread_is_ended_by_the_second_signal():
+def test_a_blocked_main_thread_is_ended_by_the_second_signal_but_no_closed_terminal():
     """As in a collective operation of which another process has no part."""
     program = "import ctypes, rope_jax.training.signals as s\nwith s.stop_signals() as signals:\n"
     program += "    signals.at_once = False\n    print('ready', flush=True)\n"
@@ -41,20 +22,34 @@ def test_a_blocked_main_thread_is_ended_by_the_second_signal():
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as blocked:
         blocked.stdout.readline()
         try:
-            for _ in range(2):
+            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2):
                 time.sleep(0.3)
-                blocked.send_signal(signal.SIGTERM)
+                blocked.send_signal(number)
+            time.sleep(0.5)
+            assert blocked.poll() is None
+            blocked.send_signal(signal.SIGTERM)
             assert blocked.wait(20) == 143
         finally:
             blocked.kill()
 
 
+def test_a_closed_terminal_stops_the_run_once():
+    before = signal.getsignal(signal.SIGHUP)
+    with stop_signals() as stopping:
+        stopping.at_once = False
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(Interrupted, match="SIGHUP"):
+            stopping()
+    signal.raise_signal(signal.SIGHUP)  # one more, while the process ends
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_sighup_stays_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_signals() as signals:
+        with stop_signals() as stopping:
             signal.raise_signal(signal.SIGHUP)
-            signals()
+            stopping()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -84,18 +79,18 @@ def test_a_signal_ends_at_once_what_has_nothing_to_save():
 
 
 def test_a_profile_is_asked_for_once():
-    with stop_signals() as signals:
+    with stop_signals() as stopping:
         signal.raise_signal(signal.SIGUSR2)
-        assert signals.profile_wanted()
-        assert not signals.profile_wanted()
-        signals()
+        assert stopping.profile_wanted()
+        assert not stopping.profile_wanted()
+        stopping()
 
 
 def test_handlers_are_those_of_before_and_threads_have_none():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    with stop_signals() as signals:
-        assert [signal.getsignal(number) for number in numbers] == 5 * [signals.handle]
+    with stop_signals() as stopping:
+        assert [signal.getsignal(number) for number in numbers] == 5 * [stopping.handle]
     assert [signal.getsignal(number) for number in numbers] == before
     seen = []
 

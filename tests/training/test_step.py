@@ -124,14 +124,8 @@ def test_mixing_ends_after_its_last_epoch():
             {"loss": "binary", "label_smoothing": 0.1},
             "label_smoothing=0.1 does not go with --config.loss=binary",
         ),
-        (
-            {"optim__cooldown_epochs": 2.0},
-            "cooldown_epochs=2.0 are not less than --config.epochs=2.0",
-        ),
-        (
-            {"optim__cooldown_epochs": 1.0, "steps": 6},
-            "cooldown_epochs=1.0 are not less than --config.steps=6, .* epochs, of which",
-        ),
+        ({"optim__cooldown_epochs": 2.0}, "cooldown_epochs=2.0 are not less than the 2 epochs"),
+        ({"optim__cooldown_epochs": 1.0, "steps": 6}, "cooldown_epochs=1.0 .* than the 0.5"),
         (
             {"optim__cooldown_epochs": 1.0, "optim__schedule": "constant"},
             "cooldown_epochs=1.0 does not go with --config.optim.schedule=constant, which does not",
