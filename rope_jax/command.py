@@ -50,7 +50,6 @@ _ALONE = (
 # to print.
 _LAST_WORDS = 2
 _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
-_REQUIRED = {"config": "digits", "workdir": "runs/digits"}
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
@@ -64,9 +63,6 @@ def parse_flags(arguments: list[str]) -> list[str]:
             raise ConfigError(
                 f"unexpected argument {rest[1]!r}; settings are written --config.key=value"
             )
-        for name, example in _REQUIRED.items():
-            if flags.FLAGS[name].value is None:
-                raise ConfigError(f"--{name} is missing, for example --{name}={example}")
         flags.FLAGS.config.keys()  # a recipe that fails to load raises only when it is used
         if flags.FLAGS["verbosity"].using_default_value:
             flags.FLAGS.verbosity = logging.WARNING  # at INFO orbax logs every file

@@ -29,22 +29,16 @@ def cores() -> int:
 
 
 def _limits() -> Iterator[int]:
-    """The cores that Linux grants to the control groups of this process, of version 2 or 1."""
+    """The cores that Linux grants to the control groups of this process."""
     groups = {pathlib.PurePosixPath("/")}  # the own group, where a container shows no others
     with contextlib.suppress(OSError):
         for line in _OWN_GROUPS.read_text().splitlines():
             group = pathlib.PurePosixPath("/", line.rpartition(":")[2])
             groups |= {group, *group.parents}
     for group in groups:
-        inside = str(group).lstrip("/")
-        for files in (
-            [_LIMITS / inside / "cpu.max"],
-            [_LIMITS / "cpu" / inside / f"cpu.cfs_{name}_us" for name in ("quota", "period")],
-        ):
-            with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-                quota, period = map(int, " ".join(file.read_text() for file in files).split())
-                if quota > 0 and period > 0:
-                    yield -(-quota // period)
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+            quota, period = map(int, (_LIMITS / str(group)[1:] / "cpu.max").read_text().split())
+            yield -(-quota // period)
 
 
 def keep_freed_memory() -> bool:

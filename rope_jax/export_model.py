@@ -39,10 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
         size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
         platforms = tuple(asked.platforms.split(","))
         export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
-    except ImportError as error:  # of jax: the file is written with flatbuffers
-        sys.exit(f"rope_jax.export_model: {in_one_line(error)}: pip install 'rope_jax[export]'")
-    except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.export_model: {in_one_line(error)}")
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        needs = ": pip install 'rope_jax[export]'" if isinstance(error, ImportError) else ""
+        sys.exit(f"rope_jax.export_model: {in_one_line(error)}{needs}")
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
     batch = "b" if asked.batch is None else asked.batch
     print(f"{loaded.title}, {loaded.weights}: {asked.out}")

@@ -58,6 +58,7 @@ _DISTRIBUTED = flags.DEFINE_bool(
 _HEARTBEAT = flags.DEFINE_integer(
     "heartbeat", 60, "seconds after which a silent process counts as dead", 2
 )
+flags.mark_flags_as_required(["config", "workdir"])
 _JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all processes to join", 1)
 
 

@@ -63,7 +63,7 @@ def load(names: Iterable[str], *, wanted_by: str = "--plugins") -> None:
 
     >>> load(["no_such_module"])
     Traceback (most recent call last):
-    ValueError: plug-in 'no_such_module' (--plugins) is not there: install it, or ...
+    ValueError: plug-in 'no_such_module' (--plugins) cannot be imported: ModuleNotFoundError: ...
 
     Args:
         names: of modules: "my_schemes", "my_package.schemes".
@@ -82,13 +82,6 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:  # as for `python -m`, but last
         sys.path.append(folder)
-    about = f"plug-in {name!r} ({wanted_by})"
-    parts = str(name).split(".")
-    if not all(part.isidentifier() for part in parts) or parts[-1] == "py":
-        raise ValueError(
-            f"{about} is not the name of a module: for a file my_schemes.py, write my_schemes, "
-            "and add its folder to PYTHONPATH unless it is the current one"
-        )
     if name in sys.modules:
         return None
     names: set[str] = set()
@@ -96,14 +89,11 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        top = parts[0]
-        if isinstance(error, ModuleNotFoundError) and error.name in (top, name):
-            raise ValueError(
-                f"{about} is not there: install it, or run from the folder that holds {top}.py "
-                "or add that folder to PYTHONPATH"
-            ) from None
-        kind = type(error).__name__
-        raise ValueError(f"{about} cannot be imported: {kind}: {error}") from error
+        raise ValueError(
+            f"plug-in {name!r} ({wanted_by}) cannot be imported: {type(error).__name__}: {error}; "
+            "write my_schemes for a file my_schemes.py, and install it, run from its folder, or "
+            "add that folder to PYTHONPATH"
+        ) from error
     finally:
         _importing.pop()
     return names

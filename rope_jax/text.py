@@ -97,17 +97,12 @@ def options_of(function: Callable) -> dict[str, Any]:
     An option without an annotation has the type of its default.
     """
     parameters = inspect.signature(function, eval_str=True).parameters.values()
+    of_default = lambda value: type(value) if isinstance(value, Value) else Value | None
     return {
-        p.name: _of_default(p.default) if p.annotation is p.empty else p.annotation
+        p.name: of_default(p.default) if p.annotation is p.empty else p.annotation
         for p in parameters
         if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
     }
-
-
-def _of_default(default: Any) -> Any:
-    return next(
-        (kind for kind in (bool, int, float, str) if isinstance(default, kind)), Value | None
-    )
 
 
 def bind(call: Call, options: Mapping[str, Any]) -> dict[str, Value | None]:

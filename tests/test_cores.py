@@ -29,12 +29,6 @@ def machine(monkeypatch, tmp_path):
         ("0::/", {"cpu.max": "1000 100000"}, 1),
         ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2),
         ("0::/a/b", {"a/cpu.max": "600000 100000", "a/b/cpu.max": "400000 100000"}, 4),
-        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        (
-            "4:cpu,cpuacct:/docker/x",  # whose group a container of version 1 sees as the root
-            {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"},
-            3,
-        ),
         ("0::/", {"cpu.max": "nonsense"}, 8),
         ("0::/", {"cpu.max": "9900000 100000"}, 8),  # more than there are
     ],

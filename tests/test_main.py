@@ -1,6 +1,5 @@
 """The command `python -m rope_jax.main`: its flags, exit statuses, messages and signals."""
 
-import json
 import os
 import pathlib
 import shlex
@@ -291,46 +290,3 @@ def test_a_workdir_that_is_deleted_is_one_line(tmp_path, forked):
     assert running.wait(120) == 1
     assert "run was deleted or moved, or another run has" in running.said().splitlines()[-1]
     assert "Traceback" not in running.said()
-
-
-@pytest.mark.process
-def test_one_device_and_eight_give_the_same_curve(tmp_path, forked):
-    for devices in (1, 8):
-        done = forked(tmp_path / str(devices), *SMALL, "--config.epochs=4.0", devices=devices)
-        assert done.wait(300) == 0, done.said()
-    one, eight = (
-        [line["loss"] for line in read_metrics(tmp_path / str(n) / "metrics.jsonl")] for n in (1, 8)
-    )
-    assert len(one) == len(eight) == 45
-    assert max(abs(a - b) for a, b in zip(one, eight, strict=True)) <= 5e-6
-    results = [json.loads((tmp_path / str(n) / "results.json").read_text())["eval"] for n in (1, 8)]
-    assert [row["resolution"] for row in results[0]] == [row["resolution"] for row in results[1]]
-
-
-@pytest.mark.process
-def test_the_line_to_try_next_is_a_command_that_runs(tmp_path):
-    """Both with an interpreter of their own: `python -m rope_jax.main` as users give it."""
-    command = ["python", "-m", "rope_jax.main", "--config=configs/digits.py:position=none,epochs=1"]
-    command += [*SMALL, "--config.epochs=0.2", f"--workdir={tmp_path}/run"]
-    for position, workdir in (("none", "run"), ("rope_mixed", "run_rope_mixed")):
-        done = subprocess.run(
-            [sys.executable, *command[1:]],
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        config = json.loads((tmp_path / workdir / "config.json").read_text())
-        assert config["model"]["position"] == position
-        assert (tmp_path / workdir / "results.json").exists()
-        (line,) = (text for text in done.stdout.splitlines() if text.startswith("try next: "))
-        command = shlex.split(line.removeprefix("try next: "))
-
-
-@pytest.mark.process
-def test_a_batch_that_eight_devices_cannot_share(tmp_path, forked):
-    done = forked(tmp_path, *SMALL, "--config.batch_size=100", devices=8)
-    assert done.wait(300) == 2
-    assert "--config.batch_size=100 cannot be divided over 8 devices; use 96 or 104" in done.said()

@@ -3,11 +3,9 @@
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax import sharding
-from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_metrics
 from tests.devices import environment
 from tests.faults.processes import Run
@@ -292,11 +289,6 @@ def start(workdir, *settings, processes=1, devices=4):
     return running
 
 
-def wait_for(line, running):
-    running[0].wait_for(line)
-    assert all(run.returncode is None for run in running), "".join(run.said() for run in running)
-
-
 @pytest.fixture
 def processes():
     """Whatever is started here ends with the test."""
@@ -324,34 +316,6 @@ def test_two_processes_are_one(tmp_path, processes):
     assert results[0] == results[1]
     assert [row["count"] for row in results[1]["eval"]] == [360, 360]
     assert "step" not in running[1].said()  # the second process keeps quiet
-
-
-@pytest.mark.process
-def test_a_dead_process_ends_the_others_and_a_signal_to_one_stops_all(tmp_path, processes):
-    workdir = tmp_path / "run"
-    settings = [
-        "--config.epochs=4000.0",
-        "--config.checkpoint_every=4",
-        "--config.keep_checkpoints=3",
-    ]
-    first, second = running = processes(workdir, *settings, processes=2)
-    wait_for("\nsaved step 4:", running)
-    second.kill()
-    killed = time.monotonic()
-    assert first.wait(60) not in (0, None)
-    assert time.monotonic() - killed < 30
-    first, second = running = processes(workdir, *settings, processes=2)
-    wait_for("\nsaved step", running)
-    second.send(signal.SIGTERM)  # to one of them alone
-    assert [run.wait(60) for run in running] == [0, 0], first.said() + second.said()
-    assert "found step" in first.said()
-    assert "stopped by SIGTERM; saved in" in first.said()
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        newest = checkpoints.newest_verified()
-    lines = [line["step"] for line in read_metrics(workdir / "metrics.jsonl")]
-    assert lines == list(
-        range(1, newest + 1)
-    )  # every step once, over the death of a process and the stop
 
 
 @pytest.mark.process

@@ -1,17 +1,11 @@
 """A run from its first step to its results: resumed, interrupted, refused, damaged, continued."""
 
-import contextlib
 import errno
-import fcntl
 import itertools
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +18,9 @@ from rope_jax import data
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate import read_results
-from rope_jax.files import SaveFailed, locked
+from rope_jax.files import SaveFailed
 from rope_jax.sharding import put_batch
 from rope_jax.training import loop
-from rope_jax.training.report import Reporter
 from rope_jax.training.setup import (
     check_batch_size,
     initial_state,
@@ -145,29 +138,6 @@ def test_interrupted_is_uninterrupted_bit_for_bit(tmp_path, finished, monkeypatc
         for w in (tmp_path, workdir)
     ]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_a_killed_run_repeats_the_steps_since_its_checkpoint(tmp_path, finished, monkeypatch):
-    def kill(*args, **kwargs):
-        raise RuntimeError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rope_jax.run, "finish", kill)
-        patch.setattr(
-            Checkpoints,
-            "save",
-            lambda self, step, *a, save=Checkpoints.save, **k: (
-                save(self, step, *a, **k) if step < 20 else kill()
-            ),
-        )
-        with pytest.raises(RuntimeError, match="killed"):
-            run(tmp_path, ema_decay=0.9)
-    run(tmp_path, ema_decay=0.9)
-    assert tree_hash(final_state(tmp_path, ema_decay=0.9)) == tree_hash(
-        final_state(finished[0], ema_decay=0.9)
-    )
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 25))
 
 
 def test_a_non_finite_loss_stops_the_run_and_is_never_saved(tmp_path):
@@ -441,43 +411,6 @@ def test_a_workdir_that_cannot_have_checkpoints_is_refused_before_it_is_made(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_workdir_in_use_is_refused_without_waiting(tmp_path, monkeypatch):
-    asked = []
-    with locked(tmp_path), monkeypatch.context() as patched:
-        flock = fcntl.flock
-        patched.setattr(fcntl, "flock", lambda file, how: asked.append(how) or flock(file, how))
-        with pytest.raises(
-            ConfigError,
-            match=f"{tmp_path} is in use by process {os.getpid()} on .*: wait for it, or use an",
-        ):
-            run(tmp_path)
-    assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB]
-    with locked(tmp_path):
-        pass
-
-
-@pytest.mark.process
-def test_a_lock_ends_with_its_process(tmp_path):
-    code = f"""
-import pathlib, sys
-from rope_jax.files import locked
-with locked(pathlib.Path({str(tmp_path)!r})):
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
-    command = [sys.executable, "-c", code]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == "locked\n"
-        in_use = pytest.raises(ValueError, match=f"in use by process {process.pid} on")
-        with in_use, locked(tmp_path):
-            pass
-        process.kill()
-        process.wait()
-    with locked(tmp_path):
-        pass
-
-
 def test_a_workdir_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/run.*\[--workdir\]"):
@@ -538,25 +471,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_one(tmp_pa
     assert read_events(tmp_path / "metrics.jsonl")[-1]["resumes_from"] == 8
     run(tmp_path, ema_decay=0.9)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["16", "24"]
-
-
-@pytest.mark.slow
-def test_training_goes_on_beside_a_save_but_not_past_the_next_one(tmp_path, monkeypatch):
-    """A kill costs at most one interval, and the steps while its checkpoint was being written."""
-    write, reached = Checkpoints._write, {}
-    logged = lambda: read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
-
-    def slow(self, step, *args):
-        deadline = time.monotonic() + 30
-        while logged() < step + 8 and step < 24 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.3)  # enough for many more steps
-        reached[step] = logged()
-        write(self, step, *args)
-
-    monkeypatch.setattr(Checkpoints, "_write", slow)
-    run(tmp_path, ema_decay=0.9)
-    assert reached == {8: 16, 16: 24, 24: 24}
 
 
 @pytest.mark.parametrize("phase", ["preparation", "compilation"])
@@ -633,24 +547,6 @@ def test_a_profile_is_recorded_when_it_is_asked_for(tmp_path):
     )
     assert (event["step"], event["folder"]) == (7, str(tmp_path / "profile"))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-
-
-def test_a_workdir_that_is_deleted_or_taken_stops_the_run(tmp_path, monkeypatch):
-    workdir, write, second = tmp_path / "run", Reporter.report, contextlib.ExitStack()
-
-    def taken(self, step, *args):
-        if step == 10:
-            self._checkpoints.newest()  # waits until step 8 is on the disk
-            shutil.rmtree(workdir)
-            second.enter_context(locked(workdir))
-            (workdir / "checkpoints").mkdir()
-        write(self, step, *args)
-
-    monkeypatch.setattr(Reporter, "report", taken)
-    with second:
-        with pytest.raises(SaveFailed, match=f"step 16 is not saved: {workdir} was deleted or mo"):
-            run(workdir, ema_decay=0.9)
-        assert sorted(path.name for path in workdir.rglob("*")) == [".lock", "checkpoints"]
 
 
 def test_files_that_cannot_be_read_are_told_with_the_workdir(tmp_path, finished, monkeypatch):
