@@ -172,16 +172,3 @@ def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys)
     again = capsys.readouterr().out
     assert again.count(": training is complete") == 2
     assert (out / "comparison.txt").read_text() == table
-
-
-@pytest.mark.slow
-def test_own_images_in_folders(tmp_path, capsys):
-    folder, out = pictures(tmp_path / "images"), tmp_path / "out"
-    asked = [f"--path={folder}", "--model=vit_digits", "--positions=none,ape", "--seeds=2", *TINY]
-    asked += [f"--out={out}", "--resolutions=8", "--config.data.image_size=16"]
-    compare.main([*asked, "--config.batch_size=4", "--config.epochs=1"])
-    capsys.readouterr()
-    header, _, *rows = (out / "comparison.txt").read_text().splitlines()
-    assert header.split() == ["position", "16x16", "8x8"]
-    assert [row.split()[0] for row in rows[:2]] == ["none", "ape"]
-    assert len(list(out.glob("*/results.json"))) == 4

@@ -1,6 +1,5 @@
 """Notation, sizes, hints and tables: what is read, and what is refused with which advice."""
 
-import doctest
 import keyword
 import re
 
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_jax import text as rope_jax_text
 from rope_jax.text import (
     Call,
     assignments,
@@ -271,14 +269,3 @@ def test_tables():
         "| a | - | -1.5 |",
     ]
     assert markdown_table(header, []).endswith("|\n")
-
-
-FUNCTIONS = [parse, bind, assignments, image_pair, closest, format_table]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=[function.__name__ for function in FUNCTIONS])
-def test_examples_in_docstrings(function):
-    (found,) = doctest.DocTestFinder().find(function, "example", False, vars(rope_jax_text))
-    result = doctest.DocTestRunner().run(found)
-    assert result.attempted > 0
-    assert result.failed == 0

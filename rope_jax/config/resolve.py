@@ -179,7 +179,7 @@ def resolve(raw: Any) -> Config:
 def resolve_stored(raw: Any) -> Config:
     """`resolve` for a `config.json` or a checkpoint, which may name settings that are gone.
 
-    Devices of a CPU are set by JAX_NUM_CPU_DEVICES; `rope_jax.run` requires those of before.
+    Devices of a CPU are set by JAX_NUM_CPU_DEVICES today.
 
     >>> resolve_stored({"mesh": {"fsdp": 2, "cpu_devices": 1}}).mesh
     MeshConfig(fsdp=2)
@@ -295,48 +295,52 @@ def _convert(value: Any, kind: Kind) -> Any:
 
 def _check_combinations(config: Config) -> None:
     """Rejects incompatible settings."""
-    optim = config.optim
-    several = f"--config.seeds={config.seeds}"
-    if optim.min_learning_rate > optim.learning_rate:
-        raise ConfigError(
+    optim, batch, seeds = config.optim, config.batch_size, f"--config.seeds={config.seeds}"
+    groups = config.mix.groups if config.mix.mixup or config.mix.cutmix else 1
+    below = max(batch // groups, 2) * groups
+    mistakes = [
+        (
+            optim.min_learning_rate > optim.learning_rate,
             f"--config.optim.min_learning_rate={optim.min_learning_rate} is above "
             f"--config.optim.learning_rate={optim.learning_rate}: lower the first or raise the "
-            "second"
-        )
-    if optim.cooldown_epochs and optim.schedule in ("constant", "step"):
-        raise ConfigError(
+            "second",
+        ),
+        (
+            optim.cooldown_epochs and optim.schedule in ("constant", "step"),
             f"--config.optim.cooldown_epochs={optim.cooldown_epochs} does not go with "
             f"--config.optim.schedule={optim.schedule}, which does not end at a minimum: set the "
-            "cooldown to 0, or use cosine or poly"
-        )
-    if config.loss == "binary" and config.label_smoothing:
-        raise ConfigError(
+            "cooldown to 0, or use cosine or poly",
+        ),
+        (
+            config.loss == "binary" and config.label_smoothing,
             f"--config.label_smoothing={config.label_smoothing} does not go with "
             "--config.loss=binary, whose targets are 0 or 1: set the smoothing to 0, or use "
-            "--config.loss=softmax"
-        )
-    groups = config.mix.groups if config.mix.mixup or config.mix.cutmix else 1
-    if groups > 1 and (config.batch_size % groups or config.batch_size < 2 * groups):
-        below = max(config.batch_size // groups, 2) * groups
-        raise ConfigError(
-            f"--config.batch_size={config.batch_size} cannot be divided into "
-            f"--config.mix.groups={groups} equal groups of at least 2 images: use a batch of "
-            f"{below} or {below + groups}, or --config.mix.groups=1"
-        )
-    if config.seeds > 1 and not config.data.on_device:
-        raise ConfigError(
-            f"{several} needs the images on the device: add --config.data.on_device=True, or use "
-            "--config.seeds=1"
-        )
-    if config.seeds > 1 and config.mesh.fsdp > 1:
-        raise ConfigError(
-            f"{several} does not go with --config.mesh.fsdp={config.mesh.fsdp}: set one to 1"
-        )
-    if config.seed + config.seeds > 2**32:
-        raise ConfigError(
-            f"{several} from --config.seed={config.seed} on reach beyond 2**32 - 1: use a "
-            "smaller seed"
-        )
+            "--config.loss=softmax",
+        ),
+        (
+            groups > 1 and (batch % groups or batch < 2 * groups),
+            f"--config.batch_size={batch} cannot be divided into --config.mix.groups={groups} "
+            f"equal groups of at least 2 images: use a batch of {below} or {below + groups}, or "
+            "--config.mix.groups=1",
+        ),
+        (
+            config.seeds > 1 and not config.data.on_device,
+            f"{seeds} needs the images on the device: add --config.data.on_device=True, or use "
+            "--config.seeds=1",
+        ),
+        (
+            config.seeds > 1 and config.mesh.fsdp > 1,
+            f"{seeds} does not go with --config.mesh.fsdp={config.mesh.fsdp}: set one to 1",
+        ),
+        (
+            config.seed + config.seeds > 2**32,
+            f"{seeds} from --config.seed={config.seed} on reach beyond 2**32 - 1: use a smaller "
+            "seed",
+        ),
+    ]
+    for wrong, mistake in mistakes:
+        if wrong:
+            raise ConfigError(mistake)
 
 
 def _describe(kind: Kind) -> str:

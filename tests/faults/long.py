@@ -10,31 +10,27 @@ losses of an uninterrupted one; an AssertionError tells where work was lost. Att
 import collections
 import contextlib
 import io
-import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks._runner import Keep, call
-from rope_jax import data
 from rope_jax.config import from_json
 from rope_jax.run import load_newest
-from rope_jax.training import loop
 from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.metrics import read_metrics
 from rope_jax.workdir.trees import tree_hash
 from tests.faults.attacks import SMALL, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
@@ -48,14 +44,13 @@ SETTINGS = [
     f"--config.checkpoint_every={EVERY}",
 ]
 DAMAGES = ("flip", "truncate", "zero", "delete")
-PHASES = ["import", "compile", "step", "save", "evaluation"]
-# The output of a run at the beginning of the phases in which it may be killed.
-BEGINNINGS = {
-    "compilation": ("\nparameter ", "\nfound step "),
-    "training": ("\nstep ",),
-    "evaluation": (f"\nsaved step {STEPS}:", "training is complete"),
+PHASES = {  # what a run says at their beginning
+    "start": "",
+    "compile": "\nparameter ",
+    "step": "\nstep    20/",
+    "save": f"\nstep    {2 * EVERY}/",
+    "evaluation": f"\nsaved step {STEPS}:",
 }
-ENDS = dict(zip(BEGINNINGS, [*list(BEGINNINGS.values())[1:], ()], strict=True))
 
 
 def start(workdir: pathlib.Path, log: pathlib.Path, **options: Any) -> Run:
@@ -63,15 +58,12 @@ def start(workdir: pathlib.Path, log: pathlib.Path, **options: Any) -> Run:
     return Run([*SETTINGS, f"--workdir={workdir}"], log, **options)
 
 
-def complete(workdir: pathlib.Path, log: pathlib.Path) -> dict[str, float]:
-    """Runs to the end; returns the seconds of each phase."""
-    run = start(workdir, log)
-    times = [run.wait_for(*marks) for marks in BEGINNINGS.values()]
+def complete(workdir: pathlib.Path, log: pathlib.Path) -> float:
+    """Runs to the end; returns the seconds that it took."""
+    begun, run = time.monotonic(), start(workdir, log)
     status = run.wait(600)
-    if status != 0:
-        raise RuntimeError(f"exit status {status}: {run.said()[-2000:]}")
-    pairs = itertools.pairwise([*times, time.monotonic()])
-    return {phase: end - begin for phase, (begin, end) in zip(BEGINNINGS, pairs, strict=True)}
+    expect(status == 0, f"exit status {status}: {run.said()[-2000:]}")
+    return time.monotonic() - begun
 
 
 def restored(workdir: pathlib.Path, config: pathlib.Path, **options: Any) -> dict[str, Any]:
@@ -92,59 +84,38 @@ def outcome(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def kills(
-    count: int,
-    reference: dict,
-    seconds: dict[str, float],
-    rng: np.random.Generator,
-    folder: pathlib.Path,
+    count: int, reference: dict, seconds: float, rng: np.random.Generator, folder: pathlib.Path
 ) -> dict[str, Any]:
     """Kills runs at random instants `count` times, resuming each until it is complete.
 
     Args:
         count: of SIGKILLs.
         reference: the outcome of the uninterrupted run.
-        seconds: duration of each of its phases. All phases are hit equally often, at uniformly
-            distributed instants (at the end of the phase where it ends before).
+        seconds: that it took; instants are uniform in this time.
         rng: of the instants.
         folder: for workdirs.
     """
     zones = ["UTC", "Asia/Kathmandu", "America/St_Johns"]
-    seconds = dict(seconds)
-    met, repeated, phases, killed, completed = collections.Counter(), [], [], 0, 0
+    repeated, completed = [], 0
     workdir, log = folder / "killed", folder / "killed.log"
-    while killed < count or workdir.exists() or not completed:
-        phases = phases or [str(phase) for phase in rng.permutation(list(seconds))]
+    while len(repeated) < count or workdir.exists():
         run = start(workdir, log, environment={"TZ": str(rng.choice(zones))})
-        if killed < count:
-            phase = phases[-1]
-            begun = run.wait_for(*BEGINNINGS[phase])
-            with contextlib.suppress(TimeoutError):
-                ended = run.wait_for(*ENDS[phase], seconds=rng.uniform(0, seconds[phase]))
-                if run.has_said(*BEGINNINGS[phase]):
-                    seconds[phase] = ended - begun  # faster than the measured run
-        else:
-            run.wait(600)
+        run.wait(rng.uniform(0, seconds) if len(repeated) < count else 600)
         run.kill()
         if run.returncode == -signal.SIGKILL:
-            killed += 1
-            phases.pop()
-            met[reached := phase_of(run, workdir)] += 1
             repeated.append(check_killed(run, workdir))
             repeats = f"step {durable(workdir)} on disk, {repeated[-1]} steps to repeat"
-            print(f"kill {killed}: {reached}, {repeats}", flush=True)
+            print(f"kill {len(repeated)}: {repeats}", flush=True)
             continue
         expect(run.returncode == 0, f"exit status {run.returncode}: {run.said()[-2000:]}")
         expect(outcome(workdir) == reference, f"{workdir} did not end in the reference's state")
         completed += 1
         shutil.rmtree(workdir)
     return {
-        "kills": killed,
-        "by_phase": dict(met),
+        "kills": count,
         "runs_completed": completed,
-        "bit_identical": completed,
-        "reported_as_saved_and_lost": 0,
-        "most_steps_repeated": max(repeated, default=0),
-        "mean_steps_repeated": round(float(np.mean(repeated)), 1) if repeated else 0,
+        "most_steps_repeated": max(repeated),
+        "mean_steps_repeated": round(float(np.mean(repeated)), 1),
         "checkpoint_every": EVERY,
     }
 
@@ -158,18 +129,6 @@ def check_killed(run: Run, workdir: pathlib.Path) -> int:
     # One interval, and the steps while its checkpoint was being written: at most one more.
     expect(repeated <= 2 * EVERY, f"{repeated} steps to repeat, a checkpoint every {EVERY} steps")
     return repeated
-
-
-def phase_of(run: Run, workdir: pathlib.Path) -> str:
-    """The phase in which a run was killed, from its files and its output."""
-    left = [path.name for path in (workdir / "checkpoints").glob("*")]
-    for name, phase in ((".writing", "saving"), (".deleting", "cleaning up")):
-        if any(name in entry for entry in left):
-            return phase
-    if run.has_said("\npicture: ", "\nno picture: "):
-        return "ending"
-    reached = [phase for phase, marks in BEGINNINGS.items() if run.has_said(*marks)]
-    return reached[-1] if reached else "import"
 
 
 def damage(path: pathlib.Path, kind: str, rng: np.random.Generator) -> bool:
@@ -220,39 +179,7 @@ def corruptions(
             expect(tree_hash(state) == expected, f"after {what} another state was restored")
             expect((target / f"{newest}.corrupt").is_dir(), f"after {what} the step is gone")
             done[kind] += 1
-    detected = {"detected": count, "fell_back": count, "silent": 0}
-    return {"corruptions": count, "by_kind": dict(done), "files": len(files)} | detected
-
-
-def _slowed() -> None:
-    """Makes a run announce phases and pause in them, so that a signal arrives inside."""
-    originals = loop.make_step, Checkpoints._write, data.evaluation_batches
-
-    def say(phase: str, rest: float) -> None:
-        print(f"phase {phase}", flush=True)
-        time.sleep(rest)
-
-    def make_step(setup: Any) -> Any:
-        say("compile", 0)
-        return originals[0](setup)
-
-    def write_checkpoint(*args: Any) -> None:
-        say("save", 0.5)
-        return originals[1](*args)
-
-    def slowly(made: Iterator[Any]) -> Iterator[Any]:
-        for batch in made:
-            say("evaluation", 0.1)
-            yield batch
-
-    def evaluation_batches(*args: Any, **options: Any) -> Any:
-        batches = originals[2](*args, **options)
-        batches._make = slowly(batches._make)
-        return batches
-
-    loop.make_step = make_step
-    Checkpoints._write = write_checkpoint
-    data.evaluation_batches = evaluation_batches
+    return {"corruptions": count, "by_kind": dict(done), "files": len(files), "fell_back": count}
 
 
 def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -260,43 +187,22 @@ def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path) -> lis
     rows = []
     for phase in phases:
         workdir, log = folder / f"signal-{phase}", folder / f"signal-{phase}.log"
-        if phase == "import":
-            status, seconds = _terminated_import(workdir)
-        else:
-            status, seconds = _terminated(phase, workdir, log)
+        run = start(workdir, log)
+        sent = run.wait_for(PHASES[phase])
+        with contextlib.suppress(ProcessLookupError):  # a machine on which it has ended
+            run.send(signal.SIGTERM)
+        status, seconds = run.wait(120), time.monotonic() - sent
         logged, on_disk = last_logged(workdir), durable(workdir)
         expect(on_disk >= logged, f"{phase}: step {logged} was logged, {on_disk} is on disk")
         allowed = (0,) if on_disk else (-signal.SIGTERM, 128 + signal.SIGTERM)
         expect(status in allowed, f"SIGTERM in {phase}: exit status {status}")
-        events = [x for x in read_events(workdir / "metrics.jsonl") if x["event"] == "stop"]
         complete(workdir, log)
         same = outcome(workdir) == reference
         expect(same, f"after SIGTERM in {phase} the run did not end in the reference's state")
         row = {"phase": phase, "exit_status": status, "seconds_to_exit": round(seconds, 2)}
         rows.append(row | {"logged": logged, "on_disk": on_disk})
-        print(rows[-1], [event["why"] for event in events], flush=True)
+        print(rows[-1], flush=True)
     return rows
-
-
-def _terminated(phase: str, workdir: pathlib.Path, log: pathlib.Path) -> tuple[int, float]:
-    """Exit status of a run after SIGTERM in a phase, and the seconds until then."""
-    run = start(workdir, log, prepare=_slowed)
-    sent = run.wait_for("\nstep 20/" if phase == "step" else f"\nphase {phase}")
-    expect(run.returncode is None, f"the run ended before its {phase}: {run.said()[-2000:]}")
-    run.send(signal.SIGTERM)
-    status = run.wait(120)
-    expect(status is not None, f"SIGTERM in {phase} did not end the run: {run.said()[-2000:]}")
-    return status, time.monotonic() - sent
-
-
-def _terminated_import(workdir: pathlib.Path) -> tuple[int, float]:
-    """The same while Python imports."""
-    command = [sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={workdir}"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    time.sleep(0.5)
-    process.terminate()
-    sent = time.monotonic()
-    return process.wait(120), time.monotonic() - sent
 
 
 def tries(pattern: str, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -326,7 +232,7 @@ def run(
     kill_count: int = 50,
     corruption_count: int = 200,
     attacks: str = ".",
-    phases: list[Literal[*PHASES]] = PHASES,
+    phases: list[Literal[*PHASES]] = list(PHASES),  # noqa: B006
     seed: int = 0,
 ) -> None:
     """Runs all of them.
@@ -349,7 +255,7 @@ def run(
         expect(outcome(folder / "first") == reference, "two runs of one config differ")
         figures = {
             "cores": sorted(os.sched_getaffinity(0)),
-            "seconds_uninterrupted": {phase: round(part, 2) for phase, part in seconds.items()},
+            "seconds_uninterrupted": round(seconds, 2),
             "state": reference["state"],
             "signals": signals(phases, reference, folder),
             "corruptions": corruptions(corruption_count, folder / "reference", rng, folder),

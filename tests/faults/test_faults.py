@@ -12,7 +12,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A run that nothing interrupts: folder, outcome, seconds of its phases."""
+    """A run that nothing interrupts: folder, outcome, its seconds."""
     folder = tmp_path_factory.mktemp("faults")
     seconds = faults.complete(folder / "reference", folder / "log")
     return folder, faults.outcome(folder / "reference"), seconds
@@ -20,12 +20,11 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize("count", [3, pytest.param(9, marks=pytest.mark.slow)])
 def test_killed_runs_end_where_others_do(reference, count):
-    """Once in each phase; what is lost is bounded by one interval and a save under way."""
+    """What is lost is bounded by one interval and a save under way."""
     folder, outcome, seconds = reference
     figures = faults.kills(count, outcome, seconds, np.random.default_rng(0), folder)
     assert figures["kills"] == count
     assert figures["runs_completed"] >= 1
-    assert "import" not in figures["by_phase"]
 
 
 def test_damage_is_seen_and_the_step_before_it_restored(reference):

@@ -60,12 +60,6 @@ def test_the_step_updates_weights_and_statistics():
         assert (np.asarray(ours) != before).any(), name
 
 
-def test_models_without_batch_norms_have_no_statistics():
-    setup, model = prepare(tiny())
-    shapes = jax.eval_shape(lambda: initial_state(setup, model))
-    assert set(shapes) == {"step", "params", "opt"}
-
-
 @pytest.mark.slow
 def test_the_loaded_model_has_the_statistics_and_scores_what_the_run_reported(finished):
     model, config = rope_jax.load_checkpoint(str(finished))
