@@ -1,6 +1,7 @@
 """The processes of a run: how they find each other, and exchange texts."""
 
 import os
+import socket
 import threading
 from typing import Any
 
@@ -33,6 +34,9 @@ def join(heartbeat: int, timeout: int) -> None:
     late.start()
     try:
         numbers = {name: int(os.environ[x]) for name, x in _NUMBERS.items() if x in os.environ}
+        if numbers.get("process_id") == 0:  # where another program has the port, jax may crash
+            bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", os.environ.get(_ADDRESS, ""))
+            socket.create_server(("", int(bound.rpartition(":")[2]))).close()
         jax.distributed.initialize(
             heartbeat_timeout_seconds=heartbeat,
             initialization_timeout=timeout + 60,

@@ -159,4 +159,4 @@ def used_port(folder, number, rng):
         used.listen()
         address = f"localhost:{used.getsockname()[1]}"
         (run,) = start(folder, [[]], environments=[{"JAX_COORDINATOR_ADDRESS": address}])
-        refused([run], "JAX_COORDINATOR_ADDRESS=host:port, with a free port")
+        refused([run], "already in use", "JAX_COORDINATOR_ADDRESS=host:port, with a free port")
