@@ -338,7 +338,5 @@ def test_a_process_that_nobody_has_told_of_others_says_so(tmp_path):
     )
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
-    assert (
-        "set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave "
-        "--distributed out" in done.stderr
-    )
+    assert "set JAX_COORDINATOR_ADDRESS=host:port" in done.stderr
+    assert "or leave --distributed out" in done.stderr
