@@ -385,7 +385,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finishe
     )  # reads 16, and renames nothing
     with pytest.raises(
         ValueError,
-        match=r"24 of .* is damaged: manifest.json is missing; others are 16, 24",
+        match=r"24 of .* is damaged: manifest.json is missing",
     ):
         rope_jax.load_checkpoint(str(workdir), step=24)
     run(workdir, ema_decay=0.9)

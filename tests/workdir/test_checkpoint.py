@@ -204,6 +204,10 @@ def linked(path):
     path.symlink_to(moved(path))
 
 
+def linked_to_nothing(path):
+    path.symlink_to("nowhere")
+
+
 FOREIGN = {
     "a link to a file": lambda step: linked(step / "_CHECKPOINT_METADATA"),
     "a link to a folder": lambda step: linked(step / "params"),
@@ -213,7 +217,7 @@ FOREIGN = {
     "a name that leads out": edited_manifest,
     "a manifest that is no JSON": lambda step: (step / "manifest.json").write_text("{"),
     "a link to the step": linked,
-    "a link to nothing": lambda step: step.symlink_to(moved(step).parent / "nowhere"),
+    "a link to nothing": lambda step: (moved(step), linked_to_nothing(step)),
     "a file for a step": lambda step: (moved(step), step.write_text("moved")),
     "another step": lambda step: (moved(step), shutil.copytree(step.parent / "1", step)),
 }
@@ -376,10 +380,11 @@ UNFINISHED = [
     "11.orbax-checkpoint-tmp-1",
 ]
 NAMES = st.sampled_from([*STEPS, *UNFINISHED, "7.corrupt", "7.corrupt.2", "notes", ".hidden"])
-CONTENTS = st.sampled_from(["empty", "file", "folder", "half a checkpoint", "link to a checkpoint"])
+CONTENTS = {"folder": pathlib.Path.mkdir, "file": pathlib.Path.touch, "link": linked_to_nothing}
+LITTER = st.dictionaries(NAMES, st.sampled_from(list(CONTENTS)), max_size=8)
 
 
-@hypothesis.given(litter=st.dictionaries(NAMES, CONTENTS, max_size=8), good=st.booleans())
+@hypothesis.given(litter=LITTER, good=st.booleans())
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
     with tempfile.TemporaryDirectory() as name:
@@ -387,18 +392,7 @@ def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
         if good:
             shutil.copytree(two / "2", folder / "2")
         for entry, content in litter.items():
-            path = folder / entry
-            if content == "file":
-                path.write_text("x")
-            elif content == "link to a checkpoint":
-                path.symlink_to(two / "1")
-            elif content == "half a checkpoint":
-                shutil.copytree(two / "1", path)
-                (path / "_CHECKPOINT_METADATA").unlink()
-            else:
-                path.mkdir()
-                if content == "folder":
-                    (path / "file").write_text("{")
+            CONTENTS[content](folder / entry)
         before = set(names(folder))
         checkpoints = Checkpoints(folder)
         checkpoints.clean()
@@ -408,8 +402,7 @@ def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
         else:
             with pytest.raises(Damaged):
                 checkpoints.newest_verified(rename=True)
-        kept = ("file", "link to a checkpoint")
-        gone = {entry for entry in UNFINISHED[:3] if litter.get(entry, "file") not in kept}
+        gone = {entry for entry in UNFINISHED[:3] if litter.get(entry) == "folder"}
         after = set(names(folder))
         assert len(after) == len(before) - len(gone)
         assert before - after == gone | damaged

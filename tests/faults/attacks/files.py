@@ -12,8 +12,6 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from rope_jax.data import open_source
-from rope_jax.data.prepare import prepare
 from rope_jax.workdir import integrity
 from tests.faults.attacks import ENDLESS, SMALL, attack, durable, ended, expect, refused, said
 from tests.faults.processes import Run
@@ -137,35 +135,3 @@ def bad_image(folder: pathlib.Path, number: int, rng: np.random.Generator) -> No
     words = (path.name, "cannot be used", "rope_jax.data.verify", "data.bad_images=skip")
     refused([start(folder, *source)], *words, status=1)
     completed(folder, *source, "--config.data.bad_images=skip")
-
-
-@attack("a packed set whose pixels, labels, names or shapes are exchanged", tries=4)
-def exchanged_pixels(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
-    write_images(folder / "images", rng)
-    packed = folder / "packed"
-    for split in ("train", "test"):
-        prepare(open_source("folder", str(folder / "images"), split), packed, shard_images=4)
-    name = ("images-00002.bin", "labels.npy", "names.npy", "shapes.npy")[number % 4]
-    path = packed / str(rng.choice(["train", "test"])) / name
-    source = [*IMAGES, "--config.data.source=packed", f"--config.data.path={packed}"]
-    good = path.read_bytes()
-    place = int(rng.integers(len(good) // 2, len(good)))
-    path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-    run = start(folder, *source)
-    refused([run], name, "changed", status=1 if name.endswith(".bin") else 2)
-    expect("bad_images" not in run.said(), f"advice that does not help: {said([run])}")
-    path.write_bytes(good)
-    completed(folder, *source)
-
-
-@attack("a data file of unequal lengths, or with an enormous label", tries=4)
-def lying_arrays(folder: pathlib.Path, number: int, rng: np.random.Generator) -> None:
-    images, labels = np.zeros((400, 8, 8), np.uint8), np.zeros(400, np.int64)
-    if number % 2 == 0:
-        labels = labels[: int(rng.integers(1, 400))]
-    else:
-        labels[int(rng.integers(400))] = int(rng.integers(100_000, 2**31))
-    np.savez_compressed(folder / "set.npz", train_images=images, train_labels=labels)
-    source = ["--config.data.source=npz", f"--config.data.path={folder / 'set.npz'}"]
-    refused([start(folder, *source)], "set.npz", "labels")
-    expect(os.listdir(folder / "run") == [".lock"], "it left a workdir")
