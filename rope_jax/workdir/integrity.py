@@ -20,10 +20,10 @@ class Damaged(ValueError):
 
 
 def seal(folder: pathlib.Path, step: int) -> None:
-    """Writes the manifest of the files in a folder, and syncs all of it to the disk."""
-    write_file(folder / MANIFEST, manifest(step, _described(folder)))
-    for path in (folder, *folder.rglob("*")):
+    """Syncs the files in a folder to the disk, and writes their manifest."""
+    for path in folder.rglob("*"):
         sync(path)
+    write_file(folder / MANIFEST, manifest(step, _described(folder)))  # which syncs the folder
 
 
 def problem_of(folder: pathlib.Path, step: int) -> str | None:

@@ -38,7 +38,7 @@ def check_tree(wanted: Any, found: Any) -> None:
         if wanted.get(name) != found.get(name)
     ]
     if problems:
-        raise ValueError("the checkpoint does not fit this run: " + some_of(problems))
+        raise ValueError("the checkpoint's arrays are not those of this run: " + some_of(problems))
 
 
 def some_of(problems: list[str]) -> str:
