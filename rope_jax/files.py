@@ -15,13 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
-_KINDS = {
-    stat.S_ISDIR: "a folder",
-    stat.S_ISFIFO: "a named pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-}
 RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _JSON_BYTES = 1 << 28  # of a JSON file; config, results and indices have far fewer
 
@@ -56,7 +49,7 @@ def open_regular(path: str | os.PathLike, *, at_most: int | None = None) -> Iter
     >>> with open_regular("/dev/zero") as file:
     ...     pass
     Traceback (most recent call last):
-    ValueError: /dev/zero is a device, not a regular file
+    ValueError: /dev/zero is not a regular file
 
     Args:
         path: of the file; links are followed.
@@ -66,8 +59,8 @@ def open_regular(path: str | os.PathLike, *, at_most: int | None = None) -> Iter
         ValueError: it is something else, or larger.
         OSError: it cannot be read.
     """
-    if kind := _not_regular(pathlib.Path(path)):  # before opening, which may wait or have effects
-        raise ValueError(f"{os.fspath(path)} is {kind}, not a regular file")
+    if not stat.S_ISREG(os.stat(path).st_mode):  # before opening, which may wait or have effects
+        raise ValueError(f"{os.fspath(path)} is not a regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if at_most is not None and size > at_most:
@@ -79,19 +72,6 @@ def read_regular(path: str | os.PathLike, *, at_most: int) -> bytes:
     """The content of a regular file of at most `at_most` bytes; errors as in `open_regular`."""
     with open_regular(path, at_most=at_most) as file:
         return file.read(os.fstat(file.fileno()).st_size)
-
-
-def _not_regular(path: pathlib.Path) -> str | None:
-    """What the path names in place of a regular file; None for one, and for nothing at all."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return "a loop of links"
-    return next((kind for test, kind in _KINDS.items() if test(mode)), None)
 
 
 def read_json(path: str | os.PathLike) -> Any:
@@ -135,26 +115,18 @@ def _digest(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def set_aside(path: pathlib.Path, why: object) -> pathlib.Path:
-    """Renames what cannot be used to NAME.damaged (.damaged.2, ...), with a warning; the new path.
+def set_aside(path: pathlib.Path, why: object, suffix: str = "damaged") -> pathlib.Path:
+    """Renames what cannot be used to NAME.suffix (.2, ...), with a warning; returns the new path.
 
     Nothing is deleted: the damage may be one that its owner can repair.
     """
-    target, number = path.with_name(f"{path.name}.damaged"), 1
+    target, number = path.with_name(f"{path.name}.{suffix}"), 1
     while os.path.lexists(target):
         number += 1
-        target = path.with_name(f"{path.name}.damaged.{number}")
+        target = path.with_name(f"{path.name}.{suffix}.{number}")
     path.rename(target)
     warn(f"WARNING: {why}. It is kept as {target.name}")
     return target
-
-
-def make_folder(path: pathlib.Path) -> pathlib.Path:
-    """Creates a folder, unless it exists; a file of that name is set aside. Returns the path."""
-    if os.path.lexists(path) and not path.is_dir():
-        set_aside(path, f"{path} is no folder")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def file_sha256(path: str | os.PathLike) -> str:
@@ -198,47 +170,28 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_file(path: pathlib.Path, content: str | bytes) -> None:
-    """Replaces a file atomically and syncs it to disk; a folder or pipe of that name is set aside.
+    """Replaces a file atomically and syncs it to disk. Of several writers the last one wins.
 
     Raises:
         SaveFailed: it could not be written.
     """
-    _replace(path, lambda: content)
-
-
-def update_file(path: pathlib.Path, change: Callable[[], str]) -> None:
-    """Replaces a file like `write_file`, by `change()`, which may read it: one process at a time.
-
-    Raises:
-        SaveFailed: it could not be written.
-    """
-    _replace(path, change)
-
-
-def _replace(path: pathlib.Path, content_of: Callable[[], str | bytes]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        for place in (path, temporary):
-            if kind := _not_regular(place):
-                set_aside(place, f"{place} is {kind}, not a regular file")
-        with locked_file(temporary, wait=True) as file:
-            try:
-                content = content_of()
-                file.truncate(0)  # a killed process may have left partial content
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            temporary.replace(path)
-            sync_folder(path.parent)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
     except OSError as error:
         raise SaveFailed(f"{path} could not be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
-def sync_folder(path: pathlib.Path) -> None:
-    """Syncs a folder's directory entries to disk."""
+def sync(path: pathlib.Path) -> None:
+    """Syncs a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -247,33 +200,11 @@ def sync_folder(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_file(path: pathlib.Path, *, wait: bool) -> Iterator[IO[bytes]]:
-    """Opens a file (created if missing) and locks it against other processes.
-
-    Raises:
-        BlockingIOError: another process holds it, and `wait` is False.
-    """
-    while True:
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if _has_name(file, path):  # otherwise its last holder removed or renamed it
-                yield file
-                return
-
-
-def _has_name(file: IO[bytes], path: pathlib.Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-@contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
     """Locks a workdir (created if missing) for this process.
 
     The operating system releases the lock when the process ends, however it ends, so locks are
-    never stale. A workdir that was created here and is still empty is removed again.
+    never stale.
 
     Yields:
         a function: whether the workdir still has this lock, so was not deleted, moved or replaced.
@@ -282,31 +213,24 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
         ValueError: another process holds it; the message names it.
         OSError: the workdir cannot be written to.
     """
-    made = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / ".lock"
-    with contextlib.ExitStack() as stack:
-        if kind := _not_regular(path):
-            raise ValueError(f"{path}, the lock of the workdir, is {kind}: remove it")
+    with path.open("a+b", buffering=0) as file:
         try:
-            file = stack.enter_context(locked_file(path, wait=False))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = ""
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                holder = read_regular(path, at_most=1000).decode(errors="replace").strip()
+            file.seek(0)
+            holder = file.read(1000).decode(errors="replace").strip() or "another process"
             raise ValueError(
-                f"{workdir} is in use by {holder or 'another process'}: "
-                "wait for it, or use another workdir"
+                f"{workdir} is in use by {holder}: wait for it, or use another workdir"
             ) from None
-        with naming(path):
-            file.truncate(0)
-            # Not buffered: closing the file would write what is left, and fail without a name.
-            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        still_ours = functools.partial(_has_name, file, path)
-        try:
-            yield still_ours
-        finally:
-            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
-                if made and still_ours() and [p.name for p in workdir.iterdir()] == [path.name]:
-                    path.unlink()
-                    workdir.rmdir()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield functools.partial(_has_name, file, path)
+
+
+def _has_name(file: IO[bytes], path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError as error:  # of another error it cannot be told; writing will fail, too
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR)

@@ -17,6 +17,12 @@ from rope_jax.models.pretrained import Preprocessing, load_pretrained
 from rope_jax.restore import create, read_checkpoint
 from rope_jax.text import image_pair
 
+# Arguments that belong to a WORKDIR, and to --model.
+_OF_RUNS = ("step",)
+_OF_MODELS = (
+    "position", "weights", "source", "head", "num_classes", "image_size", "options", "dtype",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
@@ -90,17 +96,14 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """
     if (arguments.workdir is None) == (arguments.model is None):
         raise ConfigError("name either the WORKDIR of a run or a --model")
-    if arguments.workdir is not None:
-        return _load_run(arguments)
-    return _load_named(arguments)
+    named = arguments.workdir is None
+    wanted, others = ("a WORKDIR", _OF_RUNS) if named else ("--model", _OF_MODELS)
+    if given := [name for name in others if getattr(arguments, name) not in (None, "")]:
+        raise ConfigError(f"--{given[0]} goes with {wanted}: leave it out")
+    return _load_named(arguments) if named else _load_run(arguments)
 
 
 def _load_run(arguments: argparse.Namespace) -> LoadedModel:
-    own = ("position", "weights", "source", "head", "num_classes", "image_size", "options", "dtype")
-    if given := [name for name in own if getattr(arguments, name) not in (None, "")]:
-        raise ConfigError(
-            f"--{given[0]} goes with --model; a WORKDIR has it in its config.json: leave it out"
-        )
     workdir = arguments.workdir
     with blame("WORKDIR"):
         model, config, step = read_checkpoint(workdir, step=arguments.step, seed=arguments.seed)
@@ -120,8 +123,6 @@ def _load_run(arguments: argparse.Namespace) -> LoadedModel:
 
 
 def _load_named(arguments: argparse.Namespace) -> LoadedModel:
-    if arguments.step is not None:
-        raise ConfigError("--step goes with a WORKDIR: leave it out")
     if arguments.source is not None and arguments.weights is None:
         raise ConfigError(
             f"--source={arguments.source} needs --weights: name them, or leave --source out"

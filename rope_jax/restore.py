@@ -117,19 +117,15 @@ def read_checkpoint(
 
 def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:
     """The step to load, verified; by default the newest valid one."""
-    steps = checkpoints.steps()
     if step is None:
         step = checkpoints.newest_verified()
         if step is None:
             raise FileNotFoundError(f"{path} holds no checkpoints yet")
-    elif step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
+    elif step not in checkpoints.steps():
+        there = checkpoints.steps()
         raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {there}")
     elif problem := checkpoints.problem(step):
-        raise ValueError(
-            f"checkpoint {step} of {path} is damaged: {problem}; others are "
-            f"{', '.join(map(str, steps))}"
-        )
+        raise ValueError(f"checkpoint {step} of {path} is damaged: {problem}; leave the step out")
     return step
 
 

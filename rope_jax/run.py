@@ -72,7 +72,7 @@ def train(
         ConfigError: an impossible combination, or a workdir of another run.
         Interrupted: a signal stopped the run; the last finished step is saved.
         NonFinite: the loss or a gradient is not finite; it is not saved.
-        SaveFailed: a checkpoint or a line of metrics could not be written.
+        SaveFailed: the last checkpoint could not be written, or the workdir is not this run's.
     """
     flags = {"mode": "train", "strict_restore": strict_restore, "resume_override": resume_override}
     with Run.open(config, workdir, flags) as run, contextlib.ExitStack() as stack:

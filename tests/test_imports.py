@@ -83,7 +83,7 @@ FLOORS = {
     "rope_jax.config": ("text arguments", "ml_collections"),
     "rope_jax.seeds": ("config", f"{ARRAYS} flax.nnx"),
     "rope_jax.tasks": ("config data models", f"{ARRAYS} flax.nnx optax pycocotools"),
-    "rope_jax.workdir": ("files text", f"{ARRAYS} orbax tensorboardX"),
+    "rope_jax.workdir": ("files processes text", f"{ARRAYS} orbax tensorboardX"),
     "rope_jax.restore": ("seeds models workdir", f"{ARRAYS} flax.nnx"),
     "rope_jax.loading": ("restore", f"{ARRAYS} flax.nnx"),
     "rope_jax.export_model": ("loading", ""),

@@ -31,7 +31,7 @@ def test_a_workdir_is_loaded_and_its_checkpoint_verified_once(tmp_path, monkeypa
         3,
     )
     assert jnp.array_equal(loaded.model.head.kernel, saved.head.kernel)
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 4; there are 3 \[WORKDIR\]"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 4; there are \[3\] \[WORKDIR\]"):
         load(tmp_path, "--step=4")
 
 

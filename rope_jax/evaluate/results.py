@@ -1,14 +1,11 @@
-"""Files and tables of results: `results.json` of runs, `evaluations.json` of other evaluations.
-
-Both hold a digest of their entries: results that were cut or edited are never taken for results.
-"""
+"""Files and tables of results: `results.json` of runs, `evaluations.json` of other evaluations."""
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax.files import read_json, sealed, set_aside, unsealed, update_file, warn, write_file
+from rope_jax.files import read_json, set_aside, write_file
 from rope_jax.text import format_table
 
 Row = dict[str, Any]
@@ -81,7 +78,7 @@ def write_results(workdir: pathlib.Path, step: int, rows: Sequence[Row]) -> None
     >>> read_results(workdir)["step"]
     100
     """
-    write_file(workdir / "results.json", _text({"step": step, "eval": list(rows)}))
+    _write(workdir / "results.json", {"step": step, "eval": list(rows)})
 
 
 def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
@@ -91,10 +88,10 @@ def read_results(workdir: pathlib.Path) -> dict[str, Any] | None:
     True
 
     Raises:
-        ValueError: it is damaged, or was edited.
+        ValueError: it is damaged.
         OSError: it cannot be read.
     """
-    return _read(workdir / "results.json", earlier={"step", "eval"})
+    return _read(workdir / "results.json", "step", "eval")
 
 
 def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
@@ -106,28 +103,30 @@ def usable_results(workdir: pathlib.Path) -> dict[str, Any] | None:
     >>> usable_results(workdir) is None, sorted(path.name for path in workdir.iterdir())
     (True, ['results.json.damaged'])
     """
-    path = workdir / "results.json"
-    try:
-        return _read(path)
-    except ValueError as error:
-        set_aside(path, f"{error}; its results are computed again")
-        return None
+    return _usable(workdir / "results.json", "step", "eval")
 
 
-def _read(path: pathlib.Path, earlier: Set[str] = frozenset()) -> dict[str, Any] | None:
-    """The entries of a file; one without a digest, of earlier versions, may have those named."""
+def _read(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
+    """The entries of a file that have these names (earlier versions added a digest), or None."""
     try:
         value = read_json(path)
     except FileNotFoundError:
         return None
-    if earlier and isinstance(value, dict) and value.keys() == earlier:
-        warn(f"WARNING: {path} has no digest, as those of earlier versions: it cannot be verified")
-        return value
-    return unsealed(value, str(path))
+    if not isinstance(value, dict) or not value.keys() >= set(names):
+        raise ValueError(f"{path} is damaged: it must hold {' and '.join(names)}")
+    return {name: value[name] for name in names}
 
 
-def _text(entries: dict[str, Any]) -> str:
-    return json.dumps(sealed(entries), indent=2) + "\n"
+def _usable(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
+    try:
+        return _read(path, *names)
+    except ValueError as error:
+        set_aside(path, f"{error}; its results are computed again where they are asked for")
+        return None
+
+
+def _write(path: pathlib.Path, entries: dict[str, Any]) -> None:
+    write_file(path, json.dumps(entries, indent=2) + "\n")
 
 
 def same_rows(results: dict[str, Any], wanted: Sequence[Row]) -> bool:
@@ -216,10 +215,10 @@ def read_evaluations(path: pathlib.Path) -> list[Row]:
     []
 
     Raises:
-        ValueError: it is damaged, or was edited.
+        ValueError: it is damaged.
         OSError: it cannot be read.
     """
-    return (_read(path, earlier={"rows"}) or {"rows": []})["rows"]
+    return (_read(path, "rows") or {"rows": []})["rows"]
 
 
 def usable_evaluations(path: pathlib.Path) -> list[Row]:
@@ -228,17 +227,11 @@ def usable_evaluations(path: pathlib.Path) -> list[Row]:
     >>> usable_evaluations(pathlib.Path("runs/none/evaluations.json"))
     []
     """
-    try:
-        return read_evaluations(path)
-    except ValueError as error:
-        set_aside(path, f"{error}; of its results only those that are asked for are computed again")
-        return []
+    return (_usable(path, "rows") or {"rows": []})["rows"]
 
 
 def add_evaluation(path: pathlib.Path, row: Row) -> None:
     """Adds a row to an `evaluations.json`, in place of one with an equal `asked`.
-
-    Several processes may do this at the same time.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp(), "evaluations.json")
@@ -247,9 +240,5 @@ def add_evaluation(path: pathlib.Path, row: Row) -> None:
     >>> read_evaluations(path)
     [{'asked': {'resolution': [8, 8]}, 'top1': 0.6}]
     """
-
-    def with_row() -> str:
-        rows = [other for other in usable_evaluations(path) if other["asked"] != row["asked"]]
-        return _text({"rows": [*rows, row]})
-
-    update_file(path, with_row)
+    others = [other for other in usable_evaluations(path) if other["asked"] != row["asked"]]
+    _write(path, {"rows": [*others, row]})

@@ -31,7 +31,7 @@ def train_loop(
     Raises:
         Interrupted: a signal stopped the run; its state is saved.
         NonFinite: the loss, a gradient or a weight is not finite.
-        SaveFailed: a checkpoint or a line of metrics could not be written.
+        SaveFailed: the last checkpoint could not be written, or the workdir is not this run's.
     """
     first, last = int(state["step"]), setup.total_steps
     train_step = make_step(setup)

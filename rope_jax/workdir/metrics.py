@@ -1,7 +1,7 @@
 """Metrics and events of a run as JSON lines (and TensorBoard); speed, profiles, tables."""
 
+import contextlib
 import json
-import os
 import pathlib
 import time
 from collections.abc import Mapping
@@ -11,17 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from rope_jax.files import (
-    SaveFailed,
-    make_folder,
-    read_regular,
-    set_aside,
-    warn,
-    write_file,
-)
+from rope_jax.files import open_regular, warn, write_file
 from rope_jax.text import format_table
-
-_LARGEST = 1 << 30  # bytes of a log: about three million lines
 
 
 class MetricsWriter:
@@ -33,34 +24,29 @@ class MetricsWriter:
 
     def __init__(self, workdir: pathlib.Path, *, restored_step: int, tensorboard: bool):
         """Opens the file and drops torn lines and those after `restored_step`."""
-        self._path = workdir / "metrics.jsonl"
         self._file = self._board = self.last_event = None
-        self._torn = False  # whether the last line is incomplete
         if jax.process_index() > 0:
             return
-        try:
-            lines = _read_lines(self._path)
-        except ValueError as error:
-            set_aside(self._path, f"{error}; the run begins another one")
-            lines = []
+        path = workdir / "metrics.jsonl"
+        lines = _read_lines(path)
         self.last_event = next(
             (line for line in reversed(lines) if line.get("event") in ("start", "stop")), None
         )
         kept = [line for line in lines if line["step"] <= restored_step]
-        write_file(self._path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("ab")
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            board = make_folder(workdir / "tensorboard")
-            self._board = SummaryWriter(str(board), purge_step=restored_step + 1)
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=restored_step + 1)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._file is not None:
-            os.close(self._file)
+            with contextlib.suppress(OSError):  # of lines that a warning has named
+                self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -72,33 +58,25 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, step)
 
     def event(self, step: int, event: str, **about: Any) -> None:
-        """Writes an event. If the disk is full, this line is lost but the run continues."""
-        try:
-            self._append({"step": step, "event": event} | about)
-        except SaveFailed as error:
-            warn(f"WARNING: {error}")
+        """Writes an event."""
+        self._append({"step": step, "event": event} | about)
 
     def _append(self, line: dict[str, Any]) -> None:
+        """Writes a line. What a full disk does not take is written with one of the next lines."""
         if self._file is None:
             return
-        data = ("\n" * self._torn + json.dumps(line) + "\n").encode()
         try:
-            written = os.write(self._file, data)
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
         except OSError as error:
-            raise SaveFailed(f"{self._path} could not be written: {error.strerror}") from error
-        self._torn = written != len(data)
-        if self._torn:
-            raise SaveFailed(
-                f"{self._path} could not be written: only {written} of {len(data)} bytes of a "
-                "line fit on the disk"
-            )
+            warn(f"WARNING: {self._file.name} could not be written: {error.strerror}")
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     """The metrics in a `metrics.jsonl`; none without the file. Lines that are damaged are skipped.
 
     Raises:
-        ValueError: it is no regular file, or larger than a gigabyte.
+        ValueError: it is no regular file.
     """
     return [line for line in _read_lines(path) if "event" not in line]
 
@@ -109,19 +87,12 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    try:
-        content = read_regular(path, at_most=_LARGEST)
-    except FileNotFoundError:
-        return []
     lines = []
-    for text in content.split(b"\n")[:-1]:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        for text in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                lines.append(json.loads(text))
+    return [x for x in lines if isinstance(x, dict) and isinstance(x.get("step"), int)]
 
 
 class Speedometer:
@@ -183,7 +154,7 @@ class Profiler:
         """Starts recording; False if it is recording already."""
         if self._until is not None:
             return False
-        jax.profiler.start_trace(str(make_folder(self._folder)))
+        jax.profiler.start_trace(str(self._folder))
         self._until = step + self.STEPS
         return True
 

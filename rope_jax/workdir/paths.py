@@ -28,15 +28,11 @@ def require_storable(folder: str | os.PathLike) -> None:
     """Rejects a folder whose path orbax and tensorstore cannot have.
 
     Raises:
-        ValueError: it is not UTF-8, has a backslash, or begins like the store of a cloud (/gs/).
+        ValueError: it is not UTF-8, or has a backslash.
     """
     path = os.path.realpath(folder)
-    if any("\udc80" <= character <= "\udcff" for character in path):  # undecodable bytes
-        problem = "its path is not UTF-8"
-    elif "\\" in path:
-        problem = "tensorstore takes a backslash for a slash"
-    elif os.fspath(LiteralPath(path)) != path:
-        problem = f"orbax takes it for {LiteralPath(path)}"
-    else:
-        return
-    raise ValueError(f"no checkpoint can be stored in {path!a}: {problem}; use another folder")
+    if "\\" in path or any("\udc80" <= character <= "\udcff" for character in path):
+        raise ValueError(
+            f"no checkpoint can be stored in {path!a}: its path must be UTF-8 without a backslash; "
+            "use another folder"
+        )

@@ -30,16 +30,15 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 def check_tree(wanted: Any, found: Any) -> None:
     """Rejects a stored tree with other names, shapes or dtypes (orbax would cast silently)."""
-    wanted, found = dict(named_leaves(wanted)), dict(named_leaves(found))
-    describe = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not expected" for name in found if name not in wanted]
-    both = [
-        (name, describe(found[name]), describe(wanted[name])) for name in wanted if name in found
+    types = lambda tree: {name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)}
+    wanted, found = types(wanted), types(found)
+    problems = [
+        f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
+        for name in wanted | found
+        if wanted.get(name) != found.get(name)
     ]
-    problems += [f"{name} is {there}, not {here}" for name, there, here in both if there != here]
     if problems:
-        raise ValueError("the checkpoint does not fit this run: " + some_of(problems))
+        raise ValueError("the checkpoint's arrays are not those of this run: " + some_of(problems))
 
 
 def some_of(problems: list[str]) -> str:

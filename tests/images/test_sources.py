@@ -137,7 +137,7 @@ def test_npz_never_runs_code(tmp_path):
                 images.getvalue() if objects == "train_labels" else npy_of_objects(attack),
             )
             archive.writestr("train_labels.npy", npy_of_objects(attack))
-        with pytest.raises(ValueError, match=f"array {objects} of .* cannot be read"):
+        with pytest.raises(ValueError, match=r"are object|cannot be read"):
             load("npz", path, "train", None)
     Path(path).write_bytes(attack)
     with pytest.raises(ValueError, match=r"is not an \.npz file"):
@@ -165,7 +165,7 @@ def test_npz_refuses_other_files(tmp_path):
         load("npz", path, "train", None)
     with open(path, "wb") as file:
         np.save(file, LABELS)
-    with pytest.raises(ValueError, match="holds a single array"):
+    with pytest.raises(ValueError, match=r"is not an \.npz file"):
         load("npz", path, "train", None)
 
 

@@ -178,7 +178,7 @@ def test_no_pickle_is_ever_opened(name, tmp_path):
             archive.writestr(f"{key}.npy", buffer.getvalue())
     with pytest.raises(
         ValueError,
-        match=r"it holds objects, which could run any program|is not a safetensors file|pickles .* "
+        match=r"has dtype object; weights are floating-point|is not a safetensors file|pickles .* "
         r"can run programs",
     ):
         small(pretrained=tmp_path / name)
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_by_its_header(tmp_path):
             archive.writestr(f"{key}.npy", header.getvalue() + content)
     with pytest.raises(
         ValueError,
-        match=r"array (pos_embed|(head|norm).weight) of .* header declares [\d,]{15,} bytes, and 0",
+        match=r"norm.weight has shape \[68719476736\], but .*\s+pos_embed has shape",
     ):
         small(pretrained=tmp_path / "model.npz")
 
@@ -227,36 +227,19 @@ def zipped(path, *members, **options):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_name_given_twice_is_refused(tmp_path, order):
+@pytest.mark.parametrize("name", ["head.weight.npy", "head.weight"])
+def test_an_array_given_twice_is_read_as_it_was_checked(tmp_path, order, name):
     """Otherwise the shape of one would be checked, and the other one read."""
-    small, large = (npy(np.zeros((rows, 16), np.float32)) for rows in (48, 2**18))
-    both = [("head.weight.npy", small), ("head.weight.npy", large)][::order]
-    zipped(tmp_path / "model.npz", *both)
-    with (
-        pytest.raises(ValueError, match=r"two arrays of the name 'head\.weight'"),
-        open_weights(str(tmp_path / "model.npz")),
-    ):
-        pass
+    small, large = (npy(np.zeros((rows, 16), np.float32)) for rows in (48, 2**10))
+    zipped(tmp_path / "model.npz", *[("head.weight.npy", small), (name, large)][::order])
+    with open_weights(str(tmp_path / "model.npz")) as file:
+        assert file.shapes["head.weight"] == (file.read("head.weight").shape, np.float32)
 
 
-@pytest.mark.parametrize("name", ["head.weight", "head.weight.NPY", "head.weight.npy/", ".npy.x"])
-def test_a_member_that_is_no_array_is_refused(tmp_path, name):
-    array = npy(np.zeros((4, 16), np.float32))
-    zipped(tmp_path / "model.npz", ("head.weight.npy", array), (name, array))
-    with (
-        pytest.raises(ValueError, match=r"is not an array: its name has no \.npy"),
-        open_weights(str(tmp_path / "model.npz")),
-    ):
-        pass
-
-
-def test_a_size_that_no_compression_explains_is_refused(tmp_path):
-    with zipfile.ZipFile(tmp_path / "model.npz", "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("head.weight.npy", npy(np.zeros((2**16, 16), np.float32)))
-    with (
-        pytest.raises(ValueError, match=r"compressed in a way that numpy\.savez does not use"),
-        open_weights(str(tmp_path / "model.npz")),
-    ):
+def test_a_member_that_is_no_array_is_refused(tmp_path):
+    zipped(tmp_path / "model.npz", ("head.weight.npy", npy(np.zeros(4))), ("notes.txt", b"text"))
+    refused = pytest.raises(ValueError, match=r"array notes.txt of .* cannot be read")
+    with refused, open_weights(str(tmp_path / "model.npz")):
         pass
 
 

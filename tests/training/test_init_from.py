@@ -1,5 +1,6 @@
 """Runs that start from the weights of another run or of a file."""
 
+import resource
 import zipfile
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.config import ConfigError
+from rope_jax.npz import open_npz
 from tests.training.recipe import logits, run, started
 
 APE = {"model__position": "ape"}
@@ -70,16 +72,18 @@ def test_weights_of_another_shape_or_type_are_refused(tmp_path, array, message):
         started(tmp_path / "weights.npz", **APE)
 
 
-def test_shapes_are_checked_before_anything_is_read(tmp_path):
-    # 4 TB by its header, which no machine could hold.
-    header = {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
-    with (
-        zipfile.ZipFile(tmp_path / "weights.npz", "w") as archive,
-        archive.open("norm.scale.npy", "w") as file,
-    ):
-        np.lib.format.write_array_header_1_0(file, header)
-    with pytest.raises(ConfigError, match=r"norm.scale .* declares 4,000,000,000,000 bytes"):
-        started(tmp_path / "weights.npz", **APE)
+@pytest.mark.parametrize("count", [10**9, 10**12])
+def test_a_header_that_lies_about_its_size_costs_no_memory(tmp_path, count):
+    """4 GB or 4 TB, of which nothing follows."""
+    path, header = tmp_path / "weights.npz", {"descr": "<f4", "fortran_order": False}
+    with zipfile.ZipFile(path, "w") as archive, archive.open("norm.scale.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+    with pytest.raises(ConfigError, match=rf"norm.scale has shape \[{count}\], not \[16\]"):
+        started(path, **APE)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB
+    with open_npz(path) as file, pytest.raises(ValueError, match=r"norm.scale .* cannot be read"):
+        file.read("norm.scale")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000
 
 
 def test_weights_of_another_model_are_refused_with_all_names(trained):

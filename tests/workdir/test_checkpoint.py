@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import resource
 import shutil
 import signal
@@ -21,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 
-from rope_jax.files import SaveFailed, write_file
+from rope_jax.files import SaveFailed
 from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.training.signals import Interrupted, stop_signals
 from rope_jax.workdir import checkpoint, integrity
@@ -44,48 +43,80 @@ def shapes(tree):
     return with_shardings(tree, replicated(make_mesh()))
 
 
-def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
+def save(checkpoints, step, tree, about=None):
+    """Saves a state and waits until that has succeeded or failed."""
+    checkpoints.save(step, tree, about=about or {"seed": 1})
+    checkpoints.wait()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder of two steps that verify: 1 of `state(1.0)`, 2 of `state(2.0)`."""
+    folder = tmp_path_factory.mktemp("two")
+    with Checkpoints(folder) as checkpoints:
+        save(checkpoints, 1, state(1.0))
+        save(checkpoints, 2, state(2.0))
+    return folder
+
+
+@pytest.fixture
+def copy(two, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(two, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["plain", "lr[3e-3]", "a*b?", "link/..", "50%#é"])
+def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path, name):
+    """Orbax looks for its own files by patterns, and tensorstore has its own idea of `..`."""
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    folder = tmp_path / name / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
         checkpoints.save(3, state(2.5), about={"seed": 1})
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.steps() == [3]
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.newest_verified() == 3
         assert checkpoints.about(3) == {"seed": 1}
         assert tree_hash(checkpoints.load(3, shapes(state()))) == tree_hash(state(2.5))
         part = checkpoints.load(3, {"params": shapes(state())["params"]})
         assert set(part) == {"params"}
         assert list(part["params"]["blocks"]) == [0, 1]
+    assert names(folder) == ["3"]
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_the_newest_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, state(), about={})
+        for step in (1, 2, 3, 3):
+            checkpoints.save(step, state(float(step)), about={})
         assert checkpoints.newest() == 3
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.steps() == [2, 3]
-
-
-def test_a_step_is_never_overwritten(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(1.0), about={})
-        checkpoints.save(1, state(2.0), about={})
+        checkpoints.save(3, state(9.0), about={})
         checkpoints.wait()
-        assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(1.0))
+        assert checkpoints.steps() == [2, 3]
+        assert tree_hash(checkpoints.load(3, shapes(state()))) == tree_hash(state(3.0))
+
+        def refuse(path, ignore_errors=False):
+            if not ignore_errors:
+                raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+        save(checkpoints, 4, state())  # an old one that cannot be removed is no failed save
+        assert checkpoints.newest_verified() == 4
 
 
 def test_numbers_that_are_not_finite_are_never_written(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(
-            NonFinite, match=r"step 1 is not saved: params.blocks.0.kernel is not finite"
-        ):
+        with pytest.raises(NonFinite, match=r"step 1 is not saved: params.blocks.0.kernel, not"):
             checkpoints.save(1, state(np.nan), about={})
-        assert checkpoints.steps() == []
+        assert not names(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s["params"]["blocks"].pop(1), "params.blocks.1.kernel is not expected"),
+        (lambda s: s["params"]["blocks"].pop(1), r"params.blocks.1.kernel is .*, not expected"),
         (lambda s: s["params"].update(extra=jnp.ones(1)), "params.extra is missing"),
         (
             lambda s: s["params"]["blocks"].update({0: {"kernel": jnp.ones((3, 2))}}),
@@ -97,14 +128,16 @@ def test_numbers_that_are_not_finite_are_never_written(tmp_path):
         ),
     ],
 )
-def test_another_tree_is_refused(tmp_path, change, message):
+def test_another_tree_is_refused(two, change, message):
     wanted = state()
     change(wanted)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(), about={})
-        checkpoints.wait()
-        with pytest.raises(ValueError, match=message):
-            checkpoints.load(1, shapes(wanted))
+    with Checkpoints(two) as checkpoints, pytest.raises(ValueError, match=message):
+        checkpoints.load(1, shapes(wanted))
+
+
+def test_the_first_problems_of_a_tree_are_named():
+    with pytest.raises(ValueError, match="and 4 more"):
+        check_tree({str(n): jnp.ones(1) for n in range(9)}, {})
 
 
 def test_the_hash_tells_bits_names_and_dtypes_apart():
@@ -120,66 +153,23 @@ def test_the_hash_tells_bits_names_and_dtypes_apart():
     assert tree_hash({"a": a}) == tree_hash({"a": jnp.asarray(a)})
 
 
-def test_check_tree_names_the_first_problems():
-    wanted = {str(n): jnp.ones(1) for n in range(9)}
-    with pytest.raises(ValueError, match="and 4 more"):
-        check_tree(wanted, {})
-
-
-def test_missing_metadata_is_told(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(), about={})
-        checkpoints.wait()
-        with pytest.raises(ValueError, match="1 is damaged: its metadata is missing"):
-            checkpoints.about(1)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """A folder of two steps that verify: 1 of `state(1.0)`, 2 of `state(2.0)`."""
-    folder = tmp_path_factory.mktemp("two")
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, state(1.0), about={"seed": 1})
-        checkpoints.save(2, state(2.0), about={"seed": 1})
-    return folder
-
-
-def files_of(step):
-    """The files of a checkpoint by name, the largest first."""
-    files = [path for path in step.rglob("*") if path.is_file()]
-    return [
-        str(path.relative_to(step))
-        for path in sorted(files, key=lambda path: (-path.stat().st_size, path))
-    ]
-
-
-def copy_of(folder, target):
-    shutil.copytree(folder, target, dirs_exist_ok=True)
-    return target
-
-
 def test_what_a_save_reports_is_there_and_verifies(tmp_path):
     reported = []
     with Checkpoints(tmp_path) as checkpoints:
-
-        def on_saved(step, size, seconds):
-            reported.append(
-                (step, size, sorted(p.name for p in tmp_path.iterdir()), checkpoints.problem(step))
-            )
-
-        checkpoints.on_saved = on_saved
+        checkpoints.on_saved = lambda step, size, seconds: reported.append(
+            (step, size, names(tmp_path), checkpoints.problem(step))
+        )
         checkpoints.save(7, state(), about={"seed": 1})
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state()))
-    assert reported == [(7, size, ["7"], None)]
+    assert reported == [(7, sum(x.nbytes for x in jax.tree.leaves(state())), ["7"], None)]
 
 
 def test_the_arrays_may_be_donated_while_they_are_written(tmp_path, monkeypatch):
     begin = threading.Event()
-    save = checkpoint.ocp.save_checkpointables_async
+    write = checkpoint.ocp.save_checkpointables_async
     monkeypatch.setattr(
         checkpoint.ocp,
         "save_checkpointables_async",
-        lambda *a, **k: begin.wait(30) and save(*a, **k),
+        lambda *a, **k: begin.wait(30) and write(*a, **k),
     )
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 9, tree), donate_argnums=0)
     with Checkpoints(tmp_path) as checkpoints:
@@ -192,31 +182,80 @@ def test_the_arrays_may_be_donated_while_they_are_written(tmp_path, monkeypatch)
         assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(2.5))
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_found_and_an_older_step_taken(tmp_path, two, kind, capsys):
-    names = files_of(two / "2")
-    assert {"manifest.json", "_CHECKPOINT_METADATA"} < set(names)
-    for number, name in enumerate([*names[:3], "manifest.json", "_CHECKPOINT_METADATA"]):
-        folder = copy_of(two, tmp_path / str(number))
-        if not damage(folder / "2" / name, kind, np.random.default_rng(number)):
-            continue  # an empty file has no bits to flip
-        with Checkpoints(folder) as checkpoints:
-            assert checkpoints.newest_verified(rename=True) == 1
-            assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(1.0))
-            assert sorted(p.name for p in folder.iterdir()) == ["1", "2.corrupt"]
-        told = capsys.readouterr().err
-        assert re.fullmatch(
-            r"rope_jax: WARNING: checkpoint .*2 is damaged: .* It is kept as 2.corrupt\n", told
-        )
+def moved(step):
+    """Moves a step, or a part of it, to another folder."""
+    return pathlib.Path(shutil.move(step, tempfile.mkdtemp()))
 
 
-def test_every_bit_of_the_manifest_counts(tmp_path, two):
-    folder = copy_of(two, tmp_path)
-    path = folder / "2" / "manifest.json"
-    good = path.read_bytes()
-    rng = np.random.default_rng(0)
+def edited_manifest(step):
+    """A manifest that is right about itself, and names a file outside."""
+    path = step / "manifest.json"
+    files = json.loads(path.read_text())["files"] | {"../1/manifest.json": {"bytes": 1}}
+    path.write_text(integrity.manifest(2, files))
+
+
+def piped(path):
+    """A pipe, which waits for ever for its writer if it is opened."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def linked(path):
+    path.symlink_to(moved(path))
+
+
+def linked_to_nothing(path):
+    path.symlink_to("nowhere")
+
+
+FOREIGN = {
+    "a link to a file": lambda step: linked(step / "_CHECKPOINT_METADATA"),
+    "a link to a folder": lambda step: linked(step / "params"),
+    "a pipe": lambda step: piped(step / "pipe"),
+    "a pipe for a manifest": lambda step: piped(step / "manifest.json"),
+    "one file more": lambda step: (step / "sitecustomize.py").write_text("raise SystemExit"),
+    "a name that leads out": edited_manifest,
+    "a manifest that is no JSON": lambda step: (step / "manifest.json").write_text("{"),
+    "a link to the step": linked,
+    "a link to nothing": lambda step: (moved(step), linked_to_nothing(step)),
+    "a file for a step": lambda step: (moved(step), step.write_text("moved")),
+    "another step": lambda step: (moved(step), shutil.copytree(step.parent / "1", step)),
+}
+
+
+def check_fallback(folder, capsys):
+    """Step 2 must be seen to be damaged, and 1 be used."""
     with Checkpoints(folder) as checkpoints:
-        for place in rng.choice(8 * len(good), 200, replace=False):
+        assert checkpoints.newest_verified() == 1
+        assert names(folder) == ["1", "2"]
+        with pytest.raises(Damaged, match=r"2 is damaged: .*; without --strict_restore"):
+            checkpoints.newest_verified(strict=True, rename=True)
+        assert checkpoints.newest_verified(rename=True) == 1
+        assert names(folder) == ["1", "2.corrupt"]
+        assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(1.0))
+    assert capsys.readouterr().err.endswith("It is kept as 2.corrupt\n")
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_does_not_belong_into_a_checkpoint_is_damage(copy, kind, capsys):
+    FOREIGN[kind](copy / "2")
+    check_fallback(copy, capsys)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_of_a_file_is_found_and_an_older_step_taken(tmp_path, two, kind, capsys):
+    names = ("manifest.json", "_CHECKPOINT_METADATA", "params/_METADATA", "opt/manifest.ocdbt")
+    for number, name in enumerate(names):
+        folder = shutil.copytree(two, tmp_path / str(number))
+        assert damage(folder / "2" / name, kind, np.random.default_rng(number))
+        check_fallback(folder, capsys)
+
+
+def test_every_bit_of_the_manifest_counts(copy):
+    path = copy / "2" / "manifest.json"
+    good = path.read_bytes()
+    with Checkpoints(copy) as checkpoints:
+        for place in np.random.default_rng(0).choice(8 * len(good), 100, replace=False):
             bad = bytearray(good)
             bad[place // 8] ^= 1 << place % 8
             path.write_bytes(bad)
@@ -225,121 +264,32 @@ def test_every_bit_of_the_manifest_counts(tmp_path, two):
         assert checkpoints.problem(2) is None
 
 
-def test_strict_restore_stops_at_damage(tmp_path, two):
-    folder = copy_of(two, tmp_path)
-    (folder / "2" / "manifest.json").unlink()
-    with (
-        Checkpoints(folder) as checkpoints,
-        pytest.raises(Damaged, match=r"2 is damaged: manifest.json is missing; without --strict"),
-    ):
-        checkpoints.newest_verified(strict=True, rename=True)
-    assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
-
-
-def test_nothing_is_silently_begun_anew_when_nothing_verifies(tmp_path, two):
-    folder = copy_of(two, tmp_path)
+def test_nothing_is_silently_begun_anew_when_nothing_verifies(copy):
     for step in ("1", "2"):
-        (folder / step / "manifest.json").write_text("{}")
-    with Checkpoints(folder) as checkpoints:
-        for _ in range(2):  # neither now nor at the next start
-            with pytest.raises(
-                Damaged,
-                match=r"no checkpoint in .* verifies \(1.corrupt, 2.corrupt\): repair one, or move",
-            ):
-                checkpoints.newest_verified(rename=True)
+        (copy / step / "manifest.json").write_text("{}")
+    with Checkpoints(copy) as checkpoints:
+        for rename, bad in ((False, "1, 2"), *2 * [(True, "1.corrupt, 2.corrupt")]):
+            with pytest.raises(Damaged, match=rf"no checkpoint in .* verifies \({bad}\): repair"):
+                checkpoints.newest_verified(rename=rename)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "a link to a file",
-        "a link to a folder",
-        "a pipe",
-        "a pipe for a manifest",
-        "one file more",
-        "a name that leads out",
-    ],
-)
-def test_what_does_not_belong_into_a_checkpoint_is_refused(tmp_path, two, kind):
-    folder = copy_of(two, tmp_path / "run")
-    step, outside = folder / "2", tmp_path / "outside"
-    outside.mkdir()
-    if kind == "a link to a file":
-        (step / "_CHECKPOINT_METADATA").rename(outside / "file")
-        (step / "_CHECKPOINT_METADATA").symlink_to(outside / "file")
-    elif kind == "a link to a folder":
-        (step / "params").rename(outside / "params")
-        (step / "params").symlink_to(outside / "params")
-    elif kind == "a pipe":
-        os.mkfifo(step / "pipe")
-    elif kind == "a pipe for a manifest":
-        (step / "manifest.json").unlink()
-        os.mkfifo(step / "manifest.json")  # to open it would wait for ever
-    elif kind == "one file more":
-        (step / "sitecustomize.py").write_text("raise SystemExit")
-    else:
-        (outside / "secret").write_text("x")
-        manifest = json.loads((step / "manifest.json").read_text())
-        manifest["files"]["../../outside/secret"] = {
-            "bytes": 1,
-            "sha256": hashlib.sha256(b"x").hexdigest(),
-        }
-        (step / "manifest.json").write_text(integrity.manifest(2, manifest["files"]))
-    with Checkpoints(folder) as checkpoints:
-        assert checkpoints.problem(2) is not None
-        assert checkpoints.newest_verified() == 1
-
-
-def test_a_handler_named_in_a_checkpoint_is_not_looked_up(tmp_path, two):
-    folder = copy_of(two, tmp_path / "run")
+def test_a_handler_named_in_a_checkpoint_is_not_looked_up(tmp_path, copy, monkeypatch):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w').close()\n")
-    path = folder / "2" / "_CHECKPOINT_METADATA"
+    path = copy / "2" / "_CHECKPOINT_METADATA"
     about = json.loads(path.read_text())
     about["item_handlers"] = dict.fromkeys(about["item_handlers"], "evil.Handler")
     path.write_text(json.dumps(about))
-    manifest = json.loads((folder / "2" / "manifest.json").read_text())["files"]
-    manifest["_CHECKPOINT_METADATA"] = {
-        "bytes": path.stat().st_size,
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-    }
-    (folder / "2" / "manifest.json").write_text(integrity.manifest(2, manifest))
-    sys.path.insert(0, str(tmp_path))
-    try:
-        with Checkpoints(folder) as checkpoints:
-            assert checkpoints.newest_verified() == 2
-            with contextlib.suppress(ValueError, KeyError):
-                assert tree_hash(checkpoints.load(2, shapes(state()))) == tree_hash(state(2.0))
-    finally:
-        sys.path.remove(str(tmp_path))
+    files = json.loads((copy / "2" / "manifest.json").read_text())["files"]
+    files[path.name]["bytes"] = path.stat().st_size
+    files[path.name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (copy / "2" / "manifest.json").write_text(integrity.manifest(2, files))
+    monkeypatch.syspath_prepend(tmp_path)
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.newest_verified() == 2
+        with contextlib.suppress(OSError):
+            assert tree_hash(checkpoints.load(2, shapes(state()))) == tree_hash(state(2.0))
     assert not (tmp_path / "marker").exists()
     assert "evil" not in sys.modules
-
-
-@pytest.mark.parametrize("name", ["lr[3e-3]", "a*b?", "link/..", "50%#é"])
-def test_every_folder_that_can_have_checkpoints_has_whole_ones(tmp_path, name):
-    """Orbax looks for its own files by patterns, and tensorstore has its own idea of `..`."""
-    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep")
-    folder = tmp_path / name / "checkpoints"
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, state(2.5), about={"seed": 1})
-        checkpoints.wait()
-        assert checkpoints.newest_verified() == 1
-        assert checkpoints.about(1) == {"seed": 1}
-        assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(2.5))
-    assert sorted(p.name for p in folder.iterdir()) == ["1"]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [("caf\udce9", "is not UTF-8"), ("back\\slash", "a backslash for a")],
-)
-def test_a_folder_that_cannot_have_checkpoints_is_refused_before_it_is_made(
-    tmp_path, name, problem
-):
-    with pytest.raises(ValueError, match=f"no checkpoint can be stored in .*: .*{problem}"):
-        Checkpoints(tmp_path / name)
-    assert not list(tmp_path.iterdir())
 
 
 MISSING = {
@@ -371,124 +321,53 @@ def test_what_is_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monk
     zeros = state(0.0)
     zeros["params"]["blocks"][1]["kernel"] = jnp.zeros((2, 3))
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(1, zeros, about={"seed": 1})
-        checkpoints.wait()
+        save(checkpoints, 1, zeros)
         monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", damaged)
-        checkpoints.save(2, zeros, about={"seed": 1})
         named = ".*params.blocks.1.kernel " if "another" in fault else ""
-        with pytest.raises(
-            SaveFailed, match=f"step 2 could not .*: it cannot be read back: {named}"
-        ):
-            checkpoints.wait()
-        assert checkpoints.steps() == [1]
-        assert checkpoints.newest_verified() == 1
+        with pytest.raises(SaveFailed, match=f"step 2 could not be saved in .*: {named}"):
+            save(checkpoints, 2, zeros)
+        assert checkpoints.newest_verified(strict=True) == 1
 
 
-def test_an_old_step_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, capsys):
-    def refuse(self):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Checkpoints, "_prune", refuse)
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(1, state(), about={})
-    assert "step 1 is saved, but older checkpoints could not be removed" in capsys.readouterr().err
-
-
-def test_a_failed_save_is_told_at_the_next_one_and_at_the_end(tmp_path, monkeypatch):
+def test_a_save_that_fails_is_a_warning_until_none_follows(tmp_path, monkeypatch, capsys):
     def fail(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
-    message = (
-        r"step 1 could not be saved in .*No space left.*needs 152 bytes, .* are free; older "
-        "checkpoints are untouched"
-    )
-    with Checkpoints(tmp_path / "a") as checkpoints:
+    failed = pytest.raises(SaveFailed, match=r"step 1 could not be saved in .*Input/output error")
+    with Checkpoints(tmp_path / "a") as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
         checkpoints.save(1, state(), about={})
-        with pytest.raises(SaveFailed, match=message):
-            checkpoints.save(2, state(), about={})
-        assert checkpoints.steps() == []
-    with pytest.raises(SaveFailed, match=message), Checkpoints(tmp_path / "b") as checkpoints:
+        checkpoints.save(2, state(), about={})
+        assert checkpoints.newest() is None
+        assert capsys.readouterr().err.count("WARNING: step ") == 2
+        patch.undo()
+        checkpoints.save(2, state(), about={})  # tried again
+        checkpoints.save(3, state(), about={})
+    assert names(tmp_path / "a") == ["2", "3"]
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
+    with failed, Checkpoints(tmp_path / "b") as checkpoints:
         checkpoints.save(1, state(), about={})
     with contextlib.suppress(KeyError), Checkpoints(tmp_path / "c") as checkpoints:
         checkpoints.save(1, state(), about={})
         raise KeyError  # what ended the run first is not hidden by what its end finds
 
 
-def test_a_passing_error_of_the_disk_is_tried_again(tmp_path, monkeypatch):
-    save, failures = (
-        checkpoint.ocp.save_checkpointables_async,
-        iter([OSError(errno.EIO, "Input/output error"), ValueError("Stale file handle")]),
-    )
-
-    def sometimes(*args, **kwargs):
-        if (error := next(failures, None)) is not None:
-            raise error
-        return save(*args, **kwargs)
-
-    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", sometimes)
-    monkeypatch.setattr(checkpoint, "RETRY_AFTER", (0.0, 0.0, 0.0))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(2.0), about={})
-        checkpoints.wait()
-        assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(2.0))
-    failures = iter([OSError(errno.EIO, "Input/output error")] * 4)
-    with (
-        pytest.raises(SaveFailed, match="Input/output error"),
-        Checkpoints(tmp_path) as checkpoints,
-    ):
-        checkpoints.save(2, state(), about={})
-
-
-def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path, capfd):
+def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path):
     # A limit on the size of files stands in for a full disk.
-    large = {
-        "params": {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)), jnp.float32)}
-    }
+    large = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)), jnp.float32)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state(), about={})
-        checkpoints.wait()
+        save(checkpoints, 1, state())
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            checkpoints.save(2, large, about={})
-            with pytest.raises(
-                SaveFailed,
-                match=r"step 2 could not be saved in .*It needs 360.0 kB \(360,000 bytes\), ",
-            ):
-                checkpoints.wait()
+            with pytest.raises(SaveFailed, match=r"step 2 could not be saved in .*too large"):
+                save(checkpoints, 2, {"params": large})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert capfd.readouterr().err == ""  # no traces of what the exception tells
-        assert checkpoints.newest_verified() == 1
-        checkpoints.clean()
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["1"]
-        checkpoints.save(2, large, about={})
-    assert Checkpoints(tmp_path).newest_verified() == 2
-
-
-def test_a_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path):
-    write_file(tmp_path / "results.json", "old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(
-            SaveFailed, match=f"{tmp_path / 'results.json'} could not be written: File too large"
-        ):
-            write_file(tmp_path / "results.json", 2000 * "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / "results.json").read_text() == "old"
-
-
-def test_a_folder_that_has_vanished_is_named(tmp_path):
-    with Checkpoints(tmp_path / "run") as checkpoints:
-        (tmp_path / "run").rmdir()
-        checkpoints.save(1, state(), about={})
-        with pytest.raises(
-            SaveFailed, match=f"could not be saved in {tmp_path / 'run'}: .*No such file"
-        ):
-            checkpoints.wait()
+        assert checkpoints.newest_verified(strict=True) == 1
+        save(checkpoints, 3, {"params": large})
+        assert names(tmp_path) == ["1", "3"]  # and nothing of the attempt
+        assert checkpoints.newest_verified(strict=True) == 3
 
 
 STEPS = ["5", "7", "007", "-1", "1e3", "12 ", "٣"]
@@ -500,22 +379,12 @@ UNFINISHED = [
     "9.writinge",
     "11.orbax-checkpoint-tmp-1",
 ]
-NAMES = st.sampled_from(
-    [*STEPS, *UNFINISHED, "7.corrupt", "7.corrupt.2", "notes", "tmp", ".hidden"]
-)
-CONTENTS = st.sampled_from(
-    [
-        "empty",
-        "file",
-        "folder with a file",
-        "half a checkpoint",
-        "manifest that is no JSON",
-        "link to a checkpoint",
-    ]
-)
+NAMES = st.sampled_from([*STEPS, *UNFINISHED, "7.corrupt", "7.corrupt.2", "notes", ".hidden"])
+CONTENTS = {"folder": pathlib.Path.mkdir, "file": pathlib.Path.touch, "link": linked_to_nothing}
+LITTER = st.dictionaries(NAMES, st.sampled_from(list(CONTENTS)), max_size=8)
 
 
-@hypothesis.given(litter=st.dictionaries(NAMES, CONTENTS, max_size=8), good=st.booleans())
+@hypothesis.given(litter=LITTER, good=st.booleans())
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
     with tempfile.TemporaryDirectory() as name:
@@ -523,67 +392,32 @@ def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
         if good:
             shutil.copytree(two / "2", folder / "2")
         for entry, content in litter.items():
-            path = folder / entry
-            if content == "file":
-                path.write_text("x")
-            elif content == "link to a checkpoint":
-                path.symlink_to(two / "1")
-            elif content == "half a checkpoint":
-                shutil.copytree(two / "1", path)
-                (path / "_CHECKPOINT_METADATA").unlink()
-            else:
-                path.mkdir()
-                if content != "empty":
-                    (
-                        path / ("file" if content == "folder with a file" else "manifest.json")
-                    ).write_text("{")
-        before = sorted(p.name for p in folder.iterdir())
+            CONTENTS[content](folder / entry)
+        before = set(names(folder))
         checkpoints = Checkpoints(folder)
         checkpoints.clean()
-        steps = [entry for entry in ("5", "7") if entry in litter]
-        others = [entry for entry in steps if litter[entry] in ("file", "link to a checkpoint")]
-        damaged = [] if others else steps  # otherwise refused before anything is looked at
-        set_aside = [entry for entry in litter if ".corrupt" in entry]
-        if others:
-            with pytest.raises(Damaged, match="put the folder of that step in its place"):
-                checkpoints.newest_verified(rename=True)
-        elif good or not (damaged or set_aside):
+        damaged = {entry for entry in ("5", "7") if entry in litter}
+        if good or not damaged | {entry for entry in litter if ".corrupt" in entry}:
             assert checkpoints.newest_verified(rename=True) == (2 if good else None)
         else:
             with pytest.raises(Damaged):
                 checkpoints.newest_verified(rename=True)
-        gone = {
-            entry
-            for entry in UNFINISHED[:3]
-            if litter.get(entry, "file") not in ("file", "link to a checkpoint")
-        }
-        after = sorted(p.name for p in folder.iterdir())
+        gone = {entry for entry in UNFINISHED[:3] if litter.get(entry) == "folder"}
+        after = set(names(folder))
         assert len(after) == len(before) - len(gone)
-        assert set(before) - set(after) == gone | set(damaged)
+        assert before - after == gone | damaged
 
 
-def test_a_read_that_fails_condemns_no_checkpoint(tmp_path, two, monkeypatch):
-    """A passing error is tried again; a lasting one stops the run, and nothing is renamed."""
-    folder, read = copy_of(two, tmp_path), integrity.file_sha256
-    monkeypatch.setattr(integrity, "RETRY_AFTER", (0.0, 0.0, 0.0))
-    failures: list[OSError] = []
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_read_that_fails_stops_and_condemns_no_checkpoint(copy, monkeypatch, code):
+    def fail(path):
+        raise OSError(code, os.strerror(code), str(path))
 
-    def sometimes(path):
-        if failures:
-            raise failures.pop()
-        return read(path)
-
-    monkeypatch.setattr(integrity, "file_sha256", sometimes)
-    with Checkpoints(folder) as checkpoints:
-        for code in (errno.EIO, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE):
-            failures[:] = [OSError(code, os.strerror(code), "file")] * 3
-            assert checkpoints.newest_verified(rename=True) == 2
-            failures[:] = [OSError(code, os.strerror(code), "file")] * 4
-            with pytest.raises(
-                OSError, match=f"{os.strerror(code)}.*; it may be intact and was not"
-            ):
-                checkpoints.newest_verified(rename=True)
-        assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+    monkeypatch.setattr(integrity, "file_sha256", fail)
+    failed = pytest.raises(OSError, match=f"cannot be read .*{os.strerror(code)}.* was not renam")
+    with Checkpoints(copy) as checkpoints, failed:
+        checkpoints.newest_verified(rename=True)
+    assert names(copy) == ["1", "2"]
 
 
 @pytest.mark.parametrize("failing", ["load_checkpointables", "checkpointables_metadata"])
@@ -593,52 +427,16 @@ def test_files_that_verify_and_cannot_be_read_are_no_damage(two, monkeypatch, fa
     def fail(*_):
         raise TypeError("'NoneType' object is not iterable")
 
+    def stopped(*_):
+        signal.raise_signal(signal.SIGTERM)
+
     with Checkpoints(two) as checkpoints:
         monkeypatch.setattr(checkpoint.ocp, failing, fail)
-        with pytest.raises(OSError, match=r"could not be read \('NoneType'.*ulimit -n"):
+        with pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n"):
             checkpoints.load(2, shapes(state()))
-
-
-def test_metadata_that_orbax_does_not_read_is_told(two, monkeypatch):
-    original = checkpoint.ocp.checkpointables_metadata
-
-    def without_trees(folder):
-        found = original(folder)
-        return types.SimpleNamespace(metadata=dict.fromkeys(found.metadata))
-
-    with Checkpoints(two) as checkpoints:
-        monkeypatch.setattr(checkpoint.ocp, "checkpointables_metadata", without_trees)
-        with pytest.raises(OSError, match=r"could not be read: .*ulimit -n"):
+        monkeypatch.setattr(checkpoint.ocp, failing, stopped)
+        with pytest.raises(Interrupted), stop_signals():  # a signal is no error of reading
             checkpoints.load(2, shapes(state()))
-
-
-@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a file"])
-def test_a_step_that_is_no_folder_of_its_own_is_refused(tmp_path, two, kind):
-    folder = copy_of(two, tmp_path / "run")
-    shutil.move(folder / "2", tmp_path / "elsewhere")
-    if kind == "a file":
-        (folder / "2").write_text("moved")
-    else:
-        (folder / "2").symlink_to(tmp_path / ("elsewhere" if kind == "a link" else "nowhere"))
-    with Checkpoints(folder) as checkpoints:
-        with pytest.raises(Damaged, match=r"run/2 is .*: put the folder of that step in its place"):
-            checkpoints.newest_verified(rename=True)
-        assert checkpoints.newest() == 1  # a run that is under way goes on
-    assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
-
-
-def test_a_state_of_another_step_is_refused(tmp_path, two):
-    """As if a checkpoint were renamed, and its manifest written again."""
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(20, {"step": jnp.array(20)}, about={})
-        checkpoints.wait()
-        files = json.loads((tmp_path / "20" / "manifest.json").read_text())["files"]
-        (tmp_path / "20").rename(tmp_path / "30")
-        assert checkpoints.problem(30) == "manifest.json is not what was written"
-        (tmp_path / "30" / "manifest.json").write_text(integrity.manifest(30, files))
-        assert checkpoints.newest_verified() == 30
-        with pytest.raises(Damaged, match="30 holds the state of step 20"):
-            checkpoints.load(30, shapes({"step": jnp.array(0)}))
 
 
 @pytest.mark.parametrize("lost", ["before", "while it is written"])
@@ -650,34 +448,9 @@ def test_nothing_is_written_to_a_workdir_that_is_no_longer_ours(tmp_path, monkey
         return begin(path, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
-
-    def save(checkpoints):
-        checkpoints.save(1, state(), about={})
-        checkpoints.wait()
-
-    message = f"^step 1 is not saved: {tmp_path} was deleted or moved, or another run has taken"
     folder = tmp_path / "checkpoints"
     with Checkpoints(folder, keep=2, still_ours=lambda: ours[0]) as checkpoints:
-        with pytest.raises(SaveFailed, match=message):
-            save(checkpoints)
-        assert checkpoints.steps() == []
-        assert lost != "before" or not list(folder.iterdir())
-
-
-def test_a_lock_that_cannot_be_looked_up_is_not_lost(tmp_path):
-    def stalled():
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with Checkpoints(tmp_path, still_ours=stalled) as checkpoints:
-        checkpoints.save(1, state(), about={})
-    assert checkpoints.steps() == [1]
-
-
-def test_a_signal_while_a_checkpoint_is_read_is_no_error_of_reading(two, monkeypatch):
-    def stopped(*args):
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", stopped)
-    stopping = pytest.raises(Interrupted, match="SIGTERM")
-    with Checkpoints(two) as checkpoints, stopping, stop_signals():
-        checkpoints.load(2, shapes(state()))
+        for step in (1, 2):
+            with pytest.raises(SaveFailed, match=f"{tmp_path} was deleted or moved"):
+                save(checkpoints, step, state())
+        assert names(folder) == ([] if lost == "before" else ["1.writing"])

@@ -1,9 +1,9 @@
 import os
+import resource
 
 import jax.numpy as jnp
 import pytest
 
-from rope_jax.files import SaveFailed
 from rope_jax.text import format_table
 from rope_jax.workdir import metrics
 from rope_jax.workdir.metrics import (
@@ -28,22 +28,15 @@ def test_lines_after_the_restored_step_are_written_anew(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_torn_last_line_is_dropped(tmp_path):
-    write(tmp_path, (1, 2))
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 3, "lo')
-    assert [line["step"] for line in read_metrics(path)] == [1, 2]
-    write(tmp_path, (3,), restored_step=3)
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
-
-
 def test_no_file_is_no_lines(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"step": 9, "lo', b"\xff\xfe\x00", b"[1, 2]", b'{"loss": 1.0}', b'"step"', b""]
-)
+TORN = [b'{"step": 9, "lo', b"\xff\xfe\x00", b"[1, 2]", b'{"loss": 1.0}', b'"step"', b"", b"7"]
+TORN += [b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}", b'{"step": "1"}']
+
+
+@pytest.mark.parametrize("torn", TORN)
 def test_what_a_crash_has_torn_is_dropped_wherever_it_stands(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
@@ -73,25 +66,20 @@ def test_events_stand_between_the_metrics_and_apart_from_them(tmp_path):
         }  # and no stop after it: it was killed
 
 
-def test_a_line_is_one_write_and_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_line_that_the_disk_does_not_take_is_written_later(tmp_path, capsys):
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
-        written, real = [], os.write
-        monkeypatch.setattr(
-            metrics.os, "write", lambda file, data: written.append(data) or real(file, data)
-        )
-        writer.write(1, {"loss": 1.0, "note": 10_000 * "x"})
-        assert len(written) == 1
-        monkeypatch.setattr(metrics.os, "write", lambda file, data: real(file, data[:12]))
-        with pytest.raises(
-            SaveFailed, match=r"metrics.jsonl could not be written: only 12 of 25 bytes"
-        ):
-            writer.write(2, {"loss": 1.0})
-        monkeypatch.setattr(metrics.os, "write", real)
-        writer.event(2, "stop", why="the disk is full")
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
-    assert [line["event"] for line in read_events(tmp_path / "metrics.jsonl")] == [
-        "stop"
-    ]  # not joined to the half line before it
+        writer.write(1, {"loss": 1.0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 12, limits[1]))
+        try:
+            writer.write(2, {"loss": 2.0})
+            assert [line["step"] for line in read_metrics(path)] == [1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.event(2, "stop", why="complete")
+    assert f"{path} could not be written: File too large" in capsys.readouterr().err
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    assert [line["event"] for line in read_events(path)] == ["stop"]
 
 
 def test_speed_and_remaining_time(monkeypatch):
@@ -119,18 +107,23 @@ def test_speed_and_remaining_time(monkeypatch):
     }
 
 
-def test_progress_line():
-    values = {
-        "loss": 1.5,
-        "accuracy": 0.25,
-        "learning_rate": 1e-3,
-        "images_per_second": 1234.5,
-        "eta_seconds": 61.0,
-    }
-    assert (
-        progress_line(7, 100, values)
-        == "step   7/100  loss 1.5000  accuracy 0.250  lr 1.00e-03  1,234 images/s, 1:01 left"
-    )
+VALUES = {"loss": 1.5, "accuracy": 0.25, "learning_rate": 1e-3, "images_per_second": 1234.5}
+LINE = "step   7/100  loss 1.5000  accuracy 0.250  lr 1.00e-03  1,234 images/s, 1:01 left"
+
+
+@pytest.mark.parametrize(
+    ("slow", "end"),
+    [
+        ({}, ""),
+        ({"of_best": 0.9, "data_wait": 0.05}, ""),
+        (
+            {"of_best": 0.5, "data_wait": 0.6, "device_memory_bytes": 3 * 2**30},
+            "  50% of its best speed  60% waiting for data  3.0 GiB",
+        ),
+    ],
+)
+def test_the_progress_line_names_what_slows_a_run_down(slow, end):
+    assert progress_line(7, 100, VALUES | {"eta_seconds": 61.0} | slow) == LINE + end
 
 
 @pytest.mark.parametrize(
@@ -138,29 +131,7 @@ def test_progress_line():
     [(59.6, "1:00"), (3599.0, "59:59"), (3600.0, "1:00:00"), (270_061.0, "75:01:01")],
 )
 def test_the_remaining_time_has_hours_where_there_are_any(seconds, left):
-    values = {
-        "loss": 1.5,
-        "accuracy": 0.25,
-        "learning_rate": 1e-3,
-        "images_per_second": 10.0,
-        "eta_seconds": seconds,
-    }
-    assert progress_line(7, 9, values).endswith(f" {left} left")
-
-
-def test_the_progress_line_names_what_slows_a_run_down():
-    values = {
-        "loss": 1.5,
-        "accuracy": 0.25,
-        "learning_rate": 1e-3,
-        "images_per_second": 10.0,
-        "eta_seconds": 1.0,
-    }
-    assert progress_line(7, 9, values | {"of_best": 0.9, "data_wait": 0.05}).endswith("0:01 left")
-    slow = progress_line(
-        7, 9, values | {"of_best": 0.5, "data_wait": 0.6, "device_memory_bytes": 3 * 2**30}
-    )
-    assert slow.endswith("0:01 left  50% of its best speed  60% waiting for data  3.0 GiB")
+    assert progress_line(7, 9, VALUES | {"eta_seconds": seconds}).endswith(f" {left} left")
 
 
 def test_parameter_table_joins_blocks_and_counts():
@@ -187,24 +158,7 @@ def test_tensorboard_is_optional(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_a_log_that_is_no_file_is_set_aside(tmp_path, kind, capsys):
-    path = tmp_path / "metrics.jsonl"
-    {
-        "folder": path.mkdir,
-        "pipe": lambda: os.mkfifo(path),
-        "device": lambda: path.symlink_to("/dev/zero"),
-    }[kind]()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is .*, not a regular file"):
-        read_metrics(path)
-    with MetricsWriter(tmp_path, restored_step=0, tensorboard=False) as writer:
-        writer.write(1, {"loss": 1.0})
-    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
-    assert "It is kept as metrics.jsonl.damaged" in capsys.readouterr().err
-
-
-def test_lines_that_cannot_be_read_are_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    bad = [b"[" * 100_000, b'{"step": 1' + b"0" * 5000 + b"}", b'{"step": "1"}', b"\xff\xfe", b"7"]
-    path.write_bytes(b"\n".join([*bad, b'{"step": 1, "loss": 1.0}', b'{"step": 2']))
-    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
+def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a regular file"):
+        write(tmp_path, (1,))
