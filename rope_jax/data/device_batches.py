@@ -43,28 +43,25 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         Raises:
             ValueError: the set is not in memory, or an augmentation cannot run on the device.
         """
+        self._augmentations, self._size = parse_loader(augment), images.size
         if not images.in_memory:
             raise ValueError(
                 f"on_device=True, but {images.name} is too large to lie in memory: set it to False"
             )
-        self._augmentations, self._size = parse_loader(augment), images.size
-        if others := [one.name for one in self._augmentations if one.entry.on_device is None]:
-            known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.on_device)
-            raise ValueError(
-                f"on_device=True goes with {known} and what the step does, not with {others[0]}: "
-                "set it to False"
-            )
-        check_augmentations(self._augmentations, images)
         if images.labels_of == "boxes":
             raise ValueError(
                 f"on_device=True, but {images.name} has boxes, which the loader pads: set it to "
                 "False"
             )
-        crops = [one.name for one in self._augmentations if one.entry.stage == CROP]
-        if images.labels_of == "pixels" and crops:
-            raise ValueError(
-                f"on_device=True, where {crops[0]} cannot cut the labels of pixels: set it to False"
-            )
+        check_augmentations(self._augmentations, images)
+        for one in self._augmentations:
+            crop = one.entry.stage == CROP
+            if one.entry.on_device is None or (crop and images.labels_of == "pixels"):
+                known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
+                raise ValueError(
+                    f"on_device=True goes with {known} (crops without the labels of pixels) and "
+                    f"what the step does, not with {one.name}: set it to False"
+                )
         for one in self._augmentations:
             self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
         self._seed, self._step = seed, start_step

@@ -34,7 +34,7 @@ def test_labels_count_among_the_competing_logits(tmp_path):
     assert EvaluationSet("imagenet", tmp_path).labels.tolist() == [6, 11]
     assert Streamed(EvaluationSet("folder", tmp_path), (4, 4)).classes == 2
     save(tmp_path / "n01440764" / "x.png", grey)
-    with pytest.raises(ValueError, match="n01440764, which is not one of the 200 classes of 'a'"):
+    with pytest.raises(ValueError, match=r"'n01440764' .* one of the 200 classes of 'a'"):
         EvaluationSet("a", tmp_path)
     with pytest.raises(ValueError, match="dataset 'b' is unknown; use one of imagenet, real, v2"):
         EvaluationSet("b", tmp_path)

