@@ -3,6 +3,7 @@
 Batches are created in this process, in a thread, or in worker processes.
 """
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from rope_jax.data.sources.boxes import check_boxes
 from rope_jax.data.workers import Batch, in_processes
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[Batch], contextlib.AbstractContextManager):
     """An iterator over batches that owns any processes and threads that produce them.
 
     Attributes:
@@ -52,9 +53,6 @@ class Batches(Iterator[Batch]):
     def close(self) -> None:
         """Ends processes and threads."""
         self._made.close()
-
-    def __enter__(self) -> "Batches":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

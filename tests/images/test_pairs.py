@@ -82,14 +82,11 @@ def test_training_batches_are_joint_crops_flipped_before_padding(folder):
     assert len(np.unique(batch["extent"], axis=0)) > 2
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
-def test_the_stream_depends_on_seed_and_step_alone(folder, workers):
+def test_the_stream_depends_on_seed_and_step_alone(folder):
     images = load("masks", str(folder), "train", (16, 12))
-    options = {"seed": 1, "augment": f"{CROP}+flip", "workers": workers}
-    with batches(images, batch_size=4, **options) as stream:
-        whole = list(itertools.islice(stream, 4))
-    with batches(images, batch_size=4, start_step=2, **options) as stream:
-        resumed = list(itertools.islice(stream, 2))
+    options = {"seed": 1, "augment": f"{CROP}+flip"}
+    whole = list(itertools.islice(batches(images, batch_size=4, **options), 4))
+    resumed = list(itertools.islice(batches(images, batch_size=4, start_step=2, **options), 2))
     halves = [
         next(batches(images, batch_size=4, start_step=3, shard=(k, 2), **options)) for k in (0, 1)
     ]
@@ -222,9 +219,7 @@ def test_augmentations_that_do_not_suit_the_labels_are_refused(folder):
     digits = Images(np.zeros((2, 8, 8, 3), np.uint8), np.int32([0, 1]), "digits", "train", 2)
     with pytest.raises(ValueError, match="crop changes images, but not the labels of their pixels"):
         batches(images, batch_size=1, seed=0, augment="crop(pad=2)")
-    with pytest.raises(
-        ValueError, match="scaled_crop is for images whose pixels have classes, but"
-    ):
+    with pytest.raises(ValueError, match="scaled_crop changes images, but not the labels of their"):
         batches(digits, batch_size=1, seed=0, augment=CROP)
     with pytest.raises(ValueError, match="scaled_crop is for training: evaluate with centre"):
         load("masks", str(folder), "test", (16, 12), crop="scaled_crop")

@@ -107,15 +107,10 @@ class Augmentation:
     def check_moves(self, labels_of: str) -> None:
         """Raises ValueError unless the loader can change such labels as it changes images."""
         if not self.entry.serves(labels_of):
-            both = [name for name, one in AUGMENTATIONS.items() if one.serves(labels_of)]
-            what = {
-                "images": "them",
-                "pixels": "the labels of their pixels",
-                "boxes": "their boxes",
-            }
+            able = ", ".join(name for name, one in AUGMENTATIONS.items() if one.serves(labels_of))
             raise ValueError(
-                f"{self.name} changes images, but not {what[labels_of]}: leave it out; "
-                f"{', '.join(both)} change both"
+                f"{self.name} changes images, but not the labels of their {labels_of}: leave it "
+                f"out; {able} change both"
             )
 
     def __str__(self) -> str:

@@ -4,9 +4,6 @@ from collections.abc import Callable, Iterable
 
 from rope_jax import plugins
 from rope_jax.data.images.crops import resize
-from rope_jax.data.sources.boxes import BoxImages as BoxImages
-from rope_jax.data.sources.boxes import StreamedBoxes as StreamedBoxes
-from rope_jax.data.sources.boxes import Truth as Truth
 from rope_jax.data.sources.coco import Coco
 from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
@@ -14,8 +11,6 @@ from rope_jax.data.sources.index import Source, Streamed
 from rope_jax.data.sources.memory import MEMORY, Images
 from rope_jax.data.sources.packed import Packed
 from rope_jax.data.sources.pairs import Ade20k, Masks
-from rope_jax.data.sources.pairs import StreamedMaps as StreamedMaps
-from rope_jax.data.sources.scenes import LabelMaps as LabelMaps
 from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
 from rope_jax.data.sources.tfds import Tfds
 from rope_jax.text import image_pair

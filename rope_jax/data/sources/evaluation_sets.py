@@ -99,9 +99,6 @@ class EvaluationSet(Files):
         name = {"folder": root.name, "imagenet": "imagenet"}.get(variant, f"imagenet_{variant}")
         super().__init__(root, names, labels, class_names, name=name, split="files")
 
-    def __getstate__(self) -> dict[str, object]:
-        return super().__getstate__() | {"competing": self.competing, "note": self.note}
-
 
 def _label(folder: str, variant: str, root: Path) -> int:
     """The index of a folder's class among the competing ones."""

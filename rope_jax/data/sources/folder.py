@@ -45,9 +45,6 @@ class Files(Source):
     def read(self, example: int) -> bytes:
         return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_root": self._root}
-
 
 class Folder(Files):
     """One split of a set of class folders: path/train/CLASS/, path/test/CLASS/ (or path/val/...).

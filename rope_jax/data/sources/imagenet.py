@@ -8,7 +8,6 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +22,7 @@ SYNSETS = "validation_synsets.txt"
 _META, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"  # of the development kit
 
 
-class _File(NamedTuple):
-    """A file in the archive: its name, first byte and length."""
-
-    name: str
-    start: int
-    size: int
+_File = tuple[str, int, int]  # in an archive: its name, first byte and length
 
 
 class ImageNet(Source):
@@ -88,7 +82,7 @@ class ImageNet(Source):
             folder,
             arrays={"places.npy": np.array([file[1:] for _, file in files], np.int64)},
             labels=[number[synset] for synset, _ in files],
-            names=[f"{synset}/{file.name}" for synset, file in files],
+            names=[f"{synset}/{name}" for synset, (name, *_) in files],
             class_names=synsets,
             name="imagenet",
             split=split,
@@ -97,9 +91,6 @@ class ImageNet(Source):
     @functools.cached_property
     def _places(self) -> np.ndarray:
         return self.array("places.npy")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_archive": self._archive}
 
 
 def _train_files(path: Path, folder: Path) -> Iterator[tuple[str, _File]]:
@@ -126,7 +117,7 @@ def _files(archive: tarfile.TarFile, base: int = 0) -> Iterator[_File]:
     """Regular files of an open tar archive that starts at byte `base` of a file."""
     for member in archive:
         if member.isfile():
-            yield _File(Path(member.name).name, base + member.offset_data, member.size)
+            yield Path(member.name).name, base + member.offset_data, member.size
 
 
 def _validation_synsets(folder: Path) -> list[str]:

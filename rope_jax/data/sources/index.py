@@ -33,7 +33,7 @@ from rope_jax.files import read_json
 
 
 class Source(abc.ABC):
-    """One split of a set whose images are read by number. Only the path of its index is pickled.
+    """One split of a set whose images are read by number. What is read of its index is not pickled.
 
     Attributes:
         index: the folder with the index.
@@ -130,7 +130,10 @@ class Source(abc.ABC):
         return self.array("ends.npy")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index}
+        """Without what was read from the index."""
+        read = functools.cached_property
+        own = self.__dict__.items()
+        return {k: v for k, v in own if not isinstance(getattr(type(self), k, None), read)}
 
 
 def write_index(

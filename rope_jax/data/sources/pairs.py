@@ -162,27 +162,24 @@ class Masks(Files):
         return values[values != IGNORED].tolist()
 
     def label_errors(self) -> list[str]:
-        def error(example: int) -> str | None:
-            try:
-                image = EncodedImage(self.read(example))
-            except (ValueError, OSError):  # of the image, which may be skipped
-                return None
-            if image.orientation != 1:
-                return (
-                    f"{self.example_name(example)} is stored turned (Exif orientation "
-                    f"{image.orientation}), and its labels may not be: store it upright"
-                )
-            try:
-                self.classes(example, image.size[::-1])
-            except ValueError as found:
-                return str(found)
-            return None
-
         with ThreadPoolExecutor(_THREADS) as pool:
-            return list(filter(None, pool.map(error, range(len(self.labels)))))
+            return list(filter(None, pool.map(self._label_error, range(len(self.labels)))))
 
-    def __getstate__(self) -> dict[str, object]:
-        return super().__getstate__() | {"_labels": self._labels}
+    def _label_error(self, example: int) -> str | None:
+        try:
+            image = EncodedImage(self.read(example))
+        except (ValueError, OSError):  # of the image, which may be skipped
+            return None
+        if image.orientation != 1:
+            return (
+                f"{self.example_name(example)} is stored turned (Exif orientation "
+                f"{image.orientation}), and its labels may not be: store it upright"
+            )
+        try:
+            self.classes(example, image.size[::-1])
+        except ValueError as found:
+            return str(found)
+        return None
 
 
 class Ade20k(Masks):

@@ -96,9 +96,6 @@ class Tfds(Source):
             self._stored, decoders={"image": tfds.decode.SkipDecoding()}
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_path": self._path, "_stored": self._stored}
-
 
 def _builder(path: str) -> Any:
     try:
