@@ -103,9 +103,7 @@ def test_npz_refuses_other_files(tmp_path):
     damaged = whole[:200] + b"xxxx" + whole[204:]
     for content in (b"", b"text", whole[:1000], damaged):
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"is not an \.npz file|array train_images of"
-        ):
+        with pytest.raises(ValueError, match=r"is not an \.npz file|array train_images of"):
             load("npz", str(path), "train", None)
 
 
