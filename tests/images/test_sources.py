@@ -190,7 +190,7 @@ def test_fashion_mnist():
         (("digits", "here"), "leave it out"),
         (("digits", None, "train", (0, 8)), r"image size \(0, 8\)"),
         (("npz", None), "needs a path"),
-        (("idx", "/nowhere"), "has no train images"),
+        (("idx", "/nowhere"), "'/nowhere' of data source 'idx' does not exist"),
     ],
 )
 def test_load_refuses(arguments, message):
