@@ -59,8 +59,8 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
             if one.entry.on_device is None or (crop and images.labels_of == "pixels"):
                 known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
                 raise ValueError(
-                    f"on_device=True goes with {known} (crops without the labels of pixels) and "
-                    f"what the step does, not with {one.name}: set it to False"
+                    f"on_device=True goes with {known} and what the step does, not with {one.name} "
+                    f"of {images.labels_of}: set it to False"
                 )
         for one in self._augmentations:
             self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
