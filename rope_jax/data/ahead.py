@@ -1,8 +1,9 @@
 """The next batch, made in a thread while one is in use."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from multiprocessing.process import BaseProcess
 from threading import Thread
 
 from rope_jax.data.workers import Batch
@@ -10,21 +11,24 @@ from rope_jax.files import warn
 
 Waiting = Callable[[int], None]
 _SAY_EVERY = 60  # seconds
-_PATIENCE = 5.0  # seconds: workers that are stopped, or a file system, may never answer
+_PATIENCE = 5.0  # seconds to wait for an end
 
 
 class Ahead(Iterator[Batch]):
     """Takes the next batch from an iterator in a thread while one is in use."""
 
-    def __init__(self, made: Iterator[Batch], about: str, waiting: Waiting):
+    def __init__(
+        self, made: Iterator[Batch], about: str, waiting: Waiting, crew: Sequence[BaseProcess] = ()
+    ):
         """Starts with the first batch.
 
         Args:
             made: the batches, of a generator.
             about: what is read, for warnings.
             waiting: called once a second while a batch is awaited, with the seconds so far.
+            crew: processes that make the batches, to be killed if they do not end.
         """
-        self._made, self._about, self._waiting = made, about, waiting
+        self._made, self._about, self._waiting, self._crew = made, about, waiting, crew
         self._start()
 
     def _start(self) -> None:
@@ -44,10 +48,14 @@ class Ahead(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Ends the iterator after the current batch, or leaves it to the end of the process."""
+        """Ends the iterator after the current batch, if that is ready soon."""
         closing = Thread(target=_close, args=(self._made, self._next), daemon=True)
         closing.start()
         closing.join(_PATIENCE)
+        if closing.is_alive():  # even stopped workers can be killed, which ends their batch
+            for worker in self._crew:
+                worker.kill()
+            closing.join(_PATIENCE)
 
 
 def _take(made: Iterator[Batch], future: Future[Batch]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rope_jax.cores import cores
@@ -204,7 +205,8 @@ def _produced(
     images, size = make.images, make.batch_size // make.shard[1]
     about = f"the images of {images.name}, {images.split} split"
     if workers and not images.in_memory:
-        made, ahead = in_processes(make, size, steps, workers), True
-    else:
-        made = (make(step, 0, size) for step in steps)
+        crew: list[BaseProcess] = []
+        made = in_processes(make, size, steps, workers, crew)
+        return Batches(Ahead(made, about, waiting, crew), images)
+    made = (make(step, 0, size) for step in steps)
     return Batches(Ahead(made, about, waiting) if ahead else made, images)

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 from absl import flags
@@ -51,7 +52,11 @@ class _Pieces:
 
 
 def in_processes(
-    make: Callable[[int, int, int], Batch], size: int, steps: range, workers: int
+    make: Callable[[int, int, int], Batch],
+    size: int,
+    steps: range,
+    workers: int,
+    crew: list[BaseProcess],
 ) -> Iterator[Batch]:
     """Batches created by worker processes.
 
@@ -61,6 +66,7 @@ def in_processes(
         steps: of the batches.
         workers: number of processes, at least 1. They ignore Ctrl-C and the other signals
             that the parent process handles, and end with that process.
+        crew: to this list the processes are added when they have started.
 
     Yields:
         arrays by name, of `size` examples each (`bad`: of any length).
@@ -87,9 +93,11 @@ def in_processes(
     pieces = grain.experimental.WithOptionsIterDataset(pieces, options)
     processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
     iterator = iter(pieces.mp_prefetch(processes, worker_init_fn=_start_worker))
+    before = set(multiprocessing.active_children())
     try:
         with _shielded():
             made = itertools.chain([next(iterator)], iterator)
+        crew += set(multiprocessing.active_children()) - before
         for parts in itertools.batched(made, source.of_batch):
             yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     except RuntimeError as error:  # of grain, with the exit code
