@@ -57,9 +57,8 @@ class Training:
     def __call__(self, step: int, start: int, stop: int) -> Batch:
         """Examples `start` to `stop` of this shard's part of a batch: see `batches`, and `bad`."""
         images, count = self.images, len(self.images.labels)
-        first = self.shard[0] * self.batch_size // self.shard[1]
-        epochs, indices = (x[first + start : first + stop] for x in self.ids(step))
-        (crop, crop_draws), *others = self._draws(epochs, indices)
+        epochs, indices = (x[start:stop] for x in self.part(step))
+        (crop, crop_draws), *others = self._crop_first(epochs, indices)
         canvas = images.size if images.one_size else self.canvas(step)
         bad: list[int] = []
         examples = zip((indices % count).tolist(), crop_draws.tolist(), strict=True)
@@ -88,6 +87,13 @@ class Training:
             return self.in_order(step)
         return AspectBatches(self).batch(step)
 
+    def part(self, step: int) -> Ids:
+        """This shard's part of `ids`."""
+        epochs, indices = self.ids(step)
+        size = self.batch_size // self.shard[1]
+        own = slice(self.shard[0] * size, (self.shard[0] + 1) * size)
+        return epochs[own], indices[own]
+
     def in_order(self, step: int) -> Ids:
         """`batch_examples` of this stream."""
         options = {"batch_size": self.batch_size, "seed": self.seed, "repeats": self.repeats}
@@ -100,16 +106,20 @@ class Training:
 
     def extents(self, epochs: np.ndarray, indices: np.ndarray) -> Int64[np.ndarray, "b 2"]:
         """Rows and columns of examples after the crop; no image is read."""
-        (crop, draws), *_ = self._draws(epochs, indices)
+        (crop, draws), *_ = self._crop_first(epochs, indices)
         return self.images.extents(indices % len(self.images.labels), crop, draws)
 
-    def _draws(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
-        """The augmentations with their draws for some examples; the first is the crop, or None."""
+    def draws(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
+        """The augmentations with their draws for some examples."""
         total = len(self.images.labels) * self.repeats
-        drawn = [
+        return [
             (one, example_draws(self.seed, epochs, indices, total, stream))
             for stream, one in named_streams(self.augmentations)
         ]
+
+    def _crop_first(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
+        """`draws`, of which the first is the crop, or None in its place."""
+        drawn = self.draws(epochs, indices)
         if drawn and drawn[0][0].entry.stage == CROP:
             return drawn
         return [(None, np.zeros(len(indices), np.uint64)), *drawn]
