@@ -10,21 +10,18 @@ from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.order import batch_examples, epoch_length
 from rope_jax.data.pipeline import Batches, batches, evaluation_batches, worker_count
-from rope_jax.data.sources import (
+from rope_jax.data.sources import Images, Streamed, load, open_source, register_source
+from rope_jax.data.sources.boxes import (
     BoxImages,
-    Images,
-    LabelMaps,
-    Streamed,
     StreamedBoxes,
-    StreamedMaps,
     Truth,
-    load,
-    open_source,
-    register_source,
+    check_boxes,
+    check_objects,
 )
-from rope_jax.data.sources.boxes import check_boxes, check_objects
 from rope_jax.data.sources.evaluation_sets import EVALUATION_SETS, EvaluationSet
 from rope_jax.data.sources.index import BadImages, BadSet
+from rope_jax.data.sources.pairs import StreamedMaps
+from rope_jax.data.sources.scenes import LabelMaps
 
 __all__ = [
     "EVALUATION_SETS",

@@ -1,13 +1,9 @@
 """The next batch, made in a thread while one is in use."""
 
-import atexit
-import functools
 import itertools
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from multiprocessing.process import BaseProcess
-from queue import Empty, SimpleQueue
 from threading import Thread
 
 from rope_jax.data.workers import Batch
@@ -15,95 +11,60 @@ from rope_jax.files import warn
 
 Waiting = Callable[[int], None]
 _SAY_EVERY = 60  # seconds
-_PATIENCE = 5.0  # seconds to wait for the end of a thread
+_PATIENCE = 5.0  # seconds to wait for an end
 
 
 class Ahead(Iterator[Batch]):
     """Takes the next batch from an iterator in a thread while one is in use."""
 
     def __init__(
-        self,
-        made: Iterator[Batch],
-        about: str,
-        waiting: Waiting,
-        crew: Sequence[BaseProcess] = (),
+        self, made: Iterator[Batch], about: str, waiting: Waiting, crew: Sequence[BaseProcess] = ()
     ):
-        """Starts the thread.
+        """Starts with the first batch.
 
         Args:
-            made: the batches; only the thread uses it.
+            made: the batches, of a generator.
             about: what is read, for warnings.
             waiting: called once a second while a batch is awaited, with the seconds so far.
             crew: processes that make the batches, to be killed if they do not end.
         """
-        self._about, self._waiting, self._crew = about, waiting, crew
-        self._wanted: SimpleQueue = SimpleQueue()  # True for a batch, False to end
-        self._ready: SimpleQueue = SimpleQueue()
-        # Not a thread that the interpreter waits for: reading may hang with a file system.
-        arguments = (made, self._wanted, self._ready)
-        self._thread: Thread | None = Thread(
-            target=_take, args=arguments, daemon=True, name="rope_jax.data"
-        )
-        self._thread.start()
-        self._wanted.put(True)
-        # Close before the interpreter shuts down.
-        self._at_exit = functools.partial(_close, weakref.ref(self))
-        atexit.register(self._at_exit)
+        self._made, self._about, self._waiting, self._crew = made, about, waiting, crew
+        self._start()
+
+    def _start(self) -> None:
+        self._next: Future[Batch] = Future()
+        # Daemons: a program must be able to end while a file system does not answer.
+        Thread(target=_take, args=(self._made, self._next), daemon=True).start()
 
     def __next__(self) -> Batch:
-        if self._thread is None:
-            raise StopIteration
-        try:
-            batch, error = self._awaited()
-            if error is not None:
-                raise error
-        except Exception:  # after a signal the caller may have something to save before it closes
-            self.close()
-            raise
-        self._wanted.put(True)
+        for seconds in itertools.count(1):
+            if wait([self._next], timeout=1.0).done:
+                break
+            if seconds % _SAY_EVERY == 0:
+                warn(f"WARNING: {seconds} s without a batch: waiting for {self._about}")
+            self._waiting(seconds)
+        batch = self._next.result()
+        self._start()
         return batch
 
-    def _awaited(self) -> tuple[Batch | None, BaseException | None]:
-        for seconds in itertools.count(1):
-            try:
-                return self._ready.get(timeout=1.0)
-            except Empty:
-                if seconds % _SAY_EVERY == 0:
-                    warn(f"WARNING: {seconds} s without a batch: waiting for {self._source()}")
-                self._waiting(seconds)
-
-    def _source(self) -> str:
-        workers = ", ".join(str(worker.pid) for worker in self._crew)
-        return f"{self._about}, read by the processes {workers}" if workers else self._about
-
     def close(self) -> None:
-        """Ends the thread and the iterator, after the current batch if that is ready soon."""
-        if self._thread is None:
-            return
-        thread, self._thread = self._thread, None
-        self._wanted.put(False)
-        thread.join(_PATIENCE)
-        if thread.is_alive():  # even stopped workers can be killed, which ends the thread
+        """Ends the iterator after the current batch, if that is ready soon."""
+        closing = Thread(target=_close, args=(self._made, self._next), daemon=True)
+        closing.start()
+        closing.join(_PATIENCE)
+        if closing.is_alive():  # even stopped workers can be killed, which ends their batch
             for worker in self._crew:
                 worker.kill()
-            thread.join(_PATIENCE)
-        atexit.unregister(self._at_exit)
-
-    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not finalizing():
-            self.close()
+            closing.join(_PATIENCE)
 
 
-def _take(made: Iterator[Batch], wanted: SimpleQueue, ready: SimpleQueue) -> None:
-    """The thread of `Ahead`: puts (batch, None), or (None, error) at the end."""
-    while wanted.get():
-        try:
-            ready.put((next(made), None))
-        except BaseException as error:
-            ready.put((None, error))
+def _take(made: Iterator[Batch], future: Future[Batch]) -> None:
+    try:
+        future.set_result(next(made))
+    except BaseException as error:  # raised where the batch is awaited
+        future.set_exception(error)
+
+
+def _close(made: Iterator[Batch], future: Future[Batch]) -> None:
+    wait([future])
     made.close()
-
-
-def _close(reference: weakref.ref) -> None:
-    if (iterator := reference()) is not None:
-        iterator.close()

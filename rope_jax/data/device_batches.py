@@ -10,11 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Integer, UInt8, UInt64
 
-from rope_jax.data.draws import example_draws
-from rope_jax.data.examples import check_augmentations, named_streams
+from rope_jax.data.examples import Training, check_augmentations
 from rope_jax.data.images.augment import AUGMENTATIONS, CROP, Augmentation, parse_loader
 from rope_jax.data.images.device_crops import pack
-from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
 
 
@@ -47,39 +45,32 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
             raise ValueError(
                 f"on_device=True, but {images.name} is too large to lie in memory: set it to False"
             )
-        self._augmentations, self._size = parse_loader(augment), images.size
-        if others := [one.name for one in self._augmentations if one.entry.on_device is None]:
-            known = ", ".join(name for name, one in AUGMENTATIONS.items() if one.on_device)
-            raise ValueError(
-                f"on_device=True goes with {known} and what the step does, not with {others[0]}: "
-                "set it to False"
-            )
-        check_augmentations(self._augmentations, images)
         if images.labels_of == "boxes":
             raise ValueError(
                 f"on_device=True, but {images.name} has boxes, which the loader pads: set it to "
                 "False"
             )
-        crops = [one.name for one in self._augmentations if one.entry.stage == CROP]
-        if images.labels_of == "pixels" and crops:
-            raise ValueError(
-                f"on_device=True, where {crops[0]} cannot cut the labels of pixels: set it to False"
-            )
-        for one in self._augmentations:
+        augmentations = parse_loader(augment)
+        check_augmentations(augmentations, images)
+        for one in augmentations:
+            crop = one.entry.stage == CROP
+            if one.entry.on_device is None or (crop and images.labels_of == "pixels"):
+                known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
+                raise ValueError(
+                    f"on_device=True goes with {known} and what the step does, not with {one.name} "
+                    f"of {images.labels_of}: set it to False"
+                )
+        self._make = Training(images, batch_size, seed, augmentations, repeats, shard)
+        self._step = start_step
+        for one in augmentations:
             self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
-        self._seed, self._step = seed, start_step
-        self._total = len(images.labels) * repeats
-        self._options = {"batch_size": batch_size, "seed": seed, "count": len(images.labels)}
-        self._options |= {"repeats": repeats, "shard": shard}
 
     def __next__(self) -> dict[str, np.ndarray]:
         """`epoch` and `index` int32 [b], `draws` uint32 [b, augmentations, 2], high words first."""
-        epochs, indices = batch_examples(self._step, **self._options)
+        epochs, indices = self._make.part(self._step)
         self._step += 1
-        draws = np.empty((len(indices), len(self._augmentations)), np.uint64)
-        for number, (stream, one) in enumerate(named_streams(self._augmentations)):
-            drawn = example_draws(self._seed, epochs, indices, self._total, stream)
-            draws[:, number] = self._packed(one, drawn)
+        drawn = [self._packed(*one) for one in self._make.draws(epochs, indices)]
+        draws = np.array(drawn, np.uint64).reshape(len(drawn), len(indices)).T
         words = np.stack([draws >> np.uint64(32), draws & np.uint64(0xFFFFFFFF)], axis=-1)
         return {
             "epoch": epochs.astype(np.int32),
@@ -93,8 +84,8 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         """The draws, or for a crop its packed boxes."""
         if one.entry.stage != CROP:
             return draws
-        height, width = self._size
-        boxes = [pack(one(width, height, self._size, draw)) for draw in draws.tolist()]
+        height, width = size = self._make.images.size
+        boxes = [pack(one(width, height, size, draw)) for draw in draws.tolist()]
         return np.array(boxes, np.uint64)
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """The examples of the training stream and of an evaluation, as pure functions of their position."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from jaxtyping import Int64, UInt64
 from rope_jax.data.draws import epoch_draws, example_draws
 from rope_jax.data.images.augment import CROP, Augmentation, parse_crop, parse_loader
 from rope_jax.data.images.fits import smallest_canvas
+from rope_jax.data.images.joint import crop_both
 from rope_jax.data.labels import blank, moved, padded
 from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
@@ -24,7 +24,8 @@ MAX_BOXES = 100  # of an image, by default
 _BAD_SHARE = 1000  # one image in 1,000 may be skipped
 _TOGETHER = 64  # consecutive batches that upright and lying images are divided among
 Size = tuple[int, int]  # height, width
-Drawn = tuple[Augmentation, UInt64[np.ndarray, " b"]]  # with the draws of some examples
+Ids = tuple[Int64[np.ndarray, "*b"], Int64[np.ndarray, "*b"]]  # epochs and indices of examples
+Drawn = tuple[Augmentation | None, UInt64[np.ndarray, " b"]]  # with the draws of some examples
 THREADS = 8  # decode images for an evaluation
 
 
@@ -53,54 +54,75 @@ class Training:
     canvases: tuple[Size, ...] = ()
     max_boxes: int = MAX_BOXES
 
-    def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop` of this shard's stream: see `batches`, and `bad` ids.
-
-        Those of sets whose images differ in size must be of one batch.
-        """
-        epochs, indices = self.examples(start, stop)
-        images, size = self.images, self.batch_size // self.shard[1]
-        canvas = images.size if images.one_size else self.canvas(start // size)
-        (crop, draws), drawn = self._drawn(epochs, indices)
+    def __call__(self, step: int, start: int, stop: int) -> Batch:
+        """Examples `start` to `stop` of this shard's part of a batch: see `batches`, and `bad`."""
+        images, count = self.images, len(self.images.labels)
+        epochs, indices = (x[start:stop] for x in self.part(step))
+        (crop, crop_draws), *others = self._crop_first(epochs, indices)
+        canvas = images.size if images.one_size else self.canvas(step)
         bad: list[int] = []
-        rows = [
-            self._usable(example, crop, draw, canvas, bad)
-            for example, draw in zip(
-                (indices % len(images.labels)).tolist(), draws.tolist(), strict=True
-            )
-        ]
-        joint = crop is not None and crop.entry.joint is not None
-        if joint or images.labels_of == "boxes":  # sizes or numbers of labels differ
-            parts = [self._padded(row, drawn, k, canvas) for k, row in enumerate(rows)]
+        examples = zip((indices % count).tolist(), crop_draws.tolist(), strict=True)
+        rows = [self._usable(example, crop, draw, canvas, bad) for example, draw in examples]
+        if images.labels_of == "boxes" or (crop is not None and crop.entry.joint is not None):
+            parts = []  # sizes or numbers of labels differ
+            for k, row in enumerate(rows):
+                own = [(one, draws[k : k + 1]) for one, draws in others]
+                part = self._changed(_stacked([row]), own)
+                parts.append(padded(part, images.labels_of, canvas, self.max_boxes))
             batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         else:
-            batch = self._changed(_stacked(rows), drawn)
+            batch = self._changed(_stacked(rows), others)
         return batch | {
             "epoch": epochs.astype(np.int32),
             "index": indices.astype(np.int32),
             "bad": np.array(bad, np.int64),
         }
 
+    def ids(self, step: int) -> Ids:
+        """Epochs and indices of the batch of a step, of all shards: see `batch_examples`.
+
+        Where images differ in size, those of a batch are all portrait or all landscape.
+        """
+        if self.images.one_size:
+            return self.in_order(step)
+        return AspectBatches(self).batch(step)
+
+    def part(self, step: int) -> Ids:
+        """This shard's part of `ids`."""
+        epochs, indices = self.ids(step)
+        size = self.batch_size // self.shard[1]
+        own = slice(self.shard[0] * size, (self.shard[0] + 1) * size)
+        return epochs[own], indices[own]
+
+    def in_order(self, step: int) -> Ids:
+        """`batch_examples` of this stream."""
+        options = {"batch_size": self.batch_size, "seed": self.seed, "repeats": self.repeats}
+        return batch_examples(step, count=len(self.images.labels), **options)
+
     def canvas(self, step: int) -> Size:
         """The size of the images of a batch, the same for all shards; no image is read."""
-        whole = dataclasses.replace(self, shard=(0, 1))
-        epochs, indices = whole.examples(step * self.batch_size, (step + 1) * self.batch_size)
-        (crop, draws), _ = self._drawn(epochs, indices)
-        extents = self.images.extents(indices % len(self.images.labels), crop, draws)
+        extents = self.extents(*self.ids(step))
         return smallest_canvas(extents, canvases_of(self.images, self.canvases))
 
-    def _drawn(
-        self, epochs: np.ndarray, indices: np.ndarray
-    ) -> tuple[tuple[Augmentation | None, UInt64[np.ndarray, " b"]], list[Drawn]]:
-        """The crop, if there is one, and the other augmentations, with their draws."""
+    def extents(self, epochs: np.ndarray, indices: np.ndarray) -> Int64[np.ndarray, "b 2"]:
+        """Rows and columns of examples after the crop; no image is read."""
+        (crop, draws), *_ = self._crop_first(epochs, indices)
+        return self.images.extents(indices % len(self.images.labels), crop, draws)
+
+    def draws(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
+        """The augmentations with their draws for some examples."""
         total = len(self.images.labels) * self.repeats
-        drawn: list[Drawn] = [
+        return [
             (one, example_draws(self.seed, epochs, indices, total, stream))
             for stream, one in named_streams(self.augmentations)
         ]
+
+    def _crop_first(self, epochs: np.ndarray, indices: np.ndarray) -> list[Drawn]:
+        """`draws`, of which the first is the crop, or None in its place."""
+        drawn = self.draws(epochs, indices)
         if drawn and drawn[0][0].entry.stage == CROP:
-            return drawn[0], drawn[1:]
-        return (None, np.zeros(len(indices), np.uint64)), drawn
+            return drawn
+        return [(None, np.zeros(len(indices), np.uint64)), *drawn]
 
     def _usable(
         self, example: int, crop: Augmentation | None, draw: int, canvas: Size, bad: list[int]
@@ -128,64 +150,39 @@ class Training:
             batch = moved(batch, self.images.labels_of, augmentation, draws)
         return batch
 
-    def _padded(self, row: Batch, drawn: Sequence[Drawn], k: int, canvas: Size) -> Batch:
-        """Example k as a batch of its own, augmented and then padded; with its `extent`."""
-        drawn = [(augmentation, draws[k : k + 1]) for augmentation, draws in drawn]
-        changed = self._changed(_stacked([row]), drawn)
-        return padded(changed, self.images.labels_of, canvas, self.max_boxes)
 
-    def examples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and indices of examples of this shard's stream, see `batch_examples`.
+@dataclass(frozen=True)
+class AspectBatches:
+    """Batches of portrait or of landscape images alone, but for one in each block of 64.
 
-        Where images differ in size, those of a batch are all upright or all lying (`_by_aspect`).
-        """
-        size = self.batch_size // self.shard[1]
-        first = start // size
-        parts = [self._of_batch(step) for step in range(first, -(-stop // size))]
-        wanted = slice(start - first * size, stop - first * size)
-        epochs, indices = (np.concatenate(x)[wanted] for x in zip(*parts, strict=True))
-        return epochs, indices
-
-    def _of_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epochs and indices of this shard's part of a batch."""
-        if self.images.one_size:
-            return self._in_order(step, self.shard)
-        together = max(1, min(_TOGETHER, len(self.images.labels) // self.batch_size))
-        whole = dataclasses.replace(self, shard=(0, 1))
-        batches = _by_aspect(whole, step // together, together)
-        part, parts = self.shard
-        epochs, indices = (np.split(x[step % together], parts)[part] for x in batches)
-        return epochs, indices
-
-    def _in_order(self, step: int, shard: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """`batch_examples` of this stream."""
-        options = {"batch_size": self.batch_size, "seed": self.seed, "repeats": self.repeats}
-        return batch_examples(step, count=len(self.images.labels), shard=shard, **options)
-
-
-@functools.lru_cache(maxsize=4)
-def _by_aspect(
-    make: Training, block: int, size: int
-) -> tuple[Int64[np.ndarray, "size B"], Int64[np.ndarray, "size B"]]:
-    """Epochs and indices of a block of batches, all but one of upright or of lying images alone.
-
-    So canvases are small. The block has the images that it would have without, lying ones before
-    upright ones in the order of the stream; then its batches are shuffled. What counts is the size
+    So canvases are small. A block has the images that it would have without, landscape ones before
+    portrait ones in the order of the stream; then its batches are shuffled. What counts is the size
     after the crop. detectron2 does so with the images of each GPU, by their size before the crop.
 
-    Args:
-        make: the stream, of all shards.
-        block: number of the block.
-        size: batches in a block.
+    Attributes:
+        stream: whose batches they replace.
     """
-    steps = range(block * size, (block + 1) * size)
-    parts = zip(*(make._in_order(step, (0, 1)) for step in steps), strict=True)
-    epochs, indices = map(np.concatenate, parts)
-    (crop, draws), _ = make._drawn(epochs, indices)
-    rows, columns = make.images.extents(indices % len(make.images.labels), crop, draws).T
-    order = np.argsort(rows > columns, kind="stable").reshape(size, -1)
-    order = order[np.argsort(epoch_draws(make.seed, block, size, "batches"), kind="stable")]
-    return epochs[order], indices[order]
+
+    stream: Training
+
+    def batch(self, step: int) -> Ids:
+        """Epochs and indices of the batch of a step, of all shards."""
+        images, batch_size = self.stream.images, self.stream.batch_size
+        size = max(1, min(_TOGETHER, len(images.labels) // batch_size))
+        epochs, indices = self._block(step // size, size)
+        return epochs[step % size], indices[step % size]
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def _block(self, block: int, size: int) -> Ids:
+        """Epochs and indices of `size` batches, [size, B] each."""
+        steps = range(block * size, (block + 1) * size)
+        parts = zip(*map(self.stream.in_order, steps), strict=True)
+        epochs, indices = map(np.concatenate, parts)
+        rows, columns = self.stream.extents(epochs, indices).T
+        order = np.argsort(rows > columns, kind="stable").reshape(size, -1)
+        draws = epoch_draws(self.stream.seed, block, size, "batches")
+        order = order[np.argsort(draws, kind="stable")]
+        return epochs[order], indices[order]
 
 
 def batch_ids(
@@ -199,7 +196,7 @@ def batch_ids(
 ) -> list[int]:
     """Ids of the images in the training batch of a step, from 0; arguments as in `batches`."""
     make = Training(images, batch_size, seed, parse_loader(augment), repeats)
-    _, indices = make.examples(step * batch_size, (step + 1) * batch_size)
+    _, indices = make.ids(step)
     return (indices % len(images.labels)).tolist()
 
 
@@ -212,15 +209,20 @@ def named_streams(
 
 
 def check_augmentations(augmentations: Sequence[Augmentation], images: Images | Streamed) -> None:
-    """Raises ValueError for augmentations of the loader that do not suit the labels of a set."""
+    """Tries the augmentations of the loader on a black image.
+
+    Raises:
+        ValueError: they do not suit the labels of the set, or an option is out of range.
+    """
+    black, none = np.zeros((*images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:
-        kind = one.entry.joint
-        if kind not in (None, images.labels_of):
-            raise ValueError(
-                f"{one.name} is for images whose {kind} have classes, but {images.name} has "
-                f"classes of {images.labels_of}: use another crop"
-            )
         one.check_moves(images.labels_of)
+        if one.entry.joint == "boxes":
+            one(images.size, 0)
+        elif one.entry.stage == CROP:
+            crop_both(black, none, one, images.size)
+        else:
+            one(black[None], np.zeros(1, np.uint64))
 
 
 def canvases_of(images: Images | Streamed, canvases: Sequence[Size]) -> tuple[Size, ...]:
@@ -311,45 +313,36 @@ class Evaluation:
     max_boxes: int = MAX_BOXES
     threads: int = 0
 
-    def __call__(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop` of this shard: see `evaluation_batches`, and `bad` ids.
+    def __call__(self, step: int, start: int, stop: int) -> Batch:
+        """Examples `start` to `stop` of this shard's part of a batch.
 
-        Those of sets whose images differ in size must be of one batch.
+        See `evaluation_batches`; `bad` are the ids of those that cannot be used.
         """
-        images, (part, parts) = self.images, self.shard
-        size = self.batch_size // parts
-        numbers = np.arange(start, stop)
-        ids = numbers // size * self.batch_size + part * size + numbers % size
+        images = self.images
+        first = step * self.batch_size + self.shard[0] * self.batch_size // self.shard[1]
+        ids = np.arange(first + start, first + stop)
         exists = ids < len(images.labels)
-        mask = exists.copy()
-        canvas = images.size if images.one_size else self.canvas(start // size)
+        canvas = images.size if images.one_size else self.canvas(step)
 
-        def ready(row: Batch) -> Batch:
-            if images.labels_of != "boxes":
-                return row
-            whole = padded(_stacked([row]), images.labels_of, canvas, self.max_boxes)
-            return {name: array[0] for name, array in whole.items()}
+        def read(example: int) -> tuple[Batch, bool]:
+            row, usable = blank(images, canvas), False
+            if example < len(images.labels):
+                try:
+                    row, usable = images.example(example), True
+                except BadImages:
+                    if self.bad_images == "error":
+                        raise
+            if images.labels_of == "boxes":
+                row = padded(_stacked([row]), images.labels_of, canvas, self.max_boxes)
+                row = {name: array[0] for name, array in row.items()}
+            return row, usable
 
-        rows = [ready(blank(images, canvas))] * len(ids)
-
-        def read(k: int) -> None:
-            try:
-                rows[k] = ready(images.example(int(ids[k])))
-            except BadImages:
-                if self.bad_images == "error":
-                    raise
-                mask[k] = False
-
-        wanted = np.flatnonzero(exists).tolist()
-        if self.threads:
-            with ThreadPoolExecutor(self.threads) as pool:
-                list(pool.map(read, wanted))
-        else:
-            list(map(read, wanted))
+        with ThreadPoolExecutor(self.threads or 1) as pool:
+            rows, mask = zip(*(pool.map if self.threads else map)(read, ids.tolist()), strict=True)
         return _stacked(rows) | {
             "index": ids.astype(np.int32),
-            "mask": mask,
-            "bad": ids[exists & ~mask],
+            "mask": np.array(mask),
+            "bad": ids[exists & ~np.array(mask)],
         }
 
     def canvas(self, step: int) -> Size:

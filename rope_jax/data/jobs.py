@@ -69,12 +69,10 @@ class ImageCounter:
     def add(self, images: int) -> None:
         """Counts finished images."""
         self._done += images
-        now, left = time.monotonic(), self._total - self._done
-        if now - self._printed < 1 and left > 0:
-            return
-        self._printed = now
-        rate = self._done / max(now - self._start, 1e-9)
-        text = f"{self._title}: {self._done:,} of {self._total:,} images, {rate:,.0f} images/s"
-        if left > 0:
-            text += f", {left / rate / 60:.1f} minutes left"
-        print(text, flush=True)
+        now = time.monotonic()
+        if now - self._printed >= 1 or self._done == self._total:
+            self._printed = now
+            rate = self._done / max(now - self._start, 1e-9)
+            left = (self._total - self._done) / rate / 60
+            text = f"{self._title}: {self._done:,} of {self._total:,} images"
+            print(f"{text}, {rate:,.0f} images/s, {left:.1f} minutes left", flush=True)

@@ -3,17 +3,15 @@
 Batches are created in this process, in a thread, or in worker processes.
 """
 
+import contextlib
 import importlib.util
-import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
-
 from rope_jax.cores import cores
 from rope_jax.data.ahead import Ahead, Waiting
-from rope_jax.data.checking import FileCheck
 from rope_jax.data.examples import (
     BAD_IMAGES,
     MAX_BOXES,
@@ -26,38 +24,26 @@ from rope_jax.data.examples import (
     check_canvases,
     too_many,
 )
-from rope_jax.data.images.augment import CROP, parse_loader
-from rope_jax.data.images.joint import crop_both
+from rope_jax.data.images.augment import parse_loader
 from rope_jax.data.order import check_batch
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.boxes import check_boxes
-from rope_jax.data.workers import Batch
+from rope_jax.data.workers import Batch, in_processes
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[Batch], contextlib.AbstractContextManager):
     """An iterator over batches that owns any processes and threads that produce them.
 
     Attributes:
         skipped: ids of the images that could not be used so far; only with `bad_images="skip"`.
     """
 
-    def __init__(
-        self, make: Iterator[Batch], images: Images | Streamed, epoch: int, waiting: Waiting
-    ):
-        """Batches of a set; within the first `epoch` of them its files are checked."""
-        self._make, self._count, self._left = make, len(images.labels), epoch
-        self._check = FileCheck(images, waiting)
+    def __init__(self, made: Iterator[Batch], images: Images | Streamed):
+        self._made, self._count = made, len(images.labels)
         self.skipped: set[int] = set()
 
     def __next__(self) -> Batch:
-        try:
-            batch = next(self._make)
-        except StopIteration:
-            self._check(wait=True)
-            raise
-        self._left -= 1
-        if self._left >= 0:
-            self._check(wait=self._left == 0)
+        batch = next(self._made)
         self.skipped.update(batch.pop("bad").tolist())
         if len(self.skipped) > allowed(self._count):
             self.close()
@@ -66,11 +52,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends processes and threads."""
-        self._check.close()
-        self._make.close()
-
-    def __enter__(self) -> "Batches":
-        return self
+        self._made.close()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -139,28 +121,12 @@ def batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    _check_policy(bad_images, workers)
-    check_batch(batch_size, len(images.labels), shard)
-    size, augmentations = batch_size // shard[1], parse_loader(augment)
-    shapes = (tuple(canvases), max_boxes)
+    augmentations, shapes = parse_loader(augment), (tuple(canvases), max_boxes)
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
+    _check(make, augment)
+    make.in_order(start_step)  # a step, seed or repeats out of range is refused now
     check_augmentations(augmentations, images)
-    # Steps, seeds, repeats and options out of range are refused now, not in a worker.
-    make.examples(start_step * size, start_step * size + 1)
-    black, none = np.zeros((1, *images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
-    for one in augmentations:
-        if one.entry.joint == "boxes":
-            one(images.size, 0)
-        elif one.entry.stage == CROP:
-            crop_both(black[0], none, one, images.size)
-        else:
-            one(black, np.zeros(1, np.uint64))
-    check_boxes(images, max_boxes)
-    check_canvases(images, augment, canvases)
-    made = _produced(
-        make, size, itertools.count(start_step), ahead=ahead, workers=workers, waiting=waiting
-    )
-    return Batches(made, images, -(-len(images.labels) // batch_size), waiting)
+    return _produced(make, range(start_step, sys.maxsize), ahead, workers, waiting)
 
 
 def evaluation_batches(
@@ -202,20 +168,11 @@ def evaluation_batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    _check_policy(bad_images, workers)
-    count = len(images.labels)
-    check_batch(batch_size, count, shard)
-    ahead = not images.in_memory
+    ahead, shapes = not images.in_memory, (tuple(canvases), max_boxes)
     threads = THREADS if ahead and not workers else 0
-    check_boxes(images, max_boxes)
-    check_canvases(images, "none", canvases)
-    shapes = (tuple(canvases), max_boxes)
     make = Evaluation(images, batch_size, shard, bad_images, *shapes, threads)
-    steps = range(-(-count // batch_size))
-    made = _produced(
-        make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting
-    )
-    return Batches(made, images, len(steps), waiting)
+    _check(make, "none")
+    return _produced(make, range(-(-len(images.labels) // batch_size)), ahead, workers, waiting)
 
 
 def worker_count(wanted: int | None) -> int:
@@ -231,32 +188,25 @@ def worker_count(wanted: int | None) -> int:
     return cores() if importlib.util.find_spec("grain") is not None else 0
 
 
-def _check_policy(bad_images: str, workers: int) -> None:
-    if bad_images not in BAD_IMAGES:
+def _check(make: Training | Evaluation, augment: str) -> None:
+    if make.bad_images not in BAD_IMAGES:
         raise ValueError(
-            f"bad_images {bad_images!r} is unknown; it is one of {', '.join(BAD_IMAGES)}"
+            f"bad_images {make.bad_images!r} is unknown; it is one of {', '.join(BAD_IMAGES)}"
         )
-    if workers < 0:
-        raise ValueError(f"workers {workers} must be at least 0")
+    check_batch(make.batch_size, len(make.images.labels), make.shard)
+    check_boxes(make.images, make.max_boxes)
+    check_canvases(make.images, augment, make.canvases)
 
 
 def _produced(
-    make: Training | Evaluation,
-    size: int,
-    steps: range | itertools.count,
-    *,
-    ahead: bool,
-    workers: int,
-    waiting: Waiting,
-) -> Iterator[Batch]:
-    """Batches of `size` examples, created in this process or by workers."""
-    about = f"the images of {make.images.name}, {make.images.split} split"
-    if workers > 0 and not make.images.in_memory:
-        from rope_jax.data.workers import in_processes
-
-        first, stop = (steps.start, steps.stop) if isinstance(steps, range) else (next(steps), None)
+    make: Training | Evaluation, steps: range, ahead: bool, workers: int, waiting: Waiting
+) -> Batches:
+    """The batches of some steps, created in this process or by workers."""
+    images, size = make.images, make.batch_size // make.shard[1]
+    about = f"the images of {images.name}, {images.split} split"
+    if workers and not images.in_memory:
         crew: list[BaseProcess] = []
-        made = in_processes(make, size, first, workers=workers, stop=stop, crew=crew)
-        return Ahead(made, about, waiting, crew)
-    made = (make(step * size, (step + 1) * size) for step in steps)
-    return Ahead(made, about, waiting) if ahead else made
+        made = in_processes(make, size, steps, workers, crew)
+        return Batches(Ahead(made, about, waiting, crew), images)
+    made = (make(step, 0, size) for step in steps)
+    return Batches(Ahead(made, about, waiting) if ahead else made, images)

@@ -15,9 +15,7 @@ size.
 
 import dataclasses
 import functools
-import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from rope_jax.data.sources import open_source
 from rope_jax.data.sources.index import Source, write_index
 from rope_jax.data.sources.packed import FORMAT
 from rope_jax.data.workers import DeadWorker
-from rope_jax.files import naming, read_json, write_file
+from rope_jax.files import file_sha256, read_json, write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +68,18 @@ class Resizing:
         return f"short side at most {self.side}" if self.side else "as it was"
 
 
-def write_shard(
-    source: Source, place: Path, start: int, stop: int, resizing: Resizing
-) -> dict[str, Any]:
-    """Writes images `start` to `stop` to place.bin, and their metadata to place.json.
+def write_shard(source: Source, place: Path, start: int, stop: int, resizing: Resizing) -> int:
+    """Writes images `start` to `stop` to place.bin, then their metadata to place.json.
+
+    The metadata: `bytes` and `sha256` of the file, `examples` (numbers) and their `shapes`, and
+    `bad` ([number, name, reason]): images that cannot be used and are left out.
 
     Returns:
-        The metadata: `bytes` and `sha256` of the file, `examples` (numbers) and their `shapes`,
-        and `bad` ([number, name, reason]): images that cannot be used and are left out.
+        The number of images.
     """
-    examples, shapes, bad, checksum = [], [], [], hashlib.sha256()
-    temporary = place.with_suffix(".tmp")
-    with naming(temporary), temporary.open("wb") as file:
+    examples, shapes, bad = [], [], []
+    file = place.with_suffix(".bin")
+    with file.open("wb") as written:
         for example in range(start, stop):
             try:
                 data = source.read(example)
@@ -89,19 +87,16 @@ def write_shard(
             except (ValueError, OSError) as error:
                 bad.append([example, source.example_name(example), str(error)])
                 continue
-            content = np.ascontiguousarray(pixels).tobytes()
-            file.write(content)
-            checksum.update(content)
+            written.write(np.ascontiguousarray(pixels))
             examples.append(example)
             shapes.append(pixels.shape[:2])
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    temporary.replace(place.with_suffix(".bin"))
-    facts = {"bytes": size, "sha256": checksum.hexdigest()}
-    facts |= {"examples": examples, "shapes": shapes, "bad": bad}
+    facts = _facts(file) | {"examples": examples, "shapes": shapes, "bad": bad}
     write_file(place.with_suffix(".json"), json.dumps(facts))
-    return facts
+    return stop - start
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
 
 
 def prepare(
@@ -131,7 +126,7 @@ def prepare(
         The folder of the split.
 
     Raises:
-        ValueError: images that cannot be used, options out of range, or a preparation with other
+        ValueError: images that cannot be used, a square of no size, or a preparation with other
             options in the same folder.
     """
     if source.labels_of != "images":
@@ -139,102 +134,59 @@ def prepare(
             f"{source.name} has classes of {source.labels_of}, which a packed set cannot hold: "
             "train on the set as it is"
         )
-    known = interpolation in INTERPOLATIONS and bad_images in BAD_IMAGES
-    if side < int(square) or shard_images < 1 or not known:
-        raise ValueError(
-            f"side={side}, square={square}, shard_images={shard_images}, "
-            f"interpolation={interpolation!r}, bad_images={bad_images!r} is impossible: side is at "
-            "least 0 (1 with square), shard_images at least 1, interpolation one of "
-            f"{', '.join(INTERPOLATIONS)}, bad_images one of {', '.join(BAD_IMAGES)}"
-        )
-    resizing = Resizing(side, square, interpolation)
+    if side < int(square):
+        raise ValueError(f"side={side} is impossible with square={square}: it is at least 1")
+    resizing, count = Resizing(side, square, interpolation), len(source.labels)
     settings = dataclasses.asdict(resizing)
     settings |= {"shard_images": shard_images, "source": source.fingerprint()}
-    finished, folder = out / source.split, out / f".{source.split}.partial"
-    if finished.is_dir():
-        _check_settings(finished, settings)
-        _check_skipped(finished, bad_images)
+    finished, partial = out / source.split, out / f".{source.split}.partial"
+    folder = finished if finished.is_dir() else partial
+    if folder is partial and not (partial / "settings.json").is_file():
+        partial.mkdir(parents=True, exist_ok=True)
+        write_file(partial / "settings.json", json.dumps(settings, indent=1) + "\n")
+    if (there := read_json(folder / "settings.json")) != settings:
+        raise ValueError(
+            f"{folder} was prepared in another way ({there}, now {settings}): remove it, or "
+            "choose another folder"
+        )
+    if folder is finished:
         print(f"{finished} is there already")
         return finished
-    if (folder / "settings.json").is_file():
-        _check_settings(folder, settings)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / "settings.json", json.dumps(settings, indent=1) + "\n")
-    facts = _write_shards(source, folder, shard_images, resizing, workers)
+    shards = {
+        partial / f"images-{number:05}": (start, min(start + shard_images, count))
+        for number, start in enumerate(range(0, count, shard_images))
+    }
+    jobs = [
+        (source, place, *part, resizing)
+        for place, part in shards.items()
+        if not place.with_suffix(".json").is_file()
+    ]
+    left = sum(stop - start for _, _, start, stop, _ in jobs)
+    counter = ImageCounter(f"{source.name} {source.split}", left)
+    for images in run_jobs(write_shard, jobs, workers=workers):
+        counter.add(images)
+    facts = {place: read_json(place.with_suffix(".json")) for place in shards}
     if bad_images == "error":
-        _refuse_bad(facts, len(source.labels))
-    _write_packed_index(source, folder, facts, resizing)
+        _refuse_bad(facts, count)
+    _write_packed_index(source, partial, facts, resizing)
     for place in facts:
         place.with_suffix(".json").unlink()
-    folder.rename(finished)
+    partial.rename(finished)
     return finished
-
-
-def _check_settings(place: Path, settings: dict[str, Any]) -> None:
-    """Rejects a folder that was prepared with other settings, or by another program."""
-    file = place / "settings.json"
-    if not file.is_file():
-        raise ValueError(
-            f"{place} is there and was not written by this program: choose another folder"
-        )
-    there = read_json(file)
-    changed = [
-        f"{name}: {there.get(name)!r}, now {value!r}"
-        for name, value in settings.items()
-        if there.get(name) != value
-    ]
-    if changed or there.keys() != settings.keys():
-        raise ValueError(
-            f"{place} was prepared in another way ({'; '.join(changed)}): "
-            "remove it, or choose another folder"
-        )
-
-
-def _check_skipped(finished: Path, bad_images: str) -> None:
-    """Rejects a finished split with skipped images, unless skipping is allowed."""
-    skipped = len(read_json(finished / "about.json")["skipped"])
-    if bad_images == "error" and skipped:
-        raise ValueError(
-            f"{finished} was prepared without {skipped:,} images: "
-            "accept that with --bad_images=skip, or remove it"
-        )
-
-
-def _write_shards(
-    source: Source, folder: Path, shard_images: int, resizing: Resizing, workers: int
-) -> dict[Path, dict[str, Any]]:
-    """Writes missing shards; returns the metadata of all shards by path."""
-    count = len(source.labels)
-    counter = ImageCounter(f"{source.name} {source.split}", count)
-    places, jobs, kept = [], [], 0
-    for number, start in enumerate(range(0, count, shard_images)):
-        place, stop = folder / f"images-{number:05}", min(start + shard_images, count)
-        places.append(place)
-        if place.with_suffix(".json").is_file():
-            kept += stop - start
-        else:
-            jobs.append((source, place, start, stop, resizing))
-    if kept:
-        counter.add(kept)
-    for facts in run_jobs(write_shard, jobs, workers=workers):
-        counter.add(len(facts["examples"]) + len(facts["bad"]))
-    return {place: read_json(place.with_suffix(".json")) for place in places}
 
 
 def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
     """Raises an error that lists unusable images; the next run rewrites their shards."""
     bad = [one for fact in facts.values() for one in fact["bad"]]
-    if not bad:
-        return
     for place, fact in facts.items():
         if fact["bad"]:
             place.with_suffix(".json").unlink()
-    lines = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
-    raise ValueError(
-        f"{len(bad)} of {count:,} images cannot be used; "
-        f"mend them, or leave them out with --bad_images=skip:{lines}"
-    )
+    if bad:
+        lines = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
+        raise ValueError(
+            f"{len(bad)} of {count:,} images cannot be used; "
+            f"mend them, or leave them out with --bad_images=skip:{lines}"
+        )
 
 
 def _write_packed_index(
@@ -267,6 +219,9 @@ def _write_packed_index(
         skipped=[one for fact in facts.values() for one in fact["bad"]],
         shards=shards,
     )
+    about = read_json(folder / "about.json")
+    about["files"] = {file.name: _facts(file) for file in sorted(folder.glob("*.npy"))}
+    write_file(folder / "about.json", json.dumps(about, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,9 +22,8 @@ from absl import flags
 
 Batch = dict[str, np.ndarray]
 
-_PIECE = (
-    32  # examples at most; few, so that the first batch is ready soon and few are held in memory
-)
+# Examples at most; few, so that the first batch is ready soon and few are held in memory.
+_PIECE = 32
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
@@ -39,39 +38,34 @@ class _Pieces:
     batches may have different sizes.
     """
 
-    def __init__(self, make: Callable[[int, int], Batch], size: int, step: int, stop: int | None):
+    def __init__(self, make: Callable[[int, int, int], Batch], size: int, steps: range):
         self.of_batch = -(-size // _PIECE)
-        self._make, self._size, self._step, self._stop = make, size, step, stop
+        self._make, self._size, self._steps = make, size, steps
 
     def __len__(self) -> int:
-        left = None if self._stop is None else self._stop - self._step
-        return sys.maxsize if left is None else left * self.of_batch
+        return min(len(self._steps) * self.of_batch, sys.maxsize)
 
     def __getitem__(self, number: int) -> Batch:
         batch, part = divmod(number, self.of_batch)
-        first = (self._step + batch) * self._size
         start, stop = (k * self._size // self.of_batch for k in (part, part + 1))
-        return self._make(first + start, first + stop)
+        return self._make(self._steps[batch], start, stop)
 
 
 def in_processes(
-    make: Callable[[int, int], Batch],
+    make: Callable[[int, int, int], Batch],
     size: int,
-    step: int,
-    *,
+    steps: range,
     workers: int,
-    stop: int | None,
     crew: list[BaseProcess],
 ) -> Iterator[Batch]:
     """Batches created by worker processes.
 
     Args:
-        make: (start, stop) -> examples of the stream; picklable.
+        make: (step, start, stop) -> examples `start` to `stop` of the batch of a step; picklable.
         size: examples in a batch.
-        step: the first one.
+        steps: of the batches.
         workers: number of processes, at least 1. They ignore Ctrl-C and the other signals
             that the parent process handles, and end with that process.
-        stop: step at which the stream ends; None for never.
         crew: to this list the processes are added when they have started.
 
     Yields:
@@ -91,49 +85,28 @@ def in_processes(
     if not flags.FLAGS.is_parsed():  # grain reads absl flags, even in programs without any
         flags.FLAGS.mark_as_parsed()
 
-    source = _Pieces(make, size, step, stop)
+    source = _Pieces(make, size, steps)
     pieces = grain.MapDataset.source(source)
     pieces = pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     # Images are sent through shared memory, labels with the message.
     options = grain.experimental.DatasetOptions(min_shm_size=1 << 14)
     pieces = grain.experimental.WithOptionsIterDataset(pieces, options)
     processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    pieces = pieces.mp_prefetch(processes, worker_init_fn=_start_worker)
+    iterator = iter(pieces.mp_prefetch(processes, worker_init_fn=_start_worker))
     before = set(multiprocessing.active_children())
-    iterator = iter(pieces)
     try:
         with _shielded():
-            parts = [next(iterator)]
+            made = itertools.chain([next(iterator)], iterator)
         crew += set(multiprocessing.active_children()) - before
-        for _ in itertools.count() if stop is None else range(step, stop):
-            while len(parts) < source.of_batch:
-                parts.append(_next(iterator, crew))
+        for parts in itertools.batched(made, source.of_batch):
             yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            parts = []
+    except RuntimeError as error:  # of grain, with the exit code
+        raise DeadWorker(
+            f"a data worker ended before its time ({error}): killed workers usually ran out of "
+            "memory, so use fewer, or smaller batches"
+        ) from error
     finally:
         iterator.close()
-
-
-def _next(iterator: Iterator[Batch], crew: list[BaseProcess]) -> Batch:
-    try:
-        return next(iterator)
-    except RuntimeError as error:
-        codes = {child.pid: child.exitcode for child in crew}
-        ended = [f"process {pid} ({_reason(c)})" for pid, c in codes.items() if c is not None]
-        if not ended:
-            raise
-        raise DeadWorker(
-            f"a data worker ended before its time: {', '.join(ended)}. "
-            "Killed workers usually ran out of memory: use fewer, or smaller batches"
-        ) from error
-
-
-def _reason(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exit status {exitcode}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-exitcode).name}"
-    return f"killed by signal {-exitcode}"
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax.data import BadImages, EvaluationSet, Streamed, evaluation_batches
+from rope_jax.data import EvaluationSet, Streamed, evaluation_batches
 from rope_jax.data.sources.evaluation_sets import real_labels, subset, synsets
 
 
@@ -34,7 +34,7 @@ def test_labels_count_among_the_competing_logits(tmp_path):
     assert EvaluationSet("imagenet", tmp_path).labels.tolist() == [6, 11]
     assert Streamed(EvaluationSet("folder", tmp_path), (4, 4)).classes == 2
     save(tmp_path / "n01440764" / "x.png", grey)
-    with pytest.raises(ValueError, match="n01440764, which is not one of the 200 classes of 'a'"):
+    with pytest.raises(ValueError, match=r"'n01440764' .* one of the 200 classes of 'a'"):
         EvaluationSet("a", tmp_path)
     with pytest.raises(ValueError, match="dataset 'b' is unknown; use one of imagenet, real, v2"):
         EvaluationSet("b", tmp_path)
@@ -59,16 +59,3 @@ def test_real_leaves_out_images_without_a_label(tmp_path):
     save(tmp_path / "ILSVRC2012_val_00000004.png", np.zeros((4, 4, 3), np.uint8))
     assert real_labels()[3] == (809,)  # one right label beside images with two
     assert EvaluationSet("real", tmp_path).labels[2].tolist() == [809, -1]
-
-
-def test_batches_keep_the_order_and_name_a_bad_file(tmp_path):
-    for number in range(5):
-        save(tmp_path / "all" / f"{number}.png", np.full((4, 6, 3), 10 * number, np.uint8))
-    images = Streamed(EvaluationSet("folder", tmp_path), (2, 2))
-    batches = list(evaluation_batches(images, batch_size=2))
-    first = [batch["image"][:, 0, 0, 0].tolist() for batch in batches]
-    assert first == [[0, 10], [20, 30], [40, 0]]
-    assert sum(batch["mask"].sum() for batch in batches) == 5
-    (tmp_path / "all" / "3.png").write_bytes(b"nothing")
-    with pytest.raises(BadImages, match=r"\(all/3\.png\) cannot be used: not a JPEG"):
-        list(evaluation_batches(images, batch_size=2))

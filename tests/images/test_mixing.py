@@ -52,22 +52,20 @@ def test_cutmix_pastes_one_box_and_counts_its_pixels(mixed):
     assert 0 < shares.mean() - expected < 0.06
 
 
-def test_each_group_is_mixed_with_itself_by_its_own_draw():
-    """Three groups of four: each equals a batch of its own with the key of its number."""
+@pytest.mark.parametrize("groups", [1, 3])
+def test_each_group_is_mixed_with_itself_by_its_own_draw(groups):
+    """Each equals a batch of its own with the key of its number, a single one with the key."""
     images = jax.random.uniform(jax.random.key(1), (12, 6, 8, 3))
-    labels, key = jnp.arange(12), jax.random.key(2)
-    mix_groups = functools.partial(mixing.mix_groups, mixup=0.8, cutmix=1.0)
-    mix_groups = jax.jit(mix_groups, static_argnums=3)
-    mixed, others, shares = mix_groups(images, labels, key, 3)
-    assert len(np.unique(shares)) == 3
-    for group in range(3):
-        rows = slice(4 * group, 4 * group + 4)
-        own_key = jax.random.fold_in(key, group)
-        alone, partners, share = mix_groups(images[rows], labels[rows], own_key, 1)
+    labels, key, options = jnp.arange(12), jax.random.key(2), {"mixup": 0.8, "cutmix": 1.0}
+    mix_groups = jax.jit(functools.partial(mixing.mix_groups, groups=groups, **options))
+    mix = jax.jit(functools.partial(mixing.mix, **options))
+    mixed, others, shares = mix_groups(images, labels, key)
+    assert len(np.unique(shares)) == groups
+    for group, rows in enumerate(np.split(np.arange(12), groups)):
+        alone, share = mix(images[rows], jax.random.fold_in(key, group) if groups > 1 else key)
         np.testing.assert_array_equal(mixed[rows], alone)
-        np.testing.assert_array_equal(shares[rows], share)
-        np.testing.assert_array_equal(others[rows], partners)
-        np.testing.assert_array_equal(partners, labels[rows][::-1])
+        np.testing.assert_array_equal(shares[rows], np.full((len(rows), 1), share))
+        np.testing.assert_array_equal(others[rows], labels[rows][::-1])
 
 
 @pytest.mark.parametrize("groups", [8, 64])
@@ -79,18 +77,6 @@ def test_copies_of_an_image_are_not_mixed_with_each_other(groups):
         ids = epochs * 10_000 + indices % 10_000
         assert len(np.unique(ids)) < 2048 / 2
         assert all(len(np.unique(group)) == 2048 // groups for group in ids.reshape(groups, -1))
-
-
-@pytest.mark.slow
-def test_one_group_is_the_batch_with_the_key_itself():
-    images, key = jax.random.uniform(jax.random.key(1), (12, 6, 8, 3)), jax.random.key(2)
-    options = {"mixup": 0.8, "cutmix": 1.0, "prob": 0.9}
-    alone, share = jax.jit(functools.partial(mixing.mix, **options))(images, key)
-    mix_groups = jax.jit(functools.partial(mixing.mix_groups, groups=1, **options))
-    mixed, others, shares = mix_groups(images, jnp.arange(12), key)
-    np.testing.assert_array_equal(mixed, alone)
-    np.testing.assert_array_equal(others, np.arange(12)[::-1])
-    np.testing.assert_array_equal(shares, np.full((12, 1), share))
 
 
 def shares_of_timm(count, side):

@@ -32,36 +32,18 @@ def same(left, right):
         np.testing.assert_array_equal(left[key], right[key])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8, 50, 101, 230])
-@pytest.mark.parametrize("start", [0, 1, 17])
+@pytest.mark.parametrize("batch_size", [1, 8, 50, 101, 230])
+@pytest.mark.parametrize("start", [0, 17])
 def test_every_example_once_per_epoch(batch_size, start):
-    n, epochs = 50, 4
-    images = numbered(n)
-    first = start * batch_size
-    stop = -(-(first + (epochs + 1) * n) // batch_size)
-    labels = np.concatenate(
-        [
-            b["label"]
-            for b in take(
-                stop - start, batches(images, batch_size=batch_size, seed=0, start_step=start)
-            )
-        ]
-    )
+    n, images, first = 50, numbered(50), start * batch_size
+    stream = batches(images, batch_size=batch_size, seed=0, start_step=start)
+    stream = take(-(-4 * n // batch_size), stream)
+    labels = np.concatenate([one["label"] for one in stream])
+    pixels = np.concatenate([one["image"] for one in stream])
+    np.testing.assert_array_equal(pixels, images.images[labels])
     skip = -first % n  # to the first epoch that starts within the stream
-    for epoch in range(epochs - 1):
+    for epoch in range(3):
         assert sorted(labels[skip + epoch * n : skip + (epoch + 1) * n]) == list(range(n))
-
-
-def test_the_order_does_not_depend_on_the_batch_size():
-    images = numbered(30)
-    streams = [
-        np.concatenate(
-            [b["label"] for b in take(120 // size, batches(images, batch_size=size, seed=5))]
-        )
-        for size in (1, 4, 40)
-    ]
-    np.testing.assert_array_equal(streams[0], streams[1])
-    np.testing.assert_array_equal(streams[0], streams[2])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -78,15 +60,6 @@ def test_resumed_stream_is_the_uninterrupted_one_from_every_position(ahead):
             same(got, expected)
 
 
-def test_image_and_label_belong_together():
-    images = numbered(300)
-    for step in range(5):
-        got = batch(images, step, batch_size=77, seed=0, augment="none")
-        assert got["image"].dtype == np.uint8
-        assert got["label"].dtype == np.int32
-        np.testing.assert_array_equal(got["image"], images.images[got["label"]])
-
-
 @pytest.mark.parametrize("of", [1, 2, 4])
 def test_shards_are_the_parts_of_a_batch(of):
     images = numbered(30)
@@ -99,18 +72,17 @@ def test_shards_are_the_parts_of_a_batch(of):
         )
 
 
-def test_augmentation_does_not_depend_on_the_batch_size():
-    images, augment = numbered(60), "crop(pad=2)+flip"
-    seen = []
+def test_the_stream_does_not_depend_on_the_batch_size():
+    images, seen = numbered(60), []
     for size in (1, 7, 60):
-        stream = take(-(-120 // size), batches(images, batch_size=size, seed=9, augment=augment))
-        seen.append(np.concatenate([b["image"] for b in stream])[:120])
-    np.testing.assert_array_equal(seen[0], seen[1])
-    np.testing.assert_array_equal(seen[0], seen[2])
-    assert (
-        seen[0][np.argsort(permutation(9, 0, 60))]
-        != seen[0][60:][np.argsort(permutation(9, 1, 60))]
-    ).any()  # other epochs differ
+        stream = batches(images, batch_size=size, seed=9, augment="crop(pad=2)+flip")
+        stream = take(-(-120 // size), stream)
+        seen.append({n: np.concatenate([x[n] for x in stream])[:120] for n in stream[0]})
+    same(seen[0], seen[1])
+    same(seen[0], seen[2])
+    epochs = np.split(seen[0]["image"], 2)
+    first, second = (x[np.argsort(permutation(9, e, 60))] for e, x in enumerate(epochs))
+    assert (first != second).any()
 
 
 def test_orders_differ_and_are_fixed():
@@ -118,10 +90,7 @@ def test_orders_differ_and_are_fixed():
     assert len(set(orders)) == 4
     # Written down: a resumed run must find the same order under another version of numpy.
     assert permutation(0, 0, 8).tolist() == [7, 0, 4, 5, 3, 2, 6, 1]
-
-
-def test_the_cache_cannot_be_spoiled():
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError, match="read-only"):  # as it is cached
         permutation(0, 0, 10)[0] = 3
 
 
@@ -134,33 +103,14 @@ def test_arguments_are_refused_at_once():
         ({"augment": "blur"}, "augmentation 'blur' is unknown"),
         ({"shard": (2, 2)}, r"shard \(2, 2\)"),
         ({"shard": (0, 3)}, r"shard \(0, 3\)"),
+        ({"repeats": 0}, "repeats 0 must be at least 1"),
+        ({"repeats": 3}, "repeats 3 of 10 images: .* needs at least 256"),
+        ({"bad_images": "ignore"}, "bad_images 'ignore' is unknown"),
     ]:
         with pytest.raises(ValueError, match=message):
             batches(images, **{"batch_size": 4, "seed": 0, **wrong})
     with pytest.raises(ValueError, match="batch_size 0"):
         evaluation_batches(images, batch_size=0)
-    with pytest.raises(ValueError, match="bad_images 'ignore' is unknown"):
-        evaluation_batches(images, batch_size=1, bad_images="ignore")
-
-
-def data_threads(*, wait=0):
-    threads = [
-        thread for thread in threading.enumerate() if thread.name.startswith("rope_jax.data")
-    ]
-    for thread in threads:
-        thread.join(wait)
-    return [thread for thread in threads if thread.is_alive()]
-
-
-def test_the_thread_ends_with_its_consumer():
-    stream = batches(numbered(10), batch_size=4, seed=0, ahead=True)
-    next(stream)
-    assert data_threads()
-    stream.close()
-    assert not data_threads(wait=10)
-    for _ in zip(range(2), batches(numbered(10), batch_size=4, seed=0, ahead=True), strict=False):
-        pass
-    assert not data_threads(wait=10)
 
 
 def test_errors_of_the_thread_reach_the_consumer():
@@ -170,7 +120,6 @@ def test_errors_of_the_thread_reach_the_consumer():
     object.__setattr__(images, "images", images.images[:0])
     with pytest.raises(IndexError):
         take(3, stream)
-    assert not data_threads(wait=10)
 
 
 @pytest.mark.process
@@ -273,15 +222,6 @@ def test_repeated_augmentation():
         np.testing.assert_array_equal(left, np.concatenate(right))
 
 
-def test_repeats_are_refused():
-    with pytest.raises(ValueError, match="repeats 0 must be at least 1"):
-        batches(numbered(10), batch_size=4, seed=0, repeats=0)
-    with pytest.raises(
-        ValueError, match="repeats 3 of 10 images: repeated augmentation needs at least 256"
-    ):
-        batches(numbered(10), batch_size=4, seed=0, repeats=3)
-
-
 def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monkeypatch):
     """As with a file system that does not answer."""
     answer, waited = threading.Event(), []
@@ -303,7 +243,5 @@ def test_a_batch_that_does_not_come_is_reported_and_can_be_given_up(capsys, monk
         next(stream)
     assert waited == [1]
     assert "1 s without a batch: waiting for the images of here" in capsys.readouterr().err
+    stream.close()  # does not wait for it
     answer.set()
-    assert next(stream)["label"] == 1  # not closed: first there may be something to save
-    stream.close()
-    assert next(stream, None) is None

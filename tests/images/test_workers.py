@@ -80,7 +80,7 @@ def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
     (worker,) = multiprocessing.active_children()
     begun = time.monotonic()
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(DeadWorker, match=rf"process {worker.pid} \(killed by SIGKILL\)"):
+    with pytest.raises(DeadWorker, match=r"exit code -9.*use fewer"):
         list(stream)
     assert time.monotonic() - begun < 10
     assert no_children()

@@ -58,7 +58,7 @@ def test_mistakes_are_named_before_training(folder):
     Image.fromarray(np.full((18, 24), 7, np.uint8)).save(folder / "val" / "2.png")
     refused(r"val/2.png has the value 7, .* \[--config.data.path\]", **path)
     (folder / "train" / "0.png").unlink()
-    refused(r"0.jpg has no labels: .*0.png is missing \[--config.data\]", **path)
+    refused(r"0.png are no pair: .* \[--config.data\]", **path)
 
 
 def test_settings_of_another_task_are_refused(folder):

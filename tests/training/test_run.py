@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import os
 import re
 import shutil
 import signal

@@ -118,7 +118,7 @@ def test_mixing_ends_after_its_last_epoch():
             {"data__on_device": True, "data__augment": "resized_crop(interpolation=lanczos)"},
             "cannot be cut on the device: .* bilinear or bicubic",
         ),
-        ({"data__augment": "erase+crop"}, "crop is done by the loader, so it stands before erase"),
+        ({"data__augment": "erase+crop"}, "in another order than that of its stages"),
         ({"data__augment": "rand_augment(m=20)"}, r"m 0 to 10.*\[--config.data.augment\]"),
         (
             {"loss": "binary", "label_smoothing": 0.1},

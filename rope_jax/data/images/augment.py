@@ -96,36 +96,21 @@ class Augmentation:
         return dict(self.options).get(name, default)
 
     def moved_labels(self, function: Callable[..., Any], labels: Any, draws: Any) -> Any:
-        """The labels of pixels that `function` moves, [..., H, W]: they move as grey images do.
-
-        Raises:
-            ValueError: as `check_moves`.
-        """
-        self.check_moves("pixels")
+        """The labels of pixels that `function` moves, [..., H, W]: they move as grey images do."""
         grey = labels[..., None].repeat(3, axis=-1)
         return function(grey, draws)[..., 0]
 
     def moved_boxes(self, boxes: Any, width: int, draws: Any) -> Any:
-        """The boxes of images of some width, [B, n, 4], when the images are changed.
-
-        Raises:
-            ValueError: as `check_moves`.
-        """
-        self.check_moves("boxes")
+        """The boxes of images of some width, [B, n, 4], when the images are changed."""
         return self.entry.boxes(boxes, width, draws, **dict(self.options))
 
     def check_moves(self, labels_of: str) -> None:
         """Raises ValueError unless the loader can change such labels as it changes images."""
         if not self.entry.serves(labels_of):
-            both = [name for name, one in AUGMENTATIONS.items() if one.serves(labels_of)]
-            what = {
-                "images": "them",
-                "pixels": "the labels of their pixels",
-                "boxes": "their boxes",
-            }
+            able = ", ".join(name for name, one in AUGMENTATIONS.items() if one.serves(labels_of))
             raise ValueError(
-                f"{self.name} changes images, but not {what[labels_of]}: leave it out; "
-                f"{', '.join(both)} change both"
+                f"{self.name} changes images, but not the labels of their {labels_of}: leave it "
+                f"out; {able} change both"
             )
 
     def __str__(self) -> str:
@@ -214,23 +199,12 @@ def parse_augment(text: str) -> tuple[Augmentation, ...]:
     if [call.name for call in calls] == ["none"]:
         return ()
     found = tuple(_bound(call, text) for call in calls)
-    for number, one in enumerate(found):
-        stage = one.entry.stage
-        if stage == CROP and number > 0:
-            raise ValueError(
-                f"augmentation {text!r}: {one.name} brings pictures of any size to one, "
-                "so it stands first"
-            )
-        later = [other.name for other in found[:number] if other.entry.stage > stage]
-        if later and stage == LOADER:
-            raise ValueError(
-                f"augmentation {text!r}: {one.name} is done by the loader, "
-                f"so it stands before {later[0]}"
-            )
-        if later:
-            raise ValueError(
-                f"augmentation {text!r}: erase is done to normalised images, so it stands last"
-            )
+    stages = [one.entry.stage for one in found]
+    if stages != sorted(stages) or stages.count(CROP) > 1:
+        raise ValueError(
+            f"augmentation {text!r} is in another order than that of its stages: one crop that "
+            "brings pictures to one size, what else the loader does, what the step does, and erase"
+        )
     return found
 
 

@@ -1,13 +1,10 @@
 """Image sets by name."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rope_jax import plugins
 from rope_jax.data.images.crops import resize
-from rope_jax.data.sources.boxes import BoxImages as BoxImages
-from rope_jax.data.sources.boxes import StreamedBoxes as StreamedBoxes
-from rope_jax.data.sources.boxes import Truth as Truth
 from rope_jax.data.sources.coco import Coco
 from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
@@ -15,8 +12,6 @@ from rope_jax.data.sources.index import Source, Streamed
 from rope_jax.data.sources.memory import MEMORY, Images
 from rope_jax.data.sources.packed import Packed
 from rope_jax.data.sources.pairs import Ade20k, Masks
-from rope_jax.data.sources.pairs import StreamedMaps as StreamedMaps
-from rope_jax.data.sources.scenes import LabelMaps as LabelMaps
 from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
 from rope_jax.data.sources.tfds import Tfds
 from rope_jax.text import image_pair
@@ -125,6 +120,7 @@ def load(
     """
     plugins.load_installed()
     size = None if image_size is None else image_pair(image_size)
+    _check(source, path, split, [*MEMORY, *DRAWN, *STREAMED])
     if source in STREAMED:
         opened = open_source(source, path, split, allow_empty=allow_empty)
         if size is None:
@@ -133,7 +129,6 @@ def load(
                 "its images may differ in size"
             )
         return opened.streamed(size, crop)
-    _check(source, path, split)
     if source in DRAWN:
         kinds = DRAWN[source]
         draw = kinds.get(labels_of, next(iter(kinds.values())))
@@ -167,27 +162,20 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
         ValueError: as `load`, and for sets in memory.
         FileNotFoundError: as `load`.
     """
-    _check(source, path, split)
-    if source not in STREAMED:
-        raise ValueError(
-            f"data source {source!r} is held in memory; "
-            f"those read one image at a time are {', '.join(STREAMED)}"
-        )
+    plugins.load_installed()
+    _check(source, path, split, STREAMED)
     options = {"allow_empty": allow_empty} if source == "folder" else {}
     return STREAMED[source](path, split, **options)
 
 
-def _check(source: str, path: str | None, split: str) -> None:
-    plugins.load_installed()
-    known = [*MEMORY, *DRAWN, *STREAMED]
+def _check(source: str, path: str | None, split: str, known: Iterable[str]) -> None:
     if source not in known:
         raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
-    if source in ("digits", *DRAWN):
-        if path is not None:
-            raise ValueError(f"path {path!r} is given, but {source} need no files; leave it out")
-    elif path is None:
-        raise ValueError(f"data source {source!r} needs a path; none is given")
-    elif not os.path.exists(path):
+    alone = source in ("digits", *DRAWN)
+    if alone != (path is None):
+        need = "needs no path: leave it out" if alone else "needs a path; none is given"
+        raise ValueError(f"data source {source!r} {need}")
+    if path is not None and not os.path.exists(path):
         raise FileNotFoundError(f"path {path!r} of data source {source!r} does not exist")

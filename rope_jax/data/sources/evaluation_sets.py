@@ -70,7 +70,6 @@ class EvaluationSet(Files):
 
     Raises:
         ValueError: no such variant; folders or files with other names, or none.
-        FileNotFoundError: there is no such folder.
     """
 
     def __init__(self, variant: str, path: str | os.PathLike):
@@ -79,57 +78,40 @@ class EvaluationSet(Files):
                 f"dataset {variant!r} is unknown; use one of {', '.join(EVALUATION_SETS)}"
             )
         root = Path(path)
-        if not root.is_dir():
-            raise FileNotFoundError(
-                f"{root} is no folder: give the one that holds the images of {variant!r}"
-            )
         class_names, self.competing, self.note = synsets(), None, "all classes compete"
         if variant == "real":
             self.note = "right is any of the reassessed labels, images without one are left out"
             names, labels = _real(root)
         else:
             folders = listed(root, folders=True)
-            found = {name: files for name in folders if (files := image_files(root / name))}
-            if not found:
-                raise ValueError(
-                    f"{root} has no folders of images: {variant!r} needs one folder for each class"
-                )
             if variant == "folder":
                 class_names = folders
             if variant in ("a", "r"):
                 self.competing, self.note = subset(variant), "only the set's 200 classes compete"
-            label_of = {
-                name: number if variant == "folder" else _label(name, variant, root)
-                for number, name in enumerate(folders)
-            }
-            names = [f"{name}/{file}" for name, files in found.items() for file in files]
-            labels = [label_of[name] for name, files in found.items() for _ in files]
+            names, labels = [], []
+            for number, name in enumerate(folders):
+                files = image_files(root / name)
+                label = number if variant == "folder" else _label(name, variant, root)
+                names += [f"{name}/{file}" for file in files]
+                labels += [label] * len(files)
+        if not names:
+            raise ValueError(f"{root} has no images of {variant!r}, or is no folder")
         name = {"folder": root.name, "imagenet": "imagenet"}.get(variant, f"imagenet_{variant}")
         super().__init__(root, names, labels, class_names, name=name, split="files")
-
-    def __getstate__(self) -> dict[str, object]:
-        return super().__getstate__() | {"competing": self.competing, "note": self.note}
 
 
 def _label(folder: str, variant: str, root: Path) -> int:
     """The index of a folder's class among the competing ones."""
-    if folder in synsets():
-        label = synsets().index(folder)
-    elif variant == "v2" and folder.isdecimal() and int(folder) < len(synsets()):
+    label = {synset: number for number, synset in enumerate(synsets())}.get(folder)
+    if label is None and variant == "v2" and folder.isdecimal():
         label = int(folder)
-    else:
+    classes = subset(variant) if variant in ("a", "r") else range(len(synsets()))
+    if label not in classes:
         raise ValueError(
-            f"folder {folder!r} of {root} is not named by a synset like n01440764: "
-            "rename it, or use dataset 'folder'"
+            f"folder {folder!r} of {root} is not named by a synset like n01440764 of one of the "
+            f"{len(classes)} classes of {variant!r}: rename it, or use dataset 'folder'"
         )
-    if variant not in ("a", "r"):
-        return label
-    if label not in subset(variant):
-        raise ValueError(
-            f"{root} holds {folder}, which is not one of the 200 classes of {variant!r}: "
-            "is it another set?"
-        )
-    return subset(variant).index(label)
+    return classes.index(label)
 
 
 def _real(root: Path) -> tuple[list[str], np.ndarray]:
@@ -145,7 +127,5 @@ def _real(root: Path) -> tuple[list[str], np.ndarray]:
         if right := real_labels()[int(number[1]) - 1]:
             names.append(name)
             labels.append(right)
-    if not names:
-        raise ValueError(f"{root} has no validation images that are scored")
-    width = max(map(len, labels))
+    width = max(map(len, labels), default=0)
     return names, np.array([right + (-1,) * (width - len(right)) for right in labels])

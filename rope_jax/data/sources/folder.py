@@ -45,9 +45,6 @@ class Files(Source):
     def read(self, example: int) -> bytes:
         return read_regular(self._root / self.example_name(example), at_most=MAX_BYTES)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_root": self._root}
-
 
 class Folder(Files):
     """One split of a set of class folders: path/train/CLASS/, path/test/CLASS/ (or path/val/...).
@@ -62,49 +59,42 @@ class Folder(Files):
         allow_empty: whether a folder of a class may be empty.
 
     Raises:
-        FileNotFoundError: the split has no folder or no files.
-        ValueError: it has a class that the training split lacks, or an empty folder.
+        FileNotFoundError: the split has no folder.
+        ValueError: it has no files, a class that the training split lacks, or an empty folder.
     """
 
     def __init__(self, path: str, split: str, *, allow_empty: bool = False):
-        wanted = ("train",) if split == "train" else ("test", "val")
-        found = [Path(path, name) for name in wanted if Path(path, name).is_dir()]
+        splits = ("train",) if split == "train" else ("test", "val")
+        folders = [Path(path, name) for name in splits if Path(path, name).is_dir()]
         whole = not any(Path(path, name).is_dir() for name in ("train", "test", "val"))
-        if not found and not (whole and listed(Path(path), folders=True)):
+        if not folders and not (whole and listed(Path(path), folders=True)):
             raise FileNotFoundError(
-                f"{path} has no folder for the {split} split, {' or '.join(wanted)}: arrange the "
+                f"{path} has no folder for the {split} split, {' or '.join(splits)}: arrange the "
                 f"images as {path}/train/CLASS/* and {path}/val/CLASS/*, or all of them as "
                 f"{path}/CLASS/*, of which every fifth is then a test image"
             )
-        folder = Path(path) if whole else found[0]
+        folder = Path(path) if whole else folders[0]
         classes = listed(Path(path, "train"), folders=True) or listed(folder, folders=True)
         if unknown := sorted(set(listed(folder, folders=True)) - set(classes)):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
             )
-        found = [listed(folder / name, folders=False) for name in classes]
+        found = {name: listed(folder / name, folders=False) for name in classes}
+        empty = [name for name in classes if (folder / name).is_dir() and not found[name]]
+        if empty and not allow_empty:
+            raise ValueError(
+                f"{folder / empty[0]} has no images ({len(empty)} of {len(classes)} classes are "
+                "empty): add them, remove the folder, or allow it with allow_empty=True"
+            )
         files = [
             (f"{name}/{file}", label)
             for label, name in enumerate(classes)
-            for number, file in enumerate(found[label])
+            for number, file in enumerate(found[name])
             if not whole or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
         ]
-        if not files:
-            raise FileNotFoundError(
-                f"{folder} has no images; they are looked for in {folder / 'CLASS'}"
-            )
-        empty = [
-            folder / name
-            for name, own in zip(classes, found, strict=True)
-            if not own and (folder / name).is_dir()
-        ]
-        if empty and not allow_empty:
-            raise ValueError(
-                f"{empty[0]} has no images ({len(empty)} of {len(classes)} classes are empty): "
-                "add them, remove the folder, or allow it with allow_empty=True"
-            )
+        names, labels = [name for name, _ in files], [label for _, label in files]
         about = {"name": Path(path).resolve().name, "split": split}
-        super().__init__(folder, *zip(*files, strict=True), classes, **about)
+        super().__init__(folder, names, labels, classes, **about)
 
 
 def listed(folder: Path, *, folders: bool) -> list[str]:

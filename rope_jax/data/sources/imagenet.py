@@ -8,29 +8,21 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from rope_jax.data.images.decode import MAX_BYTES
-from rope_jax.data.sources.index import Source, Staged, write_index
-from rope_jax.files import cache_folder, open_regular, read_regular
+from rope_jax.data.sources.index import Source, staged, write_index
+from rope_jax.files import cache_folder
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VALIDATION = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 SYNSETS = "validation_synsets.txt"
 _META, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"  # of the development kit
-_KIT_BYTES = 1 << 24  # the official files are far smaller; larger ones are not read
-_SYNSET = re.compile(r"n\d{8}")
 
 
-class _File(NamedTuple):
-    """A file in the archive: its name, first byte and length."""
-
-    name: str
-    start: int
-    size: int
+_File = tuple[str, int, int]  # in an archive: its name, first byte and length
 
 
 class ImageNet(Source):
@@ -48,7 +40,7 @@ class ImageNet(Source):
 
     Raises:
         FileNotFoundError: an archive or the labels are missing.
-        ValueError: an archive has unexpected content.
+        ValueError: an archive is damaged, or labels do not match the images.
     """
 
     def __init__(self, path: str, split: str):
@@ -66,83 +58,53 @@ class ImageNet(Source):
         super().__init__(
             cache_folder() / "imagenet" / hashlib.sha256(key.encode()).hexdigest()[:32]
         )
-        if not self.cached():
-            try:
-                if split == "train":
-                    found = sorted(_train_files(archive))
-                else:
-                    found = sorted(_validation_files(archive, Path(path)))
-            except (tarfile.TarError, EOFError, zlib.error) as error:
-                raise ValueError(
-                    f"an archive in {path} cannot be read: {error}; was it downloaded completely?"
-                ) from error
-            if not found:
-                raise ValueError(f"{archive} holds no images")
-            synsets = sorted({synset for synset, _ in found})
-            number = {synset: k for k, synset in enumerate(synsets)}
-            with Staged(self.index) as folder:
-                places = [(file.start, file.size) for _, file in found]
-                write_index(
-                    folder,
-                    arrays={"places.npy": np.array(places, np.int64)},
-                    labels=[number[synset] for synset, _ in found],
-                    names=[f"{synset}/{file.name}" for synset, file in found],
-                    class_names=synsets,
-                    name="imagenet",
-                    split=split,
-                )
+        if not self.index.is_dir():
+            with staged(self.index) as folder:
+                self._write(folder, Path(path), split)
 
     def read(self, example: int) -> bytes:
-        start, size = (int(number) for number in self._places[example])
-        if size > MAX_BYTES:
-            raise ValueError(f"the image has {size:,} bytes; allowed are {MAX_BYTES:,}")
-        with open_regular(self._archive) as file:
+        start, size = self._places[example].tolist()
+        with self._archive.open("rb") as file:
             file.seek(start)
-            return file.read(size)
+            return file.read(min(size, MAX_BYTES + 1))  # with more it is refused
+
+    def _write(self, folder: Path, path: Path, split: str) -> None:
+        find = _train_files if split == "train" else _validation_files
+        try:
+            files = sorted(find(self._archive, path))
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"an archive in {path} cannot be read: {error}; was it downloaded completely?"
+            ) from error
+        synsets = sorted({synset for synset, _ in files})
+        number = {synset: k for k, synset in enumerate(synsets)}
+        write_index(
+            folder,
+            arrays={"places.npy": np.array([file[1:] for _, file in files], np.int64)},
+            labels=[number[synset] for synset, _ in files],
+            names=[f"{synset}/{name}" for synset, (name, *_) in files],
+            class_names=synsets,
+            name="imagenet",
+            split=split,
+        )
 
     @functools.cached_property
     def _places(self) -> np.ndarray:
         return self.array("places.npy")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_archive": self._archive}
 
-
-def _files(archive: tarfile.TarFile, end: int, base: int = 0) -> Iterator[_File]:
-    """Regular files of an open tar archive of `end` bytes that starts at byte `base` of a file."""
-    for member in archive:
-        if member.isfile():
-            if member.issparse() or member.offset_data + member.size > end:
-                raise tarfile.ReadError(f"{member.name!r} does not lie in it as a whole")
-            yield _File(Path(member.name).name, base + member.offset_data, member.size)
-        archive.members = []  # otherwise a million of them would be kept
-    # tarfile accepts a file that was cut at or in the header of a member.
-    if archive.offset + tarfile.BLOCKSIZE > end:
-        raise tarfile.ReadError("it has no end")
-
-
-def _train_files(path: Path) -> list[tuple[str, _File]]:
+def _train_files(path: Path, folder: Path) -> Iterator[tuple[str, _File]]:
     """Synsets and files of the training archive, which holds one archive per synset."""
-    found = []
-    with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as outer:
-        for inner in list(_files(outer, path.stat().st_size)):
-            synset = inner.name.removesuffix(".tar")
-            if not _SYNSET.fullmatch(synset):
-                raise ValueError(
-                    f"{path} holds {inner.name!r}, "
-                    "which is not the archive of a synset (n01440764.tar)"
-                )
-            with path.open("rb") as window:
-                window.seek(inner.start)
-                part = _Window(window, inner.start, inner.size)
-                with tarfile.open(fileobj=part, mode="r:") as archive:
-                    found += [(synset, one) for one in _files(archive, inner.size, inner.start)]
-    return found
+    with tarfile.open(path, mode="r:") as outer:
+        for inner in filter(tarfile.TarInfo.isfile, outer.getmembers()):
+            with tarfile.open(fileobj=outer.extractfile(inner), mode="r:") as archive:
+                for file in _files(archive, inner.offset_data):
+                    yield Path(inner.name).stem, file
 
 
 def _validation_files(path: Path, folder: Path) -> list[tuple[str, _File]]:
     with tarfile.open(path, mode="r:") as archive:
-        files = sorted(_files(archive, path.stat().st_size))
+        files = sorted(_files(archive))
     synsets = _validation_synsets(folder)
     if len(files) != len(synsets):
         raise ValueError(
@@ -151,10 +113,17 @@ def _validation_files(path: Path, folder: Path) -> list[tuple[str, _File]]:
     return list(zip(synsets, files, strict=True))
 
 
+def _files(archive: tarfile.TarFile, base: int = 0) -> Iterator[_File]:
+    """Regular files of an open tar archive that starts at byte `base` of a file."""
+    for member in archive:
+        if member.isfile():
+            yield Path(member.name).name, base + member.offset_data, member.size
+
+
 def _validation_synsets(folder: Path) -> list[str]:
     if (folder / SYNSETS).is_file():
-        synsets = read_regular(folder / SYNSETS, at_most=_KIT_BYTES).decode().split()
-        if wrong := [synset for synset in synsets if not _SYNSET.fullmatch(synset)]:
+        synsets = (folder / SYNSETS).read_text().split()
+        if wrong := [synset for synset in synsets if not re.fullmatch(r"n\d{8}", synset)]:
             raise ValueError(
                 f"{folder / SYNSETS} has {wrong[0]!r} instead of a synset such as n01440764"
             )
@@ -167,45 +136,8 @@ def _validation_synsets(folder: Path) -> list[str]:
     from scipy.io import loadmat
 
     with tarfile.open(folder / DEVKIT) as devkit:
-        small = [member for member in devkit if member.isfile() and member.size <= _KIT_BYTES]
-        members = {Path(member.name).name: member for member in small}
-        if missing := {_META, _TRUTH} - members.keys():
-            raise ValueError(
-                f"{folder / DEVKIT} holds no file {' and '.join(sorted(missing))} "
-                f"of at most {_KIT_BYTES:,} bytes"
-            )
+        members = {Path(member.name).name: member for member in devkit}
         truth, meta = (devkit.extractfile(members[name]).read() for name in (_TRUTH, _META))
-        numbers = [int(line) for line in truth.split()]
-        table = loadmat(io.BytesIO(meta), squeeze_me=True, mat_dtype=False)["synsets"]
+    table = loadmat(io.BytesIO(meta), squeeze_me=True, mat_dtype=False)["synsets"]
     synset_of = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
-    if unknown := set(numbers) - synset_of.keys():
-        some = ", ".join(map(str, sorted(unknown)[:8]))
-        raise ValueError(f"{folder / DEVKIT} has labels without a synset: {some}")
-    return [synset_of[number] for number in numbers]
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: Any, start: int, size: int):
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        data = self._file.read(min(len(buffer), max(0, self._size - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    return [synset_of[int(line)] for line in truth.split()]

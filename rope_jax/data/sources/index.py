@@ -2,8 +2,7 @@
 
 Worker processes map the arrays rather than copy them. An index holds:
 
-    about.json      name, split, class names, bytes and sha256 of the arrays' `files`, entries of
-                    the source's own, and the sha256 of all these entries
+    about.json      name, split, class names, and entries of the source's own
     labels.npy      int32 [n], or [n, M] if up to M labels are correct (padded with -1)
     names.npy       uint8, the names of all examples one after the other in UTF-8
     ends.npy        int64 [n], the end of each name
@@ -17,10 +16,9 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,19 +29,11 @@ from jaxtyping import Int32, UInt8
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.files import (
-    file_sha256,
-    has_sha256,
-    naming,
-    read_json,
-    sealed,
-    set_aside,
-    unsealed,
-)
+from rope_jax.files import read_json
 
 
 class Source(abc.ABC):
-    """One split of a set whose images are read by number. Only the path of its index is pickled.
+    """One split of a set whose images are read by number. What is read of its index is not pickled.
 
     Attributes:
         index: the folder with the index.
@@ -69,13 +59,8 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def about(self) -> dict[str, Any]:
-        """The content of about.json.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        path = self.index / "about.json"
-        return unsealed(read_json(path), str(path))
+        """The content of about.json."""
+        return read_json(self.index / "about.json")
 
     @functools.cached_property
     def labels(self) -> Int32[np.ndarray, "n ..."]:
@@ -108,12 +93,8 @@ class Source(abc.ABC):
         checksum = zlib.crc32(self.labels.tobytes(), zlib.crc32(b"\0".join(files)))
         return f"{len(self.labels)} files {len(self.class_names)} classes {checksum:08x}"
 
-    def damaged(self, intact: Callable[[Path, str], bool] = has_sha256) -> list[str] | None:
-        """Names of files with a wrong checksum; None if the set has no checksums.
-
-        Args:
-            intact: whether a file has a checksum.
-        """
+    def damaged(self) -> list[str] | None:
+        """Names of files with a wrong checksum; None if the set has no checksums."""
         return None
 
     def streamed(self, size: tuple[int, int], crop: str | None = None) -> "Streamed":
@@ -136,30 +117,6 @@ class Source(abc.ABC):
         """What is odd about the labels, and what is done about it, in sentences."""
         return []
 
-    def check_index(self) -> None:
-        """Compares the arrays of the index with their checksums.
-
-        Raises:
-            ValueError: about.json or an array is not what was written.
-            OSError: a file of the index is missing or cannot be read.
-        """
-        for name, written in self.about["files"].items():
-            path = self.index / name
-            if path.stat().st_size != written["bytes"] or file_sha256(path) != written["sha256"]:
-                raise ValueError(f"{path} was changed after it was written")
-
-    def cached(self) -> bool:
-        """Whether the index is in the cache folder; a damaged one is set aside, with a warning."""
-        if not os.path.lexists(self.index):
-            return False
-        try:
-            self.check_index()
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            self.__dict__.pop("about", None)
-            set_aside(self.index, f"{error}; the index is written again")
-            return False
-        return True
-
     def array(self, name: str) -> np.ndarray:
         """Maps one of the arrays of the index."""
         return np.load(self.index / name, mmap_mode="r", allow_pickle=False)
@@ -173,7 +130,10 @@ class Source(abc.ABC):
         return self.array("ends.npy")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index}
+        """Without what was read from the index."""
+        read = functools.cached_property
+        own = self.__dict__.items()
+        return {k: v for k, v in own if not isinstance(getattr(type(self), k, None), read)}
 
 
 def write_index(
@@ -196,65 +156,41 @@ def write_index(
         **about: name, split, and other entries of about.json.
 
     Raises:
-        ValueError: labels out of range, other numbers of labels and names, names not in UTF-8.
+        ValueError: there are no images, a label is out of range, or a name is not in UTF-8.
     """
-    name = about["name"]
+    labels, name = np.asarray(labels), about["name"]
+    low, high = labels.min(initial=0), labels.max(initial=-1)
+    if not len(labels) or low < 1 - labels.ndim or high >= len(class_names):
+        raise ValueError(
+            f"{name} has {len(labels)} images with labels from {low} to {high}: there must be "
+            f"images, and labels are 0 to {len(class_names) - 1}"
+        )
     try:
         encoded = [name.encode() for name in names]
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name}: the name of the image {error.object!r} is not UTF-8: rename it"
-        ) from error
-    labels = np.asarray(labels, np.int64)
-    if len(labels) != len(encoded) or not len(labels):
-        raise ValueError(
-            f"{name}: {len(encoded)} names and {len(labels)} labels; "
-            "the numbers must be equal, at least 1"
-        )
-    if labels.min() < 1 - labels.ndim or labels.max() >= len(class_names):
-        raise ValueError(
-            f"{name}: labels are {labels.min()} to {labels.max()}; "
-            f"allowed are 0 to {len(class_names) - 1}"
-        )
+        raise ValueError(f"{name}: rename {error.object!r}, which is not in UTF-8") from error
     arrays = {
         "labels.npy": labels.astype(np.int32),
         "names.npy": np.frombuffer(b"".join(encoded), np.uint8),
         "ends.npy": np.cumsum([len(name) for name in encoded], dtype=np.int64),
     } | dict(arrays or {})
-    about |= {"class_names": list(class_names), "files": {}}
-    with naming(folder):
-        for file, array in arrays.items():
-            np.save(folder / file, array)
-            size, digest = (folder / file).stat().st_size, file_sha256(folder / file)
-            about["files"][file] = {"bytes": size, "sha256": digest}
-        text = json.dumps(sealed(about), indent=1) + "\n"
-        (folder / "about.json").write_text(text)
+    for file, array in arrays.items():
+        np.save(folder / file, array)
+    text = json.dumps(about | {"class_names": list(class_names)}, indent=1) + "\n"
+    (folder / "about.json").write_text(text)
 
 
-class Staged:
-    """A context in which a folder is written under another name; it is renamed at the end.
+@contextlib.contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end of the context: whole, or not at all.
 
-    A folder left behind by a crash does not have its final name, and is written again.
+    Where another process was faster, its folder stays.
     """
-
-    def __init__(self, place: Path):
-        self._place = place
-
-    def __enter__(self) -> Path:
-        parent = self._place.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        self._staging = Path(tempfile.mkdtemp(dir=parent, prefix=f".{self._place.name}."))
-        return self._staging
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:
-            try:
-                os.replace(self._staging, self._place)
-                return
-            except OSError:  # another process was faster
-                if not self._place.is_dir():
-                    raise
-        shutil.rmtree(self._staging, ignore_errors=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        yield Path(folder)
+        with contextlib.suppress(OSError):
+            os.replace(folder, place)
 
 
 class BadImages(ValueError):
@@ -262,10 +198,7 @@ class BadImages(ValueError):
 
 
 class BadSet(BadImages):
-    """A set cannot be used, with `bad_images="skip"` neither.
-
-    One of its files has changed or cannot be read, or too many of its images cannot be used.
-    """
+    """Too many images of a set cannot be used, with `bad_images="skip"` neither."""
 
 
 @dataclass(frozen=True, eq=False)

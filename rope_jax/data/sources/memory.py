@@ -1,26 +1,24 @@
 """Image sets in memory: scikit-learn's digits, .npz files, idx files (MNIST, Fashion-MNIST)."""
 
-import contextlib
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int32, UInt8
 
 from rope_jax.data.images.crops import Crop, crop_pixels
 from rope_jax.files import open_regular
-from rope_jax.npz import Npz, open_npz
+from rope_jax.npz import open_npz
 
 # A head has a column for each class up to the largest label, which one damaged byte may set.
 MAX_CLASSES = 100_000
-# Exceptions that gzip raises for damaged files.
-_UNREADABLE = (ValueError, OSError, EOFError, MemoryError, zlib.error)
-Kind = tuple[tuple[int, ...], np.dtype]
+# Exceptions for damaged files: of gzip, and of a header that declares more than memory has.
+_UNREADABLE = (ValueError, OSError, EOFError, MemoryError, OverflowError, zlib.error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,26 +57,30 @@ class Images:
     )
 
     def __post_init__(self):
-        if self.images.dtype != np.uint8 or self.images.ndim != 4 or self.images.shape[3] != 3:
+        images, labels = self.images, self.labels
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
             raise ValueError(
-                f"{self.name}: images are {_kind(self.images)}; they must be uint8 [n, H, W, 3]"
+                f"{self.name}: images are {images.dtype} {list(images.shape)}; they must be uint8 "
+                "[n, H, W, 3]"
             )
-        if len(self.images) != len(self.labels) or not len(self.labels):
+        if len(images) != len(labels) or not len(labels):
             raise ValueError(
-                f"{self.name}: {len(self.images)} images and {len(self.labels)} labels; "
+                f"{self.name}: {len(images)} images and {len(labels)} labels; "
                 "there must be as many labels as images, and at least one"
             )
         self.check_labels()
 
     def check_labels(self) -> None:
         """Raises ValueError for labels of another dtype, shape or range."""
-        if self.labels.dtype != np.int32 or self.labels.ndim != 1:
+        labels = self.labels
+        if labels.dtype != np.int32 or labels.ndim != 1:
             raise ValueError(
-                f"{self.name}: labels are {_kind(self.labels)}; they must be int32 [n]"
+                f"{self.name}: labels are {labels.dtype} {list(labels.shape)}; they must be int32 "
+                "[n]"
             )
-        if self.labels.min() < 0 or self.labels.max() >= self.classes:
+        if labels.min() < 0 or labels.max() >= self.classes:
             raise ValueError(
-                f"{self.name}: labels are {self.labels.min()} to {self.labels.max()}; "
+                f"{self.name}: labels are {labels.min()} to {labels.max()}; "
                 f"allowed are 0 to {self.classes - 1}"
             )
 
@@ -136,129 +138,72 @@ def _digits(path: None, split: str) -> Images:
 
 def _npz(path: str, split: str) -> Images:
     with open_npz(path) as file:
-        return _from_arrays(file, path, split)
+        return _from_arrays(file.shapes, file.read, path, split)
 
 
 def _idx(path: str, split: str) -> Images:
     places = {}
     for half, stem in (("train", "train"), ("test", "t10k")):
         for kind, dimensions in (("images", 3), ("labels", 1)):
-            file = f"{stem}-{kind}-idx{dimensions}-ubyte"
-            for place in (Path(path, file), Path(path, file + ".gz")):
+            file = Path(path, f"{stem}-{kind}-idx{dimensions}-ubyte")
+            for place in (file, file.with_name(f"{file.name}.gz")):
                 if place.exists():
                     places.setdefault(f"{half}_{kind}", (place, dimensions))
-    shapes = {name: (_idx_header(*place), np.dtype(np.uint8)) for name, place in places.items()}
-
-    def read(name: str) -> np.ndarray:
-        return _read_idx(places[name][0], shapes[name][0])
-
-    return _from_arrays(Npz(shapes, read), path, split)
+    return _from_arrays(places, lambda name: _read_idx(*places[name]), path, split)
 
 
-@contextlib.contextmanager
-def _opened_idx(path: Path) -> Iterator[IO[bytes]]:
-    """An idx file, decompressed if its name ends in .gz; errors name it."""
+def _read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """The bytes in an idx file, which is decompressed if its name ends in .gz."""
     try:
         with open_regular(path) as file:
-            yield gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            file = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            magic, *shape = np.frombuffer(file.read(4 + 4 * dimensions), ">u4").tolist()
+            if magic != 0x800 + dimensions:
+                raise ValueError(f"its header is not that of bytes in {dimensions} dimensions")
+            # Not one more than one byte too many, however well they were compressed.
+            content = np.frombuffer(file.read(math.prod(shape) + 1), np.uint8)
+            return content.reshape(shape)
     except _UNREADABLE as error:
         raise ValueError(f"{path} is not a valid idx file: {error}") from error
 
 
-def _idx_header(path: Path, dimensions: int) -> tuple[int, ...]:
-    """The shape of an idx file of bytes."""
-    with _opened_idx(path) as file:
-        magic, sides = file.read(4), file.read(4 * dimensions)
-        if magic != bytes([0, 0, 8, dimensions]) or len(sides) != 4 * dimensions:
-            raise ValueError(
-                f"its header starts with {magic.hex()}, "
-                f"not with 0000080{dimensions} (bytes in {dimensions} dimensions)"
-            )
-        shape = tuple(int(side) for side in np.frombuffer(sides, ">u4"))
-        # deflate compresses by at most 1032 to 1; checked before memory is allocated.
-        if math.prod(shape) > 1032 * path.stat().st_size:
-            raise ValueError(
-                f"its header declares {math.prod(shape):,} bytes, "
-                "more than a file of this size can hold"
-            )
-    return shape
-
-
-def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    declared = math.prod(shape)
-    with _opened_idx(path) as file:
-        file.read(4 + 4 * len(shape))
-        content = file.read(declared + 1)
-        if len(content) != declared:
-            there = f"{len(content):,}" if len(content) < declared else "more"
-            raise ValueError(f"its header declares {declared:,} bytes, and {there} follow")
-    return np.frombuffer(content, np.uint8).reshape(shape)
-
-
-def _from_arrays(file: Npz, path: str, split: str) -> Images:
+def _from_arrays(
+    names: Collection[str], read: Callable[[str], np.ndarray], path: str, split: str
+) -> Images:
     """Creates a split from the arrays `<split>_images` and `<split>_labels`.
 
     Args:
-        file: the arrays of all splits; shapes and numbers are compared before any is read.
+        names: of the arrays of all splits.
+        read: reads one of them.
         path: for the name of the set and for errors.
         split: "train" or "test".
     """
     for kind in ("images", "labels"):
-        if f"{split}_{kind}" not in file.shapes:
+        if f"{split}_{kind}" not in names:
             raise FileNotFoundError(
                 f"{path} has no {split} {kind}: the {split} split needs images and labels"
             )
-    for half in ("train", "test"):
-        images, labels = (file.shapes.get(f"{half}_{kind}") for kind in ("images", "labels"))
-        _check_kinds(images, labels, path)
-    labels = _read_labels(file, split, path)
-    reference = "train" if "train_labels" in file.shapes else split
-    classes = int(_read_labels(file, reference, path).max(initial=-1)) + 1
-    images = _as_rgb(file.read(f"{split}_images"))
+    labels = _read_labels(read, split, path)
+    reference = "train" if "train_labels" in names else split
+    classes = int(_read_labels(read, reference, path).max(initial=-1)) + 1
+    images = _as_rgb(read(f"{split}_images"))
     return Images(images, labels, Path(path).stem, split, classes)
 
 
-def _check_kinds(images: Kind | None, labels: Kind | None, path: str) -> None:
-    """Rejects arrays of other types and shapes, and other numbers of images than of labels."""
-    if labels is not None and (len(labels[0]) != 1 or labels[1].kind not in "iu"):
-        raise ValueError(f"{path}: labels are {_kind(labels)}; they must be integers [n]")
-    if images is None:
-        return
-    shape, dtype = images
-    grey = (*shape, 1) if len(shape) == 3 else shape
-    fits = len(grey) == 4 and grey[3] in (1, 3) and 0 not in grey[1:3]
-    if dtype != np.uint8 or not fits:
-        first = len(shape) == 4 and shape[1] in (1, 3)
+def _read_labels(read: Callable[[str], np.ndarray], split: str, path: str) -> np.ndarray:
+    labels = read(f"{split}_labels")
+    if labels.dtype.kind not in "iu" or labels.max(initial=0) >= MAX_CLASSES:
         raise ValueError(
-            f"{path}: images are {_kind(images)}; "
-            "they must be uint8 [n, H, W], [n, H, W, 1] or [n, H, W, 3]"
-            + ("; with channels first, transpose(0, 2, 3, 1) them" if first else "")
-        )
-    if labels is not None and labels[0] != shape[:1]:
-        raise ValueError(
-            f"{path}: {shape[0]} images and {labels[0][0]} labels; there must be as many labels as "
-            "images"
-        )
-
-
-def _read_labels(file: Npz, split: str, path: str) -> np.ndarray:
-    labels = file.read(f"{split}_labels")
-    if len(labels) and not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
-        raise ValueError(
-            f"{path}: labels are {labels.min()} to {labels.max()}; allowed are 0 to "
-            f"{MAX_CLASSES - 1}"
+            f"{path}: labels are {labels.dtype}, at most {labels.max(initial=0)}; they must be "
+            f"integers from 0 to {MAX_CLASSES - 1}"
         )
     return labels.astype(np.int32)
 
 
-def _as_rgb(images: UInt8[np.ndarray, "n H W ..."]) -> UInt8[np.ndarray, "n H W 3"]:
+def _as_rgb(images: np.ndarray) -> np.ndarray:
+    """Grey images, [n, H, W] or [n, H, W, 1], with three colours; others as they are."""
     grey = images[..., None] if images.ndim == 3 else images
-    return np.repeat(grey, 3, axis=3) if grey.shape[3] == 1 else grey
-
-
-def _kind(array: np.ndarray | Kind) -> str:
-    shape, dtype = array if isinstance(array, tuple) else (array.shape, array.dtype)
-    return f"{dtype} {list(shape)}"
+    return np.repeat(grey, 3, axis=3) if grey.shape[3:] == (1,) else grey
 
 
 MEMORY: dict[str, Callable[..., Images]] = {"digits": _digits, "npz": _npz, "idx": _idx}

@@ -7,6 +7,7 @@ refused, because it does not tell which numbers are meant.
 import functools
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from rope_jax.data.images.augment import Augmentation, parse_crop
 from rope_jax.data.images.decode import EncodedImage, decode_image
@@ -26,6 +27,14 @@ from rope_jax.files import open_regular, read_regular
 _IMAGES = (".jpg", ".jpeg", ".webp")
 _THREADS = 8  # read labels in a check
 _LARGEST = 1 << 28  # bytes of a file of labels
+_UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 class StreamedMaps(Streamed):
@@ -68,8 +77,8 @@ class Masks(Files):
         split: "train" or "test".
 
     Raises:
-        FileNotFoundError: a folder, the list of classes or the labels of an image are missing.
-        ValueError: labels without an image.
+        FileNotFoundError: the list of classes or all images are missing.
+        ValueError: labels without an image, or an image without labels.
 
     Attributes:
         first: the value of the first class; below it is no class.
@@ -153,27 +162,24 @@ class Masks(Files):
         return values[values != IGNORED].tolist()
 
     def label_errors(self) -> list[str]:
-        def error(example: int) -> str | None:
-            try:
-                image = EncodedImage(self.read(example))
-            except (ValueError, OSError):  # of the image, which may be skipped
-                return None
-            if image.orientation != 1:
-                return (
-                    f"{self.example_name(example)} is stored turned (Exif orientation "
-                    f"{image.orientation}), and its labels may not be: store it upright"
-                )
-            try:
-                self.classes(example, image.size[::-1])
-            except ValueError as found:
-                return str(found)
-            return None
-
         with ThreadPoolExecutor(_THREADS) as pool:
-            return list(filter(None, pool.map(error, range(len(self.labels)))))
+            return list(filter(None, pool.map(self._label_error, range(len(self.labels)))))
 
-    def __getstate__(self) -> dict[str, object]:
-        return super().__getstate__() | {"_labels": self._labels}
+    def _label_error(self, example: int) -> str | None:
+        try:
+            image = EncodedImage(self.read(example))
+        except (ValueError, OSError):  # of the image, which may be skipped
+            return None
+        if image.orientation != 1:
+            return (
+                f"{self.example_name(example)} is stored turned (Exif orientation "
+                f"{image.orientation}), and its labels may not be: store it upright"
+            )
+        try:
+            self.classes(example, image.size[::-1])
+        except ValueError as found:
+            return str(found)
+        return None
 
 
 class Ade20k(Masks):
@@ -194,64 +200,45 @@ def read_grey(path: Path) -> UInt8[np.ndarray, "h w"]:
     Raises:
         ValueError: the file is something else, or damaged; the message names it.
     """
-    unreadable = (UnidentifiedImageError, OSError, SyntaxError, struct.error, zlib.error)
     try:
         with open_regular(path) as file:
             bits = file.read(25)[-1:]  # of a value, in the header; Pillow scales those of fewer
             file.seek(0)
             with Image.open(file, formats=["PNG"]) as picture:
-                mode = picture.mode if picture.mode != "L" or bits == b"\x08" else "of fewer bits"
-                values = np.array(picture) if mode == "L" else None
-    except (*unreadable, Image.DecompressionBombError) as error:
+                if picture.mode != "L" or bits != b"\x08":
+                    raise ValueError(
+                        f"its mode is {picture.mode}, of {bits[0]} bits; the values of a grey PNG "
+                        "of 8 bits are the numbers of classes: convert it"
+                    )
+                return np.array(picture)
+    except _UNREADABLE as error:
         raise ValueError(f"{path} cannot be read as a PNG of labels: {error}") from error
-    if values is None:
-        has = {"P": "a palette", "RGB": "colours", "RGBA": "colours"}
-        has["of fewer bits"] = "values of fewer than 8 bits"
-        raise ValueError(
-            f"{path} has {has.get(mode, f'pixels of mode {mode}')}; labels are grey PNGs of 8 bits "
-            "whose values are the numbers of classes: convert it"
-        )
-    return values
 
 
 def _lines(path: Path) -> list[str]:
     """The lines of a list of classes; empty ones at its end are left out."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}, which lists the classes one a line, does not exist")
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").rstrip().splitlines()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from error
     if not all(lines) or not lines:
-        empty = f"line {lines.index('') + 1} of {path}" if lines else path
-        raise ValueError(f"{empty} is empty: it lists the classes one a line, the first is class 0")
+        raise ValueError(
+            f"{path} has an empty line: it lists the classes one a line, the first is class 0"
+        )
     return lines
 
 
 def _paired(root: Path, images: Path, labels: Path) -> list[str]:
     """The sorted names of the images, each of which has labels."""
-    for folder in (root / images, root / labels):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"the folder {folder} does not exist")
     found = [n for n in listed(root / images, folders=False) if Path(n).suffix.lower() in _IMAGES]
     if not found:
         raise FileNotFoundError(f"{root / images} has no images ({', '.join(_IMAGES)})")
-    maps = {n[:-4] for n in listed(root / labels, folders=False) if n.endswith(".png")}
-    for name in found:
-        if Path(name).stem not in maps:
-            raise FileNotFoundError(
-                f"{root / images / name} has no labels: {root / labels / Path(name).stem}.png is "
-                "missing"
-            )
-    stems = [Path(name).stem for name in found]
-    if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
+    stems = Counter(Path(name).stem for name in found)
+    maps = Counter(n[:-4] for n in listed(root / labels, folders=False) if n.endswith(".png"))
+    if unpaired := sorted((stems - maps) + (maps - stems)):
+        name = unpaired[0]
         raise ValueError(
-            f"several images in {root / images} are called {twice[0]}, and share the labels "
-            f"{twice[0]}.png: give each a name of its own"
-        )
-    if alone := sorted(maps - {Path(name).stem for name in found}):
-        raise ValueError(
-            f"{root / labels / alone[0]}.png has no image in {root / images}: add it, or remove "
-            "the labels"
+            f"{root / images / name} and {root / labels / name}.png are no pair: there must be one "
+            f"image ({', '.join(_IMAGES)}) and one PNG of labels of each name"
         )
     return found

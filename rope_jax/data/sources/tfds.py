@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rope_jax.data.sources.index import Source, Staged, write_index
-from rope_jax.files import cache_folder, open_regular
+from rope_jax.data.sources.index import Source, staged, write_index
+from rope_jax.files import cache_folder
 
 # Features with the name of an image's file, in order of preference.
 _NAMES = ("file_name", "filename", "image/filename", "image_id", "id")
@@ -55,8 +55,8 @@ class Tfds(Source):
         facts = (info.num_examples, info.num_bytes, info.shard_lengths, builder.info.release_notes)
         key = " ".join(map(str, (2, self._path, stored, *facts)))
         super().__init__(cache_folder() / "tfds" / hashlib.sha256(key.encode()).hexdigest()[:32])
-        if not self.cached():
-            with Staged(self.index) as folder:
+        if not self.index.is_dir():
+            with staged(self.index) as folder:
                 self._write(folder, builder, split)
 
     def read(self, example: int) -> bytes:
@@ -96,9 +96,6 @@ class Tfds(Source):
             self._stored, decoders={"image": tfds.decode.SkipDecoding()}
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_path": self._path, "_stored": self._stored}
-
 
 def _builder(path: str) -> Any:
     try:
@@ -108,10 +105,6 @@ def _builder(path: str) -> Any:
             "data source 'tfds' needs tensorflow-datasets: pip install 'rope_jax[data]'"
         ) from error
 
-    for file in Path(path).iterdir():
-        if not file.is_dir():
-            with open_regular(file):  # tfds would wait for a pipe
-                pass
     builder = tfds.builder_from_directory(path)
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
         raise ValueError(
