@@ -13,7 +13,6 @@ import numpy as np
 
 from rope_jax.cores import cores
 from rope_jax.data.ahead import Ahead, Waiting
-from rope_jax.data.checking import FileCheck
 from rope_jax.data.examples import (
     BAD_IMAGES,
     MAX_BOXES,
@@ -41,23 +40,13 @@ class Batches(Iterator[Batch]):
         skipped: ids of the images that could not be used so far; only with `bad_images="skip"`.
     """
 
-    def __init__(
-        self, make: Iterator[Batch], images: Images | Streamed, epoch: int, waiting: Waiting
-    ):
-        """Batches of a set; within the first `epoch` of them its files are checked."""
-        self._make, self._count, self._left = make, len(images.labels), epoch
-        self._check = FileCheck(images, waiting)
+    def __init__(self, make: Iterator[Batch], count: int):
+        """Batches of a set of `count` images."""
+        self._make, self._count = make, count
         self.skipped: set[int] = set()
 
     def __next__(self) -> Batch:
-        try:
-            batch = next(self._make)
-        except StopIteration:
-            self._check(wait=True)
-            raise
-        self._left -= 1
-        if self._left >= 0:
-            self._check(wait=self._left == 0)
+        batch = next(self._make)
         self.skipped.update(batch.pop("bad").tolist())
         if len(self.skipped) > allowed(self._count):
             self.close()
@@ -66,7 +55,6 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends processes and threads."""
-        self._check.close()
         self._make.close()
 
     def __enter__(self) -> "Batches":
@@ -160,7 +148,7 @@ def batches(
     made = _produced(
         make, size, itertools.count(start_step), ahead=ahead, workers=workers, waiting=waiting
     )
-    return Batches(made, images, -(-len(images.labels) // batch_size), waiting)
+    return Batches(made, len(images.labels))
 
 
 def evaluation_batches(
@@ -215,7 +203,7 @@ def evaluation_batches(
     made = _produced(
         make, batch_size // shard[1], steps, ahead=ahead, workers=workers, waiting=waiting
     )
-    return Batches(made, images, len(steps), waiting)
+    return Batches(made, count)
 
 
 def worker_count(wanted: int | None) -> int:

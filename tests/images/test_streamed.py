@@ -592,24 +592,6 @@ def test_an_about_that_is_edited_is_refused(tmp_path):
             Packed(str(tmp_path / "packed"), "train")
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.process)])
-def test_pixels_that_changed_end_the_first_epoch(tmp_path, workers):
-    """Also in a shard whose images are used last; and no evaluation counts them."""
-    write_folder(tmp_path / "set")
-    folder = prepare(
-        Folder(str(tmp_path / "set"), "train"), tmp_path / "packed", shard_images=2, side=24
-    )
-    images = load("packed", str(tmp_path / "packed"), "train", (8, 8))
-    content = bytearray((folder / "images-00002.bin").read_bytes())
-    content[500] ^= 1
-    (folder / "images-00002.bin").write_bytes(content)
-    training = batches(images, batch_size=2, seed=0, workers=workers)
-    for stream, count in ((training, 3), (evaluation_batches(images, batch_size=4), None)):
-        message = r"images-00002\.bin of set .* has changed since it was written: restore it, or"
-        with stream, pytest.raises(BadSet, match=message):
-            take(count, stream)
-
-
 def test_a_damaged_index_in_the_cache_is_written_again(tmp_path, cache, capsys):
     written = write_folder(tmp_path / "set", splits=("train",))
     write_archives(tmp_path / "archives", written)

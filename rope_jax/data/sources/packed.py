@@ -8,8 +8,8 @@ Reading one is a copy from a mapped file. PATH/train/ and PATH/test/ each hold a
     about.json              also `format` 2, `resized` (in words), `interpolation`, `skipped`, and
                             file, examples, bytes and sha256 of the `shards`
 
-The index is compared with its checksums whenever it is opened; the shards, which are large, once
-in the background while their images are used, and by `python -m rope_jax.data.verify`.
+The index is compared with its checksums whenever it is opened; the shards, which are large, by
+`python -m rope_jax.data.verify`.
 """
 
 import bisect
