@@ -102,7 +102,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     stride = "segmentation: pixels from window to window; default: two thirds of the window"
     add("--stride", type=Number(int, low=1), help=stride)
     add("--pictures", type=Number(int, low=0), default=4, help="images in predictions_*.png")
-    add("--pycocotools", action="store_true", help="detection: scores by pycocotools, not our own")
+    add(
+        "--pycocotools",
+        action="store_true",
+        help="accepted, without effect: scores are by pycocotools",
+    )
     in_step = "in a step; default: 128 images, of a segmentation 16 windows, of a detection 16"
     add("--batch_size", type=Number(int, low=1), help=in_step)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")

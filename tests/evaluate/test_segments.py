@@ -208,7 +208,7 @@ def test_rows_of_other_heads_are_measured_anew(tmp_path, monkeypatch):
         return evaluate.accuracy.description(evaluation.images) | SCORES
 
     monkeypatch.setattr(kinds.OfPixels, "row", segment)
-    monkeypatch.setattr(kinds.OfPixels, "load", lambda _: data.load("scenes", split="test"))
+    monkeypatch.setattr(kinds.OfPixels, "images", data.load("scenes", split="test"))
     small = ["--model=vit_digits", "--num_classes=11", "--options=depth=2,width=16,heads=2"]
     rest = ["--dataset=masks", "--images=x", f"--out={tmp_path / 'rows.json'}"]
     heads = ["linear", "segmenter(head_dim=8,depth=1)"]
@@ -236,13 +236,16 @@ def test_skipped_images_are_not_counted(masks):
 
 def test_images_of_other_classes_are_refused(masks):
     model = nnx.Module()
+    model.num_classes = 3
     for names in (None, ("low", "middle", "high")):
         model.class_names = names
-        kinds.check_class_names(model, masks)
-    for names, label in ((("low", "high", "middle"), 1), (("low", "middle"), 2)):
-        model.class_names = names
-        with pytest.raises(ConfigError, match=f"other classes than set: label {label} is "):
-            kinds.check_class_names(model, masks)
+        kinds.check_classes(model, masks)
+    model.class_names = ("low", "high", "middle")
+    with pytest.raises(ConfigError, match="other classes than set: label 1 is "):
+        kinds.check_classes(model, masks)
+    model.num_classes = 2
+    with pytest.raises(ConfigError, match="the model has 2 classes, and set has 3"):
+        kinds.check_classes(model, masks)
 
 
 @pytest.mark.parametrize(("flags", "windows"), [([], 16), (["--batch_size=64"], 64)])

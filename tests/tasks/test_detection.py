@@ -1,3 +1,5 @@
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,8 +61,11 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
         (BOXES, {"data": {"augment": "flipp"}}, "'flipp' is unknown.*--config.data.augment"),
     ],
 )
-def test_settings_that_do_not_suit_are_refused(images, changes, message):
+def test_settings_that_do_not_suit_are_refused(images, changes, message, monkeypatch):
     task.check(resolve({"model": {"head": "dino"}, "accumulate": 2}), BOXES)
     settings = changes | {"model": {"head": "dino"} | changes.get("model", {})}
     with pytest.raises(ConfigError, match=message):
         task.check(resolve(settings), images)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rope_jax\[coco\]'"):
+        task.check(resolve({"model": {"head": "dino"}}), BOXES)
