@@ -69,7 +69,7 @@ def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.P
 
 def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Attention map of one token on the first image, in each layer (mean over heads)."""
-    query = None if arguments.query is None else _query(arguments.query)
+    query = arguments.query
     images = next(_image_batches(loaded, arguments))[:1]
     layers = attention_maps(loaded.model, _normalised(images, loaded), query=query)
     shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
@@ -230,13 +230,8 @@ def _show_progress(images: int) -> None:
     print(f"\r{images:,} images", end="", file=sys.stderr, flush=True)
 
 
-def _query(text: str) -> tuple[float, float]:
-    try:
-        y, x = map(float, text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--query={text} must be two numbers y,x from 0 to 1, for example 0.5,0.25"
-        ) from error
+def _place(text: str) -> tuple[float, float]:
+    y, x = map(float, text.split(","))
     return y, x
 
 
@@ -264,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
         add[name]("--count", type=Number(int, low=1), default=256, help="number of images")
         add[name]("--batch_size", type=Number(int, low=1), default=32, help="images in a step")
     query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
-    add["maps"]("--query", help=query_help)
+    add["maps"]("--query", type=_place, metavar="Y,X", help=query_help)
     token_help = (
         "index of the token; default: the centre (upper left of the middle four on an even map)"
     )
