@@ -56,14 +56,11 @@ Results = dict[str, Any]
 def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Attention distance (tokens) and entropy (nats) of each layer."""
     batches = (_normalised(batch, loaded) for batch in _image_batches(loaded, arguments))
-    found = attention_statistics(loaded.model, batches, progress=_show_progress)
-    print(file=sys.stderr)
-    for name, values, label in (
-        ("distance", found.distance, "attention distance (tokens)"),
-        ("entropy", found.entropy, "entropy of attention (nats)"),
-    ):
+    found = attention_statistics(loaded.model, batches)
+    labels = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
+    for name, label in labels.items():
         path = out / f"attention_{name}.png"
-        plots.values_by_layer(values, path, label=label, title=loaded.title)
+        plots.values_by_layer(getattr(found, name), path, label=label, title=loaded.title)
     return dataclasses.asdict(found)
 
 
@@ -204,6 +201,7 @@ def _image_batches(
             pixels = batch["image"][batch["mask"]][:left]
             yield pixels
             left -= len(pixels)
+            print(f"{arguments.count - left:,} images", file=sys.stderr)
             if left <= 0:
                 return
 
@@ -224,10 +222,6 @@ def _normalised(
 ) -> Float[Array, "B H W 3"]:
     preprocessing = loaded.preprocessing
     return normalise(jnp.asarray(images), preprocessing.mean, preprocessing.std)
-
-
-def _show_progress(images: int) -> None:
-    print(f"\r{images:,} images", end="", file=sys.stderr, flush=True)
 
 
 def _place(text: str) -> tuple[float, float]:

@@ -55,7 +55,6 @@ class Evaluation:
         preprocessing: of the images.
         mesh: the devices.
         folder: for pictures.
-        files: image files with one class each, of --dataset; None for other images.
         does: what models of this kind do, for messages.
         sets: names for --dataset.
         flags: arguments that models of this kind alone have.
@@ -67,7 +66,6 @@ class Evaluation:
     preprocessing: Preprocessing
     mesh: Mesh
     folder: pathlib.Path
-    files: data.EvaluationSet | None = None
 
     does: ClassVar[str] = ""
     sets: ClassVar[tuple[str, ...]]
@@ -134,7 +132,7 @@ class Evaluation:
     def progress(self, images: int) -> None:
         """Shows how many images have been evaluated."""
         if share()[0] == 0:
-            told = f"\r{images:,} of {len((self.files or self.images).labels):,} images"
+            told = f"\r{images:,} of {len(self.images.labels):,} images"
             print(told, end="", file=sys.stderr, flush=True)
 
 
@@ -145,8 +143,15 @@ class OfImages(Evaluation):
     sets = tuple(data.EVALUATION_SETS)
     flags = ("crop", "interpolation")
 
+    @functools.cached_property
+    def images(self) -> Split | data.EvaluationSet:
+        """The run's test split, or image files with one class each."""
+        if self.asked.dataset is None:
+            return super().images
+        return data.EvaluationSet(self.asked.dataset, self.asked.images)
+
     def identity(self) -> dict[str, Any]:
-        if self.files is None:
+        if self.asked.dataset is None:
             return {}
         how = json.loads(json.dumps(dataclasses.asdict(self.preprocessing)))
         return {"images": self.asked.images} | how
@@ -154,11 +159,11 @@ class OfImages(Evaluation):
     def row(self) -> Row:
         model = at_resolution(self.about.model, self.size, **self.options)
         batch_size = self.asked.batch_size or 128
-        if self.files is None:
+        if self.asked.dataset is None:
             return self._own_split(model, batch_size)
         row = evaluate_files(
             model,
-            self.files,
+            self.images,
             self.size,
             self.preprocessing,
             self.mesh,
@@ -171,10 +176,9 @@ class OfImages(Evaluation):
 
     def _own_split(self, model: nnx.Module, batch_size: int) -> Row:
         """The row of the run's own test split."""
-        config = self.about.config
-        given = {"extend": self.asked.extend, "log_scale": self.asked.log_scale}
-        options = dataclasses.replace(config.eval, batch_size=batch_size, **given)
-        config = dataclasses.replace(config, eval=options)
+        config, asked = self.about.config, self.asked
+        options = {"batch_size": batch_size, "extend": asked.extend, "log_scale": asked.log_scale}
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, **options))
         apply, weights = on_all_devices(model, self.mesh)
         how = protocol(self.images, config, model.window_rule())
         (row,) = evaluate_split(apply, weights, config, self.images, self.mesh, how)

@@ -51,7 +51,7 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
         (MAPS, {}, "head=dino needs classes of boxes, but .* has classes of pixels"),
         (BOXES, {"model": {"num_classes": 7}}, "num_classes=7, but some has 10 classes of boxes"),
         (BOXES, {"mix": {"cutmix": 1.0}}, "mix.cutmix=1.0 is for classes of whole images"),
-        (BOXES, {"loss": "binary"}, "loss=binary does not go with --config.model.head=dino"),
+        (BOXES, {"loss": "binary"}, "loss=binary is for classes of whole images"),
         (BOXES, {"data": {"augment": "erase(p=0.5)"}}, "erase changes images, but not their boxes"),
         (
             BOXES,
