@@ -91,9 +91,12 @@ def change(part, number, **entries):
         (change("categories", 0, name=None), "its categories must each have"),
         (
             lambda content: content["annotations"].append({"id": 9}),
-            "one of its annotations is none",
+            "its annotations must be a list",
         ),
-        (lambda content: content.pop("images"), "it has no list of images"),
+        (
+            lambda content: content.pop("images"),
+            "its images must be a list of entries as COCO's: None",
+        ),
         (
             lambda content: [one.update(iscrowd=1) for one in content["annotations"]],
             "has an object to train on",

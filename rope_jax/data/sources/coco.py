@@ -171,10 +171,9 @@ def _arranged(content: Any) -> tuple[list[str], list[str], Annotations]:
     """The content of a file in arrays, images in the order of their ids."""
     parts = [content.get(name) if isinstance(content, dict) else None for name in _SECTIONS]
     for (name, kind), part in zip(_SECTIONS.items(), parts, strict=True):
-        if not isinstance(part, list):
-            raise ValueError(f"it has no list of {name}: it is no file of annotations of COCO")
-        if strange := [entry for entry in part if not isinstance(entry, kind)]:
-            raise ValueError(f"one of its {name} is none: {strange[0]!r:.80}")
+        entries = part if isinstance(part, list) else [part]
+        if strange := [entry for entry in entries if not isinstance(entry, kind)]:
+            raise ValueError(f"its {name} must be a list of entries as COCO's: {strange[0]!r:.80}")
     images, objects, categories = parts
     ids = [(one.get("id"), one.get("name")) for one in categories]
     if not all(_whole(id) and isinstance(name, str) for id, name in ids):
