@@ -82,7 +82,7 @@ def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) 
 def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Reconstruction of a point from the frequencies of a rotary scheme (Heo et al., figure 1)."""
     stages = loaded.model.positions(loaded.image_size)
-    shown, marks = {}, {}
+    shown = {}
     for number, (position, grid) in enumerate(stages, 1):
         stage = f"stage {number}, " if len(stages) > 1 else ""
         freqs = frequencies(position, grid)
@@ -91,10 +91,9 @@ def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
             for layer, own in enumerate(freqs, 1):
                 shown[f"{stage}layer {layer}"] = fourier_reconstruction(own, grid)
         shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-        marks |= dict.fromkeys(shown.keys() - marks.keys(), (grid[0] // 2, grid[1] // 2))
     title = f"{loaded.title}: the marked token, reconstructed"
     label = "relative to the marked token"
-    plots.panels(shown, out / "fourier.png", title=title, label=label, marks=marks)
+    plots.panels(shown, out / "fourier.png", title=title, label=label)
     return {"maps": shown}
 
 
@@ -104,10 +103,9 @@ def correlation(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib
     found = position_correlation(layer_positions(loaded.model, grid), grid, arguments.token)
     shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
     token = middle_token(grid) if arguments.token is None else arguments.token
-    marks = dict.fromkeys(shown, divmod(token, grid[1]))
+    options = {"label": "cosine similarity", "mark": divmod(token, grid[1])}
     title = f"{loaded.title}: position of the marked token and of the others"
-    label = "cosine similarity"
-    plots.panels(shown, out / "correlation.png", title=title, label=label, marks=marks)
+    plots.panels(shown, out / "correlation.png", title=title, **options)
     return {"maps": shown}
 
 

@@ -152,7 +152,7 @@ def panels(
     *,
     title: str,
     label: str,
-    marks: Mapping[str, tuple[int, int]],
+    mark: tuple[int, int] | None = None,
 ) -> pathlib.Path:
     """Draws maps of values in [-1, 1] side by side, with one colour bar.
 
@@ -161,14 +161,14 @@ def panels(
         path: of the PNG file.
         title: of the picture.
         label: of the colour bar.
-        marks: name -> (row, column) of the token that is marked.
+        mark: (row, column) of the token that is marked on each; None for (H // 2, W // 2).
     """
     across, down = _layout(len(maps), 6)
     figure = _figure(max(1.55 * across + 0.9, 4.0), 1.75 * down + 0.4)
     for number, (name, values) in enumerate(maps.items(), 1):
         axes = figure.add_subplot(down, across, number)
         image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
-        row, column = marks[name]
+        row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
         axes.plot(column, row, marker="+", color="black", markersize=7)
         axes.set_title(name, fontsize=8)
         axes.set_axis_off()
