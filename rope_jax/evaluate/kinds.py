@@ -48,6 +48,9 @@ Split = data.Images | data.Streamed
 class Evaluation:
     """An evaluation of a model at one size.
 
+    Each kind has `row()`, the row of its scores, and `identity()`, what else than the settings of
+    all kinds identifies it.
+
     Attributes:
         asked: the arguments of the command.
         about: the model.
@@ -70,14 +73,6 @@ class Evaluation:
     does: ClassVar[str] = ""
     sets: ClassVar[tuple[str, ...]]
     flags: ClassVar[tuple[str, ...]] = ()
-
-    def identity(self) -> dict[str, Any]:
-        """What else than the settings of all kinds identifies a row."""
-        raise NotImplementedError
-
-    def row(self) -> Row:
-        """The evaluation's row."""
-        raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:

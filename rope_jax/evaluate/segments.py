@@ -148,13 +148,12 @@ def segment_split(
         probabilities=probabilities,
     )
     count = jax.jit(_count, static_argnames="number")
+    skipped = (BadImages,) if bad_images == "skip" else ()
     parts, kept, used = [np.zeros((images.classes, 3), np.int64)], [], 0
     for number in range(len(images.labels)):
         try:
             image, label = _pair(images, number)
-        except BadImages:
-            if bad_images == "error":
-                raise
+        except skipped:
             continue
         normalised = (image / np.float32(255) - np.float32(mean)) / np.float32(std)
         fit = None if short is None else (short, _LONG * short)

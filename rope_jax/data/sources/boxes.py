@@ -116,15 +116,12 @@ class Annotations:
 class Boxed:
     """What sets of images with boxes have in common, in memory or not.
 
-    Their `labels`, one of each image, are 0: those of objects are in `annotations`.
+    Their `labels`, one of each image, are 0: those of objects are in `annotations`. Each kind has
+    `pixels(example)`, an image as it is stored, uint8 [h, w, 3].
     """
 
     labels_of: ClassVar[str] = "boxes"
     annotations: Annotations
-
-    def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
-        """An image as it is stored."""
-        raise NotImplementedError
 
     def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
         """Where a crop places an image; None for the image as it is."""
