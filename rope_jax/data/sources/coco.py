@@ -48,23 +48,22 @@ class Coco(Files):
 
     def __init__(self, path: str, split: str):
         file = _annotation_file(Path(path, "annotations"), _PARTS[split])
-        names, class_names, annotations = read_annotations(file)
+        images, objects, categories = read_annotations(file)
         folder = Path(path, file.stem.removeprefix("instances_"))
-        _check_folder(names, folder, file)
-        kept = np.arange(len(names))
+        _check_folder([image.file_name for image in images], folder, file)
         if split == "train":
-            kept = np.unique(annotations.images[~annotations.crowd])
-            if not len(kept):
+            wanted = {one.image_id for one in objects if not one.iscrowd}
+            if not wanted:
                 raise ValueError(f"no image of {file} has an object to train on")
+            images = [image for image in images if image.id in wanted]
+            objects = [one for one in objects if one.image_id in wanted]
+        arrays = _annotations(images, objects, categories).arrays()
         super().__init__(
             Path(path),
-            [f"{folder.name}/{names[k]}" for k in kept.tolist()],
-            np.zeros(len(kept), int),
-            class_names,
-            arrays={
-                _FILE.format(name): array
-                for name, array in _chosen(annotations, kept).arrays().items()
-            },
+            [f"{folder.name}/{image.file_name}" for image in images],
+            np.zeros(len(images), int),
+            [name for _, name in categories],
+            arrays={_FILE.format(name): array for name, array in arrays.items()},
             name=Path(path).resolve().name,
             split=split,
         )
@@ -94,11 +93,12 @@ class Coco(Files):
         return np.unique(self.annotations.truth(example).labels).tolist()
 
 
-def read_annotations(file: Path) -> tuple[list[str], list[str], Annotations]:
+def read_annotations(file: Path) -> "_Content":
     """Reads and checks a file of annotations.
 
     Returns:
-        The images' file names, the class names, and the objects; images in the order of their ids.
+        Its images in the order of their ids, its objects, and (id, name) of its categories in the
+        order of theirs.
 
     Raises:
         ValueError: it is damaged, or of another form.
@@ -106,7 +106,7 @@ def read_annotations(file: Path) -> tuple[list[str], list[str], Annotations]:
     try:
         with open_regular(file, at_most=_LARGEST) as opened, io.TextIOWrapper(opened, "utf-8") as x:
             # Entries become small as soon as they are read, so that memory holds no polygons.
-            return _arranged(json.load(x, object_hook=_compact))
+            return _checked(json.load(x, object_hook=_compact))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}; was it downloaded completely?") from error
     except ValueError as error:
@@ -167,8 +167,8 @@ def _finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _arranged(content: Any) -> tuple[list[str], list[str], Annotations]:
-    """The content of a file in arrays, images in the order of their ids."""
+def _checked(content: Any) -> "_Content":
+    """The content of a file, images and categories in the order of their ids."""
     parts = [content.get(name) if isinstance(content, dict) else None for name in _SECTIONS]
     for (name, kind), part in zip(_SECTIONS.items(), parts, strict=True):
         entries = part if isinstance(part, list) else [part]
@@ -183,18 +183,7 @@ def _arranged(content: Any) -> tuple[list[str], list[str], Annotations]:
         for (before, *_), (id, *_) in itertools.pairwise(entries):
             if before == id:
                 raise ValueError(f"two of its {name} have the id {id}")
-    names, class_names = [one.file_name for one in images], [name for _, name in categories]
-    return names, class_names, _annotations(images, objects, [id for id, _ in categories])
-
-
-_SECTIONS = {"images": _Image, "annotations": _Object, "categories": dict}
-
-
-def _annotations(
-    images: Sequence[_Image], objects: Sequence[_Object], categories: Sequence[int]
-) -> Annotations:
-    places = {image.id: place for place, image in enumerate(images)}
-    classes = {id: label for label, id in enumerate(categories)}
+    places, classes = {image.id for image in images}, {id for id, _ in categories}
     for one in objects:
         if one.image_id not in places or one.category_id not in classes:
             raise ValueError(
@@ -202,6 +191,19 @@ def _annotations(
                 f"{one.category_id}, which must be ids of its {len(images)} images and "
                 f"{len(classes)} categories: are the annotations of another set?"
             )
+    return images, objects, categories
+
+
+_Content = tuple[list[_Image], list[_Object], list[tuple[int, str]]]
+_SECTIONS = {"images": _Image, "annotations": _Object, "categories": dict}
+
+
+def _annotations(
+    images: Sequence[_Image], objects: Sequence[_Object], categories: Sequence[tuple[int, str]]
+) -> Annotations:
+    """The objects in arrays, in the order of their images."""
+    places = {image.id: place for place, image in enumerate(images)}
+    classes = {id: label for label, (id, _) in enumerate(categories)}
     owner = np.array([places[one.image_id] for one in objects], np.int64)
     order = np.argsort(owner, kind="stable")
     x, y, width, height = np.array([one.bbox for one in objects], np.float64).reshape(-1, 4).T
@@ -212,18 +214,6 @@ def _annotations(
         labels=np.array([classes[one.category_id] for one in objects], np.int32)[order],
         crowd=np.array([one.iscrowd for one in objects], bool)[order],
         area=np.array([one.area for one in objects], np.float64)[order],
-    )
-
-
-def _chosen(annotations: Annotations, kept: np.ndarray) -> Annotations:
-    """The annotations of some images, in ascending order."""
-    own = np.isin(annotations.images, kept)
-    counts = np.bincount(annotations.images, minlength=len(annotations.ends))[kept]
-    objects = ("boxes", "labels", "crowd", "area")
-    return Annotations(
-        sizes=annotations.sizes[kept],
-        ends=np.cumsum(counts),
-        **{name: getattr(annotations, name)[own] for name in objects},
     )
 
 
