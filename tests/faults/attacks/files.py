@@ -176,14 +176,19 @@ def exchanged_pixels(folder: pathlib.Path, number: int, rng: np.random.Generator
     for split in ("train", "test"):
         prepare(open_source("folder", str(folder / "images"), split), packed, shard_images=4)
     name = ("images-00002.bin", "labels.npy", "names.npy", "shapes.npy")[number % 4]
-    path = packed / str(rng.choice(["train", "test"])) / name
+    split = str(rng.choice(["train", "test"]))
+    path = packed / split / name
     source = [*IMAGES, "--config.data.source=packed", f"--config.data.path={packed}"]
     good = path.read_bytes()
     place = int(rng.integers(len(good) // 2, len(good)))
     path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-    run = start(folder, *source)
-    refused([run], name, "changed", status=1 if name.endswith(".bin") else 2)
-    expect("bad_images" not in run.said(), f"advice that does not help: {said([run])}")
+    if name.endswith(".bin"):  # `rope_jax data verify` compares pixels, a run does not
+        damaged = open_source("packed", str(packed), split).damaged()
+        expect(damaged == [name], f"{damaged} are said to be damaged")
+    else:
+        run = start(folder, *source)
+        refused([run], name, "changed")
+        expect("bad_images" not in run.said(), f"advice that does not help: {said([run])}")
     path.write_bytes(good)
     completed(folder, *source)
 
