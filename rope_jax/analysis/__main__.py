@@ -56,20 +56,17 @@ Results = dict[str, Any]
 def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Attention distance (tokens) and entropy (nats) of each layer."""
     batches = (_normalised(batch, loaded) for batch in _image_batches(loaded, arguments))
-    found = attention_statistics(loaded.model, batches, progress=_show_progress)
-    print(file=sys.stderr)
-    for name, values, label in (
-        ("distance", found.distance, "attention distance (tokens)"),
-        ("entropy", found.entropy, "entropy of attention (nats)"),
-    ):
+    found = attention_statistics(loaded.model, batches)
+    labels = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
+    for name, label in labels.items():
         path = out / f"attention_{name}.png"
-        plots.values_by_layer(values, path, label=label, title=loaded.title)
+        plots.values_by_layer(getattr(found, name), path, label=label, title=loaded.title)
     return dataclasses.asdict(found)
 
 
 def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Attention map of one token on the first image, in each layer (mean over heads)."""
-    query = None if arguments.query is None else _query(arguments.query)
+    query = arguments.query
     images = next(_image_batches(loaded, arguments))[:1]
     layers = attention_maps(loaded.model, _normalised(images, loaded), query=query)
     shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
@@ -85,7 +82,7 @@ def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) 
 def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Reconstruction of a point from the frequencies of a rotary scheme (Heo et al., figure 1)."""
     stages = loaded.model.positions(loaded.image_size)
-    shown, marks = {}, {}
+    shown = {}
     for number, (position, grid) in enumerate(stages, 1):
         stage = f"stage {number}, " if len(stages) > 1 else ""
         freqs = frequencies(position, grid)
@@ -94,10 +91,9 @@ def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
             for layer, own in enumerate(freqs, 1):
                 shown[f"{stage}layer {layer}"] = fourier_reconstruction(own, grid)
         shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-        marks |= dict.fromkeys(shown.keys() - marks.keys(), (grid[0] // 2, grid[1] // 2))
     title = f"{loaded.title}: the marked token, reconstructed"
     label = "relative to the marked token"
-    plots.panels(shown, out / "fourier.png", title=title, label=label, marks=marks)
+    plots.panels(shown, out / "fourier.png", title=title, label=label)
     return {"maps": shown}
 
 
@@ -107,10 +103,9 @@ def correlation(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib
     found = position_correlation(layer_positions(loaded.model, grid), grid, arguments.token)
     shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
     token = middle_token(grid) if arguments.token is None else arguments.token
-    marks = dict.fromkeys(shown, divmod(token, grid[1]))
+    options = {"label": "cosine similarity", "mark": divmod(token, grid[1])}
     title = f"{loaded.title}: position of the marked token and of the others"
-    label = "cosine similarity"
-    plots.panels(shown, out / "correlation.png", title=title, label=label, marks=marks)
+    plots.panels(shown, out / "correlation.png", title=title, **options)
     return {"maps": shown}
 
 
@@ -204,6 +199,7 @@ def _image_batches(
             pixels = batch["image"][batch["mask"]][:left]
             yield pixels
             left -= len(pixels)
+            print(f"{arguments.count - left:,} images", file=sys.stderr)
             if left <= 0:
                 return
 
@@ -226,17 +222,8 @@ def _normalised(
     return normalise(jnp.asarray(images), preprocessing.mean, preprocessing.std)
 
 
-def _show_progress(images: int) -> None:
-    print(f"\r{images:,} images", end="", file=sys.stderr, flush=True)
-
-
-def _query(text: str) -> tuple[float, float]:
-    try:
-        y, x = map(float, text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--query={text} must be two numbers y,x from 0 to 1, for example 0.5,0.25"
-        ) from error
+def _place(text: str) -> tuple[float, float]:
+    y, x = map(float, text.split(","))
     return y, x
 
 
@@ -264,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         add[name]("--count", type=Number(int, low=1), default=256, help="number of images")
         add[name]("--batch_size", type=Number(int, low=1), default=32, help="images in a step")
     query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
-    add["maps"]("--query", help=query_help)
+    add["maps"]("--query", type=_place, metavar="Y,X", help=query_help)
     token_help = (
         "index of the token; default: the centre (upper left of the middle four on an even map)"
     )

@@ -7,7 +7,6 @@ attention, with its pattern, bias, rotation and scale, on one-hot values.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -97,10 +96,7 @@ class AttentionStatistics:
 
 
 def attention_statistics(
-    model: nnx.Module,
-    batches: Iterable[Float[Array, "_ _ _ 3"]],
-    *,
-    progress: Callable[[int], None] | None = None,
+    model: nnx.Module, batches: Iterable[Float[Array, "_ _ _ 3"]]
 ) -> AttentionStatistics:
     """Computes mean distance and entropy of attention (Heo et al., arXiv 2403.13298, fig. 2, 3).
 
@@ -116,22 +112,17 @@ def attention_statistics(
 
     Args:
         model: a model from `create_model` with softmax attention (not CAT).
-        batches: batches of normalised images [B, h, w, 3], all of the same size.
-        progress: called after each batch with the number of images so far.
+        batches: at least one batch of normalised images [B, h, w, 3], all of the same size.
 
     Raises:
-        ValueError: if there are no images, or the model's attention has no softmax.
+        ValueError: if the model's attention has no softmax.
     """
     measure = _layer_function(model, row_statistics)
-    sums, images = None, 0
+    found, images = [], 0
     for batch in batches:
-        found = jax.tree.map(lambda x: np.asarray(x, np.float64), measure(batch))
-        sums = found if sums is None else jax.tree.map(operator.add, sums, found)
+        found.append(jax.tree.map(lambda x: np.asarray(x, np.float64), measure(batch)))
         images += len(batch)
-        if progress is not None:
-            progress(images)
-    if sums is None:
-        raise ValueError("batches is empty: pass at least one batch of images")
+    sums = jax.tree.map(lambda *parts: sum(parts), *found)
     distance, entropy = ([layer[i] / images for layer in sums] for i in range(2))
     stages = model.positions(batch.shape[1:3])
     grids = [grid for position, grid in stages for _ in range(position.stage.depth)]

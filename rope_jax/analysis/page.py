@@ -1,16 +1,10 @@
-"""Pages of text, tables and pictures, rendered as HTML and as Markdown.
-
-The HTML page embeds its pictures; the Markdown page links to the files in the same folder.
-"""
+"""Pages of text, tables and pictures as HTML that needs no other file."""
 
 import base64
-import dataclasses
 import html
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-
-from rope_jax.text import markdown_table
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
@@ -48,78 +42,38 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A paragraph."""
-
-    text: str
-
-    def html(self) -> str:
-        return f"<p>{html.escape(self.text)}</p>"
-
-    def markdown(self) -> str:
-        return self.text
+def paragraph(text: str) -> str:
+    """A paragraph of text."""
+    return f"<p>{html.escape(text)}</p>"
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A table: a header and rows of cells."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def html(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.header)
-        body = [_row_html(self.header, row) for row in self.rows]
-        lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>", *body, "</tbody>"]
-        return "\n".join(["<table>", *lines, "</table>"])
-
-    def markdown(self) -> str:
-        rows = [[cell.replace("|", "/") for cell in row] for row in self.rows]
-        return markdown_table(self.header, rows).rstrip()
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells; the interval of a number has a line of its own."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    lines = [f"<thead><tr>{head}</tr></thead>", "<tbody>"]
+    for row in rows:
+        cells = [_cell(name, text) for name, text in zip(header, row, strict=True)]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join(["<table>", *lines, "</tbody>", "</table>"])
 
 
-def _row_html(header: Sequence[str], cells: Sequence[str]) -> str:
-    found = ""
-    for name, cell in zip(header, cells, strict=True):
-        number = re.fullmatch(r"([+-]?[\d.]+) (\[.*\])", cell)  # its interval has its own line
-        value = html.escape(number[1] if number else cell)
-        small = f"<small>{html.escape(number[2])}</small>" if number else ""
-        found += f'<td data-column="{html.escape(name, quote=True)}"><div>{value}{small}</div></td>'
-    return f"<tr>{found}</tr>"
+def _cell(column: str, text: str) -> str:
+    value = html.escape(text)
+    if number := re.fullmatch(r"([+-]?[\d.]+) (\[.*\])", value):
+        value = f"{number[1]}<small>{number[2]}</small>"
+    return f'<td data-column="{html.escape(column)}"><div>{value}</div></td>'
 
 
-@dataclasses.dataclass(frozen=True)
-class Picture:
+def picture(path: pathlib.Path, caption: str) -> str:
     """A PNG file with a caption."""
-
-    path: pathlib.Path
-    caption: str
-
-    def html(self) -> str:
-        data = base64.b64encode(self.path.read_bytes()).decode()
-        caption = html.escape(self.caption, quote=True)
-        image = f'<img src="data:image/png;base64,{data}" alt="{caption}">'
-        return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
-
-    def markdown(self) -> str:
-        return f"![{self.caption}]({self.path.name})"
+    data, caption = base64.b64encode(path.read_bytes()).decode(), html.escape(caption)
+    image = f'<img src="data:image/png;base64,{data}" alt="{caption}">'
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-Block = Text | Table | Picture
-
-
-def to_html(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
-    """Renders a self-contained HTML page; `sections` maps headings to blocks."""
+def to_html(title: str, sections: Mapping[str, Sequence[str]]) -> str:
+    """The page; `sections` maps headings to paragraphs, tables and pictures."""
     lines = []
     for heading, blocks in sections.items():
-        lines += [f"<h2>{html.escape(heading)}</h2>", *(block.html() for block in blocks)]
+        lines += [f"<h2>{html.escape(heading)}</h2>", *blocks]
     return _PAGE.format(title=html.escape(title), style=_STYLE, body="\n".join(lines))
-
-
-def to_markdown(title: str, sections: Mapping[str, Sequence[Block]]) -> str:
-    """Renders a Markdown page; `sections` maps headings to blocks."""
-    lines = [f"# {title}"]
-    for heading, blocks in sections.items():
-        lines += [f"## {heading}", *(block.markdown() for block in blocks)]
-    return "\n\n".join(lines) + "\n"

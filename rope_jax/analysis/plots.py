@@ -30,8 +30,8 @@ def accuracy_against_resolution(
 ) -> pathlib.Path | None:
     """Draws the main score, as top-1 accuracy, over test resolution, one line per run.
 
-    Square resolutions are joined by the line. Others are hollow markers, placed at the square root
-    of their area. A grey band marks the training resolution.
+    Resolutions that are not square stand at the square root of their area. A grey band marks the
+    training resolution.
 
     Args:
         runs: name -> rows as in `results.json`, the training resolution first.
@@ -42,39 +42,26 @@ def accuracy_against_resolution(
     """
     if not available():
         return None
-    figure = _figure(7.2, 4.2)
-    axes = figure.add_subplot()
+    figure, axes = _axes(7.2, 4.2)
+    ticks = {}
     for number, (name, rows) in enumerate(runs.items()):
-        points = [(_side(row), 100 * row[main_score(row)]) for row in rows if _is_square(row)]
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), label=name, **_style(number))
-        hollow = _style(number) | {"linestyle": "none", "fillstyle": "none"}
+        points = sorted((_side(row), 100 * row[main_score(row)]) for row in rows)
+        axes.plot(*zip(*points, strict=True), label=name, **_style(number))
+        axes.axvline(_side(rows[0]), color="0.85", linewidth=8, zorder=0)
         for row in rows:
-            if not _is_square(row):
-                axes.plot(_side(row), 100 * row[main_score(row)], **hollow)
-    every = [row for rows in runs.values() for row in rows]
-    for height, width in {tuple(row["resolution"]) for row in every if not _is_square(row)}:
-        place = {"xy": (math.sqrt(height * width), 1.01), "xycoords": ("data", "axes fraction")}
-        axes.annotate(f"{height}x{width}", **place, fontsize=7, ha="center")
-    for trained in {_side(rows[0]) for rows in runs.values()}:
-        axes.axvline(trained, color="0.85", linewidth=8, zorder=0)
-    squares = sorted({_side(row) for row in every if _is_square(row)})
-    axes.set_xticks(squares)
-    first = every[0]
+            height, width = row["resolution"]
+            ticks[_side(row)] = str(width) if height == width else f"{height}x{width}"
+    axes.set_xticks(list(ticks), ticks.values())
+    first = next(iter(runs.values()))[0]
     title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
-    x = "test resolution (pixels; grey: training resolution; hollow: not square)"
-    _label(axes, title, x, f"{score_name(first)} (%)", pad=12)
-    if squares:
-        figure.legend(loc="outside right center", frameon=False, fontsize=9)
+    x = "test resolution (pixels; grey: training resolution)"
+    _label(axes, title, x, f"{score_name(first)} (%)")
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return _save(figure, path)
 
 
 def _side(row: Row) -> float:
     return math.sqrt(row["resolution"][0] * row["resolution"][1])
-
-
-def _is_square(row: Row) -> bool:
-    return row["resolution"][0] == row["resolution"][1]
 
 
 def differences(
@@ -90,16 +77,13 @@ def differences(
     """
     names = list(dict.fromkeys(one.name for one in found))
     sizes = list(dict.fromkeys(one.size for one in found))
-    figure = _figure(7.2, 1.2 + 0.16 * len(names) * (len(sizes) + 1))
-    axes = figure.add_subplot()
+    figure, axes = _axes(7.2, 1.2 + 0.16 * len(names) * (len(sizes) + 1))
     for number, size in enumerate(sizes):
         own = [one for one in found if one.size == size]
         heights = [names.index(one.name) + 0.8 * ((number + 0.5) / len(sizes) - 0.5) for one in own]
         means = np.array([100 * one.mean for one in own])
-        bounds = [(one.low, one.high) for one in own]
-        reach = None
-        if all(bound is not None for pair in bounds for bound in pair):
-            reach = np.abs(100 * np.array(bounds).T - means)
+        bounds = np.array([(one.low, one.high) for one in own], float)  # NaN for None
+        reach = np.abs(100 * bounds.T - means)
         style = {"linestyle": "none", "capsize": 2, "linewidth": 1.2} | _style(number)
         label = f"{size[0]}x{size[1]}"
         axes.errorbar(means, heights, xerr=reach, label=label, **style)
@@ -123,8 +107,7 @@ def values_by_layer(
         label: of the vertical axis, with the unit.
         title: of the picture.
     """
-    figure = _figure(7.2, 3.8)
-    axes = figure.add_subplot()
+    figure, axes = _axes(7.2, 3.8)
     layers = range(1, len(values) + 1)
     axes.plot(layers, [np.mean(heads) for heads in values], **_style(0))
     dots = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.35}
@@ -153,8 +136,7 @@ def lines(
         title: of the picture.
         **scales: xscale="log", yscale="log".
     """
-    figure = _figure(7.2, 3.8)
-    axes = figure.add_subplot()
+    figure, axes = _axes(7.2, 3.8)
     for number, (name, curve) in enumerate(curves.items()):
         alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
         axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3, marker=alone)
@@ -170,7 +152,7 @@ def panels(
     *,
     title: str,
     label: str,
-    marks: Mapping[str, tuple[int, int]],
+    mark: tuple[int, int] | None = None,
 ) -> pathlib.Path:
     """Draws maps of values in [-1, 1] side by side, with one colour bar.
 
@@ -179,14 +161,14 @@ def panels(
         path: of the PNG file.
         title: of the picture.
         label: of the colour bar.
-        marks: name -> (row, column) of the token that is marked.
+        mark: (row, column) of the token that is marked on each; None for (H // 2, W // 2).
     """
     across, down = _layout(len(maps), 6)
     figure = _figure(max(1.55 * across + 0.9, 4.0), 1.75 * down + 0.4)
     for number, (name, values) in enumerate(maps.items(), 1):
         axes = figure.add_subplot(down, across, number)
         image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
-        row, column = marks[name]
+        row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
         axes.plot(column, row, marker="+", color="black", markersize=7)
         axes.set_title(name, fontsize=8)
         axes.set_axis_off()
@@ -309,6 +291,12 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
+def _axes(width: float, height: float) -> tuple[Any, Any]:
+    """A figure with one diagram."""
+    figure = _figure(width, height)
+    return figure, figure.add_subplot()
+
+
 def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
@@ -316,9 +304,9 @@ def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _label(axes: Any, title: str, x: str, y: str, **place: Any) -> None:
+def _label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
-    axes.set_title(title, fontsize=10, **place)
+    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
 
 

@@ -2,22 +2,23 @@
 
     python -m rope_jax.analysis.report WORKDIR [WORKDIR ...] [--out=FOLDER] [--analyse]
 
-Writes report.html, which needs no other file and no network, report.md with its pictures beside it,
-and comparison.txt. Runs that differ only in their seed share a row, with the mean and its 95 %
-confidence interval; so do the seeds of one workdir.
+Writes report.html, which needs no other file and no network, its pictures, and comparison.txt. Runs
+that differ only in their seed share a row, with the mean and its 95 % confidence interval; so do
+the seeds of one workdir.
 """
 
 import collections
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from rope_jax.analysis import expected, plots
 from rope_jax.analysis.differences import differences_table, paired_differences
 from rope_jax.analysis.intervals import student, wilson
-from rope_jax.analysis.page import Block, Picture, Table, Text, to_html, to_markdown
+from rope_jax.analysis.page import paragraph, picture, table, to_html
 from rope_jax.analysis.runs import (
     Groups,
     RunResults,
@@ -41,7 +42,8 @@ from rope_jax.evaluate.results import (
 )
 from rope_jax.text import format_table
 
-# Pictures of `python -m rope_jax.analysis`, by file name, with captions.
+# Pictures of `python -m rope_jax.analysis`, by file name, with captions. A name begins with that of
+# the analysis.
 _PICTURES = {
     "attention_distance": "mean distance of attention in tokens, by layer",
     "attention_entropy": "entropy of attention in nats, by layer",
@@ -51,7 +53,7 @@ _PICTURES = {
     "learned": "learned frequencies before and after training",
     "correlation": "cosine similarity of one position with all others, by layer",
 }
-_ANALYSES = ("attention", "maps", "fourier", "decay", "learned", "correlation")
+_ANALYSES = dict.fromkeys(name.partition("_")[0] for name in _PICTURES)
 
 
 def _scores(rows: Sequence[Row]) -> list[float]:
@@ -104,7 +106,7 @@ def _all_runs(groups: Groups) -> list[RunResults]:
     return [run for group in groups.values() for run in group]
 
 
-def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[Block]]:
+def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[str]]:
     """The sections of the page; draws its pictures into the folder `out`."""
     runs = _all_runs(groups)
     found = {
@@ -120,42 +122,46 @@ def sections(groups: Groups, out: pathlib.Path) -> dict[str, list[Block]]:
     return {heading: blocks for heading, blocks in found.items() if blocks}
 
 
-def _accuracy(groups: Groups, out: pathlib.Path) -> list[Block]:
+def _drawn(
+    draw: Callable[..., pathlib.Path], caption: str, *given: Any, **options: Any
+) -> list[str]:
+    """The picture that a function of `plots` draws; none without matplotlib."""
+    return [picture(draw(*given, **options), caption)] if plots.available() else []
+
+
+def _accuracy(groups: Groups, out: pathlib.Path) -> list[str]:
     """Table and picture of accuracy at each resolution."""
     first = _all_runs(groups)[0].rows[0]
-    text = Text(
-        f"{_sentence(score_name(first))} in percent ({first['dataset']} {first['split']}, "
+    what, seeds = score_name(first), "Student's t over runs with several seeds"
+    single = main_score(first) in SHARES
+    alone = ", Wilson's over images for a single run" if single else "; a single run has none"
+    text = (
+        f"{_sentence(what)} in percent ({first['dataset']} {first['split']}, "
         f"{first['count']:,} images). The first resolution is that of training. Of several "
         f"evaluation crops the first counts; the others are below. Intervals are of 95 %: "
-        f"{_intervals(first)}."
+        f"{seeds}{alone}."
     )
-    notes = [Text(f"Not alike: {note}") for note in unlike(groups)]
     header, body = comparison(groups, percent_with_interval)
-    header = [header[0], "seeds", *header[1:]]
-    for row in body:
-        row.insert(1, str(len(groups[row[0]])))
+    counts = [str(len(group)) for group in groups.values()]
+    body = [[name, count, *cells] for (name, *cells), count in zip(body, counts, strict=True)]
     means = {}
     for name, group in groups.items():
         found = [rows_at(group, size) for size in sizes_of(group)]
         means[name] = [
             rows[0] | {main_score(rows[0]): float(np.mean(_scores(rows)))} for rows in found
         ]
-    path = plots.accuracy_against_resolution(means, out / "comparison.png")
-    what = score_name(first)
     caption = f"{what} over test resolution, a line per scheme, training resolution in grey"
-    return [text, *notes, Table(header, body), *([Picture(path, caption)] if path else [])]
+    return [
+        paragraph(text),
+        *(paragraph(f"Not alike: {note}") for note in unlike(groups)),
+        table([header[0], "seeds", *header[1:]], body),
+        *_drawn(plots.accuracy_against_resolution, caption, means, out / "comparison.png"),
+    ]
 
 
 def _sentence(name: str) -> str:
     """The name of a score at the start of a sentence."""
     return name[0].upper() + name[1:]
-
-
-def _intervals(row: Row) -> str:
-    """What the intervals of a row's score are, in words."""
-    seeds = "Student's t over runs with several seeds"
-    images = "Wilson's over images for a single run"
-    return f"{seeds}, {images}" if main_score(row) in SHARES else f"{seeds}; a single run has none"
 
 
 def unlike(groups: Groups) -> list[str]:
@@ -176,28 +182,29 @@ def unlike(groups: Groups) -> list[str]:
     return sentences
 
 
-def _differences(groups: Groups, out: pathlib.Path) -> list[Block]:
+def _differences(groups: Groups, out: pathlib.Path) -> list[str]:
     """Table and picture of the differences in accuracy from the first row."""
     found = paired_differences(groups)
     if not found:
         return []
     base, first = next(iter(groups)), _all_runs(groups)[0].rows[0]
+    what, score = score_name(first), main_score(first)
     single = "Newcombe's over images, as if each run had been tested on images of its own"
-    text = Text(
-        f"Difference in {score_name(first)} from {base}, in percentage points, with intervals of "
-        "95 %: of several seeds Student's t over the differences of equal seeds, for these test "
-        f"images; of one seed {single if main_score(first) in SHARES else 'none'}. They are not "
-        "widened for the number of comparisons."
+    text = (
+        f"Difference in {what} from {base}, in percentage points, with intervals of 95 %: of "
+        "several seeds Student's t over the differences of equal seeds, for these test images; of "
+        f"one seed {single if score in SHARES else 'none'}. They are not widened for the number of "
+        "comparisons."
     )
-    blocks = [text, Table(*differences_table(found))]
-    if plots.available():
-        what = score_name(first)
-        path = plots.differences(found, out / "differences.png", base=base, score=what)
-        blocks.append(Picture(path, f"difference in {what} from {base}, with intervals"))
-    return blocks
+    caption, path = f"difference in {what} from {base}, with intervals", out / "differences.png"
+    return [
+        paragraph(text),
+        table(*differences_table(found)),
+        *_drawn(plots.differences, caption, found, path, base=base, score=what),
+    ]
 
 
-def _training(groups: Groups, out: pathlib.Path) -> list[Block]:
+def _training(groups: Groups, out: pathlib.Path) -> list[str]:
     """Loss over steps, and speed, of the first seed of each group."""
     metrics = {name: group[0].metrics for name, group in groups.items() if group[0].metrics}
     if not metrics:
@@ -209,15 +216,15 @@ def _training(groups: Groups, out: pathlib.Path) -> list[Block]:
         speeds = [line["images_per_second"] for line in lines if "images_per_second" in line]
         speed = f"{np.median(speeds):,.0f}" if speeds else "-"
         body.append((name, f"{lines[-1]['step']:,}", f"{losses[-1]:.4f}", speed))
-    blocks = [Table(("position", "steps", "last loss", "images per second (median)"), body)]
-    if plots.available():
-        title = "Training loss (first seed of each row)"
-        path = plots.lines(curves, out / "loss.png", x="step", y="training loss", title=title)
-        blocks.insert(0, Picture(path, "training loss over steps, a line per scheme"))
-    return blocks
+    caption, title = "training loss over steps, a line per scheme", "Training loss (first seeds)"
+    axes = {"x": "step", "y": "training loss", "title": title}
+    return [
+        *_drawn(plots.lines, caption, curves, out / "loss.png", **axes),
+        table(("position", "steps", "last loss", "images per second (median)"), body),
+    ]
 
 
-def _papers(groups: Groups) -> list[Block]:
+def _papers(groups: Groups) -> list[str]:
     """Accuracy beside the papers' numbers for the same model, scheme, data and resolution."""
     body = []
     for group in groups.values():
@@ -234,11 +241,11 @@ def _papers(groups: Groups) -> list[Block]:
             body += [(*own, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
     if not body:
         return []
-    text = Text("Accuracy in percent, for the same model, scheme and resolution.")
-    return [text, Table(("model", "position", "resolution", "ours", "paper", "source"), body)]
+    text = paragraph("Accuracy in percent, for the same model, scheme and resolution.")
+    return [text, table(("model", "position", "resolution", "ours", "paper", "source"), body)]
 
 
-def _classes(groups: Groups) -> list[Block]:
+def _classes(groups: Groups) -> list[str]:
     """The score of each class at the training resolution, of the first seeds.
 
     Nothing, unless all are evaluated by the same score on the same classes.
@@ -251,11 +258,11 @@ def _classes(groups: Groups) -> list[Block]:
     if any(score not in row or class_names(row) != names for row in rows.values()):
         return []
     columns = [[_percent(x) for x in row[score]] for row in rows.values()]
-    text = Text(f"{_sentence(CLASS_SCORES[score])} in percent, at the training resolution.")
-    return [text, Table(("class", *rows), list(zip(names, *columns, strict=True)))]
+    text = paragraph(f"{_sentence(CLASS_SCORES[score])} in percent, at the training resolution.")
+    return [text, table(("class", *rows), list(zip(names, *columns, strict=True)))]
 
 
-def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
+def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     """Results with further crops, and of `python -m rope_jax.evaluate`."""
     seeds_of = collections.Counter(run.workdir for run in runs)
     body, first = [], runs[0].rows[0]
@@ -269,33 +276,33 @@ def _evaluations(runs: Sequence[RunResults]) -> list[Block]:
             name = f"{run.workdir.name}{seed}"
             body.append((name, row["dataset"], size, *accuracies, row["protocol"]))
     header = ("workdir", "data", "resolution", *(SCORES[score] for score in titles), "protocol")
-    return [Table(header, body)] if body else []
+    return [table(header, body)] if body else []
 
 
-def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[Block]:
+def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[str]:
     """The pictures of `python -m rope_jax.analysis` in the workdirs, copied into `out`."""
     of_workdir = {run.workdir: run.config.model for run in runs}
     names = collections.Counter(workdir.name for workdir in of_workdir)
-    blocks: list[Block] = []
+    blocks = []
     for number, (workdir, model) in enumerate(of_workdir.items(), 1):
         label = workdir.name if names[workdir.name] == 1 else f"{workdir.name}_{number}"
         for name, caption in _PICTURES.items():
-            picture, copy = workdir / f"{name}.png", out / f"{label}_{name}.png"
-            if picture.exists():
-                copy.write_bytes(picture.read_bytes())
-                blocks.append(Picture(copy, f"{model.name} with {model.position}: {caption}"))
+            drawn, copy = workdir / f"{name}.png", out / f"{label}_{name}.png"
+            if drawn.exists():
+                copy.write_bytes(drawn.read_bytes())
+                blocks.append(picture(copy, f"{model.name} with {model.position}: {caption}"))
     return blocks
 
 
-def _runs(runs: Sequence[RunResults]) -> list[Block]:
+def _runs(runs: Sequence[RunResults]) -> list[str]:
     """The runs and the protocols of their evaluation."""
     body = []
     for run in runs:
         model, seed = run.config.model, str(run.config.seed)
         body.append((run.workdir.name, model.name, model.position, seed, f"{run.step:,}"))
     protocols = dict.fromkeys(row["protocol"] for run in runs for row in run.rows)
-    table = Table(("workdir", "model", "position", "seed", "step"), body)
-    return [table, *(Text(f"Protocol: {protocol}.") for protocol in protocols)]
+    header = ("workdir", "model", "position", "seed", "step")
+    return [table(header, body), *(paragraph(f"Protocol: {how}.") for how in protocols)]
 
 
 def analyse(run: RunResults) -> None:
@@ -310,24 +317,22 @@ def analyse(run: RunResults) -> None:
 
 
 def write_report(groups: Groups, out: pathlib.Path) -> str:
-    """Writes comparison.txt, report.html, report.md and their pictures.
+    """Writes comparison.txt, report.html and its pictures.
 
     Returns:
         The content of comparison.txt: accuracies, and differences from the first row.
     """
     out.mkdir(parents=True, exist_ok=True)
-    table = format_table(*comparison(groups, percent))
-    table += "".join(f"\nnot alike: {note}" for note in unlike(groups))
+    text = format_table(*comparison(groups, percent))
+    text += "".join(f"\nnot alike: {note}" for note in unlike(groups))
     if found := paired_differences(groups):
         title = f"difference from {next(iter(groups))} in percentage points [95 % interval]"
-        table += f"\n\n{title}\n\n{format_table(*differences_table(found))}"
-    (out / "comparison.txt").write_text(table + "\n")
+        text += f"\n\n{title}\n\n{format_table(*differences_table(found))}"
+    (out / "comparison.txt").write_text(text + "\n")
     models = dict.fromkeys(run.config.model.name for run in _all_runs(groups))
     title = f"Positional schemes compared: {', '.join(models)}"
-    found = sections(groups, out)
-    (out / "report.html").write_text(to_html(title, found))
-    (out / "report.md").write_text(to_markdown(title, found))
-    return table
+    (out / "report.html").write_text(to_html(title, sections(groups, out)))
+    return text
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -362,9 +367,9 @@ def require_one_score(groups: Groups) -> None:
 
 def print_report(groups: Groups, out: pathlib.Path) -> None:
     """Writes the report, and prints its table and the names of its files."""
-    table = write_report(groups, out)
+    text = write_report(groups, out)
     what = score_name(_all_runs(groups)[0].rows[0])
-    print(f"{what} (%) at test resolution; trained at the first one\n\n{table}\n")
+    print(f"{what} (%) at test resolution; trained at the first one\n\n{text}\n")
     print(f"table: {out / 'comparison.txt'}")
     if plots.available():
         print(f"picture: {out / 'comparison.png'}")

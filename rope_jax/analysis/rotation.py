@@ -36,7 +36,7 @@ def frequencies(position: Position, grid: Grid) -> Float[np.ndarray, "layers N A
         frequencies. Axes are (y, x); a scheme in raster order has one.
 
     Raises:
-        ValueError: the scheme has no rotation by coordinates, or the map is too small.
+        ValueError: the scheme has no rotation by coordinates.
     """
     rotation = position.terms(grid).rotation
     if rotation is None:
@@ -47,10 +47,6 @@ def frequencies(position: Position, grid: Grid) -> Float[np.ndarray, "layers N A
     # The coordinates are those of a whole map, or of one window on it.
     pattern = position.stage.pattern
     rows, columns = pattern.fit(grid).size if hasattr(pattern, "fit") else grid
-    if min(rows, columns) < 2:
-        raise ValueError(
-            f"a map of {grid[0]}x{grid[1]} tokens has no spacing: use at least 2 rows and 2 columns"
-        )
     coords = np.asarray(jax.device_get(rotation.coords), np.float64)
     coords = coords[-rows * columns :].reshape(rows, columns, -1)
     down, right = coords[1, 0] - coords[0, 0], coords[0, 1] - coords[0, 0]
@@ -150,10 +146,8 @@ def rotation_angles(reading: str, width: int, *, heads: int = 1) -> Float[np.nda
         Radians.
 
     Raises:
-        ValueError: the reading is unknown, or the heads do not divide the width.
+        ValueError: the heads do not divide the width.
     """
-    if reading not in READINGS:
-        raise ValueError(f"reading={reading!r} is unknown; use one of {', '.join(READINGS)}")
     if width % heads:
         raise ValueError(f"width={width} is not divisible by heads={heads}: change one of them")
     heads = 1 if reading == "rope2d" else heads

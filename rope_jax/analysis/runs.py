@@ -73,14 +73,12 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
     step, rows = results["step"], results["eval"]
     metrics = read_metrics(workdir / "metrics.jsonl")
     others = read_evaluations(workdir / "evaluations.json")
-    if config.seeds == 1:
-        return [RunResults(workdir, config, step, rows, others, metrics)]
     return [
         RunResults(
             workdir,
             seeds.single(config, seed),
             step,
-            [row for row in rows if row["seed"] == seed],
+            [row for row in rows if row.get("seed", seed) == seed],
             [row for row in others if row["asked"].get("seed", config.seed) == seed],
             [seeds.metrics_of(line, seed) for line in metrics],
         )

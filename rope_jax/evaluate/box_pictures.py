@@ -1,6 +1,7 @@
 """Pictures of images with boxes: those that are annotated beside those that a model finds."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
 from rope_jax import seeds
+from rope_jax.config import Config
 from rope_jax.data import Images, Streamed, Truth
 from rope_jax.evaluate.accuracy import applied, counted, resolutions
 from rope_jax.evaluate.sheets import Colour, Panel, class_colours, draw_sheet, text_font
@@ -37,17 +39,21 @@ class _Box(NamedTuple):
     colour: Colour
 
 
+def sizes_of_pictures(config: Config) -> list[tuple[int, int]]:
+    """The training resolution and the largest, without duplicates."""
+    sizes = resolutions(config)
+    return list(dict.fromkeys((sizes[0], max(sizes[1:] or sizes, key=math.prod))))
+
+
 def first_detected(setup: Setup, state: State, *, count: int = 2) -> list[Detected]:
     """The first test images of a run at its training resolution and at the largest.
 
     Of several seeds, the first one predicts. Arguments as of `pictures.first_images`.
     """
     config = setup.config
-    first, *others = resolutions(config)
-    largest = max(others, key=lambda size: size[0] * size[1], default=first)
     apply, weights = applied(setup, state)
     detected = []
-    for size in dict.fromkeys((first, largest)):
+    for size in sizes_of_pictures(config):
         images = load_split(config, "test", size)
         (parts,), _ = counted(
             apply,
@@ -97,22 +103,16 @@ def draw_detections(
     colours = [tuple(colour) for colour in class_colours(classes + 1)[1:].tolist()]
     rows = []
     for one in detected:
-        there, shown = (
-            list(_annotated(one.truth, names, colours)),
-            [*_shown(one.found, names, colours)],
-        )
+        there = list(_annotated(one.truth, names, colours))
+        shown = list(_shown(one.found, names, colours))
         height, width = one.image.shape[:2]
         captions = (
-            f"{height} x {width} pixels, {_boxes(len(there))}",
-            f"{_boxes(len(shown))} with a score of {SHOWN} or more",
+            f"{height} x {width} pixels, boxes: {len(there)}",
+            f"boxes with a score of {SHOWN} or more: {len(shown)}",
         )
         pairs = zip((there, shown), captions, strict=True)
         rows.append([Panel(_drawn(one.image, boxes), caption) for boxes, caption in pairs])
     draw_sheet(("annotated", "found"), rows, path)
-
-
-def _boxes(count: int) -> str:
-    return f"{count} box" if count == 1 else f"{count} boxes"
 
 
 def _annotated(truth: Truth, names: Sequence[str], colours: Sequence[Colour]) -> Iterator[_Box]:

@@ -24,10 +24,8 @@ import dataclasses
 import importlib.metadata
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-from rope_jax import data
 from rope_jax.arguments import Number, command_parser
 from rope_jax.config import ConfigError, in_one_line
 from rope_jax.config.settings import EvalConfig
@@ -42,7 +40,7 @@ from rope_jax.evaluate.results import (
     results_table,
     usable_evaluations,
 )
-from rope_jax.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.loading import add_model_arguments, load_model
 from rope_jax.sharding import (
     from_first_process,
     make_mesh,
@@ -102,7 +100,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     stride = "segmentation: pixels from window to window; default: two thirds of the window"
     add("--stride", type=Number(int, low=1), help=stride)
     add("--pictures", type=Number(int, low=0), default=4, help="images in predictions_*.png")
-    add("--pycocotools", action="store_true", help="detection: scores by pycocotools, not our own")
+    add("--pycocotools", action="store_true", help="has no effect: it always scores detections")
     in_step = "in a step; default: 128 images, of a segmentation 16 windows, of a detection 16"
     add("--batch_size", type=Number(int, low=1), help=in_step)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
@@ -115,7 +113,7 @@ def _scales(text: str) -> tuple[float, ...]:
 
 def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -> None:
     """Rejects incompatible arguments."""
-    if asked.dataset is not None and asked.dataset not in kind.sets:
+    if asked.dataset not in (None, *kind.sets):
         raise ConfigError(
             f"--dataset={asked.dataset} is of another task than the model: use one of "
             f"{', '.join(kind.sets)}"
@@ -126,8 +124,8 @@ def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -
             "its own"
         )
     for other in KINDS.values():
-        given = [name for name in other.flags if getattr(asked, name)]
-        if given and other is not kind:
+        given = [name for name in other.flags if getattr(asked, name) and other is not kind]
+        if given:
             raise ConfigError(
                 f"--{given[0]} is for models that {other.does}, and this one does not: leave it out"
             )
@@ -144,14 +142,20 @@ def _evaluate(asked: argparse.Namespace) -> None:
     for name, value in rules(own).items():
         if getattr(asked, name) is None:
             setattr(asked, name, value)
-    _check(asked, about.config is not None, KINDS[task_of(about.model).LABELS_OF])
+    kind = KINDS[task_of(about.model).LABELS_OF]
+    _check(asked, about.config is not None, kind)
     sizes = [about.image_size]
     if asked.resolutions:
         sizes = [image_pair(text) for text in asked.resolutions.split(",")]
-    out = asked.out or pathlib.Path(asked.workdir or ".") / "evaluations.json"
-    workdir = None if asked.workdir is None else pathlib.Path(asked.workdir)
+    given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
+    given = {name: value for name, value in given.items() if value is not None}
+    preprocessing = dataclasses.replace(about.preprocessing, **given)
+    workdir = asked.workdir and pathlib.Path(asked.workdir)
+    out, mesh = asked.out or pathlib.Path(workdir or ".", "evaluations.json"), make_mesh()
     with kernels_of_run(about.config, workdir):
-        rows = [_row(one, out) for one in _evaluations(asked, about, sizes, out.parent)]
+        rows = [
+            _row(kind(asked, about, size, preprocessing, mesh, out.parent), out) for size in sizes
+        ]
     if share()[0] == 0:
         print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows))
@@ -160,28 +164,9 @@ def _evaluate(asked: argparse.Namespace) -> None:
         print(f"\nrows: {out}")
 
 
-def _evaluations(
-    asked: argparse.Namespace,
-    about: LoadedModel,
-    sizes: list[tuple[int, int]],
-    folder: pathlib.Path,
-) -> Iterator[Evaluation]:
-    """The evaluation at each size."""
-    given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
-    preprocessing = dataclasses.replace(
-        about.preprocessing, **{name: value for name, value in given.items() if value is not None}
-    )
-    kind, files, mesh = KINDS[task_of(about.model).LABELS_OF], None, make_mesh()
-    if asked.dataset in data.EVALUATION_SETS:
-        files = data.EvaluationSet(asked.dataset, asked.images)
-    for size in sizes:
-        yield kind(asked, about, size, preprocessing, mesh, folder, files)
-
-
 def _row(evaluation: Evaluation, out: pathlib.Path) -> Row:
     """The row of an evaluation: from the file, or evaluated and added to it."""
-    identity = _identity(evaluation.asked, evaluation.about, evaluation.size)
-    identity |= evaluation.identity()
+    identity = _identity(evaluation)
     first = share()[0] == 0
     rows_before = usable_evaluations(out) if first else []
     row = next((row for row in rows_before if row["asked"] == identity), None)
@@ -195,10 +180,9 @@ def _row(evaluation: Evaluation, out: pathlib.Path) -> Row:
     return row
 
 
-def _identity(
-    asked: argparse.Namespace, about: LoadedModel, size: tuple[int, int]
-) -> dict[str, Any]:
+def _identity(evaluation: Evaluation) -> dict[str, Any]:
     """The settings that identify a row; rows with equal settings are not evaluated again."""
+    asked, about = evaluation.asked, evaluation.about
     config = about.config
     identity = {
         "model": about.name,
@@ -207,7 +191,7 @@ def _identity(
         "step": about.step,
         "options": config.model.options if config else asked.options,
         "dtype": config.dtype if config else asked.dtype or "float32",
-        "resolution": list(size),
+        "resolution": list(evaluation.size),
         "dataset": asked.dataset or config.data.source,
         "windows": "scaled" if asked.scale_windows else "kept",
         "rpb_shrink": asked.rpb_shrink,
@@ -219,4 +203,4 @@ def _identity(
         identity["seed"] = config.seed
     if asked.extend is not None or asked.log_scale:
         identity |= {"extend": asked.extend, "log_scale": asked.log_scale}
-    return identity
+    return identity | evaluation.identity()

@@ -6,6 +6,7 @@ import functools
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -36,7 +37,7 @@ from rope_jax.loading import LoadedModel
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import replicated, share, use_mesh
 from rope_jax.tasks import detection
-from rope_jax.tasks.average_precision import average_precision, precision_by_pycocotools
+from rope_jax.tasks.average_precision import require_pycocotools
 from rope_jax.text import image_pair
 from rope_jax.training.setup import first_difference, load_split
 
@@ -47,6 +48,9 @@ Split = data.Images | data.Streamed
 class Evaluation:
     """An evaluation of a model at one size.
 
+    Each kind has `row()`, the row of its scores, and `identity()`, what else than the settings of
+    all kinds identifies it.
+
     Attributes:
         asked: the arguments of the command.
         about: the model.
@@ -54,7 +58,6 @@ class Evaluation:
         preprocessing: of the images.
         mesh: the devices.
         folder: for pictures.
-        files: image files with one class each, of --dataset; None for other images.
         does: what models of this kind do, for messages.
         sets: names for --dataset.
         flags: arguments that models of this kind alone have.
@@ -66,19 +69,10 @@ class Evaluation:
     preprocessing: Preprocessing
     mesh: Mesh
     folder: pathlib.Path
-    files: data.EvaluationSet | None = None
 
-    does: ClassVar[str]
+    does: ClassVar[str] = ""
     sets: ClassVar[tuple[str, ...]]
     flags: ClassVar[tuple[str, ...]] = ()
-
-    def identity(self) -> dict[str, Any]:
-        """What else than the settings of all kinds identifies a row."""
-        raise NotImplementedError
-
-    def row(self) -> Row:
-        """The evaluation's row."""
-        raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,18 +80,9 @@ class Evaluation:
         names = ("scale_windows", "rpb_shrink", "extend", "log_scale")
         return {name: getattr(self.asked, name) for name in names}
 
-    @property
-    def bad_images(self) -> str:
-        """What is done about images that cannot be used."""
-        return "error" if self.about.config is None else self.about.config.data.bad_images
-
     @functools.cached_property
     def images(self) -> Split:
         """The images of --dataset, or of the run's test split."""
-        return self.load()
-
-    def load(self) -> Split:
-        """Opens these images."""
         if self.asked.dataset is None:
             return load_split(self.about.config, "test", self.size)
         return data.load(self.asked.dataset, self.asked.images, "test", self.size)
@@ -119,25 +104,30 @@ class Evaluation:
 
         return apply, jax.device_put(weights, replicated(self.mesh))
 
-    def rules(self, model: nnx.Module, *, scaled: bool = False) -> str:
-        """The rules of a model's windows, to be `scaled`, and of its rotations, in words."""
-        asked = self.asked
-        rotations = rotation_rule(EvalConfig(extend=asked.extend, log_scale=asked.log_scale))
-        return "; ".join(filter(None, (model.window_rule(scaled=scaled), rotations)))
+    def with_rules(self, how: str, windows: str | None) -> str:
+        """A protocol with the rules of a model's windows and rotations."""
+        rule = EvalConfig(extend=self.asked.extend, log_scale=self.asked.log_scale)
+        return "; ".join(filter(None, (how, windows, rotation_rule(rule))))
 
-    def with_rules(self, how: str) -> str:
-        """A protocol with these rules."""
-        rules = self.rules(self.about.model, scaled=self.asked.scale_windows)
-        return "; ".join(filter(None, (how, rules)))
+    def dense_row(self, row: Row, how: str) -> Row:
+        """A row of a model with a head, with its protocol."""
+        windows = self.about.model.window_rule(scaled=self.asked.scale_windows)
+        return row | {"protocol": self.with_rules(how, windows)}
 
-    def picture(self) -> pathlib.Path:
-        """The file of the picture."""
-        return self.folder / f"predictions_{'x'.join(map(str, self.images.size))}.png"
+    def draw(self, draw: Callable[..., None], found: Sequence[Any]) -> None:
+        """Writes a picture of what is found in the first images."""
+        if share()[0] != 0:
+            return
+        print(file=sys.stderr)
+        if found:
+            path = self.folder / f"predictions_{'x'.join(map(str, self.images.size))}.png"
+            draw(found, self.images.class_names, self.images.classes, path)
+            print(f"picture: {path}")
 
     def progress(self, images: int) -> None:
         """Shows how many images have been evaluated."""
         if share()[0] == 0:
-            told = f"\r{images:,} of {len((self.files or self.images).labels):,} images"
+            told = f"\r{images:,} of {len(self.images.labels):,} images"
             print(told, end="", file=sys.stderr, flush=True)
 
 
@@ -148,8 +138,15 @@ class OfImages(Evaluation):
     sets = tuple(data.EVALUATION_SETS)
     flags = ("crop", "interpolation")
 
+    @functools.cached_property
+    def images(self) -> Split | data.EvaluationSet:
+        """The run's test split, or image files with one class each."""
+        if self.asked.dataset is None:
+            return super().images
+        return data.EvaluationSet(self.asked.dataset, self.asked.images)
+
     def identity(self) -> dict[str, Any]:
-        if self.files is None:
+        if self.asked.dataset is None:
             return {}
         how = json.loads(json.dumps(dataclasses.asdict(self.preprocessing)))
         return {"images": self.asked.images} | how
@@ -157,16 +154,16 @@ class OfImages(Evaluation):
     def row(self) -> Row:
         model = at_resolution(self.about.model, self.size, **self.options)
         batch_size = self.asked.batch_size or 128
-        if self.files is None:
+        if self.asked.dataset is None:
             return self._own_split(model, batch_size)
         row = evaluate_files(
             model,
-            self.files,
+            self.images,
             self.size,
             self.preprocessing,
             self.mesh,
             batch_size=batch_size,
-            windows=self.rules(model),
+            windows=self.with_rules("", model.window_rule()),
             poll=self.progress,
         )
         print(file=sys.stderr)
@@ -174,10 +171,9 @@ class OfImages(Evaluation):
 
     def _own_split(self, model: nnx.Module, batch_size: int) -> Row:
         """The row of the run's own test split."""
-        config = self.about.config
-        given = {"extend": self.asked.extend, "log_scale": self.asked.log_scale}
-        options = dataclasses.replace(config.eval, batch_size=batch_size, **given)
-        config = dataclasses.replace(config, eval=options)
+        config, asked = self.about.config, self.asked
+        options = {"batch_size": batch_size, "extend": asked.extend, "log_scale": asked.log_scale}
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, **options))
         apply, weights = on_all_devices(model, self.mesh)
         how = protocol(self.images, config, model.window_rule())
         (row,) = evaluate_split(apply, weights, config, self.images, self.mesh, how)
@@ -218,10 +214,11 @@ class OfPixels(Evaluation):
 
     def row(self) -> Row:
         images, views = self.images, self.views
-        check_class_names(self.about.model, images)
+        check_classes(self.about.model, images)
         if views.window is not None:
             with blame("--window"):
                 self.about.model.grids(views.window)
+        config = self.about.config or Config()
         found = segment_split(
             *self.applied(),
             images,
@@ -233,27 +230,20 @@ class OfPixels(Evaluation):
             mesh=self.mesh,
             probabilities=self.about.model.head.probabilities,
             pictures=self.asked.pictures,
-            bad_images=self.bad_images,
+            bad_images=config.data.bad_images,
             poll=self.progress,
         )
-        if share()[0] == 0:
-            print(file=sys.stderr)
-            if found.pictures:
-                draw_pictures(found.pictures, images.class_names, images.classes, self.picture())
-                print(f"picture: {self.picture()}")
-        return found.row | {"protocol": self.with_rules(found.row["protocol"])}
+        self.draw(draw_pictures, found.pictures)
+        return self.dense_row(found.row, found.row["protocol"])
 
 
 class OfBoxes(Evaluation):
     """Of models that detect objects."""
 
-    does = "detect objects"
     sets = ("coco",)
-    flags = ("pycocotools",)
 
     def identity(self) -> dict[str, Any]:
-        by = {"scores": "pycocotools"} if self.asked.pycocotools else {}
-        return self.dense_identity() | {"frame": self.images.protocol} | by
+        return self.dense_identity() | {"frame": self.images.protocol}
 
     @property
     def _own_frame(self) -> str | None:
@@ -264,10 +254,11 @@ class OfBoxes(Evaluation):
         frame = config.eval.frame  # of a run on images of one size it is for other labels
         return frame if parse_crop(frame).entry.joint == detection.LABELS_OF else None
 
-    def load(self) -> Split:
-        """Opens these images: fit into the size that is asked for, into the frame of the run's own
+    @functools.cached_property
+    def images(self) -> Split:
+        """The images, fit into the size that is asked for, into the frame of the run's own
         evaluation, or into that of the set."""
-        images = super().load()
+        images = super().images
         if images.one_size:
             return images
         if self.asked.resolutions is not None:
@@ -289,12 +280,8 @@ class OfBoxes(Evaluation):
 
     def row(self) -> Row:
         images, config = self.images, self._config()
-        check_class_names(self.about.model, images)
-        if (classes := self.about.model.num_classes) != images.classes:
-            raise ConfigError(
-                f"the model has {classes} classes, and {images.name} has {images.classes}: use "
-                "images of the same classes"
-            )
+        require_pycocotools()
+        check_classes(self.about.model, images)
         data.check_objects(images)
         (parts,), used = counted(
             *self.applied(),
@@ -307,15 +294,10 @@ class OfBoxes(Evaluation):
             config=config,
             poll=self.progress,
         )
-        precision = precision_by_pycocotools if self.asked.pycocotools else average_precision
-        scores = detection.scores(parts, images, precision=precision)
-        if share()[0] == 0:
-            print(file=sys.stderr)
-            if found := detected_in(parts, images, self.asked.pictures):
-                draw_detections(found, images.class_names, images.classes, self.picture())
-                print(f"picture: {self.picture()}")
-        about = description(images) | {"count": used} | scores
-        return about | {"protocol": self.with_rules(images.protocol)}
+        scores = detection.scores(parts, images)
+        self.draw(draw_detections, detected_in(parts, images, self.asked.pictures))
+        row = description(images) | {"count": used} | scores
+        return self.dense_row(row, images.protocol)
 
 
 def _sides(frame: str) -> tuple[int, int]:
@@ -327,8 +309,13 @@ def _sides(frame: str) -> tuple[int, int]:
 KINDS: dict[str, type[Evaluation]] = {"images": OfImages, "pixels": OfPixels, "boxes": OfBoxes}
 
 
-def check_class_names(model: nnx.Module, images: Split) -> None:
-    """Rejects images of other classes than the model's, where both are known."""
+def check_classes(model: nnx.Module, images: Split) -> None:
+    """Rejects images of other classes than the model's, by their names where both are known."""
+    if model.num_classes != images.classes:
+        raise ConfigError(
+            f"the model has {model.num_classes} classes, and {images.name} has {images.classes}: "
+            "use images of the same classes, or weights for as many"
+        )
     if (difference := first_difference(model.class_names, images.class_names)) is not None:
         label, own, there = difference
         raise ConfigError(

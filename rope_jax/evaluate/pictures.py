@@ -7,16 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, UInt8
 
 from rope_jax import seeds
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.index import BadImages
-from rope_jax.evaluate.accuracy import at_resolution, resolutions, rules
-from rope_jax.evaluate.box_pictures import draw_detections, first_detected
+from rope_jax.evaluate.accuracy import applied
+from rope_jax.evaluate.box_pictures import draw_detections, first_detected, sizes_of_pictures
 from rope_jax.evaluate.sheets import Panel, class_colours, draw_sheet, enlarged
-from rope_jax.sharding import use_mesh
 from rope_jax.tasks.segmentation import IGNORED
 from rope_jax.training.setup import Setup, State, load_split
 
@@ -42,47 +40,30 @@ def first_images(setup: Setup, state: State, *, count: int = 2) -> list[Segmente
         state: its state.
         count: of images at each resolution.
     """
-    first, *others = resolutions(setup.config)
-    largest = max(others, key=lambda size: size[0] * size[1], default=first)
-    sizes = dict.fromkeys((first, largest))
-    return [one for size in sizes for one in _predicted(setup, state, size, count)]
-
-
-def _predicted(setup: Setup, state: State, size: tuple[int, int], count: int) -> list[Segmented]:
     config = setup.config
-    weights = (state["ema" if config.averaged else "params"], state.get("stats", {}), setup.rest)
-    weights = tuple(seeds.take(part, config) for part in weights)
-    predict = _predictor(setup, size)
-    images = load_split(config, "test", size)
-    drawn: list[dict[str, np.ndarray]] = []
-    for number in range(len(images.labels)):
-        with contextlib.suppress(BadImages):  # where the run skips them
-            drawn.append(images.example(number))
-        if len(drawn) == count:
-            break
-    found = np.asarray(predict(weights, np.stack([one["image"] for one in drawn])))
-    pairs = zip(drawn, found, strict=True)
-    return [Segmented(one["image"], one["label"], classes) for one, classes in pairs]
-
-
-def _predictor(setup: Setup, size: tuple[int, int]) -> Callable[[Any, Array], Array]:
-    """A program from weights, which are arguments and not constants of it, and images to classes.
-
-    Args:
-        setup: of the run.
-        size: (height, width) of the images.
-    """
-    config = setup.config
+    apply, weights = applied(setup, state)
+    weights = seeds.take(weights, config)
 
     @jax.jit
     def predict(weights: Any, images: UInt8[Array, "B H W 3"]) -> UInt8[Array, "B H W"]:
-        model = nnx.merge(setup.graph, *weights)
-        model = at_resolution(model, size, **rules(config.eval))
-        with use_mesh(setup.mesh):
-            logits = model(normalise(images, config.data.mean, config.data.std))
+        logits = apply(weights, normalise(images, config.data.mean, config.data.std))
         return logits.argmax(-1).astype(np.uint8)
 
-    return predict
+    segmented = []
+    for size in sizes_of_pictures(config):
+        images = load_split(config, "test", size)
+        drawn: list[dict[str, np.ndarray]] = []
+        for number in range(len(images.labels)):
+            with contextlib.suppress(BadImages):  # where the run skips them
+                drawn.append(images.example(number))
+            if len(drawn) == count:
+                break
+        found = np.asarray(predict(weights, np.stack([one["image"] for one in drawn])))
+        segmented += [
+            Segmented(one["image"], one["label"], classes)
+            for one, classes in zip(drawn, found, strict=True)
+        ]
+    return segmented
 
 
 def draw_pictures(

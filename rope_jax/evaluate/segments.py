@@ -134,7 +134,6 @@ def segment_split(
         poll: called after each image with the number of images so far.
 
     Raises:
-        ConfigError: the model has other classes than the images.
         BadImages: an image or its labels cannot be used.
     """
     short = None if images.in_memory else min(images.size)
@@ -149,22 +148,16 @@ def segment_split(
         probabilities=probabilities,
     )
     count = jax.jit(_count, static_argnames="number")
+    skipped = (BadImages,) if bad_images == "skip" else ()
     parts, kept, used = [np.zeros((images.classes, 3), np.int64)], [], 0
     for number in range(len(images.labels)):
         try:
             image, label = _pair(images, number)
-        except BadImages:
-            if bad_images == "error":
-                raise
+        except skipped:
             continue
         normalised = (image / np.float32(255) - np.float32(mean)) / np.float32(std)
         fit = None if short is None else (short, _LONG * short)
         scores = windows.scores(weights, views.of(normalised, fit), label.shape)
-        if scores.shape[-1] != images.classes:
-            raise ConfigError(
-                f"the model has {scores.shape[-1]} classes, but {images.name} has "
-                f"{images.classes}: use weights for as many"
-            )
         wide = np.full(scores.shape[:2], IGNORED, np.uint8)
         wide[: label.shape[0], : label.shape[1]] = label
         found, counts = count(scores, wide, number=images.classes)

@@ -1,4 +1,4 @@
-"""Average precision of detections, as COCO defines it and pycocotools computes it.
+"""Average precision of detections, as COCO defines it, by pycocotools.
 
 A detection is right if its box overlaps that of an object of its class in its image, by at least a
 threshold of intersection over union; each object counts for one detection, and the detections of
@@ -10,27 +10,18 @@ Source: Lin et al., Microsoft COCO (arXiv 1405.0312), and its evaluation code.
 """
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
+from rope_jax.config import ConfigError
 from rope_jax.data import Truth
 
-THRESHOLDS = np.linspace(0.5, 0.95, 10)
-RECALLS = np.linspace(0, 1, 101)  # at which precision is averaged
-AREAS = {  # square pixels; bounds included
-    "ap": (0.0, 1e10),
-    "ap_small": (0.0, 32.0**2),
-    "ap_medium": (32.0**2, 96.0**2),
-    "ap_large": (96.0**2, 1e10),
-}
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
-MOST = 100  # detections of a class in an image
-_LIMITS = np.minimum(THRESHOLDS, 1 - 1e-10)  # of the overlap that counts
-_LOW, _HIGH = np.array([*AREAS.values()]).T[..., None]
 
 
 class Found(NamedTuple):
@@ -41,13 +32,13 @@ class Found(NamedTuple):
     classes: Int[np.ndarray, " D"]
 
 
-class _Matches(NamedTuple):
-    """Those of a class in an image, for each range of areas and threshold."""
-
-    scores: Float[np.ndarray, " D"]
-    right: Bool[np.ndarray, "A T D"]
-    wrong: Bool[np.ndarray, "A T D"]
-    objects: Int[np.ndarray, " A"]
+def require_pycocotools() -> None:
+    """Raises ConfigError, with the command that installs it, if pycocotools is missing."""
+    if importlib.util.find_spec("pycocotools") is None:
+        raise ConfigError(
+            "detections are scored by pycocotools, which is not installed: "
+            "pip install 'rope_jax[coco]'"
+        )
 
 
 def average_precision(
@@ -63,8 +54,7 @@ def average_precision(
     >>> round(result["ap"], 2), round(result["ap50"], 2), result["ap_large"]
     (0.35, 0.5, None)
 
-    Where scores are equal, the earlier image and the earlier detection come first: for the numbers
-    of pycocotools, images are in the order of their ids.
+    Where scores are equal, the earlier image and the earlier detection come first.
 
     Args:
         found: detections of each image; of a class, the 100 of the highest scores count.
@@ -77,35 +67,8 @@ def average_precision(
         of objects of up to 32^2 pixels, up to 96^2 and above; `class_ap`, a list with the mean over
         thresholds of each class.
     """
-    matches: list[list[_Matches]] = [[] for _ in range(classes)]
-    for one, truth in zip(found, truths, strict=True):
-        for k in np.union1d(one.classes, truth.labels).tolist():
-            own, there = one.classes == k, truth.labels == k
-            objects = Truth(*(values[there] for values in truth))
-            matches[k].append(_match(one.boxes[own], one.scores[own], objects))
-    table = np.stack([_precision(own) for own in matches], axis=-1)  # [A, T, K]
-    scores = {name: _mean(own) for name, own in zip(AREAS, table, strict=True)}
-    scores |= {"ap50": _mean(table[0, 0]), "ap75": _mean(table[0, 5])}
-    by_class = [_mean(own) for own in table[0].T]
-    return {name: scores[name] for name in NAMES} | {"class_ap": by_class}
+    from pycocotools.cocoeval import COCOeval
 
-
-def precision_by_pycocotools(
-    found: Sequence[Found], truths: Sequence[Truth], classes: int
-) -> Mapping[str, Any]:
-    """The same by pycocotools. Arguments and result as of `average_precision`.
-
-    Raises:
-        ValueError: pycocotools is not installed.
-    """
-    try:
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
-    except ModuleNotFoundError:
-        raise ValueError(
-            "pycocotools is not installed: pip install 'rope_jax[coco]', or leave it out for the "
-            "same numbers"
-        ) from None
     objects = [
         {"image_id": image, "bbox": box, "category_id": k, "iscrowd": crowd, "area": area}
         for image, truth in enumerate(truths)
@@ -116,19 +79,11 @@ def precision_by_pycocotools(
         for image, one in enumerate(found)
         for box, score, k in _rows(*one)
     ]
-
-    def indexed(entries: list[dict[str, Any]]) -> Any:
-        made = COCO()
-        made.dataset = {
-            "images": [{"id": image} for image in range(len(truths))],
-            "categories": [{"id": k} for k in range(classes)],
-            "annotations": [one | {"id": number} for number, one in enumerate(entries, 1)],
-        }
-        made.createIndex()
-        return made
-
     with contextlib.redirect_stdout(io.StringIO()):
-        judge = COCOeval(indexed(objects), indexed(detections), "bbox")
+        annotated, detected = (
+            _indexed(entries, len(truths), classes) for entries in (objects, detections)
+        )
+        judge = COCOeval(annotated, detected, "bbox")
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
@@ -140,77 +95,20 @@ def precision_by_pycocotools(
 
 def _rows(boxes: Float[np.ndarray, "N 4"], *others: np.ndarray) -> Iterator[tuple]:
     """Each box as a corner and the sides, with its other entries."""
-    return zip(_with_sides(boxes).tolist(), *(values.tolist() for values in others), strict=True)
+    corners = np.asarray(boxes, np.float64)
+    sides = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
+    return zip(sides.tolist(), *(values.tolist() for values in others), strict=True)
 
 
-def _mean(values: Float[np.ndarray, "..."]) -> float | None:
-    """The mean where there are objects; elsewhere values are NaN."""
-    there = values[~np.isnan(values)]
-    return float(there.mean()) if there.size else None
+def _indexed(entries: Sequence[Mapping[str, Any]], images: int, classes: int) -> Any:
+    """A set of pycocotools with these entries."""
+    from pycocotools.coco import COCO
 
-
-def _match(
-    boxes: Float[np.ndarray, "D 4"], scores: Float[np.ndarray, " D"], truth: Truth
-) -> _Matches:
-    """The detections of a class in an image that are right and wrong, by descending score."""
-    order = np.argsort(-scores, kind="stable")[:MOST]
-    boxes, scores = _with_sides(boxes[order]), scores[order]
-    left_out = truth.crowd | (truth.area < _LOW) | (truth.area > _HIGH)  # [A, G]
-    shape = (len(AREAS), len(THRESHOLDS))
-    hit, ignored = np.zeros((2, *shape, len(boxes)), bool)
-    taken = np.zeros((*shape, len(truth.labels)), bool)
-    overlaps = _overlaps(boxes, _with_sides(truth.boxes), truth.crowd)
-    for d in np.flatnonzero(overlaps.max(axis=1, initial=0) >= _LIMITS[0]):
-        free = (overlaps[d] >= _LIMITS[:, None]) & (~taken | truth.crowd)
-        counted = free & ~left_out[:, None]
-        choice = np.where(counted.any(-1, keepdims=True), counted, free)
-        # Of equal overlaps the last.
-        best = choice.shape[-1] - 1 - np.where(choice, overlaps[d], -1)[..., ::-1].argmax(-1)
-        hit[..., d] = choice.any(-1)
-        ignored[..., d] = hit[..., d] & np.take_along_axis(left_out, best, axis=1)
-        area, threshold = np.nonzero(hit[..., d])
-        taken[area, threshold, best[area, threshold]] = True
-    size = boxes[:, 2] * boxes[:, 3]
-    ignored |= ~hit & ((size < _LOW) | (size > _HIGH))[:, None]
-    return _Matches(scores, hit & ~ignored, ~hit & ~ignored, (~left_out).sum(axis=1))
-
-
-def _with_sides(corners: Float[np.ndarray, "N 4"]) -> Float[np.ndarray, "N 4"]:
-    """Boxes as the first corner and the sides, in float64."""
-    corners = np.asarray(corners, np.float64)
-    return np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
-
-
-def _overlaps(
-    found: Float[np.ndarray, "D 4"], there: Float[np.ndarray, "G 4"], crowd: Bool[np.ndarray, " G"]
-) -> Float[np.ndarray, "D G"]:
-    """Intersection over union, with crowds over the area of the detection. Boxes have sides."""
-    first = np.maximum(found[:, None, :2], there[:, :2])
-    last = np.minimum((found[:, :2] + found[:, 2:])[:, None], there[:, :2] + there[:, 2:])
-    sides = last - first
-    shared = np.where((sides > 0).all(-1), sides[..., 0] * sides[..., 1], 0)
-    own, other = found[:, 2:3] * found[:, 3:], there[:, 2] * there[:, 3]
-    union = np.where(crowd, own, own + other - shared)
-    return np.divide(shared, union, out=np.zeros_like(shared), where=shared > 0)
-
-
-def _precision(matches: Sequence[_Matches]) -> Float[np.ndarray, "A T"]:
-    """Mean precision over recalls of one class over all images; NaN where there is no object."""
-    result = np.full((len(AREAS), len(THRESHOLDS)), np.nan)
-    if not matches:
-        return result
-    scores, right, wrong = (
-        np.concatenate(x, axis=-1) for x in list(zip(*matches, strict=True))[:3]
-    )
-    objects = np.sum([one.objects for one in matches], axis=0)
-    order = np.argsort(-scores, kind="stable")
-    right, wrong = (np.cumsum(x[..., order], axis=-1, dtype=np.float64) for x in (right, wrong))
-    precision = right / (right + wrong + np.spacing(1))
-    # The best precision at this recall or a higher one, and 0 at recalls that are not reached.
-    precision = np.maximum.accumulate(precision[..., ::-1], axis=-1)[..., ::-1]
-    precision = np.pad(precision, [(0, 0), (0, 0), (0, 1)])
-    for area in np.flatnonzero(objects):
-        for threshold, found in enumerate(right[area] / objects[area]):
-            places = np.searchsorted(found, RECALLS, side="left")
-            result[area, threshold] = precision[area, threshold, places].mean()
-    return result
+    made = COCO()
+    made.dataset = {
+        "images": [{"id": image} for image in range(images)],
+        "categories": [{"id": k} for k in range(classes)],
+        "annotations": [{**one, "id": number} for number, one in enumerate(entries, 1)],
+    }
+    made.createIndex()
+    return made

@@ -33,17 +33,17 @@ def check_dense(
             f"{images.classes} classes of {labels_of}: use {images.classes}, or None for as many"
         )
     whole = {
-        "mix.mixup": mix.mixup,
-        "mix.cutmix": mix.cutmix,
-        "label_smoothing": config.label_smoothing,
+        "mix.mixup": (mix.mixup, 0),
+        "mix.cutmix": (mix.cutmix, 0),
+        "label_smoothing": (config.label_smoothing, 0),
+        "loss": (config.loss, "softmax"),
     }
-    for name, value in whole.items():
-        if value:
+    for name, (value, needed) in whole.items():
+        if value != needed:
             raise ConfigError(
-                f"--config.{name}={value} is for classes of whole images: set it to 0 with {head}"
+                f"--config.{name}={value} is for classes of whole images: set it to {needed} with "
+                f"{head}"
             )
-    if config.loss != "softmax":
-        raise ConfigError(f"--config.loss={config.loss} does not go with {head}: use softmax")
     family = find_head(head_call(config.model.head).name).family
     if config.accumulate > 1 and not family.divisible:
         raise ConfigError(

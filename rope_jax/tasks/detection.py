@@ -9,7 +9,7 @@ An evaluation batch has `image`, `extent`, `index`, `mask` and `original` [B, 2]
 columns of the image as it is stored. The objects themselves are read from the images.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from rope_jax.data.images import device
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 from rope_jax.models.heads.detection import Targets, scaled_boxes
-from rope_jax.tasks.average_precision import Found, average_precision
+from rope_jax.tasks.average_precision import Found, average_precision, require_pycocotools
 from rope_jax.tasks.dense import check_dense
 
 LABELS_OF = "boxes"
@@ -34,8 +34,9 @@ def check(config: Config, images: Images | Streamed) -> None:
     """Rejects images without boxes, and settings for classes of whole images.
 
     Raises:
-        ConfigError: with the flag to change.
+        ConfigError: with the flag to change, or the package to install.
     """
+    require_pycocotools()
     check_dense(config, images, labels_of=LABELS_OF, sources="scenes or coco", moved="their boxes")
     head = head_call(config.model.head)
     options = find_head(head.name).options.override(f"the head {head.name!r}", dict(head.options))
@@ -129,27 +130,15 @@ def found_in(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, Found]:
 
 
 def scores(
-    parts: Sequence[Mapping[str, np.ndarray]],
-    images: Images | Streamed,
-    *,
-    precision: Callable[..., Mapping[str, Any]] = average_precision,
+    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
 ) -> Mapping[str, Any]:
     """Average precision of a set, see `rope_jax.tasks.average_precision`, and `count` of images.
 
     Args:
         parts: from `count`, of the batches of the set.
         images: the set, whose objects are those that are annotated, crowds included.
-        precision: `average_precision`, or another function of its arguments.
-
-    Raises:
-        ValueError: no image has an object.
     """
     found = found_in(parts)
     truths = [images.truth(index) for index in found]
-    own = precision(list(found.values()), truths, images.classes)
-    if own["ap"] is None:
-        raise ValueError(
-            f"no image of {images.name}, {images.split} split, has an object that is no crowd, of "
-            "which average precision could be computed: use others"
-        )
+    own = average_precision(list(found.values()), truths, images.classes)
     return {**own, "count": len(found)}

@@ -92,16 +92,7 @@ def loss(
 def count(
     logits: Float[Array, "B H W K"], batch: Batch, images: Images | Streamed
 ) -> Int[Array, "K 3"]:
-    """`count_pixels` of an evaluation batch with the logits of all pixels.
-
-    Raises:
-        ValueError: the model has other classes than the images.
-    """
-    if logits.shape[-1] != images.classes:
-        raise ValueError(
-            f"the model has {logits.shape[-1]} classes, but {images.name} has {images.classes}: "
-            "use weights for as many"
-        )
+    """`count_pixels` of an evaluation batch with the logits of all pixels."""
     return count_pixels(logits.argmax(-1), batch["label"], batch["mask"], images.classes)
 
 

@@ -112,7 +112,6 @@ def test_positions_and_costs(command, capsys):
             ["learned", *DIGITS, "--position=rope_mixed", "--stage=2"],
             "--stage=2 must be from 1 to 1",
         ),
-        (["maps", *DIGITS, "--images=x.png", "--query=0.5"], "--query=0.5 must be two numbers"),
         (
             ["correlation", "--model=swin_t", "--options=depths=(1,1),heads=(2,2),width=8"],
             "Swin has 2 stages with maps of different sizes",

@@ -14,7 +14,6 @@ from rope_jax import evaluate
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Truth, check_canvases, decode_image, load
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate.accuracy import counted
 from rope_jax.evaluate.box_pictures import Detected, draw_detections
 from rope_jax.evaluate.kinds import OfBoxes
 from rope_jax.evaluate.sheets import class_colours
@@ -23,7 +22,7 @@ from rope_jax.models.heads.detection import Detections
 from rope_jax.models.pretrained import Preprocessing
 from rope_jax.sharding import make_mesh
 from rope_jax.tasks import detection
-from rope_jax.tasks.average_precision import Found, precision_by_pycocotools
+from rope_jax.tasks.average_precision import Found
 from tests.images.coco_set import write_coco
 from tests.models.heads.test_dino import HEAD, VIT
 from tests.small_run import save_run
@@ -123,20 +122,6 @@ def test_an_image_that_is_skipped_has_no_objects_to_miss(images, tmp_path):
     assert row["ap50"] == pytest.approx((34 / 101 + 1 + 1) / 3, abs=1e-6)
 
 
-def test_pycocotools_finds_the_same(images):
-    pytest.importorskip("pycocotools", reason="compares with pycocotools (the extra `coco`)")
-    options = {"batch_size": 4, "task": detection, "config": settings(), **AS_THEY_ARE}
-    (parts,), used = counted(by_colour, np.float32(-0.1), images, mesh=make_mesh(), **options)
-    own = detection.scores(parts, images)
-    theirs = detection.scores(parts, images, precision=precision_by_pycocotools)
-    assert own["count"] == theirs["count"] == used == 6
-    for name, value in own.items():
-        mine, other = (
-            [-1.0 if x is None else x for x in np.atleast_1d(x)] for x in (value, theirs[name])
-        )
-        np.testing.assert_allclose(mine, other, atol=1e-9, err_msg=name)
-
-
 def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
     batch = {
         "extent": jnp.array([[50, 100]]),
@@ -152,13 +137,6 @@ def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
     np.testing.assert_array_equal(found[3].boxes, [[40, 10, 240, 100]])
     assert found[3].classes.tolist() == [2]
     assert detection.found_in([part | {"mask": np.array([False])}]) == {}
-
-
-def test_sets_without_objects_have_no_score(images):
-    part = {"boxes": np.zeros((1, 2, 4), np.float32), "scores": np.zeros((1, 2), np.float32)}
-    part |= {"classes": np.zeros((1, 2), np.int32), "mask": np.ones(1, bool)}
-    with pytest.raises(ValueError, match="no image of set, test split, has an object that is no"):
-        detection.scores([part | {"index": np.int32([1])}], images)  # the image without objects
 
 
 def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
@@ -227,11 +205,14 @@ def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_pa
         check_canvases(one.images, "none", canvases)
 
 
-@pytest.mark.parametrize("classes", [2, 4])
-def test_images_of_another_number_of_classes_are_refused_before_they_are_read(tmp_path, classes):
-    one = of_coco(write_coco(tmp_path / "set"), classes=classes)
-    with pytest.raises(ConfigError, match=f"model has {classes} classes, and set has 3: use"):
-        one.row()
+def test_what_cannot_be_scored_is_refused_before_images_are_read(tmp_path, monkeypatch):
+    folder = write_coco(tmp_path / "set")
+    for classes in (2, 4):
+        with pytest.raises(ConfigError, match=f"model has {classes} classes, and set has 3: use"):
+            of_coco(folder, classes=classes).row()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rope_jax\[coco\]'"):
+        of_coco(folder).row()
 
 
 @pytest.mark.slow
@@ -246,16 +227,10 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     out = capsys.readouterr().out
     assert "AP50" in out
     assert "\n    9  0." in out  # the last class
-    evaluate.main(flags)  # is not evaluated again
-    if importlib.util.find_spec("pycocotools"):
-        evaluate.main([*flags, "--pycocotools"])
-    rows = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
-    first, *others = rows
+    evaluate.main([*flags, "--pycocotools"])  # is not evaluated again
+    (first,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
     assert (first["resolution"], first["count"], len(first["class_ap"])) == ([32, 32], 5, 10)
     assert 0 <= first["ap"] < 0.5
-    for other in others:
-        assert other["ap"] == pytest.approx(first["ap"], abs=1e-9)
-    assert len(rows) == 1 + bool(importlib.util.find_spec("pycocotools"))
     picture = decode_image((tmp_path / "predictions_32x32.png").read_bytes())
     assert picture.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
     with pytest.raises(SystemExit, match="--flip is for models that segment images, and this one"):

@@ -1,12 +1,12 @@
 """The picture of segmented images."""
 
+import jax
 import numpy as np
-from flax import nnx
 
 from rope_jax.data import decode_image
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate import pictures
-from rope_jax.evaluate.pictures import Segmented, draw_pictures
+from rope_jax.evaluate.accuracy import applied
+from rope_jax.evaluate.pictures import Segmented, draw_pictures, first_images
 from rope_jax.evaluate.sheets import class_colours
 from rope_jax.training.setup import initial_state, prepare
 from tests.training.recipe import tiny
@@ -59,12 +59,11 @@ def test_weights_are_arguments_of_the_program(monkeypatch):
     """Constants would be copied into it: of a large model, gigabytes."""
     monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 2})
     changes = {"data__source": "scenes", "data__image_size": 16, "data__augment": "none"}
-    setup, model = prepare(tiny(model__head="linear", batch_size=8, **changes))
-    predict = pictures._predictor(setup, (16, 16))
-    weights = (nnx.to_pure_dict(nnx.state(model, nnx.Param)), {}, setup.rest)
-    traced = predict.trace(weights, np.zeros((2, 16, 16, 3), np.uint8))
+    changes |= {"model__head": "linear", "eval__resolutions": (), "batch_size": 8}
+    setup, model = prepare(tiny(**changes))
+    apply, weights = applied(setup, initial_state(setup, model))
+    traced = jax.jit(apply).trace(weights, np.zeros((2, 16, 16, 3), np.float32))
     sizes = [np.size(x) for x in traced.jaxpr.consts]
     assert max(sizes, default=0) < 16 * 16 * 3
-    state = initial_state(setup, model)
-    (first, _) = pictures._predicted(setup, state, (16, 16), 2)
+    (first, _) = first_images(setup, initial_state(setup, model))
     assert first.predicted.shape == (16, 16)

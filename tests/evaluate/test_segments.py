@@ -128,6 +128,10 @@ def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
     with pytest.raises(BadImages, match=r"c\.png"):
         split(masks, Views())
     assert split(masks, Views(), bad_images="skip").row["count"] == 3
+    options = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, "mesh": make_mesh()}
+    options |= {"task": segmentation, "config": resolve({"data": {"bad_images": "skip"}})}
+    (row,) = evaluate.accuracies(by_colour, ZEROS, masks, **options)
+    assert row["count"] == 3
 
 
 def test_views_have_the_sizes_of_mmsegmentation():
@@ -208,7 +212,7 @@ def test_rows_of_other_heads_are_measured_anew(tmp_path, monkeypatch):
         return evaluate.accuracy.description(evaluation.images) | SCORES
 
     monkeypatch.setattr(kinds.OfPixels, "row", segment)
-    monkeypatch.setattr(kinds.OfPixels, "load", lambda _: data.load("scenes", split="test"))
+    monkeypatch.setattr(kinds.OfPixels, "images", data.load("scenes", split="test"))
     small = ["--model=vit_digits", "--num_classes=11", "--options=depth=2,width=16,heads=2"]
     rest = ["--dataset=masks", "--images=x", f"--out={tmp_path / 'rows.json'}"]
     heads = ["linear", "segmenter(head_dim=8,depth=1)"]
@@ -217,32 +221,18 @@ def test_rows_of_other_heads_are_measured_anew(tmp_path, monkeypatch):
     assert measured == heads
 
 
-def test_skipped_images_are_not_counted(masks):
-    file = masks.source.label_file(2)
-    file.write_bytes(file.read_bytes()[:60])
-    (row,) = evaluate.accuracies(
-        by_colour,
-        np.zeros(3, np.float32),
-        masks,
-        mean=(0.0,) * 3,
-        std=(1.0,) * 3,
-        batch_size=2,
-        mesh=make_mesh(),
-        task=segmentation,
-        config=resolve({"data": {"bad_images": "skip"}}),
-    )
-    assert row["count"] == 3
-
-
 def test_images_of_other_classes_are_refused(masks):
     model = nnx.Module()
+    model.num_classes = 3
     for names in (None, ("low", "middle", "high")):
         model.class_names = names
-        kinds.check_class_names(model, masks)
-    for names, label in ((("low", "high", "middle"), 1), (("low", "middle"), 2)):
-        model.class_names = names
-        with pytest.raises(ConfigError, match=f"other classes than set: label {label} is "):
-            kinds.check_class_names(model, masks)
+        kinds.check_classes(model, masks)
+    model.class_names = ("low", "high", "middle")
+    with pytest.raises(ConfigError, match="other classes than set: label 1 is "):
+        kinds.check_classes(model, masks)
+    model.num_classes = 2
+    with pytest.raises(ConfigError, match="the model has 2 classes, and set has 3"):
+        kinds.check_classes(model, masks)
 
 
 @pytest.mark.parametrize(("flags", "windows"), [([], 16), (["--batch_size=64"], 64)])

@@ -47,11 +47,8 @@ def annotations():
     objects = []
     for number, boxes in OBJECTS.items():
         for place, (category, x, y, w, h) in enumerate(boxes):
-            height, width = SIZES[number]
             crowd = place in CROWDS.get(number, ())
-            inside = np.zeros((height, width), bool)
-            inside[y : y + h, x : x + w] = True
-            corners = [x, y, x + w, y, x + w, y + h, x, y + h]
+            polygons = [[x, y, x + w, y, x + w, y + h, x, y + h]]
             objects.append(
                 {
                     "id": 100 + len(objects),
@@ -60,7 +57,7 @@ def annotations():
                     "bbox": [x, y, w, h],
                     "area": w * h * 0.75,
                     "iscrowd": int(crowd),
-                    "segmentation": runs(inside) if crowd else [corners],
+                    "segmentation": {"size": [9, 9], "counts": "0"} if crowd else polygons,
                 }
             )
     images = [
@@ -69,11 +66,3 @@ def annotations():
     ]
     categories = [{"id": k, "name": name} for k, name in reversed(CATEGORIES.items())]
     return {"info": {}, "images": images, "annotations": objects, "categories": categories}
-
-
-def runs(mask):
-    """The run lengths of a mask, column by column, from zeros on."""
-    flat = mask.ravel(order="F")
-    borders = np.flatnonzero(np.diff(flat)) + 1
-    lengths = np.diff([0, *borders, flat.size]).tolist()
-    return {"size": list(mask.shape), "counts": [0] * bool(flat[0]) + lengths}

@@ -54,9 +54,9 @@ def check_padding(batch, max_boxes):
         assert not batch["boxes"][k][~there].any()
         assert (batch["label"][k][~there] == -1).all()
         boxes = batch["boxes"][k][there]
-        assert (boxes[:, :2] >= 0).all()
+        assert (boxes >= 0).all()
+        assert (boxes[:, :2] < boxes[:, 2:]).all()
         assert (boxes[:, 2:] <= (width, height)).all()
-        assert (boxes[:, 2:] > boxes[:, :2]).all()
 
 
 def test_training_batches(images):

@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import io
 import os
@@ -61,6 +62,10 @@ def png(width, height, depth, colour, rows, *extra):
     )
 
 
+def black_png(width, height):
+    return png(width, height, 1, 0, bytes(height * (1 + (width + 7) // 8)))
+
+
 def over_white(colour, alpha):
     return np.rint((colour * alpha.astype(float) + 255.0 * (255 - alpha)) / 255).astype(np.uint8)
 
@@ -86,19 +91,14 @@ def test_jpeg_modes_equal_pillow(mode, progressive):
         np.testing.assert_array_equal(decode_image(data), np.asarray(image.convert("RGB")))
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_alpha_over_white(mode):
+@pytest.mark.parametrize(
+    ("mode", "kind", "options"),
+    [("RGBA", "PNG", {}), ("LA", "PNG", {}), ("RGBA", "WEBP", {"lossless": True, "exact": True})],
+)
+def test_alpha_over_white(mode, kind, options):
     image = picture(mode)
     rgba = np.asarray(image.convert("RGBA"))
-    np.testing.assert_array_equal(
-        decode_image(encode(image)), over_white(rgba[..., :3], rgba[..., 3:])
-    )
-
-
-def test_webp_alpha_over_white():
-    image = picture("RGBA")
-    rgba = np.asarray(image)
-    pixels = decode_image(encode(image, "WEBP", lossless=True, exact=True))
+    pixels = decode_image(encode(image, kind, **options))
     np.testing.assert_array_equal(pixels, over_white(rgba[..., :3], rgba[..., 3:]))
 
 
@@ -119,28 +119,27 @@ def test_palette_and_its_transparency():
 def test_16_bit_grey_is_divided_by_257():
     values = np.array([[0, 257, 128, 129, 32768, 65535]], np.uint16)
     pixels = decode_image(encode(Image.fromarray(values)))
-    np.testing.assert_array_equal(
-        pixels, np.repeat(np.uint8([[[0], [1], [0], [1], [128], [255]]]), 3, axis=2)
-    )
+    assert pixels[0].tolist() == [[grey] * 3 for grey in (0, 1, 0, 1, 128, 255)]
 
 
-def test_colour_keys_are_transparent_at_every_depth():
-    grey = [b"\0" + row for row in (b"\x1b", b"\x1b")]  # two rows of the 2-bit values 0, 1, 2, 3
-    pixels = decode_image(png(4, 2, 2, 0, b"".join(grey), chunk(b"tRNS", b"\0\1")))
-    np.testing.assert_array_equal(pixels[0, :, 0], [0, 255, 170, 255])
-    sixteen = png(
-        2, 1, 16, 0, b"\0" + struct.pack(">HH", 257, 258), chunk(b"tRNS", struct.pack(">H", 258))
-    )
-    np.testing.assert_array_equal(decode_image(sixteen)[0, :, 0], [1, 255])
-    colour = png(
-        2,
-        1,
-        16,
-        2,
-        b"\0" + struct.pack(">6H", *(512, 768, 1024), *(512, 768, 2048)),
-        chunk(b"tRNS", struct.pack(">3H", 512, 768, 1024)),
-    )
-    np.testing.assert_array_equal(decode_image(colour)[0], [[255, 255, 255], [2, 3, 8]])
+@pytest.mark.parametrize(
+    ("size", "depth", "colour", "row", "key", "pixels"),
+    [
+        ((4, 1), 2, 0, b"\x1b", b"\0\1", [[0] * 3, [255] * 3, [170] * 3, [255] * 3]),  # 0, 1, 2, 3
+        ((2, 1), 16, 0, struct.pack(">HH", 257, 258), struct.pack(">H", 258), [[1] * 3, [255] * 3]),
+        (
+            (2, 1),
+            16,
+            2,
+            struct.pack(">6H", 512, 768, 1024, 512, 768, 2048),
+            struct.pack(">3H", 512, 768, 1024),
+            [[255] * 3, [2, 3, 8]],
+        ),
+    ],
+)
+def test_colour_keys_are_transparent_at_every_depth(size, depth, colour, row, key, pixels):
+    data = png(*size, depth, colour, b"\0" + row, chunk(b"tRNS", key))
+    assert decode_image(data)[0].tolist() == pixels
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -156,25 +155,22 @@ def test_exif_orientation(kind, orientation):
     np.testing.assert_array_equal(decode_image(data), expected)
 
 
-@pytest.mark.parametrize("order", ["<", ">"])
-@pytest.mark.parametrize(("kind", "code"), [(3, "H"), (4, "I")])
-def test_exif_byte_orders_and_types(order, kind, code):
-    entry = struct.pack(order + "HHI", ORIENTATION, kind, 1) + struct.pack(order + code, 6).ljust(
-        4, b"\0"
-    )
-    exif = {"<": b"II", ">": b"MM"}[order] + struct.pack(order + "HIH", 42, 8, 1) + entry
-    image = picture()
-    data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
-    np.testing.assert_array_equal(decode_image(data), np.rot90(np.asarray(image), -1))
+def exif_block(order, kind, code):
+    entry = struct.pack(order + "HHI", ORIENTATION, kind, 1)
+    entry += struct.pack(order + code, 6).ljust(4, b"\0")
+    return {"<": b"II", ">": b"MM"}[order] + struct.pack(order + "HIH", 42, 8, 1) + entry
 
 
 @pytest.mark.parametrize(
-    "exif", [b"", b"II", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\xff\xff", b"garbage"]
+    ("exif", "turns"),
+    [(exif_block(order, *kind), -1) for order in "<>" for kind in ((3, "H"), (4, "I"))]
+    + [(b"", 0), (b"II*\0\xff\xff\xff\xff", 0), (b"MM\0*\0\0\0\x08\xff\xff", 0), (b"garbage", 0)],
 )
-def test_damaged_exif_is_no_orientation(exif):
+def test_exif_byte_orders_and_types_and_damage(exif, turns):
+    """Behind the pixels, too, where Pillow would find it only after it has decoded them."""
     image = picture()
     data = encode(image).replace(chunk(b"IEND", b""), chunk(b"eXIf", exif) + chunk(b"IEND", b""))
-    np.testing.assert_array_equal(decode_image(data), np.asarray(image))
+    np.testing.assert_array_equal(decode_image(data), np.rot90(np.asarray(image), turns))
 
 
 def test_animations_show_their_first_frame():
@@ -188,27 +184,23 @@ def test_animations_show_their_first_frame():
     "data",
     [
         b"",
-        b"no image",
         b"\xff\xd8\xff",
         b"\x89PNG\r\n\x1a\n",
         b"RIFF\0\0\0\0WEBP",
         b"\xff\xd8\xff" * 1000,
+        *(encode(picture("RGB", 32, 32), kind) for kind in ("GIF", "TIFF", "BMP", "ICO", "PPM")),
     ],
 )
-def test_what_is_no_image_is_refused(data):
-    with pytest.raises(ValueError, match=r"empty|not a JPEG, PNG or WebP|cannot be decoded"):
+def test_what_is_no_image_or_of_another_format_is_refused(data):
+    with pytest.raises(ValueError, match=r"not a JPEG, PNG or WebP|cannot be decoded"):
         decode_image(data)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "TIFF", "BMP", "ICO", "PPM", "JPEG2000"])
-def test_other_formats_are_refused(kind):
-    with pytest.raises(ValueError, match="not a JPEG, PNG or WebP image"):
-        decode_image(encode(picture("RGB", 32, 32), kind))
-
-
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_no_truncation_crashes(kind):
-    data = encode(picture("RGB", 40, 40), kind)
+def test_no_truncation_and_no_flipped_byte_crashes(kind):
+    exif = Image.Exif()
+    exif[ORIENTATION] = 5
+    data = encode(picture("RGB", 40, 40), kind, exif=exif, progressive=kind == "JPEG")
     refused = 0
     for length in range(0, len(data), 7):
         try:
@@ -216,30 +208,23 @@ def test_no_truncation_crashes(kind):
         except ValueError:
             refused += 1
     assert refused >= len(data) // 7 - 2  # only the format's last bytes may be missing
-
-
-def test_bit_flips_never_crash():
     rng = np.random.default_rng(1)
-    exif = Image.Exif()
-    exif[ORIENTATION] = 5
-    for kind, options in (("PNG", {}), ("JPEG", {"progressive": True}), ("WEBP", {})):
-        data = np.frombuffer(encode(picture("RGB", 24, 24), kind, exif=exif, **options), np.uint8)
-        for _ in range(200):
-            broken = data.copy()
-            broken[rng.integers(len(data), size=3)] = rng.integers(256, size=3)
-            try:
-                pixels = decode_image(broken.tobytes())
-            except ValueError:
-                continue
-            assert pixels.ndim == 3
+    for _ in range(200):
+        broken = np.frombuffer(data, np.uint8).copy()
+        broken[rng.integers(len(data), size=3)] = rng.integers(256, size=3)
+        with contextlib.suppress(ValueError):
+            assert decode_image(broken.tobytes()).ndim == 3
 
 
-def test_metadata_bombs_do_not_matter():
+def test_metadata_does_not_matter():
     text = zlib.compress(bytes(50_000_000), 9)
     bombs = [
         chunk(b"zTXt", b"a\0\0" + text),
         chunk(b"iTXt", b"a\0\1\0\0\0" + text),
         chunk(b"iCCP", b"a\0\0" + text),
+        chunk(b"tEXt", b"interlace\0001"),  # Pillow would decode with settings of these names
+        chunk(b"tEXt", b"transparency\0001"),
+        chunk(b"tEXt", b"a\0b")[:-1] + b"?",  # a wrong checksum
     ]
     image = picture()
     data = encode(image)
@@ -258,34 +243,27 @@ def test_global_settings_of_pillow_do_not_matter(monkeypatch):
     data = encode(picture("RGB", 40, 40))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     with pytest.raises(ValueError, match="too many"):
-        decode_image(one_bit_png(30_000, 30_000))
+        decode_image(black_png(30_000, 30_000))
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2_000)
     assert decode_image(data).shape == (40, 40, 3)
 
 
-def one_bit_png(width, height):
-    packed = zlib.compressobj(9)
-    rows = bytes(1 + (width + 7) // 8) * 1000
-    body = b"".join(packed.compress(rows) for _ in range(height // 1000)) + packed.flush()
-    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"".join(
-        [b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", header), chunk(b"IDAT", body), chunk(b"IEND", b"")]
-    )
-
-
-def test_sizes_are_refused_from_the_header():
+def test_sizes_are_refused_from_the_header(monkeypatch):
     with pytest.raises(
         ValueError, match="12000 x 12000 pixels are too many; allowed are 64,000,000"
     ):
-        decode_image(one_bit_png(12_000, 12_000))
+        decode_image(black_png(12_000, 12_000))
     with pytest.raises(ValueError, match="65,535 a side"):
-        decode_image(png(70_000, 1, 1, 0, bytes(1 + 8750)))
+        decode_image(black_png(70_000, 1))
     huge_webp = bytearray(encode(picture("RGBA"), "WEBP", exif=b"Exif\0\0II"))
     assert huge_webp[12:16] == b"VP8X"
     huge_webp[24:30] = b"\xff\x3f\0\xff\x3f\0"  # a canvas of 16,384 x 16,384
     with pytest.raises(ValueError, match="WebP image cannot be decoded"):
         decode_image(bytes(huge_webp))
+    monkeypatch.setattr(decode, "MAX_BYTES", 10)
+    with pytest.raises(ValueError, match="has 11 bytes; allowed are 10"):
+        decode_image(b"\x89PNG\r\n\x1a\n" + b"123")
 
 
 def test_scans_are_limited():
@@ -327,7 +305,7 @@ def peak_memory(paths):
 
 @pytest.mark.process
 def test_peak_memory_of_bombs_and_of_the_largest_images(tmp_path):
-    (tmp_path / "bomb.png").write_bytes(one_bit_png(30_000, 30_000))
+    (tmp_path / "bomb.png").write_bytes(black_png(30_000, 30_000))
     # The costliest of each kind: libjpeg holds all coefficients of an image in scans, libwebp
     # several copies of its canvas.
     flat = Image.new("RGB", (8_000, 8_000), (10, 200, 30))
@@ -384,59 +362,10 @@ def test_odd_images_decode_as_pillow_does(odd_images):
             )[:, :, :3]
         else:
             expected = np.asarray(image.convert("RGB"))
+        assert EncodedImage(data).size == image.size
         difference = np.abs(decode_image(data).astype(int) - expected)
         if name == "pillow/i_trns.png":  # has a colour key, which Pillow leaves alone in 16 bits
             difference[decode_image(data) == 255] = 0
         assert difference.max() <= 1, name
         decoded += 1
     assert decoded > 50
-
-
-@pytest.mark.images("odd_images.tar")
-def test_pictures_are_what_decode_image_returns(odd_images):
-    """The loader's way to the pixels and `decode_image` are one rule, and refuse the same files."""
-    place, rows = odd_images
-    decoded = 0
-    for name, _ in rows:
-        data = (place / name).read_bytes()
-        try:
-            pixels = decode_image(data)
-        except ValueError as error:
-            with pytest.raises(ValueError, match=re.escape(str(error))):
-                EncodedImage(data).picture()
-            continue
-        opened = EncodedImage(data)
-        assert opened.size == pixels.shape[1::-1]
-        picture = opened.picture()
-        assert picture.mode == "RGB"
-        np.testing.assert_array_equal(np.asarray(picture), pixels)
-        decoded += 1
-    assert decoded > 50
-
-
-@pytest.mark.images("odd_images.tar")
-def test_orientation_images_are_two_pictures(odd_images):
-    place, _ = odd_images
-    for name in ("Landscape", "Portrait"):
-        first, *others = [
-            decode_image(path.read_bytes()).astype(int)
-            for path in sorted(place.glob(f"exif_orientation/{name}_*.jpg"))
-        ]
-        assert len(others) == 6
-        for other in others:
-            assert np.abs(first - other).mean() < 4
-
-
-@pytest.mark.images("odd_images.tar")
-@pytest.mark.process
-def test_peak_memory_of_odd_images(odd_images):
-    place, rows = odd_images
-    results, peak = peak_memory(place / name for name, _ in rows)
-    assert len(results) == len(rows)
-    assert peak < GIGABYTE
-
-
-def test_a_file_is_refused_by_its_size_before_it_is_looked_at(monkeypatch):
-    monkeypatch.setattr(decode, "MAX_BYTES", 10)
-    with pytest.raises(ValueError, match="the image file has 11 bytes; allowed are 10"):
-        decode_image(b"\x89PNG\r\n\x1a\n" + b"123")

@@ -1,3 +1,5 @@
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,7 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
         (MAPS, {}, "head=dino needs classes of boxes, but .* has classes of pixels"),
         (BOXES, {"model": {"num_classes": 7}}, "num_classes=7, but some has 10 classes of boxes"),
         (BOXES, {"mix": {"cutmix": 1.0}}, "mix.cutmix=1.0 is for classes of whole images"),
-        (BOXES, {"loss": "binary"}, "loss=binary does not go with --config.model.head=dino"),
+        (BOXES, {"loss": "binary"}, "loss=binary is for classes of whole images"),
         (BOXES, {"data": {"augment": "erase(p=0.5)"}}, "erase changes images, but not their boxes"),
         (
             BOXES,
@@ -59,8 +61,11 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
         (BOXES, {"data": {"augment": "flipp"}}, "'flipp' is unknown.*--config.data.augment"),
     ],
 )
-def test_settings_that_do_not_suit_are_refused(images, changes, message):
+def test_settings_that_do_not_suit_are_refused(images, changes, message, monkeypatch):
     task.check(resolve({"model": {"head": "dino"}, "accumulate": 2}), BOXES)
     settings = changes | {"model": {"head": "dino"} | changes.get("model", {})}
     with pytest.raises(ConfigError, match=message):
         task.check(resolve(settings), images)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rope_jax\[coco\]'"):
+        task.check(resolve({"model": {"head": "dino"}}), BOXES)

@@ -1,5 +1,3 @@
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,14 +15,6 @@ def test_targets_of_a_mixture():
     np.testing.assert_allclose(
         targets, [[0.75 * 0.7 + 0.1, 0.25 * 0.7 + 0.1, 0.1], [0.1, 0.1, 0.8]], rtol=1e-6
     )
-
-
-def test_softmax_loss():
-    targets = losses.soft_targets(FIRST, SECOND, 0.75, 3, 0.0)
-    rows = np.asarray(LOGITS, np.float64)
-    of = lambda row, label: math.log(sum(math.exp(x) for x in row)) - row[label]
-    wanted = (0.75 * of(rows[0], 0) + 0.25 * of(rows[0], 1) + of(rows[1], 2)) / 2
-    assert float(losses.softmax_loss(LOGITS, targets)) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(

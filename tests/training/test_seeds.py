@@ -184,8 +184,8 @@ def test_the_report_takes_seeds_for_runs(together, alone, tmp_path):
     report.main([str(together), f"--out={tmp_path}"])
     values = [row["top1"] for row in rows_of(together)]
     low, high = np.clip(report.student(values), 0, 1)
-    wanted = f"| rope_mixed | 2 | {50 * sum(values):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-    assert wanted in (tmp_path / "report.md").read_text()
+    wanted = f"{50 * sum(values):.1f}<small>[{100 * low:.1f}, {100 * high:.1f}]</small>"
+    assert wanted in (tmp_path / "report.html").read_text()
 
 
 def test_a_line_tells_mean_and_spread():

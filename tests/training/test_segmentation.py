@@ -178,7 +178,7 @@ def test_several_seeds_are_each_as_if_alone_and_share_a_report(tmp_path, capsys)
     assert [row["seed"] for row in rows] == [0, 1, 0, 1]
     report.main([str(tmp_path / "both"), "--out", str(tmp_path / "report")])
     assert "mean IoU (%)" in capsys.readouterr().out
-    assert "Mean IoU in percent" in (tmp_path / "report" / "report.md").read_text()
+    assert "Mean IoU in percent" in (tmp_path / "report" / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -1,15 +1,15 @@
 """Decoding of untrusted image files to RGB pixels.
 
-Attacks on decoders are in the metadata (compressed text, colour profiles, Exif directories whose
-entries all point at the same megabytes), and Pillow warns about it. JPEG and PNG files are
-therefore reduced to the parts that encode pixels before Pillow reads them; the Exif orientation is
-read here. No global state is used: decoding is safe in threads and under any setting of Pillow.
+Attacks on decoders are in the metadata (compressed text, text under names that Pillow's decoder
+takes for settings of its own, Exif directories whose entries all point at the same megabytes).
+JPEG and PNG files are therefore reduced to the parts that encode pixels before Pillow reads them;
+the Exif orientation is read here. No global state is used: decoding is safe in threads and under
+any setting of Pillow.
 """
 
 import contextlib
 import io
 import re
-import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,23 +29,17 @@ MAX_BYTES = 2 * MAX_PIXELS
 MAX_SIDE = 65_535
 # Progressive JPEGs have about 10. Every scan visits the whole image; an empty one has 20 bytes.
 MAX_SCANS = 100
-_STRIP_PIXELS = 1 << 20  # converted at a time, to keep temporaries small
 
-# Orientation -> the transposition that undoes it, see `_turn`.
-_TURNS = dict(
-    enumerate(
-        (
-            Image.Transpose.FLIP_LEFT_RIGHT,
-            Image.Transpose.ROTATE_180,
-            Image.Transpose.FLIP_TOP_BOTTOM,
-            Image.Transpose.TRANSPOSE,
-            Image.Transpose.ROTATE_270,
-            Image.Transpose.TRANSVERSE,
-            Image.Transpose.ROTATE_90,
-        ),
-        start=2,
-    )
-)
+# Exif orientation -> the transposition that undoes it.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _PIXEL_CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}
 # A JPEG marker with a length (or the end of the image).
 _SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
@@ -80,11 +74,11 @@ def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
             several scans), a side over 65,535 pixels, more than 100 scans; the message has the
             reason.
     """
-    return EncodedImage(data).pixels()
+    return np.array(EncodedImage(data).picture())
 
 
 class EncodedImage:
-    """A file with an acceptable header; one of its two methods decodes it, once.
+    """A file with an acceptable header; `picture` decodes it, once.
 
     Args:
         data: the bytes of the file.
@@ -113,15 +107,8 @@ class EncodedImage:
                 _scale_colour_key(self._image, depth=data[24])
         self.size = (height, width) if self.orientation >= 5 else (width, height)
 
-    def pixels(self) -> UInt8[np.ndarray, "H W 3"]:
-        """The pixels, see `decode_image`."""
-        with self._blame():
-            pixels = _to_rgb(self._image)
-        del self._image  # before turning makes a copy
-        return np.ascontiguousarray(_turn(pixels, self.orientation))
-
     def picture(self, *, reduce: int = 1) -> Image.Image:
-        """The same pixels as a Pillow image of mode RGB.
+        """The pixels of `decode_image` as a Pillow image of mode RGB.
 
         Args:
             reduce: 1, 2, 4 or 8. JPEG files are decoded to that fraction of their sides, rounded
@@ -130,13 +117,19 @@ class EncodedImage:
         """
         with self._blame():
             image = self._image
-            if image.mode.startswith("I") or image.has_transparency_data:
-                return Image.fromarray(self.pixels())
-            del self._image  # so that only the converted or turned copy is left
+            del self._image  # so that only the newest copy is left
             if reduce > 1 and self.orientation == 1:
                 image.draft(None, (image.width // reduce, image.height // reduce))
             image.load()
-            image = image if image.mode == "RGB" else image.convert("RGB")
+            if image.mode.startswith("I"):
+                image = image.convert("I").point(_grey_levels(image), "L")
+            elif image.has_transparency_data:
+                image = image if image.mode in ("LA", "RGBA") else image.convert("RGBA")
+                white = Image.new("RGB", image.size, "white")
+                white.paste(image, mask=image)
+                image = white
+            if image.mode != "RGB":
+                image = image.convert("RGB")
             return image.transpose(_TURNS[self.orientation]) if self.orientation > 1 else image
 
     @contextlib.contextmanager
@@ -155,11 +148,7 @@ def _format(data: bytes) -> str:
         return "JPEG"
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return "WebP"
-    raise ValueError(
-        f"not a JPEG, PNG or WebP image: it starts with {data[:12]!r}"
-        if data
-        else "the image file is empty"
-    )
+    raise ValueError(f"not a JPEG, PNG or WebP image: it starts with {data[:12]!r}")
 
 
 def _open(data: bytes, name: str) -> tuple[ImageFile.ImageFile, int, int]:
@@ -181,9 +170,7 @@ def _reduce_png(data: bytes) -> tuple[bytes, bytes]:
     """The chunks that encode pixels, and the Exif block; the decoder detects damage."""
     kept, exif, at = [data[:8]], b"", 8
     while at < len(data):
-        header = data[at : at + 8]
-        end = at + 12 + int.from_bytes(header[:4])
-        kind = header[4:]
+        kind, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4])
         if kind in _PIXEL_CHUNKS or end > len(data):
             kept.append(data[at:end])
         elif kind == b"eXIf":
@@ -199,7 +186,7 @@ def _reduce_jpeg(data: bytes) -> tuple[bytes, bytes, int]:
 
     The decoder detects damage.
     """
-    kept, exif, scans, at, pixels_at = [data[:2]], b"", 0, 2, len(data)
+    kept, exif, scans, at = [data[:2]], b"", 0, 2
     while (found := _SEGMENT.search(data, at)) is not None:
         kind, body = data[found.end() - 1], found.end() + 2
         at = max(body, found.end() + int.from_bytes(data[found.end() : body]))
@@ -207,32 +194,32 @@ def _reduce_jpeg(data: bytes) -> tuple[bytes, bytes, int]:
             break
         if kind == 0xDA:  # start of scan
             scans += 1
-            pixels_at = min(pixels_at, found.start())
+            if scans == 1:
+                kept.append(data[found.start() :])
             if scans > MAX_SCANS:
                 raise ValueError(f"it has more than {MAX_SCANS} scans")
         elif kind == 0xE1 and not exif and data[body : body + 6] == b"Exif\0\0":
             exif = data[body:at]
-        if scans == 0 and kind not in _METADATA_SEGMENTS:
+        elif scans == 0 and kind not in _METADATA_SEGMENTS:
             kept.append(data[found.start() : at])
-    return b"".join([*kept, data[pixels_at:]]), exif, scans
+    return b"".join(kept), exif, scans
 
 
 def _orientation(exif: bytes) -> int:
     """Orientation 1 to 8 of an Exif block; 1 if it has none or is damaged."""
     tiff = exif.removeprefix(b"Exif\0\0")
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    order = {b"II": "little", b"MM": "big"}.get(tiff[:2])
     if order is None:
         return 1
-    try:
-        (directory,) = struct.unpack_from(order + "I", tiff, 4)
-        (entries,) = struct.unpack_from(order + "H", tiff, directory)
-        for entry in range(directory + 2, directory + 2 + 12 * entries, 12):
-            tag, kind = struct.unpack_from(order + "HH", tiff, entry)
-            if tag == 0x0112:
-                (value,) = struct.unpack_from(order + ("I" if kind == 4 else "H"), tiff, entry + 8)
-                return value if 1 <= value <= 8 else 1
-    except struct.error:  # an offset or an entry beyond the block's end
-        pass
+
+    def number(at: int, size: int) -> int:  # 0 beyond the end
+        return int.from_bytes(tiff[at : at + size], order)
+
+    first = number(4, 4) + 2
+    for entry in range(first, first + 12 * number(first - 2, 2), 12):
+        if number(entry, 2) == 0x0112:
+            value = number(entry + 8, 4 if number(entry + 2, 2) == 4 else 2)
+            return value if 1 <= value <= 8 else 1
     return 1
 
 
@@ -245,42 +232,7 @@ def _scale_colour_key(image: ImageFile.ImageFile, *, depth: int) -> None:
         image.info["transparency"] = tuple(value >> 8 for value in key)
 
 
-def _to_rgb(image: ImageFile.ImageFile) -> np.ndarray:
-    image.load()
-    width, height = image.size
-    pixels = np.empty((height, width, 3), np.uint8)
-    rows = max(1, _STRIP_PIXELS // width)
-    for top in range(0, height, rows):
-        bottom = min(top + rows, height)
-        pixels[top:bottom] = _strip_to_rgb(image.crop((0, top, width, bottom)))
-    return pixels
-
-
-def _strip_to_rgb(strip: Image.Image) -> np.ndarray:
-    if strip.mode.startswith("I"):  # 16-bit grey
-        grey = np.asarray(strip)
-        scaled = (grey.astype(np.uint32) + 128) // 257
-        if "transparency" in strip.info:
-            scaled[grey == strip.info["transparency"]] = 255
-        return scaled[:, :, None]
-    if not strip.has_transparency_data:
-        return np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))
-    rgba = np.asarray(strip.convert("RGBA")).astype(np.uint16)
-    colour, alpha = rgba[:, :, :3], rgba[:, :, 3:]
-    # At most 255 * 255 + 127, which fits 16 bits.
-    return (colour * alpha + 255 * (255 - alpha) + 127) // 255
-
-
-def _turn(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Undoes an orientation.
-
-    2 mirror, 3 half a turn, 4 upside down, 5 transpose, 6 clockwise, 7 transpose and half a turn,
-    8 anticlockwise.
-    """
-    if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return pixels
+def _grey_levels(image: Image.Image) -> list[int]:
+    """The 8-bit grey of each 16-bit value; white for the transparent one."""
+    key = image.info.get("transparency")
+    return [255 if value == key else (value + 128) // 257 for value in range(65_536)]

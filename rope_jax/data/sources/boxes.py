@@ -63,6 +63,14 @@ class Annotations:
             0,
         )
 
+    def check_size(self, example: int, size: tuple[int, int]) -> None:
+        """Raises ValueError if an image has other (rows, columns) than its annotations say."""
+        rows, columns = self.sizes[example].tolist()
+        if size != (rows, columns):
+            raise ValueError(
+                f"it has {size[0]}x{size[1]} pixels, but is annotated as one of {rows}x{columns}"
+            )
+
     def truth(self, example: int) -> Truth:
         """The objects of one image."""
         own = slice(self.ends[example - 1] if example else 0, self.ends[example])
@@ -108,15 +116,12 @@ class Annotations:
 class Boxed:
     """What sets of images with boxes have in common, in memory or not.
 
-    Their `labels`, one of each image, are 0: those of objects are in `annotations`.
+    Their `labels`, one of each image, are 0: those of objects are in `annotations`. Each kind has
+    `pixels(example)`, an image as it is stored, uint8 [h, w, 3].
     """
 
     labels_of: ClassVar[str] = "boxes"
     annotations: Annotations
-
-    def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
-        """An image as it is stored."""
-        raise NotImplementedError
 
     def placing(self, example: int, crop: Augmentation | None, draw: int) -> Placing:
         """Where a crop places an image; None for the image as it is."""
@@ -218,11 +223,7 @@ class StreamedBoxes(Boxed, Streamed):
 
     def pixels(self, example: int) -> UInt8[np.ndarray, "h w 3"]:
         image = decode_image(self.source.read(example))
-        if image.shape[:2] != (size := tuple(self.annotations.sizes[example].tolist())):
-            raise ValueError(
-                f"it has {image.shape[0]}x{image.shape[1]} pixels, but is annotated as one of "
-                f"{size[0]}x{size[1]}"
-            )
+        self.annotations.check_size(example, image.shape[:2])
         return image
 
     def example(
