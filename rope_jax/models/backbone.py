@@ -211,25 +211,6 @@ class Backbone(nnx.Module):
         """
         return None
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        """How often the weights of a module are applied to an image, by prefix of its name.
-
-        The first prefix that matches a module applies; see `models.cost`.
-        """
-        raise NotImplementedError
-
-    def products(self, image_size: Grid) -> dict[str, int]:
-        """Multiply-adds of products of activations other than softmax attention, by module."""
-        return {}
-
-    def map_places(self, image_size: Grid) -> dict[str, int]:
-        """As `places`, of modules that `features` alone applies."""
-        return {}
-
-    def map_products(self, image_size: Grid) -> dict[str, int]:
-        """As `products`, of modules that `features` alone applies."""
-        return {}
-
     def training_keys(self, train: bool, key: Array | None, count: int) -> list[Array | None]:
         """`count` keys for a forward pass in training, or `count` Nones otherwise.
 

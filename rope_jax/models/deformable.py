@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax.models.layers import Linear
+from rope_jax.models.layers import SUM_OF_PRODUCTS, Linear
 from rope_jax.positions.grids import Grid
 
 
@@ -73,7 +73,9 @@ def gather_sum(
     )
     wide = jnp.promote_types(values.dtype, jnp.float32)
     gathered = read(values, indices).astype(wide)
-    return (gathered * weights[..., None].astype(wide)).sum(axis=-2).astype(values.dtype)
+    with jax.named_scope(SUM_OF_PRODUCTS):
+        products = gathered * weights[..., None].astype(wide)
+    return products.sum(axis=-2).astype(values.dtype)
 
 
 def _directions(heads: int, levels: int, points: int) -> np.ndarray:
@@ -158,8 +160,3 @@ class DeformableAttention(nnx.Module):
         locations = centres[..., :2] + offsets * scale
         out = gather_sum(values, *corners_of(locations, weights, sizes))
         return self.out(out.reshape(batch, queries, -1))
-
-    def products(self, queries: int) -> int:
-        """Multiply-adds of the weighted sums of the four tokens around each point."""
-        _, levels, points = self.shape
-        return 4 * queries * levels * points * self.value.out_features

@@ -144,29 +144,6 @@ class DenseModel(Backbone):
         self.backbone.resize(image_size)
         self.image_size = self.backbone.image_size
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        """As for classifiers; all blocks count, also those after the last whose map is taken."""
-        backbone, grids = self.backbone, self.grids(image_size)
-        if (head := self.head.places(self._sizes(image_size))) is None:
-            raise ValueError(
-                f"multiply-adds of the head {self.head_notation!r} are not counted: pass the "
-                "model's backbone alone, model.backbone"
-            )
-        places = backbone.map_places(image_size) | backbone.places(image_size)
-        places |= dict.fromkeys(backbone.of_classifier, 0)
-        neck = {} if self.neck is None else self.neck.places(grids[-1])
-        return _named({"backbone": places, "neck": neck, "head": head})
-
-    def products(self, image_size: Grid) -> dict[str, int]:
-        backbone = self.backbone
-        products = backbone.map_products(image_size) | {
-            module: count
-            for module, count in backbone.products(image_size).items()
-            if module.partition(".")[0] not in backbone.of_classifier
-        }
-        head = self.head.products(self._sizes(image_size))
-        return _named({"backbone": products, "head": head})
-
     def _sizes(self, image_size: Grid) -> list[Grid]:
         """(rows, columns) of the head's maps."""
         graph, state = nnx.split(self)
@@ -182,11 +159,6 @@ class DenseModel(Backbone):
 
     def window_rule(self, *, scaled: bool = False) -> str | None:
         return self.backbone.window_rule(scaled=scaled)
-
-
-def _named(parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Counts of modules of all parts, by their names in the whole model."""
-    return {f"{part}.{name}": n for part, own in parts.items() for name, n in own.items()}
 
 
 def head_call(head: str) -> Call:

@@ -17,6 +17,8 @@ from rope_jax.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables stored in weight files: trained parameters and running statistics."""
+SUM_OF_PRODUCTS = "sum_of_products"
+"""Scope of products that are not matrix products, which `models.cost` counts."""
 
 
 class Linear(nnx.Linear):

@@ -146,12 +146,6 @@ class NAT(Hierarchy):
         dilated = Neighborhood(plain.size, (options.dilations[part],) * 2)
         return [dilated if block % 2 else plain for block in range(options.depths[part])]
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        height, width = image_size
-        # After the first convolution of the stem the stride is 2, after the second 4.
-        first = {"patch_embed.proj.0": -(-height // 2) * -(-width // 2)}
-        return first | super().places(image_size)
-
 
 _MINI = NATOptions(width=64, depths=(3, 4, 6, 5), heads=(2, 4, 8, 16), mlp_ratio=3.0)
 _TINY = dataclasses.replace(_MINI, depths=(3, 4, 18, 5))

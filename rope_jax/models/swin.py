@@ -261,14 +261,6 @@ class Hierarchy(Backbone):
                     module.stage = dataclasses.replace(module.stage, pattern=self.pattern())
         super().resize(image_size)
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        areas = [height * width for height, width in self.grids(image_size)]
-        places = {"patch_embed": areas[0], "head": 1}
-        for index, (area, later) in enumerate(itertools.pairwise([*areas, areas[-1]])):
-            places[f"stages.{index}.blocks"] = area
-            places[f"stages.{index}.downsample"] = later
-        return places
-
     def maps(
         self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None
     ) -> Iterator[Float[Array, "B H W C"]]:

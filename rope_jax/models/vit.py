@@ -238,11 +238,6 @@ class ViT(Backbone):
         far, depth = self.options.global_blocks, self.options.depth
         return [Global() if block in far else self.pattern for block in range(depth)]
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        ((height, width),) = self.grids(image_size)
-        area = height * width
-        return {"patch_embed": area, "blocks": self.position.stage.prefix + area, "head": 1}
-
     def encode(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B L C"]:

@@ -9,7 +9,8 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models import cost as module
-from rope_jax.models.cost import attended_pairs, cost
+from rope_jax.models.attention import attended_pairs
+from rope_jax.models.cost import cost
 from rope_jax_kernels import Global, Neighborhood, Window
 from tests.models.small import some_slow
 from tests.parity.official import DATA

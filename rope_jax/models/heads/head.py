@@ -127,17 +127,6 @@ class Head(nnx.Module):
         """
         raise NotImplementedError
 
-    def places(self, sizes: Sequence[Grid]) -> dict[str, int] | None:
-        """How often the weights of a module are applied to maps of `sizes`, see `Backbone.places`.
-
-        None for heads whose multiply-adds are not counted.
-        """
-        return None
-
-    def products(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        """Multiply-adds of products of activations, those of attention among them, by module."""
-        return {}
-
 
 class SegmentationHead(Head):
     """Base of heads that give every pixel a class: they return `PixelLogits`.
