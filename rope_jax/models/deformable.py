@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax.models.layers import SUM_OF_PRODUCTS, Linear
+from rope_jax.models.registry import check_divisible
 from rope_jax.positions.grids import Grid
 
 
@@ -109,10 +110,7 @@ class DeformableAttention(nnx.Module):
     ):
         self.shape = (heads, levels, points)
         inner, count = int(width * ratio), heads * levels * points
-        if inner % heads:
-            raise ValueError(
-                f"{inner} channels are not divisible by heads={heads}: change one of them"
-            )
+        check_divisible("deformable attention", inner, {"heads": heads})
         glorot = jax.nn.initializers.glorot_uniform()
         zeros = jax.nn.initializers.zeros
         settings = {"rngs": rngs, **dtypes}

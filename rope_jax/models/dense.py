@@ -109,15 +109,9 @@ class DenseModel(Backbone):
         predictions = self.predict(images, extent=extent, train=train, key=key)
         return self.head.result(predictions, images.shape[1:3])
 
-    def training_keys(self, train: bool, key: Array | None, count: int) -> list[Array | None]:
-        if train and key is None:
-            for name in self.head.options.draws:
-                if getattr(self.head.options, name) > 0:
-                    raise ValueError(
-                        f"train=True needs a key for the head's {name.replace('_', ' ')}: pass "
-                        f"key=jax.random.key(...), or create the head with {name}=0"
-                    )
-        return super().training_keys(train, key, count)
+    def drawn(self) -> list[str]:
+        options = self.head.options
+        return [*super().drawn(), *(name for name in options.draws if getattr(options, name) > 0)]
 
     def parts(self) -> dict[str, nnx.Module]:
         return {f"backbone.{name}": part for name, part in self.backbone.parts().items()}
@@ -330,12 +324,12 @@ def _taken(
             f"neck={kind} is of isotropic models: the maps of {backbone.name} have the sizes that "
             "the head takes; leave it out"
         )
+    made = {"rngs": rngs, "dtypes": dtypes}
     if several and head.strides is not None:
         stages = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
         own = [(widths * len(_STRIDES))[stage] for stage in stages]
-        if backbone.own_maps:
-            return _Taken(None, own, stages=stages)
-        norms = StageNorms(own, backbone.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        epsilon = backbone.options.norm_epsilon
+        norms = None if backbone.own_maps else StageNorms(own, epsilon, **made)
         return _Taken(norms, own, stages=stages)
     single = head.strides is None or head.scales is not None
     blocks = _blocks(backbone.name, depth, blocks, single=single)
@@ -343,11 +337,9 @@ def _taken(
         return _Taken(None, widths[-1:], blocks)
     if head.scales is None:
         make = NECKS[kind]
-        neck = None if make is None else make(widths[0], rngs=rngs, dtypes=dtypes)
-        return _Taken(neck, widths * len(head.strides), blocks)
-    neck = FeaturePyramid(
-        widths[0], outputs=options.width, scales=head.scales, dtype=dtypes["dtype"], rngs=rngs
-    )
+        return _Taken(make and make(widths[0], **made), widths * len(head.strides), blocks)
+    pyramid = {"outputs": options.width, "scales": head.scales, "dtype": dtypes["dtype"]}
+    neck = FeaturePyramid(widths[0], **pyramid, rngs=rngs)
     return _Taken(neck, [options.width] * len(head.strides), blocks)
 
 

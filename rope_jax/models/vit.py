@@ -38,6 +38,7 @@ from rope_jax.models.registry import (
     Options,
     Positive,
     Probability,
+    check_divisible,
     one_of,
     register,
 )
@@ -128,15 +129,12 @@ class ViTOptions(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.width % self.heads:
+        check_divisible("the model", self.width, {"heads": self.heads})
+        if self.attention != "global" and (self.class_token or self.registers):
             raise ValueError(
-                f"width={self.width} is not divisible by heads={self.heads}: change one of them"
+                f"attention={self.attention!r} has no place for a class token and registers: set "
+                "class_token=False and registers=0"
             )
-        local = f"attention={self.attention!r} has no place for"
-        if self.attention != "global" and self.class_token:
-            raise ValueError(f"{local} a class token: set class_token=False")
-        if self.attention != "global" and self.registers:
-            raise ValueError(f"{local} registers: set registers=0")
         if self.pooling in ("class", "class_mean") and not self.class_token:
             raise ValueError(
                 f"pooling={self.pooling!r} reads a class token, and there is none: "

@@ -39,7 +39,6 @@ class Absolute(Position):
     @abc.abstractmethod
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         """Returns the embedding of each token on a map of `grid`; T = embed_prefix + H*W."""
-        raise NotImplementedError
 
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
         return tokens + self.table(grid).astype(tokens.dtype)

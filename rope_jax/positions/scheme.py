@@ -1,7 +1,6 @@
 """The base class of all positional schemes, the terms they return, and the registry of names."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -358,19 +357,10 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
         name: for the notation, `name(option=value)`; see `Position` for the class.
 
     Raises:
-        ValueError: there is a scheme of this name, or the class lacks a method.
+        ValueError: there is a scheme of this name.
     """
 
     def register(cls: type[Position]) -> type[Position]:
-        for missing in dir(cls):
-            method = getattr(cls, missing)
-            if getattr(method, "__isabstractmethod__", False):
-                form = f"{missing}({', '.join(inspect.signature(method).parameters)})"
-                about = (method.__doc__ or "").split(";")[0].rstrip(".")
-                which = f", which {about[0].lower()}{about[1:]}" if about else ""
-                raise ValueError(
-                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}{which}"
-                )
         if name in SCHEMES:
             raise ValueError(
                 f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"

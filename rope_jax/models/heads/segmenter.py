@@ -13,7 +13,14 @@ from rope_jax.models.blocks import Block, drop_path, drop_path_rates
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import dropout
 from rope_jax.models.layers import Linear, layer_norm, linear
-from rope_jax.models.registry import Count, OptionalCount, Options, Positive, Probability
+from rope_jax.models.registry import (
+    Count,
+    OptionalCount,
+    Options,
+    Positive,
+    Probability,
+    check_divisible,
+)
 from rope_jax.positions import Terms
 from rope_jax_kernels import Global
 
@@ -100,11 +107,7 @@ class Segmenter(SegmentationHead):
         dtypes: dict,
     ):
         inputs, width = channels[0], options.width or channels[0]
-        if width % options.head_dim:
-            raise ValueError(
-                f"the head 'segmenter' has {width} channels, which its head_dim="
-                f"{options.head_dim} does not divide: change one of them"
-            )
+        check_divisible("the head 'segmenter'", width, {"head_dim": options.head_dim})
         self.options, self.out_features = options, num_classes
         settings = {"rngs": rngs, "dtypes": dtypes}
         shared = _BlockOptions(
