@@ -30,7 +30,7 @@ from tests.models.definition import (
     softmax,
     value,
 )
-from tests.models.small import check_gradients, filled, pictures, run, some_slow
+from tests.models.small import filled, pictures, run, some_slow
 
 SMALL = {"width": 32, "heads": 2, "depth": 2}
 CONVS = {
@@ -214,26 +214,6 @@ def test_patches_must_cover_the_image_and_convolutions_need_not():
     assert run(small("cct_7_3x1"), pictures(13, 19))[0].shape == (2, 5)
 
 
-@pytest.mark.parametrize(("name", "grid"), [("vit_lite_7_4", (4, 6)), ("cct_7_3x1", (8, 12))])
-def test_features_are_the_map_that_is_pooled(name, grid):
-    graph, state = nnx.split(small(name))
-
-    @jax.jit
-    def both(state, images):
-        model = nnx.merge(graph, state)
-        (features,) = model.features(images)
-        assert features.shape == (2, *grid, 32)
-        flat = features.reshape(2, -1, 32)
-        pooled = (
-            model.encode(images)[:, 0]
-            if model.options.class_token
-            else (jax.nn.softmax(model.attention_pool(flat), 1) * flat).sum(1)
-        )
-        return model.head(pooled), model(images)
-
-    np.testing.assert_allclose(*both(state, pictures(16, 24)), rtol=0, atol=1e-5)
-
-
 # Dropout of attention
 
 
@@ -271,54 +251,6 @@ def test_dropout_drops_weights_after_the_softmax():
     assert (
         len({kept[b, :, n].tobytes() for b in range(3) for n in range(2)}) == 6
     )  # each head and image by itself
-
-
-@pytest.mark.slow
-def test_training_drops_with_a_key_and_evaluation_never():
-    model, images = small("cct_7_3x1", drop_path=0.0, attention_dropout=0.5), pictures(12, 20)
-    plain, _ = run(model, images)
-    np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
-    one, again, other = (
-        run(model, images, train=True, key=jax.random.key(seed))[0] for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(one, again)
-    assert bool((one != other).any(axis=1).all())
-    assert bool((one != plain).any(axis=1).all())
-    with pytest.raises(ValueError, match="train=True needs a key for attention dropout: pass key="):
-        model(images, train=True)
-    with pytest.raises(ValueError, match="train=True needs a key for drop path"):
-        small("cct_7_3x1", attention_dropout=0.0)(images, train=True)
-    steady = small("cct_7_3x1", drop_path=0.0, attention_dropout=0.0)
-    np.testing.assert_allclose(run(steady, images, train=True)[0], plain, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_gradients_in_bfloat16_are_finite_and_reach_everything():
-    graph, params, rest = nnx.split(
-        small("cct_7_3x1", "ape+rpb", drop_path=0.3, dtype=jnp.bfloat16), nnx.Param, ...
-    )
-
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        logits = nnx.merge(graph, params, rest)(
-            pictures(12, 20, batch=8), train=True, key=jax.random.key(0)
-        )
-        assert logits.dtype == jnp.bfloat16
-        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].mean()
-
-    # A softmax does not see its bias.
-    check_gradients(gradient(params), silent=lambda path: path == ("attention_pool", "bias"))
-
-
-@pytest.mark.slow
-def test_blocks_in_a_scan_are_the_same_ones():
-    images, key = pictures(12, 20), jax.random.key(2)
-    make = lambda scan: rope_jax.create_model(
-        "cct_7_3x1", num_classes=5, image_size=(12, 20), scan_layers=scan, **SMALL | {"depth": 3}
-    )
-    want, got = (run(make(scan), images, train=True, key=key)[0] for scan in (False, True))
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
 # Start

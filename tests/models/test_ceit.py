@@ -18,7 +18,7 @@ from rope_jax.models.pretrained import export_state_dict, load_pretrained, save_
 from rope_jax.models.vit import ViTOptions
 from rope_jax.training.optim import decay_mask
 from tests.models.definition import attend, convolve, dense, gelu, mlp, norm, patches_of, value
-from tests.models.small import check_gradients, filled, pictures, run, some_slow
+from tests.models.small import filled, pictures, run, some_slow
 
 SMALL = {
     "width": 32,
@@ -226,40 +226,6 @@ def test_statistics_change_in_the_module_that_is_called_and_in_no_state():
     np.testing.assert_array_equal(state["mean"][...], 0)
 
 
-@pytest.mark.slow
-def test_gradients_in_bfloat16_are_finite_and_reach_everything():
-    graph, params, rest = nnx.split(
-        small("ape+rpb+rope_mixed+peg", drop_path=0.3, dtype=jnp.bfloat16), nnx.Param, ...
-    )
-
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        logits = nnx.merge(graph, params, rest)(
-            pictures(24, 40, batch=8), train=True, key=jax.random.key(0)
-        )
-        assert logits.dtype == jnp.bfloat16
-        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].mean()
-
-    def silent(path):
-        # What follows a bias is a batch norm, which takes it away; what follows the last block's
-        # LeFF are patches that nothing reads.
-        return path[-2:] in [(f"conv{n}", "bias") for n in (1, 2, 3)] or path[1:3] == (1, "leff")
-
-    check_gradients(gradient(params), silent)
-
-
-def test_drop_path_needs_a_key():
-    with pytest.raises(ValueError, match="train=True needs a key for drop path"):
-        small(drop_path=0.1)(pictures(24, 40), train=True)
-    model, images = small(drop_path=0.5, depth=3), pictures(24, 40, batch=8)
-    one, again, other = (
-        run(model, images, train=True, key=jax.random.key(seed))[0] for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(one, again)
-    assert bool((one != other).any())
-
-
 # Sizes
 
 
@@ -284,16 +250,6 @@ def test_multiply_adds_are_counted_where_they_are_made():
     assert rows["blocks.2.leff.conv2"] == 24 * 9 * 768
     assert rows["lca.attn"] == 2 * 3**2 * 192
     assert rows["lca.mlp.fc1"] == 3 * 192 * 768
-
-
-def test_features_are_the_map_of_the_last_block():
-    graph, state = nnx.split(small())
-    features = jax.jit(lambda state, images: nnx.merge(graph, state).features(images))
-    images = pictures(32, 56)
-    (one,), (other,) = (features(state, x) for x in (images, images.at[:, :4, -4:].add(1.0)))
-    assert one.shape == (2, 4, 7, 32)
-    change = jnp.abs(one - other).sum(axis=(0, 3))
-    assert np.unravel_index(int(change.argmax()), change.shape) == (0, 6)
 
 
 # Start and weights

@@ -324,48 +324,11 @@ def test_absolute_embeddings_act_on_the_first_stage_only(name):
 # Training
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["swin_t", "dinat_base"])
-def test_a_step_in_bfloat16_has_finite_gradients(name):
-    model = tiny(name, dtype=jnp.bfloat16, drop_path=0.2)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    images = pictures(*SIZE)
-
-    def loss(params):
-        logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(0))
-        assert logits.dtype == jnp.bfloat16
-        return -jax.nn.log_softmax(logits.astype(jnp.float32))[
-            jnp.arange(2), jnp.array([1, 3])
-        ].sum()
-
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    assert np.isfinite(value)
-    for path, gradient in nnx.to_flat_state(gradients):
-        assert gradient.dtype == jnp.float32, path
-        assert np.isfinite(gradient[...]).all(), path
-
-
 def test_drop_path_grows_over_all_blocks():
     for name, last in {"swin_t": 0.2, "swin_s": 0.3, "swin_b": 0.5}.items():
         model = nnx.eval_shape(lambda name=name: rope_jax.create_model(name))
         rates = [rate for stage in model.stages for rate in stage.rates]
         np.testing.assert_allclose(rates, np.linspace(0, last, len(rates)), rtol=1e-12)
-
-
-@pytest.mark.slow
-def test_only_training_drops_and_only_with_a_key():
-    model, images = tiny("swin_t", drop_path=0.5), pictures(*SIZE, batch=4)
-    plain = run(model, images)[0]
-    with pytest.raises(ValueError, match="train=True needs a key for drop path: pass key="):
-        model(images, train=True)
-    graph, state = nnx.split(model)
-    train = jax.jit(
-        lambda seed: nnx.merge(graph, state)(images, train=True, key=jax.random.key(seed))
-    )
-    one, same, other = train(0), train(0), train(1)
-    np.testing.assert_array_equal(one, same)
-    assert bool((one != other).any())
-    assert bool((one != plain).any())
 
 
 def test_initial_weights_are_the_same_wherever_they_are_drawn():
