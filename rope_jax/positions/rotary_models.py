@@ -149,6 +149,14 @@ class Rope3D(Rotary):
             first += count
         return freqs
 
+    def terms(self, grid: Grid | Video, key: Array | None = None) -> Terms:
+        if len(grid) == 3 and not isinstance(self.stage.pattern, Global):
+            raise ValueError(
+                f"grid={grid} is a video, but windows and neighbourhoods are those of a map: use "
+                "global attention"
+            )
+        return super().terms(grid, key)
+
 
 @scheme("dinov3")
 class DinoV3(Rotary):

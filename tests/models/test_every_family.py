@@ -125,7 +125,7 @@ def test_only_training_drops_and_only_with_a_key(name):
     model, images = small(name), pictures(*SIZE, batch=4)
     plain = run(model, images)[0]
     np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
-    with pytest.raises(ValueError, match="needs a key for .*drop_path"):
+    with pytest.raises(ValueError, match=r"needs a key for .*drop_path"):
         model(images, train=True)
     one, same, other = (run(model, images, True, jax.random.key(seed))[0] for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, same)
@@ -212,7 +212,7 @@ def test_blocks_after_the_last_one_wanted_are_not_run(name, block, after):
         ("deit3_s16", {"blocks": (1, 0)}, "in ascending order, from 0 to 2"),
         ("deit3_s16", {"blocks": ()}, "blocks=() must be"),
         ("swin_t", {"norm": True}, "has block 2 of an earlier one, of other channels"),
-        ("swin_t", {"train": True}, "train=True needs a key for drop path"),
+        ("swin_t", {"train": True}, "train=True needs a key for drop_path"),
     ],
 )
 def test_what_cannot_be_is_refused(name, settings, advice):

@@ -39,12 +39,51 @@ CASES = [
         for size in ("small", "base")
     ],
 ]
+# Trainable, of the official code; beit's by timm 1.0.31.
+OTHERS = {
+    "beit_b16": 86_530_984,
+    "beit_l16": 304_430_568,
+    "cct_14_7x2": 22_367_273,
+    "cct_2_3x2": 283_723,
+    "cct_7_3x1": 3_760_139,
+    "ceit_b": 94_405_416,
+    "ceit_s": 24_204_840,
+    "ceit_t": 6_356_904,
+    "cvt_7_4": 3_716_619,
+    # Of DeiT-S, less the table of 197 rows, plus the convolutions: a 3 x 3 kernel and a bias for
+    # each of 384 channels, and in 12 layers of 64.
+    "resformer_s16": 22_050_664 - 197 * 384 + 384 * 10 + 12 * 64 * 10,
+    "vit_lite_6_4": 3_190_538,
+    "vit_lite_7_4": 3_716_874,
+}
+WITHOUT_HEAD = {
+    "dinov2_s14": 22_056_192,
+    "dinov2_b14": 86_579_712,
+    "dinov2_l14": 304_367_616,
+    "dinov2_g14": 1_136_479_232,
+    "dinov2_g14_reg": 1_136_483_840 + 1536,
+    "dinov3_s16": 21_596_160,
+    "dinov3_s16_plus": 28_692_480,
+    "dinov3_b16": 85_659_648,
+    "dinov3_l16": 303_128_576,
+    "dinov3_h16_plus": 840_591_360,
+}
 
 
-def params_of(name, position):
-    return nnx.state(
-        nnx.eval_shape(lambda: rope_jax.create_model(name, position=position)), nnx.Param
-    )
+def params_of(name, position=None, **options):
+    make = lambda: rope_jax.create_model(name, position=position, **options)
+    return nnx.state(nnx.eval_shape(make), nnx.Param)
+
+
+MORE = [(name, {}, count) for name, count in OTHERS.items()]
+MORE += [("cct_7_3x1", {"num_classes": 100}, 3_783_269)]
+MORE += [(name, {"num_classes": 0}, count) for name, count in WITHOUT_HEAD.items()]
+
+
+@pytest.mark.parametrize(("name", "options", "count"), some_slow(MORE, MORE[::4]))
+def test_other_families_have_as_many_as_in_their_code(name, options, count):
+    leaves = jax.tree.leaves(params_of(name, **options))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == count
 
 
 @pytest.mark.parametrize(("name", "position", "count"), some_slow(CASES, CASES[::7]))

@@ -225,33 +225,3 @@ def test_numbers_are_dropped_one_by_one_and_the_mean_stays():
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"patch_size": 8}, "patch_size=8 is not an option of this family: leave it at 16"),
-        ({"token_width": 0}, "token_width=0 must be at least 1"),
-        (
-            {"random_features": 9},
-            "random_features=9 are orthogonal, so there are at most token_width=8",
-        ),
-        (
-            {"performer_dropout": 1.0},
-            "performer_dropout=1.0 is not allowed; it must be at least 0 and below 1",
-        ),
-        ({"logit_scale": "D"}, "logit_scale='D' is not allowed; use one of head, width"),
-        (
-            {"image_size": (2, 9)},
-            "image size 2x9 is too small for a split of 7x7 pixels: use at least 3x3",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        small(**options)
-
-
-def test_small_images_are_refused_in_calls_too():
-    with pytest.raises(ValueError, match="image size 9x2 is too small"):
-        small()(pictures(9, 2))

@@ -95,15 +95,6 @@ def test_float64_is_for_everything(name):
     assert jax.eval_shape(model, pictures(6, 10).astype(jnp.float64)).dtype == jnp.float64
 
 
-def test_float64_without_x64_is_refused():
-    with pytest.raises(
-        ValueError,
-        match="dtype=float64 is not available; use float32, bfloat16 or float16, or float64 with "
-        "jax_enable_x64",
-    ):
-        small_model("vit_s16", dtype=jnp.float64)
-
-
 def test_embeddings_cover_the_class_token_of_deit_and_not_of_deit3():
     for name, rows in (("deit_ti16", 1 + 15), ("deit3_ti16", 15), ("vit_s16", 15)):
         model = small_model(name, "ape")
@@ -127,18 +118,6 @@ def test_resize_is_the_map_of_creation_from_then_on():
         np.testing.assert_allclose(run(model, images)[0], before, rtol=0, atol=1e-14)
         model.resize(8)  # pixels of both sides
         assert model.position.stage.grid == (4, 4)
-
-
-@pytest.mark.parametrize("position", ["none", "ape"])
-def test_images_that_patches_do_not_divide_are_refused(position):
-    model = small_model("vit_s16", position)
-    with pytest.raises(
-        ValueError,
-        match="image size 7x10 is not divisible by the patch size 2: crop or resize the images",
-    ):
-        model(pictures(7, 10))
-    with pytest.raises(ValueError, match="image size 6x9 is not divisible by the patch size 2"):
-        model.resize((6, 9))
 
 
 @pytest.mark.slow
