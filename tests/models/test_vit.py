@@ -1,5 +1,7 @@
 """The isotropic vision transformers: schemes, symmetry, precision, drop path, features."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,26 +190,17 @@ def test_both_branches_of_a_block_are_dropped_independently():
 
 
 @pytest.mark.parametrize(
-    ("images", "advice"),
+    "images",
     [
-        (
-            np.zeros((1, 4, 6, 4), np.float32),
-            r"shape \(1, 4, 6, 4\); they must be \[B, H, W, 3\]: .* drop a fourth one",
-        ),
-        (np.zeros((4, 6, 3), np.float32), r"shape \(4, 6, 3\); they must be .*: .* images\[None\]"),
-        (
-            np.zeros((1, 3, 4, 6), np.float32),
-            r"channels come last here, transpose them to \[B, H, W",
-        ),
-        (np.zeros((0, 4, 6, 3), np.float32), r"shape \(0, 4, 6, 3\), which is empty"),
-        (np.zeros((1, 4, 0, 3), np.float32), r"shape \(1, 4, 0, 3\), which is empty"),
-        (
-            np.zeros((1, 4, 6, 3), np.uint8),
-            r"dtype uint8; they must be floating-point numbers, normalised: \(images / 255 - "
-            r"mean\) / std",
-        ),
+        np.zeros((1, 4, 6, 4), np.float32),
+        np.zeros((4, 6, 3), np.float32),
+        np.zeros((1, 3, 4, 6), np.float32),
+        np.zeros((0, 4, 6, 3), np.float32),
+        np.zeros((1, 4, 0, 3), np.float32),
+        np.zeros((1, 4, 6, 3), np.uint8),
     ],
 )
-def test_images_that_are_none_are_refused(images, advice):
-    with pytest.raises(ValueError, match=advice):
+def test_images_that_are_none_are_refused(images):
+    given = re.escape(f"images have shape {images.shape} and dtype {images.dtype}")
+    with pytest.raises(ValueError, match=given):
         check_images(jnp.asarray(images))
