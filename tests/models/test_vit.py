@@ -22,6 +22,10 @@ PAIRS += [
     ("deit_ti16", "rpb(prefix=True)"),
     ("vit_s16", "irpe+ape"),
     ("deit3_ti16", "gpe+lpe"),
+    ("vit_s16", "liere(per_layer=False)"),
+    ("vit_s16", "comrope(variant=ap,block=4)"),
+    ("vit_s16", "string(variant=circulant)"),
+    ("vit_s16", "spherical_rope(learnable=True)"),
 ]
 # The tables of the last layer act on patches alone: they take part where patches are pooled.
 ONE = {"irpe": "deit_ti16", "decomposed": "vit_s16"}
@@ -29,7 +33,7 @@ PAIRS = [(ONE.get(text, name), text) for name, text in PAIRS]
 
 
 # One scheme of each kind; `tests/positions` takes every scheme through its gradients.
-LEARNING = ("lape(ape)", "rpb", "comrope", "irpe")
+LEARNING = ("lape(ape)", "rpb", "comrope", "irpe", "axial_rope_v1", "gpe")
 QUICK = [pair for pair in PAIRS if pair[1] in LEARNING]
 
 
