@@ -245,7 +245,7 @@ def _grids_to_resize(
             continue
         if grid is None:
             rows = max((shape[0] for shape in shapes.values() if shape), default=0)
-            grid = (math.isqrt(max(rows - stage.embed_prefix, 0)),) * 2
+            grid = (math.isqrt(max(rows - stage.embed_prefix, 1)),) * 2
         small = all(math.prod(shape) <= LARGEST for shape in shapes.values())
         if small and _can_resize(part.position, shapes, grid):
             found[prefix] = grid
