@@ -382,21 +382,12 @@ def check_option(name: str, value: str, allowed: Sequence[str]) -> str:
 _LARGEST = 1e30  # powers and products of options stay within float32
 
 
-def check_finite(name: str, value: float, *, zero: bool = False) -> float:
-    """Returns `value`; raises ValueError if it is negative, not finite, or 0 (unless `zero`)."""
-    if not 0 <= value <= _LARGEST or (value == 0 and not zero):
-        least = "of at least" if zero else "above"
+def check_finite(name: str, value: float | int, *, zero: bool = False, least: float = 0.0) -> float:
+    """Returns `value`; raises ValueError below `least`, if not finite, and for 0 unless `zero`."""
+    if not least <= value <= _LARGEST or (value == 0 and not zero):
+        above = f"of at least {least}" if zero or least else "above 0"
         raise ValueError(
-            f"{name}={value} is not allowed; use a number {least} 0 and at most {_LARGEST:g}"
-        )
-    return float(value)
-
-
-def check_factor(name: str, value: float) -> float:
-    """Returns `value`, the largest factor of a random scale; raises ValueError if it is below 1."""
-    if check_finite(name, value) < 1:
-        raise ValueError(
-            f"{name}={value} is not allowed; it is the largest factor: use 1 (off) or more"
+            f"{name}={value} is not allowed; use a number {above} and at most {_LARGEST:g}"
         )
     return float(value)
 
