@@ -8,7 +8,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from rope_jax.models.cost import attended_pairs, cost
+from rope_jax.models.attention import attended_pairs
+from rope_jax.models.cost import cost
 from rope_jax.models.create import create_model
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid

@@ -15,6 +15,7 @@ from rope_jax.positions import Position, Terms
 from rope_jax.sharding import over_batch
 from rope_jax_kernels import (
     Global,
+    Neighborhood,
     Pattern,
     Rotation,
     Window,
@@ -26,6 +27,8 @@ from rope_jax_kernels import (
 
 WINDOW_PADDING = ("mask", "tokens", "qkv")
 """What tokens attend to where windows go beyond a map: see `window_of`."""
+ATTENTION_PRODUCT = "multiply_adds_"
+"""Scope of attention, followed by the multiply-adds of each of its two products (`models.cost`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +159,9 @@ class SelfAttention(nnx.Module):
             out = _attend(qkv, shared, attend=attend, scale=scale)
         else:
             attend = functools.partial(_attend_packed, pattern=pattern, scale=scale)
-            with jax.named_scope("attention"):
+            pairs = attended_pairs(pattern, grid, tokens - grid[0] * grid[1])
+            stated = f"{ATTENTION_PRODUCT}{pairs * features}"
+            with jax.named_scope("attention"), jax.named_scope(stated):
                 out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
 
         if isinstance(pattern, PaddedWindow):
@@ -176,6 +181,26 @@ class SelfAttention(nnx.Module):
             return None if self.qkv.bias is None else self.qkv.bias[...]
         q_bias, v_bias = jnp.split(self.qv_bias[...], 2)
         return jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
+
+
+def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> int:
+    """Pairs of query and key in one attention layer on a map, with the padding of windows.
+
+    Args:
+        pattern: attention pattern.
+        grid: (H, W).
+        prefix: number of class and register tokens.
+    """
+    if isinstance(pattern, Global):
+        return (prefix + grid[0] * grid[1]) ** 2
+    pairs = 1
+    if isinstance(pattern, Neighborhood):
+        for n, kernel, step in zip(grid, pattern.size, pattern.dilation, strict=True):
+            pairs *= sum(min(kernel, -(-(n - i % step) // step)) for i in range(n))
+    else:
+        for n, size in zip(grid, pattern.fit(grid).size, strict=True):
+            pairs *= -(-n // size) * size * size
+    return pairs
 
 
 def _pad_to_windows(

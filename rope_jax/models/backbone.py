@@ -5,6 +5,7 @@ scheme. An isotropic model has one part, itself. Costs, analysis and weight conv
 the parts and do not distinguish families.
 """
 
+import abc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -64,6 +65,7 @@ class Backbone(nnx.Module):
         """Outputs of the head; 0 for a model without one."""
         return getattr(self.head, "out_features", 0)
 
+    @abc.abstractmethod
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:
@@ -74,7 +76,6 @@ class Backbone(nnx.Module):
             train: whether to use dropout, augmented positions and batch statistics.
             key: for randomness in training; not needed in evaluation.
         """
-        raise NotImplementedError
 
     def features(
         self,
@@ -143,20 +144,20 @@ class Backbone(nnx.Module):
         """Yields the map after each of some blocks, whose numbers ascend, as it is."""
         raise NotImplementedError
 
+    @abc.abstractmethod
     def parts(self) -> dict[str, nnx.Module]:
         """The modules that hold `blocks` and `position`, by the prefix of their parameters' names.
 
         {"": model} for isotropic models, {"stages.0.": ..., "stages.1.": ...} for others.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def grids(self, image_size: Grid) -> list[Grid]:
         """(rows, columns) of each part's map for an image of (height, width) pixels."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         """Attention pattern of each block of a part on a map of `grid` tokens."""
-        raise NotImplementedError
 
     def positions(self, image_size: int | Grid) -> list[tuple[Position, Grid]]:
         """Each part's positional scheme and its map.
@@ -211,24 +212,12 @@ class Backbone(nnx.Module):
         """
         return None
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        """How often the weights of a module are applied to an image, by prefix of its name.
-
-        The first prefix that matches a module applies; see `models.cost`.
-        """
-        raise NotImplementedError
-
-    def products(self, image_size: Grid) -> dict[str, int]:
-        """Multiply-adds of products of activations other than softmax attention, by module."""
-        return {}
-
-    def map_places(self, image_size: Grid) -> dict[str, int]:
-        """As `places`, of modules that `features` alone applies."""
-        return {}
-
-    def map_products(self, image_size: Grid) -> dict[str, int]:
-        """As `products`, of modules that `features` alone applies."""
-        return {}
+    def drawn(self) -> list[str]:
+        """What a forward pass in training draws: options, and "position"."""
+        options = self.options
+        augments = any(part.position.augments for part in self.parts().values())
+        named = [name for name in options.draws if getattr(options, name) > 0]
+        return [*named, *(["position"] if augments else [])]
 
     def training_keys(self, train: bool, key: Array | None, count: int) -> list[Array | None]:
         """`count` keys for a forward pass in training, or `count` Nones otherwise.
@@ -236,19 +225,11 @@ class Backbone(nnx.Module):
         Raises:
             ValueError: there is no key, and training needs one.
         """
-        if train and key is None:
-            advice = "pass key=jax.random.key(...)"
-            for name in self.options.draws:
-                if getattr(self.options, name) > 0:
-                    raise ValueError(
-                        f"train=True needs a key for {name.replace('_', ' ')}: {advice}, or "
-                        f"create the model with {name}=0"
-                    )
-            if any(part.position.augments for part in self.parts().values()):
-                raise ValueError(
-                    "train=True needs a key for the position, which draws its coordinates in "
-                    f"training: {advice}"
-                )
+        if train and key is None and (drawn := self.drawn()):
+            raise ValueError(
+                f"train=True needs a key for {', '.join(drawn)}: pass key=jax.random.key(...), or "
+                "create the model without"
+            )
         return [None] * count if not train or key is None else list(jax.random.split(key, count))
 
 

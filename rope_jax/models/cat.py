@@ -344,12 +344,6 @@ class CAT(ViT):
         reads = self.options.reads
         return x.mean(axis=1) if reads == "mean" else x[:, _PLACES[reads]]
 
-    def products(self, image_size: Grid) -> dict[str, int]:
-        """Products of queries with the keys of their row, and of scores with as many values."""
-        ((height, width),) = self.grids(image_size)
-        count = 2 * height * width**2 * self.options.width
-        return {f"blocks.{layer}.attn": count for layer in range(self.options.depth)}
-
 
 # For its "Classic ViT" the paper states width 1024, 5 layers, 8 heads, patches of 8, 37.23e9
 # multiply-adds, and 784.94 of them per parameter (table 1). By the same counter's results for CAT,

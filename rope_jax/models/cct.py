@@ -5,7 +5,6 @@ CVT pools the sequence instead of using a class token; CCT's tokens also come fr
 
 import dataclasses
 import itertools
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -160,24 +159,15 @@ class CCT(ViT):
         return stem(self.options, rngs=rngs, dtypes=dtypes)
 
     def grids(self, image_size: Grid) -> list[Grid]:
-        if not self.options.conv_layers:
+        options = self.options
+        if not options.conv_layers:
             return super().grids(image_size)
-        return self.convolved(image_size)[-1:]
-
-    def convolved(self, image_size: Grid) -> list[Grid]:
-        """Rows and columns after each convolution, and after the last pooling."""
-        options, sizes = self.options, []
-        settings = (options.conv_kernel, options.conv_stride, options.conv_padding)
         for _ in range(options.conv_layers):
-            sizes.append(output_size(image_size, *settings))
-            image_size = output_size(sizes[-1], *_POOL)
-        return [*sizes, image_size]
-
-    def places(self, image_size: Grid) -> dict[str, int]:
-        sizes = enumerate(self.convolved(image_size)[:-1])
-        places = {f"patch_embed.convs.{i}": math.prod(size) for i, size in sizes}
-        area = math.prod(self.grids(image_size)[0])
-        return places | {"attention_pool": area} | super().places(image_size)
+            image_size = output_size(
+                image_size, options.conv_kernel, options.conv_stride, options.conv_padding
+            )
+            image_size = output_size(image_size, *_POOL)
+        return [image_size]
 
     def pool(self, x: Float[Array, "B L C"]) -> Float[Array, "B C"]:
         if self.options.class_token:

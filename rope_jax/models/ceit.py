@@ -5,7 +5,6 @@ The only family with batch normalisation, see `BatchNorm`.
 
 import dataclasses
 import functools
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +17,7 @@ from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.attention import SelfAttention
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import (
+    SUM_OF_PRODUCTS,
     BatchNorm,
     PatchProjection,
     conv,
@@ -98,11 +98,12 @@ class DepthwiseConv(nnx.Module):
     def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
         height, width = x.shape[1:3]
         padded, kernel = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), self.kernel[...]
-        products = (
-            padded[:, i : i + height, j : j + width] * kernel[i, j, 0]
-            for i in range(3)
-            for j in range(3)
-        )
+        with jax.named_scope(SUM_OF_PRODUCTS):
+            products = [
+                padded[:, i : i + height, j : j + width] * kernel[i, j, 0]
+                for i in range(3)
+                for j in range(3)
+            ]
         return (sum(products) + self.bias[...]).astype(x.dtype)
 
 
@@ -192,17 +193,6 @@ class CeiT(ViT):
 
     def block_arguments(self, patches: Float[Array, "B H W C"], train: bool) -> list[tuple] | None:
         return [(train,)] * self.options.depth
-
-    def places(self, image_size: Grid) -> dict[str, int]:
-        height, width = image_size
-        area, depth = math.prod(self.grids(image_size)[0]), self.options.depth
-        places = {"patch_embed.conv": -(-height // 2) * -(-width // 2), "lca": depth}
-        places |= {f"blocks.{layer}.leff": area for layer in range(depth)}
-        return places | super().places(image_size)
-
-    def products(self, image_size: Grid) -> dict[str, int]:
-        """Products of the attention among class tokens."""
-        return {"lca.attn": 2 * self.options.depth**2 * self.options.width}
 
     def encode(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None

@@ -3,24 +3,33 @@
     python -m rope_jax.models.cost swin_t --position=rope_mixed --image_size=384 --depth=2
     python -m rope_jax.models.cost deit3_b16 --head=upernet --num_classes=150 --image_size=512
 
-Multiply-adds are those of linear layers, convolutions and the two products of attention, for one
-image: papers call them FLOPs. Norms, activations, rotations, additions, pooling and the resizing of
-maps are not counted, nor are tokens that a kernel computes and masks, except the padding of windows
-and that of NAT's `pad_compat`. With a head of dense prediction its auxiliary head is counted, too,
-which acts in training only.
+Multiply-adds are those of linear layers, convolutions and products of activations, such as the two
+of attention, in the model's program for one image: papers call them FLOPs. Norms, activations,
+additions, pooling, the resizing of maps and what a positional scheme computes are not counted, nor
+are pairs of tokens that attention computes and masks, except the padding of windows and that of
+NAT's `pad_compat`. With a head of dense prediction its auxiliary head is counted, too, which acts
+in training only.
 """
 
 import argparse
 import dataclasses
+import itertools
 import math
+import re
+from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.extend import core
+from jaxtyping import Array
 
+from rope_jax.models.attention import ATTENTION_PRODUCT
 from rope_jax.models.create import create_model
+from rope_jax.models.layers import SUM_OF_PRODUCTS
 from rope_jax.models.registry import find_model
 from rope_jax.positions.grids import Grid
 from rope_jax.text import format_table, image_pair
-from rope_jax_kernels import Global, Neighborhood, Pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,56 +53,115 @@ def cost(model: nnx.Module, image_size: int | Grid, *, depth: int | None = None)
     Returns:
         One entry per module. Their parameters add up to all trainable ones of the model.
     """
-    image_size = image_pair(image_size)
-    places = model.places(image_size)
     parameters: dict[str, int] = {}
     multiply_adds: dict[str, int] = {}
 
-    def add(counts: dict[str, int], module: str, count: int) -> None:
-        name = ".".join(module.split(".")[:depth])
+    def add(counts: dict[str, int], module: tuple, count: int) -> None:
+        name = ".".join(map(str, module[:depth])) or "model"
         counts[name] = counts.get(name, 0) + count
 
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        module, size = ".".join(map(str, path[:-1])), math.prod(variable.shape)
-        fitting = [n for prefix, n in places.items() if f"{module}.".startswith(f"{prefix}.")]
-        times = fitting[0] if fitting and path[-1] == "kernel" else 0
-        add(parameters, module or str(path[-1]), size)
-        add(multiply_adds, module or str(path[-1]), size * times)
-    for module, count in (_attention(model, image_size) | model.products(image_size)).items():
-        add(multiply_adds, module, count)
-    return [Cost(name, parameters.get(name, 0), n) for name, n in multiply_adds.items()]
+        add(parameters, path[:-1] or path, math.prod(variable.shape))
+    graph, state = nnx.split(model)
+    paths, leaves = zip(*nnx.to_flat_state(state), strict=True)
+    images = jax.ShapeDtypeStruct((1, *image_pair(image_size), 3), jnp.float32)
+
+    def run(leaves: Sequence[nnx.Variable], images: Array) -> object:
+        own = nnx.merge(graph, nnx.from_flat_state(zip(paths, leaves, strict=True)))
+        return getattr(own, "predict", own)(images)
+
+    # With a CPU as default device, every part of the model uses its "xla" form.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        program = jax.make_jaxpr(run)(leaves, images).jaxpr
+    origins = [*(_Origin(path) for path in paths), _Origin((), of_image=True)]
+    _count(program, origins, "", lambda module, count: add(multiply_adds, module, count))
+    names = parameters | multiply_adds
+    return [Cost(name, parameters.get(name, 0), multiply_adds.get(name, 0)) for name in names]
 
 
-def _attention(model: nnx.Module, image_size: Grid) -> dict[str, int]:
-    """Multiply-adds of queries with keys and of weights with values, by attention layer."""
-    found = {}
-    grids = model.grids(image_size)
-    for index, (prefix, part) in enumerate(model.parts().items()):
-        stage = part.position.stage
-        for layer, pattern in enumerate(model.patterns(index, grids[index])):
-            pairs = attended_pairs(pattern, grids[index], stage.prefix)
-            found[f"{prefix}blocks.{layer}.attn"] = 2 * pairs * stage.channels
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Where a value of a program comes from; constants come from nowhere, None.
+
+    Attributes:
+        path: of a variable of the model; or of the module that products of this activation with
+            others belong to.
+        of_image: whether it depends on the image, or is the output of a layer.
+    """
+
+    path: tuple
+    of_image: bool = False
 
 
-def attended_pairs(pattern: Pattern, grid: Grid, prefix: int = 0) -> int:
-    """Pairs of query and key in one attention layer on a map, with the padding of windows.
+def _first(origins: Sequence[_Origin | None]) -> _Origin | None:
+    """The origin of what is computed from values: of activations, kernels, others."""
+    order = lambda x: (x.of_image, x.path[-1:] == ("kernel",), len(x.path))
+    return max((x for x in origins if x is not None), key=order, default=None)
+
+
+def _count(
+    jaxpr: core.Jaxpr,
+    origins: Sequence[_Origin | None],
+    scope: str,
+    add: Callable[[tuple, int], None],
+) -> list[_Origin | None]:
+    """Counts the multiply-adds of a program, and returns where its outputs come from.
 
     Args:
-        pattern: attention pattern.
-        grid: (H, W).
-        prefix: number of class and register tokens.
+        jaxpr: the program.
+        origins: of its inputs.
+        scope: the names of the scopes in which it is called.
+        add: is called with a module's path and a number of multiply-adds.
     """
-    if isinstance(pattern, Global):
-        return (prefix + grid[0] * grid[1]) ** 2
-    pairs = 1
-    if isinstance(pattern, Neighborhood):
-        for n, kernel, step in zip(grid, pattern.size, pattern.dilation, strict=True):
-            pairs *= sum(min(kernel, -(-(n - i % step) // step)) for i in range(n))
-    else:
-        for n, size in zip(grid, pattern.fit(grid).size, strict=True):
-            pairs *= -(-n // size) * size * size
-    return pairs
+    known = dict(zip(jaxpr.invars, origins, strict=True))
+    origin_of = lambda x: None if isinstance(x, core.Literal) else known.get(x)
+    for equation in jaxpr.eqns:
+        operands = [origin_of(x) for x in equation.invars]
+        own_scope = f"{scope}/{equation.source_info.name_stack}"
+        inner = [*core.jaxprs_in_params(equation.params)]
+        if inner and not equation.primitive.name.startswith("scatter"):
+            body = inner[-1]  # of branches, the last one
+            inputs, times = operands[-len(body.invars) :], equation.params.get("length", 1)
+            repeat = lambda module, count, times=times: add(module, count * times)
+            outputs = _count(body, inputs, own_scope, repeat)
+        else:
+            output = _first(operands)
+            if count := _multiply_adds(equation, own_scope):
+                weight = _first([x for x in operands if x is not None and not x.of_image])
+                if weight is None and None not in operands:
+                    add(_shared(*operands), count)
+                elif weight is not None and "position" not in weight.path:
+                    module = weight.path[:-1]
+                    add(module, count)
+                    around = module[:-1] if weight.path[-1] == "kernel" else module
+                    output = _Origin(around, of_image=True)
+            outputs = [output] * len(equation.outvars)
+        known |= dict(zip(equation.outvars, outputs, strict=True))
+    return [origin_of(x) for x in jaxpr.outvars]
+
+
+def _shared(one: _Origin, other: _Origin) -> tuple:
+    """The path of the innermost module that both values come from."""
+    pairs = zip(one.path, other.path, strict=False)
+    return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _multiply_adds(equation: core.JaxprEqn, scope: str) -> int:
+    """Multiply-adds of one equation, 0 for all but products."""
+    params, out = equation.params, equation.outvars[0].aval.size
+    match equation.primitive.name:
+        case "mul" if SUM_OF_PRODUCTS in scope:
+            return out
+        case "dot_general" if stated := re.search(rf"{ATTENTION_PRODUCT}(\d+)", scope):
+            return int(stated[1])
+        case "dot_general":
+            (_, contracted), _ = params["dimension_numbers"]
+            shape = equation.invars[1].aval.shape
+            return out * math.prod(shape[axis] for axis in contracted)
+        case "conv_general_dilated":
+            kernel = equation.invars[1].aval
+            return out * kernel.size // kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax.models.layers import Linear
+from rope_jax.models.layers import SUM_OF_PRODUCTS, Linear
+from rope_jax.models.registry import check_divisible
 from rope_jax.positions.grids import Grid
 
 
@@ -73,7 +74,9 @@ def gather_sum(
     )
     wide = jnp.promote_types(values.dtype, jnp.float32)
     gathered = read(values, indices).astype(wide)
-    return (gathered * weights[..., None].astype(wide)).sum(axis=-2).astype(values.dtype)
+    with jax.named_scope(SUM_OF_PRODUCTS):
+        products = gathered * weights[..., None].astype(wide)
+    return products.sum(axis=-2).astype(values.dtype)
 
 
 def _directions(heads: int, levels: int, points: int) -> np.ndarray:
@@ -107,10 +110,7 @@ class DeformableAttention(nnx.Module):
     ):
         self.shape = (heads, levels, points)
         inner, count = int(width * ratio), heads * levels * points
-        if inner % heads:
-            raise ValueError(
-                f"{inner} channels are not divisible by heads={heads}: change one of them"
-            )
+        check_divisible("deformable attention", inner, {"heads": heads})
         glorot = jax.nn.initializers.glorot_uniform()
         zeros = jax.nn.initializers.zeros
         settings = {"rngs": rngs, **dtypes}
@@ -158,8 +158,3 @@ class DeformableAttention(nnx.Module):
         locations = centres[..., :2] + offsets * scale
         out = gather_sum(values, *corners_of(locations, weights, sizes))
         return self.out(out.reshape(batch, queries, -1))
-
-    def products(self, queries: int) -> int:
-        """Multiply-adds of the weighted sums of the four tokens around each point."""
-        _, levels, points = self.shape
-        return 4 * queries * levels * points * self.value.out_features

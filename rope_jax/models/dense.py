@@ -109,15 +109,9 @@ class DenseModel(Backbone):
         predictions = self.predict(images, extent=extent, train=train, key=key)
         return self.head.result(predictions, images.shape[1:3])
 
-    def training_keys(self, train: bool, key: Array | None, count: int) -> list[Array | None]:
-        if train and key is None:
-            for name in self.head.options.draws:
-                if getattr(self.head.options, name) > 0:
-                    raise ValueError(
-                        f"train=True needs a key for the head's {name.replace('_', ' ')}: pass "
-                        f"key=jax.random.key(...), or create the head with {name}=0"
-                    )
-        return super().training_keys(train, key, count)
+    def drawn(self) -> list[str]:
+        options = self.head.options
+        return [*super().drawn(), *(name for name in options.draws if getattr(options, name) > 0)]
 
     def parts(self) -> dict[str, nnx.Module]:
         return {f"backbone.{name}": part for name, part in self.backbone.parts().items()}
@@ -144,29 +138,6 @@ class DenseModel(Backbone):
         self.backbone.resize(image_size)
         self.image_size = self.backbone.image_size
 
-    def places(self, image_size: Grid) -> dict[str, int]:
-        """As for classifiers; all blocks count, also those after the last whose map is taken."""
-        backbone, grids = self.backbone, self.grids(image_size)
-        if (head := self.head.places(self._sizes(image_size))) is None:
-            raise ValueError(
-                f"multiply-adds of the head {self.head_notation!r} are not counted: pass the "
-                "model's backbone alone, model.backbone"
-            )
-        places = backbone.map_places(image_size) | backbone.places(image_size)
-        places |= dict.fromkeys(backbone.of_classifier, 0)
-        neck = {} if self.neck is None else self.neck.places(grids[-1])
-        return _named({"backbone": places, "neck": neck, "head": head})
-
-    def products(self, image_size: Grid) -> dict[str, int]:
-        backbone = self.backbone
-        products = backbone.map_products(image_size) | {
-            module: count
-            for module, count in backbone.products(image_size).items()
-            if module.partition(".")[0] not in backbone.of_classifier
-        }
-        head = self.head.products(self._sizes(image_size))
-        return _named({"backbone": products, "head": head})
-
     def _sizes(self, image_size: Grid) -> list[Grid]:
         """(rows, columns) of the head's maps."""
         graph, state = nnx.split(self)
@@ -182,11 +153,6 @@ class DenseModel(Backbone):
 
     def window_rule(self, *, scaled: bool = False) -> str | None:
         return self.backbone.window_rule(scaled=scaled)
-
-
-def _named(parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Counts of modules of all parts, by their names in the whole model."""
-    return {f"{part}.{name}": n for part, own in parts.items() for name, n in own.items()}
 
 
 def head_call(head: str) -> Call:
@@ -358,12 +324,12 @@ def _taken(
             f"neck={kind} is of isotropic models: the maps of {backbone.name} have the sizes that "
             "the head takes; leave it out"
         )
+    made = {"rngs": rngs, "dtypes": dtypes}
     if several and head.strides is not None:
         stages = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
         own = [(widths * len(_STRIDES))[stage] for stage in stages]
-        if backbone.own_maps:
-            return _Taken(None, own, stages=stages)
-        norms = StageNorms(own, backbone.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
+        epsilon = backbone.options.norm_epsilon
+        norms = None if backbone.own_maps else StageNorms(own, epsilon, **made)
         return _Taken(norms, own, stages=stages)
     single = head.strides is None or head.scales is not None
     blocks = _blocks(backbone.name, depth, blocks, single=single)
@@ -371,11 +337,9 @@ def _taken(
         return _Taken(None, widths[-1:], blocks)
     if head.scales is None:
         make = NECKS[kind]
-        neck = None if make is None else make(widths[0], rngs=rngs, dtypes=dtypes)
-        return _Taken(neck, widths * len(head.strides), blocks)
-    neck = FeaturePyramid(
-        widths[0], outputs=options.width, scales=head.scales, dtype=dtypes["dtype"], rngs=rngs
-    )
+        return _Taken(make and make(widths[0], **made), widths * len(head.strides), blocks)
+    pyramid = {"outputs": options.width, "scales": head.scales, "dtype": dtypes["dtype"]}
+    neck = FeaturePyramid(widths[0], **pyramid, rngs=rngs)
     return _Taken(neck, [options.width] * len(head.strides), blocks)
 
 

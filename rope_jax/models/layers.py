@@ -17,6 +17,8 @@ from rope_jax.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables stored in weight files: trained parameters and running statistics."""
+SUM_OF_PRODUCTS = "sum_of_products"
+"""Scope of products that are not matrix products, which `models.cost` counts."""
 
 
 class Linear(nnx.Linear):
@@ -277,27 +279,13 @@ def layer_scale(features: int, initial: float | None, dtype: np.dtype) -> LayerS
 
 def check_images(images: Array) -> None:
     """Raises ValueError for anything but floating-point images [B, H, W, 3]."""
-    shape = f"images have shape {images.shape}"
-    if images.ndim != 4 or images.shape[3] != 3:
-        raise ValueError(f"{shape}; they must be [B, H, W, 3]: {_advice_for(images.shape)}")
-    if 0 in images.shape:
-        raise ValueError(f"{shape}, which is empty: pass at least one image of at least one pixel")
-    if not jnp.issubdtype(images.dtype, jnp.floating):
+    floating = jnp.issubdtype(images.dtype, jnp.floating)
+    if images.ndim != 4 or images.shape[3] != 3 or not images.size or not floating:
         raise ValueError(
-            f"images have dtype {images.dtype}; they must be floating-point numbers, normalised: "
-            "(images / 255 - mean) / std"
+            f"images have shape {images.shape} and dtype {images.dtype}; they must be "
+            "[B, H, W, 3], channels last, with at least one pixel, and floating-point numbers, "
+            "normalised: (images / 255 - mean) / std"
         )
-
-
-def _advice_for(shape: tuple[int, ...]) -> str:
-    """How images of another shape become [B, H, W, 3]."""
-    if len(shape) == 3:
-        return "add the axis of the batch, images[None]"
-    if len(shape) == 4 and shape[1] == 3:
-        return (
-            "channels come last here, transpose them to [B, H, W, 3]: images.transpose(0, 2, 3, 1)"
-        )
-    return "repeat the channel of grey images three times, drop a fourth one"
 
 
 class PatchProjection(nnx.Module):

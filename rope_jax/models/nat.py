@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.attention import SelfAttention
 from rope_jax.models.layers import LayerNorm, conv, layer_norm
-from rope_jax.models.registry import Count, one_of, register
+from rope_jax.models.registry import Count, check_divisible, one_of, register
 from rope_jax.models.swin import SIZES, Hierarchy, HierarchyOptions
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid
@@ -44,11 +44,8 @@ class NATOptions(HierarchyOptions):
     def __post_init__(self):
         super().__post_init__()
         self.check_per_stage("dilations", exact=False)
-        if self.convolutions == "overlapping" and self.width % 2:
-            raise ValueError(
-                f"width={self.width} must be even: the first convolution of the stem has half as "
-                "many channels"
-            )
+        if self.convolutions == "overlapping":  # its first one has half as many channels
+            check_divisible("the stem", self.width, {"its halves": 2})
 
 
 class ConvTokenizer(nnx.Module):
@@ -145,12 +142,6 @@ class NAT(Hierarchy):
         plain, options = self.pattern(), self.options
         dilated = Neighborhood(plain.size, (options.dilations[part],) * 2)
         return [dilated if block % 2 else plain for block in range(options.depths[part])]
-
-    def places(self, image_size: Grid) -> dict[str, int]:
-        height, width = image_size
-        # After the first convolution of the stem the stride is 2, after the second 4.
-        first = {"patch_embed.proj.0": -(-height // 2) * -(-width // 2)}
-        return first | super().places(image_size)
 
 
 _MINI = NATOptions(width=64, depths=(3, 4, 6, 5), heads=(2, 4, 8, 16), mlp_ratio=3.0)

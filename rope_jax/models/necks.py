@@ -1,6 +1,5 @@
 """Necks: from the maps of a backbone to those that a head takes."""
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,7 +9,6 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.layers import BatchNorm, Deconv, Linear, conv, layer_norm
-from rope_jax.positions.grids import Grid
 
 
 class FourScales(nnx.Module):
@@ -38,11 +36,6 @@ class FourScales(nnx.Module):
         larger = jax.nn.gelu(self.norm(self.up1(first), train), approximate=False)
         halved = nnx.max_pool(fourth, (2, 2), (2, 2))
         return [self.up2(larger), self.up(second), third, halved]
-
-    def places(self, grid: Grid) -> dict[str, int]:
-        """How often the weights of a module are applied to maps of `grid`."""
-        area = math.prod(grid)
-        return {"up1": area, "up2": 4 * area, "up": area}
 
 
 class MultiLevel(nnx.Module):
@@ -85,12 +78,6 @@ class MultiLevel(nnx.Module):
             outputs.append(own(x))
         return outputs
 
-    def places(self, grid: Grid) -> dict[str, int]:
-        """How often the weights of a module are applied to maps of `grid`."""
-        sizes = [[int(scale * side) for side in grid] for scale in self.scales]
-        convs = {f"convs.{i}": math.prod(size) for i, size in enumerate(sizes)}
-        return convs | {"laterals": math.prod(grid)}
-
 
 class StageNorms(nnx.Module):
     """A layer norm for the map of every stage of a hierarchical backbone.
@@ -105,10 +92,6 @@ class StageNorms(nnx.Module):
         self, maps: Sequence[Float[Array, "B _h _w _C"]], train: bool
     ) -> list[Float[Array, "B _h _w _C"]]:
         return [norm(x) for norm, x in zip(self.norms, maps, strict=True)]
-
-    def places(self, grid: Grid) -> dict[str, int]:
-        """Norms have no weights that are multiplied by others."""
-        return {}
 
 
 NECKS: dict[str, type[nnx.Module] | None] = {

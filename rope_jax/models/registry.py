@@ -103,6 +103,16 @@ class Options:
         return dataclasses.replace(self, **changes)
 
 
+def check_divisible(owner: str, width: int, divisors: Mapping[str, int]) -> None:
+    """Raises ValueError unless each of `divisors`, by what they are, divides `owner`'s width."""
+    for name, divisor in divisors.items():
+        if width % divisor:
+            raise ValueError(
+                f"{owner} has width={width}, which is not divisible by {name}={divisor}: change "
+                "one of them"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A registered model: its family's class and options, and defaults of `create_model`."""
@@ -294,14 +304,10 @@ def check_classes(number: Any) -> int:
 
 
 def _compute_dtype(dtype: Any) -> np.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found not in _DTYPES or found != jax.dtypes.canonicalize_dtype(found):
-        name = dtype if found is None else found
+    found = jnp.dtype(dtype)
+    if found not in _DTYPES or found != jax.dtypes.canonicalize_dtype(found):
         raise ValueError(
-            f"dtype={name} is not available; use float32, bfloat16 or float16, or float64 with "
+            f"dtype={found} is not available; use float32, bfloat16 or float16, or float64 with "
             "jax_enable_x64"
         )
     return found

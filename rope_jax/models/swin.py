@@ -3,6 +3,7 @@
 `Hierarchy` is the base of Swin, NAT and DiNAT; each stage has its own positional scheme.
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -38,6 +39,7 @@ from rope_jax.models.registry import (
     Options,
     Positive,
     Probability,
+    check_divisible,
     one_of,
     register,
 )
@@ -84,11 +86,7 @@ class HierarchyOptions(Options):
         self.check_per_stage("depths", exact=True)
         self.check_per_stage("heads", exact=True)
         for stage, heads in enumerate(self.heads):
-            if (self.width << stage) % heads:
-                raise ValueError(
-                    f"stage {stage + 1} is {self.width << stage} wide, which is not divisible by "
-                    f"its heads={heads}: change one of them"
-                )
+            check_divisible(f"stage {stage + 1}", self.width << stage, {"heads": heads})
 
     def check_per_stage(self, name: str, *, exact: bool) -> None:
         """Raises ValueError unless an option is a tuple of counts, one (or more) per stage."""
@@ -240,9 +238,9 @@ class Hierarchy(Backbone):
         """Creates the downsampling after a stage of `features` channels."""
         return PatchMerging(features, self.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
 
+    @abc.abstractmethod
     def pattern(self) -> Window | Neighborhood:
         """The attention pattern of all blocks, without shifts and dilations."""
-        raise NotImplementedError
 
     def parts(self) -> dict[str, nnx.Module]:
         return {f"stages.{index}.": stage for index, stage in enumerate(self.stages)}
@@ -260,14 +258,6 @@ class Hierarchy(Backbone):
                 if isinstance(module, Position):
                     module.stage = dataclasses.replace(module.stage, pattern=self.pattern())
         super().resize(image_size)
-
-    def places(self, image_size: Grid) -> dict[str, int]:
-        areas = [height * width for height, width in self.grids(image_size)]
-        places = {"patch_embed": areas[0], "head": 1}
-        for index, (area, later) in enumerate(itertools.pairwise([*areas, areas[-1]])):
-            places[f"stages.{index}.blocks"] = area
-            places[f"stages.{index}.downsample"] = later
-        return places
 
     def maps(
         self, images: Float[Array, "B h w 3"], blocks: Sequence[int], train: bool, key: Array | None

@@ -182,32 +182,14 @@ class T2TViT(ViT):
         return self.patch_embed(images, key)
 
     def grids(self, image_size: Grid) -> list[Grid]:
-        return self._split_sizes(image_size)[-1:]
-
-    def _split_sizes(self, image_size: Grid) -> list[Grid]:
-        """Rows and columns after each split."""
         if min(image_size) < 3:
             raise ValueError(
                 f"image size {image_size[0]}x{image_size[1]} is too small for a split of 7x7 "
                 "pixels: use at least 3x3"
             )
-        sizes = [tuple(image_size)]
         for split in _SPLITS:
-            sizes.append(output_size(sizes[-1], *split))
-        return sizes[1:]
-
-    def places(self, image_size: Grid) -> dict[str, int]:
-        return self._performer_tokens(image_size) | super().places(image_size)
-
-    def products(self, image_size: Grid) -> dict[str, int]:
-        """Products of the performers: features of queries and keys, sums over keys, outputs."""
-        width, features = self.options.token_width, self.options.random_features
-        tokens = self._performer_tokens(image_size)
-        return {name: count * features * (4 * width + 1) for name, count in tokens.items()}
-
-    def _performer_tokens(self, image_size: Grid) -> dict[str, int]:
-        first, second, _ = map(math.prod, self._split_sizes(image_size))
-        return {"patch_embed.attention1": first, "patch_embed.attention2": second}
+            image_size = output_size(image_size, *split)
+        return [image_size]
 
 
 register("t2t_vit_7", T2TViT, T2TOptions(), position="sincos1d")

@@ -38,6 +38,7 @@ from rope_jax.models.registry import (
     Options,
     Positive,
     Probability,
+    check_divisible,
     one_of,
     register,
 )
@@ -128,15 +129,12 @@ class ViTOptions(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.width % self.heads:
+        check_divisible("the model", self.width, {"heads": self.heads})
+        if self.attention != "global" and (self.class_token or self.registers):
             raise ValueError(
-                f"width={self.width} is not divisible by heads={self.heads}: change one of them"
+                f"attention={self.attention!r} has no place for a class token and registers: set "
+                "class_token=False and registers=0"
             )
-        local = f"attention={self.attention!r} has no place for"
-        if self.attention != "global" and self.class_token:
-            raise ValueError(f"{local} a class token: set class_token=False")
-        if self.attention != "global" and self.registers:
-            raise ValueError(f"{local} registers: set registers=0")
         if self.pooling in ("class", "class_mean") and not self.class_token:
             raise ValueError(
                 f"pooling={self.pooling!r} reads a class token, and there is none: "
@@ -237,11 +235,6 @@ class ViT(Backbone):
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         far, depth = self.options.global_blocks, self.options.depth
         return [Global() if block in far else self.pattern for block in range(depth)]
-
-    def places(self, image_size: Grid) -> dict[str, int]:
-        ((height, width),) = self.grids(image_size)
-        area = height * width
-        return {"patch_embed": area, "blocks": self.position.stage.prefix + area, "head": 1}
 
     def encode(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None

@@ -6,7 +6,6 @@ injected into the ViT's tokens, and after it the ViT's tokens into them, by defo
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -29,7 +28,6 @@ from rope_jax.models.layers import (
     dtypes_of,
     layer_norm,
     linear,
-    output_size,
 )
 from rope_jax.models.registry import Count, Positive, Probability, one_of, register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
@@ -258,34 +256,6 @@ class ViTAdapter(ViT):
             normed(x + resize_maps(own, x.shape[1:3]), train)
             for normed, x, own in zip(self.map_norms, outputs, maps, strict=True)
         ]
-
-    def map_places(self, image_size: Grid) -> dict[str, int]:
-        halves = [output_size(image_size, 3, 2, 1)]
-        for _ in range(4):
-            halves.append(output_size(halves[-1], 3, 2, 1))
-        areas, (grid,) = [math.prod(size) for size in halves], self.grids(image_size)
-        tokens, branch = math.prod(grid), sum(areas[2:])
-        places = {"prior.stem": areas[0], "up": areas[2]}
-        places |= {f"prior.convs.{i}": area for i, area in enumerate(areas[2:])}
-        places |= {f"prior.projections.{i}": area for i, area in enumerate(areas[1:])}
-        for index, interaction in enumerate(self.interactions):
-            name = f"interactions.{index}"
-            places[f"{name}.injector.attn.value"] = branch
-            places[f"{name}.injector"] = tokens
-            for number in range(len(interaction.extractors)):
-                places[f"{name}.extractors.{number}.attn.value"] = tokens
-            places[f"{name}.extractors"] = branch
-        return places
-
-    def map_products(self, image_size: Grid) -> dict[str, int]:
-        """Weighted sums of the deformable attention."""
-        places, products = self.map_places(image_size), {}
-        for index, own in enumerate(self.interactions):
-            name = f"interactions.{index}"
-            layers = {f"{name}.injector": [own.injector], f"{name}.extractors": own.extractors}
-            for module, equal in layers.items():
-                products[module] = sum(layer.attn.products(places[module]) for layer in equal)
-        return products
 
 
 def _join(maps: Sequence[Float[Array, "B _ _ C"]]) -> Float[Array, "B S C"]:

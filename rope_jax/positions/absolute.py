@@ -16,7 +16,6 @@ from rope_jax.positions.scheme import (
     Position,
     Stage,
     Tokens,
-    check_factor,
     check_finite,
     check_option,
     scheme,
@@ -39,7 +38,6 @@ class Absolute(Position):
     @abc.abstractmethod
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         """Returns the embedding of each token on a map of `grid`; T = embed_prefix + H*W."""
-        raise NotImplementedError
 
     def embed(self, tokens: Tokens, grid: Grid, key: Array | None = None) -> Tokens:
         return tokens + self.table(grid).astype(tokens.dtype)
@@ -191,7 +189,7 @@ class Cape(Absolute):
         self.axis_order = check_option("axis_order", axis_order, ("xy", "yx"))
         self.global_shift = check_finite("global_shift", global_shift, zero=True)
         self.local_shift = check_finite("local_shift", local_shift, zero=True)
-        self.global_scale = check_factor("global_scale", global_scale)
+        self.global_scale = check_finite("global_scale", global_scale, least=1.0)
         self.augments = self.global_shift > 0 or self.local_shift > 0 or self.global_scale > 1
 
     def _waves(self, coords: Float[Array, "... 2"]) -> Float[Array, "... C"]:

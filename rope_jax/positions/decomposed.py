@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.positions.resample import bilinear_matrix
-from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, scheme
+from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_finite, scheme
 from rope_jax_kernels import Global, Neighborhood, Window
 
 
@@ -93,9 +93,7 @@ class Decomposed(Position):
                 "neighbourhoods and shifted windows have no rows and columns that all queries "
                 "share: use a ViT with windows or global attention, or rpb"
             )
-        if side < 0:
-            raise ValueError(f"side={side} is not allowed; use a number of rows, or 0")
-        self.side = side
+        self.side = int(check_finite("side", side, zero=True))
         far = stage.global_layers or ()
         self.rows, self.columns = nnx.List([]), nnx.List([])
         for layer in range(stage.depth):

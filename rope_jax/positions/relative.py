@@ -194,8 +194,7 @@ class ContinuousBias(Position):
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, hidden: int = 512):
         super().__init__(stage, rngs=rngs)
-        if hidden < 1:
-            raise ValueError(f"hidden={hidden} is not allowed; use a width of at least 1")
+        check_finite("hidden", hidden)
         self.border = tuple(max(n - 1, 1) for n in stage.region(stage.grid))
         init, depth, dtype = normal_init(0.02), stage.depth, stage.dtype
         kernel1 = init(rngs.params(), (depth, 2, hidden), dtype)

@@ -16,7 +16,6 @@ from rope_jax.positions.scheme import (
     PerLayer,
     Stage,
     Terms,
-    check_factor,
     check_finite,
     check_option,
     scheme,
@@ -205,15 +204,11 @@ class DinoV3(Rotary):
         self.base, self.periods = check_finite("base", base), None
         if min_period or max_period:
             check_finite("min_period", min_period)
-            check_finite("max_period", max_period)
-            if min_period > max_period:
-                raise ValueError(
-                    f"min_period={min_period} is longer than max_period={max_period}: swap them"
-                )
+            check_finite("max_period", max_period, least=min_period)
             self.periods = (min_period, max_period)
         self.shift = check_finite("shift", shift, zero=True)
-        self.jitter = check_factor("jitter", jitter)
-        self.rescale = check_factor("rescale", rescale)
+        self.jitter = check_finite("jitter", jitter, least=1.0)
+        self.rescale = check_finite("rescale", rescale, least=1.0)
         self.augments = self.shift > 0 or self.jitter > 1 or self.rescale > 1
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:

@@ -1,7 +1,6 @@
 """The base class of all positional schemes, the terms they return, and the registry of names."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -358,19 +357,10 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
         name: for the notation, `name(option=value)`; see `Position` for the class.
 
     Raises:
-        ValueError: there is a scheme of this name, or the class lacks a method.
+        ValueError: there is a scheme of this name.
     """
 
     def register(cls: type[Position]) -> type[Position]:
-        for missing in dir(cls):
-            method = getattr(cls, missing)
-            if getattr(method, "__isabstractmethod__", False):
-                form = f"{missing}({', '.join(inspect.signature(method).parameters)})"
-                about = (method.__doc__ or "").split(";")[0].rstrip(".")
-                which = f", which {about[0].lower()}{about[1:]}" if about else ""
-                raise ValueError(
-                    f"scheme {name!r}: the class {cls.__name__} lacks the method {form}{which}"
-                )
         if name in SCHEMES:
             raise ValueError(
                 f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"
@@ -392,21 +382,12 @@ def check_option(name: str, value: str, allowed: Sequence[str]) -> str:
 _LARGEST = 1e30  # powers and products of options stay within float32
 
 
-def check_finite(name: str, value: float, *, zero: bool = False) -> float:
-    """Returns `value`; raises ValueError if it is negative, not finite, or 0 (unless `zero`)."""
-    if not 0 <= value <= _LARGEST or (value == 0 and not zero):
-        least = "of at least" if zero else "above"
+def check_finite(name: str, value: float | int, *, zero: bool = False, least: float = 0.0) -> float:
+    """Returns `value`; raises ValueError below `least`, if not finite, and for 0 unless `zero`."""
+    if not least <= value <= _LARGEST or (value == 0 and not zero):
+        above = f"of at least {least}" if zero or least else "above 0"
         raise ValueError(
-            f"{name}={value} is not allowed; use a number {least} 0 and at most {_LARGEST:g}"
-        )
-    return float(value)
-
-
-def check_factor(name: str, value: float) -> float:
-    """Returns `value`, the largest factor of a random scale; raises ValueError if it is below 1."""
-    if check_finite(name, value) < 1:
-        raise ValueError(
-            f"{name}={value} is not allowed; it is the largest factor: use 1 (off) or more"
+            f"{name}={value} is not allowed; use a number {above} and at most {_LARGEST:g}"
         )
     return float(value)
 

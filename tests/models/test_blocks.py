@@ -17,6 +17,8 @@ STAGES = {"width": 24, "heads": (3, 3), "depths": (3, 1), "drop_path": 0.4}
 CASES = {
     "deit3_s16": (VIT, "rope_mixed+ape"),
     "deit_ti16": (VIT, "lape(ape)"),
+    "cct_7_3x1": (VIT | {"depth": 3}, "ape+rpb"),
+    "t2t_vit_7": ({"width": 24, "heads": 3, "token_width": 8, "random_features": 4}, "rpb"),
     "swin_t": (STAGES | {"window_size": 4}, "rope_mixed+rpb"),
     "dinat_small": (STAGES | {"kernel_size": 3, "dilations": (2, 1)}, "rpb+rope2d"),
 }

@@ -1,7 +1,5 @@
 """NAT and DiNAT: definition and settings; `test_swin` tests what they share with Swin."""
 
-import re
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -186,30 +184,3 @@ def test_a_neighbourhood_keeps_its_tables_on_every_map():
     model.resize((20, 76))
     assert [stage.position.offsets.shape[2:] for stage in model.stages] == [(5, 5)] * 2
     np.testing.assert_array_equal(run(model, images)[0], before)
-
-
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        (
-            {"dilations": (2,)},
-            "dilations=(2,) must be one whole number of at least 1 for each of the 2 stages",
-        ),
-        (
-            {"position": "rpb+rope2d", "pad_compat": True},
-            "position='rpb+rope2d' does not go with pad_compat=True, which reproduces NATTEN",
-        ),
-        ({"kernel_size": 0}, "kernel_size=0 must be at least 1"),
-        (
-            {"convolutions": "none"},
-            "convolutions='none' is not allowed; use one of overlapping, patches",
-        ),
-        (
-            {"width": 15, "heads": (1, 1)},
-            "width=15 must be even: the first convolution of the stem has half as many channels",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_can(options, advice):
-    with pytest.raises(ValueError, match=re.escape(advice)):
-        tiny("nat_mini", **options)

@@ -10,8 +10,14 @@ import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.heads import create_head
+from rope_jax.models.layers import dtypes_of
+from rope_jax.models.necks import FourScales
+from rope_jax.models.pyramid import FeaturePyramid
 from tests.models.small import some_slow
+from tests.parity.official import DATA
 
+WINDOWS = {"class_token": False, "attention": "window", "last_norm": False}  # ViTDet's
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "golden_models.json").read_text())
 HEO = {
     "axial": "rope2d",
@@ -39,15 +45,70 @@ CASES = [
         for size in ("small", "base")
     ],
 ]
+_STAGES = json.loads((DATA / "golden.json").read_text())["params"]
+SCHEMES = {"rpb": "rpb", "none": "none", "none_or_axial": "rope2d(base=50)", "mixed": "rope_mixed"}
+SCHEMES |= {"mixed_rpb": "rope_mixed+rpb", "rpb_ape": "rpb+ape"}
+STAGES = [
+    (name, SCHEMES[scheme], count)
+    for name, counts in _STAGES.items()
+    for scheme, count in counts.items()
+]
+# The -s forms without dilation have the parameters of those with it.
+STAGES += [
+    (name.removeprefix("di"), scheme, count)
+    for name, scheme, count in STAGES
+    if name.startswith("dinat_s_")
+]
+# Trainable, of the official code; beit's by timm 1.0.31.
+OTHERS = {
+    "beit_b16": 86_530_984,
+    "beit_l16": 304_430_568,
+    "cct_14_7x2": 22_367_273,
+    "cct_2_3x2": 283_723,
+    "cct_7_3x1": 3_760_139,
+    "ceit_b": 94_405_416,
+    "ceit_s": 24_204_840,
+    "ceit_t": 6_356_904,
+    "cvt_7_4": 3_716_619,
+    # Of DeiT-S, less the table of 197 rows, plus the convolutions: a 3 x 3 kernel and a bias for
+    # each of 384 channels, and in 12 layers of 64.
+    "resformer_s16": 22_050_664 - 197 * 384 + 384 * 10 + 12 * 64 * 10,
+    "vit_lite_6_4": 3_190_538,
+    "vit_lite_7_4": 3_716_874,
+}
+WITHOUT_HEAD = {
+    "dinov2_s14": 22_056_192,
+    "dinov2_b14": 86_579_712,
+    "dinov2_l14": 304_367_616,
+    "dinov2_g14": 1_136_479_232,
+    "dinov2_g14_reg": 1_136_483_840 + 1536,
+    "dinov3_s16": 21_596_160,
+    "dinov3_s16_plus": 28_692_480,
+    "dinov3_b16": 85_659_648,
+    "dinov3_l16": 303_128_576,
+    "dinov3_h16_plus": 840_591_360,
+}
 
 
-def params_of(name, position):
-    return nnx.state(
-        nnx.eval_shape(lambda: rope_jax.create_model(name, position=position)), nnx.Param
-    )
+def params_of(name, position=None, **options):
+    make = lambda: rope_jax.create_model(name, position=position, **options)
+    return nnx.state(nnx.eval_shape(make), nnx.Param)
 
 
-@pytest.mark.parametrize(("name", "position", "count"), some_slow(CASES, CASES[::7]))
+MORE = [(name, {}, count) for name, count in OTHERS.items()]
+MORE += [("cct_7_3x1", {"num_classes": 100}, 3_783_269)]
+MORE += [(name, {"num_classes": 0}, count) for name, count in WITHOUT_HEAD.items()]
+
+
+@pytest.mark.parametrize(("name", "options", "count"), some_slow(MORE, MORE[::4]))
+def test_other_families_have_as_many_as_in_their_code(name, options, count):
+    leaves = jax.tree.leaves(params_of(name, **options))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "count"), some_slow(CASES + STAGES, CASES[::7] + STAGES[::18])
+)
 def test_parameters_are_as_many_as_in_the_official_code(name, position, count):
     leaves = jax.tree.leaves(params_of(name, position))
     assert sum(math.prod(leaf.shape) for leaf in leaves) == count
@@ -70,3 +131,56 @@ def test_models_of_the_project_hold_no_position_parameters(name):
     block = 2 * 2 * 96 + (96 * 288 + 288) + (96 * 96 + 96) + (96 * 192 + 192) + (192 * 96 + 96)
     digits = (2 * 2 * 3 * 96 + 96) + 2 * 96 + 4 * block + 2 * 96 + (96 * 10 + 10)
     assert count == {"vit_s16_h6": GOLDEN["vitrpb_small"]["none"], "vit_digits": digits}[name]
+
+
+def head_of(name, channels, **overrides):
+    classes = 80 if name == "dino" else 150
+    settings = {"channels": channels, "num_classes": classes, "overrides": overrides}
+    return lambda: create_head(name, rngs=nnx.Rngs(0), **settings)
+
+
+def pyramid_of(*scales):
+    return lambda: FeaturePyramid(768, rngs=nnx.Rngs(0), **({"scales": scales} if scales else {}))
+
+
+def neck_of(channels):
+    return lambda: FourScales(channels, rngs=nnx.Rngs(0), dtypes=FLOAT)
+
+
+FLOAT = dtypes_of(jnp.dtype(jnp.float32))
+# Of UperNet: its channels and width, and parameters without and of its auxiliary head.
+UPERNETS = [
+    (768, 768, 67_963_542, 1_808_534),
+    (1024, 1024, 120_764_566, 2_398_358),
+    (192, 512, 27_614_358, 481_430),
+    (384, 512, 29_187_222, 923_798),
+]
+PARTS = [
+    *[(head_of("upernet", [c] * 4, width=width), own + aux) for c, width, own, aux in UPERNETS],
+    *[
+        (head_of("upernet", [c] * 4, width=width, auxiliary_width=0), own)
+        for c, width, own, _ in UPERNETS
+    ],
+    (head_of("upernet", [768] * 4), sum(UPERNETS[0][2:])),  # the width is that of the maps
+    (head_of("segmenter", [192]), 1_029_996),
+    (head_of("segmenter", [384]), 4_050_348),
+    (head_of("segmenter", [768]), 16_063_020),
+    (neck_of(192), 443_328),
+    (neck_of(384), 1_771_392),
+    (neck_of(768), 7_081_728),
+    (neck_of(1024), 12_588_032),
+    # DINO's neck and the rest of the head.
+    (head_of("dino", [256] * 4), 265_216 + 18_556_236),
+    (head_of("dino", [192, 384, 768]), 2_116_608 + 18_556_236),
+    (head_of("dino", [256, 512, 1024]), 2_821_120 + 18_556_236),
+    (pyramid_of(), 5_560_000),
+    (pyramid_of(2.0, 1.0, 0.5), 3_444_096),
+    # ViTDet's backbone; the class token's entry in the official table of positions is not used.
+    (lambda: rope_jax.create_model("deit_b16", num_classes=0, **WINDOWS), 85_796_352 - 768),
+]
+
+
+@pytest.mark.parametrize(("make", "count"), PARTS)
+def test_heads_and_necks_have_as_many_as_in_their_code(make, count):
+    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(make), nnx.Param))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == count

@@ -1,15 +1,21 @@
 """Models by name: what is there, and what is refused with which advice."""
 
+import dataclasses
 import inspect
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import rope_jax
+from rope_jax.models.registry import find_model
+from rope_jax.models.vit import ViTOptions
 from tests.postponed import PostponedOptions
+
+WINDOWS = {"attention": "window"}
 
 
 def shape_of(name, **options):
@@ -137,7 +143,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         ),
         ("vit_s16", {"depth": "2"}, "depth='2' must be a whole number"),
         ("vit_s16", {"depth": 0}, "depth=0 must be at least 1"),
-        ("vit_s16", {"heads": 5}, "width=384 is not divisible by heads=5: change one of them"),
+        ("vit_s16", {"heads": 5}, "width=384, which is not divisible by heads=5"),
         (
             "vit_s16",
             {"drop_path": 1.0},
@@ -154,11 +160,61 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             {"attention": "local"},
             "attention='local' is not allowed; use one of global, neighborhood",
         ),
-        (
-            "deit_s16",
-            {"attention": "neighborhood"},
-            "has no place for a class token: set class_token=False",
-        ),
+        ("deit_s16", {"attention": "neighborhood"}, "has no place for a class token"),
+        ("vit_s16", {"attention": "window", "registers": 2}, "has no place for a class token and"),
+        ("vit_s16", {"attention": "window", "global_blocks": (12,)}, "global_blocks=(12,)"),
+        ("vit_s16", {"attention": "window", "global_blocks": (1, 0)}, "global_blocks=(1, 0)"),
+        ("vit_s16", {"window_padding": "zeros"}, "window_padding='zeros'"),
+        ("vit_s16", WINDOWS | {"window_padding": "qkv", "position": "lpe"}, "window_padding='qkv'"),
+        ("vit_s16", WINDOWS | {"window_box": "own", "position": "comrope"}, "window_box='own'"),
+        ("dinov2_s14", {"registers": -1}, "registers=-1"),
+        ("dinov2_s14", {"pooling": "max"}, "pooling='max'"),
+        ("dinov2_s14", {"pooling": "class", "class_token": False}, "pooling='class'"),
+        ("dinov2_s14", {"feed_forward": "glu"}, "feed_forward='glu'"),
+        ("dinov2_s14", {"token_std": -1.0}, "token_std=-1.0"),
+        ("vit_adapter_s16", {"groups": (0, 1)}, "groups=(0, 1) must be numbers of blocks"),
+        ("vit_adapter_s16", {"groups": (1, 11)}, "groups=(1, 11): change either"),
+        ("vit_adapter_s16", {"patch_size": 8}, "patch_size=8"),
+        ("vit_adapter_s16", {"deform_heads": 7}, "heads=7"),
+        ("cct_7_3x1", {"attention_dropout": 1.0}, "attention_dropout=1.0"),
+        ("cct_7_3x1", {"conv_layers": -1}, "conv_layers=-1"),
+        ("cct_7_3x1", {"conv_stride": 0}, "conv_stride=0"),
+        ("cct_7_3x1", {"patch_size": 4}, "patch_size=4 does not go with conv_layers=1"),
+        ("cct_7_3x1", {"attention": "neighborhood"}, "attention='neighborhood' is not an option"),
+        ("vit_lite_7_4", {"layer_scale": 0.1}, "layer_scale=0.1 is not an option"),
+        ("ceit_t", {"scan_layers": True}, "scan_layers=True is not an option"),
+        ("ceit_t", {"class_token": False}, "class_token=False is not an option"),
+        ("ceit_t", {"patch_size": 18}, "patch_size=18"),
+        ("ceit_t", {"stem_width": 0}, "stem_width=0"),
+        ("ceit_t", {"image_size": 40}, "image size 40x40"),
+        ("t2t_vit_7", {"patch_size": 8}, "patch_size=8 is not an option"),
+        ("t2t_vit_7", {"token_width": 0}, "token_width=0"),
+        ("t2t_vit_7", {"random_features": 65}, "at most token_width=64"),
+        ("t2t_vit_7", {"performer_dropout": 1.0}, "performer_dropout=1.0"),
+        ("t2t_vit_7", {"logit_scale": "D"}, "logit_scale='D'"),
+        ("t2t_vit_7", {"image_size": (2, 9)}, "image size 2x9 is too small"),
+        ("cat_5", {"operator": "axial"}, "operator='axial'"),
+        ("cat_5", {"imprint": "late"}, "imprint='late'"),
+        ("cat_5", {"pool": "class"}, "pool='class'"),
+        ("cat_5", {"imprint": "none", "imprint_token": True}, "imprint='none'"),
+        ("cat_5", {"pool": "mean", "imprint_token": True}, "pool='mean'"),
+        ("cat_5", {"class_token": True}, "class_token=True is not an option"),
+        ("cat_5", {"image_size": (64, 96)}, "maps must be square"),
+        ("cat_5", {"image_size": (64, 65)}, "image size 64x65"),
+        ("cat_5", {"position": "cat_rope+rpb"}, "adds a bias to the logits of a softmax"),
+        ("swin_t", {"heads": (2,)}, "heads=(2,)"),
+        ("swin_t", {"depths": (2, 2, 2, 0)}, "depths=(2, 2, 2, 0)"),
+        ("swin_t", {"heads": (3, 6, 12, 25)}, "heads=25"),
+        ("swin_t", {"window_size": 0}, "window_size=0"),
+        ("swin_t", {"window": 8}, "did you mean 'window_size'?"),
+        ("swin_t", {"drop_path": 1.0}, "drop_path=1.0"),
+        ("swin_t", {"image_size": (36, 50)}, "image size 36x50"),
+        ("swin_t", {"position": "rope2d(k_rope=16)"}, "k_rope=16"),
+        ("nat_mini", {"dilations": (2,)}, "dilations=(2,)"),
+        ("nat_mini", {"position": "rpb+rope2d", "pad_compat": True}, "pad_compat=True"),
+        ("nat_mini", {"kernel_size": 0}, "kernel_size=0"),
+        ("nat_mini", {"convolutions": "none"}, "convolutions='none'"),
+        ("nat_mini", {"width": 65, "heads": (1, 1, 1, 1)}, "width=65"),
         (
             "vit_s16",
             {"image_size": 225},
@@ -194,7 +250,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             "dtype=float64 is not available; use float32, bfloat16 or float16, or float64 "
             "with jax_enable_x64",
         ),
-        ("vit_s16", {"dtype": "half precision"}, "dtype=half precision is not available"),
+        ("vit_s16", {"dtype": jnp.float64}, "dtype=float64 is not available"),
         ("vit_s16", {"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn is not available"),
         (
             "vit_s16",
@@ -214,7 +270,42 @@ def test_what_cannot_be_is_refused_with_what_can(name, options, advice):
         rope_jax.create_model
     )  # as users have it: without the annotation checks of tests
     with pytest.raises(ValueError, match=re.escape(advice)):
-        create_model(name, **options)
+        nnx.eval_shape(lambda: create_model(name, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("vit_digits", (7, 10)),
+        ("vit_lite_6_4", (12, 18)),
+        ("swin_t", (38, 52)),
+        ("nat_mini", (38, 52)),
+        ("t2t_vit_7", (9, 2)),
+        ("cat_5", (48, 64)),  # the paper's operator takes square maps
+    ],
+)
+def test_images_of_a_wrong_size_are_refused_in_calls_and_by_resize(name, size):
+    model = shape_of(name, image_size=8 if name == "vit_digits" else 64)
+    graph, state = nnx.split(model)
+    images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
+    wrong = f"{size[0]}x{size[1]}"
+    with pytest.raises(ValueError, match=wrong):
+        jax.eval_shape(lambda state, images: nnx.merge(graph, state)(images), state, images)
+    with pytest.raises(ValueError, match=wrong):
+        model.resize(size)
+
+
+OF_VIT = {"patch_size", "width", "depth", "heads", "mlp_ratio", "embed_class_token", "qkv_bias"}
+OF_VIT |= {"norm_epsilon", "drop_path", "drop_path_schedule", "last_norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("cct_7_3x1", {"class_token", "scan_layers"}), ("ceit_t", set())]
+)
+def test_every_option_of_a_vit_is_either_taken_or_refused(name, more):
+    taken, refused = OF_VIT | more, {*find_model(name).options.fixed}
+    assert taken | refused == {field.name for field in dataclasses.fields(ViTOptions)}
+    assert not taken & refused
 
 
 def test_options_may_be_none_in_every_spelling():

@@ -15,7 +15,7 @@ from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.t2t import RandomFeatures, dropout, soft_split
 from rope_jax.training.optim import decay_mask
 from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
-from tests.models.small import check_gradients, filled, pictures
+from tests.models.small import filled, pictures
 
 SMALL = {"width": 16, "heads": 4, "depth": 2, "token_width": 8, "random_features": 4}
 
@@ -202,31 +202,6 @@ def test_images_of_any_size_become_tokens(size, grid):
     assert features.shape == (1, *grid, 16)
 
 
-@pytest.mark.slow
-def test_schemes_of_position_learn_here_too():
-    check_gradients(gradients(small("lape(ape)+rope_mixed+rpb"), pictures(52, 40)))
-
-
-@pytest.mark.slow
-def test_blocks_may_be_kept_as_one():
-    images = pictures(40, 70)
-    stacked = small(scan_layers=True)
-    np.testing.assert_allclose(
-        jitted(stacked)(images), jitted(_as_list(stacked))(images), rtol=0, atol=1e-5
-    )
-
-
-def _as_list(stacked):
-    """The model with the same weights in a list of blocks."""
-    model = small()
-    for path, param in nnx.to_flat_state(nnx.state(model, STORED)):
-        own = stacked
-        for step in path:
-            own = own if isinstance(step, int) else getattr(own, step)
-        param.set_value(own[...][path[1]] if path[0] == "blocks" else own[...])
-    return model
-
-
 def test_weight_decay_spares_the_class_token():
     mask = decay_mask(
         nnx.state(nnx.eval_shape(lambda: rope_jax.create_model("t2t_vit_7", depth=1)), nnx.Param)
@@ -249,59 +224,4 @@ def test_numbers_are_dropped_one_by_one_and_the_mean_stays():
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
-@pytest.mark.slow
-def test_only_training_drops_and_only_with_a_key():
-    model, images = small(drop_path=0.0, depth=1), pictures(40, 70)
-    run = jitted(model)
-    plain = run(images)
-    np.testing.assert_array_equal(run(images, key=jax.random.key(0)), plain)
-    with pytest.raises(ValueError, match="train=True needs a key for performer dropout: pass key="):
-        model(images, train=True)
-    trained = [run(images, train=True, key=jax.random.key(seed)) for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(trained[0], trained[1])
-    assert np.not_equal(trained[0], trained[2]).any()
-    steady = small(drop_path=0.0, depth=1, performer_dropout=0.0)
-    np.testing.assert_array_equal(jitted(steady)(images, train=True), plain)
-    with pytest.raises(ValueError, match="train=True needs a key for drop path"):
-        small(performer_dropout=0.0)(images, train=True)
-
-
-@pytest.mark.slow
-def test_training_in_bfloat16_has_finite_gradients():
-    model = small(dtype=jnp.bfloat16, depth=1)
-    found = gradients(model, pictures(40, 70), train=True, key=jax.random.key(0))
-    assert {gradient.dtype for gradient in jax.tree.leaves(found)} == {jnp.dtype("float32")}
-    assert all(np.isfinite(gradient).all() for gradient in jax.tree.leaves(found))
-
-
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"patch_size": 8}, "patch_size=8 is not an option of this family: leave it at 16"),
-        ({"token_width": 0}, "token_width=0 must be at least 1"),
-        (
-            {"random_features": 9},
-            "random_features=9 are orthogonal, so there are at most token_width=8",
-        ),
-        (
-            {"performer_dropout": 1.0},
-            "performer_dropout=1.0 is not allowed; it must be at least 0 and below 1",
-        ),
-        ({"logit_scale": "D"}, "logit_scale='D' is not allowed; use one of head, width"),
-        (
-            {"image_size": (2, 9)},
-            "image size 2x9 is too small for a split of 7x7 pixels: use at least 3x3",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        small(**options)
-
-
-def test_small_images_are_refused_in_calls_too():
-    with pytest.raises(ValueError, match="image size 9x2 is too small"):
-        small()(pictures(9, 2))

@@ -1,7 +1,5 @@
 """ViT-Adapter: what its golden (tests/parity/dense/vit_adapter.py) does not show."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,26 +68,6 @@ def test_everything_trains():
         assert 0 < np.abs(gradient[...]).max() < np.inf, path
     for path, before in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
         assert np.abs(dict(nnx.to_flat_state(statistics))[path][...] - before[...]).max() > 0, path
-
-
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        (
-            {"groups": (0, 1)},
-            "groups=(0, 1) must be numbers of blocks in ascending order, of which",
-        ),
-        (
-            {"groups": (1, 3)},
-            "added='groups' takes a map of each of four groups, but groups=(1, 3)",
-        ),
-        ({"patch_size": 8}, "patch_size=8 is not possible: the strides of the four maps"),
-        ({"deform_heads": 7}, "24 channels are not divisible by heads=7"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(changes, advice):
-    with pytest.raises(ValueError, match=re.escape(advice)):
-        nnx.eval_shape(lambda: small(**changes))
 
 
 def test_upernet_takes_its_maps_and_heads_of_one_map_are_refused():

@@ -1,7 +1,6 @@
 """Windows in isotropic ViTs, the paddings of official codes, and positions in both."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -191,26 +190,3 @@ def test_tables_of_biases_have_the_size_of_the_window():
     )
     assert create(image_size=512).position.offsets.shape == (2, 12, 27, 27)
     assert create(image_size=512, window_size=7).position.offsets.shape == (2, 12, 13, 13)
-
-
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        ({"class_token": True}, "attention='window' has no place for a class token"),
-        ({"registers": 2}, "attention='window' has no place for registers"),
-        ({"global_blocks": (2,)}, "global_blocks=(2,) must be numbers of blocks in ascending"),
-        ({"global_blocks": (1, 0)}, "from 0 to 1"),
-        ({"window_padding": "zeros"}, "window_padding='zeros' is not allowed; use one of mask"),
-        (
-            {"window_padding": "qkv", "position": "lpe"},
-            "window_padding='qkv' reproduces codes in which padding takes part",
-        ),
-        (
-            {"window_box": "own", "position": "comrope"},
-            "window_box='own' needs a position that windows see by themselves",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(changes, advice):
-    with pytest.raises(ValueError, match=re.escape(advice)):
-        small_model("vit_s16", changes.pop("position", None), **WINDOWS | changes)

@@ -305,32 +305,3 @@ def test_bfloat16_vectors_are_turned_in_float32_and_rounded_once(text):
     assert turned.dtype == jnp.bfloat16
     assert precise.dtype == jnp.float32
     np.testing.assert_array_equal(turned, precise.astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "liere(per_layer=False)",
-        "comrope",
-        "comrope(variant=ap,block=4)",
-        "string",
-        "string(variant=circulant)",
-        "spherical_rope(learnable=True)",
-    ],
-)
-def test_learned_numbers_get_a_gradient(text):
-    # In training, where that makes a difference.
-    key = jax.random.key(0) if text.startswith("comrope") else None
-    graph, state = nnx.split(trained(text, std=0.3, depth=2, dtype=SINGLE))
-    x = jnp.asarray(normal(1, 10, HEADS, HEAD_DIM), jnp.float32)
-
-    def score(q, k, v):
-        return jnp.sum(jnp.sin(jnp.einsum("blnd,bmnd->bnlm", q, k)))
-
-    def loss(state):
-        terms = nnx.merge(graph, state).terms((5, 2), key)
-        return sum(terms.layer(layer).transform(x, x[:, ::-1], x, score) for layer in range(2))
-
-    for gradient in jax.tree.leaves(jax.jit(jax.grad(loss))(state)):
-        assert np.isfinite(gradient).all()
-        assert (gradient != 0).any()

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax_kernels import Global, Neighborhood, Window
 from tests.positions import schemes
 from tests.positions.schemes import ALL, CHANNELS, SINGLE, normal, params
-
-LEARNABLE = ["rope_mixed+ape", "rpb", "lape(ape)", "cpb(hidden=8)", "gpe", "axial_rope_v1"]
 
 
 def scheme(text, **changes):
@@ -119,40 +116,3 @@ def test_none_adds_nothing():
     tokens = jnp.ones((1, 20, 48))
     assert position.embed(tokens, (4, 5)) is tokens
     assert jax.tree.leaves(position.terms((4, 5))) == []
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Global(),
-        pytest.param(Window((2, 5)), marks=pytest.mark.slow),
-        pytest.param(Neighborhood((3, 3)), marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("text", LEARNABLE)
-def test_learnable_parts_get_a_gradient_from_what_attention_receives(text, pattern):
-    position = scheme(text, pattern=pattern)
-    graph, params = nnx.split(position)
-
-    def loss(params):
-        weights = np.random.default_rng(0)
-        position = nnx.merge(graph, params)
-        terms = position.terms((4, 5))
-        theta = (
-            [terms.layer(i).rotation.angles() for i in range(2)]
-            if terms.rotation is not None
-            else []
-        )
-        leaves = [
-            position.embed(jnp.zeros((1, 20, 48)), (4, 5)),
-            *theta,
-            *jax.tree.leaves((terms.bias, terms.add)),
-        ]
-        return sum(
-            jnp.sum(leaf * weights.standard_normal(leaf.shape).astype(np.float32))
-            for leaf in leaves
-        )
-
-    for gradient in jax.tree.leaves(jax.jit(jax.grad(loss))(params)):
-        assert bool(jnp.isfinite(gradient).all())
-        assert bool((gradient != 0).any())

@@ -28,7 +28,7 @@ from rope_jax.models.heads.transformer import (
     inverse_sigmoid,
 )
 from rope_jax.models.layers import conv
-from rope_jax.models.registry import Count, CountOrZero, Options
+from rope_jax.models.registry import Count, CountOrZero, Options, check_divisible
 from rope_jax.positions.grids import Grid
 
 
@@ -161,7 +161,12 @@ class Dino(Head):
         rngs: nnx.Rngs,
         dtypes: dict,
     ):
-        _check(options)
+        divisors = {
+            "heads": options.heads,
+            "groups": options.groups,
+            "sines of x, y": 4,
+        }
+        check_divisible("the head 'dino'", options.width, divisors)
         self.options, self.out_features = options, num_classes
         settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
         self.neck = ChannelNeck(channels, options, **settings)
@@ -268,21 +273,6 @@ class Dino(Head):
         overlap = iou(to_corners(boxes[-2]), to_corners(last.boxes))
         found = last.real & (overlap >= 0.5) & (logits[-2].argmax(-1) == last.labels)
         return (total * batch["share"]).mean(), found.sum() / jnp.maximum(targets.real.sum(), 1)
-
-
-def _check(options: DinoOptions) -> None:
-    """Raises ValueError for a width that is not divided by what divides it."""
-    for name in ("groups", "heads"):
-        if options.width % (number := getattr(options, name)):
-            raise ValueError(
-                f"the head 'dino' has width={options.width}, which {name}={number} does not "
-                "divide: change one of them"
-            )
-    if options.width % 4:
-        raise ValueError(
-            f"the head 'dino' has width={options.width}, but sines and cosines of two coordinates "
-            "fill a multiple of 4"
-        )
 
 
 register_head("dino", Dino, DinoOptions())

@@ -4,6 +4,7 @@ A head takes feature maps and returns predictions. It is given channels and stri
 and does not depend on the backbone that they come from.
 """
 
+import abc
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,7 @@ class Head(nnx.Module):
     options: Options
     out_features: int
 
+    @abc.abstractmethod
     def __call__(
         self, maps: Maps, *, train: bool = False, key: Array | None = None, **given: Any
     ) -> Any:
@@ -94,7 +96,6 @@ class Head(nnx.Module):
             key: for dropout; None drops nothing.
             given: what else the task gives its models, such as `extent` for detection.
         """
-        raise NotImplementedError
 
     @property
     def num_classes(self) -> int:
@@ -105,10 +106,11 @@ class Head(nnx.Module):
         """None: heads have no positional schemes. (Weights are converted for models and heads.)"""
         return {}
 
+    @abc.abstractmethod
     def result(self, predictions: Any, image_size: Grid) -> Any:
         """What a model returns for images of (height, width) pixels."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def loss(
         self,
         predictions: Any,
@@ -125,18 +127,6 @@ class Head(nnx.Module):
             key: for losses that draw.
             settings: of the run, which the task names.
         """
-        raise NotImplementedError
-
-    def places(self, sizes: Sequence[Grid]) -> dict[str, int] | None:
-        """How often the weights of a module are applied to maps of `sizes`, see `Backbone.places`.
-
-        None for heads whose multiply-adds are not counted.
-        """
-        return None
-
-    def products(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        """Multiply-adds of products of activations, those of attention among them, by module."""
-        return {}
 
 
 class SegmentationHead(Head):

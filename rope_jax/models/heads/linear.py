@@ -1,8 +1,6 @@
 """The linear head: a class for every patch, or for the cells of a patch, resized to pixels."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 from flax import nnx
 from jaxtyping import Array
@@ -10,7 +8,6 @@ from jaxtyping import Array
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.layers import linear
 from rope_jax.models.registry import Count, Options
-from rope_jax.positions.grids import Grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +49,6 @@ class LinearHead(SegmentationHead):
         logits = logits.reshape(batch, height, width, cells, cells, self.out_features)
         shape = (batch, height * cells, width * cells, self.out_features)
         return PixelLogits(logits.swapaxes(2, 3).reshape(shape))
-
-    def places(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        return {"classify": math.prod(sizes[-1])}
 
 
 register_head("linear", LinearHead, LinearOptions())

@@ -15,7 +15,7 @@ from rope_jax.models.heads.mask_loss import set_loss
 from rope_jax.models.heads.masked_decoder import MaskedDecoder, masks_of
 from rope_jax.models.heads.pixel_decoder import PixelDecoder
 from rope_jax.models.heads.pixels import pixel_accuracy
-from rope_jax.models.registry import Count, Options
+from rope_jax.models.registry import Count, Options, check_divisible
 from rope_jax.positions.grids import Grid
 
 
@@ -47,13 +47,8 @@ class Mask2FormerOptions(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, divisor in (("heads", self.heads), ("groups", self.groups), ("rows", 4)):
-            if self.width % divisor:
-                what = f"{name}={divisor}" if name != "rows" else "4, for sines of rows and columns"
-                raise ValueError(
-                    f"the head 'mask2former' has width={self.width}, which is not divisible by "
-                    f"{what}: change one of them"
-                )
+        divisors = {"heads": self.heads, "groups": self.groups, "sines of x, y": 4}
+        check_divisible("the head 'mask2former'", self.width, divisors)
 
 
 @jax.tree_util.register_dataclass

@@ -1,8 +1,6 @@
 """Segmenter's mask transformer (Strudel et al., arXiv 2105.05633, section 3.2)."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -15,9 +13,15 @@ from rope_jax.models.blocks import Block, drop_path, drop_path_rates
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import dropout
 from rope_jax.models.layers import Linear, layer_norm, linear
-from rope_jax.models.registry import Count, OptionalCount, Options, Positive, Probability
+from rope_jax.models.registry import (
+    Count,
+    OptionalCount,
+    Options,
+    Positive,
+    Probability,
+    check_divisible,
+)
 from rope_jax.positions import Terms
-from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global
 
 
@@ -103,11 +107,7 @@ class Segmenter(SegmentationHead):
         dtypes: dict,
     ):
         inputs, width = channels[0], options.width or channels[0]
-        if width % options.head_dim:
-            raise ValueError(
-                f"the head 'segmenter' has {width} channels, which its head_dim="
-                f"{options.head_dim} does not divide: change one of them"
-            )
+        check_divisible("the head 'segmenter'", width, {"head_dim": options.head_dim})
         self.options, self.out_features = options, num_classes
         settings = {"rngs": rngs, "dtypes": dtypes}
         shared = _BlockOptions(
@@ -141,18 +141,6 @@ class Segmenter(SegmentationHead):
         masks = jnp.einsum("blc,bkc->blk", patches, classes, preferred_element_type=precise)
         masks = self.mask_norm(masks).reshape(batch, height, width, -1)
         return PixelLogits(masks)
-
-    def places(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        area, classes = math.prod(sizes[-1]), self.out_features
-        tokens = {"proj": area, "blocks": area + classes}
-        return tokens | {"proj_patch": area, "proj_class": classes}
-
-    def products(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        """Products of attention, and those of all patches with all classes."""
-        area, (classes, width) = math.prod(sizes[-1]), self.class_tokens.shape
-        attention = 2 * (area + classes) ** 2 * width
-        blocks = {f"blocks.{layer}.attn": attention for layer in range(self.options.depth)}
-        return blocks | {"masks": area * classes * width}
 
 
 def _unit(x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:

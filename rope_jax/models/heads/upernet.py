@@ -5,8 +5,6 @@ As in mmsegmentation, with its auxiliary head of one convolution, which takes pa
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -26,7 +24,6 @@ from rope_jax.models.registry import (
     Probability,
     one_of,
 )
-from rope_jax.positions.grids import Grid
 
 _CHANNELS = (1, 2)  # the axes of a map that Dropout2d drops together
 
@@ -145,15 +142,6 @@ class UperNet(SegmentationHead):
             return PixelLogits(logits)
         second = self.auxiliary(maps[self.options.auxiliary_map], train, keys[1])
         return PixelLogits(logits, second, self.options.auxiliary_weight)
-
-    def places(self, sizes: Sequence[Grid]) -> dict[str, int]:
-        areas = [math.prod(size) for size in sizes]
-        bins = PyramidPooling.bins
-        places = {f"pooling.convs.{i}": number**2 for i, number in enumerate(bins)}
-        places |= {"pooling.fuse": areas[-1], "fuse": areas[0], "classify": areas[0]}
-        for level, area in enumerate(areas[:-1]):
-            places |= {f"laterals.{level}": area, f"smooth.{level}": area}
-        return places | {"auxiliary": areas[self.options.auxiliary_map]}
 
 
 register_head("upernet", UperNet, UperNetOptions())

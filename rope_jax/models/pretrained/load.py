@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -165,51 +165,27 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
     """What weights are for, the model or its backbone, and their source.
 
     Raises:
-        ValueError: they are those of another head.
+        ValueError: they are those of another head, or of no known source.
     """
-    backbone = getattr(model, "backbone", None)
-    if file.description is not None:
-        there, here = _heads(model, file)
-        if there not in (None, here):
-            instead = "is a classifier" if here is None else f"has the head {here!r}"
-            usable = "a classifier"
-            if here is not None:  # the names of its backbone are those of another library
-                usable = "the same head, of a classifier, or with names of rope_jax"
-            raise ValueError(
-                f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
-                f"use weights of {usable}"
-            )
-        targets = [model if there is not None or backbone is None else backbone]
-    else:
-        targets = [model] if backbone is None else [model, backbone]
-    found = []
-    for target in targets:
-        if target is not targets[-1] and not _names_some(target, file):
-            continue
-        try:
-            own = source or file.source or _first_that_fits(target, file, target is backbone)
-        except ValueError:
-            if not found:
-                raise
-            continue  # the file has no name of a backbone alone, but names of the whole model
-        if len(targets) == 1:
-            return target, own
-        if target is backbone or own in (*DENSE, OWN):
-            problems = _problems(target, file, own, target is backbone)
-            found.append((len(problems), target, own))
-    return min(found, key=operator.itemgetter(0))[1:]
-
-
-def _names_some(model: nnx.Module, file: WeightsFile) -> bool:
-    """Whether a file has names of parameters of a model with a head."""
-    plans = (plan_conversion(model, file.shapes, source=source) for source in DENSE)
-    return has_own_names(model, file.shapes) or any(plan.links for plan in plans)
-
-
-def _problems(model: nnx.Module, file: WeightsFile, source: str, backbone: bool) -> list[str]:
-    if source == OWN:
-        return plan_own(model, file.shapes, backbone=backbone).problems
-    return plan_conversion(model, file.shapes, source=source, backbone=backbone).problems
+    there, here = _heads(model, file)
+    if there not in (None, here):
+        instead = "is a classifier" if here is None else f"has the head {here!r}"
+        raise ValueError(
+            f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
+            "use weights of the same head, of a classifier, or with names of rope_jax"
+        )
+    backbone, source = getattr(model, "backbone", None), source or file.source
+    targets = [model, backbone]
+    if backbone is None or there is not None:
+        targets = [model]
+    elif file.description is not None:  # a classifier's
+        targets = [backbone]
+    own = next((target for target in targets if has_own_names(target, file.shapes)), None)
+    if source is None and own is None:
+        return _first_that_fits(model, targets, file)
+    if source in (None, OWN):
+        return targets[-1] if own is None else own, OWN
+    return targets[0] if source in DENSE else targets[-1], source
 
 
 def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
@@ -248,39 +224,38 @@ def _schemes(notation: str) -> list[str]:
     return [f"{call.name}, {dict(call.options).get('pairing', 'half')}" for call in calls]
 
 
-def _first_that_fits(model: nnx.Module, file: WeightsFile, backbone: bool) -> str:
-    """The source with the fewest problems, the first of equal ones.
-
-    `backbone` is whether the model is that of a model of dense prediction.
+def _first_that_fits(
+    model: nnx.Module, targets: Sequence[nnx.Module], file: WeightsFile
+) -> tuple[nnx.Module, str]:
+    """The target and the source of names with the fewest problems, the first of equal ones.
 
     Raises:
         ValueError: none has any of the names; or several fit, and pair channels for rotation
             differently.
     """
-    if has_own_names(model, file.shapes):
-        return OWN
-    sources = SOURCES if getattr(model, "backbone", None) is None else DENSE
-    plans = {
-        source: plan_conversion(model, file.shapes, source=source, backbone=backbone)
-        for source in sources
-    }
-    if not any(plan.links for plan in plans.values()):
+    plans = []
+    for target in targets:
+        for source in DENSE if hasattr(target, "backbone") else SOURCES:
+            how = {"source": source, "backbone": target is not model}
+            plan = plan_conversion(target, file.shapes, **how)
+            if plan.links:
+                plans.append((len(plan.problems), target, source))
+    if not plans:
         names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
         raise ValueError(
             f"{file.where!r} has no name that a parameter of this model has in a known source "
-            f"({', '.join(sources)}), but {names}: take the file of such a source"
+            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
         )
-    problems = {source: len(plan.problems) for source, plan in plans.items()}
-    fewest = min(problems.values())
-    best = [source for source in sources if problems[source] == fewest]
-    pairings = {name_table(model, source).pairing for source in best}
-    rotates = any(rotary_of(part.position) is not None for part in model.parts().values())
+    fewest, target, first = min(plans, key=operator.itemgetter(0))
+    best = [source for count, other, source in plans if count == fewest and other is target]
+    pairings = {name_table(target, source).pairing for source in best}
+    rotates = any(rotary_of(part.position) is not None for part in target.parts().values())
     if rotates and fewest == 0 and len(pairings) > 1:
         raise ValueError(
             f"the names of these weights fit the sources {', '.join(best)}, which pair channels "
             "differently: say which by source= of rope_jax.convert_state_dict, or --source"
         )
-    return best[0]
+    return target, first
 
 
 def save_pretrained(

@@ -7,7 +7,6 @@ blocks in a list; files in which they are stacked are read, too.
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +34,6 @@ from rope_jax.positions.grids import Grid
 
 OWN = "rope_jax"
 """The source of such weights."""
-
-_SIDES = range(1, 129)  # of the square maps that tables of unknown size may be of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +116,7 @@ def plan_own(
         model: to be filled.
         shapes: shape and dtype of each tensor.
         image_size: (height, width) in pixels, for which the tensors' position tables are. Without
-            it, tables that do not fit are taken to be of square maps.
+            it, embeddings that do not fit are taken to be of square maps.
         new_head: leave the head as it is if the weights have none or one for other classes.
         backbone: whether the model is that of a model of dense prediction.
     """
@@ -230,25 +227,27 @@ def _places(model: nnx.Module, shapes: Shapes) -> dict[str, Place]:
 def _grids_to_resize(
     model: nnx.Module, places: Mapping[str, Place], image_size: Grid | None
 ) -> dict[str, Grid]:
-    """The stored map of each part whose scheme must be resized and can be."""
+    """The stored map of each part whose scheme must be resized and can be.
+
+    It is that of `image_size`, or else square, with as many rows as the square root of a table's.
+    """
     parts, found = model.parts(), {}
     stored = [None] * len(parts)
     if image_size is not None:
         with contextlib.suppress(ValueError):  # other patches, whose shapes are refused
             stored = model.grids(image_size)
     for (prefix, part), grid in zip(parts.items(), stored, strict=True):
-        position = part.position
-        own = {n: place for n, place in places.items() if n.startswith(f"{prefix}position.")}
-        fits = all(place.stored == place.shape for place in own.values())
-        if fits and grid in (None, position.stage.grid):
+        stage = part.position.stage
+        own = [place for name, place in places.items() if name.startswith(f"{prefix}position.")]
+        shapes = {_inside(place.path): place.stored for place in own}
+        fits = all(place.stored == place.shape for place in own)
+        if fits and grid in (None, stage.grid):
             continue
-        shapes = {_inside(place.path): place.stored for place in own.values()}
-        if any(math.prod(shape) > LARGEST for shape in shapes.values()):
-            continue
-        squares = ((side, side) for side in _SIDES)
-        candidates = [grid] if grid else itertools.chain([position.stage.grid], squares)
-        grid = next((g for g in candidates if _can_resize(position, shapes, g)), None)
-        if grid is not None:
+        if grid is None:
+            rows = max((shape[0] for shape in shapes.values() if shape), default=0)
+            grid = (math.isqrt(max(rows - stage.embed_prefix, 1)),) * 2
+        small = all(math.prod(shape) <= LARGEST for shape in shapes.values())
+        if small and _can_resize(part.position, shapes, grid):
             found[prefix] = grid
     return found
 

@@ -1,7 +1,6 @@
 """DINO: sizes, definitions of its losses and choices, padding, gradients, weights."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,11 @@ from rope_jax.models.heads import create_head
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
 from rope_jax.models.heads.denoising import slots_of
 from rope_jax.models.heads.detection import Targets, best_detections
-from rope_jax.models.heads.dino import ChannelNeck, DinoOptions, DinoPredictions
+from rope_jax.models.heads.dino import DinoPredictions
 from rope_jax.models.heads.encoder import padding_of
 from rope_jax.models.heads.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.tasks import detection
 from tests.models.small import filled
 
@@ -54,32 +52,7 @@ SWIN = {"width": 8, "heads": (1, 1, 1, 1), "depths": (1, 1, 1, 1), "image_size":
 CLASSES = 3
 
 
-def parameters(module):
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
-
-
 FLOAT = dtypes_of(jnp.dtype(jnp.float32))
-
-
-@pytest.mark.parametrize(
-    ("channels", "count"),
-    [
-        ((256, 256, 256, 256), 265_216),
-        ((192, 384, 768), 2_116_608),
-        ((256, 512, 1024), 2_821_120),
-    ],
-)
-def test_the_neck_has_the_official_number_of_parameters(channels, count):
-    make = functools.partial(ChannelNeck, channels, DinoOptions(), dtypes=FLOAT)
-    assert parameters(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))) == count
-
-
-def test_the_head_and_the_pyramid_have_the_official_number_of_parameters():
-    make = functools.partial(create_head, "dino", channels=[256] * 4, num_classes=80)
-    head = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-    assert parameters(head) - 265_216 == 18_556_236
-    make = functools.partial(FeaturePyramid, 768, scales=head.scales)
-    assert parameters(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))) == 3_444_096
 
 
 @pytest.mark.parametrize(
@@ -167,7 +140,7 @@ def test_denoising_is_drawn_in_training_alone(model, gradient):
     first, second, again = (gradient(batch, jax.random.key(n))[0][0] for n in (0, 1, 0))
     assert first == again
     assert first != second
-    with pytest.raises(ValueError, match="needs a key for the head's denoising"):
+    with pytest.raises(ValueError, match=r"needs a key for .*denoising"):
         model.predict(batch["image"], train=True)
 
 
@@ -456,9 +429,9 @@ def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("dino(width=40)", "width=40, which groups=32 does not divide"),
-        ("dino(width=32,heads=3)", "width=32, which heads=3 does not divide"),
-        ("dino(width=6,groups=2,heads=2)", "fill a multiple of 4"),
+        ("dino(width=40)", "width=40, which is not divisible by groups=32"),
+        ("dino(width=32,heads=3)", "not divisible by heads=3"),
+        ("dino(width=6,groups=2,heads=2)", "sines"),
     ],
 )
 def test_widths_that_do_not_divide_are_refused(head, message):

@@ -1,4 +1,4 @@
-"""Maps of any blocks of any backbone, in evaluation and in training."""
+"""What holds for every family: maps of any blocks, training, precision, and what is drawn."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from tests.models.small import filled, pictures, some_slow
+from tests.models.small import check_gradients, filled, pictures, run, some_slow
 
 SMALL = {"width": 24, "heads": 3, "depth": 3, "mlp_ratio": 2.0, "drop_path": 0.4}
 PATCH = SMALL | {"patch_size": 4}
@@ -64,6 +64,79 @@ def test_maps_after_all_blocks_are_those_of_the_model(name):
     np.testing.assert_allclose(usual[-1], last[0], atol=1e-5)
     for one, other in itertools.pairwise(raw):
         assert one.shape != other.shape or np.abs(one - other).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "ceit_t"]))
+def test_rows_and_columns_are_where_they_were_in_the_image(name):
+    see = compiled(small(name), lambda model, images, _: model.features(images)[0])
+    images = pictures(*SIZE)
+    change = np.abs(see(images.at[:, :4, -4:].add(1.0)) - see(images)).sum(axis=(0, 3))
+    row, column = np.unravel_index(change.argmax(), change.shape)
+    # A token is at most a patch of 4 pixels; convolutions may move the largest change by one.
+    assert row * 4 <= change.shape[0]
+    assert (column + 2) * 4 >= 3 * change.shape[1]
+
+
+# Schemes of all kinds that a family takes, and parameters that logits do not depend on: what a
+# batch norm or a softmax takes away, and the patches behind CeiT's last LeFF.
+POSITIONS = {
+    "deit3_s16": "rope_mixed+ape",
+    "cat_5": "gpe+lpe",
+    "cct_7_3x1": "ape+rpb",
+    "ceit_t": "ape+rpb+rope_mixed+peg",
+    "t2t_vit_7": "lape(ape)+rope_mixed+rpb",
+}
+SILENT = re.compile(r"attention_pool\.bias|leff\.conv\d\.bias|blocks\.2\.leff")
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["beit_b16"]))
+def test_training_in_bfloat16_reaches_every_parameter(name):
+    model = small(name, position=POSITIONS.get(name), dtype=jnp.bfloat16)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        model = nnx.merge(graph, params, rest)
+        logits = model(pictures(*SIZE, batch=4), train=True, key=jax.random.key(0))
+        assert logits.dtype == jnp.bfloat16
+        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 1].mean()
+
+    gradients = gradient(params)
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    check_gradients(gradients, lambda path: SILENT.search(".".join(map(str, path))))
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "cat_5"]))
+def test_bfloat16_is_for_activations_only_and_close(name):
+    precise, rough = small(name), small(name, dtype=jnp.bfloat16)
+    for one, other in zip(*(jax.tree.leaves(nnx.state(x)) for x in (precise, rough)), strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+    want, got = (run(model, pictures(*SIZE))[0] for model in (precise, rough))
+    assert got.dtype == jnp.bfloat16
+    # Some thirty roundings in a row to 2**-8, and no more than twice their square root.
+    assert (
+        0 < np.abs(got.astype(np.float32) - want).max() < 2 * 30**0.5 * 2**-8 * np.abs(want).max()
+    )
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "cat_5", "ceit_t"]))
+def test_only_training_drops_and_only_with_a_key(name):
+    model, images = small(name), pictures(*SIZE, batch=4)
+    plain = run(model, images)[0]
+    np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
+    with pytest.raises(ValueError, match=r"needs a key for .*drop_path"):
+        model(images, train=True)
+    one, same, other = (run(model, images, True, jax.random.key(seed))[0] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+    assert (one != plain).any()
+    steady = small(name, **dict.fromkeys(model.options.draws, 0.0))
+    if name == "dinov3_s16":  # whose position draws, too
+        with pytest.raises(ValueError, match="needs a key for position"):
+            steady(images, train=True)
+    elif name != "ceit_t":  # whose batch norms train
+        np.testing.assert_allclose(run(steady, images, True)[0], plain, rtol=0, atol=1e-6)
 
 
 def test_every_map_can_be_normalised():
@@ -139,7 +212,7 @@ def test_blocks_after_the_last_one_wanted_are_not_run(name, block, after):
         ("deit3_s16", {"blocks": (1, 0)}, "in ascending order, from 0 to 2"),
         ("deit3_s16", {"blocks": ()}, "blocks=() must be"),
         ("swin_t", {"norm": True}, "has block 2 of an earlier one, of other channels"),
-        ("swin_t", {"train": True}, "train=True needs a key for drop path"),
+        ("swin_t", {"train": True}, "train=True needs a key for drop_path"),
     ],
 )
 def test_what_cannot_be_is_refused(name, settings, advice):
