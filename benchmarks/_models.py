@@ -30,6 +30,13 @@ TIMM = {
     ("swin_b", "rpb"): "swin_base_patch4_window7_224",
 }
 BATCHES = 5  # in a turn
+# Models, programs and images.
+MEASURED = (
+    *((name, "forward", 256) for name in ("deit3_s16", "deit3_b16", "swin_t", "nat_mini")),
+    ("deit3_s16", "training", 256),
+    ("swin_t", "training", 128),
+    ("nat_mini", "training", 128),
+)
 POSITIONS = ("none", "rpb", "axial_rope", "rope_mixed")
 
 
@@ -125,21 +132,13 @@ def program_case(
     return Case(f"models, {program}", f"{name}, {batch} images of {size} px", makers)
 
 
-def images_of(batch: int, size: int, *, small: bool) -> jax.ShapeDtypeStruct:
-    """The shape of images, in float32 where there is no GPU."""
-    dtype = jnp.float32 if small else jnp.bfloat16
-    return jax.ShapeDtypeStruct((batch, size, size, 3), dtype)
-
-
 def models(*, small: bool) -> Iterator[Case]:
-    """Models forward and in training, each with all schemes."""
+    """Models forward and in training, each with several schemes."""
     if small:
+        images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
         for program in ("forward", "training"):
-            images = images_of(2, 32, small=True)
             yield program_case("deit3_ti16", program, ("none", "rope_mixed"), images, depth=1)
-        return
-    batches = {"deit3_s16": 256, "deit3_b16": 256, "swin_t": 256, "nat_mini": 256}
-    for name, batch in batches.items():
-        yield program_case(name, "forward", POSITIONS, images_of(batch, 224, small=False))
-    for name, batch in {"deit3_s16": 256, "swin_t": 128, "nat_mini": 128}.items():
-        yield program_case(name, "training", POSITIONS, images_of(batch, 224, small=False))
+    else:
+        for name, program, batch in MEASURED:
+            images = jax.ShapeDtypeStruct((batch, 224, 224, 3), jnp.bfloat16)
+            yield program_case(name, program, POSITIONS, images)

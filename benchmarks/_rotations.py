@@ -134,7 +134,8 @@ def sizes(
         if of_models and torch_on_gpu():
             from benchmarks import _torch
 
-            makers |= _torch.rotations(problem.shape, operands(problem, "xla", 0)[1:], copies)
+            tables = operands(problem, "xla", 0)[1:]
+            makers["torch"] = _torch.rotation(problem.shape, tables, copies)
         group = f"rotation, {precision}, {direction}"
         batch, heads, side, channels = size
         name = f"{batch} x {heads} x {side}x{side} x {channels}"

@@ -139,11 +139,6 @@ def take_turns(timers: Mapping[str, Timer], turns: int) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in times) for name in timers}
 
 
-def reason_of(error: BaseException) -> str:
-    """Kind and first line of an error, for what is left out of a result."""
-    return f"{type(error).__name__}: {str(error).partition('\n')[0]}"
-
-
 def torch_on_gpu() -> bool:
     """Whether torch is installed and finds a GPU."""
     if importlib.util.find_spec("torch") is None:

@@ -23,13 +23,8 @@ def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> No
     x[..., pairs : 2 * pairs] = b * cos[:, None] + a * sin[:, None]
 
 
-def rotate_by_flash_attn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """The same by flash-attn's Triton kernel."""
-    importlib.import_module("flash_attn.ops.triton.rotary").apply_rotary(x, cos, sin, inplace=True)
-
-
-def rotations(shape: tuple[int, ...], tables: Sequence[Any], copies: int) -> dict[str, Maker]:
-    """Rotations in place, by library; only those that are installed.
+def rotation(shape: tuple[int, ...], tables: Sequence[Any], copies: int) -> Maker:
+    """A rotation in place.
 
     Args:
         shape: [B, 1, L, C] of the arrays; the first is full of ones.
@@ -38,19 +33,17 @@ def rotations(shape: tuple[int, ...], tables: Sequence[Any], copies: int) -> dic
     """
     batch, _, rows, channels = shape
     cos, sin = (torch.tensor(np.asarray(table)[0], device="cuda") for table in tables)
+    rotate = torch.compile(rotate_in_place, dynamic=False)
 
     def arrays() -> list[torch.Tensor]:
         full = functools.partial(torch.full, dtype=torch.bfloat16, device="cuda")
         return [full((batch, rows, 1, channels), 1.0 + n) for n in range(copies)]
 
-    def in_place(rotate: Callable, x: torch.Tensor) -> torch.Tensor:
+    def step(x: torch.Tensor) -> torch.Tensor:
         rotate(x, cos, sin)
         return x.transpose(1, 2)
 
-    forms = {"torch": torch.compile(rotate_in_place, dynamic=False)}
-    if importlib.util.find_spec("flash_attn"):
-        forms["flash_attn"] = rotate_by_flash_attn
-    return {name: maker(functools.partial(in_place, f), arrays) for name, f in forms.items()}
+    return maker(step, arrays)
 
 
 def attentions(pattern: Pattern, arguments: Callable[[], tuple]) -> dict[str, Maker]:

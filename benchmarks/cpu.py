@@ -170,8 +170,9 @@ def run(
     finally:
         for process in processes:
             process.kill()
+            process.communicate()  # closes its pipes
     asked = {"recipe": recipe, "changed": " ".join(flags), "turns": turns}
-    note = ", ".join(filter(None, [f"`{recipe}`", asked["changed"], f"{cores()} cores"]))
+    note = ", ".join([f"`{recipe}`", *flags, f"{cores()} cores."])
     rows = rows_of(times)
     keep(settings=asked, columns=COLUMNS, rows=rows, note=note, seconds_per_image=times)
     print(format_table(COLUMNS, rows))

@@ -5,8 +5,7 @@
 Creates a class folder and packed sets from the photographs of --images, and loads each of them in
 one process, without a training step. Rates are per second of CPU time, so that other programs on
 the machine have little effect; the loaders run in turns, and the median is reported. `by hand` is
-the minimum work of a loader based on Pillow: decode, crop, resize. With --workers, batches are also
-loaded by worker processes, with rates per second of wall time.
+the minimum work of a loader based on Pillow: decode, crop, resize.
 """
 
 import contextlib
@@ -26,7 +25,6 @@ import numpy as np
 from PIL import Image
 
 from benchmarks._runner import Keep
-from rope_jax.cores import cores
 from rope_jax.data import batches, decode_image, load
 from rope_jax.data.images.crops import resized_crop
 from rope_jax.data.prepare import prepare
@@ -68,19 +66,6 @@ def epoch(source: str, path: str, augment: str, files: Sequence[bytes]) -> None:
         pass
 
 
-def rate_of_workers(source: str, path: str, workers: int, seconds: float = 10.0) -> float:
-    """Images per second from worker processes in batches of 128, after start-up."""
-    images = load(source, path, "train", SIZE)
-    with batches(images, batch_size=128, seed=0, augment=CROP, workers=workers) as stream:
-        for _ in range(2 * workers + 2):  # prepared before the clock starts
-            next(stream)
-        begun, steps = time.monotonic(), 0
-        while time.monotonic() - begun < seconds:
-            next(stream)
-            steps += 1
-        return 128 * steps / (time.monotonic() - begun)
-
-
 def write_sets(files: Sequence[bytes], place: pathlib.Path) -> dict[str, tuple[str, str]]:
     """Writes the files as a class folder and packed sets; returns (source, path) by name."""
     folder = place / "photographs"
@@ -91,11 +76,11 @@ def write_sets(files: Sequence[bytes], place: pathlib.Path) -> dict[str, tuple[s
     with contextlib.redirect_stdout(io.StringIO()):
         prepare(Folder(str(folder), "train"), place / "packed")
         prepare(Folder(str(folder), "train"), place / "squares", square=True)
-    sets = {
+    return {
+        "folder": ("folder", str(folder)),
         "packed": ("packed", f"{place}/packed"),
         "packed squares": ("packed", f"{place}/squares"),
     }
-    return {"folder": ("folder", str(folder)), **sets}
 
 
 _DEFAULT = pathlib.Path(os.environ.get("ROPE_JAX_TEST_IMAGES", "."), "imagenet_photos_334.tar")
@@ -107,7 +92,6 @@ def run(
     images: pathlib.Path = _DEFAULT,
     tfds: str | None = None,
     rounds: int = 5,
-    workers: int = 0,
 ) -> None:
     """Measures the loaders.
 
@@ -116,36 +100,32 @@ def run(
         images: a tar archive of JPEG files; default: a file in $ROPE_JAX_TEST_IMAGES
         tfds: folder of the same images, prepared by tensorflow-datasets
         rounds: measurements of each loader
-        workers: number of worker processes
     """
     with tarfile.open(images) as archive:
         members = [x for x in archive if x.name.lower().endswith((".jpg", ".jpeg"))]
         files = [archive.extractfile(x).read() for x in members]
-    from_workers: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as place:
         sets = write_sets(files, pathlib.Path(place))
         if tfds:
             sets["tfds"] = ("tfds", tfds)
-        ways: dict[str, Any] = {PILLOW: by_pillow, "decode_image": by_decode_image}
-        ways["by hand"] = by_hand
-        for name, of in sets.items():
-            ways[f"{name}: {CROP}"] = functools.partial(epoch, *of, CROP)
-        ways["folder: centre"] = functools.partial(epoch, *sets["folder"], "none")
+        ways: dict[str, Any] = {
+            PILLOW: by_pillow,
+            "decode_image": by_decode_image,
+            "by hand": by_hand,
+            **{f"{name}: {CROP}": functools.partial(epoch, *of, CROP) for name, of in sets.items()},
+            "folder: centre": functools.partial(epoch, *sets["folder"], "none"),
+        }
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _, (name, way) in itertools.product(range(rounds), ways.items()):
             count = len(files) // 32 * 32 if ":" in name else len(files)
             begun = time.process_time()
             way(files)
             rates[name].append(count / (time.process_time() - begun))
-        for name, of in sets.items() if workers else ():
-            from_workers[name] = rate_of_workers(*of, workers)
-            print(f"{name}, {workers} workers: {from_workers[name]:.0f} images/s")
     rows = []
     for name, each in rates.items():
         share = statistics.median(x / y for x, y in zip(each, rates[PILLOW], strict=True))
         rows.append([name, f"{statistics.median(each):.0f}", f"{share:.2f}"])
     print(format_table(COLUMNS, rows))
-    settings = {"images": images.name, "tfds": bool(tfds), "rounds": rounds, "workers": workers}
-    note = f"{len(files)} photographs, to {SIZE[0]} px"
-    figures = {"images_per_cpu_second": rates, "images_per_second_of_workers": from_workers}
-    keep(settings=settings, columns=COLUMNS, rows=rows, note=note, cores=cores(), **figures)
+    settings = {"images": images.name, "tfds": bool(tfds), "rounds": rounds}
+    note = f"{len(files)} photographs, to {SIZE[0]} px."
+    keep(settings=settings, columns=COLUMNS, rows=rows, note=note, images_per_cpu_second=rates)

@@ -7,14 +7,13 @@ and `benchmarks speed`, in which calls without a named implementation use these 
 command continues where another ended. In the folder --out,
 
     tests_gpu_SOURCES.jsonl   has a line with the outcome of each test, as they end
-    measured/                 has the choices, for kernels/rope_jax_kernels/measured
     speed_gpu.json            is the result that `make tables` reads
+    cache/kernels/*.json      are the choices, for kernels/rope_jax_kernels/measured
     cache/, *.done            can be deleted once everything is complete
 """
 
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,7 +60,7 @@ def run(keep: Keep, *, out: pathlib.Path) -> None:
         raise SystemExit("--out must name a folder for results")
     if jax.default_backend() != "gpu":
         raise SystemExit(f"jax runs on {jax.default_backend()}, not on a GPU")
-    (out / "measured").mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     outcomes = out / f"tests_gpu_{sources_of_kernels()}.jsonl"
     cache, failed = out.resolve() / "cache", []
     caches = {"ROPE_JAX_CACHE": f"{cache}", "ROPE_JAX_TEST_CACHE": f"{cache}/tests"}
@@ -73,8 +72,6 @@ def run(keep: Keep, *, out: pathlib.Path) -> None:
                 failed.append(name)
             else:
                 done.touch()
-        for path in cache.glob("kernels/*.json"):
-            shutil.copy(path, out / "measured")
     # Those of an earlier call are not repeated.
     if outcomes.exists() and '"outcome": "failed"' in outcomes.read_text():
         failed.append(f"tests of {outcomes}")

@@ -45,13 +45,15 @@ import os
 import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import _layers, _models, _rotations
 from benchmarks._runner import Keep, earlier
-from benchmarks._timing import Case, Start, Timer, machine_limits, reason_of, take_turns
+from benchmarks._timing import Case, Start, Timer, machine_limits, take_turns
 from rope_jax.analysis import expected
 from rope_jax.text import format_table
 from rope_jax_kernels.accuracy import error
@@ -77,7 +79,8 @@ FORMS = {"compiled": "xla", "fused": "triton", "eager": "eager"}  # of table A.2
 def cases(parts: Sequence[str], table: str | None, *, small: bool) -> Iterator[Case]:
     """The cases of some parts, or of a table of the thesis."""
     if table in MODELS:
-        images = _models.images_of(4 if small else 256, 224, small=small)
+        batch, dtype = (4, jnp.float32) if small else (256, jnp.bfloat16)
+        images = jax.ShapeDtypeStruct((batch, 224, 224, 3), dtype)
         for name in MODELS[table]:
             yield _models.program_case(name, "forward", SCHEMES, images)
     elif table:
@@ -87,32 +90,18 @@ def cases(parts: Sequence[str], table: str | None, *, small: bool) -> Iterator[C
             yield from PARTS[part](small=small)
 
 
-def compile_case(case: Case) -> dict[str, Start | str]:
-    """Each form, ready to start, or why there is none."""
-    found: dict[str, Start | str] = {}
-    for form, make in case.makers.items():
-        try:
-            found[form] = make()
-        except Exception as error:  # the other forms are measured nevertheless
-            found[form] = reason_of(error)
-    return found
-
-
 def measure(
-    case: Case, forms: Mapping[str, Start | str], turns: int, limits: Mapping[str, float]
+    case: Case, forms: Mapping[str, Future[Start]], turns: int, limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Compares the forms of a case, and times them in turns."""
+    """Compares the compiled forms of a case, and times them in turns."""
     timers: dict[str, Timer] = {}
     left_out: dict[str, str] = {}
     references: dict[str, list] = {}
-    for form, begin in forms.items():
-        if isinstance(begin, str):
-            left_out[form] = begin
-            continue
+    for form, start in forms.items():
         try:
-            results, timer = begin()
-        except Exception as failure:  # such as too little memory
-            left_out[form] = reason_of(failure)
+            results, timer = start.result()()
+        except Exception as failure:  # the other forms are measured nevertheless
+            left_out[form] = f"{type(failure).__name__}: {str(failure).partition('\n')[0]}"
             continue
         wanted = references.setdefault(form.partition("+")[2], results)
         off = max((error(x, y) for x, y in zip(results, wanted, strict=False)), default=0.0)
@@ -233,8 +222,12 @@ def run(
     about = {"settings": settings, "limits": limits, "versions": versions()}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for group in itertools.batched(todo, TOGETHER):
+            compiling = [
+                {form: pool.submit(make) for form, make in case.makers.items()} for case in group
+            ]
             # Nothing compiles during timing.
-            for case, forms in zip(group, list(pool.map(compile_case, group)), strict=True):
+            concurrent.futures.wait([start for forms in compiling for start in forms.values()])
+            for case, forms in zip(group, compiling, strict=True):
                 row = measure(case, forms, turns, limits)
                 measured.append(row)
                 keep(**about, measured=measured, **table_of(table, measured))

@@ -97,6 +97,6 @@ def run(
         for name, each in seconds.items()
     ]
     asked = {"model": model, "batch": batch, "image_size": image_size, "starts": starts}
-    note = f"`{model}`, batch {batch}, {image_size} px, {dtype}"
+    note = f"`{model}`, batch {batch}, {image_size} px, {dtype}."
     keep(settings=asked, columns=COLUMNS, rows=rows, note=note, first_step_s=seconds)
     print(format_table(COLUMNS, [[row[0], *(f"{x:.3g}" for x in row[1:])] for row in rows]))

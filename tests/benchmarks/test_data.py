@@ -28,4 +28,4 @@ def test_every_loader_is_measured(tmp_path):
     sets = {"folder", "packed", "packed squares"}
     assert {f"{name}: resized_crop+flip" for name in sets} < set(rows)
     assert min(min(x) for x in rows.values()) > 0
-    assert result["note"] == "33 photographs, to 224 px"
+    assert result["note"] == "33 photographs, to 224 px."

@@ -42,11 +42,9 @@ def test_a_function_is_a_command(tmp_path):
     result = json.loads(out.read_text())
     assert result["rows"] == ["b", "--config.epochs=1"]
     assert result["got"] == [5, None, [2, 4], True, "runs"]
-    assert result["benchmark"] == "some"
-    assert result["settings"] == {"turns": 5}
-    assert result["versions"]["torch"] == "9"
+    assert (result["benchmark"], result["settings"]) == ("some", {"turns": 5})
     assert result["machine"]["platform"] == "cpu"
-    assert {"date", "versions"} <= set(result)
+    assert {"torch", "jax", "kernels"} <= set(result["versions"])
 
 
 def test_a_word_or_none_and_a_list_or_none_are_options(tmp_path):
@@ -54,8 +52,6 @@ def test_a_word_or_none_and_a_list_or_none_are_options(tmp_path):
     for argv, got in (([], [None, None]), (["--table=D.1", "--sizes", "1", "2"], ["D.1", [1, 2]])):
         _runner.call("some", postponed.measure, [*argv, f"--out={out}"], "python -m some")
         assert json.loads(out.read_text())["got"] == got
-    with pytest.raises(SystemExit):
-        _runner.call("some", postponed.measure, ["--table=5"], "python -m some")
 
 
 @pytest.mark.parametrize(

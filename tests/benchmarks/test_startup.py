@@ -16,7 +16,7 @@ def test_starts_with_empty_and_filled_caches_are_measured(tmp_path):
     (empty,), (filled,) = result["first_step_s"].values()
     assert min(empty, filled) > 1  # processes that import jax
     assert result["rows"] == [["empty", *[empty] * 3, 1], ["filled", *[filled] * 3, 1]]
-    assert result["note"] == "`vit_digits`, batch 2, 8 px, float32"
+    assert result["note"] == "`vit_digits`, batch 2, 8 px, float32."
 
 
 @pytest.mark.process
