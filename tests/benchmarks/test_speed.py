@@ -15,9 +15,9 @@ from rope_jax_kernels.model_shapes import LAYERS
 LIMITS = {"copy_gb_per_s": 1000.0, "launch_us": 2.0}
 
 
-def form(result, us=1.0):
-    """A maker of a form with this result and time."""
-    return lambda: lambda: ([np.float32(result)], lambda: us)
+def form(*results, us=1.0):
+    """A maker of a form with these results and this time."""
+    return lambda: lambda: ([np.float32([x]) for x in results], lambda: us)
 
 
 def measured(case):
@@ -57,18 +57,15 @@ def test_a_form_that_is_wrong_or_fails_is_left_out():
     def refuse():
         raise ValueError("it needs a GPU\nand more")
 
-    makers = {
-        "xla": form([1.0, 4.0], us=5.0),
-        "triton": form([1.0, 4.01]),
-        "ours": form([1.0, 4.5]),
-    }
-    makers |= {"eager": form([1.0, np.nan]), "mosaic": refuse, "torch": lambda: refuse}
-    makers |= {"xla+rope": form([2.0, 8.0]), "timm": lambda: lambda: ([], lambda: 3.0)}
+    makers = {"xla": form(1, 4, us=5.0), "triton": form(1, 4.01), "ours": form(1, 4.5)}
+    makers |= {"eager": form(1, np.nan), "natten": form(1), "mosaic": refuse}
+    makers |= {"torch": lambda: refuse, "xla+rope": form(2, 8), "timm": form(us=3.0)}
     found = measured(_timing.Case("some", "small", makers, moved_bytes=10**6))
     assert found["microseconds"] == {"xla": 5.0, "triton": 1.0, "xla+rope": 1.0, "timm": 3.0}
     assert found["left_out"] == {
         "ours": "wrong by 0.12 of the largest element",
         "eager": "wrong by nan of the largest element",
+        "natten": "ValueError: zip() argument 2 is longer than argument 1",
         "mosaic": "ValueError: it needs a GPU",
         "torch": "ValueError: it needs a GPU",
     }
