@@ -1,31 +1,24 @@
-"""The programs that `benchmarks models` compares: our models by implementation, and timm's."""
+"""Cases of `speed`: forward passes and training steps of whole models, by positional scheme."""
 
-import concurrent.futures
-import contextlib
-import dataclasses
+import functools
 import importlib.util
-import os
 import time
-import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 import rope_jax
-from benchmarks._timing import reason_of
-from benchmarks._training import training_step
+from benchmarks._timing import Case, Maker, Start, Timer, sample, torch_on_gpu
 from rope_jax.config import OptimConfig
 from rope_jax.training import optim
-from rope_jax_kernels import Global, Pattern, Rotation, dispatch, rotate
 
 # timm's name of each model with a scheme.
 TIMM = {
-    ("deit_s16", "ape"): "deit_small_patch16_224",
     ("deit3_s16", "ape"): "deit3_small_patch16_224",
     ("deit3_b16", "ape"): "deit3_base_patch16_224",
     ("deit3_s16", "rope2d"): "vit_small_patch16_rope_224",
@@ -36,63 +29,15 @@ TIMM = {
     ("swin_s", "rpb"): "swin_small_patch4_window7_224",
     ("swin_b", "rpb"): "swin_base_patch4_window7_224",
 }
-OURS, PEER = "rope_jax", "timm"
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """One program of a comparison: a scheme in our model or in timm's.
-
-    Attributes:
-        software: "rope_jax" or "timm".
-        position: the scheme.
-        implementation: of attention; None for the model's own choice.
-    """
-
-    software: str
-    position: str
-    implementation: str | None = None
-
-    def __str__(self) -> str:
-        by = f" by {self.implementation}" if self.implementation else ""
-        return f"{self.position}{by}"
-
-
-def attention_of_jnp(
-    *operands: jax.Array,
-    pattern: Pattern,
-    rotation: Rotation | None,
-    bias: jax.Array | None,
-    scale: float | None,
-) -> jax.Array:
-    """Rotation in jax.numpy, then `jax.nn` attention, of q, k, v or a packed array."""
-    if not isinstance(pattern, Global):
-        kind = type(pattern).__name__
-        raise ValueError(f"implementation='jnp' needs global attention, but the pattern is {kind}")
-    q, k, v = operands if len(operands) == 3 else jnp.moveaxis(operands[0], -3, 0)
-    if rotation is not None:
-        q, k = rotate(q, k, rotation, implementation="xla")
-    bias = None if bias is None else bias[None].astype(q.dtype)
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, implementation=kernel)
-
-
-@contextlib.contextmanager
-def attention_by(implementation: str | None) -> Iterator[None]:
-    """Context in which attention is traced with this implementation, or raises a ValueError."""
-    original = dispatch.call
-
-    def call(op: str, arguments: dict[str, Any], **options: Any) -> Any:
-        if implementation is None or op not in ("attention", "attention_qkv"):
-            return original(op, arguments, **options)
-        if implementation == "jnp":
-            terms = ("pattern", "rotation", "bias", "scale")
-            operands = [x for name, x in arguments.items() if name not in terms]
-            return attention_of_jnp(*operands, **{name: arguments[name] for name in terms})
-        return original(op, arguments, **options | {"implementation": implementation})
-
-    with mock.patch.object(dispatch, "call", call):
-        yield
+BATCHES = 5  # in a turn
+# Models, programs and images.
+MEASURED = (
+    *((name, "forward", 256) for name in ("deit3_s16", "deit3_b16", "swin_t", "nat_mini")),
+    ("deit3_s16", "training", 256),
+    ("swin_t", "training", 128),
+    ("nat_mini", "training", 128),
+)
+POSITIONS = ("none", "rpb", "axial_rope", "rope_mixed")
 
 
 def _cast_weights(params: Any, dtype: Any) -> Any:
@@ -105,102 +50,95 @@ def _cast_weights(params: Any, dtype: Any) -> Any:
     return jax.tree.map_with_path(cast, params)
 
 
-class Program:
-    """A forward pass or training step with its state; call `compile` first."""
-
-    def __init__(
-        self, model: nnx.Module, implementation: str | None, program: str, images: jax.Array
-    ):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-        settings = OptimConfig(clip_norm=None)
-        optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
-        # Copied, because it is donated and other programs use the model.
-        params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
-
-        def forward(state: Any, images: jax.Array) -> tuple[Any, jax.Array]:
-            return state, nnx.merge(graph, state, rest)(images)
-
-        if program == "forward":
-            self.state, step = _cast_weights(params, images.dtype), forward
-        else:
-            self.state = {"params": params, "opt": optimizer.init(params)}
-            step = training_step(graph, rest, optimizer)
-        self.images = images
-        with attention_by(implementation):
-            self._lowered = jax.jit(step, donate_argnums=0).lower(self.state, images)
-
-    def compile(self) -> None:
-        """Compiles the program; several can be compiled in parallel (but not traced)."""
-        self.step = self._lowered.compile()
-        self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
-
-    def __call__(self, passes: int) -> float:
-        """Runs `passes` batches one after the other; returns milliseconds per batch."""
-        start = time.perf_counter()
-        for _ in range(passes):
-            self.state, out = self.step(self.state, self.images)
-        jax.block_until_ready((self.state, out))
-        return 1e3 * (time.perf_counter() - start) / passes
-
-
-def left_out(name: str, program: str, form: Form, error: BaseException) -> None:
-    """Prints why a form is skipped, in one line."""
-    print(f"{form.software}'s {name} with {form}, {program}, is skipped: {reason_of(error)}",
-          flush=True)  # fmt: skip
-
-
-def programs(
-    name: str, program: str, images: jax.Array, args: types.SimpleNamespace
-) -> dict[Form, Any]:
-    """Compiles the programs of all forms; those that fail are skipped and reported.
+def compile_program(
+    name: str, position: str, program: str, images: jax.ShapeDtypeStruct, **options: Any
+) -> Start:
+    """Compiles a forward pass, or a training step with class 0 as every label.
 
     Args:
         name: name of the model.
-        program: "forward" or "train".
-        images: [B, H, W, 3].
-        args: arguments of `run` (positions, implementations, depth, torch, torch_mode).
+        position: its scheme.
+        program: "forward" or "training".
+        images: [B, H, W, 3], in the dtype of the computation.
+        **options: options of the model.
     """
-    traced, ready, drop_path, size = {}, {}, {}, images.shape[1]
-    options = {} if args.depth is None else {"depth": args.depth}
-    for position in args.positions:
-        try:
-            model = rope_jax.create_model(
-                name, position=position, image_size=size, dtype=images.dtype, **options
-            )
-        except ValueError as error:
-            left_out(name, program, Form(OURS, position), error)
-            continue
-        drop_path[position] = getattr(model.options, "drop_path", 0.0)
-        for implementation in args.implementations:
-            form = Form(OURS, position, implementation)
-            try:
-                traced[form] = Program(model, implementation, program, images)
-            except Exception as error:  # the other forms are measured nevertheless
-                left_out(name, program, form, error)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiling = {form: pool.submit(one.compile) for form, one in traced.items()}
-    for form, future in compiling.items():
-        if (error := future.exception()) is None:
-            ready[form] = traced[form]
-        else:
-            left_out(name, program, form, error)
-    # After all compilation: nothing else may allocate on the GPU while torch captures a graph.
-    if args.torch and args.depth is None and all(map(importlib.util.find_spec, ("timm", "torch"))):
-        settings = {"program": program, "batch": len(images), "image_size": size}
-        settings |= {"dtype": images.dtype.name, "mode": args.torch_mode}
-        for position, rate in drop_path.items():
-            if (name, position) in TIMM:
-                form = Form(PEER, position)
-                try:
-                    from benchmarks import _torch
+    about = {"position": position, "image_size": images.shape[1], "dtype": images.dtype}
+    new_model = functools.partial(rope_jax.create_model, name, **about, **options)
+    graph, params, _ = nnx.split(nnx.eval_shape(new_model), nnx.Param, ...)
+    settings = OptimConfig(clip_norm=None)
+    optimizer = optim.make_optimizer(settings, optax.constant_schedule(1e-4), params)
 
-                    ready[form] = _torch.model(TIMM[name, position], drop_path=rate, **settings)
-                except Exception as error:
-                    left_out(name, program, form, error)
-    for form in list(ready):
-        try:
-            ready[form](1)
-        except Exception as error:  # for example out of memory
-            left_out(name, program, form, error)
-            del ready[form]
-    return ready
+    def new_state() -> tuple[Any, Any]:
+        _, params, rest = nnx.split(new_model(), nnx.Param, ...)
+        params = nnx.to_pure_dict(params)
+        if program == "forward":
+            return _cast_weights(params, images.dtype), rest
+        return (params, optimizer.init(params)), rest
+
+    def forward(params: Any, rest: Any, images: jax.Array) -> tuple[Any, jax.Array]:
+        return params, nnx.merge(graph, params, rest)(images)
+
+    def training(state: Any, rest: Any, images: jax.Array) -> tuple[Any, jax.Array]:
+        def loss_of(params: Any) -> jax.Array:
+            logits = nnx.merge(graph, params, rest)(images, train=True, key=jax.random.key(1))
+            return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
+
+        params, opt = state
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    step = jax.jit(forward if program == "forward" else training, donate_argnums=0)
+    compiled = step.lower(*jax.eval_shape(new_state), images).compile()
+
+    def start() -> tuple[list[np.ndarray], Timer]:
+        state, rest = new_state()
+        batch = jax.random.normal(jax.random.key(0), images.shape, images.dtype)
+        state, out = compiled(state, rest, batch)
+
+        def elapsed() -> float:
+            nonlocal state
+            begun = time.perf_counter()
+            for _ in range(BATCHES):
+                state, out = compiled(state, rest, batch)
+            jax.block_until_ready((state, out))
+            return 1e6 * (time.perf_counter() - begun) / BATCHES
+
+        elapsed()
+        return sample(out), elapsed
+
+    return start
+
+
+def program_case(
+    name: str, program: str, positions: Sequence[str], images: jax.ShapeDtypeStruct, **options: Any
+) -> Case:
+    """A model by scheme, ours and timm's; arguments as above."""
+    makers: dict[str, Maker] = {
+        f"ours+{position}": functools.partial(
+            compile_program, name, position, program, images, **options
+        )
+        for position in positions
+    }
+    if importlib.util.find_spec("timm") and torch_on_gpu():
+        from benchmarks import _torch
+
+        drop_path = nnx.eval_shape(lambda: rope_jax.create_model(name)).options.drop_path
+        for position in positions:
+            if peer := TIMM.get((name, position)):
+                make = _torch.model(peer, program, images.shape, images.dtype.name, drop_path)
+                makers[f"timm+{position}"] = make
+    batch, size = images.shape[:2]
+    return Case(f"models, {program}", f"{name}, {batch} images of {size} px", makers)
+
+
+def models(*, small: bool) -> Iterator[Case]:
+    """Models forward and in training, each with several schemes."""
+    if small:
+        images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+        for program in ("forward", "training"):
+            yield program_case("deit3_ti16", program, ("none", "rope_mixed"), images, depth=1)
+    else:
+        for name, program, batch in MEASURED:
+            images = jax.ShapeDtypeStruct((batch, 224, 224, 3), jnp.bfloat16)
+            yield program_case(name, program, POSITIONS, images)

@@ -1,34 +1,65 @@
-"""Rotations of q and k by us and by others, and the packing of gradients: parts of `rotary`."""
+"""Cases of `speed`: rotations at the 300 sizes of Kane's thesis (table A.1)."""
 
+import dataclasses
 import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._timing import (
-    REPEATS,
+    Case,
+    Maker,
+    Start,
     Timer,
     compile_loop,
     copies_beyond_cache,
-    serves,
-    take_turns,
+    sample,
     torch_on_gpu,
-    working,
 )
-from rope_jax_kernels import Rotation, rotate, rotate_by_angles
-from rope_jax_kernels.rotary import rotate_back_and_pack
+from rope_jax_kernels import rotate_by_angles
 
-# [B, L, N, C]
-_VITS = [(batch, 196, 6, 64) for batch in (1, 16, 128)]
-PEER_SHAPES = [*_VITS, (16, 3136, 6, 64), (128, 196, 12, 32)]
-PEER_ROUNDS = 8
-PACK_SHAPES = [(64, 196, 6, 64), (128, 196, 6, 64), (256, 196, 6, 64), (128, 196, 12, 64)]
+# Batches, heads, sides and channels.
+SIZES = ((1, 16, 32, 64, 128), (1, 3, 4, 6, 8), (56, 28, 14, 7), (32, 64, 128))
+SMALL = ((1, 2), (3,), (7,), (32,))
+# Dtypes of features and angles.
+PRECISIONS = {
+    "16-32": ("bfloat16", "float32"),
+    "16-16": ("bfloat16", "bfloat16"),
+    "32-32": ("float32", "float32"),
+}
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A rotation of half of the channels, or its gradient.
+
+    Each head and token has its own angles, so the features are [B, 1, N*H*W, C].
+    """
+
+    batch: int
+    heads: int
+    side: int
+    channels: int
+    precision: str = "16-32"
+    direction: str = "forward"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the features."""
+        return self.batch, 1, self.heads * self.side**2, self.channels
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that a rotation in place moves: half of the channels twice, theta once."""
+        features, theta = (jnp.dtype(name).itemsize for name in PRECISIONS[self.precision])
+        batch, _, rows, channels = self.shape
+        return rows * (batch * channels * features + channels // 4 * theta)
 
 
 def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -47,127 +78,70 @@ def rotate_back_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.A
     return rotate_by_tables(x, cos, -sin)
 
 
-def rotate_both(
-    form: str | None, qk: tuple[jax.Array, jax.Array], first: jax.Array, second: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Rotates q and k [B, L, N, C] with tables (form "xla") or with coords and freqs."""
+def step_of(problem: Problem, form: str) -> Callable:
+    """Returns a function of (features, *angles): the rotation, or its gradient."""
     if form == "xla":
-        return tuple(rotate_by_tables(x, first, second) for x in qk)
-    return rotate(*qk, Rotation(first, second), implementation=form)
+        return rotate_by_tables if problem.direction == "forward" else rotate_back_by_tables
+    kernel = "xla" if form == "eager" else form
+    forward = functools.partial(rotate_by_angles, layout="BNLD", implementation=kernel)
+
+    def backward(x: jax.Array, theta: jax.Array) -> jax.Array:
+        return jax.vjp(lambda y: forward(y, theta), x)[1](x)[0]
+
+    return forward if problem.direction == "forward" else backward
 
 
-def qk_and_angles(shape: tuple[int, ...], copies: int, angles: tuple) -> tuple:
-    """Returns `copies` pairs of q and k, and the angles."""
-    pairs = [tuple(jnp.full(shape, 1 + i, jnp.bfloat16) for i in range(2)) for _ in range(copies)]
-    return tuple(pairs), *map(jnp.asarray, angles)
+def operands(problem: Problem, form: str, copies: int) -> tuple:
+    """Returns `copies` features, and the angles of `step_of`: theta, or cosines and sines."""
+    features, dtype = PRECISIONS[problem.precision]
+    _, heads, rows, channels = problem.shape
+    pairs = channels // 4
+    theta = jnp.linspace(0, 10, heads * rows * pairs).reshape(heads, rows, pairs).astype(dtype)
+    exact = theta.astype("float32")
+    angles = (jnp.cos(exact), jnp.sin(exact)) if form == "xla" else (theta,)
+    return tuple(jnp.full(problem.shape, 1 + n, features) for n in range(copies)), *angles
 
 
-def peer_rows(
-    kernels: Sequence[str], turns: int, done: Collection[tuple] = ()
-) -> Iterator[dict[str, Any]]:
-    """Measures our rotations of q and k and those of other libraries, at PEER_SHAPES.
-
-    Args:
-        kernels: our implementations, besides "xla".
-        turns: timed turns.
-        done: shape and temperature of rows to omit.
-    """
-    for shape, temperature in itertools.product(PEER_SHAPES, ("hot", "cold")):
-        size = 2 * 2 * math.prod(shape)
-        copies = 1 if temperature == "hot" else copies_beyond_cache(size)
-        if copies is None or (shape, temperature) in done:
-            continue
-        _, tokens, _, channels = shape
-        coords = np.linspace(0, 1, tokens, dtype=np.float32)[:, None]
-        freqs = np.linspace(1, 10, channels // 4, dtype=np.float32)
-        theta = coords * freqs
-        makers: dict[str, Callable[[], Timer]] = {}
-        for form in ("xla", *kernels):
-            # Tables [L, 1, R], or coords [L, 1] and freqs [1, 1, R].
-            tables = (np.cos(theta)[:, None], np.sin(theta)[:, None])
-            angles = tables if form == "xla" else (coords, freqs[None, None])
-            step = functools.partial(rotate_both, form)
-            arguments = functools.partial(qk_and_angles, shape, copies, angles)
-            (qk, *_), *where = jax.eval_shape(arguments)
-            if form == "xla" or serves(form, rotate, *qk, Rotation(*where)):
-                options = (step, arguments, PEER_ROUNDS, REPEATS[temperature])
-                makers[form] = lambda options=options: compile_loop(*options).timer()
-        if torch_on_gpu():
-            from benchmarks import _torch
-
-            steps = PEER_ROUNDS * REPEATS[temperature]
-            makers |= _torch.rotations(shape, theta.tolist(), copies, steps)
-        timers, left_out = working(makers)
-        row = {"shape": shape, "temperature": temperature}
-        yield row | {"microseconds": take_turns(timers, turns), "left_out": left_out}
-
-
-def pack_separately(q: jax.Array, k: jax.Array, v: jax.Array, rotation: Rotation) -> jax.Array:
-    """Packs in separate passes, as with a library's rotation and a concatenation."""
-    rotated = []
-    for x in (q, k):
-        back = rotate_by_angles(
-            x, -rotation.angles(), pairing=rotation.pairing, implementation="xla"
-        )
-        rotated.append(jax.lax.optimization_barrier(back))
-    return jnp.stack([*rotated, v], axis=2)
-
-
-PACKS = {
-    "separate": pack_separately,
-    "xla": functools.partial(rotate_back_and_pack, implementation="xla"),
-    "triton": functools.partial(rotate_back_and_pack, implementation="triton"),
-}
-
-
-def pack_all(
-    pack: Callable, gradients: list[tuple], coords: jax.Array, freqs: jax.Array
-) -> list[jax.Array]:
-    """Packs several triples (q, k, v), one after the other."""
-    packed = []
-    for gs in gradients:
-        # Depends on the previous one; otherwise XLA would fuse them.
-        gs, packed = jax.lax.optimization_barrier((gs, packed))
-        packed.append(pack(*gs, Rotation(coords, freqs)))
-    return packed
-
-
-def pack_timer(pack: Callable, arguments: tuple, passes: int = 4) -> Timer:
-    """Returns a timer of the packing of one triple."""
-    run = jax.jit(functools.partial(pack_all, pack))
-    jax.block_until_ready(run(*arguments))
+def eager(problem: Problem) -> tuple[list[np.ndarray], Timer]:
+    """Starts the rotation in jax.numpy without jit."""
+    (x,), theta = jax.jit(lambda: operands(problem, "eager", 1))()
+    step = step_of(problem, "eager")
+    results = sample(step(x, theta))
 
     def elapsed() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready([run(*arguments) for _ in range(passes)])
-        return 1e6 * (time.perf_counter() - start) / passes / len(arguments[0])
+        begun = time.perf_counter()
+        jax.block_until_ready(step(x, theta))
+        return 1e6 * (time.perf_counter() - begun)
 
-    return elapsed
+    return results, elapsed
 
 
-def pack_rows(
-    turns: int, done: Collection[tuple] = (), copies: int = 8
-) -> Iterator[dict[str, Any]]:
-    """Measures the packing of the gradients of q, k and v, at PACK_SHAPES.
+def sizes(
+    *, directions: Sequence[str] = DIRECTIONS, hot: bool = False, small: bool = False
+) -> Iterator[Case]:
+    """Rotations in all precisions; with cold caches where they can be, unless `hot`."""
+    extents = itertools.product(*(SMALL if small else SIZES))
+    for size, precision, direction in itertools.product(extents, PRECISIONS, directions):
+        problem = Problem(*size, precision, direction)
+        of_features = math.prod(problem.shape) * jnp.dtype(PRECISIONS[precision][0]).itemsize
+        copies = 1 if hot else copies_beyond_cache(of_features)
+        makers: dict[str, Maker] = {
+            form: functools.partial(_loop, problem, form, copies) for form in ("xla", "triton")
+        }
+        if hot:
+            makers["eager"] = lambda problem=problem: functools.partial(eager, problem)
+        of_models = problem == Problem(*size[:2], 14, 64)  # the others compile for each size
+        if of_models and torch_on_gpu():
+            from benchmarks import _torch
 
-    Args:
-        turns: timed turns.
-        done: shape and pairs of rows to omit.
-        copies: triples, which exceed every cache together.
-    """
-    for shape, share in itertools.product(PACK_SHAPES, (2, 1)):
-        _, tokens, heads, channels = shape
-        pairs = channels // 2 // share
-        if (shape, pairs) in done:
-            continue
-        coords = jnp.linspace(-1, 1, tokens)[:, None]
-        freqs = jnp.linspace(1, 10, heads * pairs).reshape(heads, 1, -1)
-        triples = [
-            tuple(jnp.full(shape, i + n, jnp.bfloat16) for n in range(3)) for i in range(copies)
-        ]
-        arguments = (triples, coords, freqs)
-        timers, left_out = working(
-            {name: functools.partial(pack_timer, pack, arguments) for name, pack in PACKS.items()}
-        )
-        row = {"shape": shape, "pairs": pairs, "left_out": left_out}
-        yield row | {"microseconds": take_turns(timers, turns)}
+            tables = operands(problem, "xla", 0)[1:]
+            makers["torch"] = _torch.rotation(problem.shape, tables, copies)
+        group = f"rotation, {precision}, {direction}"
+        batch, heads, side, channels = size
+        name = f"{batch} x {heads} x {side}x{side} x {channels}"
+        yield Case(group, name, makers, problem.moved_bytes)
+
+
+def _loop(problem: Problem, form: str, copies: int) -> Start:
+    arguments = functools.partial(operands, problem, form, copies)
+    return compile_loop(step_of(problem, form), arguments, problem.moved_bytes, in_place=True)

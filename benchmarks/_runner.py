@@ -4,15 +4,12 @@ A benchmark is a function `run(keep, ...)`. Its other parameters define the comm
 keyword-only parameters become options, the others positional arguments, and `*flags` receives the
 arguments after `--`. `keep(**figures)` adds machine, versions, date and settings to the figures,
 writes them to the file of `--out`, and returns the result; benchmarks call it after every part, and
-`earlier` reads what an interrupted call has written there. The command line is part of the result
-as `arguments`, see `arguments_of`. A benchmark with a parameter `limit_s`
-is ended a few seconds after this time, whatever it is doing.
+`earlier` reads what an interrupted call has written there. `columns` and `rows` among the figures
+are the table of the result; `note` is a line under it.
 """
 
 import argparse
-import contextlib
 import datetime
-import functools
 import importlib
 import inspect
 import json
@@ -22,10 +19,9 @@ import pkgutil
 import platform
 import re
 import sys
-import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +33,6 @@ from rope_jax_kernels.cache import sources_of_kernels
 
 Result = dict[str, Any]
 Keep = Callable[..., Result]
-GRACE_S = 4.0  # after --limit-s, for a benchmark to end by itself
 
 
 def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
@@ -124,13 +119,6 @@ def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def arguments_of(function: Callable, argv: Sequence[str]) -> dict[str, Any]:
-    """The arguments in a command line that say what is measured, as they are in a result."""
-    found = vars(parser_of(function, "").parse_args(argv))
-    kept = {name: value for name, value in found.items() if name not in ("out", "limit_s")}
-    return json.loads(json.dumps(kept, default=str))
-
-
 def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:
     """Runs a benchmark with the arguments of a command line.
 
@@ -142,55 +130,24 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     """
     # Other libraries need memory on the GPU, too. jax reads this when it first lists devices.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    own, flags = list(argv), []
-    if "--" in own:
-        flags = own[own.index("--") + 1 :]
-        own = own[: own.index("--")]
-    parameters = inspect.signature(function).parameters.values()
+    split = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[split + 1 :]
+    parameters = list(inspect.signature(function).parameters.values())[1:]
     parser = parser_of(function, command)
-    if flags and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if flags and not any(x.kind is x.VAR_POSITIONAL for x in parameters):
         parser.error(f"unexpected arguments {' '.join(flags)}")
-    settings = vars(parser.parse_args(own))
-    out = settings.pop("out")
-    options = dict(settings)
-    positional = [options.pop(p.name) for p in list(parameters)[1:] if p.name in options
-                  and p.kind is p.POSITIONAL_OR_KEYWORD]  # fmt: skip
-    if "out" in inspect.signature(function).parameters:
-        options["out"] = out
-    keep = functools.partial(_keep, name, settings, arguments_of(function, own), out)
-    with contextlib.ExitStack() as stack:
-        if "limit_s" in settings:
-            limit_s = settings["limit_s"]
-            message = f"ended while busy: --limit-s={limit_s:g}; the results so far: {out}"
-            ending = functools.partial(end_now, message, 0)
-            stack.enter_context(alarm(max(0.0, limit_s) + GRACE_S, ending))
-        function(keep, *positional, *flags, **options)
+    options = vars(parser.parse_args(argv[:split]))
+    out = options["out"]
+    settings = {key: value for key, value in options.items() if key != "out"}
 
+    def keep(**figures: Any) -> Result:
+        result = record(name, **{"settings": settings} | figures)
+        write(result, out)
+        return result
 
-def end_now(message: str, status: int = 1) -> None:
-    """Ends this process although threads of it hang, which would keep `sys.exit` waiting."""
-    print(message, flush=True)
-    os._exit(status)
-
-
-@contextlib.contextmanager
-def alarm(limit_s: float, action: Callable[[], None]) -> Iterator[None]:
-    """A context that calls the action, in a thread, if it is not left within `limit_s` seconds."""
-    timer = threading.Timer(limit_s, action)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _keep(
-    name: str, settings: dict, arguments: dict, out: pathlib.Path | None, /, **figures: Any
-) -> Result:
-    result = record(name, **{"settings": settings, "arguments": arguments} | figures)
-    write(result, out)
-    return result
+    positional = [options[x.name] for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    named = {x.name: options[x.name] for x in parameters if x.kind is x.KEYWORD_ONLY}
+    function(keep, *positional, *flags, **named)
 
 
 def main(package: types.ModuleType, argv: Sequence[str]) -> int:

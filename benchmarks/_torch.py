@@ -1,125 +1,98 @@
-"""Rotations, attention and models of other libraries, timed as CUDA graphs; needs torch."""
+"""Forms of other libraries for `speed`, timed as CUDA graphs; needs torch."""
 
 import functools
 import importlib
 import importlib.util
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
+import numpy as np
 import torch
 
-Makers = dict[str, Callable[[], Callable[[], float]]]  # of timers, in microseconds, by form
+from benchmarks._timing import Maker, Timer, sample, steps_of
+from rope_jax_kernels import Global, Neighborhood, Pattern
 
 
-def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotates the first 2R channels of q and k [B, L, N, C] in float32, with tables [L, R]."""
+def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates the first 2R channels of x [B, L, 1, C] in float32, with tables [L, R]."""
     pairs = cos.shape[-1]
-    for x in (q, k):
-        a, b = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
-        x[..., :pairs] = a * cos[:, None] - b * sin[:, None]
-        x[..., pairs : 2 * pairs] = b * cos[:, None] + a * sin[:, None]
+    a, b = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
+    x[..., :pairs] = a * cos[:, None] - b * sin[:, None]
+    x[..., pairs : 2 * pairs] = b * cos[:, None] + a * sin[:, None]
 
 
-def rotations(shape: tuple[int, ...], theta: list[list[float]], copies: int, steps: int) -> Makers:
-    """Functions that make timers of one rotation, by library; only those that are installed.
-
-    Args:
-        shape: [B, L, N, C] of q and of k.
-        theta: angles [L, R].
-        copies: number of pairs of q and k to cycle through.
-        steps: rounds over all pairs in one graph.
-    """
-    forms = {"torch": torch_compiled}
-    if importlib.util.find_spec("liger_kernel"):
-        forms["liger"] = functools.partial(liger, channels=shape[-1])
-    if importlib.util.find_spec("flash_attn"):
-        forms["flash_attn"] = flash_attn
-
-    @functools.cache  # shared by the libraries
-    def arrays() -> list[tuple[torch.Tensor, ...]]:
-        ones = functools.partial(torch.ones, shape, dtype=torch.bfloat16, device="cuda")
-        return [(ones(), ones()) for _ in range(copies)]
-
-    def make(form: Callable) -> Callable[[], float]:
-        angles = torch.tensor(theta, device="cuda")
-        return graph_timer(form(angles.cos(), angles.sin()), arrays(), steps)
-
-    return {name: functools.partial(make, form) for name, form in forms.items()}
-
-
-def attentions(sees: Callable | None, shape: tuple[int, ...], copies: int, steps: int) -> Makers:
-    """Functions that make timers of torch's attention, by form.
+def rotation(shape: tuple[int, ...], tables: Sequence[Any], copies: int) -> Maker:
+    """A rotation in place.
 
     Args:
-        sees: function of query and key indices that returns whether the query attends to the key;
-            None for global attention.
-        shape: [B, ..., 3, N, D] of the packed projection.
-        copies: number of projections to cycle through.
-        steps: rounds over all projections in one graph.
+        shape: [B, 1, L, C] of the arrays; the first is full of ones.
+        tables: cosines and sines [1, L, R].
+        copies: number of arrays to cycle through.
+    """
+    batch, _, rows, channels = shape
+    cos, sin = (torch.tensor(np.asarray(table)[0], device="cuda") for table in tables)
+    rotate = torch.compile(rotate_in_place, dynamic=False)
+
+    def arrays() -> list[torch.Tensor]:
+        full = functools.partial(torch.full, dtype=torch.bfloat16, device="cuda")
+        return [full((batch, rows, 1, channels), 1.0 + n) for n in range(copies)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        rotate(x, cos, sin)
+        return x.transpose(1, 2)
+
+    return maker(step, arrays)
+
+
+def attentions(pattern: Pattern, arguments: Callable[[], tuple]) -> dict[str, Maker]:
+    """Attention without a position, by library; only those that have it and are installed.
+
+    Args:
+        pattern: the attention pattern.
+        arguments: returns packed projections [B, ..., 3, N, D] of jax, and others.
     """
 
-    def make() -> Callable[[], float]:
-        arrays = [(torch.randn(shape, device="cuda").bfloat16(),) for _ in range(copies)]
-        return graph_timer(torch_attention(sees, shape), arrays, steps)
+    def arrays() -> list[torch.Tensor]:
+        packed = map(np.float32, jax.jit(arguments)()[0])
+        return [torch.tensor(x, device="cuda").bfloat16() for x in packed]
 
-    return {"torch": make}
+    def scaled_dot_product(qkv: torch.Tensor) -> torch.Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
 
+    def neighborhood(qkv: torch.Tensor) -> torch.Tensor:
+        na2d = importlib.import_module("natten").na2d
+        return na2d(*qkv.unbind(-3), kernel_size=pattern.size, dilation=pattern.dilation)
 
-def torch_attention(sees: Callable | None, shape: tuple[int, ...]) -> Callable:
-    """scaled_dot_product_attention, or FlexAttention for a mask, with torch.compile."""
-    torch.compiler.reset()
-    attend, tokens = torch.nn.functional.scaled_dot_product_attention, math.prod(shape[1:-3])
-    if sees is not None:
-        flex = importlib.import_module("torch.nn.attention.flex_attention")
-        mask = flex.create_block_mask(
-            lambda batch, head, query, key: sees(query, key),
-            None,
-            None,
-            tokens,
-            tokens,
-            device="cuda",
-        )
-        attend = functools.partial(flex.flex_attention, block_mask=mask)
-    return torch.compile(
-        lambda qkv: attend(*qkv.view(shape[0], tokens, *shape[-3:]).permute(2, 0, 3, 1, 4)),
-        dynamic=False,
-    )
+    forms: dict[str, Callable] = {}
+    if pattern == Global():
+        forms["torch"] = scaled_dot_product
+        if importlib.util.find_spec("flash_attn"):
+            forms["flash_attn"] = importlib.import_module("flash_attn").flash_attn_qkvpacked_func
+    elif isinstance(pattern, Neighborhood) and importlib.util.find_spec("natten"):
+        forms["natten"] = neighborhood
+    return {name: maker(form, arrays) for name, form in forms.items()}
 
 
-def torch_compiled(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """`rotate_in_place` with torch.compile."""
-    torch.compiler.reset()
-    compiled = torch.compile(rotate_in_place, dynamic=False)
-    return lambda q, k: compiled(q, k, cos, sin)
+def maker(form: Callable, arrays: Callable[[], Sequence[torch.Tensor]]) -> Maker:
+    """A form that cycles through arrays in a CUDA graph."""
 
+    def start() -> tuple[list[np.ndarray], Timer]:
+        torch.compiler.reset()  # otherwise few shapes of one function are compiled
+        xs = arrays()
+        steps = steps_of(len(xs))
 
-def liger(cos: torch.Tensor, sin: torch.Tensor, channels: int) -> Callable:
-    """Liger-Kernel's rotation of all channels in place, with tables [1, L, C]."""
-    apply = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
-    cos, sin = (x.repeat(1, channels // x.shape[-1])[None].contiguous() for x in (cos, sin))
-    return lambda q, k: apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        def rounds() -> None:
+            for i in range(steps):
+                form(xs[i % len(xs)])
 
-
-def flash_attn(cos: torch.Tensor, sin: torch.Tensor) -> Callable:
-    """flash-attn's Triton kernel in place, with one launch each for q and k."""
-    apply = importlib.import_module("flash_attn.ops.triton.rotary").apply_rotary
-    return lambda q, k: [apply(x, cos, sin, inplace=True) for x in (q, k)]
-
-
-def graph_timer(
-    form: Callable, arrays: list[tuple[torch.Tensor, ...]], steps: int
-) -> Callable[[], float]:
-    """Captures `steps` rounds over the arrays; the timer returns microseconds per step."""
-
-    def rounds() -> None:
         with torch.no_grad():
-            for _ in range(steps):
-                for pair in arrays:
-                    form(*pair)
+            results = form(xs[0]).float().cpu().numpy()
+            return sample(results), timer(captured(rounds), steps)
 
-    run = timer(captured(rounds))
-    return lambda: 1e3 * run(1) / steps / len(arrays)
+    return lambda: start
 
 
 def captured(step: Callable[[], object]) -> Callable[[], None]:
@@ -141,67 +114,64 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def timer(step: Callable[[], object]) -> Callable[[int], float]:
-    """Returns a function that runs a step several times and returns milliseconds per run."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+def timer(step: Callable[[], object], count: int, passes: int = 5) -> Timer:
+    """A timer of one of `count` steps that a call takes."""
 
-    def elapsed(passes: int) -> float:
-        wait()
-        start = time.perf_counter()
+    def elapsed() -> float:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
         for _ in range(passes):
             step()
-        wait()
-        return 1e3 * (time.perf_counter() - start) / passes
+        torch.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - begun) / passes / count
 
     return elapsed
 
 
-def model(
-    name: str, *, program: str, batch: int, image_size: int, dtype: str, drop_path: float, mode: str
-) -> Callable[[int], float]:
-    """Returns a `timer` of a forward pass or training step of a timm model with torch.compile.
+def model(name: str, program: str, shape: Sequence[int], dtype: str, drop_path: float) -> Maker:
+    """A forward pass or training step of a timm model with torch.compile; its weights are its own.
 
     Args:
         name: timm's name of the model.
-        program: "forward", with weights in `dtype`; or "train", with float32 weights, autocast to
-            `dtype`, and fused AdamW.
-        batch: images per batch.
-        image_size: pixels.
+        program: "forward", with weights in `dtype`; or "training", with float32 weights, autocast
+            to `dtype`, and fused AdamW.
+        shape: [B, H, W, 3] of the images.
         dtype: dtype of the computation.
         drop_path: drop path rate in training.
-        mode: mode of torch.compile.
     """
-    timm, torch_dtype = importlib.import_module("timm"), getattr(torch, dtype)
-    on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    torch.compiler.reset()  # models of one class share a recompilation limit
-    torch.set_float32_matmul_precision("high")  # as XLA does by itself
-    net = timm.create_model(name, img_size=image_size, drop_path_rate=drop_path).to(device)
-    images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=torch_dtype)
-    if program == "forward":
-        net = net.to(torch_dtype).eval()
-        run = torch.compile(net, mode=mode, dynamic=False)
+    batch, size, *_ = shape
+    dtype = getattr(torch, dtype)
 
-        def step() -> None:
-            with torch.no_grad():
-                run(images)
+    def start() -> tuple[list[np.ndarray], Timer]:
+        torch.compiler.reset()  # models of one class share a recompilation limit
+        torch.set_float32_matmul_precision("high")  # as XLA does by itself
+        timm = importlib.import_module("timm")
+        net = timm.create_model(name, img_size=size, drop_path_rate=drop_path).to("cuda")
+        images = torch.randn(batch, 3, size, size, device="cuda", dtype=dtype)
+        if program == "forward":
+            run = torch.compile(net.to(dtype).eval(), dynamic=False)
+            step = torch.no_grad()(lambda: run(images))
+        else:
+            step = training_step(torch.compile(net.train(), dynamic=False), images)
+        step()
+        return [], timer(captured(step), 1)
 
-    else:
-        run = torch.compile(net.train(), mode=mode, dynamic=False)
-        optimizer = torch.optim.AdamW(
-            net.parameters(), lr=1e-4, weight_decay=0.05, fused=True, capturable=on_gpu
-        )
-        labels = torch.zeros(batch, dtype=torch.long, device=device)
+    return lambda: start
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            # Without autocast's cache: its casts would not be part of the graph.
-            with torch.autocast(
-                device, torch_dtype, enabled=torch_dtype is not torch.float32, cache_enabled=False
-            ):
-                loss = torch.nn.functional.cross_entropy(run(images).float(), labels)
-            loss.backward()
-            optimizer.step()
 
-    step()
-    return timer(captured(step) if on_gpu else step)
+def training_step(net: torch.nn.Module, images: torch.Tensor) -> Callable[[], None]:
+    """A training step of a model, which is called with the images and computes in their dtype."""
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=1e-4, weight_decay=0.05, fused=True, capturable=True
+    )
+    labels = torch.zeros(len(images), dtype=torch.long, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        # Without autocast's cache: its casts would not be part of the graph.
+        with torch.autocast("cuda", images.dtype, cache_enabled=False):
+            loss = torch.nn.functional.cross_entropy(net(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step

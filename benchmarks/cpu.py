@@ -5,87 +5,133 @@
         model.position=rope_mixed data.image_size=224
 
 The first command takes two minutes; --torch names an interpreter that has torch, of any version of
-Python, which trains the same model in eager PyTorch with all cores. Arguments after `--` are
-settings of the recipe. Both have a process of their own; they take steps in turns, so that other
-load on the machine affects both, and ratios are of times within a turn. Batches are drawn before
-the time is taken, with --loader in it, as in a run.
+Python, which trains the same model in eager PyTorch with all cores (`_torch_vit.py`). Arguments
+after `--` are settings of the recipe. Both take steps in turns, so that other load on the machine
+affects both, and the ratio is of times within a turn. Batches are drawn before the time is taken.
 """
 
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import subprocess
-import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks._runner import Keep, Result
-from benchmarks._step import config_of, peer_of
+import jax
+
+from benchmarks._runner import Keep
+from rope_jax.config import Config, load_recipe, resolve
 from rope_jax.cores import cores
-from rope_jax.text import literal, markdown_table
+from rope_jax.models.vit import ViT
+from rope_jax.restore import create
+from rope_jax.sharding import put_batch, start_devices
+from rope_jax.text import format_table, literal
+from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.step import make_step
 
-ROOT = pathlib.Path(__file__).parents[1]
-OURS, PEER = "one device", "eager PyTorch"  # the names in results
+BATCHES = 16
+OURS, PEER = "rope_jax", "eager PyTorch"
+COLUMNS = ("training step", "images/s", "quartiles", "times as fast: median (quartiles)")
+Take = Callable[[int], float]  # takes so many steps, and returns their seconds
 
 
-class Worker:
-    """A process that takes training steps on request."""
+def config_of(recipe: str, flags: Sequence[str]) -> Config:
+    """The config of a recipe with settings changed, such as batch_size=32."""
+    raw = load_recipe(recipe).to_dict()
+    for flag in flags:
+        name, _, value = flag.partition("=")
+        section, _, key = name.rpartition(".")
+        (raw[section] if section else raw)[key] = literal(value)
+    raw["eval"]["resolutions"] = ()  # nothing is evaluated, so any image size will do
+    return resolve(raw)
 
-    def __init__(self, command: list[str], asked: dict[str, Any]):
-        self._process = subprocess.Popen(
-            [*command, json.dumps(asked)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.about = self._answer()
 
-    def seconds(self, steps: int) -> float:
-        """The time of so many steps."""
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
-        return self._answer()
+def ours(config: Config) -> tuple[int, Take]:
+    """The number of parameters, and our training step."""
+    start_devices()
+    setup, model = prepare(config)
+    state, step = initial_state(setup, model), make_step(setup)
+    stream, resident = training_batches(setup, 0)
+    batches = itertools.cycle([next(stream) for _ in range(BATCHES)])
 
-    def _answer(self) -> Any:
-        line = self._process.stdout.readline()
+    def take(steps: int) -> float:
+        nonlocal state
+        before = None
+        begun = time.perf_counter()
+        for _ in range(steps):  # as in a run: metrics are fetched while the next step runs
+            state, metrics = step(state, put_batch(next(batches), setup.mesh) | resident)
+            jax.device_get(before)
+            before = metrics
+        jax.block_until_ready((state, metrics))
+        return time.perf_counter() - begun
+
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"])), take
+
+
+def asked_of_peer(config: Config) -> dict[str, Any]:
+    """The arguments of `_torch_vit.py`, for the same model and optimizer.
+
+    Raises:
+        SystemExit: that script has no such model.
+    """
+    model = create(config)
+    options = model.options
+    if type(model) is not ViT or options.drop_path or config.model.position != "rope_mixed":
+        raise SystemExit("--torch has ViTs with rope_mixed and without drop path")
+    names = ("patch_size", "width", "depth", "heads", "mlp_ratio", "norm_epsilon", "patch_norm")
+    return {name: getattr(options, name) for name in names} | {
+        "image_size": model.position.stage.grid[0] * options.patch_size,
+        "batch": config.batch_size,
+        "label_smoothing": config.label_smoothing,
+        "learning_rate": config.optim.learning_rate,
+        "weight_decay": config.optim.weight_decay,
+        "clip_norm": config.optim.clip_norm,
+    }
+
+
+def peer(process: subprocess.Popen) -> tuple[int, Take]:
+    """The same of a process of `_torch_vit.py`."""
+
+    def answer() -> Any:
+        line = process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._process.args[:3]} ended with {self._process.wait()}")
+            raise SystemExit(f"{process.args[:2]} ended with {process.wait()}")
         return json.loads(line)
 
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
+    def take(steps: int) -> float:
+        print(steps, file=process.stdin, flush=True)
+        return answer()
+
+    return answer(), take
 
 
-def ratios(seconds: dict[str, list[float]], over: str, under: str) -> dict[str, float]:
-    """Quartiles of how many times as fast `over` is as `under`, turn by turn.
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Lower quartile, median, upper quartile.
 
-    >>> ratios({"a": [1.0, 2.0, 3.0], "b": [2.0, 4.0, 6.0]}, "a", "b")
-    {'low': 2.0, 'median': 2.0, 'high': 2.0}
+    >>> quartiles([2.0])
+    [2.0, 2.0, 2.0]
     """
-    each = [b / a for a, b in zip(seconds[over], seconds[under], strict=True)]
-    if len(each) == 1:
-        each *= 2
-    low, median, high = statistics.quantiles(each, n=4, method="inclusive")
-    return {"low": low, "median": median, "high": high}
+    several = values if len(values) > 1 else [*values] * 2
+    return statistics.quantiles(several, n=4, method="inclusive")
 
 
-def table(result: Result) -> str:
-    """A result as a table in Markdown, and its ratios."""
+def rows_of(seconds: dict[str, list[float]]) -> list[list[str]]:
+    """Rows of COLUMNS; how many times as fast ours is as each other, turn by turn.
+
+    Args:
+        seconds: an image's, by name and turn.
+    """
     rows = []
-    for name, rates in result["images_per_second"].items():
-        low, median, high = (f"{rates[key]:,.0f}" for key in ("low", "median", "high"))
-        rows.append([name, median, f"{low} to {high}"])
-    lines = [markdown_table(["training step", "images/s", "quartiles"], rows)]
-    for name, ratio in result["ratios"].items():
-        low, median, high = (f"{ratio[key]:.2f}" for key in ("low", "median", "high"))
-        lines.append(f"- {name}: {median} ({low} to {high})")
-    settings = result["settings"]
-    how = [f"`{settings['recipe']}`", settings["changed"], f"{result['cores']} cores"]
-    how += ["with the loader"] if settings["loader"] else []
-    return "\n".join(lines) + f"\n\n{', '.join(filter(None, how))}."
+    for name, each in seconds.items():
+        low, median, high = (f"{x:,.0f}" for x in quartiles([1 / x for x in each]))
+        pairs = zip(each, seconds[OURS], strict=True)
+        least, middle, most = (f"{x:.2f}" for x in quartiles([x / own for x, own in pairs]))
+        times = "" if name == OURS else f"{middle} ({least} to {most})"
+        rows.append([name, median, f"{low} to {high}", times])
+    return rows
 
 
 def run(
@@ -93,52 +139,40 @@ def run(
     *flags: str,
     recipe: str = "digits",
     torch: str | None = None,
-    loader: bool = False,
     turns: int = 15,
     seconds: float = 1.5,
 ) -> None:
-    """Measures both in turns, and prints images per second and ratios.
+    """Measures both in turns, and prints images per second.
 
     Args:
         keep: saves the result.
         flags: settings of the recipe, such as batch_size=32
         recipe: name or file, with its arguments
         torch: an interpreter that has torch
-        loader: draw batches while the time is taken
         turns: of each
         seconds: of each turn
     """
-    changed = {name: literal(value) for name, _, value in (x.partition("=") for x in flags)}
-    config = config_of(recipe, changed)
-    batch = config.batch_size
-    workers: dict[str, Worker] = {}
+    config, processes = config_of(recipe, flags), []
     try:
-        asked = {"recipe": recipe, "settings": changed, "loader": loader}
-        workers[OURS] = Worker([sys.executable, "-m", "benchmarks._step"], asked)
+        takers = {OURS: ours(config)}
         if torch is not None:
-            peer = [torch, str(pathlib.Path(__file__).with_name("_torch_vit.py"))]
-            workers[PEER] = Worker(peer, peer_of(config))
-        if len({worker.about["parameters"] for worker in workers.values()}) > 1:
-            raise SystemExit(f"the models differ: { {n: w.about for n, w in workers.items()} }")
-        steps = {name: max(2, round(2 * seconds / w.seconds(2))) for name, w in workers.items()}
-        times: dict[str, list[float]] = {name: [] for name in workers}
-        for _, (name, worker) in itertools.product(range(turns), workers.items()):
-            times[name].append(worker.seconds(steps[name]) / steps[name] / batch)
+            script = str(pathlib.Path(__file__).with_name("_torch_vit.py"))
+            command, pipes = [torch, script, json.dumps(asked_of_peer(config))], subprocess.PIPE
+            processes = [subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)]
+            takers[PEER] = peer(*processes)
+        if len(parameters := {count for count, _ in takers.values()}) > 1:
+            raise SystemExit(f"the models differ: they have {parameters} parameters")
+        takes = {name: take for name, (_, take) in takers.items()}
+        steps = {name: max(2, round(2 * seconds / take(2))) for name, take in takes.items()}
+        times: dict[str, list[float]] = {name: [] for name in takes}
+        for _, (name, take) in itertools.product(range(turns), takes.items()):
+            times[name].append(take(steps[name]) / steps[name] / config.batch_size)
     finally:
-        for worker in workers.values():
-            worker.end()
-    speeds = {}
-    for name, each in times.items():
-        low, median, high = statistics.quantiles([1 / x for x in each], n=4, method="inclusive")
-        speeds[name] = {"low": low, "median": median, "high": high}
-    asked = {"recipe": recipe, "changed": " ".join(flags), "loader": loader, "turns": turns}
-    result = keep(
-        settings=asked,
-        arguments=asked,  # without the path of another Python
-        cores=cores(),
-        workers={name: worker.about for name, worker in workers.items()},
-        images_per_second=speeds,
-        ratios={f"{OURS} / {PEER}": ratios(times, OURS, PEER)} if PEER in times else {},
-        seconds_per_image=times,
-    )
-    print(table(result))
+        for process in processes:
+            process.kill()
+            process.communicate()  # closes its pipes
+    asked = {"recipe": recipe, "changed": " ".join(flags), "turns": turns}
+    note = ", ".join([f"`{recipe}`", *flags, f"{cores()} cores."])
+    rows = rows_of(times)
+    keep(settings=asked, columns=COLUMNS, rows=rows, note=note, seconds_per_image=times)
+    print(format_table(COLUMNS, rows))

@@ -33,7 +33,7 @@ from unittest import mock
 
 import jax
 
-from benchmarks import rotary
+from benchmarks import _rotations
 from benchmarks._gpus import A100, H200, L4, absent_gpus, data_sheet
 from benchmarks._listing import Shared, disassembled, length, read_listing
 from benchmarks._program import compile_ahead
@@ -75,7 +75,7 @@ CASES = {
 }
 # The corners of the thesis' sizes (table A.1), in bfloat16 with angles in float32.
 ROTATIONS = {
-    f"rotation, {heads} x {side} x {side} rows of {channels}": rotary.Case(
+    f"rotation, {heads} x {side} x {side} rows of {channels}": _rotations.Problem(
         batch, heads, side, channels, "16-32", direction="forward"
     )
     for batch, heads, side, channels in (
@@ -243,14 +243,14 @@ def average(batch: int, each: int) -> float:
     return batch / -(-batch // each)
 
 
-def rotation_kernel(case: rotary.Case, kind: str = H200) -> Code:
+def rotation_kernel(case: _rotations.Problem, kind: str = H200) -> Code:
     """Compiles a rotation in place."""
-    shapes = jax.eval_shape(lambda: rotary.operands(case, "triton", 1))
+    shapes = jax.eval_shape(lambda: _rotations.operands(case, "triton", 1))
     (x,), (theta,) = shapes[0], shapes[1:]
     batch, _, rows, channels = x.shape
     tile = tile_sizes.spread_tile_of(batch, rows, channels // 4, channels, x.dtype.itemsize, "half")
     launches = {"rotary": Launch([tile.steps] if tile.steps > 1 else [])}
-    (code,) = dumped(rotary.step_of(case, "triton"), [x, theta], kind, launches)
+    (code,) = dumped(_rotations.step_of(case, "triton"), [x, theta], kind, launches)
     return code
 
 

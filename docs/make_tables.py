@@ -11,8 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import cpu, machine_code, models, rotary, startup
-from benchmarks._goals import GOALS, Goal
+from benchmarks import machine_code
 from benchmarks._runner import Result
 from docs.evidence import designs, evidence, ranking, verdicts
 from docs.extend import extend
@@ -61,17 +60,6 @@ def digits(results: Sequence[Result]) -> str:
         f"Top-1 accuracy (%) on {count} held-out digits; trained at {sizes[0]}, seed 0{again}.\n"
         f"{cores} CPU cores, {origin(result).partition(', ')[2]}.\n"
     )
-
-
-def rotary_table(results: Sequence[Result]) -> str:
-    """The rotary kernels compared with XLA on a GPU."""
-    if (result := newest(results, "rotary", "gpu")) is None:
-        return no_result("benchmarks rotary")
-    limits = result["limits"]
-    launches = f"A launch takes {limits['launch_us']:.2f} us, a kernel that only stores "
-    launches += f"{limits['kernel_launch_us']:.2f} us, a copy moves "
-    table = markdown_table(rotary.RATIO_HEADER, rotary.ratio_rows(result))
-    return f"{table}\n{launches}{limits['copy_gb_per_s']:,.0f} GB/s. {origin(result)}.\n"
 
 
 def gib(count: float) -> str:
@@ -172,72 +160,28 @@ def attention_memory(layers: Sequence[dict]) -> str:
     return markdown_table([*header, "temporary, MiB"], rows)
 
 
-def goals(results: Sequence[Result]) -> str:
-    """Goals with the newest measurement of each."""
-    rows = []
-    for goal in GOALS:
-        cells = [goal.name, goal.what, goal.floor, goal.goal, goal.moonshot, goal.limit]
-        result = next((x for x in results if goal.name in x.get("goals", {})), None)
-        where = ["-", ""] if result is None else [reached(goal, result), origin(result)]
-        rows.append([*cells, *where])
-    header = ["", "ratio", "floor", "goal", "moonshot", "limit", "measured", "on"]
-    return markdown_table(header, rows)
+def of_results(benchmark: str) -> Callable[[Sequence[Result]], str]:
+    """Tables of the newest results of a benchmark, for each platform (GPUs first) and settings."""
 
+    def render(result: Result) -> str:
+        texts = []
+        for table in result.get("tables", [result]):
+            cells = [
+                [x if isinstance(x, str) else f"{x:,.3g}" for x in row] for row in table["rows"]
+            ]
+            texts += [markdown_table(table["columns"], cells), f"{table.get('note', '')}\n"]
+        return "\n".join([*texts[:-1], f"{texts[-1].strip()} {origin(result)}.\n".lstrip()])
 
-def reached(goal: Goal, result: Result) -> str:
-    """Value of a goal in a result, with its spread."""
-    found, spread = result["goals"][goal.name], ""
-    if "each" in found:  # of a few models, which may have separate floors
-        each = (f"{of}: {value:.2f}" for of, value in found["each"].items())
-        spread = f" ({'; '.join(each)})"
-    elif "count" in found:
-        spread = f" ({found['least']:.2f} to {found['most']:.2f}, {found['count']} sizes)"
-    elif "slower_percent" in found:
-        spread = f" (steps {found['slower_percent']:+.1f} %)"
-    return f"**{found['value']:.2f}**{spread}"
+    def tables(results: Sequence[Result]) -> str:
+        found: dict[str, Result] = {}
+        for result in results:
+            if result["benchmark"] == benchmark:
+                key = str([result["machine"]["platform"], result["settings"]])
+                found.setdefault(key, result)
+        on_gpu_first = sorted(found.values(), key=lambda x: x["machine"]["platform"] != "gpu")
+        return "\n".join(map(render, on_gpu_first)) or no_result(f"benchmarks {benchmark}")
 
-
-def model_tables(results: Sequence[Result]) -> str:
-    """Images per second of whole models."""
-    return _newest_tables(results, "models", models.table, "programs", "table")
-
-
-def startup_tables(results: Sequence[Result]) -> str:
-    """Seconds to compile and to the first step."""
-    return _newest_tables(results, "startup", startup.table)
-
-
-def cpu_tables(results: Sequence[Result]) -> str:
-    """Images per second of training steps on a CPU."""
-    return _newest_tables(results, "cpu", cpu.table, "recipe", "changed", "loader")
-
-
-def _newest_tables(
-    results: Sequence[Result], benchmark: str, table: Callable[[Result], str], *names: str
-) -> str:
-    """Tables of the newest result for each platform (GPUs first) and combination of settings."""
-    found: dict[str, Result] = {}
-    for result in results:
-        if result["benchmark"] == benchmark:
-            settings = [result["settings"][name] for name in names]
-            found.setdefault(str([result["machine"]["platform"], *settings]), result)
-    on_gpu_first = sorted(found.values(), key=lambda x: x["machine"]["platform"] != "gpu")
-    texts = [f"{table(result).rstrip()}\n\n{origin(result)}.\n" for result in on_gpu_first]
-    return "\n".join(texts) or no_result(f"benchmarks {benchmark}")
-
-
-def data(results: Sequence[Result]) -> str:
-    """Images per second of the data loader."""
-    if (result := newest(results, "data")) is None:
-        return no_result("benchmarks data")
-    about, size = result["photographs"], result["settings"]["size"][0]
-    rows = []
-    for row in result["rows"]:
-        speed = f"{row['images_per_cpu_second']:,.0f}"
-        rows.append([row["way"], speed, f"{row['of_pillow']:.2f}"])
-    pixels = f"{about['mean_pixels'] / 1000:.0f} thousand pixels on average, to {size} px"
-    table = markdown_table(["loader", "images/s per core", "relative to Pillow's decoding"], rows)
-    return f"{table}\n{about['images']} photographs of {pixels}. {origin(result)}.\n"
+    return tables
 
 
 def commands(results: Sequence[Result]) -> str:
@@ -306,8 +250,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "digits": digits,
     "schemes": schemes,
     "scheme_options": scheme_options,
-    "rotary": rotary_table,
-    "data": data,
+    "data": of_results("data"),
     "designs": designs,
     "evidence": evidence,
     "verdicts": verdicts,
@@ -317,14 +260,13 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "costs": costs,
     "papers": papers,
     "citation": citation,
-    "models": model_tables,
-    "startup": startup_tables,
-    "cpu": cpu_tables,
+    "speed": of_results("speed"),
+    "startup": of_results("startup"),
+    "cpu": of_results("cpu"),
     "memory": memory,
     "memory_dense": memory_dense,
     "launches": launches,
     "machine_code": machine_codes,
-    "goals": goals,
     "commands": commands,
     "faults": faults,
 }

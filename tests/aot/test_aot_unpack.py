@@ -1,6 +1,5 @@
 """Splitting and packing the projection as machine code for Hopper, and a layer before cuDNN."""
 
-import functools
 import math
 import re
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import _rotations, _timing, rotary
+from benchmarks import _rotations, _timing
 from benchmarks._program import compile_ahead
 from rope_jax_kernels import Rotation
 from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
@@ -151,37 +150,15 @@ def test_what_stands_between_projection_and_cudnn(form, trained, gpus):
 
 
 @pytest.mark.parametrize("form", ["xla", "triton"])
-@pytest.mark.parametrize("temperature", rotary.REPEATS)
-def test_the_benchmark_launches_once_a_step(temperature, form, gpus):
+@pytest.mark.parametrize("copies", [1, 4])
+def test_the_benchmark_launches_once_a_step(copies, form, gpus):
     """And copies nothing: neither back to where a loop began, nor around a kernel."""
-    case = rotary.Case(16, 3, 14, 64, "16-32", "backward")
-    copies = 1 if temperature == "hot" else 4
-    loop = _timing.loop_of(rotary.step_of(case, form), 5, rotary.REPEATS[temperature])
-    text = compile_ahead(
-        loop, jax.eval_shape(lambda: rotary.operands(case, form, copies)), gpus[0], donate=(0,)
-    ).as_text()
+    problem = _rotations.Problem(16, 3, 14, 64, direction="backward")
+    loop = _timing.loop_of(_rotations.step_of(problem, form), 5, in_place=True)
+    shapes = jax.eval_shape(lambda: _rotations.operands(problem, form, copies))
+    text = compile_ahead(loop, shapes, gpus[0], donate=(0,)).as_text()
     (body,) = re.findall(r"body=%([\w.-]+)", text)
-    kinds = [
-        x.kind for x in hlo.operations(text, body) if max(x.written) >= 2 * math.prod(case.shape)
-    ]
-    assert (
-        kinds
-        == ["fusion" if form == "xla" else "__gpu$xla.gpu.triton"]
-        * rotary.REPEATS[temperature]
-        * copies
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "launches", "units"), [("separate", 3, 10), ("xla", 1, 6), ("triton", 1, 6)]
-)
-def test_the_benchmark_of_packing_launches_what_it_says(name, launches, units, gpus):
-    coords, freqs = SHAPES((196, 1), jnp.float32), SHAPES((6, 1, 16), jnp.float32)
-    x = SHAPES((128, 196, 6, 64), jnp.bfloat16)
-    f = functools.partial(_rotations.pack_all, _rotations.PACKS[name])
-    text = compile_ahead(f, ([(x, x, x)] * 2, coords, freqs), gpus[0]).as_text()
-    large = [op for op in hlo.operations(text) if max(op.written) >= 2 * x.size]
-    assert len(large) == 2 * launches
-    assert sum(sum(op.read) + sum(op.written) for op in large) == pytest.approx(
-        2 * units * 2 * x.size, rel=0.02
-    )
+    large = 2 * math.prod(problem.shape)
+    kinds = [x.kind for x in hlo.operations(text, body) if max(x.written) >= large]
+    kind = "fusion" if form == "xla" else "__gpu$xla.gpu.triton"
+    assert kinds == [kind] * _timing.steps_of(copies)

@@ -1,41 +1,63 @@
 import ast
+import json
 import pathlib
 import sys
 
 import pytest
 
-from benchmarks import _step, cpu
+import benchmarks
+from benchmarks import cpu
+from benchmarks._runner import main
 
 ROOT = pathlib.Path(__file__).parents[2]
+SHORT = ["--turns=1", "--seconds=0.01"]
+
+
+def stand_in(folder, parameters):
+    """An interpreter that runs any script as if each step took a second."""
+    path = folder / "python"
+    text = f"#!{sys.executable}\nimport sys\nprint({parameters}, flush=True)\n"
+    path.write_text(text + "for line in sys.stdin: print(float(line), flush=True)\n")
+    path.chmod(0o755)
+    return f"--torch={path}"
+
+
+@pytest.mark.process
+def test_both_take_steps_in_turns(tmp_path):
+    out = tmp_path / "x.json"
+    argv = ["cpu", *SHORT, stand_in(tmp_path, 302122), f"--out={out}"]
+    assert main(benchmarks, [*argv, "--", "batch_size=32"]) == 0
+    result = json.loads(out.read_text())
+    (ours, rate, *_), (peer, *of_peer) = result["rows"]
+    assert (ours, peer) == ("rope_jax", "eager PyTorch")
+    assert of_peer[:2] == ["32", "32 to 32"]
+    seconds = result["seconds_per_image"]["rope_jax"]
+    assert float(rate.replace(",", "")) == pytest.approx(1 / seconds[0], abs=1)
+    assert of_peer[2].startswith(f"{1 / 32 / seconds[0]:.2f} (")
+    assert result["note"].startswith("`digits`, batch_size=32, ")
+
+
+@pytest.mark.process
+def test_another_model_is_not_compared(tmp_path):
+    with pytest.raises(SystemExit, match="the models differ"):
+        main(benchmarks, ["cpu", *SHORT, stand_in(tmp_path, 7)])
+    with pytest.raises(SystemExit, match="rope_mixed"):
+        main(benchmarks, ["cpu", stand_in(tmp_path, 7), "--", "model.position=ape"])
 
 
 def test_ratios_are_of_times_within_a_turn():
-    seconds = {cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]}
-    found = cpu.ratios(seconds, cpu.OURS, cpu.PEER)
-    assert found == {"low": 1.25, "median": 1.5, "high": 1.5}
-
-
-def test_a_table_names_kinds_ratios_and_settings():
-    quartiles = {"low": 900.0, "median": 1000.0, "high": 1100.0}
-    result = {
-        "settings": {"recipe": "digits", "changed": "batch_size=64", "loader": True},
-        "images_per_second": {"one device": quartiles},
-        "ratios": {"one device / eager PyTorch": {"low": 1.1, "median": 1.25, "high": 1.3}},
-        "cores": 2,
-    }
-    text = cpu.table(result)
-    assert "| one device | 1,000 | 900 to 1,100 |" in text
-    assert "- one device / eager PyTorch: 1.25 (1.10 to 1.30)" in text
-    assert text.endswith("`digits`, batch_size=64, 2 cores, with the loader.")
+    (_, ours), (_, peer) = [
+        (row[0], row[1:])
+        for row in cpu.rows_of({cpu.OURS: [1.0, 2.0, 8.0], cpu.PEER: [1.5, 3.0, 8.0]})
+    ]
+    assert ours[2] == ""
+    assert peer[2] == "1.50 (1.25 to 1.50)"
 
 
 def test_the_peer_has_the_recipe_s_model_and_optimizer():
-    asked = _step.peer_of(_step.config_of("digits", {"batch_size": 64, "optim.clip_norm": None}))
+    asked = cpu.asked_of_peer(cpu.config_of("digits", ["batch_size=64", "optim.clip_norm=None"]))
     assert (asked["width"], asked["depth"], asked["image_size"], asked["batch"]) == (96, 4, 8, 64)
-    assert (asked["position"], asked["clip_norm"]) == ("rope_mixed", None)
-    assert asked["learning_rate"] == 3e-3
-    with pytest.raises(SystemExit, match="rope_mixed or none"):
-        _step.peer_of(_step.config_of("digits", {"model.position": "ape"}))
+    assert (asked["learning_rate"], asked["clip_norm"]) == (3e-3, None)
 
 
 def test_the_peer_runs_where_only_torch_is_installed():

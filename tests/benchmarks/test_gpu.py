@@ -1,4 +1,4 @@
-"""The command for a machine with a GPU: its steps, its time, and how it continues."""
+"""The command for a machine with a GPU: its steps, and how it continues; outcomes of tests."""
 
 import json
 import os
@@ -7,106 +7,70 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
-from benchmarks import attention, gpu, suite
-from benchmarks._runner import arguments_of, call, record, write
+import benchmarks
+from benchmarks import gpu
+from benchmarks._runner import main
 from rope_jax import tune
 from tests.gpu import conftest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run_gpu(*argv):
-    call("gpu", gpu.run, argv, "python -m benchmarks gpu")
-
-
 @pytest.fixture
 def started(monkeypatch):
-    """Names and seconds of the steps that are started; their statuses can be set."""
-    found, statuses = [], {}
+    """The commands that are started; their statuses can be set by a word in them."""
+    found = types.SimpleNamespace(commands=[], failing="")
 
-    def run(command, seconds, log):
-        name = log.stem.removesuffix("_cpu")
-        found.append((name, seconds))
-        return statuses.get(name, "ok")
+    def run(command, env):
+        found.commands.append(command[2:])
+        return types.SimpleNamespace(returncode=int(found.failing in command))
 
-    monkeypatch.setattr(gpu, "run_process", run)
-    monkeypatch.setattr(gpu.os, "environ", dict(os.environ))
-    found_and_statuses = type("Started", (), {"steps": found, "statuses": statuses})
-    return found_and_statuses
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    return found
 
 
-def test_every_file_of_gpu_tests_is_run():
-    names = [path.stem.removeprefix("test_gpu_") for path in ROOT.glob("tests/gpu/test_*.py")]
-    assert sorted(gpu.TESTS) == sorted(names)
+def test_tests_choices_and_speed_follow_each_other_and_what_is_done_is_not_repeated(
+    tmp_path, started
+):
+    started.failing = "--model=deit3_b16"
+    argv = ["gpu", f"--out={tmp_path}"]
+    with pytest.raises(SystemExit, match=r"failed: tune_deit3_b16_axial_rope$"):
+        main(benchmarks, argv)
+    modules = [command[0] for command in started.commands]
+    assert modules == ["pytest", *["rope_jax.tune"] * len(gpu.MODELS), "benchmarks"]
+    assert started.commands[-1] == ["benchmarks", "speed", f"--out={tmp_path}/speed_gpu.json"]
+    for command in started.commands[1:-1]:
+        tune.parse(command[1:])
+    started.commands.clear()
+    started.failing = "none"
+    assert main(benchmarks, argv) == 0
+    assert [command[1] for command in started.commands] == ["--model=deit3_b16"]
 
 
-def test_the_commands_are_understood(tmp_path):
-    steps = gpu.steps(tmp_path, "gpu", rehearse=False)
-    assert steps[0].name == "tests"
-    assert len({step.name for step in steps}) == 1 + len(gpu.MODELS)
-    for step, (model, _, batch, training) in zip(steps[1:], gpu.MODELS, strict=True):
-        assert step.command[1:3] == ["-m", "rope_jax.tune"]
-        asked = tune.parse(step.command[3:])
-        assert (asked.model, asked.batch, asked.train) == (model, batch, training)
-        assert asked.seconds < step.least_s
+def test_a_test_that_failed_in_an_earlier_call_is_not_forgotten(tmp_path, started):
+    started.failing = "none"
+    path = tmp_path / f"tests_gpu_{gpu.sources_of_kernels()}.jsonl"
+    path.write_text(json.dumps({"test": "a", "outcome": "failed"}) + "\n")
+    with pytest.raises(SystemExit, match=r"failed: tests of .*jsonl"):
+        main(benchmarks, ["gpu", f"--out={tmp_path}"])
 
 
-def test_steps_follow_each_other_and_a_second_call_continues(tmp_path, started, capsys):
-    started.statuses["tests"] = "failed (status 1)"  # of single tests
-    started.statuses["tune_deit3_s16_axial_rope"] = "failed (status 2)"
-    options = ["--rehearse", f"--out={tmp_path}", "--limit-s=300"]
-    run_gpu(*options)
-    names = ["tests", "tune_deit3_s16_axial_rope", "suite"]
-    assert [name for name, _ in started.steps] == names
-    assert all(seconds < 300 - suite.GRACE_S for _, seconds in started.steps)
-    printed = capsys.readouterr().out
-    assert "tune_deit3_s16_axial_rope: failed (status 2): see " in printed
-    assert "suite: not complete: attention" in printed
-    assert printed.endswith("repeat the command to continue\n")
-
-    started.steps.clear()
-    started.statuses.clear()
-    found = record("attention", {}, arguments=arguments_of(attention.run, []), rows=[], left=0)
-    write(found, tmp_path / "attention_cpu.json")
-    run_gpu(*options)
-    assert [name for name, _ in started.steps] == names[1:]  # the tests are complete
-    assert capsys.readouterr().out.endswith("complete\n")
-    started.steps.clear()
-    run_gpu(*options)
-    assert started.steps == []
-
-
-def test_nothing_starts_without_enough_time(tmp_path, started, capsys):
-    run_gpu("--rehearse", f"--out={tmp_path}", "--limit-s=20")
-    assert started.steps == []
-    assert "tests: no time was left" in capsys.readouterr().out
-
-
-def test_results_of_a_cpu_are_not_those_of_a_gpu(tmp_path, started):
-    with pytest.raises(SystemExit, match="jax runs on cpu: --rehearse"):
-        run_gpu(f"--out={tmp_path}")
-    run_gpu("--rehearse", f"--out={tmp_path}", "--limit-s=300")
-    files = [path.name for path in tmp_path.iterdir() if path.is_file()]
-    assert files == ["gpu_cpu.json"]
-    assert json.loads((tmp_path / "gpu_cpu.json").read_text())["machine"]["platform"] == "cpu"
-
-
-def test_outcomes_are_counted(tmp_path):
-    path = tmp_path / "tests.jsonl"
-    lines = [("a", "started"), ("a", "passed"), ("b", "started"), ("b", "failed"), ("c", "started")]
-    text = "".join(json.dumps({"test": x, "outcome": y}) + "\n" for x, y in lines)
-    path.write_text(text + '{"test": "d", "outc')
-    assert gpu.outcomes(path) == "tests: 1 failed, 1 passed\n  failed: b"
-    assert gpu.outcomes(tmp_path / "none") == "tests: none"
+def test_nothing_starts_without_a_gpu_or_a_folder(tmp_path):
+    with pytest.raises(SystemExit, match="jax runs on cpu"):
+        main(benchmarks, ["gpu", f"--out={tmp_path}"])
+    with pytest.raises(SystemExit, match="--out"):
+        main(benchmarks, ["gpu"])
 
 
 def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
     path = tmp_path / "tests.jsonl"
     path.write_text('{"test": "a", "outc')
     conftest.Outcomes(path).write(test="b", outcome="passed")
-    assert gpu.read_outcomes(path) == [{"test": "b", "outcome": "passed"}]
+    assert conftest.read_outcomes(path) == [{"test": "b", "outcome": "passed"}]
 
 
 @pytest.mark.parametrize("keywords", [{"gpu"}, {"slow"}])

@@ -1,15 +1,12 @@
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Literal
 
 import pytest
 
 import benchmarks
 import experiments
-from benchmarks import _runner, models
-from benchmarks._goals import GOALS, geometric_mean, goal_table, spread
+from benchmarks import _runner
 from benchmarks._gpus import absent_gpus
 from tests import postponed
 
@@ -45,11 +42,9 @@ def test_a_function_is_a_command(tmp_path):
     result = json.loads(out.read_text())
     assert result["rows"] == ["b", "--config.epochs=1"]
     assert result["got"] == [5, None, [2, 4], True, "runs"]
-    assert result["benchmark"] == "some"
-    assert result["settings"] == {"turns": 5}
-    assert result["versions"]["torch"] == "9"
+    assert (result["benchmark"], result["settings"]) == ("some", {"turns": 5})
     assert result["machine"]["platform"] == "cpu"
-    assert {"date", "versions"} <= set(result)
+    assert {"torch", "jax", "kernels"} <= set(result["versions"])
 
 
 def test_a_word_or_none_and_a_list_or_none_are_options(tmp_path):
@@ -57,13 +52,6 @@ def test_a_word_or_none_and_a_list_or_none_are_options(tmp_path):
     for argv, got in (([], [None, None]), (["--table=D.1", "--sizes", "1", "2"], ["D.1", [1, 2]])):
         _runner.call("some", postponed.measure, [*argv, f"--out={out}"], "python -m some")
         assert json.loads(out.read_text())["got"] == got
-    with pytest.raises(SystemExit):
-        _runner.call("some", postponed.measure, ["--table=5"], "python -m some")
-
-
-@pytest.mark.parametrize("table", ["4.4", "D.1"])
-def test_the_tables_of_natten_are_options(table):
-    assert _runner.arguments_of(models.run, ["--table", table])["table"] == table
 
 
 @pytest.mark.parametrize(
@@ -81,7 +69,7 @@ def test_an_earlier_result_is_continued_if_it_is_of_the_same(tmp_path):
     assert _runner.earlier(out, "some", {}) == {}
     assert _runner.earlier(None, "some", {}) == {}
     settings = {"turns": 5, "sizes": (1, 2)}
-    _runner.write(_runner.record("some", settings | {"limit_s": 9}, rows=[1]), out)
+    _runner.write(_runner.record("some", settings, rows=[1]), out)
     assert _runner.earlier(out, "some", settings)["rows"] == [1]
     assert _runner.earlier(out, "other", settings) == {}
     assert _runner.earlier(out, "some", settings | {"turns": 6}) == {}
@@ -91,25 +79,6 @@ def test_an_earlier_result_is_continued_if_it_is_of_the_same(tmp_path):
         assert _runner.earlier(out, "some", settings) == {}
     out.write_text("half a resu")
     assert _runner.earlier(out, "some", settings) == {}
-
-
-@pytest.mark.process
-def test_a_benchmark_ends_at_its_limit_whatever_it_does(tmp_path):
-    out = tmp_path / "x.json"
-    text = f"""
-import time
-from benchmarks import _runner
-from benchmarks._gpus import absent_gpus
-_runner.GRACE_S = 0.2
-def busy(keep, *, limit_s: float = 9.0):
-    keep(rows=[1])
-    time.sleep(60)
-_runner.call("some", busy, ["--limit-s=0.3", "--out={out}"], "python -m some")
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0
-    assert "ended while busy: --limit-s=0.3" in done.stdout
-    assert json.loads(out.read_text())["rows"] == [1]
 
 
 def test_flags_need_a_benchmark_that_takes_them(capsys):
@@ -124,20 +93,6 @@ def test_every_module_has_a_help_text(package, capsys):
         with pytest.raises(SystemExit, match="0"):
             _runner.main(package, [path.stem, "--help"])
         assert f"usage: python -m {package.__name__} {path.stem}" in capsys.readouterr().out
-
-
-def test_goals():
-    assert {goal.name[0] for goal in GOALS} == set("KAMTS")
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-    assert spread([1.0, 4.0]) == {
-        "value": pytest.approx(2.0),
-        "least": 1.0,
-        "most": 4.0,
-        "count": 2,
-    }
-    table = goal_table({"K1": spread([1.5]), "S2": {"value": 9.0}}, "KS")
-    assert table.count("not measured") == 6 + 2
-    assert "K1 1.50 1.50 1.50" in " ".join(table.split())
 
 
 def test_compiling_ahead_needs_a_variable(monkeypatch):

@@ -27,7 +27,7 @@ import pytest
 from absl.testing import flagsaver
 from flax import nnx
 
-from benchmarks import _runner, _step, cpu
+from benchmarks import _runner, cpu
 from experiments import evidence
 from experiments._parts import PARTS
 from rope_jax import command as flags
@@ -59,7 +59,6 @@ from rope_jax.models.pretrained.metadata import Metadata
 from rope_jax.positions import __main__ as positions
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.seeds import single
-from rope_jax.text import literal
 from rope_jax.training.setup import prepare
 from tests.docs import stand_ins
 
@@ -389,10 +388,6 @@ def make(words):
 
 def measure(package, words):
     """A benchmark or experiment: its parser, and the recipes that it trains."""
-    if words[0] == "_step":
-        asked = json.loads(words[1])
-        prepared(_step.config_of(asked["recipe"], asked["settings"]))
-        return 0
     if not pathlib.Path(ROOT, package, f"{words[0]}.py").exists():
         return _runner.main(importlib.import_module(package), words)
     module, asked = importlib.import_module(f"{package}.{words[0]}"), {}
@@ -401,9 +396,7 @@ def measure(package, words):
         patch.setattr(module, "run", functools.wraps(module.run)(note))
         status = _runner.main(importlib.import_module(package), words)
     if module is cpu:
-        changes = dict(word.split("=", 1) for word in asked["flags"])
-        changes = {name: literal(value) for name, value in changes.items()}
-        prepared(_step.config_of(asked["recipe"], changes))
+        prepared(cpu.config_of(asked["recipe"], asked["flags"]))
     elif module is evidence:
         part = PARTS[asked["flags"][0]]
         for one in {one.backbone: one for one in part.runs(part.seeds)}.values():
@@ -463,7 +456,7 @@ def test_documented_commands_run(command, inline, page, run):
         ("rope_jax train --config=digits:position=rope --workdir=x", "unknown positional scheme"),
         ("rope_jax train --config=finetune:path=IMAGES,weights=runs/cat_5 --workdir=x", "family"),
         ("rope_jax compare --path=IMAGES --positions=ape", "has nothing to compare"),
-        ("python -m benchmarks cpus", "NAME is one of: attention"),
+        ("python -m benchmarks cpus", "NAME is one of: cpu"),
         ("python -m benchmarks cpu -- model.name=vit_s17", "unknown model 'vit_s17'"),
         ("python -m experiments evidence mnist --data FILE.npz", "invalid choice: 'mnist'"),
         ("make trian", "the Makefile has no trian"),

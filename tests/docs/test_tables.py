@@ -13,30 +13,28 @@ ORIGIN = {
 }
 WHERE = "Some GPU, jax 9.9, 2030-01-02, `experiments/results/x.json`"
 ON_CPU = {"device": "cpu", "platform": "cpu"}
-GOAL = {"value": 1.234, "least": 0.9, "most": 2.0, "count": 300}
 
 
-def rotary_result(**others):
-    times = {"hot": {"xla": 3.0, "triton": 2.0}}
+def speed_result(**others):
     result = {
-        "benchmark": "rotary",
-        "settings": {"kernels": ["triton"]},
-        "limits": {"launch_us": 2.0, "kernel_launch_us": 2.5, "copy_gb_per_s": 4300.0},
-        "rows": [{"precision": "16-32", "direction": "forward", "microseconds": times}],
-        "goals": {"K1": GOAL},
+        "benchmark": "speed",
+        "settings": {"table": None},
+        "columns": ["measured", "form / ours", "cases"],
+        "rows": [["rotation", "xla", 1.504]],
+        "note": "Of one case.",
     }
     return ORIGIN | result | others
 
 
 def test_a_block_is_replaced_and_nothing_else():
-    text = "before\n<!-- table: rotary -->\nstale\n<!-- end -->\nafter\n"
-    once = tables.fill(text, [rotary_result()])
+    text = "before\n<!-- table: speed -->\nstale\n<!-- end -->\nafter\n"
+    once = tables.fill(text, [speed_result()])
     assert "stale" not in once
-    assert "| 16-32 | forward | hot | xla / triton | 1 | 1.50 | 1.50 | 1.50 |" in once
-    assert f"a kernel that only stores 2.50 us, a copy moves 4,300 GB/s. {WHERE}." in once
-    assert once.startswith("before\n<!-- table: rotary -->\n")
+    assert "| rotation | xla | 1.5 |" in once
+    assert f"\nOf one case. {WHERE}.\n" in once
+    assert once.startswith("before\n<!-- table: speed -->\n")
     assert once.endswith("\n<!-- end -->\nafter\n")
-    assert tables.fill(once, [rotary_result()]) == once
+    assert tables.fill(once, [speed_result()]) == once
 
 
 def test_an_unknown_table_is_refused():
@@ -45,29 +43,11 @@ def test_an_unknown_table_is_refused():
 
 
 def test_tables_without_a_result_name_the_command():
-    for name in ("rotary", "models", "startup", "data", "memory", "memory_dense", "machine_code"):
-        text = tables.TABLES[name]([rotary_result(machine=ON_CPU)])
+    for name in ("startup", "data", "memory", "memory_dense", "machine_code"):
+        text = tables.TABLES[name]([speed_result()])
         assert text == f"No result yet: `python -m benchmarks {name}`.\n"
     assert tables.digits([]) == "No result yet: `python -m experiments digits`.\n"
     assert tables.evidence([]).count("No result yet") == len(PARTS)
-
-
-def test_goals_show_the_newest_result_that_has_them():
-    older = rotary_result(
-        date="2029-01-01T00:00:00+00:00", goals={"K1": GOAL | {"value": 1.0}, "K2": GOAL}
-    )
-    lines = tables.goals([rotary_result(), older]).splitlines()
-    assert lines[2].endswith(f" | **1.23** (0.90 to 2.00, 300 sizes) | {WHERE} |")
-    assert "| **1.23** (0.90 to 2.00, 300 sizes) | Some GPU, jax 9.9, 2029-01-01, " in lines[3]
-    assert lines[4].endswith(" | - |  |")
-
-
-def test_goals_of_a_few_models_show_each():
-    each = {"deit3_b16, 256": 0.8, "swin_t, 256": 0.31}
-    goals = {"M4": GOAL | {"value": 0.5, "each": each}, "S1": {"value": 3.0, "slower_percent": 2.5}}
-    text = tables.goals([rotary_result(goals=goals)])
-    assert "| **0.50** (deit3_b16, 256: 0.80; swin_t, 256: 0.31) |" in text
-    assert "| **3.00** (steps +2.5 %) |" in text
 
 
 def test_digits():
@@ -83,31 +63,13 @@ def test_digits():
     assert "\n2 CPU cores, jax 9.9, 2030-01-02, " in text
 
 
-def model_result(program, file, **others):
-    names = ("model", "position", "software", "implementation", "dtype", "batch")
-    about = dict(zip(names, ("vit", "ape", "rope_jax", None, "bfloat16", 8), strict=True))
-    times = dict.fromkeys(("milliseconds", "low", "high", "images_per_second"), 1.0)
-    rest = {"roofline_share": 0.5, "tax_percent": None, "temp_bytes": 1, "program": program}
-    result = {
-        "benchmark": "models",
-        "settings": {"programs": [program], "table": None},
-        "limits": {"gemm_tflop_per_s": {"bfloat16": 790.0}, "copy_gb_per_s": 4300.0},
-        "rows": [about | times | rest],
-        "file": file,
-    }
-    return ORIGIN | result | others
-
-
-def test_models_of_one_platform_measured_in_several_runs_are_all_there():
-    cpu = model_result("forward", "cpu.json", machine=ON_CPU)
-    ours = [
-        model_result(*of)
-        for of in (("train", "train"), ("forward", "forward"), ("forward", "older"))
-    ]
-    text = tables.model_tables([cpu, *ours])
-    there = [text.find(f"`{name}`") > 0 for name in ("train", "forward", "older", "cpu.json")]
-    assert there == [True, True, False, True]
-    assert text.index("`forward`") < text.index("cpu.json")
+def test_results_of_one_platform_measured_with_other_settings_are_all_there():
+    cpu = speed_result(file="cpu.json", machine=ON_CPU)
+    ours = [speed_result(file=file) for file in ("newer.json", "older.json")]
+    text = tables.TABLES["speed"]([cpu, *ours, speed_result(file="4.4", settings={"table": "4.4"})])
+    there = [text.find(f"`{name}`") > 0 for name in ("newer.json", "older.json", "4.4", "cpu.json")]
+    assert there == [True, False, True, True]
+    assert text.index("newer.json") < text.index("cpu.json")
 
 
 def evidence_result(part="fashion", **others):
@@ -201,17 +163,17 @@ def test_the_newest_result_of_a_part_counts():
 def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    (results / "x.json").write_text(json.dumps(rotary_result()))
-    older = rotary_result(date="2029-01-01T00:00:00+00:00", goals={"K1": GOAL | {"value": 9.0}})
+    (results / "x.json").write_text(json.dumps(speed_result()))
+    older = speed_result(date="2029-01-01T00:00:00+00:00", rows=[["rotation", "xla", 9.0]])
     (results / "a.json").write_text(json.dumps(older))
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- table: goals -->\n<!-- end -->\n")
+    readme.write_text("<!-- table: speed -->\n<!-- end -->\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "FILES", ("README.md",))
     with pytest.raises(SystemExit, match=r"not up to date \(make tables\): README.md"):
         tables.main(["--check"])
     tables.main([])
-    assert "**1.23**" in readme.read_text()
+    assert "| 1.5 |" in readme.read_text()
     assert "benchmarks/results/x.json" in readme.read_text()
     tables.main(["--check"])
     assert "all tables are up to date" in capsys.readouterr().out
