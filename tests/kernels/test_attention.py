@@ -211,41 +211,6 @@ def test_precision(case):
     )
 
 
-@pytest.mark.parametrize("name", ["global", "window pads, shifted", "neighborhood"])
-def test_packed_is_separate_bit_for_bit(name):
-    pattern, grid = CASES[name]
-    shape = (B, grid[0] * grid[1]) if isinstance(pattern, Global) else (B, *grid)
-    qkv, coords, freqs = draw(
-        3,
-        (*shape, 3, N, D),
-        (pattern.rotated_tokens(places_of(pattern, grid)), A),
-        (1, A, R),
-        dtype=np.float32,
-    )
-    qkv, rotation = (
-        jnp.asarray(qkv),
-        Rotation(jnp.asarray(coords), jnp.asarray(freqs), "interleaved"),
-    )
-    separate = jax.jit(functools.partial(attention, pattern=pattern))(
-        *(qkv[..., i, :, :] for i in range(3)), rotation=rotation
-    )
-    assert np.array_equal(
-        jax.jit(functools.partial(attention_qkv, pattern=pattern))(qkv, rotation=rotation), separate
-    )
-
-
-@pytest.mark.parametrize(
-    "pattern", [Window((5, 6)), Window((9, 8), (4, 0)), Neighborhood((5, 6)), Neighborhood((5, 7))]
-)
-def test_a_pattern_as_large_as_the_map_is_global(pattern):
-    q, k, v, coords, freqs = draw(4, *[(B, 5, 6, N, D)] * 3, (30, A), (N, A, R), dtype=np.float32)
-    rotation = Rotation(jnp.asarray(coords), jnp.asarray(freqs))
-    flat = (x.reshape(B, 30, N, D) for x in (q, k, v))
-    whole = jax.jit(functools.partial(attention, pattern=Global()))(*flat, rotation=rotation)
-    out = jax.jit(functools.partial(attention, pattern=pattern))(q, k, v, rotation=rotation)
-    np.testing.assert_allclose(out.reshape(whole.shape), whole, rtol=1e-5, atol=1e-6)
-
-
 def test_swin_as_its_authors_number_and_mask_it():
     """A 14 x 14 map in windows of 7 shifted by 3.
 
