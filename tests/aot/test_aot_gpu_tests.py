@@ -4,15 +4,15 @@ Errors that a compiler can find are found here, without a GPU.
 """
 
 import functools
-import pathlib
+import math
 import re
 
 import jax
 import pytest
 
-from benchmarks import _layers, _timing
-from benchmarks._program import compile_ahead
+from benchmarks import _layers, _timing, rotary
 from rope_jax_kernels import Choices
+from tests.aot.program import compile_ahead, launches
 from tests.gpu import programs
 
 pytestmark = pytest.mark.filterwarnings(
@@ -21,55 +21,41 @@ pytestmark = pytest.mark.filterwarnings(
 RUNS = [*programs.RUNS, *programs.MANY_EXAMPLES, *programs.MANY_ELEMENTS]
 
 
-@pytest.fixture
-def launches(gpus, tmp_path):
-    """launches(f, shapes, donate=()) -> what a program launches, as text; see `_timing`."""
-
-    def compile_one(f, shapes, donate=()):
-        dump = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "ptx"}
-        compile_ahead(f, shapes, gpus[0], donate=donate, options=dump)
-        return _timing.launches_in(pathlib.Path(tmp_path))
-
-    return compile_one
-
-
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run} {run.batch}")
-def test_programs_of_the_gpu_tests(run, launches):
+def test_programs_of_the_gpu_tests(run, gpus, tmp_path):
     """A grid's second and third axes have at most 65,535 programs."""
-    grids = re.findall(r"grid: \[(\d+), (\d+), (\d+)\]", launches(run, run.shapes()))
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "none"}
+    compile_ahead(run, run.shapes(), gpus[0], options=dump)
+    listed = "".join(path.read_text() for path in tmp_path.glob("*thunk_sequence.txt"))
+    grids = re.findall(r"grid: \[(\d+), (\d+), (\d+)\]", listed)
     assert all(max(int(y), int(z)) < 2**16 for _, y, z in grids)
 
 
-def test_the_kernel_that_only_stores(launches, tmp_path):
-    """It neither reads nor computes anything; each step is a launch in a CUDA graph."""
-    loop = _timing.loop_of(_timing.stored, 5, 8)
-    text = launches(loop, jax.eval_shape(lambda: _timing._ones(1)), donate=(0,))
-    assert len(re.findall(r"kCustomKernel .*\bstored grid: \[1, 1, 1\] threads: \[32,", text)) == 8
-    assert _timing.graph_share(text) == 1.0
-    ptx = next(x for path in tmp_path.glob("*.ptx") if "stored" in (x := path.read_text()))
-    assert len(re.findall(r"st\.global", ptx)) == 1
-    assert not re.search(r"ld\.global|sin|cos|mul\.f|fma", ptx)
-
-
-# Launches of one layer of the benchmark beside its tables of angles, and their share in graphs:
-# XLA puts neither cuDNN's calls nor those of Mosaic into a graph.
-FORMS = {
-    ("ViT", "forward", "triton+rope"): ("attention_forward_kernel", 1.0),
-    ("ViT", "forward", "cudnn"): ("kCuDnn", 0.0),
-    ("ViT", "forward", "mosaic"): ("kCustomCall", 0.0),
-    ("Swin", "training", "triton+rope"): ("attention_closed_kernel", 1.0),
-}
-
-
-@pytest.mark.parametrize("case", FORMS, ids=str)
-def test_a_loop_of_the_benchmark_launches_every_layer(case, launches):
-    *about, form = case
-    layer = next(x for x in _layers.layers(short=False) if [x.model, x.direction] == about)
-    kernel, share = FORMS[case]
+@pytest.mark.parametrize(
+    ("form", "kind"), [("triton+rope", "triton"), ("cudnn", "cudnn"), ("mosaic", "mosaic")]
+)
+def test_a_loop_of_the_benchmark_launches_every_layer(form, kind, gpus):
+    layer = next(x for x in _layers.layers(short=False) if x.model == "ViT")
     shapes = jax.eval_shape(functools.partial(layer.operands, _layers.copies_of(layer, True)))
+    loop = _layers.loop_of(layer, form, _layers.ROUNDS, _layers.STEPS)
     with Choices():
-        text = launches(_layers.loop_of(layer, form, _layers.ROUNDS, _layers.STEPS), shapes)
-    body = text[text.index("body:") :]
-    assert len(re.findall(rf"\b{kernel}\b(?=$| grid)", body, re.M)) == _layers.STEPS
-    assert _timing.graph_share(text) == share
-    assert "kCopy" not in body
+        text = compile_ahead(loop, shapes, gpus[0]).as_text()
+    (body,) = re.findall(r"body=%([\w.-]+)", text)
+    kinds = [x.kind for x in launches(text, body)]
+    assert sum(kind in x for x in kinds) == _layers.STEPS
+    assert "copy" not in kinds
+
+
+@pytest.mark.parametrize("form", ["xla", "triton"])
+@pytest.mark.parametrize("temperature", rotary.REPEATS)
+def test_a_loop_of_rotations_launches_once_a_step(temperature, form, gpus):
+    """And copies nothing: neither back to where a loop began, nor around a kernel."""
+    case = rotary.Case(16, 3, 14, 64, "16-32", "backward")
+    copies, repeats = 1 if temperature == "hot" else 4, rotary.REPEATS[temperature]
+    loop = _timing.loop_of(rotary.step_of(case, form), 5, repeats)
+    shapes = jax.eval_shape(lambda: rotary.operands(case, form, copies))
+    text = compile_ahead(loop, shapes, gpus[0], donate=(0,)).as_text()
+    (body,) = re.findall(r"body=%([\w.-]+)", text)
+    kinds = [x.kind for x in launches(text, body) if x.bytes >= 4 * math.prod(case.shape)]
+    kind = "fusion" if form == "xla" else "__gpu$xla.gpu.triton"
+    assert kinds == [kind] * repeats * copies

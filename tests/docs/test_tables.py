@@ -45,7 +45,7 @@ def test_an_unknown_table_is_refused():
 
 
 def test_tables_without_a_result_name_the_command():
-    for name in ("rotary", "models", "startup", "data", "memory", "memory_dense", "machine_code"):
+    for name in ("rotary", "models", "startup", "data", "memory"):
         text = tables.TABLES[name]([rotary_result(machine=ON_CPU)])
         assert text == f"No result yet: `python -m benchmarks {name}`.\n"
     assert tables.digits([]) == "No result yet: `python -m experiments digits`.\n"
