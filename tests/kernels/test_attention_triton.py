@@ -143,24 +143,18 @@ CASES = {
 }
 
 
-LOW_DTYPES = ("bfloat16", "float16")
-FAST = ["window", "neighborhood dilated"]  # `test_low_precision` has "a prime"
+CASES |= {
+    f"{name}, {dtype}": (*CASES[name][:2], CASES[name][2] | {"dtype": dtype})
+    for name in ("a prime", "window", "neighborhood")
+    for dtype in ("bfloat16", "float16")
+}
+FAST = ["window", "neighborhood dilated", "a prime, bfloat16"]
 
 
 @pytest.mark.parametrize("name", covering(CASES, FAST))
 def test_outputs_and_gradients(name):
     pattern, places, options = CASES[name]
     check(pattern, places, **options)
-
-
-LOW = [(name, dtype) for name in ("a prime", "window", "neighborhood") for dtype in LOW_DTYPES]
-
-
-@pytest.mark.parametrize("case", covering(LOW, [LOW[0]]), ids=str)
-def test_low_precision(case):
-    name, dtype = case
-    pattern, places, options = CASES[name]
-    check(pattern, places, dtype=dtype, **options)
 
 
 def check_any_shape(draw):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rope_jax_kernels import Rotation, device, explain, rotate, rotate_by_angles, rotate_qkv
+from rope_jax_kernels import Rotation, explain, rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotary import tile_sizes
 from tests.devices import environment
 from tests.kernels import rotary_cases as cases
@@ -163,34 +163,6 @@ def test_streamed_tiles(args, expected):
     assert dataclasses.astuple(tile) == expected
     *_, pairs, itemsize, copies = args
     assert tile.slots * copies * tile.tokens * 2 * pairs * itemsize <= tile_sizes.SHARED_BYTES
-
-
-def test_the_two_pairings_are_one_permutation_apart():
-    x, theta = draw(1, (B, L, N, D), (N, L, D // 2))
-    order = np.concatenate([np.arange(0, D, 2), np.arange(1, D, 2)])
-    half = rotate_by_angles(jnp.asarray(x[..., order]), jnp.asarray(theta), pairing="half")
-    interleaved = rotate_by_angles(jnp.asarray(x), jnp.asarray(theta), pairing="interleaved")
-    assert np.array_equal(half, interleaved[..., order])
-
-
-@functools.partial(jax.jit, static_argnames="pairing")
-def scores(q, k, coords, freqs, pairing):
-    q, k = rotate(q, k, Rotation(coords, freqs, pairing))
-    return jnp.einsum("blnd,bmnd->bnlm", q, k, precision="highest")
-
-
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@hypothesis.given(
-    seed=st.integers(0, 999),
-    shift=st.tuples(*[st.floats(-8, 8, width=32)] * A),
-    pairing=st.sampled_from(PAIRINGS),
-)
-def test_scores_depend_on_differences_of_coordinates_only(seed, shift, pairing):
-    q, k, coords, freqs = draw(seed, (B, L, N, D), (B, L, N, D), (L, A), (N, A, R))
-    moved = coords + np.asarray(shift, np.float32)
-    np.testing.assert_allclose(
-        scores(q, k, moved, freqs, pairing), scores(q, k, coords, freqs, pairing), atol=2e-4
-    )
 
 
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -483,26 +455,6 @@ def test_kernels_say_why_they_refuse(kernel, monkeypatch):
 )
 def test_mosaic_refuses_what_the_copy_engine_cannot_address(op, args, kwargs, reason, interpreted):
     assert reason in explain(op, *args, **kwargs)["mosaic"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("NVIDIA H200", None),
-        ("NVIDIA A100", None),
-        ("Tesla T4", "Ampere"),
-        ("Abacus", "this is Abacus"),
-    ],
-)
-def test_the_target_is_the_abstract_device(kind, reason):
-    mesh = jax.sharding.AbstractMesh(
-        (1,), ("d",), abstract_device=jax.sharding.AbstractDevice(kind, 132, "gpu")
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        refusal = device.refusal()
-        hopper = device.refusal("Hopper")
-    assert refusal is None if reason is None else reason in refusal
-    assert (hopper is None) == (kind == "NVIDIA H200")
 
 
 def test_a_kernel_pays_where_it_halves_the_bytes():
