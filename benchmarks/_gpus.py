@@ -63,11 +63,6 @@ def target(kind: str) -> str:
     return text.replace(H200, kind)
 
 
-def data_sheet(kind: str, name: str) -> float:
-    """A number of a GPU's description, such as its core_count or memory_bandwidth (bytes/s)."""
-    return float(re.search(rf"\b{name}: ([\d.]+)", target(kind))[1])
-
-
 def absent_gpus(hosts: int = 1, gpus_per_host: int = 1, kind: str = H200) -> list[jax.Device]:
     """Devices to compile for; needs jax's CUDA plugin, but no GPU.
 

@@ -1,270 +1,170 @@
-"""Memory, launches and bytes moved of training steps on GPUs as planned by XLA, and collectives.
+"""Memory of training steps on H200s, as planned by XLA, and their collectives.
 
     python -m benchmarks memory --out benchmarks/results/memory_h200.json
 
-Compiles the training step (bfloat16, AdamW, averaged weights, 224 pixels) ahead of time for H200s.
-No GPU is needed, but jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 are. A
-running process needs somewhat more memory. What counts as a launch and as bytes is described in
-`benchmarks/_hlo.py`. With --models or --parts, the other rows of an existing file are kept.
+Compiles training steps of classification (bfloat16, AdamW, averaged weights, 224 pixels) and of
+dense prediction (the recipes as they are, in bfloat16) ahead of time for H200s. No GPU is needed,
+but jax[cuda13], JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 are. A running process
+needs somewhat more memory.
 """
 
 import collections
-import json
+import dataclasses
+import functools
 import math
-import pathlib
-from collections.abc import Callable
-from typing import Any, Literal
-from unittest import mock
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from benchmarks import _hlo
-from benchmarks._planned import SIZE, compile_step, gpus
-from benchmarks._program import compile_ahead
+from benchmarks._gpus import absent_gpus
 from benchmarks._runner import Keep, record
-from rope_jax.models import attention as model_attention
-from rope_jax.models.create import create_model
-from rope_jax.sharding import make_mesh
-from rope_jax_kernels import attention_qkv, dispatch
+from rope_jax import config, data, restore
+from rope_jax.sharding import make_mesh, split_batch, state_shardings, use_mesh, with_shardings
+from rope_jax.training.setup import assemble, initial_state
+from rope_jax.training.step import make_step
 
+# Autotuning is off, so that the program is the same on every machine.
+OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 FITS = 0.9 * 139.8 * 2**30  # bytes of an H200, less a tenth for allocations outside XLA's plan
-MODELS = {
-    "ViT-L": "deit3_l16",
-    "Swin-B": "swin_b",
-    "ViT-S": "vit_s16",
-    "Swin-T": "swin_t",
-    "NAT-Mini": "nat_mini",
-}
-LARGE = ("ViT-L", "Swin-B")  # also on 256 GPUs and with sharded parameters
-BATCHES = {"ViT-S": 256, "Swin-T": 128, "NAT-Mini": 128}  # whose launches are counted
-# Part -> names in the result.
-PARTS = {
-    "steps": ("rows", "against_xla"),
-    "attention": ("attention",),
-    "launches": ("launches",),
-}
+BATCHES = (32, 64)  # images per GPU, between which memory grows linearly
+COLLECTIVE = r"all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
+# Title, model, hosts of eight GPUs, over how many GPUs parameters are divided.
+MODELS = [
+    ("ViT-L", "deit3_l16", 1, 1),
+    ("ViT-L", "deit3_l16", 1, 8),
+    ("ViT-L", "deit3_l16", 32, 8),
+    ("Swin-B", "swin_b", 1, 1),
+    ("Swin-B", "swin_b", 1, 8),
+    ("Swin-B", "swin_b", 32, 8),
+    ("ViT-S", "vit_s16", 1, 1),
+    ("Swin-T", "swin_t", 1, 1),
+    ("NAT-Mini", "nat_mini", 1, 1),
+]
+# Title, recipe, pixels, classes; two images on one GPU.
+DENSE = [
+    ("DINO, ViTDet-B", "dino:variant=vit_b", 1024, 80),
+    ("DINO, ViTDet-B, largest canvas", "dino:variant=vit_b", 1344, 80),
+    ("DINO, Swin-B, largest canvas", "dino:variant=swin_b", 1344, 80),
+    ("Mask2Former, Swin-S", "mask2former:variant=swin_s", 512, 150),
+    ("Mask2Former, Swin-B", "mask2former:variant=swin_b", 512, 150),
+]
 
 
-def forward_text(name: str, device: jax.Device, batch: int) -> str:
-    """The optimised HLO of a model's forward pass in bfloat16, with float32 parameters."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled training step.
 
-    def make() -> nnx.Module:
-        return create_model(name, dtype=jnp.bfloat16)
+    Attributes:
+        state: bytes per device of parameters, optimizer state and averages.
+        rest: bytes per device of activations, gradients, gathered parameters and the batch.
+        text: the optimised HLO.
+    """
 
-    graph, state = nnx.split(nnx.eval_shape(make))
-    images = jax.ShapeDtypeStruct((batch, SIZE, SIZE, 3), jnp.bfloat16)
-
-    def forward(state: nnx.State, images: jax.Array) -> jax.Array:
-        return nnx.merge(graph, state)(images)
-
-    return _hlo.text_of(compile_ahead(forward, (state, images), device))
-
-
-def launch_rows(label: str) -> list[dict[str, Any]]:
-    """Launches and bytes by kind of a training step and of a forward pass on one GPU."""
-    name, batch, devices = MODELS[label], BATCHES[label], gpus(1)[:1]
-    texts = {
-        "training step": compile_step(name, devices, batch).text,
-        "forward": forward_text(name, devices[0], batch),
-    }
-    row = {"model": label, "batch": batch}
-    return [
-        row | {"pass": what, "kinds": _hlo.by_kind(_hlo.operations(text))}
-        for what, text in texts.items()
-    ]
+    state: int
+    rest: int
+    text: str
 
 
-def largest_batch(first: tuple[int, int], second: tuple[int, int], state: int) -> int:
-    """The largest multiple of 8 that fits, as all but the state grows linearly with the batch.
+def classifier(name: str, image_size: int | None = None, **options: Any) -> config.Config:
+    """The settings of a model: its scheme, head and other options as in `--config.model`."""
+    settings = config.default()
+    settings.update({"dtype": "bfloat16", "ema_decay": 0.9999})
+    settings.data.update({"image_size": image_size})
+    settings.model.update({"name": name, "num_classes": 1000} | options)
+    return config.resolve(settings)
+
+
+def compile_step(
+    settings: config.Config, devices: list[jax.Device], batch: int, size: int = 224, fsdp: int = 1
+) -> Step:
+    """Compiles a training step.
 
     Args:
-        first: (images, bytes besides the state).
-        second: the same for a larger batch.
-        state: bytes of the state.
+        settings: of the run, with the number of classes.
+        devices: to compile for.
+        batch: images per device.
+        size: side of the images in pixels.
+        fsdp: as in `MeshConfig`.
     """
-    (small, few), (large, many) = first, second
-    slope = (many - few) / (large - small)
-    return max(0, math.floor((FITS - state - few + slope * small) / slope / 8) * 8)
+    mesh, count = make_mesh(fsdp, devices=devices), batch * len(devices)
+    settings = dataclasses.replace(settings, batch_size=count)
+    make = functools.partial(restore.create, settings)
+    black = np.zeros((count, 8, 8, 3), np.uint8)  # the step does not use them
+    classes = settings.model.num_classes
+    images = data.Images(black, np.zeros(count, np.int32), "black", "train", classes)
+    run = assemble(settings, mesh, images, images, nnx.eval_shape(make))
+    state = jax.eval_shape(lambda: initial_state(run, make()))
 
+    def array(*shape: int, dtype: type = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *shape), dtype)
 
-def step_row(label: str, hosts: int, fsdp: int, batches: tuple[int, int] = (32, 64)) -> dict:
-    """Memory, largest batch and collectives of a training step on eight GPUs per host."""
-    devices = gpus(hosts)
-    small, large = (
-        compile_step(MODELS[label], devices, batch, fsdp=fsdp, scan_layers=True)
-        for batch in batches
-    )
-    rest = {batches[0]: small.rest, batches[1]: large.rest}
-    return {
-        "model": label,
-        "gpus": 8 * hosts,
-        "fsdp": fsdp,
-        "largest_batch": largest_batch(*rest.items(), large.state),
-        "collectives": collections.Counter(kind for kind, _ in large.collectives),
-        "state_bytes": large.state,
-        "rest_bytes": {str(batch): count for batch, count in rest.items()},
+    boxes = settings.data.max_boxes
+    labels = {
+        "images": {"label": array()},
+        "pixels": {"label": array(size, size, dtype=jnp.uint8), "extent": array(2)},
+        "boxes": {
+            "label": array(boxes),
+            "boxes": array(boxes, 4, dtype=jnp.float32),
+            "extent": array(2),
+        },
     }
+    arrays = {"image": array(size, size, 3, dtype=jnp.uint8), "epoch": array(), "index": array()}
+    arrays |= labels[run.task.LABELS_OF]
+    with use_mesh(mesh):
+        placed = with_shardings(state, state_shardings(state, mesh))
+        traced = make_step(run).trace(placed, with_shardings(arrays, split_batch(mesh)))
+    compiled = traced.lower().compile(compiler_options=OPTIONS)
+    memory = compiled.memory_analysis()
+    # The state is donated, so the aliased bytes are those of the state.
+    state_bytes = memory.alias_size_in_bytes
+    arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - 2 * state_bytes
+    return Step(state_bytes, memory.temp_size_in_bytes + arguments, compiled.as_text())
 
 
-def against_xla(label: str, batch: int = 128) -> dict[str, Any]:
-    """Bytes besides the state, with the attention kernels and with XLA's attention."""
-    kernels, xla = (
-        compile_step(MODELS[label], gpus(1), batch, implementation=x, scan_layers=True).rest
-        for x in (None, "xla")
-    )
-    return {"model": label, "batch": batch, "kernels_bytes": kernels, "xla_bytes": xla}
+def gib(count: float) -> str:
+    """Bytes in GiB."""
+    return f"{count / 2**30:.1f}"
 
 
-def attention_calls(name: str, batch: int) -> collections.Counter:
-    """Number of layers by call of attention: (pattern, shapes of qkv, rotation, bias, scale)."""
-    calls: collections.Counter = collections.Counter()
-
-    def attend(qkv: jax.Array, *, pattern: Any, scale: float | None, **terms: Any) -> jax.Array:
-        operands = (qkv, terms["rotation"], terms["bias"])
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-        calls[pattern, *shapes, scale] += 1
-        return qkv[..., 0, :, :]
-
-    images = jax.ShapeDtypeStruct((batch, SIZE, SIZE, 3), jnp.bfloat16)
-    with mock.patch.object(model_attention, "attention_qkv", attend):
-        jax.eval_shape(lambda images: create_model(name, dtype=jnp.bfloat16)(images), images)
-    return calls
+def model_row(title: str, name: str, hosts: int, fsdp: int) -> list[str]:
+    """Memory, largest batch and collectives of a training step, with the blocks in a scan."""
+    settings, devices = classifier(name, options="scan_layers=True"), absent_gpus(hosts, 8)
+    small, large = (compile_step(settings, devices, batch, fsdp=fsdp) for batch in BATCHES)
+    slope = (large.rest - small.rest) / (BATCHES[1] - BATCHES[0])
+    fitting = BATCHES[1] + (FITS - large.state - large.rest) / slope
+    kinds = collections.Counter(re.findall(rf" ({COLLECTIVE})(?:-start)?\(", large.text))
+    collectives = ", ".join(f"{kinds[x]} {x}" for x in COLLECTIVE.split("|") if kinds[x])
+    sizes = [gib(large.state), gib(large.rest), str(math.floor(fitting / 8) * 8)]
+    return [title, str(8 * hosts), str(fsdp), *sizes, collectives]
 
 
-def passes(call: tuple, implementation: str | None) -> tuple[Callable, Callable, tuple]:
-    """Returns a layer's forward pass, its forward and backward pass, and shapes of their operands.
-
-    Frequencies are constants. The forward pass takes all operands but the last, and returns the
-    output and its vjp function.
-    """
-    pattern, qkv, rotation, bias, scale = call
-    options = {"pattern": pattern, "scale": scale, "implementation": implementation}
-    learned = {"qkv": qkv} | ({} if bias is None else {"bias": bias})
-
-    def forward(rotation: Any, learned: dict) -> tuple[jax.Array, Callable]:
-        def attend(learned: dict) -> jax.Array:
-            bias = learned.get("bias")
-            return attention_qkv(learned["qkv"], rotation=rotation, bias=bias, **options)
-
-        return jax.vjp(attend, learned)
-
-    def both(rotation: Any, learned: dict, cotangent: jax.Array) -> tuple:
-        out, pull_back = forward(rotation, learned)
-        return out, pull_back(cotangent)
-
-    cotangent = jax.ShapeDtypeStruct((*qkv.shape[:-3], *qkv.shape[-2:]), qkv.dtype)
-    return forward, both, (rotation, learned, cotangent)
+def dense_row(title: str, recipe: str, size: int, classes: int) -> list[str]:
+    """Memory of a training step of a recipe."""
+    settings = config.resolve(config.load_recipe(recipe))
+    model = dataclasses.replace(settings.model, num_classes=classes)
+    settings = dataclasses.replace(settings, model=model)
+    step = compile_step(settings, absent_gpus(), 2, size)
+    return [title, f"`{recipe}`", f"{size} x {size}", "2", gib(step.state), gib(step.rest)]
 
 
-def chosen(call: tuple) -> str:
-    """The implementation that None resolves to in a program for the target.
-
-    A call with None also lists what a CPU would save, which no program for a GPU does.
-    """
-    pattern, *operands, scale = call
-    names = []
-
-    def choose(qkv: jax.Array, rotation: Any, bias: jax.Array | None) -> None:
-        arguments = {"qkv": qkv, "pattern": pattern, "rotation": rotation, "bias": bias}
-        names.append(dispatch.resolve("attention_qkv", arguments | {"scale": scale}))
-
-    jax.eval_shape(choose, *operands)
-    return names[0]
-
-
-def saved_bytes(call: tuple, implementation: str | None) -> int:
-    """Bytes that a layer saves for the backward pass, including operands and output."""
-    with jax.sharding.use_abstract_mesh(make_mesh(devices=gpus(1)[:1]).abstract_mesh):
-        forward, _, (*operands, _) = passes(call, implementation or chosen(call))
-
-        def saved(*operands: Any) -> list[jax.Array]:
-            return jax.tree.leaves(forward(*operands)[1])
-
-        variables = jax.make_jaxpr(saved)(*operands).jaxpr.outvars
-    # An array that is saved twice is one variable.
-    return sum({id(x): x.aval.size * x.aval.dtype.itemsize for x in variables}.values())
-
-
-def temporary_bytes(call: tuple, implementation: str | None) -> int:
-    """Bytes of both passes, in one program, besides operands, output and gradients."""
-    _, both, operands = passes(call, implementation)
-    return compile_ahead(both, operands, gpus(1)[0]).memory_analysis().temp_size_in_bytes
-
-
-def attention_rows(label: str, batch: int = 128) -> list[dict[str, Any]]:
-    """Memory of a model's distinct calls of attention, with the kernels and with XLA."""
-    rows = []
-    for call, layers in attention_calls(MODELS[label], batch).items():
-        pattern, qkv, *_ = call
-        *places, _, heads, head_dim = qkv.shape[1:]
-        row = {"model": label, "batch": batch, "layers": layers, "pattern": str(pattern)}
-        row |= {"places": places, "heads": heads, "head_dim": head_dim}
-        for name, implementation in (("kernels", None), ("xla", "xla")):
-            saved = saved_bytes(call, implementation)
-            row[name] = {"saved": saved, "temporary": temporary_bytes(call, implementation)}
-        rows.append(row)
-    return rows
-
-
-_ALL_MODELS, _ALL_PARTS = list(MODELS), list(PARTS)
-
-
-def run(
-    keep: Keep,
-    *,
-    models: list[Literal[*MODELS]] = _ALL_MODELS,
-    parts: list[Literal[*PARTS]] = _ALL_PARTS,
-    out: pathlib.Path | None = None,
-) -> None:
-    """Compiles the programs, and saves the result after each row.
+def run(keep: Keep) -> None:
+    """Compiles the programs, and saves the tables after each.
 
     Args:
         keep: saves the result.
-        models: models to compile
-        parts: training steps, attention alone, launches and bytes of whole programs
-        out: the JSON file; its other rows are kept.
     """
-    rows: dict[str, list] = {name: [] for names in PARTS.values() for name in names}
-    if out is not None and out.exists():
-        rows = other_rows(json.loads(out.read_text()), models, parts, out)
     machine = record("memory", {})["machine"] | {"device": "NVIDIA H200 (compiled for)"}
-
-    def add(name: str, new: list[dict[str, Any]]) -> None:
-        rows[name] = sorted(rows[name] + new, key=lambda row: list(MODELS).index(row["model"]))
-        print(*new, sep="\n", flush=True)
-        keep(settings={}, machine=machine, **rows)
-
-    for label in models:
-        if "attention" in parts and label not in LARGE:
-            add("attention", attention_rows(label))
-        if "launches" in parts and label in BATCHES:
-            add("launches", launch_rows(label))
-        if "steps" in parts:
-            for hosts, fsdp in [(1, 1), (1, 8), (32, 8)] if label in LARGE else [(1, 1)]:
-                add("rows", [step_row(label, hosts, fsdp)])
-            if label not in LARGE:
-                add("against_xla", [against_xla(label)])
-
-
-def other_rows(
-    earlier: dict[str, Any], models: list[str], parts: list[str], out: pathlib.Path
-) -> dict[str, list]:
-    """Returns the rows of an earlier result that this run does not replace.
-
-    Raises:
-        SystemExit: if they were computed with other versions of the software.
-    """
-    rows = {}
-    for part, names in PARTS.items():
-        for name in names:
-            anew = models if part in parts else []
-            rows[name] = [x for x in earlier.get(name, []) if x["model"] not in anew]
-    versions = record("memory", {})["versions"]
-    if any(rows.values()) and earlier["versions"] != versions:
-        raise SystemExit(
-            f"{out} is of {earlier['versions']}, and this is {versions}: "
-            "compute all of it, or write to another file"
-        )
-    return rows
+    other = f"other memory at {BATCHES[1]} images per GPU, GiB"
+    header = ["model", "GPUs", "fsdp", "state, GiB", other, "largest batch per GPU", "collectives"]
+    models = {"columns": header, "rows": [], "note": "Classification."}
+    header = ["model", "recipe", "pixels", "images", "state, GiB", "other memory, GiB"]
+    dense = {"columns": header, "rows": [], "note": "Recipes of dense prediction, on one GPU."}
+    for table, row_of, cases in ((models, model_row, MODELS), (dense, dense_row, DENSE)):
+        for case in cases:
+            table["rows"].append(row_of(*case))
+            print(*table["rows"][-1], sep="\t", flush=True)
+            keep(settings={}, machine=machine, tables=[models, dense])

@@ -6,7 +6,6 @@ experiments/results. With --check nothing is written, and a difference is an err
 """
 
 import ast
-import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -68,96 +67,11 @@ def gib(count: float) -> str:
 
 
 def memory(results: Sequence[Result]) -> str:
-    """Memory of training steps, the largest batch, and the effect of the attention kernels."""
+    """Memory of training steps."""
     if (result := newest(results, "memory")) is None:
         return no_result("benchmarks memory")
-    names = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-    rows = []
-    for row in result["rows"]:
-        counts = row["collectives"]
-        collectives = ", ".join(f"{counts[name]} {name}" for name in names if name in counts)
-        most = max(row["rest_bytes"], key=int)
-        cells = [row["model"], str(row["gpus"]), str(row["fsdp"]), gib(row["state_bytes"])]
-        cells += [gib(row["rest_bytes"][most]), str(row["largest_batch"]), collectives]
-        rows.append(cells)
-    header = ["model", "GPUs", "fsdp", "state, GiB", f"other memory at {most} images per GPU, GiB"]
-    text = markdown_table([*header, "largest batch per GPU", "collectives"], rows)
-    rows = []
-    for row in result["against_xla"]:
-        both = (row["kernels_bytes"], row["xla_bytes"])
-        rows.append([row["model"], *map(gib, both), f"{both[1] / both[0]:.2f}"])
-    batch = result["against_xla"][0]["batch"]
-    header = ["model", "with the attention kernels, GiB", "with XLA's attention, GiB", "ratio"]
-    text += f"\nOther memory at {batch} images per GPU, by implementation of attention:\n\n"
-    text += markdown_table(header, rows)
-    text += f"\nAttention alone, one layer at {batch} images, forward and backward, "
-    text += f"kernels / XLA:\n\n{attention_memory(result['attention'])}"
-    return f"{text}\nPlanned by XLA for {origin(result)}.\n"
-
-
-def memory_dense(results: Sequence[Result]) -> str:
-    """Memory of training steps of dense prediction."""
-    if (result := newest(results, "memory_dense")) is None:
-        return no_result("benchmarks memory_dense")
-    header = ["model", "recipe", "pixels", "images", "state, GiB", "other memory, GiB"]
-    rows = []
-    for row in result["rows"]:
-        about = [row["model"], f"`{row['recipe']}`", f"{row['size']} x {row['size']}"]
-        sizes = map(gib, (row["state_bytes"], row["rest_bytes"]))
-        rows.append([*about, str(row["batch"]), *sizes])
-    return f"{markdown_table(header, rows)}\nPlanned by XLA for {origin(result)}.\n"
-
-
-def launches(results: Sequence[Result]) -> str:
-    """Launches and bytes by kind of whole training steps and forward passes."""
-    result = newest(results, "memory")
-    if result is None or not result.get("launches"):
-        return no_result("benchmarks memory --parts=launches")
-
-    def cell(found: Sequence[dict]) -> str:
-        count, tiny, size = (sum(x[name] for x in found) for name in ("launches", "tiny", "bytes"))
-        return f"{size / 1e9:.1f} in {count:,} ({tiny:,})"
-
-    rows = []
-    for row in result["launches"]:
-        kinds = row["kinds"]
-        rest = [kinds[kind] for kind in kinds if kind not in ("products", "attention")]
-        sums = [cell(list(kinds.values())), cell(rest)]
-        about = [f"{row['model']}, {row['pass']}, batch {row['batch']}"]
-        rows.append([*about, *sums, *(cell([kinds[kind]]) for kind in kinds)])
-    header = ["program", "all", "neither products nor attention", *kinds]
-    columns = zip(header, *rows, strict=True)  # a kind a row
-    first, *others = map(list, columns)
-    return f"{markdown_table(first, others)}\nPlanned by XLA for {origin(result)}.\n"
-
-
-def machine_codes(results: Sequence[Result]) -> str:
-    """Instructions of the attention kernels, and the least time that issuing them takes."""
-    if (result := newest(results, "machine_code")) is None:
-        return no_result("benchmarks machine_code")
-    return f"{machine_code.table(result)}\n{origin(result)}.\n"
-
-
-def attention_memory(layers: Sequence[dict]) -> str:
-    """Memory of the attention layers of each model, with the kernels / with XLA."""
-    rows = []
-
-    def cells(saved: Sequence[float]) -> list[str]:
-        kernels, xla = (x / 2**20 for x in saved)
-        return [f"{kernels:,.0f} / {xla:,.0f}", f"{xla / kernels:.1f}"]
-
-    for model, of_model in itertools.groupby(layers, lambda x: x["model"]):
-        total, saved = 0, [0, 0]
-        for x in of_model:
-            both = [x["kernels"]["saved"], x["xla"]["saved"]]
-            temporary, _ = cells([x["kernels"]["temporary"], x["xla"]["temporary"]])
-            about = [model, str(x["layers"]), "x".join(map(str, x["places"])), f"`{x['pattern']}`"]
-            rows.append([*about, *cells(both), temporary])
-            total += x["layers"]
-            saved = [s + x["layers"] * y for s, y in zip(saved, both, strict=True)]
-        rows.append([model, str(total), "all", "", *cells(saved), ""])
-    header = ["model", "layers", "map", "attention", "saved for the backward pass, MiB", "ratio"]
-    return markdown_table([*header, "temporary, MiB"], rows)
+    texts = [f"{markdown_table(x['columns'], x['rows'])}\n{x['note']}\n" for x in result["tables"]]
+    return "\n".join([*texts, f"Planned by XLA for {origin(result)}.\n"])
 
 
 def of_results(benchmark: str) -> Callable[[Sequence[Result]], str]:

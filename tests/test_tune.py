@@ -25,12 +25,12 @@ def test_on_a_cpu_it_says_that_there_is_nothing_to_do(capsys, tmp_path, monkeypa
 def test_calls_of_evaluation_and_of_training():
     (call,) = calls("--position=axial_rope")
     assert call.key.startswith("attention_qkv qkv=bfloat16[4,16,3,1,16] pattern=Global()")
-    assert call.directions == {"forward": 2}
+    assert (call.count, call.direction) == (2, "forward")
     (call,) = calls("--position=axial_rope", "--train", "--dtype=float32", "--resolution=8x12")
     assert call.key.startswith("attention_qkv qkv=float32[4,24,3,1,16]")
-    assert list(call.directions) == ["gradient of qkv"]
+    assert call.gradients == {"qkv"}
     (call,) = calls("--position=rope_mixed", "--train")
-    assert list(call.directions) == ["gradient of qkv, rotation.freqs"]
+    assert call.gradients == {"qkv", "rotation.freqs"}
 
 
 def test_calls_are_those_of_one_of_several_devices(monkeypatch):

@@ -1,12 +1,10 @@
 """The cache folder of measured choices, and the names of its files."""
 
-import contextlib
 import functools
 import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Iterator
 
 
 def cache_folder() -> pathlib.Path:
@@ -20,19 +18,6 @@ def cache_folder() -> pathlib.Path:
         return pathlib.Path(chosen) / "kernels"
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(caches, "rope_jax", "kernels")
-
-
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Waits for other processes that change the files of a folder, and keeps them waiting."""
-    import fcntl  # which Windows does not have
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """Calls noted while programs are traced, for `tune` to measure."""
 
-import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jaxtyping import Array
 
 from rope_jax_kernels.rotation import Rotation
 
-FORWARD = "forward"
 RECORDER = jax.make_user_context(None)
 
 
@@ -27,20 +25,22 @@ class Call:
         >>> q = jnp.ones((1, 4, 2, 16))
         >>> with record() as calls:
         ...     _ = jax.eval_shape(lambda q: attention(q, q, q, pattern=Global()), q)
-        >>> [(call.op, call.count, call.directions) for call in calls]
-        [('attention', 1, {'forward': 1})]
+        >>> [(call.op, call.count, call.direction) for call in calls]
+        [('attention', 1, 'forward')]
 
     Attributes:
         op: name of the operation.
         arguments: its arguments by name, with shapes in place of arrays.
         default: the implementation that it uses without a measurement.
-        traced: for each time that it was traced, the arrays whose gradients were taken then.
+        count: how often it was traced.
+        gradients: names of the arrays whose gradients were taken.
     """
 
     op: str
     arguments: dict[str, Any]
     default: str
-    traced: list[set[str]] = dataclasses.field(default_factory=list)
+    count: int = 0
+    gradients: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def key(self) -> str:
@@ -48,28 +48,9 @@ class Call:
         return key_of(self.op, self.arguments)
 
     @property
-    def count(self) -> int:
-        """How often it was traced."""
-        return len(self.traced)
-
-    @property
-    def directions(self) -> dict[str, int]:
-        """Directions (see `direction`) in which it was traced, and how often in each."""
-        return dict(collections.Counter(map(direction, self.traced)))
-
-
-def direction(wanted: Iterable[str]) -> str:
-    """The name of a direction: "forward", or "gradient of qkv, rotation.freqs"."""
-    return f"gradient of {', '.join(sorted(wanted))}" if wanted else FORWARD
-
-
-def wanted_of(name: str) -> list[str]:
-    """The inverse of `direction`.
-
-    >>> wanted_of(direction(["qkv", "bias"])), wanted_of(direction([]))
-    (['bias', 'qkv'], [])
-    """
-    return [] if name == FORWARD else name.removeprefix("gradient of ").split(", ")
+    def direction(self) -> str:
+        """What is measured: "forward" for its value alone, or "training" for its gradients, too."""
+        return "training" if self.gradients else "forward"
 
 
 def key_of(op: str, arguments: dict[str, Any]) -> str:
@@ -133,22 +114,22 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._by_key: dict[str, Call] = {}
 
     def note(self, op: str, arguments: dict[str, Any], default: str) -> dict[str, Any]:
         """Notes a call; returns its arguments, watched for their gradients."""
         arrays = arrays_of(arguments)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values]
-        call = Call(op, arrays.put(shapes), default)
-        if call.key not in self._by_key:
-            self._by_key[call.key] = call
-            self.calls.append(call)
-        wanted = set()
-        self._by_key[call.key].traced.append(wanted)
-        watched = [
-            _watched(x, name, wanted) for name, x in zip(arrays.names, arrays.values, strict=True)
-        ]
-        return arrays.put(watched)
+        new = Call(op, arrays.put(shapes), default)
+        call = next((x for x in self.calls if x.key == new.key), new)
+        if call is new:
+            self.calls.append(new)
+        call.count += 1
+        return arrays.put(
+            [
+                _watched(x, name, call.gradients)
+                for name, x in zip(arrays.names, arrays.values, strict=True)
+            ]
+        )
 
 
 def _watched(x: Array, name: str, wanted: set[str]) -> Array:
@@ -185,8 +166,8 @@ def record() -> Iterator[list[Call]]:
         >>> loss = lambda x: attention(x, x, x, pattern=Global()).sum()
         >>> with record() as calls:
         ...     gradient = jax.eval_shape(jax.grad(loss), x)
-        >>> [(call.op, call.directions) for call in calls]
-        [('attention', {'gradient of k, q, v': 1})]
+        >>> [(call.op, call.direction, sorted(call.gradients)) for call in calls]
+        [('attention', 'training', ['k', 'q', 'v'])]
 
     Yields:
         A list that grows while programs are traced. Tracing with shapes (`jax.eval_shape`) is

@@ -6,8 +6,8 @@ uses the choices that `Choices.remember` wrote to the user's cache folder, or th
 this package in `measured/`, for this kind of device, version of jax and sources of the kernels.
 
 Both contexts take part in the caches of `jax.jit`: a function is traced again in another context.
-A trace cannot see whether it will be differentiated, so a call with measured choices has a
-derivative rule of its own, which uses the choice for the gradients that are wanted.
+A trace cannot see whether it will be differentiated: the choice that was measured with gradients
+serves a call, and where there is none, the one that was measured without them.
 """
 
 import contextlib
@@ -16,16 +16,14 @@ import functools
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
 from rope_jax_kernels import device
-from rope_jax_kernels.cache import cache_folder, file_name, locked, sources_of_kernels
-from rope_jax_kernels.calls import FORWARD, RECORDER, Arrays, arrays_of, direction, key_of
+from rope_jax_kernels.cache import cache_folder, file_name, sources_of_kernels
+from rope_jax_kernels.calls import RECORDER, key_of
 
 SHIPPED = pathlib.Path(__file__).parent / "measured"
 
@@ -66,7 +64,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured of one call in one direction.
+    """What was measured of one call, with its gradients or without them.
 
     Attributes:
         choice: the fastest candidate that is right.
@@ -97,7 +95,7 @@ class Choices:
     Attributes:
         device: kind of the device, as jax names it.
         jax: version of jax.
-        calls: call (`Call.key`) -> direction -> what was measured.
+        calls: call (`Call.key`) -> `Call.direction` -> what was measured.
         everywhere: an implementation for every call that it serves, or None.
         sources: of the kernels that were measured, see `sources_of_kernels`.
     """
@@ -110,7 +108,6 @@ class Choices:
 
     def __post_init__(self):
         self._entered = []
-        self._said = set()
 
     def __enter__(self) -> "Choices":
         context = _IN_FORCE(self)
@@ -129,49 +126,20 @@ class Choices:
             return "measured with other sources of the kernels"
         return None
 
-    def of(self, key: str) -> dict[str, Choice]:
-        """Direction -> choice, for a call on the target device."""
+    def of(self, key: str) -> Choice | None:
+        """The choice for a call on the target device, or None."""
         if self.everywhere is not None:
-            return {FORWARD: Choice(self.everywhere)}
-        if key not in self.calls:
-            return {}
-        if reason := self.misfit():
-            self._say_once(f"choices are not used: they were {reason}")
-            return {}
-        return {name: measured.choice for name, measured in self.calls[key].items()}
-
-    def refused(self, choice: Choice, op: str, reason: str) -> None:
-        """Says once that a chosen implementation does not serve a call."""
-        self._say_once(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
-
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            device.say(message)
-
-    def updated(self, other: "Choices") -> "Choices":
-        """These choices and newer ones for the same device, which take precedence."""
-        calls = {key: dict(found) for key, found in self.calls.items()}
-        for key, found in other.calls.items():
-            calls.setdefault(key, {}).update(found)
-        found = Choices(other.device, other.jax, calls, sources=other.sources)
-        found._said = self._said
-        return found
+            return Choice(self.everywhere)
+        measured = self.calls.get(key, {})
+        found = measured.get("training") or measured.get("forward")
+        if found is not None and (reason := self.misfit()):
+            _say_once(f"choices are not used: they were {reason}")
+            return None
+        return found and found.choice
 
     def to_json(self) -> str:
         """The choices as text; `from_json` reads it."""
-        calls = {
-            key: {name: dataclasses.asdict(measured) for name, measured in found.items()}
-            for key, found in self.calls.items()
-        }
-        content = {
-            "format": 1,
-            "device": self.device,
-            "jax": self.jax,
-            "sources": self.sources,
-            "calls": calls,
-        }
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps({"format": 1} | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Choices":
@@ -188,92 +156,71 @@ class Choices:
                 key: {name: _measured(**fields) for name, fields in found.items()}
                 for key, found in content["calls"].items()
             }
-            sources = str(content.get("sources", ""))
-            return cls(str(content["device"]), str(content["jax"]), calls, sources=sources)
+            rest = {name: content.get(name) for name in ("everywhere", "sources")}
+            return cls(content["device"], content["jax"], calls, **rest)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"these are no choices of kernels: {error!r}") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the choices to a file, atomically, as JSON."""
         path = pathlib.Path(path)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(self.to_json())
-                file.flush()  # where a full disk shows
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(self.to_json())
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Choices":
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: the file is damaged; the message names it.
+            ValueError: the file is damaged.
             OSError: it cannot be read.
         """
-        try:
-            return cls.from_json(pathlib.Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return cls.from_json(pathlib.Path(path).read_text())
 
     def remember(self) -> pathlib.Path:
         """Adds the choices to the user's cache folder, which `None` reads; returns the file."""
         path = cache_folder() / file_name(self.device, self.jax, self.sources)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent):
-            before = _read(path)
-            (self if before is None else before.updated(self)).save(path)
+        before = _read(path) or Choices()
+        added = {key: before.calls.get(key, {}) | found for key, found in self.calls.items()}
+        dataclasses.replace(self, calls=before.calls | added).save(path)
         return path
 
 
 def _measured(choice: dict, default: str, microseconds: dict, left_out: dict) -> Measured:
-    tile = tuple((str(part), tuple(int(n) for n in size)) for part, size in choice["tile"])
-    times = {name: float(time) for name, time in microseconds.items()}
-    return Measured(Choice(str(choice["implementation"]), tile), str(default), times, left_out)
+    tile = tuple((part, tuple(size)) for part, size in choice["tile"])
+    return Measured(Choice(choice["implementation"], tile), default, microseconds, left_out)
 
 
-def remembered() -> Choices | None:
-    """The choices for the target device that ship with the package or are in the cache folder.
+def in_force() -> list[Choices]:
+    """The choices for calls that are traced now, best first.
 
-    The cache folder is read by single processes only: several could find different choices, and
-    would then run programs that do not fit together.
+    They are those whose context was entered; without any, for a GPU, those of the cache folder and
+    those that ship with the package. The cache folder is read by single processes only: several
+    could find different choices, and would then run programs that do not fit together.
     """
-    if not device.is_gpu():
-        return None
-    name = file_name(device.kind(), jax.__version__, sources_of_kernels())
-    folders = [SHIPPED]
+    if _IN_FORCE.value is not None or not device.is_gpu():
+        return [_IN_FORCE.value or Choices()]
+    name, folders = file_name(device.kind(), jax.__version__, sources_of_kernels()), [SHIPPED]
     if jax.process_count() == 1:
-        with contextlib.suppress(RuntimeError):
-            folders.append(cache_folder())
-    found = None
-    for folder in folders:
-        if (choices := _read(folder / name)) is not None:
-            found = choices if found is None else found.updated(choices)
-    return found
+        with contextlib.suppress(RuntimeError):  # a user without a home folder
+            folders.insert(0, cache_folder())
+    return [found for folder in folders if (found := _read(folder / name)) is not None]
 
 
 def _read(path: pathlib.Path) -> Choices | None:
     """The choices in a file; None without one, or (said once) if it is damaged."""
     try:
-        changed = path.stat().st_mtime_ns
-    except OSError:
-        return None
-    return _read_once(path, changed)
-
-
-@functools.lru_cache(maxsize=8)
-def _read_once(path: pathlib.Path, changed: int) -> Choices | None:
-    del changed
-    try:
-        return Choices.load(path)
+        return Choices.load(path) if path.exists() else None
     except (ValueError, OSError) as error:
-        device.say(f"measured choices are ignored: {error}")
-        return None
+        return _say_once(f"the choices in {path} are ignored: {error}")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    """Prints a message to standard error, once in a process."""
+    device.say(message)
 
 
 def call(
@@ -297,75 +244,12 @@ def call(
         arguments = RECORDER.value.note(op, arguments, default)
         with RECORDER(None):  # not the calls inside an implementation
             return run(op, default, arguments)
-    choices = _IN_FORCE.value if _IN_FORCE.value is not None else remembered()
-    found = {} if choices is None else choices.of(key_of(op, arguments))
-    served = {}
-    for name, choice in found.items():
-        reason = refusal(op, choice.implementation, arguments)
-        if reason is None:
-            served[name] = choice
-        else:
-            choices.refused(choice, op, reason)
-
-    def compute(choice: Choice, arguments: dict[str, Any]) -> Any:
-        with with_tile(choice.tile):
-            return run(op, choice.implementation, arguments)
-
-    if not served:
-        return run(op, default, arguments)
-    if set(served) == {FORWARD} and choices.everywhere is not None:
-        return compute(served[FORWARD], arguments)
-    gradients = [choice for name, choice in served.items() if name != FORWARD]
-    trained = gradients[0] if gradients else Choice(default)
-    forward = served.get(FORWARD, trained)
-    if {forward, trained, *gradients} == {forward}:
-        return compute(forward, arguments)
-    return _by_direction(arrays_of(arguments), compute, forward, trained, served)
-
-
-@dataclasses.dataclass(frozen=True)
-@jax.tree_util.register_static
-class _Wanted:
-    """Positions of the arrays whose gradient is wanted, among how many."""
-
-    at: tuple[int, ...]
-    count: int
-
-
-def _by_direction(
-    arrays: Arrays, compute: Callable, forward: Choice, trained: Choice, found: dict[str, Choice]
-) -> Any:
-    """A call whose value alone is computed by `forward`, and with gradients by their choice.
-
-    Args:
-        arrays: of the call.
-        compute: (choice, arguments) -> result.
-        forward: choice for the value alone.
-        trained: choice for gradients that are not in `found`.
-        found: direction -> choice.
-    """
-
-    @jax.custom_vjp
-    def apply(*values: Array) -> Any:
-        return compute(forward, arrays.put(values))
-
-    def value_and_pull(*primals: Any) -> tuple[Any, tuple]:
-        values = [x.value for x in primals]
-        at = tuple(i for i, x in enumerate(primals) if x.perturbed)
-        choice = found.get(direction([arrays.names[i] for i in at]), trained)
-
-        def of_wanted(*some: Array) -> Any:
-            own = dict(zip(at, some, strict=True))
-            return compute(choice, arrays.put([own.get(i, x) for i, x in enumerate(values)]))
-
-        out, pull = jax.vjp(of_wanted, *[values[i] for i in at])
-        return out, (pull, _Wanted(at, len(values)))
-
-    def pull_back(residuals: tuple, gradient: Any) -> tuple:
-        pull, wanted = residuals
-        (gradient,) = device.vary_alike(device.without_symbolic_zeros(gradient))
-        own = dict(zip(wanted.at, pull(gradient), strict=True))
-        return tuple(own.get(i) for i in range(wanted.count))
-
-    apply.defvjp(value_and_pull, pull_back, symbolic_zeros=True)
-    return apply(*arrays.values)
+    key = key_of(op, arguments)
+    for choices in in_force():
+        if (choice := choices.of(key)) is None:
+            continue
+        if (reason := refusal(op, choice.implementation, arguments)) is None:
+            with with_tile(choice.tile):
+                return run(op, choice.implementation, arguments)
+        _say_once(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
+    return run(op, default, arguments)

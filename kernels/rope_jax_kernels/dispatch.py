@@ -50,7 +50,7 @@ FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, t
 # measurements:
 # - cudnn: serves `Global` in 16 bits alone. Behind the pass that unpacks and rotates it moves no
 #   more bytes than Triton, whose instructions take 0.18 ms to issue for both passes of a ViT-S
-#   layer on an H200 (docs/benchmarks.md, machine_code) and by estimate 1.6 to 2.2 times that. XLA's
+#   layer on an H200 (jax 0.11.2) and by estimate 1.6 to 2.2 times that. XLA's
 #   own attention moves 4 times the bytes.
 # - triton for attention: `Window`, `Neighborhood` and float32. It keeps q, k, v and the output; XLA
 #   also keeps weights, rolled maps and halos of keys: 2.3 times (Swin) to 8.5 times (NAT) as much.

@@ -17,7 +17,7 @@ from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
 from rope_jax_kernels.cache import word_of
-from rope_jax_kernels.tuning import device_answers, nothing_to_tune
+from rope_jax_kernels.tuning import nothing_to_tune
 
 _LARGEST = 1 << 28  # bytes of the file of choices
 
@@ -82,7 +82,7 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
     """The choices for a run's steps: the stored ones, or measured now by the first process.
 
     Raises:
-        ConfigError: the file in the workdir is damaged, or a candidate made the device hang.
+        ConfigError: the file in the workdir is damaged.
         Interrupted: a signal stopped the run; nothing is written.
         SaveFailed: the choices could not be written to the workdir.
     """
@@ -95,12 +95,6 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
     # An error here ends the first process, and thereby the others, which wait for its choices.
     if jax.process_index() == 0:
         write_file(file_of(workdir), choices.to_json())
-        if not device_answers():
-            raise ConfigError(
-                "the device does not answer any more: end all its processes and start again, with "
-                f"the choices so far in {file_of(workdir)}, or with --config.kernels=default "
-                "--resume_override=kernels"
-            )
     return Choices.from_json(text_of_first(choices.to_json()))
 
 

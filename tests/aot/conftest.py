@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from benchmarks._gpus import absent_gpus
-from benchmarks._listing import tool_path
+from tests.aot.program import compile_program
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +22,12 @@ def gpu_of():
 
 @pytest.fixture
 def compile_for(gpus, tmp_path):
-    """compile_for(mesh_shape, f, *shapes, specs=None, donate=()) -> `program.Program`.
+    """compile_for(mesh_shape, f, *shapes, specs=None, donate=(), on=gpus) -> `program.Program`.
 
     The mesh has the axes "data" and "heads".
     """
-    from tests.aot.program import compile_program
 
-    def compile_one(mesh_shape, f, *shapes, **kwargs):
-        assembler = tool_path("ptxas")
-        return compile_program(gpus, mesh_shape, tmp_path, assembler, f, shapes, **kwargs)
+    def compile_one(mesh_shape, f, *shapes, on=gpus, **options):
+        return compile_program(on, mesh_shape, tmp_path, f, shapes, **options)
 
     return compile_one

@@ -8,33 +8,19 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import machine_code, memory
-from benchmarks._listing import tool_path
-from rope_jax_kernels import Neighborhood, Rotation, Window, attention_qkv
-from rope_jax_kernels.model_shapes import LAYERS, Layer
-from tests.aot.program import budget
+from rope_jax_kernels import Neighborhood
+from rope_jax_kernels.model_shapes import LAYERS
+from tests.aot.layers import attend, train
+from tests.aot.program import budget, collectives
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A layer, and the launches of its backward pass with gradients of freqs and of any bias."""
-
-    layer: Layer
-    backward: int
-    dtype: str = "bfloat16"
-    batch: int = 16
-
-    def shapes(self):
-        """Of qkv, coords, freqs, bias (a single number where there is none) and the output."""
-        return self.layer.shapes(self.batch, self.dtype).values()
-
-
-def case_of(name, backward, *, dtype="bfloat16", **changes):
-    return Case(dataclasses.replace(LAYERS[name], **changes), backward, dtype)
+def case_of(name, backward, dtype="bfloat16", **changes):
+    """A layer, its dtype, and the launches of its backward pass with all gradients."""
+    return dataclasses.replace(LAYERS[name], **changes), dtype, backward
 
 
 CASES = {
@@ -57,39 +43,16 @@ CASES = {
 }
 
 
-def attend(case, qkv, coords, freqs, bias):
-    return attention_qkv(
-        qkv,
-        pattern=case.layer.pattern,
-        rotation=Rotation(coords, freqs),
-        bias=bias if case.layer.bias else None,
-        implementation="triton",
-    )
-
-
-def forward(case, qkv, coords, freqs, bias, cotangent):
-    del cotangent
-    return attend(case, qkv, coords, freqs, bias)
-
-
-def train(case, qkv, coords, freqs, bias, cotangent):
-    """The output and the gradients of qkv, freqs and, where there is one, bias."""
-    learned = (qkv, freqs, bias) if case.layer.bias else (qkv, freqs)
-    out, pull_back = jax.vjp(
-        lambda qkv, freqs, bias=bias: attend(case, qkv, coords, freqs, bias), *learned
-    )
-    return out, pull_back(cotangent)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, compile_for):
-    case = CASES[name]
-    program = compile_for((1, 1), functools.partial(train, case), *case.shapes())
-    assert program.launches() == 1 + case.backward
+    layer, dtype, backward = CASES[name]
+    f = functools.partial(train, layer, "triton")
+    program = compile_for((1, 1), f, *layer.shapes(16, dtype).values())
+    assert program.launches() == 1 + backward
     for kernel in program.kernels:
         assert kernel.local_bytes <= budget(0)
         assert 16 in kernel.load_widths
-        if case.dtype != "float32":
+        if dtype != "float32":
             assert "mma" in kernel.ptx
     # Only sums of partial gradients: no rolls, slices, concatenations or transpositions of the map.
     assert {x for x in program.operations if not x.startswith("__")} <= {"fusion", "reduce"}, (
@@ -97,156 +60,87 @@ def test_machine_code(name, compile_for):
     )
 
 
-NEEDS_NVDISASM = pytest.mark.skipif(
-    tool_path("nvdisasm") is None,
-    reason="there is no nvdisasm, neither in the nvidia wheels nor on PATH; run `make test-aot`",
-)
-# Instructions a logit, forward and backward, that no change may exceed; 3 % above what they are.
-BUDGETS = {
-    "ViT, 6 heads of 64": (23.9, 80.7),
-    "ViT, 6 heads of 64, mosaic": (27.8, 47.4),
-    "ViT, 12 heads of 32": (21.4, 71.7),
-    "ViT, 12 heads of 32, mosaic": (23.3, 32.9),
-    "Swin, stage 1": (40.7, 93.1),
-    "Swin, stage 1, bias": (44.5, 96.4),
-    "NAT, stage 1": (105.1, 259.4),
-    "NAT, stage 1, bias": (120.4, 513.5),
-}
-
-
-@NEEDS_NVDISASM
-@pytest.mark.parametrize("name", machine_code.CASES)
-def test_instructions_stay_within_their_budget(name):
-    case = machine_code.CASES[name]
-    codes = machine_code.kernels_of(case)
-    mosaic = case.implementation == "mosaic"
-    kernels = 2 if mosaic or isinstance(case.layer.pattern, Window) else 3 + case.layer.bias
-    assert len(codes) == kernels
-    for code in codes:
-        if code.kernel == "attention_bias_kernel":  # loops over the examples of a group
-            assert [rounds for _, rounds in code.loops] == [43]
-        # Mosaic GPU's forward kernel computes each angle of 64 tokens once, by 128 threads.
-        once = case.layer.pairs * 64 // 128 if code.kernel == "attention_mosaic" else 0
-        assert code.sines == once, code
-        assert code.spilled <= budget(0, elsewhere=256), code
-        # One block computes while another one waits; of Mosaic GPU's, warpgroups of one block.
-        assert code.resident(machine_code.gpu_of(machine_code.H200)) >= (1 if mosaic else 2), code
-    rows = machine_code.rows_of(name, codes, case)
-    for row, most in zip(rows, BUDGETS[name], strict=True):
-        assert row["instructions_per_logit"] <= budget(most), row
-
-
-@NEEDS_NVDISASM
-@pytest.mark.parametrize("kind", [machine_code.A100, machine_code.L4])
-@pytest.mark.parametrize("name", ["ViT, 6 heads of 64", "NAT, stage 1, bias", "Swin, stage 1"])
-def test_registers_suffice_on_older_gpus(name, kind):
-    for code in machine_code.kernels_of(machine_code.CASES[name], kind):
-        # The kernel that has all gradients of a window spills.
-        spilled = 128 if code.kernel == "attention_closed_kernel" else 0
-        assert code.spilled <= budget(spilled, elsewhere=256), code
-
-
-# Instructions of a thread, sines and cosines included; 3 % above what they are.
-ROTATION_BUDGETS = [132, 132, 438, 767]
-
-
-@NEEDS_NVDISASM
-@pytest.mark.parametrize(
-    ("name", "most"), list(zip(machine_code.ROTATIONS, ROTATION_BUDGETS, strict=True))
-)
-def test_instructions_of_rotations_stay_within_their_budget(name, most):
-    code = machine_code.rotation_kernel(machine_code.ROTATIONS[name])
-    assert code.instructions <= budget(most), code
-    assert code.spilled <= budget(0, elsewhere=256), code
-    assert code.sines in (2, 8), code  # of each pair both at once: 2 or 8 pairs a thread
-
-
 @pytest.mark.parametrize("name", ["ViT-S", "Swin", "DiNAT"])
 def test_the_forward_pass_is_one_launch_after_its_tables(name, compile_for):
-    case = CASES[name]
-    program = compile_for((1, 1), functools.partial(forward, case), *case.shapes())
+    layer, dtype, _ = CASES[name]
+    shapes = layer.shapes(16, dtype)
+    program = compile_for((1, 1), functools.partial(attend, layer, "triton"), *shapes.values())
     assert program.launches() == 1
     # One operation computes all cosines and sines; its results have no batch dimension. Another one
     # looks up a bias.
-    tables = 2 if case.layer.bias else 1
-    assert len(program.operations) == tables + 1, program.operations
+    tables = 2 if layer.bias else 1
     assert program.operations[:-1] == ["fusion"] * tables
-    _, _, freqs, _, _ = case.shapes()
-    heads, _, pairs = freqs.shape
-    table = rf"f32\[{heads},{case.layer.pattern.rotated_tokens(case.layer.places)},{pairs}\]"
+    heads, _, pairs = shapes["freqs"].shape
+    table = rf"f32\[{heads},{layer.pattern.rotated_tokens(layer.places)},{pairs}\]"
     assert re.search(rf"= \({table}\S*, {table}\S*\) fusion\(", program.text)
+
+
+def specs_of(layer):
+    """Shards of the batch and of the heads, in the order of `Layer.shapes`."""
+    rest = [None] * len(layer.places)
+    bias = P("heads") if layer.bias else P()
+    return [P("data", *rest, None, "heads"), P(), P("heads"), bias, P("data", *rest, "heads")]
 
 
 @pytest.mark.parametrize("name", ["ViT-S", "Swin", "NAT"])
 def test_no_collective_when_sharded_over_batch_and_heads(name, compile_for):
-    case = CASES[name]
-    places = len(case.layer.places)
-    specs = [
-        P("data", *[None] * (places + 1), "heads"),
-        P(),
-        P("heads"),
-        P("heads"),
-        P("data", *[None] * places, "heads"),
-    ]
-    specs[3] = specs[3] if case.layer.bias else P()
-    sharded = jax.shard_map(
-        functools.partial(forward, case), in_specs=tuple(specs), out_specs=specs[4]
-    )
-    program = compile_for(
-        (2, 3 if case.layer.heads % 2 else 2), sharded, *case.shapes(), specs=specs
-    )
+    layer, dtype, _ = CASES[name]
+    *specs, of_output = specs_of(layer)
+    f = functools.partial(attend, layer, "triton")
+    sharded = jax.shard_map(f, in_specs=tuple(specs), out_specs=of_output)
+    mesh, shapes = (2, 3 if layer.heads % 2 else 2), layer.shapes(16, dtype)
+    program = compile_for(mesh, sharded, *list(shapes.values())[:-1], specs=specs)
     assert program.launches() == 1
-    assert not any(
-        word in program.text
-        for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    )
+    assert collectives(program.text) == []
 
 
 @pytest.mark.parametrize("learned", [("qkv",), ("qkv", "freqs"), ("bias",)])
 def test_gradients_of_some_operands_inside_shard_map(learned, compile_for):
     """Fixed frequencies, as most schemes have them, get no gradient."""
-    case = CASES["Swin"]
-    specs = (
-        P("data", None, None, None, "heads"),
-        P(),
-        P("heads"),
-        P("heads"),
-        P("data", None, None, "heads"),
-    )
-    sharded = jax.shard_map(functools.partial(attend, case), in_specs=specs[:4], out_specs=specs[4])
+    layer, dtype, _ = CASES["Swin"]
+    specs, shapes = specs_of(layer), layer.shapes(16, dtype)
+    f = functools.partial(attend, layer, "triton")
+    sharded = jax.shard_map(f, in_specs=tuple(specs[:4]), out_specs=specs[4])
 
-    def step(qkv, coords, freqs, bias, cotangent):
-        operands = {"qkv": qkv, "coords": coords, "freqs": freqs, "bias": bias}
+    def step(*arguments):
+        *operands, cotangent = arguments
+        operands = dict(zip(shapes, operands, strict=False))
         run = lambda some: sharded(*(operands | some).values())
         return jax.vjp(run, {name: operands[name] for name in learned})[1](cotangent)
 
-    program = compile_for((2, 3), step, *case.shapes(), specs=specs)
+    program = compile_for((2, 3), step, *shapes.values(), specs=specs)
     assert program.launches() == 2
 
 
-@pytest.mark.parametrize(("model", "ratio"), [("vit_s16", 5.2), ("swin_t", 2.3), ("nat_mini", 8.4)])
-def test_nothing_is_saved_but_operands_output_and_a_number_for_each_query(model, ratio):
-    """Of all layers of a model, against plain jax.numpy."""
-    calls = memory.attention_calls(model, 128)
-    for call in calls:
-        _, qkv, *_ = call
-        q_bytes, head_dim = 2 * qkv.size / 3, qkv.shape[-1]
-        least = q_bytes * (
-            4 + 4 / (2 * head_dim)
-        )  # q, k, v and the output in bfloat16, log-sum-exps in float32
-        assert least < memory.saved_bytes(call, None) < 1.001 * least
-    kernels, plain = (
-        sum(layers * memory.saved_bytes(call, name) for call, layers in calls.items())
-        for name in (None, "xla")
-    )
-    assert plain > ratio * kernels
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("vit_s_12_heads", 5.2), ("swin_t_1", 2.7), ("nat_mini_1", 9.0)]
+)
+def test_nothing_is_saved_but_operands_output_and_a_number_for_each_query(name, ratio, gpus):
+    """Of a layer in training, against plain jax.numpy."""
+    layer = dataclasses.replace(LAYERS[name], bias=False)
+    *operands, _, out = layer.shapes(128).values()
+
+    def saved_bytes(implementation):
+        def saved(qkv, coords, freqs):
+            f = lambda qkv: attend(layer, implementation, qkv, coords, freqs)
+            return jax.tree.leaves(jax.vjp(f, qkv)[1])
+
+        with jax.sharding.use_abstract_mesh(jax.sharding.Mesh(gpus[:1], ("data",)).abstract_mesh):
+            variables = jax.make_jaxpr(saved)(*operands).jaxpr.outvars
+        # An array that is saved twice is one variable.
+        return sum({id(x): x.aval.size * x.aval.dtype.itemsize for x in variables}.values())
+
+    # q, k, v and the output in bfloat16, logarithms of sums in float32.
+    least = 2 * out.size * 4 + 4 * out.size / layer.head_dim
+    assert least < saved_bytes("triton") < 1.001 * least
+    assert saved_bytes("xla") > ratio * saved_bytes("triton")
 
 
 def test_more_elements_than_32_bits_count(compile_for):
-    case = dataclasses.replace(CASES["ViT-S"], batch=2**15)
-    shapes = list(case.shapes())
-    assert shapes[-1].size > 2**31
-    program = compile_for((1, 1), functools.partial(forward, case), *shapes)
-    stride = 2 * shapes[0].size // case.batch  # bytes from one example to the next
+    layer, dtype, _ = CASES["ViT-S"]
+    *shapes, out = layer.shapes(2**15, dtype).values()
+    assert out.size > 2**31
+    program = compile_for((1, 1), functools.partial(attend, layer, "triton"), *shapes)
+    stride = 2 * shapes[0].size // 2**15  # bytes from one example to the next
     assert re.search(rf"mul\.wide\.u32\s+%rd\d+, %r\d+, {stride};", program.kernels[0].ptx)
     assert not re.search(rf"mul\.lo\.s32\s+%r\d+, %r\d+, {stride // 2};", program.kernels[0].ptx)

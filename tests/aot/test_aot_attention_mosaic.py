@@ -8,9 +8,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from rope_jax_kernels import Global, Rotation, attention, attention_qkv
+from rope_jax_kernels import Global, attention
 from rope_jax_kernels.model_shapes import LAYERS
-from tests.aot.program import budget
+from tests.aot.layers import attend, train
+from tests.aot.program import TARGETS, budget, collectives
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
@@ -44,28 +45,23 @@ BACKWARD = {
 }
 
 
+MOSAIC, TRITON = TARGETS["mosaic"], TARGETS["triton"]
+
+
 def shapes(name, batch=16):
-    """Of qkv, coords, freqs (of one pair where none turn), and the output."""
+    """Of qkv, coords, freqs (of one pair where none turn), bias (none) and the output."""
     layer, dtype, _ = CASES[name]
-    of_layer = layer.shapes(batch, dtype)
-    return [of_layer[key] for key in ("qkv", "coords", "freqs", "out")]
+    return list(layer.shapes(batch, dtype).values())
 
 
-def forward(name, qkv, coords, freqs):
-    rotation = Rotation(coords, freqs) if CASES[name][0].pairs else None
-    return attention_qkv(qkv, pattern=Global(), rotation=rotation, implementation="mosaic")
-
-
-def train(name, qkv, coords, freqs, cotangent):
-    """The output and the gradients of qkv and freqs."""
-    out, pull_back = jax.vjp(lambda qkv, freqs: forward(name, qkv, coords, freqs), qkv, freqs)
-    return out, pull_back(cotangent)
+def forward(name):
+    return functools.partial(attend, CASES[name][0], "mosaic")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, compile_for):
-    program = compile_for((1, 1), functools.partial(forward, name), *shapes(name)[:3])
-    assert program.operations == ["mosaic_gpu_v2"]  # nothing before the kernel and nothing after it
+    program = compile_for((1, 1), forward(name), *shapes(name)[:3])
+    assert program.operations == [MOSAIC]  # nothing before the kernel and nothing after it
     (kernel,) = program.kernels
     assert kernel.local_bytes <= budget(0)
     assert kernel.registers <= CASES[name][-1]
@@ -75,29 +71,27 @@ def test_machine_code(name, compile_for):
     assert kernel.runs_out == 0
 
 
-def test_separate_arrays_need_no_copy(compile_for):
+def test_separate_arrays_and_gradients_need_no_copy(compile_for):
     *_, x = shapes("ViT-S")
-    program = compile_for(
-        (1, 1),
-        lambda q, k, v: attention(q, k, v, pattern=Global(), implementation="mosaic"),
-        x,
-        x,
-        x,
-    )
-    assert program.operations == ["mosaic_gpu_v2"]
+    attend = functools.partial(attention, pattern=Global(), implementation="mosaic")
+    gradients = lambda q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout)
+    assert compile_for((1, 1), attend, x, x, x).operations == [MOSAIC]
+    assert compile_for((1, 1), gradients, x, x, x, x).operations == [MOSAIC] * 2
 
 
 def kernels_of(program):
-    return [x for x in program.operations if x in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")]
+    return [x for x in program.operations if x in TARGETS.values()]
 
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_machine_code_backward(name, compile_for):
-    program = compile_for((1, 1), functools.partial(train, name), *shapes(name, batch=256))
+    program = compile_for(
+        (1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name, 256)
+    )
     layer, _, registers = CASES[name]
-    assert kernels_of(program) == ["mosaic_gpu_v2"] * 2
+    assert kernels_of(program) == [MOSAIC] * 2
     # Tables of cosines and sines, and sums of the gradient of freqs; zeros where nothing turns.
-    assert set(program.operations) - {"mosaic_gpu_v2"} <= {"fusion", "reduce", "broadcast"}
+    assert set(program.operations) - {MOSAIC} <= {"fusion", "reduce", "broadcast"}
     (kernel,) = (x for x in program.kernels if "attention_mosaic_backward" in x.ptx)
     assert kernel.spilled_bytes <= budget(BACKWARD[name], elsewhere=256)
     assert kernel.registers <= registers
@@ -106,63 +100,35 @@ def test_machine_code_backward(name, compile_for):
     assert kernel.runs_out == 0
 
 
-def test_separate_gradients_need_no_copy(compile_for):
-    def gradients(q, k, v, dout):
-        attend = functools.partial(attention, pattern=Global(), implementation="mosaic")
-        return jax.vjp(attend, q, k, v)[1](dout)
-
-    program = compile_for((1, 1), gradients, *[shapes("ViT-S")[-1]] * 4)
-    assert program.operations == ["mosaic_gpu_v2"] * 2
-
-
 def test_training_with_more_tokens_is_one_launch_forward_and_two_of_triton_backward(compile_for):
     name = "ViT at 512 px"
-    program = compile_for((1, 1), functools.partial(train, name), *shapes(name))
-    assert kernels_of(program) == ["mosaic_gpu_v2", *["__gpu$xla.gpu.triton"] * 2]
+    program = compile_for((1, 1), functools.partial(train, CASES[name][0], "mosaic"), *shapes(name))
+    assert kernels_of(program) == [MOSAIC, *[TRITON] * 2]
     assert set(program.operations) - set(kernels_of(program)) <= {"fusion", "reduce"}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_no_collective_in_sharded_training(check_vma, compile_for):
-    specs = [P("data", None, None, "heads"), P(), P("heads"), P("data", None, "heads")]
-
-    def gradient(qkv, coords, freqs, cotangent):
-        pull_back = jax.vjp(lambda qkv: forward("ViT-S", qkv, coords, freqs), qkv)[1]
-        return pull_back(cotangent)[0]
-
-    sharded = jax.shard_map(
-        gradient, in_specs=tuple(specs), out_specs=specs[0], check_vma=check_vma
-    )
-    program = compile_for((2, 3), sharded, *shapes("ViT-S"), specs=specs)
-    assert kernels_of(program) == ["mosaic_gpu_v2"] * 2
-    assert not any(
-        word in program.text
-        for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    )
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
 def test_no_collective_when_sharded_over_batch_and_heads(check_vma, compile_for):
+    """Forward and backward in one program."""
     specs = [P("data", None, None, "heads"), P(), P("heads"), P("data", None, "heads")]
-    sharded = jax.shard_map(
-        functools.partial(forward, "ViT-S"),
-        in_specs=tuple(specs[:3]),
-        out_specs=specs[3],
-        check_vma=check_vma,
-    )
-    program = compile_for((2, 3), sharded, *shapes("ViT-S")[:3], specs=specs[:3])
-    assert program.operations == ["mosaic_gpu_v2"]
-    assert not any(
-        word in program.text
-        for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    )
+    options = {"in_specs": tuple(specs[:3]), "out_specs": specs[3], "check_vma": check_vma}
+    sharded = jax.shard_map(forward("ViT-S"), **options)
+
+    def step(qkv, coords, freqs, cotangent):
+        out, pull_back = jax.vjp(lambda qkv: sharded(qkv, coords, freqs), qkv)
+        return out, pull_back(cotangent)
+
+    *operands, _, out = shapes("ViT-S")
+    program = compile_for((2, 3), step, *operands, out, specs=specs)
+    assert kernels_of(program) == [MOSAIC] * 2
+    assert collectives(program.text) == []
 
 
 def test_more_elements_than_32_bits_count(compile_for):
     """The copy engine has its own coordinates; the kernel computes only addresses of lse."""
     many = shapes("ViT-S", batch=2**15)
-    assert many[3].size > 2**31
-    program = compile_for((1, 1), functools.partial(forward, "ViT-S"), *many[:3])
-    assert program.operations == ["mosaic_gpu_v2"]
+    assert many[4].size > 2**31
+    program = compile_for((1, 1), forward("ViT-S"), *many[:3])
+    assert program.operations == [MOSAIC]
     # From one example to the next, 6 heads of 256 places: a 64-bit product.
     assert re.search(r"mul\.wide\.[us]32\s+%rd\d+, %r\d+, 1536;", program.kernels[0].ptx)

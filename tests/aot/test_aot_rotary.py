@@ -49,9 +49,15 @@ def turn(case, implementation, q, k, coords, freqs):
 def turn_back(case, implementation, gq, gk, coords, freqs):
     """The backward pass alone, without a gradient of the angles."""
     zeros = jnp.zeros(case.shape(), case.dtype)
-    return jax.vjp(lambda q, k: turn(case, implementation, q, k, coords, freqs), zeros, zeros)[1](
-        (gq, gk)
-    )
+    f = lambda q, k: turn(case, implementation, q, k, coords, freqs)
+    return jax.vjp(f, zeros, zeros)[1]((gq, gk))
+
+
+def check_in_place(program, implementation, case, arrays, **options):
+    """One launch and nothing else, which writes over these arrays."""
+    assert program.operations == [TARGETS[implementation]]
+    assert program.aliased_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
+    check_machine_code(program, implementation, case, len(arrays), **options)
 
 
 def check_machine_code(program, implementation, case, copies, sums=0, registers=128):
@@ -90,50 +96,35 @@ def check_machine_code(program, implementation, case, copies, sums=0, registers=
 @SERVED
 def test_one_launch_in_place(implementation, case, compile_for):
     x, coords, freqs = arguments(case)
-    program = compile_for(
-        (1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1)
-    )
-    assert program.operations == [TARGETS[implementation]]
-    assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
-    check_machine_code(program, implementation, case, copies=2)
+    f = functools.partial(turn, case, implementation)
+    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
+    check_in_place(program, implementation, case, [x, x])
 
 
 def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
     """120 pairs are 15 accesses of 16 bytes; "mosaic" takes narrower ones on more threads."""
     case = Case(batch=64, tokens=197, heads=4, head_dim=248, pairs=120, dtype="bfloat16")
     x, coords, freqs = arguments(case)
-    program = compile_for(
-        (1, 1), functools.partial(turn, case, "mosaic"), x, x, coords, freqs, donate=(0, 1)
-    )
+    f = functools.partial(turn, case, "mosaic")
+    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
     check_machine_code(program, "mosaic", case, copies=2, registers=255)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "case"), [("triton", MODEL_CASES[0]), ("mosaic", MODEL_CASES[0])], ids=str
-)
-def test_backward_pass_is_one_launch_in_place(implementation, case, compile_for):
+@KERNELS
+def test_backward_pass_is_one_launch_in_place(implementation, compile_for):
     """The kernel of the forward pass but for a sign, which another test compiles at all shapes."""
+    case = MODEL_CASES[0]
     x, coords, freqs = arguments(case)
-    program = compile_for(
-        (1, 1),
-        functools.partial(turn_back, case, implementation),
-        x,
-        x,
-        coords,
-        freqs,
-        donate=(0, 1),
-    )
-    assert program.operations == [TARGETS[implementation]]
-    assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
-    check_machine_code(program, implementation, case, copies=2)
+    f = functools.partial(turn_back, case, implementation)
+    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
+    check_in_place(program, implementation, case, [x, x])
 
 
 @SERVED
 def test_gradient_of_frequencies_comes_with_the_same_pass(implementation, case, compile_for):
     def backward(gq, gk, q, k, coords, freqs):
-        return jax.vjp(
-            lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs), q, k, freqs
-        )[1]((gq, gk))
+        f = lambda q, k, freqs: turn(case, implementation, q, k, coords, freqs)
+        return jax.vjp(f, q, k, freqs)[1]((gq, gk))
 
     x, coords, freqs = arguments(case)
     program = compile_for((1, 1), backward, x, x, x, x, coords, freqs, donate=(0, 1))
@@ -177,11 +168,7 @@ def test_explicit_angles(theta_dtype, implementation, compile_for):
     theta = SHAPES((case.heads, case.tokens, case.pairs), theta_dtype)
     f = lambda x, theta: rotate_by_angles(x, theta, implementation=implementation)
     program = compile_for((1, 1), f, x, theta, donate=(0,))
-    assert (program.operations, program.aliased_bytes) == (
-        [TARGETS[implementation]],
-        x.size * x.dtype.itemsize,
-    )
-    check_machine_code(program, implementation, case, copies=1)
+    check_in_place(program, implementation, case, [x])
     program = compile_for(
         (1, 1), lambda x, theta, g: jax.vjp(f, x, theta)[1](g), x, theta, x, donate=(2,)
     )
@@ -233,44 +220,35 @@ def test_no_copies_between_projections_and_kernel(remat, learned, implementation
 @KERNELS
 def test_vmap_is_still_one_launch_in_place(implementation, compile_for):
     case = Case(batch=8, tokens=49, heads=3, head_dim=32, pairs=8, dtype="bfloat16")
-    x, coords, freqs = (
-        x if x.ndim == 2 else SHAPES((5, *x.shape), x.dtype) for x in arguments(case)
-    )
-    program = compile_for(
-        (1, 1),
-        jax.vmap(functools.partial(turn, case, implementation), (0, 0, None, 0)),
-        x,
-        x,
-        coords,
-        freqs,
-        donate=(0, 1),
-    )
+    x, coords, freqs = arguments(case)
+    x, freqs = (SHAPES((5, *y.shape), y.dtype) for y in (x, freqs))
+    f = jax.vmap(functools.partial(turn, case, implementation), (0, 0, None, 0))
+    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
     assert program.operations == [TARGETS[implementation]]
     assert program.aliased_bytes == 2 * x.size * x.dtype.itemsize
+
+
+SPECS = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
+
+
+def sharded(case, implementation, **options):
+    """Over batch and heads."""
+    f = functools.partial(turn, case, implementation)
+    return jax.shard_map(f, in_specs=SPECS, out_specs=SPECS[:2], **options)
 
 
 @KERNELS
 def test_no_collective_when_sharded_over_batch_and_heads(implementation, compile_for):
     case = MODEL_CASES[0]
     x, coords, freqs = arguments(case)
-    specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
+    f = sharded(case, implementation, check_vma=implementation == "triton")
 
     def both(q, k, coords, freqs, gq, gk):
-        mesh = jax.sharding.get_abstract_mesh()
-        tracked = implementation == "triton"
-        f = jax.shard_map(
-            functools.partial(turn, case, implementation),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=specs[:2],
-            check_vma=tracked,
-        )
         out, vjp = jax.vjp(lambda q, k: f(q, k, coords, freqs), q, k)
         return out, vjp((gq, gk))
 
-    program = compile_for(
-        (4, 2), both, x, x, coords, freqs, x, x, specs=(*specs, *specs[:2]), donate=(0, 1, 4, 5)
-    )
+    operands, specs = (x, x, coords, freqs, x, x), (*SPECS, *SPECS[:2])
+    program = compile_for((4, 2), both, *operands, specs=specs, donate=(0, 1, 4, 5))
     assert program.operations == [TARGETS[implementation]] * 2
     assert program.aliased_bytes == 4 * x.size * x.dtype.itemsize // 8
 
@@ -280,35 +258,18 @@ def test_a_gradient_that_is_zero_is_no_exception(implementation, compile_for):
     """Inside shard_map the zeros for the gradient of an unused output vary over devices, too."""
     case = MODEL_CASES[0]
     x, coords, freqs = arguments(case)
-    specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
-
-    def loss(q, k, coords, freqs):
-        mesh, tracked = jax.sharding.get_abstract_mesh(), implementation == "triton"
-        first = lambda *args: turn(case, implementation, *args)[0]
-        q = jax.shard_map(first, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=tracked)(
-            q, k, coords, freqs
-        )
-        return jnp.sum(jnp.sin(q.astype(jnp.float32)))
-
-    program = compile_for((4, 2), jax.grad(loss, argnums=(0, 3)), x, x, coords, freqs, specs=specs)
+    f = sharded(case, implementation, check_vma=implementation == "triton")
+    loss = lambda *operands: jnp.sum(jnp.sin(f(*operands)[0].astype(jnp.float32)))
+    gradient = jax.grad(loss, argnums=(0, 3))
+    program = compile_for((4, 2), gradient, x, x, coords, freqs, specs=SPECS)
     assert program.launches() == 2
 
 
 def test_mosaic_refuses_where_types_say_what_varies(compile_for):
     case = MODEL_CASES[0]
     x, coords, freqs = arguments(case)
-    specs = (P("data", None, "heads"), P("data", None, "heads"), P(), P("heads"))
-
-    def sharded(*args):
-        mesh = jax.sharding.get_abstract_mesh()
-        return jax.shard_map(
-            functools.partial(turn, case, "mosaic"), mesh=mesh, in_specs=specs, out_specs=specs[:2]
-        )(*args)
-
-    with pytest.raises(
-        ValueError, match=r"implementation='mosaic' cannot serve .* pass it check_vma=False"
-    ):
-        compile_for((4, 2), sharded, x, x, coords, freqs, specs=specs)
+    with pytest.raises(ValueError, match=r"'mosaic' cannot serve .* pass it check_vma=False"):
+        compile_for((4, 2), sharded(case, "mosaic"), x, x, coords, freqs, specs=SPECS)
 
 
 @KERNELS
@@ -316,10 +277,8 @@ def test_more_elements_than_32_bits_count(implementation, compile_for):
     case = Case(batch=4096, tokens=3136, heads=12, head_dim=64, pairs=16, dtype="bfloat16")
     x, coords, freqs = arguments(case)
     assert x.size > 2**32
-    program = compile_for(
-        (1, 1), functools.partial(turn, case, implementation), x, x, coords, freqs, donate=(0, 1)
-    )
-    assert program.operations == [TARGETS[implementation]]
-    check_machine_code(program, implementation, case, copies=2, registers=168)
+    f = functools.partial(turn, case, implementation)
+    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
+    check_in_place(program, implementation, case, [x, x], registers=168)
     # No address comes from a 32-bit count of 2-byte elements. The copy engine takes indices.
     assert not re.search(r"mul\.wide\.[su]32\s+%rd\d+, %r\d+, 2;", program.kernels[0].ptx)

@@ -1,24 +1,27 @@
 """Training steps compiled for many H200s: attention's intermediates and the communication."""
 
-import collections
+import functools
 import math
 import re
 
 import pytest
 
 from benchmarks import memory
+from benchmarks._gpus import absent_gpus
+from rope_jax_kernels import Choices
+from tests.aot.program import collectives
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
 
 BATCH = 104  # on each device; no other dimension of these models
-# Model -> heads, their channels, tokens in a row of scores, tokens with angles of their own, and
-# options that leave one stage.
+# Model -> heads, their channels, tokens in a row of scores, tokens with angles of their own, the
+# scheme, and options that leave one stage.
 CASES = {
-    "vit_s16": (12, 32, 196, 196, {"depth": 1, "position": "rope_mixed"}),
-    "swin_t": (3, 32, 49, 49, {"depths": (2,), "heads": (3,), "position": "rpb+rope_mixed"}),
-    "nat_mini": (2, 32, 49, 56**2, {"depths": (1,), "heads": (2,), "position": "rpb+rope_mixed"}),
+    "vit_s16": (12, 32, 196, 196, "rope_mixed", "depth=1"),
+    "swin_t": (3, 32, 49, 49, "rpb+rope_mixed", "depths=(2,),heads=(3,)"),
+    "nat_mini": (2, 32, 49, 56**2, "rpb+rope_mixed", "depths=(1,),heads=(2,)"),
 }
 
 
@@ -48,27 +51,20 @@ def angles(text):
 @pytest.fixture(scope="module")
 def steps():
     """(model, fsdp, implementation) -> its step for 8 GPUs, compiled once."""
-    compiled = {}
 
+    @functools.cache
     def step(name, fsdp=1, implementation=None):
-        key = name, fsdp, implementation
-        if key not in compiled:
-            compiled[key] = memory.compile_step(
-                name,
-                memory.gpus(1),
-                BATCH,
-                fsdp=fsdp,
-                implementation=implementation,
-                **CASES[name][-1],
-            )
-        return compiled[key]
+        *_, position, options = CASES[name]
+        settings = memory.classifier(name, position=position, options=options)
+        with Choices(everywhere=implementation):
+            return memory.compile_step(settings, absent_gpus(1, 8), BATCH, fsdp=fsdp)
 
     return step
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_writes_neither_scores_nor_angles_of_examples_nor_copies_of_operands(name, steps):
-    heads, head_dim, tokens, turned, _ = CASES[name]
+    heads, head_dim, tokens, turned, *_ = CASES[name]
     text = steps(name).text
     assert "__gpu$xla.gpu.triton" in text
     assert scores(text, tokens) == []
@@ -85,9 +81,10 @@ def test_attention_writes_neither_scores_nor_angles_of_examples_nor_copies_of_op
 def test_devices_exchange_sums_of_gradients_and_nothing_else(name, steps):
     """Each parameter once, nearly all in float32, bias tables and frequencies included."""
     step = steps(name)
-    assert {kind for kind, _ in step.collectives} == {"all-reduce"}
+    found = collectives(step.text)
+    assert {kind for kind, _ in found} == {"all-reduce"}
     parameters = step.state / 16  # float32, with Adam's two moments and the average
-    assert 0.5 * 4 * parameters <= sum(size for _, size in step.collectives) <= 1.1 * 4 * parameters
+    assert 0.5 * 4 * parameters <= sum(size for _, size in found) <= 1.1 * 4 * parameters
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CASES])
@@ -104,9 +101,9 @@ def test_by_xla_there_is_all_of_it_and_more_memory(name, steps):
 def test_divided_parameters_are_gathered_and_their_gradients_scattered(steps):
     step, whole = steps("vit_s16", fsdp=8), steps("vit_s16")
     assert step.state < whole.state / 7
-    counts = collections.Counter(kind for kind, _ in step.collectives)
-    assert set(counts) == {"all-gather", "reduce-scatter", "all-reduce"}
-    gathered = sum(size for kind, size in step.collectives if kind == "all-gather")
+    found = collectives(step.text)
+    assert {kind for kind, _ in found} == {"all-gather", "reduce-scatter", "all-reduce"}
+    gathered = sum(size for kind, size in found if kind == "all-gather")
     assert gathered <= whole.state / 16 * 4 / 2 * 1.1  # in bfloat16
     assert scores(step.text, 196) == []
 
@@ -126,9 +123,11 @@ def test_large_models_fit(name, hosts, fsdp, state, rest):
 
     Only parameters and their gradients are communicated.
     """
-    step = memory.compile_step(name, memory.gpus(hosts), 64, fsdp=fsdp, scan_layers=True)
+    settings = memory.classifier(name, options="scan_layers=True")
+    step = memory.compile_step(settings, absent_gpus(hosts, 8), 64, fsdp=fsdp)
     assert step.state < state * 2**30
     assert step.rest < rest * 2**30
-    assert {kind for kind, _ in step.collectives} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    found = collectives(step.text)
+    assert {kind for kind, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
     parameters = step.state * (fsdp if fsdp > 1 else 1) / 4
-    assert max(size for _, size in step.collectives) <= 1.1 * parameters
+    assert max(size for _, size in found) <= 1.1 * parameters

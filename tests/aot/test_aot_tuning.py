@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rope_jax_kernels import Rotation, attention_qkv, record, rotate
-from rope_jax_kernels.choices import Choice, Choices
+from rope_jax_kernels import Choices, Rotation, attention_qkv, record, rotate
+from rope_jax_kernels.choices import Choice
 from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.model_shapes import LAYERS
 
@@ -36,27 +36,21 @@ def rotated(layer, qkv, coords, freqs):
         (attended, "swin_t_1", "triton", True),
     ],
 )
-def test_the_body_of_a_loop_has_no_copies(compile_for, f, name, implementation, training):
+def test_the_body_of_a_loop_has_no_copies(gpus, compile_for, f, name, implementation, training):
     layer = LAYERS[name]
-    shapes = layer.shapes(batch=16)
+    *shapes, _, _ = layer.shapes(batch=16).values()
     loss = lambda *operands: f(layer, *operands)
-    gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=gpu)
-    with jax.sharding.use_abstract_mesh(mesh), record() as calls:
-        operands = [shapes[name] for name in ("qkv", "coords", "freqs")]
-        jax.eval_shape(jax.grad(loss) if training else loss, *operands)
-    (call,) = calls
-    problem = Problem(call, *call.directions)
-    known, cotangents = problem.shapes()
+    mesh = jax.sharding.Mesh(gpus[:1], ("d",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), record() as calls:
+        jax.eval_shape(jax.grad(loss) if training else loss, *shapes)
+    problem = Problem(*calls)
 
-    def loop(count, *arrays):
+    def loop(*arguments):
         with Choices():
-            return problem.loop(
-                Choice(implementation), arrays[: len(known)], arrays[len(known) :], count
-            )
+            return problem.loop(Choice(implementation), *arguments)
 
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    program = compile_for((1, 1), loop, count, *known, *cotangents)
+    program = compile_for((1, 1), loop, *problem.shapes, count)
     (body,) = re.findall(r"body=%?([\w.]+)", program.text)
     text = re.search(rf"\n%?{re.escape(body)} .*?\n}}", program.text, re.S)[0]
     assert "custom-call(" in text

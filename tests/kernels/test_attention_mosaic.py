@@ -120,11 +120,6 @@ def test_forward(name, busy):
     check_forward(places, **options)
 
 
-@pytest.mark.slow
-def test_float16(busy):
-    check_forward((70,), dtype=jnp.float16, heads=1, batch=1)
-
-
 @pytest.mark.parametrize("name", ["several examples for a program", "no rotation"])
 def test_no_races(name, busy, monkeypatch):
     """Reads and writes of shared memory are ordered."""
@@ -258,29 +253,6 @@ def test_outputs_and_gradients(places, options):
 
 
 @pytest.mark.slow
-def test_vmap_over_data_and_over_rotations():
-    qkv, coords, freqs, *_ = operands(
-        Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=1, batch=1
-    )
-    data, freqs = (
-        jnp.stack([jnp.asarray(qkv), 2 * jnp.asarray(qkv)]),
-        jnp.stack([freqs, freqs / 2, -freqs]),
-    )
-    coords = jnp.asarray(coords)
-
-    def attend(qkv, freqs):
-        return attention_qkv(
-            qkv, pattern=Global(), rotation=Rotation(coords, freqs), implementation="mosaic"
-        )
-
-    one = jax.jit(attend)
-    mapped = jax.jit(jax.vmap(jax.vmap(attend, (0, None)), (None, 0)))(data, freqs)
-    for i in range(3):
-        for j in range(2):
-            np.testing.assert_array_equal(mapped[i, j], one(data[j], freqs[i]))
-
-
-@pytest.mark.slow
 def test_vmap_of_gradients(busy):
     """Over data and rotations; the sums of one set of examples do not enter those of another."""
     qkv, coords, freqs, _, cotangent = operands(
@@ -321,32 +293,6 @@ def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     assert swizzles == (2 * width, 2 * width)
     (_, *tiles) = views[1].transforms[0].shape
     assert tiles == [8, 1, 8, width]  # tiles of 8 rows, one after the other
-
-
-def test_second_derivatives_are_refused():
-    qkv, *_ = operands(Global(), (5,), dtype=jnp.bfloat16, bias=False)
-    loss = lambda qkv: (attention_qkv(qkv, pattern=Global(), implementation="mosaic") ** 2).sum()
-    with pytest.raises(
-        ValueError,
-        match="'mosaic' of attention has first derivatives only; use implementation='xla'",
-    ):
-        jax.grad(lambda qkv: jax.grad(loss)(qkv).sum())(jnp.asarray(qkv))
-
-
-def test_gradient_of_coords_is_refused():
-    x = jnp.ones((1, 8, 2, 32), jnp.bfloat16)
-    attend = lambda coords: attention(
-        x,
-        x,
-        x,
-        pattern=Global(),
-        rotation=Rotation(coords, jnp.ones((1, 2, 8))),
-        implementation="mosaic",
-    )
-    with pytest.raises(
-        ValueError, match=r"'mosaic' of attention has no gradient of rotation\.coords"
-    ):
-        jax.grad(lambda coords: attend(coords).sum())(jnp.ones((8, 2)))
 
 
 def test_what_is_refused():

@@ -143,24 +143,18 @@ CASES = {
 }
 
 
-LOW_DTYPES = ("bfloat16", "float16")
-FAST = ["window", "neighborhood dilated"]  # `test_low_precision` has "a prime"
+CASES |= {
+    f"{name}, {dtype}": (*CASES[name][:2], CASES[name][2] | {"dtype": dtype})
+    for name in ("a prime", "window", "neighborhood")
+    for dtype in ("bfloat16", "float16")
+}
+FAST = ["window", "neighborhood dilated", "a prime, bfloat16"]
 
 
 @pytest.mark.parametrize("name", covering(CASES, FAST))
 def test_outputs_and_gradients(name):
     pattern, places, options = CASES[name]
     check(pattern, places, **options)
-
-
-LOW = [(name, dtype) for name in ("a prime", "window", "neighborhood") for dtype in LOW_DTYPES]
-
-
-@pytest.mark.parametrize("case", covering(LOW, [LOW[0]]), ids=str)
-def test_low_precision(case):
-    name, dtype = case
-    pattern, places, options = CASES[name]
-    check(pattern, places, dtype=dtype, **options)
 
 
 def check_any_shape(draw):
@@ -420,13 +414,20 @@ def test_small_gradients_in_float16(pattern):
     assert error(gradient("triton", np.float16)) <= 2 * error(gradient("xla", np.float16))
 
 
-def test_second_derivatives_are_refused():
-    qkv, *_ = operands(Global(), (5,), dtype=np.float32, head_dim=16)
-    loss = lambda qkv: (attention_qkv(qkv, pattern=Global(), implementation="triton") ** 2).sum()
-    with pytest.raises(
-        ValueError, match="first derivatives only; use implementation='xla' for second ones"
-    ):
-        jax.grad(lambda qkv: jax.grad(loss)(qkv).sum())(qkv)
+@pytest.mark.parametrize("kernel", ["triton", "mosaic"])
+def test_derivatives_that_are_refused(kernel):
+    """Second ones, and those of coordinates."""
+    qkv, coords, freqs, *_ = operands(Global(), (5,), dtype=jnp.bfloat16, bias=False)
+
+    def loss(qkv, coords):
+        options = {"rotation": Rotation(coords, jnp.asarray(freqs)), "implementation": kernel}
+        return (attention_qkv(qkv, pattern=Global(), **options).astype(jnp.float32) ** 2).sum()
+
+    arguments = jnp.asarray(qkv), jnp.asarray(coords)
+    with pytest.raises(ValueError, match=f"'{kernel}' .*first derivatives only; use .*'xla'"):
+        jax.grad(lambda qkv, coords: jax.grad(loss)(qkv, coords).sum())(*arguments)
+    with pytest.raises(ValueError, match=rf"'{kernel}' .*no gradient of rotation\.coords"):
+        jax.grad(loss, argnums=1)(*arguments)
 
 
 def test_sine_and_cosine():
@@ -450,11 +451,3 @@ def test_what_is_refused():
     assert "needs a GPU" in says(*[x.astype(jnp.bfloat16)] * 3)["cudnn"]
     assert "float16 and bfloat16" in says(x, x, x)["cudnn"]
     assert "only Global" in says(*[x[:, None]] * 3, pattern=Neighborhood((3, 3)))["cudnn"]
-    rotation = lambda coords: Rotation(coords, jnp.ones((1, 2, 4)))
-    attend = lambda coords: attention(
-        x, x, x, pattern=Global(), rotation=rotation(coords), implementation="triton"
-    ).sum()
-    with pytest.raises(
-        ValueError, match=r"no gradient of rotation\.coords; use implementation='xla'"
-    ):
-        jax.grad(attend)(jnp.ones((8, 2)))

@@ -130,40 +130,6 @@ def test_gradients(case, interpreted):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", covering([CASES[0], CASES[3]], [CASES[0]]), ids=str)
-def test_the_gradient_of_each_is_the_other(case, interpreted):
-    """Without learnable frequencies, by the kernel or by XLA's pass."""
-    qkv, coords, freqs = drawn(case)
-    gs = case.data(6, 3)
-    back = lambda kind: jax.jit(
-        lambda x, gs: jax.vjp(
-            lambda x: unpacked(case, x, coords, freqs, implementation="triton", backward=kind), x
-        )[1](gs)[0]
-    )
-    expected = jax.jit(lambda gs: packed(case, *gs, coords, freqs, implementation="triton"))(
-        tuple(gs)
-    )
-    assert np.array_equal(bits(back("triton")(qkv, tuple(gs))), bits(expected))
-    tolerance = 1e-6 if case.dtype == "float32" else 2.0**-7
-    close = lambda x, y: np.testing.assert_allclose(
-        np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance
-    )
-    close(back("xla")(qkv, tuple(gs)), expected)
-    close(packed(case, *gs, coords, freqs, implementation="xla"), expected)
-    forward = jax.jit(
-        lambda gs, g: jax.vjp(
-            lambda *gs: packed(case, *gs, coords, freqs, implementation="triton"), *gs
-        )[1](g)
-    )
-    for x, y in zip(
-        forward(tuple(gs), qkv),
-        unpacked(case, qkv, coords, freqs, implementation="xla"),
-        strict=True,
-    ):
-        close(x, y)
-
-
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_packing_has_gradients_of_angles_too(shared, interpreted):
     case = Case(tokens=4, heads=2, head_dim=8, pairs=3, shared=shared)
@@ -283,19 +249,6 @@ def test_without_a_rotation_it_only_takes_apart():
     for i, x in enumerate(unpack_and_rotate(qkv, None)):
         assert np.array_equal(x, qkv[:, :, i])
     assert np.array_equal(rotate_back_and_pack(*(qkv[:, :, i] for i in range(3)), None), qkv)
-
-
-def test_float64_goes_through_xla(x64):
-    case = Case()
-    qkv, coords, freqs = (jnp.asarray(x, jnp.float64) for x in drawn(case))
-    q, k, _ = unpacked(case, qkv, coords, freqs)
-    for x, source in ((q, qkv[:, :, 0]), (k, qkv[:, :, 1])):
-        np.testing.assert_allclose(
-            x,
-            turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"),
-            rtol=1e-12,
-            atol=1e-12,
-        )
 
 
 def test_refusals(interpreted, x64, unchecked_annotations):

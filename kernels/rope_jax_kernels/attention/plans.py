@@ -38,7 +38,7 @@ CHANGES: tuple[Callable[[Sizes], Sizes], ...] = (
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
     """Sizes with the fewest instructions that were found.
 
-    Counted for compute capability 9.0a, 8.9 and 8.0 (`benchmarks.machine_code`). Registers spill in
+    Counted for compute capability 9.0a, 8.9 and 8.0. Registers spill in
     the backward kernel of windows before Hopper, and in float32 with heads of 128. Arguments as in
     `plan`.
     """

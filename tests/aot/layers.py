@@ -1,0 +1,27 @@
+"""Attention at the layers of models, forward and with gradients."""
+
+import jax
+
+from rope_jax_kernels import Rotation, attention_qkv
+
+
+def attend(layer, implementation, qkv, coords, freqs, bias=None, cotangent=None):
+    """The output alone; `cotangent` is there for the signature of `train`."""
+    del cotangent
+    return attention_qkv(
+        qkv,
+        pattern=layer.pattern,
+        rotation=Rotation(coords, freqs) if layer.pairs else None,
+        bias=bias if layer.bias else None,
+        implementation=implementation,
+    )
+
+
+def train(layer, implementation, qkv, coords, freqs, bias, cotangent):
+    """The output and the gradients of qkv, freqs and, where there is one, bias."""
+    learned = (qkv, freqs, bias) if layer.bias else (qkv, freqs)
+    out, pull_back = jax.vjp(
+        lambda qkv, freqs, bias=None: attend(layer, implementation, qkv, coords, freqs, bias),
+        *learned,
+    )
+    return out, pull_back(cotangent)
