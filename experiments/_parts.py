@@ -33,6 +33,12 @@ class Run(NamedTuple):
     seeds: tuple[int, ...]
 
 
+def name_of(words: Sequence[str], flags: Sequence[str]) -> str:
+    """Name of a folder of what these words and the flags of a command describe."""
+    more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
+    return "-".join([*words, *more])
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The runs on one image set.
@@ -78,9 +84,8 @@ class Part:
 
     def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
         """Name of a run's workdir, which differs for other flags, seeds or parts."""
-        more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
         model = [run.backbone, run.position or "default", *map(str, run.seeds)]
-        return "-".join([self.name, *model, *more])
+        return name_of([self.name, *model], flags)
 
     def _recipe(self, **given: Any) -> str:
         given["augment"] = self.augment
@@ -137,19 +142,10 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     Args:
         file: the file to read.
         path: the file to write.
-
-    Raises:
-        SystemExit: if the file has neither form.
     """
-    with np.load(file) as archive:
-        if "train_images" in archive.files:
-            return file
-        if missing := {"body", "offsets", "header", "labels"} - set(archive.files):
-            raise SystemExit(
-                f"--data {file} has neither train_images nor {', '.join(sorted(missing))}: "
-                "pass a file with pixels or JPEGs"
-            )
-        read = {name: archive[name] for name in archive.files}
+    read = dict(np.load(file))
+    if "train_images" in read:
+        return file
     body, offsets, header = read["body"].tobytes(), read["offsets"], read["header"].tobytes()
     starts = read.get("header_offsets", [0, len(header)])
     which = read.get("header_id", np.zeros(len(offsets) - 1, int))
@@ -162,22 +158,10 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     for number, name in enumerate(("train", "test")):
         arrays[f"{name}_images"] = images[split == number]
         arrays[f"{name}_labels"] = labels[split == number]
-    return _saved(arrays, path)
-
-
-def _saved(arrays: dict[str, np.ndarray], path: pathlib.Path) -> pathlib.Path:
-    """Writes an .npz file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name("incomplete.npz")
     np.savez(temporary, **arrays)
-    temporary.replace(path)
-    return path
-
-
-def official(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of an image set's official files, which recipes read."""
-    del path
-    return folder
+    return temporary.replace(path)
 
 
 _CAT: list[Model] = [("cat", None), ("cat_no_imprint", None), ("cat_vit", None)]
@@ -201,7 +185,7 @@ PARTS = {
     "fashion": Part(
         "fashion_mnist",
         _FASHION_GROUPS,
-        official,
+        lambda folder, _: folder,  # which recipes read
         "fashion",
         "Fashion-MNIST",
         seeds=(0, 1, 2, 3, 4),
@@ -216,7 +200,7 @@ PARTS = {
     "fashion_crops": Part(
         "fashion_mnist",
         [[("vit", "ape"), ("vit", "rope2d")]],
-        official,
+        lambda folder, _: folder,  # which recipes read
         "fashion_crops",
         "Fashion-MNIST with random crops",
         smaller=(16, 20, 24),

@@ -14,44 +14,22 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks._runner import Keep
-from experiments._claims import interval
-from experiments.evidence import train
+from experiments._claims import Table, interval, spread
+from experiments._parts import name_of
+from experiments.evidence import end, train
+from rope_jax.text import markdown_table
 
 SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "rope_mixed+ape", "axial_rope"]
 SEEDS = [0, 1, 2]
 BASE = "ape"
 Size = tuple[int, int]
 Run = dict[str, Any]  # position, seed, eval: rows of results.json
-
-
-class Difference(NamedTuple):
-    """A scheme's mIoU less that of APE, in points.
-
-    Attributes:
-        position: the scheme.
-        size: at which both are evaluated; None for "more so at larger sizes": the mean difference
-            at sizes with more pixels than in training, less that at the training size.
-        mean, half_width: over seeds, with the half width of the 95 % interval.
-        seeds: number of them.
-    """
-
-    position: str
-    size: Size | None
-    mean: float
-    half_width: float
-    seeds: int
-
-    @property
-    def verdict(self) -> str:
-        """What the interval says."""
-        if self.mean > self.half_width:
-            return "above"
-        return "below" if self.mean < -self.half_width else "not shown"
 
 
 def scores(runs: Sequence[Run], position: str) -> dict[int, dict[Size, float]]:
@@ -63,23 +41,50 @@ def scores(runs: Sequence[Run], position: str) -> dict[int, dict[Size, float]]:
     }
 
 
-def differences(runs: Sequence[Run], position: str) -> list[Difference]:
-    """A scheme's differences from APE at every size, and "more so at larger sizes" as the last.
+def differences(runs: Sequence[Run], position: str) -> list[list[float]]:
+    """A scheme's mIoU less that of APE in points, by size and seed.
 
-    They are empty with fewer than two seeds of both.
+    The last row is "more so at larger sizes": the mean difference at sizes with more pixels than in
+    training, less that at the training size.
     """
     own, base = scores(runs, position), scores(runs, BASE)
-    seeds = sorted(own.keys() & base.keys())
-    if len(seeds) < 2 or position == BASE:
+    by_seed = [{size: own[s][size] - base[s][size] for size in own[s]} for s in own if s in base]
+    if not by_seed:
         return []
-    by_seed = [{size: own[s][size] - base[s][size] for size in own[s]} for s in seeds]
     trained, *others = by_seed[0]
     larger = [size for size in others if math.prod(size) > math.prod(trained)]
-    more = [sum(d[size] for size in larger) / len(larger) - d[trained] for d in by_seed]
-    columns = {size: [d[size] for d in by_seed] for size in by_seed[0]} | {None: more}
+    more = [statistics.mean(d[size] for size in larger) - d[trained] for d in by_seed]
+    return [*([d[size] for d in by_seed] for size in by_seed[0]), more]
+
+
+def verdict(values: Sequence[float]) -> str:
+    """Formats differences and what their interval says; one seed has none."""
+    mean, half = interval(values)
+    word = "above" if mean > half else "below" if mean < -half else "not shown"
+    return f"{spread(values, '+')}, {word}"
+
+
+def tables(runs: Sequence[Run], schemes: Sequence[str]) -> list[Table]:
+    """mIoU by scheme and size, and differences from APE."""
+    found = {position: list(scores(runs, position).values()) for position in schemes}
+    found = {position: by_seed for position, by_seed in found.items() if by_seed}
+    sizes = next(iter(found.values()), [{}])[0]
+    means = [
+        [f"`{position}`", *(spread([one[size] for one in by_seed]) for size in sizes)]
+        for position, by_seed in found.items()
+    ]
+    gains = [
+        [f"`{position}`", *map(verdict, differences(runs, position))]
+        for position in found
+        if position != BASE
+    ]
+    named = ["{}x{} px".format(*size) for size in sizes]
+    note = "mIoU (%) on 200 test scenes, mean and 95 % interval over seeds; trained at the first "
+    note += f"size. Differences from `{BASE}`, in points:"
+    columns = ["position", *named]
     return [
-        Difference(position, size, *interval(values), len(seeds))
-        for size, values in columns.items()
+        {"columns": columns, "rows": means, "note": note},
+        {"columns": [*columns, "more so at larger sizes"], "rows": gains},
     ]
 
 
@@ -93,17 +98,10 @@ def collect(position: str, seed: int, workdir: pathlib.Path) -> list[Run]:
     return [{"position": position, "seed": seed, "eval": kept}]
 
 
-def folder(position: str, seed: int, flags: Sequence[str]) -> str:
-    """Name of a run's workdir, which differs for other flags."""
-    more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
-    return "-".join([position, str(seed), *more])
-
-
 def command(position: str, seed: int, workdir: pathlib.Path, flags: Sequence[str]) -> list[str]:
     """The command of a run."""
     recipe = f"--config=configs/scenes.py:position={position},seed={seed}"
-    run = [sys.executable, "-m", "rope_jax.main", recipe]
-    return [*run, f"--workdir={workdir / folder(position, seed, flags)}", *flags]
+    return [sys.executable, "-m", "rope_jax.main", recipe, f"--workdir={workdir}", *flags]
 
 
 def run(
@@ -124,32 +122,26 @@ def run(
         schemes: schemes to train
         seeds: seeds of each scheme
     """
-    planned = [(position, seed) for seed in seeds for position in schemes]
+    folders = {
+        (position, seed): workdir / name_of([position, str(seed)], flags)
+        for seed in seeds
+        for position in schemes
+    }
 
-    def collect_all() -> list[Run]:
-        found = [
-            one
-            for position, seed in planned
-            for one in collect(position, seed, workdir / folder(position, seed, flags))
-        ]
+    def collect_all() -> dict[str, Any]:
+        found = [one for of, folder in folders.items() for one in collect(*of, folder)]
         settings = {"schemes": schemes, "seeds": seeds, "flags": list(flags)}
-        complete, cores = len(found) == len(planned), len(os.sched_getaffinity(0))
-        keep(settings=settings, cores=cores, complete=complete, runs=found)
-        return found
+        complete, cores = len(found) == len(folders), len(os.sched_getaffinity(0))
+        made = {"runs": found, "tables": tables(found, schemes)}
+        return keep(settings=settings, cores=cores, complete=complete, **made)
 
     commands = {
-        folder(*one, flags): [command(*one, workdir, flags)]
-        for one in planned
-        if not collect(*one, workdir / folder(*one, flags))
+        folder.name: [command(*of, folder, flags)]
+        for of, folder in folders.items()
+        if not collect(*of, folder)
     }
     failed = train(commands, sorted(os.sched_getaffinity(0)), minutes, collect_all)
-    found = collect_all()
-    for position in schemes:
-        for one in differences(found, position):
-            where = "more so at larger sizes" if one.size is None else "{}x{} px".format(*one.size)
-            text = f"{one.mean:+.1f} ± {one.half_width:.1f} points of mIoU"
-            print(f"{position} and {BASE}, {where}: {text}, {one.verdict}")
-    more = "" if len(found) == len(planned) else "; run the same command again to continue"
-    print(f"{len(found)} of {len(planned)} runs are finished{more}")
-    if failed:
-        raise SystemExit("; ".join(failed))
+    result = collect_all()
+    for table in result["tables"]:
+        print(markdown_table(table["columns"], table["rows"]))
+    end(len(result["runs"]), len(folders), failed)

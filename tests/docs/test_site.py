@@ -1,4 +1,4 @@
-"""The site: its pages, the names of its API reference, and the check of its links."""
+"""The site: its pages, and the names of its API reference."""
 
 import importlib
 import pathlib
@@ -8,7 +8,6 @@ import pytest
 
 import rope_jax
 import rope_jax_kernels
-from docs import check_links
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,24 +66,3 @@ def test_names_of_the_reference_have_examples(page):
         assert ">>> " in text, name
         # reStructuredText ends code only before a space or a mark: `x`s is not code.
         assert not re.search(r"`[\w.]+`\w", text), name
-
-
-def test_links_that_lead_nowhere_are_found(tmp_path, capsys):
-    (tmp_path / "api").mkdir()
-    (tmp_path / "picture.png").touch()
-    (tmp_path / "api" / "a.html").write_text('<h1 id="top">A</h1> <a href="../b.html#part">b</a>')
-    good = '<a href="api/a.html#top">a</a> <img src="picture.png?v=1"> <a href="#part">here</a>'
-    away = '<a href="https://example.org/x">x</a> <a href="mailto:a@b">a</a>'
-    (tmp_path / "b.html").write_text(f'<div id="part"></div>{good}{away}')
-    assert check_links.broken(tmp_path) == []
-    check_links.main([str(tmp_path)])
-    assert "2 pages" in capsys.readouterr().out
-    bad = '<a href="c.html">c</a> <a href="api/a.html#bottom">a</a> <a href="#none">here</a>'
-    (tmp_path / "b.html").write_text(f'<div id="part"></div>{good}{bad}')
-    assert check_links.broken(tmp_path) == [
-        "b.html: c.html",
-        "b.html: api/a.html#bottom",
-        "b.html: #none",
-    ]
-    with pytest.raises(SystemExit, match="lead nowhere"):
-        check_links.main([str(tmp_path)])
