@@ -33,12 +33,6 @@ class Run(NamedTuple):
     seeds: tuple[int, ...]
 
 
-def name_of(words: Sequence[str], flags: Sequence[str]) -> str:
-    """Name of a folder of what these words and the flags of a command describe."""
-    more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
-    return "-".join([*words, *more])
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The runs on one image set.
@@ -49,7 +43,6 @@ class Part:
         images: function of the path of --data and a file to write, which returns the .npz file of
             the images.
         name: name of the file to write.
-        about: description of the image set.
         backbone: the recipe's argument for the backbone.
         seeds: default of --seeds.
         together: True to train all seeds in one run, one run at a time (on a GPU).
@@ -63,7 +56,6 @@ class Part:
     groups: Sequence[Sequence[Model]]
     images: Callable[[pathlib.Path, pathlib.Path], pathlib.Path]
     name: str
-    about: str
     backbone: str = "backbone"
     seeds: tuple[int, ...] = (0, 1, 2)
     together: bool = False
@@ -84,8 +76,9 @@ class Part:
 
     def folder(self, run: Run, flags: Sequence[str] = ()) -> str:
         """Name of a run's workdir, which differs for other flags, seeds or parts."""
+        more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
         model = [run.backbone, run.position or "default", *map(str, run.seeds)]
-        return name_of([self.name, *model], flags)
+        return "-".join([self.name, *model, *more])
 
     def _recipe(self, **given: Any) -> str:
         given["augment"] = self.augment
@@ -187,7 +180,6 @@ PARTS = {
         _FASHION_GROUPS,
         lambda folder, _: folder,  # which recipes read
         "fashion",
-        "Fashion-MNIST",
         seeds=(0, 1, 2, 3, 4),
         smaller=(16, 20, 24),
         larger=(32, 40, 48),
@@ -202,7 +194,6 @@ PARTS = {
         [[("vit", "ape"), ("vit", "rope2d")]],
         lambda folder, _: folder,  # which recipes read
         "fashion_crops",
-        "Fashion-MNIST with random crops",
         smaller=(16, 20, 24),
         larger=(32, 40, 48),
         augment="resized_crop(scale_min=0.25)",
@@ -212,7 +203,6 @@ PARTS = {
         [_CIFAR],
         packed,
         "cifar10",
-        "CIFAR-10",
         backbone="variant",
         seeds=(121, 122, 123),
         together=True,
@@ -227,7 +217,6 @@ PARTS = {
         ],
         packed,
         "tiny_imagenet",
-        "50 classes of Tiny-ImageNet",
         together=True,
         smaller=(32, 48),
         larger=(80, 96, 112, 128, 144, 160),

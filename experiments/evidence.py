@@ -103,21 +103,23 @@ def collect(run: Run, workdir: pathlib.Path, extended: bool = False) -> list[Fou
     results, rules = workdir / "results.json", workdir / "extend.json"
     if not results.exists() or (extended and not rules.exists()):
         return []
-    with_rules = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
-    if not with_rules["complete"]:
+    ruled = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
+    if not ruled["complete"]:
         return []
-    rows = json.loads(results.read_text())["eval"]
-    found = []
+    rows, found = json.loads(results.read_text())["eval"], []
     for seed in run.seeds:
-        own = [row for row in rows if row.get("seed", run.seeds[0]) == seed]
-        kept = [{key: row[key] for key in ("resolution", "top1", "count")} for row in own]
-        about = {"backbone": run.backbone, "position": run.position, "seed": seed}
+        one = {"backbone": run.backbone, "position": run.position, "seed": seed}
+        one["eval"] = _of_seed(rows, seed, ("resolution", "top1", "count"))
         if extended:
-            keys = ("rule", "resolution", "score", "count")
-            ruled = [row for row in with_rules["rows"] if row["seed"] == seed]
-            about["rules"] = [{key: row[key] for key in keys} for row in ruled]
-        found.append(about | {"eval": kept})
+            one["rules"] = _of_seed(ruled["rows"], seed, ("rule", "resolution", "score", "count"))
+        found.append(one)
     return found
+
+
+def _of_seed(rows: Sequence[dict[str, Any]], seed: int, keys: Sequence[str]) -> list[dict]:
+    """The rows of a seed, which have it if there are several, with these keys."""
+    own = [row for row in rows if row.get("seed", seed) == seed]
+    return [{key: row[key] for key in keys} for row in own]
 
 
 def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
@@ -149,14 +151,6 @@ def tables(name: str, found: Sequence[Found], seeds: int) -> list[Table]:
     about = lambda one: {"model": one["backbone"], "position": one["position"], "run": one["seed"]}
     rules = [about(one) | row for one in found for row in one.get("rules", [])]
     return [*made, rules_table(rules)] if rules else made
-
-
-def end(done: int, planned: int, failed: Sequence[str]) -> None:
-    """Prints how many runs are finished; failed ones make the exit status 1."""
-    more = "" if done == planned else "; run the same command again to continue"
-    print(f"{done} of {planned} runs are finished{more}")
-    if failed:
-        raise SystemExit("; ".join(failed))
 
 
 def run(
@@ -220,4 +214,8 @@ def run(
     collect_all()
     verdicts = claims_table(name, found, len(seeds))
     print(markdown_table(verdicts["columns"], verdicts["rows"]))
-    end(sum(is_finished(run, found) for run in runs), len(runs), failed)
+    done = sum(is_finished(run, found) for run in runs)
+    more = "" if done == len(runs) else "; run the same command again to continue"
+    print(f"{done} of {len(runs)} runs are finished{more}")
+    if failed:
+        raise SystemExit("; ".join(failed))

@@ -3,30 +3,26 @@
     python -m experiments scenes --out experiments/results/scenes_cpu.json
 
 Heo et al. (arXiv 2403.13298, tables 1 to 4) find rotary embeddings above APE in dense prediction.
-Here the recipe of `make segment` is trained with every scheme and seed, one run per CPU core at a
-time, and evaluated at five sizes. Runs that are finished in the workdir are not repeated:
-`--minutes 8` stops after eight minutes, and the same command continues. Differences from APE are
+Here `rope_jax compare` trains the recipe of `make segment` with every scheme and seed, and
+evaluates at five sizes. It can be interrupted: the same command continues. Differences from APE are
 computed per seed; intervals are 95 % (Student's t). Arguments after `--` are passed to all runs,
-which then have separate workdirs: `... -- --config.epochs=0.1`.
+which then need another workdir: `... --workdir runs/short -- --config.epochs=0.1`.
 """
 
-import json
 import math
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._runner import Keep
 from experiments._claims import Table, interval, spread
-from experiments._parts import name_of
-from experiments.evidence import end, train
+from rope_jax import compare
+from rope_jax.analysis.runs import read_runs
 from rope_jax.text import markdown_table
 
 SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "rope_mixed+ape", "axial_rope"]
-SEEDS = [0, 1, 2]
 BASE = "ape"
 Size = tuple[int, int]
 Run = dict[str, Any]  # position, seed, eval: rows of results.json
@@ -49,8 +45,6 @@ def differences(runs: Sequence[Run], position: str) -> list[list[float]]:
     """
     own, base = scores(runs, position), scores(runs, BASE)
     by_seed = [{size: own[s][size] - base[s][size] for size in own[s]} for s in own if s in base]
-    if not by_seed:
-        return []
     trained, *others = by_seed[0]
     larger = [size for size in others if math.prod(size) > math.prod(trained)]
     more = [statistics.mean(d[size] for size in larger) - d[trained] for d in by_seed]
@@ -67,8 +61,7 @@ def verdict(values: Sequence[float]) -> str:
 def tables(runs: Sequence[Run], schemes: Sequence[str]) -> list[Table]:
     """mIoU by scheme and size, and differences from APE."""
     found = {position: list(scores(runs, position).values()) for position in schemes}
-    found = {position: by_seed for position, by_seed in found.items() if by_seed}
-    sizes = next(iter(found.values()), [{}])[0]
+    sizes = list(found[schemes[0]][0])
     means = [
         [f"`{position}`", *(spread([one[size] for one in by_seed]) for size in sizes)]
         for position, by_seed in found.items()
@@ -88,29 +81,12 @@ def tables(runs: Sequence[Run], schemes: Sequence[str]) -> list[Table]:
     ]
 
 
-def collect(position: str, seed: int, workdir: pathlib.Path) -> list[Run]:
-    """The rows of a finished run, or nothing."""
-    path = workdir / "results.json"
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())["eval"]
-    kept = [{key: row[key] for key in ("resolution", "miou", "accuracy", "count")} for row in rows]
-    return [{"position": position, "seed": seed, "eval": kept}]
-
-
-def command(position: str, seed: int, workdir: pathlib.Path, flags: Sequence[str]) -> list[str]:
-    """The command of a run."""
-    recipe = f"--config=configs/scenes.py:position={position},seed={seed}"
-    return [sys.executable, "-m", "rope_jax.main", recipe, f"--workdir={workdir}", *flags]
-
-
 def run(
     keep: Keep,
     *flags: str,
     workdir: pathlib.Path = pathlib.Path("runs/scenes_experiment"),
-    minutes: float = math.inf,
     schemes: list[str] = SCHEMES,
-    seeds: list[int] = SEEDS,
+    seeds: int = 3,
 ) -> None:
     """Trains every scheme with every seed, and compares them with APE.
 
@@ -118,30 +94,24 @@ def run(
         keep: saves the result.
         flags: flags of all runs.
         workdir: folder for the workdirs of the runs
-        minutes: time limit; the same command continues
         schemes: schemes to train
-        seeds: seeds of each scheme
+        seeds: number of seeds of each scheme
     """
-    folders = {
-        (position, seed): workdir / name_of([position, str(seed)], flags)
-        for seed in seeds
-        for position in schemes
-    }
-
-    def collect_all() -> dict[str, Any]:
-        found = [one for of, folder in folders.items() for one in collect(*of, folder)]
-        settings = {"schemes": schemes, "seeds": seeds, "flags": list(flags)}
-        complete, cores = len(found) == len(folders), len(os.sched_getaffinity(0))
-        made = {"runs": found, "tables": tables(found, schemes)}
-        return keep(settings=settings, cores=cores, complete=complete, **made)
-
-    commands = {
-        folder.name: [command(*of, folder, flags)]
-        for of, folder in folders.items()
-        if not collect(*of, folder)
-    }
-    failed = train(commands, sorted(os.sched_getaffinity(0)), minutes, collect_all)
-    result = collect_all()
-    for table in result["tables"]:
+    asked = ["--config=scenes", f"--positions={','.join(schemes)}", f"--seeds={seeds}"]
+    compare.main([*asked, f"--out={workdir}", *flags])
+    folders = sorted(path.parent for path in workdir.glob("*/results.json"))
+    names = ("resolution", "miou", "accuracy", "count")
+    runs = [
+        {
+            "position": one.config.model.position,
+            "seed": one.config.seed,
+            "eval": [{name: row[name] for name in names} for row in one.rows],
+        }
+        for folder in folders
+        for one in read_runs(folder)
+        if one.config.model.position in schemes
+    ]
+    made = tables(runs, schemes)
+    keep(cores=len(os.sched_getaffinity(0)), runs=runs, tables=made)
+    for table in made:
         print(markdown_table(table["columns"], table["rows"]))
-    end(len(result["runs"]), len(folders), failed)

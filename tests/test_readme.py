@@ -102,13 +102,6 @@ def test_schemes_in_the_pages_take_the_options_that_they_are_given():
         )
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{name}" for name in PAGES)])
-def test_links_lead_to_files(name):
-    path = ROOT / name
-    for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
-        assert link.startswith("https://") or (path.parent / link).exists(), link
-
-
 MARKED = [path for path in make_tables.FILES if "<!-- table: " in path.read_text()]
 
 

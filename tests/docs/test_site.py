@@ -1,4 +1,4 @@
-"""The site: its pages, and the names of its API reference."""
+"""The names in the site's API reference."""
 
 import importlib
 import pathlib
@@ -11,21 +11,7 @@ import rope_jax_kernels
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*DOCS.rglob("*.md"), *ROOT.glob("colabs/*.ipynb"), ROOT / "README.md"]
-PAGES.append(ROOT / "kernels" / "README.md")
-INDEX = (DOCS / "index.md").read_text()
 NAMES = re.compile(r"^\.\. (?:auto(?:function|class|data)|currentmodule):: ([\w.]+)", re.MULTILINE)
-
-
-def test_every_page_is_in_the_contents_and_in_the_list():
-    contents = "\n".join(re.findall(r"```{toctree}\n(.*?)```", INDEX, re.DOTALL))
-    entries = [line for line in contents.splitlines() if line and not line.startswith(":")]
-    listed = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
-    pages = {path.with_suffix("") for path in PAGES} - {DOCS / "index"}
-    assert len(listed) == len(set(listed))
-    assert {(DOCS / entry).resolve() for entry in listed} == pages
-    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)]*)\)", INDEX)}
-    assert set(map(pathlib.Path.resolve, PAGES)) - {DOCS / "index.md"} <= linked
 
 
 def documented(page):

@@ -135,17 +135,6 @@ def test_the_commands_of_a_run():
     assert ",augment=resized_crop(scale_min=0.25)" in crops[3]
 
 
-def test_all_seeds_of_a_group_of_models_come_before_the_next_group():
-    part = evidence.PARTS["fashion"]
-    started = [(run.backbone, run.position, run.seeds) for run in part.runs(part.seeds)]
-    first = ["none", "rpb", "axial_rope(k_rope=2)"]
-    assert started[:15] == [("vit", position, (seed,)) for seed in range(5) for position in first]
-    assert len(set(started)) == len(started) == 5 * len(part.models)
-    assert set(part.extended) <= set(part.models)
-    together = evidence.PARTS["cifar10"]
-    assert [run.seeds for run in together.runs([1, 2])] == [(1, 2)] * len(together.models)
-
-
 def test_the_design_of_a_backbone_is_what_decides_its_results():
     design = evidence.PARTS["fashion"].design("vit")
     assert design["eval.resolutions"] == [16, 20, 24, 32, 40, 48]
@@ -165,6 +154,8 @@ def test_every_run_has_a_workdir_of_its_own():
     ]
     assert len(set(folders)) == len(folders)
     assert not [folder for folder in folders if "/" in folder]
+    together = evidence.PARTS["cifar10"]
+    assert [run.seeds for run in together.runs([1, 2])] == [(1, 2)] * len(together.models)
 
 
 def program(text):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -9,8 +10,6 @@ import pytest
 from benchmarks._runner import call
 from experiments import scenes
 from experiments.scenes import differences, scores, tables, verdict
-from rope_jax.evaluate import resolutions
-from tests.config.test_recipes import resolved
 
 SIZES = ((64, 64), (48, 48), (96, 96), (128, 128), (64, 128))
 
@@ -41,7 +40,7 @@ def test_differences_are_those_of_each_seed():
     np.testing.assert_allclose(sizes, gains.T)
     # (4+8+3)/3 - 1, (5+9+4)/3 - 2, (6+10+5)/3 - 3: sizes above that of training alone.
     assert more == pytest.approx([4, 4, 4])
-    means, gains = tables(found, ["none", "ape", "rope2d"])
+    means, gains = tables(found, ["ape", "rope2d"])
     assert means["columns"] == ["position", *("{}x{} px".format(*size) for size in SIZES)]
     ape = ["`ape`", "50.0 ± 5.0", "42.0 ± 5.0", "45.0 ± 2.5", "32.0 ± 5.0", "41.0 ± 2.5"]
     assert (means["rows"][0], len(means["rows"])) == (ape, 2)
@@ -53,39 +52,26 @@ def test_differences_are_those_of_each_seed():
     assert verdict([5.0]) == "+5.0, not shown"
 
 
-def test_sizes_are_those_of_the_recipe():
-    config = resolved("scenes", "", data__image_size=64)
-    assert tuple(resolutions(config)) == SIZES
+def test_the_runs_of_the_comparison_are_collected(tmp_path, monkeypatch, capsys):
+    found = {f"{one['position']}-{one['seed']}": one for one in [*BASE, *runs("none", [[9] * 5])]}
 
+    def main(arguments):
+        assert arguments[0] == "--config=scenes"
+        assert arguments[2:] == ["--seeds=3", f"--out={tmp_path}", "--config.epochs=0.5"]
+        for name in found:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "results.json").touch()
 
-def test_finished_runs_are_collected_and_not_repeated(tmp_path, monkeypatch, capsys):
-    started = []
+    def read_runs(folder):
+        one = found[folder.name]
+        model = types.SimpleNamespace(position=one["position"])
+        config = types.SimpleNamespace(model=model, seed=one["seed"])
+        return [types.SimpleNamespace(config=config, rows=one["eval"])]
 
-    def train(commands, cores, minutes, done):
-        started.append(list(commands))
-        for name, (command,) in commands.items():
-            workdir = tmp_path / name
-            position, seed = name.split("-")[:2]
-            recipe = f"--config=configs/scenes.py:position={position},seed={seed}"
-            assert command[3:] == [recipe, f"--workdir={workdir}", "--config.epochs=0.5"]
-            if "none" not in name:
-                workdir.mkdir()
-                (one,) = runs(position, [(50 + len(name), 40, 45, 30, 40 + int(seed))])
-                (workdir / "results.json").write_text(json.dumps({"eval": one["eval"]}))
-        return []
-
-    monkeypatch.setattr(scenes, "train", train)
-    out = tmp_path / "out.json"
-    asked = ["--out", str(out), "--workdir", str(tmp_path), "--seeds", "0", "1"]
-    asked += ["--schemes", "none", "ape", "rope_mixed", "--", "--config.epochs=0.5"]
-    for _ in range(2):
-        call("scenes", scenes.run, asked, "python -m experiments scenes")
-    first, second = started
-    assert len(first) == 6
-    assert second == [name for name in first if name.startswith("none")]
-    result = json.loads(out.read_text())
-    assert not result["complete"]
-    assert len(result["runs"]) == 4
-    told = capsys.readouterr().out
-    assert "| `rope_mixed` | +7.0 ± 0.0, above |" in told
-    assert "4 of 6 runs are finished; run the same command again to continue" in told
+    monkeypatch.setattr(scenes.compare, "main", main)
+    monkeypatch.setattr(scenes, "read_runs", read_runs)
+    asked = ["--out", str(tmp_path / "x.json"), "--workdir", str(tmp_path), "--schemes", "ape"]
+    call("scenes", scenes.run, [*asked, "none", "--", "--config.epochs=0.5"], "")
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["runs"] == list(found.values())
+    assert "| `none` | -41.0, not shown |" in capsys.readouterr().out
