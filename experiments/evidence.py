@@ -196,10 +196,13 @@ def run(
                 found.extend(one for one in new if one not in found)
         complete = all(is_finished(run, found) for run in runs)
         cores = len(os.sched_getaffinity(0))
-        asked = {"name": name, "seeds": seeds, "backbones": backbones}  # not folders and minutes
-        shown = tables(name, found, len(seeds))
-        keep(settings=settings, arguments=asked, cores=cores, complete=complete, runs=found,
-             tables=shown)  # fmt: skip
+        keep(
+            settings=settings,
+            cores=cores,
+            complete=complete,
+            runs=found,
+            tables=tables(name, found, len(seeds)),
+        )
 
     images = workdir / f"{part.name}.npz"
     if not images.exists():
