@@ -21,5 +21,4 @@ def test_every_option_is_described_with_its_default(name):
     (call,) = parse(scheme_options.notation(name, cls).strip("`"), "position")
     parameters = inspect.signature(cls.__init__).parameters
     options = bind(call, options_of(cls.__init__))
-    assert options == {option: parameters[option].default for option in options}
-    assert set(options) == set(options_of(cls.__init__))
+    assert options == {option: parameters[option].default for option in options_of(cls.__init__)}
