@@ -121,7 +121,7 @@ def score(model: nnx.Module, config: Config, images: Any, size: Size, rule: str)
 
 def rules_table(rows: Sequence[Row]) -> Table:
     """Scores with "none" by scheme and size, and the differences of the other rules from them."""
-    sizes = sorted({tuple(row["resolution"]) for row in rows})
+    at = sorted({tuple(row["resolution"]) for row in rows})
     scores: dict[tuple, dict] = collections.defaultdict(dict)
     for row in rows:
         key = row["model"], row["position"], row["rule"], tuple(row["resolution"])
@@ -129,7 +129,7 @@ def rules_table(rows: Sequence[Row]) -> Table:
     lines = []
     for model, position, rule in dict.fromkeys(key[:3] for key in scores):
         cells = []
-        for size in sizes:
+        for size in at:
             found, base = (scores[model, position, x, size] for x in (rule, "none"))
             if rule == "none":
                 cells.append(spread(list(base.values())))
@@ -140,7 +140,7 @@ def rules_table(rows: Sequence[Row]) -> Table:
             else:
                 cells.append("")
         lines.append([f"`{model}`", f"`{position}`", f"`{rule}`", *cells])
-    columns = ["model", "position", "rule", *("{}x{} px".format(*size) for size in sizes)]
+    columns = ["model", "position", "rule", *("{}x{} px".format(*size) for size in at)]
     note = (
         f"Scores (%) of {rows[0]['count']:,} test images with `none`, the schemes' own rule, and "
         "differences from it in points: mean and 95 % interval over seeds. Bold: above it, by an "
