@@ -134,14 +134,13 @@ SPHINX = .venv-docs/bin/python -m sphinx --quiet --fail-on-warning --keep-going 
 docs: .venv-docs/ready
 	rm -rf build/docs
 	$(SPHINX) --fresh-env -b html . build/docs
-	.venv-docs/bin/python -m docs.check_links build/docs
 
 links: .venv-docs/ready
 	$(SPHINX) -b linkcheck . build/links
 
 # Executes notebooks whose code changed, and stores their outputs; a test fails if they are missing.
 notebooks: .venv-docs/ready
-	.venv-docs/bin/python -m docs.make_notebooks
+	JAX_PLATFORMS=cpu PATH="$(CURDIR)/.venv-docs/bin:$$PATH" .venv-docs/bin/python -m docs.make_notebooks
 
 .venv-docs/ready: pyproject.toml constraints.txt
 	$(or $(PYTHON),python3) -m venv .venv-docs

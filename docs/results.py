@@ -9,9 +9,9 @@ from benchmarks._runner import Result
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def read_results(root: pathlib.Path | None = None) -> list[Result]:
+def read_results(root: pathlib.Path = ROOT) -> list[Result]:
     """Reads all results, newest first, with the path of each file under "file"."""
-    root, results = root or ROOT, []
+    results = []
     for folder in ("benchmarks", "experiments"):
         for path in sorted((root / folder / "results").glob("*.json")):
             result = json.loads(path.read_text())
@@ -19,24 +19,17 @@ def read_results(root: pathlib.Path | None = None) -> list[Result]:
     return sorted(results, key=lambda result: result["date"], reverse=True)
 
 
-def newest(
-    results: Sequence[Result], benchmark: str, platform: str | None = None, **settings: str
-) -> Result | None:
-    """Returns the newest result of a benchmark with the given platform and settings, or None."""
+def newest(results: Sequence[Result], benchmark: str, **settings: str) -> list[Result]:
+    """The newest result of a benchmark for each platform (GPUs first) and all other settings."""
+    found: dict[str, Result] = {}
     for result in results:
-        on_platform = platform in (None, result["machine"]["platform"])
-        matches = settings.items() <= result["settings"].items()
-        if result["benchmark"] == benchmark and on_platform and matches:
-            return result
-    return None
-
-
-def no_result(command: str) -> str:
-    """Text in place of a table without results."""
-    return f"No result yet: `python -m {command}`.\n"
+        if result["benchmark"] == benchmark and settings.items() <= result["settings"].items():
+            found.setdefault(str([result["machine"]["platform"], result["settings"]]), result)
+    return sorted(found.values(), key=lambda result: result["machine"]["platform"] != "gpu")
 
 
 def origin(result: Result) -> str:
     """Device, jax version, date and file of a result."""
     version, date = result["versions"]["jax"], result["date"][:10]
-    return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`"
+    rest = "" if result.get("complete", True) else ", not complete"
+    return f"{result['machine']['device']}, jax {version}, {date}, `{result['file']}`{rest}"

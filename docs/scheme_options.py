@@ -3,9 +3,7 @@
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
 
-from benchmarks._runner import Result
 from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES, Position
 
@@ -13,9 +11,8 @@ SECTION = re.compile(r"\n*^Options[^:\n]*:\n", re.MULTILINE)
 OPTION = re.compile(r"^(\w+): ", re.MULTILINE)
 
 
-def scheme_options(results: Sequence[Result]) -> str:
+def scheme_options() -> str:
     """A section for each scheme: its notation with all defaults, what it does, its options."""
-    del results
     shared = options_in(Rotary)
     sections = [f"Every rotary scheme has these, too:\n\n{listing(shared)}"]
     for name, cls in sorted(SCHEMES.items()):

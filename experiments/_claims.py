@@ -11,6 +11,7 @@ A claim of being as good is judged in the same way with -MARGIN in place of zero
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -23,26 +24,7 @@ from experiments._parts import FRACTIONS, INNER, PARTS, Model, Part
 MARGIN = 0.5  # points
 _PART = "thesis, table 4.3: a part of the channels is enough"
 _SHARE = "thesis, tables 4.2 and 4.3: heads may share angles"
-# What the papers saw, in per cent of ImageNet's validation images if nothing else is named.
-SEEN = {
-    "thesis, table 4.1": "without position, with RPB and with Axial RoPE: ViT-S 79.0, 81.2 and "
-    "81.4, Swin-T 80.2, 81.2 and 81.5",
-    _PART: "ViT-S with k_rope 1, 2, 4 and 8: 80.9, 81.4, 81.4 and 81.4",
-    _SHARE: "ViT-S with k_rope 2: 81.4 with shared angles, 81.4 with angles per head",
-    "Heo et al., figure 4": "APE, RoPE-2D and RoPE-Mixed: ViT-B 83.4, 83.6 and 83.8 at 224 px, "
-    "82.8, 83.9 and 84.4 at 384 px",
-    "Heo et al., figure 5": "RPB, RoPE-2D and RoPE-Mixed: Swin-B 83.3, 83.6 and 83.7 at 224 px, "
-    "81.2, 81.8 and 82.1 at 384 px",
-    "Heo et al., figure 6 and table 5": "APE beside RoPE-Mixed in ViT-B: a gain below 224 px, a "
-    "smaller loss above",
-    "Heo et al., figure 6": "RPB beside RoPE-Mixed in Swin-B: no gain at any size",
-    "LaPE, inner embeddings of DeiT-Ti": "default joining and LaPE: 71.5 and 73.1 (learned), 67.7 "
-    "and 72.5 (sinusoidal, 1-D), 71.5 and 72.7 (2-D)",
-    "LaPE, CIFAR-10": "default joining and LaPE: ViT-Lite 93.4 and 94.3, CVT 94.3 and 94.7, CCT "
-    "96.0 and 96.5",
-    "CAT, table 1": "after ten epochs 38.9, a plain ViT 13.7",
-    "CAT, table 4": "after ten epochs 38.9, without the imprint 38.3",
-}
+Table = dict[str, Any]  # columns and rows of text, and perhaps a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +32,7 @@ class Claim:
     """A paper's claim about the accuracies of two models.
 
     Attributes:
-        source: paper, and its table or figure: a key of `SEEN`.
+        source: paper, and its table or figure.
         better: the model that is claimed to be better, or as good.
         worse: the model that it is compared with.
         resolution: side in pixels; None for the training resolution.
@@ -127,11 +109,6 @@ def accuracies(
     return values
 
 
-def trained_size(found: Sequence[dict[str, Any]], backbone: str) -> list[int]:
-    """Height and width in pixels at which a backbone's models were trained."""
-    return next(run for run in found if run["backbone"] == backbone)["eval"][0]["resolution"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The outcome of a claim.
@@ -139,22 +116,18 @@ class Verdict:
     Attributes:
         difference: mean difference over seeds, in percentage points.
         half_width: half width of its 95 % interval.
-        seeds: number of seeds with which both models were trained.
         verdict: "shown", "refuted" or "not shown".
     """
 
     difference: float
     half_width: float
-    seeds: int
     verdict: str
 
     def __str__(self) -> str:
-        # One seed has no interval.
-        interval = f"± {self.half_width:.1f}" if self.seeds > 1 else "with one seed"
-        return f"{self.difference:+.1f} {interval}, {self.verdict}"
+        return f"{self.difference:+.1f} ± {self.half_width:.1f}, {self.verdict}"
 
 
-def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int = 2) -> Verdict | None:
+def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int) -> Verdict | None:
     """Judges a claim by the seeds that both models have; None for fewer than `least` seeds."""
     better = accuracies(found, *claim.better, claim.resolution)
     worse = accuracies(found, *claim.worse, claim.resolution)
@@ -164,7 +137,7 @@ def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int = 2) -> Verd
     mean, half = interval([better[seed] - worse[seed] for seed in seeds])
     above = mean + claim.margin
     verdict = "shown" if above > half else "refuted" if above < -half else "not shown"
-    return Verdict(mean, half, len(seeds), verdict)
+    return Verdict(mean, half, verdict)
 
 
 def sides(claim: Claim) -> str:
@@ -174,3 +147,50 @@ def sides(claim: Claim) -> str:
     worse = f"`{other}`" + (f" with `{plain}`" if plain else "")
     where = "" if claim.resolution is None else f" at {claim.resolution} px"
     return f"{better} {'as good as' if claim.margin else 'above'} {worse}{where}"
+
+
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Formats mean and 95 % interval; the sign may be "+".
+
+    >>> spread([1.0, 3.0])
+    '2.0 ± 12.7'
+    """
+    mean, half = interval(values)
+    return f"{mean:{sign}.1f}" + (f" ± {half:.1f}" if len(values) > 1 else "")
+
+
+def accuracy_table(models: Sequence[Model], found: Sequence[dict[str, Any]]) -> Table:
+    """Accuracies of the models that have runs, the most accurate first."""
+    others = sorted({row["resolution"][0] for run in found for row in run["eval"][1:]})
+    sizes = {run["backbone"]: run["eval"][0]["resolution"][0] for run in found}
+    trained = {model: list(accuracies(found, *model, None).values()) for model in models}
+    done = [model for model in models if trained[model]]
+    rows = []
+    for model in sorted(done, key=lambda x: statistics.mean(trained[x]), reverse=True):
+        backbone, position = model
+        at = [list(accuracies(found, *model, side).values()) for side in others]
+        names = [f"`{backbone}`", f"`{position}`" if position else "its own"]
+        best = f"{spread(trained[model])} ({sizes[backbone]} px)"
+        cells = [spread(values) if values else "" for values in at]
+        rows.append([*names, str(len(trained[model])), best, *cells])
+    columns = ["backbone", "position", "seeds", "as trained", *(f"{side} px" for side in others)]
+    note = "Top-1 accuracy (%), mean and 95 % interval over seeds."
+    return {"columns": columns, "rows": rows, "note": note}
+
+
+def claims_table(part: str, found: Sequence[dict[str, Any]], seeds: int) -> Table:
+    """The verdict on every claim that a part can test, a row for those that differ in size only.
+
+    There is none before all seeds are there.
+    """
+    rows = []
+    alike = lambda claim: dataclasses.replace(claim, resolution=None)
+    for claim, group in itertools.groupby(claims(part), alike):
+        cells = []
+        for one in group:
+            side = f"{one.resolution} px" if one.resolution else "as trained"
+            cells.append(f"{side}: {judge(one, found, seeds) or 'not finished'}")
+        rows.append([sides(claim), claim.source, "<br>".join(cells)])
+    columns = ["claim", "source", "difference and verdict"]
+    note = "Differences in points of top-1 accuracy, with 95 % intervals over seeds."
+    return {"columns": columns, "rows": rows, "note": note}

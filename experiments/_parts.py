@@ -43,7 +43,6 @@ class Part:
         images: function of the path of --data and a file to write, which returns the .npz file of
             the images.
         name: name of the file to write.
-        about: description of the image set.
         backbone: the recipe's argument for the backbone.
         seeds: default of --seeds.
         together: True to train all seeds in one run, one run at a time (on a GPU).
@@ -57,7 +56,6 @@ class Part:
     groups: Sequence[Sequence[Model]]
     images: Callable[[pathlib.Path, pathlib.Path], pathlib.Path]
     name: str
-    about: str
     backbone: str = "backbone"
     seeds: tuple[int, ...] = (0, 1, 2)
     together: bool = False
@@ -137,19 +135,10 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     Args:
         file: the file to read.
         path: the file to write.
-
-    Raises:
-        SystemExit: if the file has neither form.
     """
-    with np.load(file) as archive:
-        if "train_images" in archive.files:
-            return file
-        if missing := {"body", "offsets", "header", "labels"} - set(archive.files):
-            raise SystemExit(
-                f"--data {file} has neither train_images nor {', '.join(sorted(missing))}: "
-                "pass a file with pixels or JPEGs"
-            )
-        read = {name: archive[name] for name in archive.files}
+    read = dict(np.load(file))
+    if "train_images" in read:
+        return file
     body, offsets, header = read["body"].tobytes(), read["offsets"], read["header"].tobytes()
     starts = read.get("header_offsets", [0, len(header)])
     which = read.get("header_id", np.zeros(len(offsets) - 1, int))
@@ -162,22 +151,10 @@ def packed(file: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
     for number, name in enumerate(("train", "test")):
         arrays[f"{name}_images"] = images[split == number]
         arrays[f"{name}_labels"] = labels[split == number]
-    return _saved(arrays, path)
-
-
-def _saved(arrays: dict[str, np.ndarray], path: pathlib.Path) -> pathlib.Path:
-    """Writes an .npz file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name("incomplete.npz")
     np.savez(temporary, **arrays)
-    temporary.replace(path)
-    return path
-
-
-def official(folder: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of an image set's official files, which recipes read."""
-    del path
-    return folder
+    return temporary.replace(path)
 
 
 _CAT: list[Model] = [("cat", None), ("cat_no_imprint", None), ("cat_vit", None)]
@@ -201,9 +178,8 @@ PARTS = {
     "fashion": Part(
         "fashion_mnist",
         _FASHION_GROUPS,
-        official,
+        lambda folder, _: folder,  # which recipes read
         "fashion",
-        "Fashion-MNIST",
         seeds=(0, 1, 2, 3, 4),
         smaller=(16, 20, 24),
         larger=(32, 40, 48),
@@ -216,9 +192,8 @@ PARTS = {
     "fashion_crops": Part(
         "fashion_mnist",
         [[("vit", "ape"), ("vit", "rope2d")]],
-        official,
+        lambda folder, _: folder,  # which recipes read
         "fashion_crops",
-        "Fashion-MNIST with random crops",
         smaller=(16, 20, 24),
         larger=(32, 40, 48),
         augment="resized_crop(scale_min=0.25)",
@@ -228,7 +203,6 @@ PARTS = {
         [_CIFAR],
         packed,
         "cifar10",
-        "CIFAR-10",
         backbone="variant",
         seeds=(121, 122, 123),
         together=True,
@@ -243,7 +217,6 @@ PARTS = {
         ],
         packed,
         "tiny_imagenet",
-        "50 classes of Tiny-ImageNet",
         together=True,
         smaller=(32, 48),
         larger=(80, 96, 112, 128, 144, 160),

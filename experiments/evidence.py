@@ -23,15 +23,17 @@ import json
 import math
 import os
 import pathlib
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, Literal
 
 from benchmarks._runner import Keep
-from experiments._claims import claims, judge, sides
+from experiments._claims import Table, accuracy_table, claims_table
 from experiments._parts import PARTS, Run
+from experiments.extend import rules_table
+from rope_jax.text import markdown_table
 
 # backbone, position, seed, eval: rows of results.json, and rules: rows of `extend`, if any.
 Found = dict[str, Any]
@@ -49,7 +51,7 @@ def train(
     runs: dict[str, list[list[str]]],
     cores: Sequence[int | None],
     minutes: float,
-    done: Callable[[], None],
+    done: Callable[[], Any],
 ) -> list[str]:
     """Runs commands, one per core at a time; at the time limit they save what they have and stop.
 
@@ -62,36 +64,31 @@ def train(
     Returns:
         A line for each run that failed; the others continue.
     """
-    free, running, waiting, failed = list(cores), {}, list(runs), []
-    left = {name: list(commands) for name, commands in runs.items()}
-    end = time.monotonic() + 60 * minutes
-    try:
-        while running or (waiting and time.monotonic() < end):
-            for name, (process, core) in list(running.items()):
-                if (status := process.poll()) is None:
-                    continue
-                if left[name] and not status:
-                    running[name] = start(left[name].pop(0), core), core
-                    continue
-                del running[name]
-                free.append(core)
-                if status:
-                    failed.append(f"{name} ended with status {status}")
+    free, end = list(cores), time.monotonic() + 60 * minutes
+
+    def follow(name: str) -> list[str]:
+        core, status = free.pop(), 0
+        for command in runs[name]:
+            if status or time.monotonic() >= end:
+                break
+            print(f"{name}: {' '.join(command[2:4])}", flush=True)
+            process = start(command, core)
+            try:
+                status = process.wait(end - time.monotonic())
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+        free.append(core)
+        return [f"{name} ended with status {status}"] if status else []
+
+    failed = []
+    with futures.ThreadPoolExecutor(len(cores)) as pool:
+        try:
+            for ended in futures.as_completed([pool.submit(follow, name) for name in runs]):
+                failed += ended.result()
                 done()
-            while waiting and free and time.monotonic() < end:
-                name, core = waiting.pop(0), free.pop()
-                running[name] = start(left[name].pop(0), core), core
-                print(f"{len(runs) - len(waiting)} of {len(runs)}: {name}", flush=True)
-            if time.monotonic() >= end:
-                for process, _ in running.values():
-                    process.send_signal(signal.SIGTERM)
-                while running:  # their status is ignored, as they were stopped
-                    running.popitem()[1][0].wait()
-                done()
-            time.sleep(0.2)
-    finally:
-        for process, _ in running.values():
-            process.terminate()
+        finally:  # after Ctrl-C, which the runs receive as well
+            pool.shutdown(cancel_futures=True)
     return failed
 
 
@@ -106,62 +103,40 @@ def collect(run: Run, workdir: pathlib.Path, extended: bool = False) -> list[Fou
     results, rules = workdir / "results.json", workdir / "extend.json"
     if not results.exists() or (extended and not rules.exists()):
         return []
-    with_rules = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
-    if not with_rules["complete"]:
+    ruled = json.loads(rules.read_text()) if extended else {"complete": True, "rows": []}
+    if not ruled["complete"]:
         return []
-    rows = json.loads(results.read_text())["eval"]
-    found = []
+    rows, found = json.loads(results.read_text())["eval"], []
     for seed in run.seeds:
-        own = [row for row in rows if row.get("seed", run.seeds[0]) == seed]
-        kept = [{key: row[key] for key in ("resolution", "top1", "count")} for row in own]
-        about = {"backbone": run.backbone, "position": run.position, "seed": seed}
+        one = {"backbone": run.backbone, "position": run.position, "seed": seed}
+        one["eval"] = _of_seed(rows, seed, ("resolution", "top1", "count"))
         if extended:
-            keys = ("rule", "resolution", "score", "count")
-            ruled = [row for row in with_rules["rows"] if row["seed"] == seed]
-            about["rules"] = [{key: row[key] for key in keys} for row in ruled]
-        found.append(about | {"eval": kept})
+            one["rules"] = _of_seed(ruled["rows"], seed, ("rule", "resolution", "score", "count"))
+        found.append(one)
     return found
+
+
+def _of_seed(rows: Sequence[dict[str, Any]], seed: int, keys: Sequence[str]) -> list[dict]:
+    """The rows of a seed, which have it if there are several, with these keys."""
+    own = [row for row in rows if row.get("seed", seed) == seed]
+    return [{key: row[key] for key in keys} for row in own]
 
 
 def earlier(out: pathlib.Path | None, settings: dict[str, Any]) -> list[Found]:
     """Returns the runs in the file of an earlier call.
 
     Raises:
-        SystemExit: if they belong to another experiment or part, other settings, or other images,
-            or to seeds that are not among these.
+        SystemExit: if they have other settings, or seeds that are not among these.
     """
     if out is None or not out.exists():
         return []
     result = json.loads(out.read_text())
-    if result["benchmark"] != "evidence":
-        raise SystemExit(f"{out} holds a result of {result['benchmark']}: use another file")
-    of = result["settings"]
-    for name in ("part", "flags", "data", "designs"):
-        if of.get(name) != settings[name]:
-            raise SystemExit(
-                f"{out} holds runs with {name} {of.get(name)}, not {settings[name]}: use another "
-                "file"
-            )
-    if not set(of["seeds"]) <= set(settings["seeds"]):
-        raise SystemExit(
-            f"{out} holds runs with seeds {of['seeds']}: use another file, or --seeds with these "
-            "and more"
-        )
+    before = result["settings"]
+    if set(before.get("seeds", [])) - set(settings["seeds"]) or any(
+        before.get(name) != value for name, value in settings.items() if name != "seeds"
+    ):
+        raise SystemExit(f"{out} holds runs with other settings: use another file")
     return result["runs"]
-
-
-def _check_arguments(name: str, seeds: Sequence[int], backbones: Sequence[str]) -> None:
-    """Raises SystemExit for seeds or backbones that a part cannot train."""
-    part = PARTS[name]
-    if part.together and list(seeds) != list(range(seeds[0], seeds[0] + len(seeds))):
-        raise SystemExit(
-            f"--seeds {' '.join(map(str, seeds))}: part {name} trains all seeds in one run, "
-            "so they must be consecutive"
-        )
-    known = dict.fromkeys(backbone for backbone, _ in part.models)
-    if unknown := set(backbones) - set(known):
-        given = " ".join(sorted(unknown))
-        raise SystemExit(f"--backbones {given}: part {name} has {', '.join(known)}")
 
 
 def is_finished(run: Run, found: Sequence[Found]) -> bool:
@@ -170,14 +145,12 @@ def is_finished(run: Run, found: Sequence[Found]) -> bool:
     return {(run.backbone, run.position, seed) for seed in run.seeds} <= there
 
 
-def print_summary(name: str, runs: Sequence[Run], found: Sequence[Found], seeds: int) -> None:
-    """Prints the verdict on each claim that has all seeds, and how many runs are finished."""
-    for claim in claims(name):
-        if verdict := judge(claim, found, seeds):
-            print(f"{sides(claim)}: {verdict} ({claim.source})")
-    done = sum(is_finished(run, found) for run in runs)
-    more = "" if done == len(runs) else "; run the same command again to continue"
-    print(f"{done} of {len(runs)} runs are finished{more}")
+def tables(name: str, found: Sequence[Found], seeds: int) -> list[Table]:
+    """Accuracies, verdicts on the claims, and what rules for other sizes do, if any was tried."""
+    made = [accuracy_table(PARTS[name].models, found), claims_table(name, found, seeds)]
+    about = lambda one: {"model": one["backbone"], "position": one["position"], "run": one["seed"]}
+    rules = [about(one) | row for one in found for row in one.get("rules", [])]
+    return [*made, rules_table(rules)] if rules else made
 
 
 def run(
@@ -206,7 +179,10 @@ def run(
     """
     part = PARTS[name]
     seeds = seeds or list(part.seeds)
-    _check_arguments(name, seeds, backbones or [])
+    if part.together and seeds != list(range(seeds[0], seeds[0] + len(seeds))):
+        raise SystemExit(f"--seeds={seeds}: part {name} needs consecutive ones, for a single run")
+    if unknown := set(backbones or []) - {run.backbone for run in part.runs(seeds)}:
+        raise SystemExit(f"--backbones={', '.join(unknown)}: not one of part {name}")
     designs = {backbone: part.design(backbone) for backbone, _ in part.models}
     settings = {"part": name, "flags": list(flags), "data": data.name, "designs": designs}
     settings["seeds"] = seeds
@@ -220,13 +196,16 @@ def run(
                 found.extend(one for one in new if one not in found)
         complete = all(is_finished(run, found) for run in runs)
         cores = len(os.sched_getaffinity(0))
-        asked = {"name": name, "seeds": seeds, "backbones": backbones}  # not folders and minutes
-        keep(settings=settings, arguments=asked, cores=cores, complete=complete, runs=found)
+        keep(
+            settings=settings,
+            cores=cores,
+            complete=complete,
+            runs=found,
+            tables=tables(name, found, len(seeds)),
+        )
 
     images = workdir / f"{part.name}.npz"
     if not images.exists():
-        if not data.exists():
-            raise SystemExit(f"--data {data} does not exist")
         images = part.images(data, images)
     commands = {
         part.folder(run, flags): part.commands(run, images, workdir, flags)
@@ -236,6 +215,10 @@ def run(
     cores = [None] if part.together else sorted(os.sched_getaffinity(0))
     failed = train(commands, cores, minutes, collect_all)
     collect_all()
-    print_summary(name, runs, found, len(seeds))
+    verdicts = claims_table(name, found, len(seeds))
+    print(markdown_table(verdicts["columns"], verdicts["rows"]))
+    done = sum(is_finished(run, found) for run in runs)
+    more = "" if done == len(runs) else "; run the same command again to continue"
+    print(f"{done} of {len(runs)} runs are finished{more}")
     if failed:
         raise SystemExit("; ".join(failed))

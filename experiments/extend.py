@@ -2,26 +2,25 @@
 
     python -m experiments extend runs/evidence/fashion-vit-* --out FILE.json
 
-The rules are those of `rope_jax.positions.extension`, whatever the options of the scheme; models
-without a rotation have the rule "none" only. Each workdir of the command line is evaluated on its
-own test split, or on the first images of it (`--images 2000`). Rows in the file of --out are not
-evaluated again: `--minutes 8` stops after eight minutes, and the same command continues.
+The rules are those of `rope_jax.positions.extension`, whatever the options of the scheme, which
+must rotate. Each workdir of the command line is evaluated on its own test split, or on the first
+images of it (`--images 2000`). Rows in the file of --out are not evaluated again: the same command
+continues one that was interrupted.
 Differences from "none" are computed per seed; intervals are 95 % (Student's t). The experiment
 `evidence` does this at the end of its runs; the documentation shows the rows in its result.
 """
 
+import collections
 import dataclasses
 import json
-import math
 import pathlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax import nnx
 
-from benchmarks._runner import Keep
-from experiments._claims import interval
+from benchmarks._runner import Keep, earlier
+from experiments._claims import Table, interval, spread
 from rope_jax.compilation import keep_compiled
 from rope_jax.config import Config
 from rope_jax.evaluate import at_resolution, evaluate_split
@@ -31,7 +30,7 @@ from rope_jax.evaluate.segments import side_multiple
 from rope_jax.positions.extension import Extension
 from rope_jax.restore import read_checkpoint
 from rope_jax.sharding import make_mesh
-from rope_jax.text import Call, parse
+from rope_jax.text import Call, markdown_table, parse
 from rope_jax.training.setup import load_split
 
 RULES = [
@@ -57,19 +56,6 @@ def sizes(model: nnx.Module, scales: Sequence[float]) -> list[Size]:
         for scale in scales
     ]
     return list(dict.fromkeys(found))
-
-
-def rotates(model: nnx.Module) -> bool:
-    """Whether a model has a scheme to which the rules apply."""
-    return any(
-        getattr(module, "extension", None) is not None for _, module in nnx.iter_modules(model)
-    )
-
-
-def rules_of(model: nnx.Module, size: Size, rules: Sequence[str]) -> list[str]:
-    """The rules that may differ: at the size of training, or without a rotation, there is one."""
-    every = rotates(model) and size != tuple(model.trained_size)
-    return list(rules) if every else [rule for rule in rules if rule == "none"]
 
 
 def whole(rule: str) -> str:
@@ -103,13 +89,14 @@ def rows_of(
     about = {"run": str(run), "step": step, "seed": seed}
     about |= {"model": model.name, "position": model.notation}
     for size in sizes(model, scales):
-        images = None
-        for rule in rules_of(model, size, rules):
-            row = about | {"rule": rule, "resolution": list(size)}
-            if any(row.items() <= other.items() for other in found):
-                continue
-            images = first_images(config, size, count) if images is None else images
-            yield row | score(model, config, images, size, rule)
+        alike = size == tuple(model.trained_size)  # where all rules are the same
+        rows = [
+            about | {"rule": x, "resolution": list(size)} for x in rules if x == "none" or not alike
+        ]
+        todo = [row for row in rows if not any(row.items() <= other.items() for other in found)]
+        images = first_images(config, size, count) if todo else None
+        for row in todo:
+            yield row | score(model, config, images, size, row["rule"])
 
 
 def first_images(config: Config, size: Size, count: int | None) -> Any:
@@ -124,52 +111,42 @@ def first_images(config: Config, size: Size, count: int | None) -> Any:
 
 def score(model: nnx.Module, config: Config, images: Any, size: Size, rule: str) -> Row:
     """The main score of a model at a size and with a rule, a fraction, and its number of images."""
-    copy = at_resolution(
-        model,
-        size,
-        scale_windows=config.eval.scale_windows,
-        extend=whole(rule) if rotates(model) else None,
-    )
+    windows = config.eval.scale_windows
+    copy = at_resolution(model, size, scale_windows=windows, extend=whole(rule))
     mesh = make_mesh()
     how = protocol(images, config, copy.window_rule())
     (row,) = evaluate_split(*on_all_devices(copy, mesh), config, images, mesh, how)
     return {"score": row[main_score(row)], "count": row["count"]}
 
 
-def differences(
-    rows: Sequence[Row], model: str, position: str, rule: str, size: Sequence[int]
-) -> list[float]:
-    """A rule's scores less those of "none" in points, by seed; of "none" the scores in per cent."""
-    own = {
-        name: {
-            (row["run"], row["seed"]): 100 * row["score"]
-            for row in rows
-            if (row["model"], row["position"]) == (model, position)
-            and (row["rule"], row["resolution"]) == (name, list(size))
-        }
-        for name in ("none", rule)
-    }
-    if rule == "none":
-        return list(own["none"].values())
-    return [own[rule][key] - own["none"][key] for key in own[rule] if key in own["none"]]
-
-
-def resolutions(rows: Sequence[Row]) -> list[Size]:
-    """The sizes of rows, the smallest first."""
-    return sorted({tuple(row["resolution"]) for row in rows})
-
-
-def helping(rows: Sequence[Row], model: str, position: str) -> dict[Size, list[str]]:
-    """The rules that are above "none" at each size: their intervals are above zero."""
-    found: dict[Size, list[str]] = {}
-    for size in resolutions(rows):
-        for rule in dict.fromkeys(row["rule"] for row in rows):
-            values = differences(rows, model, position, rule, size)
-            if rule != "none" and len(values) > 1:
+def rules_table(rows: Sequence[Row]) -> Table:
+    """Scores with "none" by scheme and size, and the differences of the other rules from them."""
+    at = sorted({tuple(row["resolution"]) for row in rows})
+    scores: dict[tuple, dict] = collections.defaultdict(dict)
+    for row in rows:
+        key = row["model"], row["position"], row["rule"], tuple(row["resolution"])
+        scores[key][row["run"], row.get("seed")] = 100 * row["score"]
+    lines = []
+    for model, position, rule in dict.fromkeys(key[:3] for key in scores):
+        cells = []
+        for size in at:
+            found, base = (scores[model, position, x, size] for x in (rule, "none"))
+            if rule == "none":
+                cells.append(spread(list(base.values())))
+            elif values := [found[key] - base[key] for key in found if key in base]:
                 mean, half = interval(values)
-                if mean > half:
-                    found.setdefault(size, []).append(rule)
-    return found
+                text = spread(values, "+")
+                cells.append(f"**{text}**" if mean > half else text)
+            else:
+                cells.append("")
+        lines.append([f"`{model}`", f"`{position}`", f"`{rule}`", *cells])
+    columns = ["model", "position", "rule", *("{}x{} px".format(*size) for size in at)]
+    note = (
+        f"Scores (%) of {rows[0]['count']:,} test images with `none`, the schemes' own rule, and "
+        "differences from it in points: mean and 95 % interval over seeds. Bold: above it, by an "
+        "interval that does not contain zero; chance alone puts about one in forty there."
+    )
+    return {"columns": columns, "rows": lines, "note": note}
 
 
 def run(
@@ -179,7 +156,6 @@ def run(
     rules: list[str] = RULES,
     scales: list[float] = SCALES,
     images: int | None = None,
-    minutes: float = math.inf,
     out: pathlib.Path | None = None,
 ) -> None:
     """Evaluates trained models with every rule at every scale.
@@ -190,38 +166,20 @@ def run(
         rules: rules, none among them
         scales: multiples of the size of training
         images: first test images to evaluate; default: all
-        minutes: time limit; the same command continues
         out: the JSON file; rows that it holds are not evaluated again.
     """
     if not runs or "none" not in rules:
         raise SystemExit("name the workdirs of runs, and rules with none among them")
     keep_compiled()
     settings = {"rules": rules, "scales": scales, "images": images}
-    found, end = earlier(out, images), time.monotonic() + 60 * minutes
+    found = earlier(out, "extend", settings).get("rows", [])
     for workdir, seed in [(folder, seed) for folder in runs for seed in seeds_of(folder)]:
         for row in rows_of(workdir, seed, rules, scales, images, found):
             found.append(row)
-            keep(settings=settings, rows=found, complete=False)
+            keep(settings=settings, rows=found, complete=False, tables=[rules_table(found)])
             side = "x".join(map(str, row["resolution"]))
             told = f"{row['position']} (seed {seed}), {side} px, {row['rule']}"
             print(f"{told}: {row['score']:.1%}", flush=True)
-            if time.monotonic() > end:
-                print("not all rows are evaluated; run the same command again to continue")
-                return
-    keep(settings=settings, rows=found, complete=True)
-    for model, position in dict.fromkeys((row["model"], row["position"]) for row in found):
-        for (height, width), best in helping(found, model, position).items():
-            print(f"{model}, {position}, {height}x{width} px: above none: {', '.join(best)}")
-
-
-def earlier(out: pathlib.Path | None, images: int | None) -> list[Row]:
-    """The rows in the file of an earlier call, which must be of as many images."""
-    if out is None or not out.exists():
-        return []
-    result = json.loads(out.read_text())
-    if result["benchmark"] != "extend":
-        raise SystemExit(f"{out} holds a result of {result['benchmark']}: use another file")
-    if result["settings"]["images"] != images:
-        before = result["settings"]["images"]
-        raise SystemExit(f"{out} holds rows of --images {before}, not {images}: use another file")
-    return result["rows"]
+    table = rules_table(found)
+    keep(settings=settings, rows=found, complete=True, tables=[table])
+    print(markdown_table(table["columns"], table["rows"]))

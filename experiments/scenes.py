@@ -3,55 +3,29 @@
     python -m experiments scenes --out experiments/results/scenes_cpu.json
 
 Heo et al. (arXiv 2403.13298, tables 1 to 4) find rotary embeddings above APE in dense prediction.
-Here the recipe of `make segment` is trained with every scheme and seed, one run per CPU core at a
-time, and evaluated at five sizes. Runs that are finished in the workdir are not repeated:
-`--minutes 8` stops after eight minutes, and the same command continues. Differences from APE are
+Here `rope_jax compare` trains the recipe of `make segment` with every scheme and seed, and
+evaluates at five sizes. It can be interrupted: the same command continues. Differences from APE are
 computed per seed; intervals are 95 % (Student's t). Arguments after `--` are passed to all runs,
-which then have separate workdirs: `... -- --config.epochs=0.1`.
+which then need another workdir: `... --workdir runs/short -- --config.epochs=0.1`.
 """
 
-import json
 import math
 import os
 import pathlib
-import sys
+import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks._runner import Keep
-from experiments._claims import interval
-from experiments.evidence import train
+from experiments._claims import Table, interval, spread
+from rope_jax import compare
+from rope_jax.analysis.runs import read_runs
+from rope_jax.text import markdown_table
 
 SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "rope_mixed+ape", "axial_rope"]
-SEEDS = [0, 1, 2]
 BASE = "ape"
 Size = tuple[int, int]
 Run = dict[str, Any]  # position, seed, eval: rows of results.json
-
-
-class Difference(NamedTuple):
-    """A scheme's mIoU less that of APE, in points.
-
-    Attributes:
-        position: the scheme.
-        size: at which both are evaluated; None for "more so at larger sizes": the mean difference
-            at sizes with more pixels than in training, less that at the training size.
-        mean, half_width: over seeds, with the half width of the 95 % interval.
-        seeds: number of them.
-    """
-
-    position: str
-    size: Size | None
-    mean: float
-    half_width: float
-    seeds: int
-
-    @property
-    def verdict(self) -> str:
-        """What the interval says."""
-        if self.mean > self.half_width:
-            return "above"
-        return "below" if self.mean < -self.half_width else "not shown"
 
 
 def scores(runs: Sequence[Run], position: str) -> dict[int, dict[Size, float]]:
@@ -63,56 +37,56 @@ def scores(runs: Sequence[Run], position: str) -> dict[int, dict[Size, float]]:
     }
 
 
-def differences(runs: Sequence[Run], position: str) -> list[Difference]:
-    """A scheme's differences from APE at every size, and "more so at larger sizes" as the last.
+def differences(runs: Sequence[Run], position: str) -> list[list[float]]:
+    """A scheme's mIoU less that of APE in points, by size and seed.
 
-    They are empty with fewer than two seeds of both.
+    The last row is "more so at larger sizes": the mean difference at sizes with more pixels than in
+    training, less that at the training size.
     """
     own, base = scores(runs, position), scores(runs, BASE)
-    seeds = sorted(own.keys() & base.keys())
-    if len(seeds) < 2 or position == BASE:
-        return []
-    by_seed = [{size: own[s][size] - base[s][size] for size in own[s]} for s in seeds]
+    by_seed = [{size: own[s][size] - base[s][size] for size in own[s]} for s in own if s in base]
     trained, *others = by_seed[0]
     larger = [size for size in others if math.prod(size) > math.prod(trained)]
-    more = [sum(d[size] for size in larger) / len(larger) - d[trained] for d in by_seed]
-    columns = {size: [d[size] for d in by_seed] for size in by_seed[0]} | {None: more}
-    return [
-        Difference(position, size, *interval(values), len(seeds))
-        for size, values in columns.items()
+    more = [statistics.mean(d[size] for size in larger) - d[trained] for d in by_seed]
+    return [*([d[size] for d in by_seed] for size in by_seed[0]), more]
+
+
+def verdict(values: Sequence[float]) -> str:
+    """Formats differences and what their interval says; one seed has none."""
+    mean, half = interval(values)
+    word = "above" if mean > half else "below" if mean < -half else "not shown"
+    return f"{spread(values, '+')}, {word}"
+
+
+def tables(runs: Sequence[Run], schemes: Sequence[str]) -> list[Table]:
+    """mIoU by scheme and size, and differences from APE."""
+    found = {position: list(scores(runs, position).values()) for position in schemes}
+    sizes = list(found[schemes[0]][0])
+    means = [
+        [f"`{position}`", *(spread([one[size] for one in by_seed]) for size in sizes)]
+        for position, by_seed in found.items()
     ]
-
-
-def collect(position: str, seed: int, workdir: pathlib.Path) -> list[Run]:
-    """The rows of a finished run, or nothing."""
-    path = workdir / "results.json"
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())["eval"]
-    kept = [{key: row[key] for key in ("resolution", "miou", "accuracy", "count")} for row in rows]
-    return [{"position": position, "seed": seed, "eval": kept}]
-
-
-def folder(position: str, seed: int, flags: Sequence[str]) -> str:
-    """Name of a run's workdir, which differs for other flags."""
-    more = [flag.removeprefix("--config.").replace("/", "_") for flag in flags]
-    return "-".join([position, str(seed), *more])
-
-
-def command(position: str, seed: int, workdir: pathlib.Path, flags: Sequence[str]) -> list[str]:
-    """The command of a run."""
-    recipe = f"--config=configs/scenes.py:position={position},seed={seed}"
-    run = [sys.executable, "-m", "rope_jax.main", recipe]
-    return [*run, f"--workdir={workdir / folder(position, seed, flags)}", *flags]
+    gains = [
+        [f"`{position}`", *map(verdict, differences(runs, position))]
+        for position in found
+        if position != BASE
+    ]
+    named = ["{}x{} px".format(*size) for size in sizes]
+    note = "mIoU (%) on 200 test scenes, mean and 95 % interval over seeds; trained at the first "
+    note += f"size. Differences from `{BASE}`, in points:"
+    columns = ["position", *named]
+    return [
+        {"columns": columns, "rows": means, "note": note},
+        {"columns": [*columns, "more so at larger sizes"], "rows": gains},
+    ]
 
 
 def run(
     keep: Keep,
     *flags: str,
     workdir: pathlib.Path = pathlib.Path("runs/scenes_experiment"),
-    minutes: float = math.inf,
     schemes: list[str] = SCHEMES,
-    seeds: list[int] = SEEDS,
+    seeds: int = 3,
 ) -> None:
     """Trains every scheme with every seed, and compares them with APE.
 
@@ -120,36 +94,24 @@ def run(
         keep: saves the result.
         flags: flags of all runs.
         workdir: folder for the workdirs of the runs
-        minutes: time limit; the same command continues
         schemes: schemes to train
-        seeds: seeds of each scheme
+        seeds: number of seeds of each scheme
     """
-    planned = [(position, seed) for seed in seeds for position in schemes]
-
-    def collect_all() -> list[Run]:
-        found = [
-            one
-            for position, seed in planned
-            for one in collect(position, seed, workdir / folder(position, seed, flags))
-        ]
-        settings = {"schemes": schemes, "seeds": seeds, "flags": list(flags)}
-        complete, cores = len(found) == len(planned), len(os.sched_getaffinity(0))
-        keep(settings=settings, cores=cores, complete=complete, runs=found)
-        return found
-
-    commands = {
-        folder(*one, flags): [command(*one, workdir, flags)]
-        for one in planned
-        if not collect(*one, workdir / folder(*one, flags))
-    }
-    failed = train(commands, sorted(os.sched_getaffinity(0)), minutes, collect_all)
-    found = collect_all()
-    for position in schemes:
-        for one in differences(found, position):
-            where = "more so at larger sizes" if one.size is None else "{}x{} px".format(*one.size)
-            text = f"{one.mean:+.1f} ± {one.half_width:.1f} points of mIoU"
-            print(f"{position} and {BASE}, {where}: {text}, {one.verdict}")
-    more = "" if len(found) == len(planned) else "; run the same command again to continue"
-    print(f"{len(found)} of {len(planned)} runs are finished{more}")
-    if failed:
-        raise SystemExit("; ".join(failed))
+    asked = ["--config=scenes", f"--positions={','.join(schemes)}", f"--seeds={seeds}"]
+    compare.main([*asked, f"--out={workdir}", *flags])
+    folders = sorted(path.parent for path in workdir.glob("*/results.json"))
+    names = ("resolution", "miou", "accuracy", "count")
+    runs = [
+        {
+            "position": one.config.model.position,
+            "seed": one.config.seed,
+            "eval": [{name: row[name] for name in names} for row in one.rows],
+        }
+        for folder in folders
+        for one in read_runs(folder)
+        if one.config.model.position in schemes
+    ]
+    made = tables(runs, schemes)
+    keep(cores=len(os.sched_getaffinity(0)), runs=runs, tables=made)
+    for table in made:
+        print(markdown_table(table["columns"], table["rows"]))

@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import pytest
+import yaml
 from flax import nnx
 
 import rope_jax
@@ -101,25 +102,27 @@ def test_schemes_in_the_pages_take_the_options_that_they_are_given():
         )
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{name}" for name in PAGES)])
-def test_links_lead_to_files(name):
-    path = ROOT / name
-    for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
-        assert link.startswith("https://") or (path.parent / link).exists(), link
-
-
-SLOW_TABLES = ("docs/choosing.md",)  # creates models
+MARKED = [path for path in make_tables.FILES if "<!-- table: " in path.read_text()]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_TABLES else [])
-        for name in make_tables.FILES
+    "path",
+    [  # that creates models
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "choosing"))
+        for path in MARKED
     ],
 )
-def test_tables_agree_with_the_results(name):
-    text = (ROOT / name).read_text()
+def test_tables_agree_with_the_results(path):
+    text = path.read_text()
     blocks = len(make_tables.BLOCK.findall(text))
-    assert blocks == text.count("<!-- table: ") == text.count("<!-- end -->") > 0
+    assert blocks == text.count("<!-- table: ") == text.count("<!-- end -->")
     assert make_tables.fill(text, make_tables.read_results()) == text, "run `make tables`"
+
+
+def test_the_page_cites_what_the_citation_file_does():
+    page, cff = PAGES["citing.md"], yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    for work in (cff, *cff["references"]):
+        people = [name for person in work["authors"] for name in person.values()]
+        values = [work.get(key, "") for key in ("title", "year", "url", "version")]
+        for text in map(str, (*people, *values)):
+            assert text.removeprefix("and ") in page, text

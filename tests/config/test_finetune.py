@@ -6,16 +6,13 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 from PIL import Image
 
 import rope_jax
-from rope_jax import config as cfg
 from rope_jax.models.pretrained import export_state_dict
-from tests.config.test_recipes import recipe, resolved
 
 SMALL = {"width": 48, "heads": 3, "depth": 2}
 CLASSES = ("blue", "green", "red")
@@ -74,18 +71,3 @@ def test_official_weights_are_fine_tuned_by_one_command(tmp_path):
     assert 2 < moved["second"] / moved["first"] < 50
     assert 2 < moved["first"] / max(moved["stem"], moved["table"]) < 50
     assert moved["table"] > 0
-
-    rope_jax.save_pretrained(model, tmp_path / "saved")
-    again = rope_jax.create_model(str(tmp_path / "saved"))
-    pictures = np.random.default_rng(1).standard_normal((2, 96, 64, 3), np.float32)
-    np.testing.assert_array_equal(*(jax.jit(one)(pictures) for one in (again, model)))
-    assert (again.class_names, again.preprocessing) == (CLASSES, model.preprocessing)
-
-
-def test_the_recipe_follows_its_arguments():
-    config = resolved("finetune", "weights=x.npz,path=y,batch_size=128,rate=0.002,layer_decay=0.65")
-    assert (config.init_from, config.data.path, config.data.image_size) == ("x.npz", "y", 224)
-    assert (config.optim.learning_rate, config.optim.layer_decay) == (1e-3, 0.65)
-    assert (config.data.mean, config.epochs) == (cfg.IMAGENET_MEAN, 20)
-    with pytest.raises(cfg.ConfigError, match="weights= is missing"):
-        recipe("finetune", "path=y")

@@ -2,7 +2,7 @@ import pathlib
 
 import pytest
 
-from rope_jax.config import list_recipes, recipe_path, recipes
+from rope_jax.config import list_recipes, recipe_path
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -26,12 +26,3 @@ def test_names_and_files_of_recipes(tmp_path, monkeypatch):
 def test_unknown_recipes_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         recipe_path(text)
-
-
-def test_installed_recipes_are_inside_the_package(tmp_path, monkeypatch):
-    """As the wheel holds them, see tests/test_packaging.py."""
-    (tmp_path / "rope_jax" / "configs").mkdir(parents=True)
-    (tmp_path / "rope_jax" / "configs" / "shipped.py").touch()
-    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "rope_jax" / "config" / "recipes.py"))
-    assert list_recipes() == ["shipped"]
-    assert recipe_path("shipped") == f"{tmp_path}/rope_jax/configs/shipped.py"

@@ -23,84 +23,89 @@ def test_a_recipe_tells_what_it_costs(name):
     assert re.search(r"\n\nDeviations from the original, as far as known:\n\n- ", text)
 
 
-def paragraphs(text, *, after, before):
-    """The tables between two parts of a docstring, as lists of rows of cells."""
+def cells(text, *, after, before):
+    """(what, model, position, value) of each cell of the tables between two parts of a text."""
     part = text[text.index(after) : text.index(before, text.index(after))]
-    return [
-        [re.split(r"  +", line.strip()) for line in paragraph.strip("\n").splitlines()]
-        for paragraph in part.split("\n\n")
-        if re.match(r"\n? {4}\S", paragraph)
-    ]
-
-
-def tables(text):
-    """The source of the expected accuracies of a docstring, and its tables as (header, rows)."""
-    start = re.search(r"Expected top-1 in percent \((.+?)\), not\s+trained\s+here", text, re.S)
-    found = paragraphs(text, after=start[0], before="Deviations from the original")
-    return " ".join(start[1].split()), [(header, rows) for header, *rows in found]
+    for paragraph in part.split("\n\n"):
+        if re.match(r"\n? {4}\S", paragraph):
+            lines = [re.split(r"  +", line.strip()) for line in paragraph.strip("\n").splitlines()]
+            (what, *positions), *rows = lines
+            for model, *values in rows:
+                for position, value in zip(positions, values, strict=True):
+                    if value != "-":
+                        yield what, model, position, value
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_expected_accuracies_are_those_of_the_papers_tables(name):
     """Every number, against `analysis.expected`; of its models, all are there."""
-    source, found = tables(recipe(name)[1])
+    _, text = recipe(name)
+    start = re.search(r"Expected top-1 in percent \((.+?)\), not\s+trained\s+here", text, re.S)
+    of_source = lambda found: [x for x in found if x["source"] == " ".join(start[1].split())]
     shown = []
-    for (about, *positions), rows in found:
-        dataset, sides = about.split(" ", 1)
-        for model, *cells in rows:
-            for position, cell in zip(positions, cells, strict=True):
-                if cell == "-":
-                    continue
-                sizes = [[int(side)] * 2 for side in sides.split(", ")]
-                for size, value in zip(sizes, cell.split(", "), strict=True):
-                    entries = expected.find(
-                        model=model, position=position, dataset=dataset, resolution=size
-                    )
-                    entries = [entry for entry in entries if entry["source"] == source]
-                    assert [entry["top1"] for entry in entries] == [float(value)], (model, position)
-                    shown.append(entries[0])
+    for what, model, position, values in cells(text, after=start[0], before="Deviations from"):
+        dataset, sides = what.split(" ", 1)
+        for side, value in zip(sides.split(", "), values.split(", "), strict=True):
+            about = {"dataset": dataset, "resolution": [int(side)] * 2}
+            entries = of_source(expected.find(model=model, position=position, **about))
+            assert [entry["top1"] for entry in entries] == [float(value)], (model, position)
+            shown += entries
     models = {entry["model"] for entry in shown}
-    published = [
-        entry
+    published = [x for x in of_source(expected.entries()) if x.get("model") in models]
+    assert [x for x in published if x not in shown and "top1" in x] == []
+    assert len(shown) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "after", "before", "count"),
+    [
+        ("upernet", "mIoU, UperNet, {}", "Expected mIoU", "LaPE's", 20),
+        ("mask2former", "{}, Mask2Former", "Expected mIoU", "Mask2Former's own", 10),
+        ("dino", "box AP, {}, 12 epochs", "Expected box AP", "With `rpb`", 25),
+    ],
+)
+def test_expected_values_are_those_of_the_papers_tables(name, kind, after, before, count):
+    """Every number of a docstring, against `analysis.expected`, which has no others."""
+    shown = {
+        (kind.format(what), model, position): float(value)
+        for what, model, position, value in cells(recipe(name)[1], after=after, before=before)
+    }
+    published = {
+        (entry["task"], entry["model"], entry["position"]): entry["value"]
         for entry in expected.entries()
-        if entry["source"] == source and entry.get("model") in models and "top1" in entry
-    ]
-    assert [entry for entry in published if entry not in shown] == []
-    assert len(shown) == len(published) > 1
+        if entry["source"].startswith("Heo et al., arXiv 2403.13298, table")
+        and re.fullmatch(kind.format(".*"), entry.get("task", ""))
+    }
+    assert shown == published
+    assert len(shown) == count
 
 
-# What is decayed besides kernels, by the official optimizers' rules.
-DECAYED = {
-    ("thesis", "variant=nat_mini,position=rpb"): {"offsets"},
-    ("thesis", "variant=dinat_mini,position=rpb"): {"offsets"},
-    ("thesis", "variant=vit_s16,position=rpb"): {"offsets"},
-    ("thesis", "variant=swin_t,position=rpb+rope_mixed"): {"offsets"},
-    ("swin", "position=rpb"): set(),
-    ("swin", "position=rope_mixed"): set(),
-    ("deit3", "position=rope_mixed+ape"): set(),
-    ("lape", "variant=deit_ti16"): set(),
-    ("cct", "variant=vit_lite_7_4"): {"class_token", "embedding"},
-    ("cct", "variant=cct_7_3x1,position=lape(ape)"): {"embedding"},
-    ("cat", "variant=cat_vit_5"): {"class_token", "scale", "bias"},
-}
+# What is decayed besides kernels, by the official optimizers' rules, and a small form of the model.
+ONE, TWO = {"depth": 1}, {"depths": (1, 1), "heads": (2, 4)}
+DECAYED = [
+    ("thesis", "variant=nat_mini,position=rpb", TWO, {"offsets"}),
+    ("thesis", "variant=dinat_mini,position=rpb", TWO, {"offsets"}),
+    ("thesis", "variant=vit_s16,position=rpb", ONE, {"offsets"}),
+    ("thesis", "variant=swin_t,position=rpb+rope_mixed", TWO, {"offsets"}),
+    ("swin", "position=rpb", TWO, set()),
+    ("swin", "position=rope_mixed", TWO, set()),
+    ("deit3", "position=rope_mixed+ape", ONE, set()),
+    ("lape", "variant=deit_ti16", ONE, set()),
+    ("cct", "variant=vit_lite_7_4", ONE, {"class_token", "embedding"}),
+    ("cct", "variant=cct_7_3x1,position=lape(ape)", ONE, {"embedding"}),
+    ("cat", "variant=cat_vit_5", ONE, {"class_token", "scale", "bias"}),
+]
 
 
-@pytest.mark.parametrize(("name", "arguments"), DECAYED)
-def test_decayed_parameters_are_those_of_the_official_optimizers(name, arguments):
+@pytest.mark.parametrize(("name", "arguments", "small", "decayed"), DECAYED)
+def test_decayed_parameters_are_those_of_the_official_optimizers(name, arguments, small, decayed):
     config = resolved(name, arguments)
-    small = {"depth": 1} if name in ("cct", "deit3", "lape", "cat") else {"depths": (1, 1)}
-    if small == {"depths": (1, 1)}:
-        small["heads"] = (2, 4)
-    if "vit_s16" in arguments:
-        small = {"depth": 1}
-    create = lambda: rope_jax.create_model(
-        config.model.name, position=config.model.position, **small
+    about = {"position": config.model.position, **small}
+    params = nnx.eval_shape(
+        lambda: nnx.state(rope_jax.create_model(config.model.name, **about), nnx.Param)
     )
-    params = nnx.state(nnx.eval_shape(create), nnx.Param)
     mask = dict(named_leaves(decay_mask(params, config.optim.exempt)))
-    decayed = {path.split(".")[-1] for path, decays in mask.items() if decays}
-    assert decayed - {"kernel"} == DECAYED[name, arguments]
-    kernels = [decays for path, decays in mask.items() if path.endswith("kernel")]
-    assert all(kernels)
-    exempt = {path for path, decays in mask.items() if not decays}
-    assert not exempt if name == "cat" else {path.split(".")[-1] for path in exempt} >= {"bias"}
+    names = {x: {path.split(".")[-1] for path in mask if mask[path] == x} for x in (True, False)}
+    assert names[True] == {"kernel"} | decayed
+    assert "kernel" not in names[False]
+    assert not names[False] if name == "cat" else "bias" in names[False]

@@ -22,14 +22,9 @@ def test_a_config_survives_json():
     assert config.eval.resolutions == (6, (8, 12))
 
 
-def test_a_misspelt_key_is_refused_in_recipes_and_files():
+def test_a_misspelt_key_is_refused_in_recipes():
     with pytest.raises((KeyError, AttributeError), match="batch_size"):
         cfg.default().batch_sise = 3
-    with pytest.raises(
-        cfg.ConfigError,
-        match=r"--config.optim.learning_rat is not a setting; did you mean 'learning_rate'",
-    ):
-        cfg.resolve({"optim": {"learning_rat": 1.0}})
 
 
 @pytest.mark.parametrize(
@@ -127,19 +122,13 @@ def test_resumable_settings():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("depth=" + "-" * 10_000 + "1", None),
-        ("position=ape", "position is a setting of its own"),
-    ],
-)
-def test_options_that_no_model_has(options, message):
-    if message is None:  # a word, which the model refuses
-        assert isinstance(cfg.model_overrides(options)["depth"], str)
-    else:
-        with pytest.raises(cfg.ConfigError, match=message):
-            cfg.model_overrides(options)
+def test_model_overrides():
+    text = "depth=6,drop_path=0.1,attention=global"
+    assert cfg.model_overrides(text) == {"depth": 6, "drop_path": 0.1, "attention": "global"}
+    long = "-" * 10_000 + "1"  # a word, which the model refuses
+    assert cfg.model_overrides(f"depth={long}") == {"depth": long}
+    with pytest.raises(cfg.ConfigError, match="of its own"):
+        cfg.model_overrides("position=ape")
 
 
 @pytest.mark.parametrize("error", [OverflowError, MemoryError, RecursionError])
@@ -167,6 +156,7 @@ def test_every_setting_has_a_meaning_and_is_printed(capsys):
     said = capsys.readouterr().out
     assert said == cfg.settings_help() + "\n"
     assert max(map(len, said.splitlines())) <= 100
+    assert "--config.ema_decay: a number, at least 0 and below 1, or None; default: None\n" in said
     entries = [" ".join(entry.split()) for entry in said.split("--config.")[1:]]
     assert [entry.partition(":")[0] for entry in entries] == list(SETTINGS)
     for entry, field in zip(entries, SETTINGS.values(), strict=True):
@@ -178,26 +168,10 @@ def test_every_setting_has_a_meaning_and_is_printed(capsys):
         assert ("; resumable" in entry) == rule.resumable
 
 
-def test_the_help_of_a_setting():
-    lines = cfg.settings_help().splitlines()
-    at = lines.index("--config.label_smoothing: a number, at least 0 and below 1; default: 0.0")
-    assert lines[at + 1] == "    label smoothing of the targets"
-    assert "--config.ema_decay: a number, at least 0 and below 1, or None; default: None" in lines
-    assert "--config.model.options: text; default: ''" in lines
-
-
 def test_recipe_arguments():
-    args = cfg.recipe_arguments(
-        "position=axial_rope(k_rope=4,shared=True)+ape,epochs=3",
-        position="none",
-        epochs=1.0,
-        seed=0,
-    )
-    assert (args.position, args.epochs, args.seed) == (
-        "axial_rope(k_rope=4,shared=True)+ape",
-        3.0,
-        0,
-    )
+    scheme = "axial_rope(k_rope=4,shared=True)+ape"
+    args = cfg.recipe_arguments(f"position={scheme},epochs=3", position="none", epochs=1.0, seed=0)
+    assert (args.position, args.epochs, args.seed) == (scheme, 3.0, 0)
     assert cfg.recipe_arguments(None, seed=5).seed == 5
 
 
@@ -213,11 +187,3 @@ def test_recipe_arguments():
 def test_bad_recipe_arguments(text, message):
     with pytest.raises(cfg.ConfigError, match=message):
         cfg.recipe_arguments(text, position="none", epochs=1.0)
-
-
-def test_model_overrides():
-    assert cfg.model_overrides("depth=6,drop_path=0.1,attention=global") == {
-        "depth": 6,
-        "drop_path": 0.1,
-        "attention": "global",
-    }

@@ -39,19 +39,18 @@ def write(folder):
         np.savez(folder / name, **splits)
     for name in ("WEIGHTS", "flowers"):
         (folder / name).mkdir()
-    picture(folder / "cat.jpg")
+    save(folder / "cat.jpg")
     shutil.copy(ROOT / "docs" / "examples" / "my_schemes.py", folder)
     shutil.copy(ROOT / "configs" / "digits.py", folder / "my.py")
 
 
-def picture(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (24, 20), (90, 60, 30)).save(path)
+PICTURE = Image.new("RGB", (24, 20), (90, 60, 30))
+LABELS = Image.fromarray(np.eye(20, 24, dtype=np.uint8))
 
 
-def labels(path):
+def save(path, picture=PICTURE):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.eye(20, 24, dtype=np.uint8)).save(path)
+    picture.save(path)
 
 
 def images(folder):
@@ -59,16 +58,16 @@ def images(folder):
     write_coco(folder)
     for split in ("train", "val"):
         for name in ("cat", "dog"):
-            picture(folder / split / name / "1.jpg")
-        picture(folder / split / "1.jpg")
-        labels(folder / split / "1.png")
+            save(folder / split / name / "1.jpg")
+        save(folder / split / "1.jpg")
+        save(folder / split / "1.png", LABELS)
     (folder / "classes.txt").write_text("sky\nsea\n")
 
 
 def ade20k(folder):
     for part in ("training", "validation"):
-        picture(folder / "images" / part / "ADE_1.jpg")
-        labels(folder / "annotations" / part / "ADE_1.png")
+        save(folder / "images" / part / "ADE_1.jpg")
+        save(folder / "annotations" / part / "ADE_1.png", LABELS)
     names = [f"{number}\tname {number}" for number in range(1, 151)]
     (folder / "objectInfo150.txt").write_text("\n".join(["Idx\tName", *names]))
 
@@ -78,8 +77,8 @@ def imagenet(folder, archives):
     archives.mkdir()
     for number, synset in enumerate(SYNSETS, 1):
         for k in range(128):  # repeated augmentation needs 256 images
-            picture(folder / "train" / synset / f"{synset}_{k}.JPEG")
-        picture(folder / "val" / synset / f"ILSVRC2012_val_{number:08}.JPEG")
+            save(folder / "train" / synset / f"{synset}_{k}.JPEG")
+        save(folder / "val" / synset / f"ILSVRC2012_val_{number:08}.JPEG")
         tar(archives / f"{synset}.tar", (folder / "train" / synset).iterdir())
     tar(archives / "ILSVRC2012_img_train.tar", archives.glob("n*.tar"))
     tar(archives / "ILSVRC2012_img_val.tar", (folder / "val").rglob("*.JPEG"))

@@ -1,6 +1,5 @@
 """The options that the page on schemes lists."""
 
-import doctest
 import inspect
 
 import pytest
@@ -10,10 +9,8 @@ from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.text import bind, options_of, parse
 
-NAMES = sorted(SCHEMES.keys() - {"none"})
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"none"}))
 def test_every_option_is_described_with_its_default(name):
     cls = SCHEMES[name]
     shared = scheme_options.options_in(Rotary) if issubclass(cls, Rotary) else {}
@@ -24,18 +21,4 @@ def test_every_option_is_described_with_its_default(name):
     (call,) = parse(scheme_options.notation(name, cls).strip("`"), "position")
     parameters = inspect.signature(cls.__init__).parameters
     options = bind(call, options_of(cls.__init__))
-    assert options == {option: parameters[option].default for option in options}
-    assert set(options) == set(options_of(cls.__init__))
-
-
-def test_the_page_has_a_section_for_each_scheme():
-    page = scheme_options.scheme_options([])
-    assert [line[4:] for line in page.splitlines() if line.startswith("### ")] == NAMES
-    assert "Options" not in page
-    assert "- `std`: standard deviation of the initial table, 0.02; 0.2 in the ViT-Lite" in page
-    assert "`lape(ape, join=lape)`" in page
-
-
-def test_examples():
-    tried = doctest.testmod(scheme_options)
-    assert (tried.attempted, tried.failed) == (1, 0)
+    assert options == {option: parameters[option].default for option in options_of(cls.__init__)}

@@ -1,179 +1,77 @@
-import json
+"""The tables of the pages: how results are rendered, and which are shown where."""
+
+import ast
+import re
 
 import pytest
 
 from docs import make_tables as tables
-from experiments._parts import PARTS
+from docs.results import ROOT, newest, read_results
 
 ORIGIN = {
+    "benchmark": "speed",
     "date": "2030-01-02T03:04:05+00:00",
     "machine": {"device": "Some GPU", "platform": "gpu"},
     "versions": {"jax": "9.9"},
-    "file": "experiments/results/x.json",
+    "settings": {"part": "a"},
+    "file": "benchmarks/results/x.json",
 }
-WHERE = "Some GPU, jax 9.9, 2030-01-02, `experiments/results/x.json`"
-ON_CPU = {"device": "cpu", "platform": "cpu"}
+WHERE = "Some GPU, jax 9.9, 2030-01-02, `benchmarks/results/x.json`"
+ROWS = [["`ape`", 12345.6], ["`rpb`", 7]]
+TABLE = {"columns": ["scheme", "rate"], "rows": ROWS, "note": "A note."}
+HEAD = "| scheme | rate |\n| --- | --- |\n"
 
 
-def speed_result(**others):
-    result = {
-        "benchmark": "speed",
-        "settings": {"table": None},
-        "columns": ["measured", "form / ours", "cases"],
-        "rows": [["rotation", "xla", 1.504]],
-        "note": "Of one case.",
-    }
-    return ORIGIN | result | others
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ("speed", f"{HEAD}| `ape` | 12,300 |\n| `rpb` | 7 |\n\nA note. {WHERE}.\n"),
+        ("speed part=a rows=^`rpb`", f"{HEAD}| `rpb` | 7 |\n\nA note. {WHERE}.\n"),
+        ("speed part=b", "No result yet: `python -m benchmarks speed`.\n"),
+        ("two number=1", f"{HEAD}| `ape` | 12,300 |\n| `rpb` | 7 |\n\n{WHERE}.\n"),
+    ],
+)
+def test_a_block_is_replaced_and_nothing_else(asked, shown):
+    without_note = {key: TABLE[key] for key in ("columns", "rows")}
+    two = ORIGIN | {"benchmark": "two", "tables": [TABLE, without_note]}
+    text = f"before\n<!-- table: {asked} -->\nstale\n<!-- end -->\nafter\n"
+    filled = tables.fill(text, [ORIGIN | TABLE, two])
+    assert filled == text.replace("stale\n", shown)
+    assert tables.fill(filled, [ORIGIN | TABLE, two]) == filled
 
 
-def test_a_block_is_replaced_and_nothing_else():
-    text = "before\n<!-- table: speed -->\nstale\n<!-- end -->\nafter\n"
-    once = tables.fill(text, [speed_result()])
-    assert "stale" not in once
-    assert "| rotation | xla | 1.5 |" in once
-    assert f"\nOf one case. {WHERE}.\n" in once
-    assert once.startswith("before\n<!-- table: speed -->\n")
-    assert once.endswith("\n<!-- end -->\nafter\n")
-    assert tables.fill(once, [speed_result()]) == once
+def test_the_newest_result_of_each_platform_and_settings_is_shown():
+    on_cpu = ORIGIN | {"machine": {"device": "cpu", "platform": "cpu"}, "file": "cpu"}
+    other = ORIGIN | {"settings": {"part": "b"}, "file": "other"}
+    found = newest([on_cpu, ORIGIN, other, ORIGIN | {"file": "older"}], "speed")
+    assert [result["file"] for result in found] == [ORIGIN["file"], "other", "cpu"]
+    assert newest(found, "speed", part="b") == [other]
 
 
-def test_an_unknown_table_is_refused():
-    with pytest.raises(ValueError, match=r"table 'rotari' is unknown; use one of \['digits', "):
-        tables.fill("<!-- table: rotari -->\n<!-- end -->\n", [])
-
-
-def test_tables_without_a_result_name_the_command():
-    for name in ("startup", "data", "memory", "memory_dense", "machine_code"):
-        text = tables.TABLES[name]([speed_result()])
-        assert text == f"No result yet: `python -m benchmarks {name}`.\n"
-    assert tables.digits([]) == "No result yet: `python -m experiments digits`.\n"
-    assert tables.evidence([]).count("No result yet") == len(PARTS)
-
-
-def test_digits():
-    row = {"resolution": [8, 8], "top1": 0.5, "count": 360}
-    runs = [
-        {"position": "ape", "seed": seed, "eval": [row | {"top1": 0.5 + seed / 10}]}
-        for seed in (0, 1)
-    ]
-    result = {"benchmark": "digits", "settings": {}, "runs": runs, "cores": 2}
-    text = tables.digits([ORIGIN | result])
-    assert "| `ape` | 50.0 |" in text
-    assert "`ape` with seed 1: 60.0" in text
-    assert "\n2 CPU cores, jax 9.9, 2030-01-02, " in text
-
-
-def test_results_of_one_platform_measured_with_other_settings_are_all_there():
-    cpu = speed_result(file="cpu.json", machine=ON_CPU)
-    ours = [speed_result(file=file) for file in ("newer.json", "older.json")]
-    text = tables.TABLES["speed"]([cpu, *ours, speed_result(file="4.4", settings={"table": "4.4"})])
-    there = [text.find(f"`{name}`") > 0 for name in ("newer.json", "older.json", "4.4", "cpu.json")]
-    assert there == [True, False, True, True]
-    assert text.index("newer.json") < text.index("cpu.json")
-
-
-def evidence_result(part="fashion", **others):
-    """Two seeds, 0.1 apart, of four schemes; at 16 pixels APE is the best."""
-    top1 = {"none": (0.5, 0.3), "rpb": (0.6, 0.4), "ape": (0.55, 0.5), "rope2d": (0.7, 0.4)}
-    runs = []
-    for position, accuracies in top1.items():
-        for seed in (0, 1):
-            sides = zip((28, 16), accuracies, strict=True)
-            rows = [
-                {"resolution": [side, side], "top1": x + seed / 10, "count": 10}
-                for side, x in sides
-            ]
-            about = {"backbone": "vit", "position": position, "seed": seed}
-            runs.append(about | {"eval": rows})
-    settings = {"part": part, "flags": [], "seeds": [0, 1], "data": "x"}
-    result = {"benchmark": "evidence", "settings": settings, "runs": runs, "complete": False}
-    return ORIGIN | result | others
-
-
-def test_evidence_shows_accuracies_and_the_outcome_of_claims():
-    text = tables.evidence([evidence_result()])
-    all_runs = 2 * len(PARTS["fashion"].models)
-    assert f"over seeds. 8 of {all_runs} runs are finished. {WHERE}." in text
-    # t of one degree of freedom: 12.706
-    assert "| `vit` | `none` | 2 | 55.0 ± 63.5 (28 px) | 16: 35.0 ± 63.5 |" in text
-    rpb = "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | +10.0 ± 0.0, shown |"
-    assert rpb in text
-    rope = "| `vit` with `rope2d` above `vit` with `ape` | Heo et al., figure 4 | "
-    assert f"{rope}16 px: -10.0 ± 0.0, refuted |" in text
-    assert "Of 2 comparisons: 1 shown, 1 refuted." in text
-    assert text.count("No result yet") == len(PARTS) - 1
-
-
-def test_there_is_no_verdict_before_all_seeds():
-    result = evidence_result()
-    text = tables.TABLES["verdicts"]([result])
-    shown, refuted, rest = text.splitlines()
-    assert shown == "- **Shown**: `vit` with `rpb` above `vit` with `none` (+10.0 ± 0.0)."
-    what = "`vit` with `rope2d` above `vit` with `ape`"
-    assert refuted == f"- **Refuted**: {what} at 16 px (-10.0 ± 0.0)."
-    assert f"; {what} at 20 px, at 24 px, at 32 px" in rest
-    result["settings"]["seeds"] = [0, 1, 2]
-    (text,) = tables.TABLES["verdicts"]([result]).splitlines()
-    assert text.startswith("- **Not finished**: `vit` with `rpb` above `vit` with `none`; ")
-    evidence = tables.evidence([result])
-    assert (
-        "| `vit` with `rpb` above `vit` with `none` | thesis, table 4.1 | 2 of 3 seeds |"
-        in evidence
-    )
-    assert "comparisons" not in evidence
-
-
-def test_the_ranking_has_models_of_all_seeds():
-    result = evidence_result()
-    for run in result["runs"]:
-        first = run["eval"][0]
-        others = [first | {"resolution": [side, side]} for side in (20, 24, 32, 40)]
-        run["eval"] = [first, *others]
-    single = [run | {"position": "lape(ape)"} for run in result["runs"][:1]]
-    swin = [run | {"backbone": "swin"} for run in single]  # first, and not what the table is of
-    swin[0]["eval"] = [swin[0]["eval"][0] | {"resolution": [32, 32]}]
-    result["runs"] = [*swin, *result["runs"], *single]
-    text = tables.TABLES["ranking"]([result])
-    assert text.startswith("| position | 28 px, as trained | 20 px | 24 px | 32 px | 40 px |")
-    assert "| `rpb` |" in text
-    assert "lape" not in text
-    assert "interval over 2 seeds. " in text
-
-
-def test_designs_show_every_claim_and_setting_before_there_is_a_result():
-    text = tables.TABLES["designs"]([])
-    assert "| `vit` with `rpb` above `vit` with `none` | as trained | thesis, table 4.1 |" in text
-    parts = "`vit` with `axial_rope(k_rope=8)` as good as `vit` with `axial_rope(k_rope=1)`"
-    assert f"| {parts} | as trained | thesis, table 4.3" in text
-    rope = "| `vit` with `rope2d` above `vit` with `ape` | 16, 20, 24, 32, 40, 48 | Heo et al., fig"
-    assert rope in text
-    assert text.count("| CAT, table 4 | after ten epochs 38.9, without the imprint 38.3 |") == 1
-    assert "with -0.5 points in place of zero" in text
-    assert "| `vit` | `model.name=vit_digits`, " in text
-    assert "All: `batch_size=" in text
-
-
-def test_the_newest_result_of_a_part_counts():
-    fashion = [evidence_result(file=file) for file in ("newer.json", "older.json")]
-    results = [evidence_result("cifar10"), *fashion]
-    assert tables.newest(results, "evidence", part="fashion")["file"] == "newer.json"
-    assert tables.newest(results, "evidence", "cpu") is None
-
-
-def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
-    results = tmp_path / "benchmarks" / "results"
-    results.mkdir(parents=True)
-    (results / "x.json").write_text(json.dumps(speed_result()))
-    older = speed_result(date="2029-01-01T00:00:00+00:00", rows=[["rotation", "xla", 9.0]])
-    (results / "a.json").write_text(json.dumps(older))
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- table: speed -->\n<!-- end -->\n")
+def test_the_command_writes_the_files_that_change(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "README.md"
+    path.write_text("<!-- table: recipe name=digits -->\n<!-- end -->\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "FILES", ("README.md",))
-    with pytest.raises(SystemExit, match=r"not up to date \(make tables\): README.md"):
-        tables.main(["--check"])
-    tables.main([])
-    assert "| 1.5 |" in readme.read_text()
-    assert "benchmarks/results/x.json" in readme.read_text()
-    tables.main(["--check"])
-    assert "all tables are up to date" in capsys.readouterr().out
+    monkeypatch.setattr(tables, "FILES", [path])
+    monkeypatch.setitem(tables.TABLES, "recipe", lambda name: f"{name}\n")
+    tables.main()
+    tables.main()
+    assert "digits\n<!-- end -->" in path.read_text()
+    assert capsys.readouterr().out == "written: README.md\n"
+
+
+def test_every_recipe_with_published_accuracies_has_a_section():
+    published = {
+        path.stem
+        for path in ROOT.glob("configs/*.py")
+        if "Expected top-1" in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    }
+    page = (ROOT / "docs/papers.md").read_text()
+    assert set(re.findall(r"<!-- table: recipe name=(\w+) -->", page)) == published
+
+
+def test_every_claim_that_was_tested_is_in_the_section_of_one_paper():
+    page = (ROOT / "docs/papers.md").read_text()
+    for result in newest(read_results(), "evidence"):
+        for row in result["tables"][1]["rows"]:
+            assert page.count(f"| {' | '.join(row)} |") == 1, row

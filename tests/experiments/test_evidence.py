@@ -1,4 +1,4 @@
-"""The experiment `evidence`: its runs, claims and verdicts."""
+"""The experiment `evidence`: its runs, claims, verdicts and tables."""
 
 import dataclasses
 import io
@@ -6,9 +6,7 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,10 +18,11 @@ from experiments._claims import Claim
 from rope_jax import data
 from rope_jax.config import load_recipe
 
-CIFAR = ("vit_lite_7_4", "cvt_7_4", "cct_7_3x1")
+BETTER = Claim("somewhere", ("vit", "a"), ("vit", "b"))
 
 
 def runs(position, values):
+    """A run per seed, with its accuracy at 20 pixels and half of it at 12."""
     rows = lambda value: [
         {"resolution": [20, 20], "top1": value, "count": 100},
         {"resolution": [12, 12], "top1": value / 2, "count": 100},
@@ -35,16 +34,16 @@ def runs(position, values):
 
 
 def main(argv):
-    call("evidence", evidence.run, argv, "python -m experiments evidence")
+    call("evidence", evidence.run, list(map(str, argv)), "python -m experiments evidence")
 
 
 def test_interval_is_students():
     mean, half = _claims.interval([1.0, 2.0, 3.0])
     assert mean == 2.0
-    assert half == pytest.approx(
-        4.302653 / math.sqrt(3), rel=1e-6
-    )  # t of 2 degrees of freedom, standard deviation 1
+    # t of 2 degrees of freedom, standard deviation 1
+    assert half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert math.isnan(_claims.interval([1.0])[1])
+    assert _claims.spread([1.0], "+") == "+1.0"
 
 
 @pytest.mark.parametrize(
@@ -60,34 +59,18 @@ def test_interval_is_students():
     ],
 )
 def test_a_claim_is_judged_by_the_interval_of_its_difference(better, worse, margin, verdict):
-    claim = Claim("somewhere", ("vit", "a"), ("vit", "b"), margin=margin)
-    judged = _claims.judge(claim, runs("a", better) + runs("b", worse))
+    claim = dataclasses.replace(BETTER, margin=margin)
+    judged = _claims.judge(claim, runs("a", better) + runs("b", worse), 3)
     assert judged.verdict == verdict
     assert judged.difference == pytest.approx(100 * np.mean(np.subtract(better, worse)))
 
 
 def test_differences_are_taken_seed_by_seed_at_the_resolution_of_the_claim():
     found = runs("a", (0.2, 0.6)) + runs("b", (0.1, 0.5, 0.9))
-    judged = _claims.judge(Claim("somewhere", ("vit", "a"), ("vit", "b"), 12), found)
-    assert judged.seeds == 2
-    assert judged.difference == pytest.approx(5.0)
-    assert judged.half_width == pytest.approx(0, abs=1e-9)
-    assert _claims.judge(Claim("somewhere", ("vit", "a"), ("vit", "c")), found) is None
-    assert _claims.judge(Claim("somewhere", ("vit", "a"), ("vit", "b")), found, least=3) is None
-
-
-def test_a_verdict_of_one_seed_has_no_interval():
-    judged = _claims.judge(
-        Claim("somewhere", ("vit", "a"), ("vit", "b")),
-        runs("a", (0.82,)) + runs("b", (0.80,)),
-        least=1,
+    assert str(_claims.judge(dataclasses.replace(BETTER, resolution=12), found, 2)) == (
+        "+5.0 ± 0.0, shown"
     )
-    assert str(judged) == "+2.0 with one seed, not shown"
-    judged = _claims.judge(
-        Claim("somewhere", ("vit", "a"), ("vit", "b")),
-        runs("a", (0.81, 0.83)) + runs("b", (0.80, 0.80)),
-    )
-    assert str(judged) == "+2.0 ± 12.7, not shown"
+    assert _claims.judge(BETTER, found, 3) is None
 
 
 @pytest.mark.parametrize("part", evidence.PARTS)
@@ -98,61 +81,41 @@ def test_claims_are_about_runs_that_are_made_and_sides_that_are_evaluated(part):
         assert {claim.better, claim.worse} <= set(about.models)
     for backbone in {backbone for backbone, _ in about.models}:
         config = load_recipe(f"{about.recipe}:{about.backbone}={backbone}")
-        trained = config.data.image_size
         asked = {claim.resolution for claim in found if claim.better[0] == backbone} - {None}
         assert asked in (set(), set(config.eval.resolutions))  # all or none: not those that suit
-        assert all((side < trained) == (side in about.smaller) for side in asked)
+        assert all((side < config.data.image_size) == (side in about.smaller) for side in asked)
 
 
-def test_what_the_papers_say_is_all_there():
-    said = {
-        (claim.source, claim.better[1], claim.worse[1], claim.resolution, claim.margin > 0)
-        for name in ("fashion", "tiny_imagenet")
-        for claim in _claims.claims(name)
-        if claim.better[0] == "vit"
-    }
-    axial, fractions = "axial_rope(k_rope=2)", "thesis, table 4.3: a part of the channels is enough"
-    assert said >= {
-        ("thesis, table 4.1", "rpb", "none", None, False),
-        ("thesis, table 4.1", axial, "rpb", None, False),
-        (fractions, "axial_rope(k_rope=8)", "axial_rope(k_rope=1)", None, True),
-        (
-            "thesis, tables 4.2 and 4.3: heads may share angles",
-            "axial_rope(shared=True)",
-            axial,
-            None,
-            True,
-        ),
-        ("Heo et al., figure 4", "rope_mixed", "ape", 48, False),
-        ("Heo et al., figure 4", "rope_mixed", "rope2d", None, False),
-        ("Heo et al., figure 6 and table 5", "rope_mixed+ape", "rope_mixed", 16, False),
-        ("Heo et al., figure 6 and table 5", "rope_mixed", "rope_mixed+ape", 32, False),
-        ("LaPE, inner embeddings of DeiT-Ti", "lape(sincos2d)", "sincos2d", None, False),
-    }
-    fashion = list(_claims.claims("fashion"))
-    assert {(x.worse[0], x.source) for x in fashion if x.better[0] == "cat"} == {
-        ("cat_vit", "CAT, table 1"),
-        ("cat_no_imprint", "CAT, table 4"),
-    }
-    assert {(x.better[1], x.worse[1]) for x in fashion if x.better[0] == "swin"} == {
-        ("rpb", "none"),
-        ("axial_rope", "rpb"),
-    }
-    assert {claim.source for part in evidence.PARTS for claim in _claims.claims(part)} <= set(
-        _claims.SEEN
-    )
-    assert {
-        claim.better[0] for claim in _claims.claims("cifar10") if claim.source.startswith("LaPE")
-    } == set(CIFAR)
-    assert ("Heo et al., figure 5", "rpb") in {
-        (x.source, x.worse[1]) for x in _claims.claims("tiny_imagenet") if x.better[0] == "swin"
-    }
+@pytest.mark.parametrize(
+    ("part", "backbone", "source", "better", "worse", "side", "margin"),
+    [
+        ("fashion", "vit", "thesis, table 4.1", "rpb", "none", None, 0),
+        ("fashion", "vit", "thesis, table 4.1", "axial_rope(k_rope=2)", "rpb", None, 0),
+        ("fashion", "swin", "thesis, table 4.1", "axial_rope", "rpb", None, 0),
+        ("fashion", "vit", _claims._PART, "axial_rope(k_rope=8)", "axial_rope(k_rope=1)", None, 1),
+        ("tiny_imagenet", "vit", _claims._SHARE, "axial_rope(shared=True)", "axial_rope(k_rope=2)",
+         None, 1),
+        ("fashion", "vit", "Heo et al., figure 4", "rope_mixed", "ape", 48, 0),
+        ("fashion", "vit", "Heo et al., figure 4", "rope_mixed", "rope2d", None, 0),
+        ("tiny_imagenet", "swin", "Heo et al., figure 5", "rope_mixed", "rpb", 80, 0),
+        ("fashion", "vit", "Heo et al., figure 6 and table 5", "rope_mixed+ape", "rope_mixed", 16,
+         0),
+        ("fashion", "vit", "Heo et al., figure 6 and table 5", "rope_mixed", "rope_mixed+ape", 32,
+         0),
+        ("fashion", "vit", "LaPE, inner embeddings of DeiT-Ti", "lape(sincos2d)", "sincos2d", None,
+         0),
+        ("cifar10", "cct_7_3x1", "LaPE, CIFAR-10", "lape(ape)", "ape", None, 0),
+    ],
+)  # fmt: skip
+def test_what_the_papers_say_is_there(part, backbone, source, better, worse, side, margin):
+    models = (backbone, better), (backbone, worse)
+    assert Claim(source, *models, side, margin and _claims.MARGIN) in set(_claims.claims(part))
 
 
-def test_the_commands_of_a_run(tmp_path):
+def test_the_commands_of_a_run():
     part = evidence.PARTS["cifar10"]
-    run = part.runs([121, 122])[0]
-    ((_, *command),) = part.commands(run, pathlib.Path("x.npz"), pathlib.Path("runs"))
+    run, images, workdir = part.runs([121, 122])[0], pathlib.Path("x.npz"), pathlib.Path("runs")
+    ((_, *command),) = part.commands(run, images, workdir)
     assert command == [
         "-m",
         "rope_jax.main",
@@ -161,43 +124,19 @@ def test_the_commands_of_a_run(tmp_path):
         "--config.data.on_device=True",
         "--config.seeds=2",
     ]
-    part = evidence.PARTS["fashion"]
-    run = evidence.Run("vit", "rope2d", (3,))
-    train, extend = part.commands(run, tmp_path, pathlib.Path("w"), ["--config.epochs=0.1"])
-    folder = "w/fashion-vit-rope2d-3-epochs=0.1"
-    assert train[2:] == [
-        "rope_jax.main",
-        f"--config=fashion_mnist:path={tmp_path},backbone=vit,position=rope2d,seed=3",
-        f"--workdir={folder}",
-        "--config.epochs=0.1",
-    ]
-    assert extend[2:] == [
-        "experiments",
-        "extend",
-        folder,
-        f"--out={folder}/extend.json",
-        "--images=2000",
-    ]
-    assert len(part.commands(run._replace(position="ape"), tmp_path, tmp_path)) == 1
-    (crops,) = evidence.PARTS["fashion_crops"].commands(run, tmp_path, tmp_path)
+    part, run = evidence.PARTS["fashion"], evidence.Run("vit", "rope2d", (3,))
+    train, extend = part.commands(run, images, workdir, ["--config.epochs=0.1"])
+    folder = "runs/fashion-vit-rope2d-3-epochs=0.1"
+    assert train[-2:] == [f"--workdir={folder}", "--config.epochs=0.1"]
+    rules = ["extend", folder, f"--out={folder}/extend.json", "--images=2000"]
+    assert extend[2:] == ["experiments", *rules]
+    assert len(part.commands(run._replace(position="ape"), images, workdir)) == 1
+    (crops,) = evidence.PARTS["fashion_crops"].commands(run, images, workdir)
     assert ",augment=resized_crop(scale_min=0.25)" in crops[3]
-
-
-def test_questions_are_answered_one_after_the_other():
-    """All seeds of a group of models come before the next group."""
-    part = evidence.PARTS["fashion"]
-    started = [(run.backbone, run.position, run.seeds) for run in part.runs(part.seeds)]
-    first = ["none", "rpb", "axial_rope(k_rope=2)"]
-    assert started[:15] == [("vit", position, (seed,)) for seed in range(5) for position in first]
-    assert len(set(started)) == len(started) == 5 * len(part.models)
-    assert set(part.extended) <= set(part.models)
-    together = evidence.PARTS["cifar10"]
-    assert [run.seeds for run in together.runs([1, 2])] == [(1, 2)] * len(together.models)
 
 
 def test_the_design_of_a_backbone_is_what_decides_its_results():
     design = evidence.PARTS["fashion"].design("vit")
-    assert design["data.source"] == "idx"
     assert design["eval.resolutions"] == [16, 20, 24, 32, 40, 48]
     assert not {"seed", "model.position", "data.path", "log_every"} & set(design)
     assert design != evidence.PARTS["fashion"].design("swin")
@@ -215,73 +154,43 @@ def test_every_run_has_a_workdir_of_its_own():
     ]
     assert len(set(folders)) == len(folders)
     assert not [folder for folder in folders if "/" in folder]
+    together = evidence.PARTS["cifar10"]
+    assert [run.seeds for run in together.runs([1, 2])] == [(1, 2)] * len(together.models)
 
 
-def sleeping(tmp_path):
-    script = f"""
-import pathlib, signal, sys, time
-def stop(*_):
-    pathlib.Path({str(tmp_path / "stopped")!r}).touch()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
-pathlib.Path({str(tmp_path / "started")!r}).touch()
-time.sleep(60)
-"""
-    return [sys.executable, "-c", script]
+def program(text):
+    return [sys.executable, "-c", text]
 
 
 @pytest.mark.process
-def test_runs_are_stopped_when_the_time_is_up_and_nothing_new_starts(monkeypatch, tmp_path):
-    original, started = evidence.start, []
-
-    def start(command, core):
-        started.append(original(command, core))
-        while not (tmp_path / "started").exists():
-            time.sleep(0.01)
-        return started[-1]
-
-    monkeypatch.setattr(evidence, "start", start)
-    commands = {name: [sleeping(tmp_path)] for name in "abc"}
-    assert evidence.train(commands, [None], 0.01, lambda: None) == []
-    assert len(started) == 1
+def test_runs_are_stopped_when_the_time_is_up_and_nothing_new_starts(tmp_path):
+    text = f"""
+import pathlib, signal, sys, time
+folder = pathlib.Path({str(tmp_path)!r})
+signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / "stopped").touch()))
+(folder / "started").touch(exist_ok=False)
+time.sleep(60)
+"""
+    commands = {name: [program(text), program(text)] for name in "abc"}
+    assert evidence.train(commands, [None], 0.05, lambda: None) == []
     assert (tmp_path / "stopped").exists()
-    assert started[0].returncode == 0
 
 
 @pytest.mark.process
 def test_a_run_that_fails_is_told_of_and_ends_no_other(tmp_path):
-    done = []
-    ending = lambda status: [sys.executable, "-c", f"raise SystemExit({status})"]
-    after = [sys.executable, "-c", f"open({str(tmp_path / 'after')!r}, 'x')"]
-    commands = {"3": [ending(3), ending(1)], "0": [ending(0), after]}
-    cores = sorted(os.sched_getaffinity(0))
-    assert evidence.train(commands, cores[:1], 1, lambda: done.append(0)) == [
-        "3 ended with status 3"
-    ]
+    done, core = [], max(os.sched_getaffinity(0))
+    text = "import os, pathlib, time; time.sleep(0.5); "
+    text += f"pathlib.Path({str(tmp_path / 'x')!r}).write_text(str(os.sched_getaffinity(0)))"
+    ending = lambda status: program(f"raise SystemExit({status})")
+    commands = {"3": [ending(3), ending(1)], "0": [ending(0), program(text)]}
+    failed = evidence.train(commands, [core], math.inf, lambda: done.append(0))
+    assert failed == ["3 ended with status 3"]
     assert len(done) == 2
-    assert (tmp_path / "after").exists()
-
-
-@pytest.mark.process
-def test_a_run_has_the_core_that_is_named(tmp_path):
-    core = max(os.sched_getaffinity(0))
-    script = f"""
-import os, pathlib, time
-time.sleep(0.5)
-pathlib.Path({str(tmp_path / "x")!r}).write_text(str(os.sched_getaffinity(0)))
-"""
-    assert evidence.start([sys.executable, "-c", script], core).wait() == 0
-    assert (tmp_path / "x").read_text() == str({core})
+    assert (tmp_path / "x").read_text() == str({core})  # the second command, on its core
 
 
 def test_seeds_of_one_run_are_told_apart(tmp_path):
-    of = lambda side, top1, **more: {
-        "resolution": [side, side],
-        "top1": top1,
-        "top5": 1.0,
-        "count": 9,
-        **more,
-    }
+    of = lambda side, top1, **more: {"resolution": [side, side], "top1": top1, "count": 9, **more}
     rows = [of(32, 0.5, seed=5), of(32, 0.6, seed=6), of(24, 0.3, seed=5), of(24, 0.4, seed=6)]
     (tmp_path / "results.json").write_text(json.dumps({"eval": rows}))
     found = evidence.collect(evidence.Run("vit", "ape", (5, 6)), tmp_path)
@@ -289,32 +198,25 @@ def test_seeds_of_one_run_are_told_apart(tmp_path):
         (5, [0.5, 0.3]),
         (6, [0.6, 0.4]),
     ]
-    (tmp_path / "results.json").write_text(json.dumps({"eval": [of(32, 0.5)]}))
-    assert evidence.collect(evidence.Run("vit", "ape", (7,)), tmp_path)[0]["seed"] == 7
-    assert evidence.collect(evidence.Run("vit", "ape", (7,)), tmp_path / "nothing") == []
-    run = evidence.Run("vit", "ape", (7,))
-    row = {"rule": "ntk", "resolution": [64, 64], "score": 0.5, "count": 9}
-    assert evidence.collect(run, tmp_path, extended=True) == []  # not evaluated yet
+
+
+def test_a_run_is_finished_with_its_evaluation_by_rules(tmp_path):
+    run, row = evidence.Run("vit", "ape", (7,)), {"resolution": [32, 32], "top1": 0.5, "count": 9}
+    assert evidence.collect(run, tmp_path) == []
+    (tmp_path / "results.json").write_text(json.dumps({"eval": [row]}))
+    assert evidence.collect(run, tmp_path)[0]["seed"] == 7
+    assert evidence.collect(run, tmp_path, extended=True) == []
+    rule = {"rule": "ntk", "resolution": [64, 64], "score": 0.5, "count": 9}
     for complete in (False, True):
-        rules = {"complete": complete, "rows": [row | {"seed": 7, "run": "x"}]}
+        rules = {"complete": complete, "rows": [rule | {"seed": 7, "run": "x"}]}
         (tmp_path / "extend.json").write_text(json.dumps(rules))
         found = evidence.collect(run, tmp_path, extended=True)
-        assert [one["rules"] for one in found] == ([[row]] if complete else [])
-
-
-def images_file(path):
-    rng = np.random.default_rng(0)
-    split = lambda name, count: {
-        f"{name}_images": rng.integers(0, 256, (count, 64, 64, 3), np.uint8),
-        f"{name}_labels": np.arange(count) % 2,
-    }
-    np.savez(path, **split("train", 8), **split("test", 4))
-    return path
+        assert [one["rules"] for one in found] == ([[rule]] if complete else [])
 
 
 @pytest.fixture
-def small_part(tmp_path, monkeypatch):
-    """A part of two models whose runs with seed 0 end, and the names of runs that were started."""
+def started(tmp_path, monkeypatch):
+    """The names of runs that were started, by call, of a part whose runs with seed 0 end."""
     part = evidence.PARTS["fashion"]
     part = dataclasses.replace(part, groups=[[("vit", "ape"), ("vit", "none")]], extended=())
     monkeypatch.setattr(evidence, "PARTS", {"fashion": part})
@@ -331,114 +233,88 @@ def small_part(tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr(evidence, "train", train)
-    return part, started
+    return started
 
 
-def small_command(tmp_path, *more):
-    seeds = ["--seeds", "0", "1", "--workdir", str(tmp_path / "w")]
-    return ["fashion", "--data", str(tmp_path), "--out", str(tmp_path / "x.json"), *seeds, *more]
+def command(tmp_path, *more):
+    folders = ["--data", tmp_path, "--out", tmp_path / "x.json", "--workdir", tmp_path / "w"]
+    return ["fashion", *folders, "--seeds", 0, 1, *more]
 
 
-def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, small_part, capsys):
-    """Also when no workdir is there, as on another machine."""
-    _, started = small_part
-    main(small_command(tmp_path))
+def test_what_is_in_the_file_of_an_earlier_call_is_not_trained_again(tmp_path, started, capsys):
+    """Also when no workdir is there, as on another machine; seeds can be added."""
+    main(command(tmp_path))
     names = [f"fashion-vit-{position}-{seed}" for seed in (0, 1) for position in ("ape", "none")]
-    assert started == [names]
-    result = json.loads((tmp_path / "x.json").read_text())
-    assert [(run["position"], run["seed"]) for run in result["runs"]] == [("ape", 0), ("none", 0)]
-    assert not result["complete"]
-    shutil.rmtree(tmp_path / "w")
-    main(small_command(tmp_path))
-    assert started[1] == names[2:]
-    assert json.loads((tmp_path / "x.json").read_text())["runs"] == result["runs"]
-    assert "2 of 4 runs are finished; run the same command again" in capsys.readouterr().out
-    # Runs with other flags are not taken for these, though they lie in the same folder.
-    other = [*small_command(tmp_path), "--out", str(tmp_path / "short.json")]
-    main([*other, "--", "--config.epochs=1"])
-    assert started[2] == [f"{name}-epochs=1" for name in names]
+    first = json.loads((tmp_path / "x.json").read_text())
+    assert [(run["position"], run["seed"]) for run in first["runs"]] == [("ape", 0), ("none", 0)]
+    assert not first["complete"]
+    (tmp_path / "w").rename(tmp_path / "away")
+    main(command(tmp_path, "--seeds", 0, 1, 2))
+    more = [f"fashion-vit-{position}-2" for position in ("ape", "none")]
+    assert started == [names, names[2:] + more]
+    second = json.loads((tmp_path / "x.json").read_text())
+    assert (second["runs"], second["settings"]["seeds"]) == (first["runs"], [0, 1, 2])
+    assert "2 of 6 runs are finished; run the same command again" in capsys.readouterr().out
 
 
-def test_seeds_can_be_added(tmp_path, small_part, capsys):
-    """No claim has a verdict before it has them all."""
-    _, started = small_part
-    main(small_command(tmp_path, "--seeds", "0"))
-    main(small_command(tmp_path, "--seeds", "0", "1", "2"))
-    assert started[1] == [f"fashion-vit-{x}-{seed}" for seed in (1, 2) for x in ("ape", "none")]
-    result = json.loads((tmp_path / "x.json").read_text())
-    assert result["settings"]["seeds"] == [0, 1, 2]
-    assert "2 of 6 runs are finished" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("seeds", [2, 3])
-def test_the_summary_has_claims_of_all_seeds(seeds, capsys):
-    found = [run | {"seed": seed} for seed in range(2) for run in runs("rpb", [0.8 + seed / 10])]
-    found += [run | {"seed": seed} for seed in range(2) for run in runs("none", [0.7 + seed / 10])]
-    evidence.print_summary("fashion", [], found, seeds)
-    assert ("shown" in capsys.readouterr().out) == (seeds == 2)
-
-
-def test_runs_of_other_settings_are_not_taken_for_these(tmp_path, small_part, monkeypatch):
-    _, started = small_part
-    main(small_command(tmp_path))
-    refused = lambda name: pytest.raises(SystemExit, match=f"x.json holds runs with {name} .*: use")
-    with refused("flags"):
-        main(small_command(tmp_path, "--", "--config.epochs=1"))
-    (tmp_path / "others").mkdir()
-    with refused("data"):
-        main(small_command(tmp_path, "--data", str(tmp_path / "others")))
-    with pytest.raises(
-        SystemExit, match=r"x.json holds runs with seeds \[0, 1\]: use another file"
-    ):
-        main(small_command(tmp_path, "--seeds", "1", "2"))
+@pytest.mark.parametrize(
+    "change", [["--seeds", 1, 2], ["--data", "others"], ["--", "--config.epochs=1"]]
+)
+def test_runs_of_other_settings_are_not_taken_for_these(change, tmp_path, started, monkeypatch):
+    main(command(tmp_path))
+    with pytest.raises(SystemExit, match="holds runs with other settings"):
+        main(command(tmp_path, *change))
     monkeypatch.setattr(_parts.Part, "design", lambda *_: {"epochs": 9})
-    with refused("designs"):
-        main(small_command(tmp_path))
-    (tmp_path / "x.json").write_text(json.dumps({"benchmark": "digits"}))
-    with pytest.raises(SystemExit, match=r"x.json holds a result of digits: use another file"):
-        main(small_command(tmp_path))
+    with pytest.raises(SystemExit, match="other settings"):
+        main(command(tmp_path))
     assert len(started) == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["cifar10", "--seeds", "1", "3"],
-            "--seeds 1 3: part cifar10 trains all seeds in one run, so they must be consecutive",
-        ),
-        (["fashion", "--backbones", "x"], "--backbones x: part fashion has vit, cat, .*, swin"),
-        (["fashion"], "--data .*x.npz does not exist"),
+        (["cifar10", "--seeds", "1", "3"], "cifar10 needs consecutive"),
+        (["fashion", "--backbones", "x"], "x: not one of part fashion"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
-        main([*arguments, "--data", str(tmp_path / "x.npz"), "--workdir", str(tmp_path)])
+        main([*arguments, "--data", tmp_path, "--workdir", tmp_path])
+
+
+def test_tables_have_the_most_accurate_first_and_no_verdict_before_all_seeds():
+    top1 = {"none": (0.5, 0.6), "rpb": (0.6, 0.7), "ape": (0.54,)}
+    found = [run for position, values in top1.items() for run in runs(position, values)]
+    accuracies, verdicts = evidence.tables("fashion", found, 2)
+    assert accuracies["columns"] == ["backbone", "position", "seeds", "as trained", "12 px"]
+    assert accuracies["rows"] == [  # t of one degree of freedom: 12.706
+        ["`vit`", "`rpb`", "2", "65.0 ± 63.5 (20 px)", "32.5 ± 31.8"],
+        ["`vit`", "`none`", "2", "55.0 ± 63.5 (20 px)", "27.5 ± 31.8"],
+        ["`vit`", "`ape`", "1", "54.0 (20 px)", "27.0"],
+    ]
+    said = {row[0]: row[2] for row in verdicts["rows"]}
+    assert said["`vit` with `rpb` above `vit` with `none`"] == "as trained: +10.0 ± 0.0, shown"
+    at = (16, 20, 24, 32, 40, 48)
+    sizes = [f"{side} px: not finished" for side in at]
+    assert said["`vit` with `rope2d` above `vit` with `ape`"] == "<br>".join(sizes)
+    _, verdicts = evidence.tables("fashion", found, 3)
+    assert verdicts["rows"][0][2] == "as trained: not finished"
 
 
 def test_images_lie_packed_or_as_pixels(tmp_path):
-    file = images_file(tmp_path / "pixels.npz")
-    assert _parts.packed(file, tmp_path / "new.npz") == file
-    np.savez(tmp_path / "other.npz", images=np.zeros(1), labels=np.zeros(1))
-    with pytest.raises(
-        SystemExit,
-        match=r"other.npz has neither train_images nor body, header, offsets: pass a file",
-    ):
-        _parts.packed(tmp_path / "other.npz", tmp_path / "new.npz")
+    pixels = {f"{split}_images": np.zeros((2, 8, 8, 3), np.uint8) for split in ("train", "test")}
+    np.savez(tmp_path / "pixels.npz", **pixels)
+    assert _parts.packed(tmp_path / "pixels.npz", tmp_path / "x") == tmp_path / "pixels.npz"
     rng = np.random.default_rng(0)
     encoded = []
     for quality in (75, 75, 90):
-        stream = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(
-            stream, "JPEG", quality=quality
-        )
+        image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
+        image.save(stream := io.BytesIO(), "JPEG", quality=quality)
         encoded.append(stream.getvalue())
     cut = 160  # what comes first is alike in all files of a quality: their tables
-    assert encoded[0][:cut] == encoded[1][:cut]
-    offsets = np.cumsum([0, *(len(one) - cut for one in encoded)])
     arrays = {
         "body": np.frombuffer(b"".join(one[cut:] for one in encoded), np.uint8),
-        "offsets": offsets,
+        "offsets": np.cumsum([0, *(len(one) - cut for one in encoded)]),
         "labels": np.array([7, 3, 7]),
         "header": np.frombuffer(encoded[0][:cut] + encoded[2][:cut], np.uint8),
         "header_offsets": np.array([0, cut, 2 * cut]),

@@ -263,8 +263,14 @@ def run(
             "attacks": tries(attacks, seed, folder),
         }
     figures["seconds"] = round(time.monotonic() - begun)
+    rows = [  # anything that was not survived has ended the program, but for attacks
+        ["`SIGKILL` at a random instant", kill_count, kill_count],
+        ["a damaged checkpoint", corruption_count, corruption_count],
+        ["`SIGTERM` in each phase of a run", len(phases), len(phases)],
+        *([row["attack"], row["tries"], row["survived"]] for row in figures["attacks"]),
+    ]
     print(json.dumps(figures, indent=1))
-    keep(**figures)
+    keep(**figures, columns=["attack", "tries", "survived"], rows=rows)
 
 
 if __name__ == "__main__":
