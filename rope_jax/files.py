@@ -11,11 +11,9 @@ import pathlib
 import socket
 import stat
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-RETRY_AFTER = (0.5, 1.0, 2.0)  # seconds
 _JSON_BYTES = 1 << 28  # of a JSON file; config, results and indices have far fewer
 
 
@@ -88,33 +86,6 @@ def read_json(path: str | os.PathLike) -> Any:
         raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
 
 
-def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object with the digest of its entries as another entry, `sha256`.
-
-    >>> unsealed(sealed({"top1": 0.5}), "results.json")
-    {'top1': 0.5}
-    """
-    return value | {"sha256": _digest(value)}
-
-
-def unsealed(value: Any, name: str) -> dict[str, Any]:
-    """The entries of an object of `sealed`, without the digest.
-
-    Raises:
-        ValueError: it is something else, or an entry was changed; the message has `name`.
-    """
-    if not isinstance(value, dict) or "sha256" not in value:
-        raise ValueError(f"{name} has no digest of its entries")
-    entries = {key: entry for key, entry in value.items() if key != "sha256"}
-    if _digest(entries) != value["sha256"]:
-        raise ValueError(f"{name} was changed after it was written: its digest is of other entries")
-    return entries
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def set_aside(path: pathlib.Path, why: object, suffix: str = "damaged") -> pathlib.Path:
     """Renames what cannot be used to NAME.suffix (.2, ...), with a warning; returns the new path.
 
@@ -133,40 +104,6 @@ def file_sha256(path: str | os.PathLike) -> str:
     """The sha256 of a regular file's content, in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def has_sha256(path: pathlib.Path, sha256: str) -> bool:
-    """Whether a regular file has this sha256, in hexadecimal."""
-    return file_sha256(path) == sha256
-
-
-def retried(read: Callable[[], Any], pauses: Sequence[float]) -> Any:
-    """The result of `read`, which is called again, after each of the pauses (s), if it fails.
-
-    >>> retried(lambda: 3, RETRY_AFTER)
-    3
-
-    Raises:
-        OSError: the last call failed, too.
-    """
-    for pause in pauses:
-        with contextlib.suppress(OSError):
-            return read()
-        time.sleep(pause)
-    return read()
-
-
-@contextlib.contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Adds a path to each OSError in the context that names none (as a full disk's)."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # of NumPy, for a file that it could not write as a whole
-            raise OSError(f"{os.fspath(path)}: {error}") from error
-        if error.filename is None:
-            error.filename = os.fspath(path)
-        raise
 
 
 def write_file(path: pathlib.Path, content: str | bytes) -> None:

@@ -13,7 +13,6 @@ from rope_jax.config import ConfigError
 from rope_jax.files import (
     SaveFailed,
     locked,
-    naming,
     read_json,
     read_regular,
     set_aside,
@@ -117,11 +116,3 @@ def test_a_lock_is_lost_with_its_workdir(tmp_path, monkeypatch):
 
 def unreachable(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
-def test_an_error_without_a_path_gets_one(code):
-    with pytest.raises(OSError, match="/somewhere/else"), naming("/somewhere/else"):
-        raise OSError(code, os.strerror(code))
-    with pytest.raises(OSError, match="'a'"), naming("/somewhere/else"):
-        raise OSError(code, os.strerror(code), "a")

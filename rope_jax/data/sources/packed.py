@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.data.sources.index import Source
-from rope_jax.files import has_sha256
+from rope_jax.files import file_sha256
 
 FORMAT = 2
 
@@ -56,7 +56,7 @@ class Packed(Source):
         arrays, shards = self.about["files"].items(), self.about["shards"]
         sizes = {x["file"]: (self.index / x["file"]).stat().st_size for x in shards}
         changed = [x["file"] for x in shards if sizes[x["file"]] != x["bytes"]]
-        changed += [x for x, facts in arrays if not has_sha256(self.index / x, facts["sha256"])]
+        changed += [x for x, facts in arrays if file_sha256(self.index / x) != facts["sha256"]]
         if changed:
             raise ValueError(
                 f"{self.index / changed[0]} was changed after it was written: restore it, or "
@@ -81,7 +81,7 @@ class Packed(Source):
         return [
             shard["file"]
             for shard in self.about["shards"]
-            if not has_sha256(self.index / shard["file"], shard["sha256"])
+            if file_sha256(self.index / shard["file"]) != shard["sha256"]
         ]
 
     @functools.cached_property
