@@ -98,7 +98,8 @@ def run(
         seeds: number of seeds of each scheme
     """
     asked = ["--config=scenes", f"--positions={','.join(schemes)}", f"--seeds={seeds}"]
-    compare.main([*asked, f"--out={workdir}", *flags])
+    classes = "--config.model.num_classes=11"  # ten digits and the ground
+    compare.main([*asked, f"--out={workdir}", classes, *flags])
     folders = sorted(path.parent for path in workdir.glob("*/results.json"))
     names = ("resolution", "miou", "accuracy", "count")
     runs = [

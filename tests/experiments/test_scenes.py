@@ -57,7 +57,8 @@ def test_the_runs_of_the_comparison_are_collected(tmp_path, monkeypatch, capsys)
 
     def main(arguments):
         assert arguments[0] == "--config=scenes"
-        assert arguments[2:] == ["--seeds=3", f"--out={tmp_path}", "--config.epochs=0.5"]
+        more = ["--config.model.num_classes=11", "--config.epochs=0.5"]
+        assert arguments[2:] == ["--seeds=3", f"--out={tmp_path}", *more]
         for name in found:
             (tmp_path / name).mkdir()
             (tmp_path / name / "results.json").touch()
