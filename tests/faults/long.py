@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks._runner import Keep, call
 from rope_jax.config import from_json
 from rope_jax.run import load_newest
+from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_metrics
@@ -47,8 +48,8 @@ DAMAGES = ("flip", "truncate", "zero", "delete")
 PHASES = {  # what a run says at their beginning
     "start": "",
     "compile": "\nparameter ",
-    "step": "\nstep    20/",
-    "save": f"\nstep    {2 * EVERY}/",
+    "step": "\nstep 20/",
+    "save": f"\nstep {2 * EVERY}/",
     "evaluation": f"\nsaved step {STEPS}:",
 }
 
@@ -182,12 +183,23 @@ def corruptions(
     return {"corruptions": count, "by_kind": dict(done), "files": len(files), "fell_back": count}
 
 
+def _slowed() -> None:
+    """Makes each step of a run take a tenth of a second, so that a signal arrives in it."""
+    report = Reporter.report
+
+    def slow(self: Reporter, *arguments: Any) -> None:
+        time.sleep(0.1)
+        report(self, *arguments)
+
+    Reporter.report = slow
+
+
 def signals(phases: Iterable[str], reference: dict, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Sends SIGTERM in each phase: logged steps must be saved, and the run must resume."""
     rows = []
     for phase in phases:
         workdir, log = folder / f"signal-{phase}", folder / f"signal-{phase}.log"
-        run = start(workdir, log)
+        run = start(workdir, log, prepare=_slowed)
         sent = run.wait_for(PHASES[phase])
         with contextlib.suppress(ProcessLookupError):  # a machine on which it has ended
             run.send(signal.SIGTERM)
