@@ -260,7 +260,7 @@ def test_a_class_without_what_its_scheme_needs_is_refused():
     class Nothing(Rotary):
         """Not finished."""
 
-    with pytest.raises(TypeError, match="abstract class Nothing .*freqs"):
+    with pytest.raises(TypeError, match=r"abstract class Nothing .*freqs"):
         Nothing(Stage(depth=1, heads=1, head_dim=8, channels=8, grid=(4, 4)), rngs=nnx.Rngs(0))
 
 
