@@ -83,5 +83,5 @@ def test_heads_begin_with_points_in_eight_directions():
 
 def test_heads_must_divide_the_channels():
     dtypes = dtypes_of(jnp.dtype("float32"))
-    with pytest.raises(ValueError, match="10 channels are not divisible by heads=8"):
+    with pytest.raises(ValueError, match="width=10, which is not divisible by heads=8"):
         DeformableAttention(10, levels=1, heads=8, points=1, rngs=nnx.Rngs(0), dtypes=dtypes)

@@ -84,7 +84,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ):
             abstract(name, **settings)
     elif (name, head) == ("vit_digits", "segmenter"):
-        with pytest.raises(ValueError, match="96 channels, which its head_dim=64 does not divide"):
+        with pytest.raises(ValueError, match="width=96, which is not divisible by head_dim=64"):
             abstract(name, **settings)
     else:
         logits = logits_of(abstract(name, **settings), size, 2 * size)
