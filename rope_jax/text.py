@@ -60,6 +60,8 @@ def parse(text: str, what: str) -> tuple[Call, ...]:
         ValueError: the text does not follow the notation.
     """
     try:
+        if "#" in text:
+            raise ValueError("it has a comment")
         return _sum(ast.parse(" ".join(text.split()), mode="eval").body)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
