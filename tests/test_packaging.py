@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -121,7 +122,7 @@ def test_the_command_works_without_a_clone(installed, tmp_path):
     (following,) = (line for line in trained.splitlines() if line.startswith("try next: "))
     assert following.startswith("try next: rope_jax train --config=digits:epochs=1 ")
     assert following.endswith(" --config.model.position=rope2d --workdir=run_rope2d")
-    command(*following.removeprefix("try next: rope_jax ").split())
+    command(*shlex.split(following.removeprefix("try next: rope_jax ")))
     assert (tmp_path / "run_rope2d" / "results.json").exists()
     assert "12x12" in command("evaluate", "run", "--resolutions=12")
     command("report", "run", "--out=page")
