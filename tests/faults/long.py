@@ -33,7 +33,7 @@ from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
 from rope_jax.workdir.metrics import read_metrics
 from rope_jax.workdir.trees import tree_hash
-from tests.faults.attacks import SMALL, all_attacks, durable, expect, last_logged
+from tests.faults.attacks import SMALL, Absent, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
 
 EVERY = 8  # steps between checkpoints
@@ -228,6 +228,9 @@ def tries(pattern: str, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]
             with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as name:
                 try:
                     attack.run(pathlib.Path(name), number, np.random.default_rng((seed, number)))
+                except Absent as absent:
+                    print(f"not tried: {attack.name}: {absent}")
+                    break
                 except Exception:  # the table counts what was not survived
                     traceback.print_exc()
                 else:

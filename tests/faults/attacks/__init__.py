@@ -11,8 +11,9 @@ registered with its name:
 
 The number selects the case, so that all of them are tried; instants and places are random.
 
-It raises an AssertionError if the run did not survive. `test_attacks.py` tries each once, `make
-test-faults` as often as is written here; the counts are shown in `docs/running.md`.
+It raises an AssertionError if the run did not survive, and Absent where what it needs is not
+installed. `test_attacks.py` tries each once, `make test-faults` as often as is written here; the
+counts are shown in `docs/running.md`.
 """
 
 import dataclasses
@@ -39,6 +40,10 @@ SMALL = [  # 36 steps; a later argument of the same name takes precedence
 ]
 ENDLESS = "--config.epochs=4000.0"
 BOUND = 120  # seconds in which everything must end
+
+
+class Absent(Exception):
+    """A program that an attack needs is not installed; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
