@@ -310,37 +310,38 @@ def _taken(
     """What a head, with options, takes of a backbone."""
     stages = [part.position.stage for part in backbone.parts().values()]
     widths, depth = [stage.channels for stage in stages], sum(stage.depth for stage in stages)
-    several = backbone.own_maps or len(stages) > 1
+    offers = "maps" if backbone.own_maps else "stages" if len(stages) > 1 else "blocks"
+    needs = "map" if head.strides is None else "pyramid" if head.scales else "maps"
     # A model of stages whose head takes one map is saved with the block of that map.
-    saved = head.strides is None and blocks is not None and tuple(blocks) == (depth - 1,)
-    if blocks is not None and several and not saved:
+    saved = needs == "map" and blocks is not None and tuple(blocks) == (depth - 1,)
+    if blocks is not None and offers != "blocks" and not saved:
         raise ValueError(
             f"blocks={tuple(blocks)} are of isotropic models: those of {backbone.name} are the "
             "last of every stage; leave them out"
         )
     kind = getattr(options, "neck", "deconv")
-    if kind != "deconv" and several:
+    if kind != "deconv" and offers != "blocks":
         raise ValueError(
             f"neck={kind} is of isotropic models: the maps of {backbone.name} have the sizes that "
             "the head takes; leave it out"
         )
     made = {"rngs": rngs, "dtypes": dtypes}
-    if several and head.strides is not None:
-        stages = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
-        own = [(widths * len(_STRIDES))[stage] for stage in stages]
-        epsilon = backbone.options.norm_epsilon
-        norms = None if backbone.own_maps else StageNorms(own, epsilon, **made)
-        return _Taken(norms, own, stages=stages)
-    single = head.strides is None or head.scales is not None
-    blocks = _blocks(backbone.name, depth, blocks, single=single)
-    if head.strides is None:
-        return _Taken(None, widths[-1:], blocks)
-    if head.scales is None:
-        make = NECKS[kind]
-        return _Taken(make and make(widths[0], **made), widths * len(head.strides), blocks)
-    pyramid = {"outputs": options.width, "scales": head.scales, "dtype": dtypes["dtype"]}
-    neck = FeaturePyramid(widths[0], **pyramid, rngs=rngs)
-    return _Taken(neck, [options.width] * len(head.strides), blocks)
+    if offers == "blocks" or needs == "map":
+        blocks = _blocks(backbone.name, depth, blocks, single=needs != "maps")
+    match offers, needs:
+        case _, "map":
+            return _Taken(None, widths[-1:], blocks)
+        case "blocks", "maps":
+            make = NECKS[kind]
+            return _Taken(make and make(widths[0], **made), widths * len(head.strides), blocks)
+        case "blocks", "pyramid":
+            pyramid = {"outputs": options.width, "scales": head.scales, "dtype": dtypes["dtype"]}
+            neck = FeaturePyramid(widths[0], **pyramid, rngs=rngs)
+            return _Taken(neck, [options.width] * len(head.strides), blocks)
+    chosen = tuple(i for i, stride in enumerate(_STRIDES) if stride in head.strides)
+    own = [(widths * len(_STRIDES))[stage] for stage in chosen]
+    norms = None if offers == "maps" else StageNorms(own, backbone.options.norm_epsilon, **made)
+    return _Taken(norms, own, stages=chosen)
 
 
 def _blocks(
