@@ -407,7 +407,7 @@ RUNNERS = {
     "make": make,
 }
 # How commands say that something is missing which inline code may leave out.
-MISSING = r"arguments are required|--\w+ is missing|name either the WORKDIR"
+MISSING = r"arguments are required|--\w+ is missing|name either the WORKDIR|must have a value"
 
 
 # ml_collections imports recipes by a method that Python deprecates.

@@ -50,7 +50,7 @@ def test_parse():
         ("crop(pad=x)", "pad must be a whole number"),
         ("crop(pad=1.5)", "pad must be a whole number"),
         ("crop(pad=1e999)", "pad must be a whole number"),
-        ("crop(pad=1,pad=2)", "gives pad twice"),
+        ("crop(pad=1,pad=2)", "an option twice"),
         ("none+erase", "none stands alone"),
         ("flip+resized_crop", "another order than that of its stages: one crop"),
         ("centre+resized_crop", "another order"),

@@ -72,7 +72,7 @@ def test_settings_of_another_task_are_refused(folder):
     changes = {
         "--config.mix.mixup=0.8 is for classes of whole": replaced(config, "mix", mixup=0.8),
         "label_smoothing=0.1 is for": dataclasses.replace(config, label_smoothing=0.1),
-        "--config.loss=binary does not go": dataclasses.replace(config, loss="binary"),
+        "--config.loss=binary is for": dataclasses.replace(config, loss="binary"),
         "augment: rand_augment changes": replaced(config, "data", augment="rand_augment"),
         "augment: erase changes images": replaced(config, "data", augment="erase"),
     }

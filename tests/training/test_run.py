@@ -379,7 +379,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(tmp_path, finishe
 )
 def test_a_state_of_other_arrays_is_not_resumed(change, finished):
     name = next(iter(change)).replace("__", ".")
-    with pytest.raises(ConfigError, match=r"does not fit this run: .*\[--workdir\]"):
+    with pytest.raises(ConfigError, match=r"not those of this run: .*\[--workdir\]"):
         rope_jax.run.train(tiny(**{"ema_decay": 0.9} | change), finished[0], resume_override=[name])
 
 
