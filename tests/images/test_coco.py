@@ -49,8 +49,8 @@ def test_images_without_objects_are_left_out_of_training(folder):
 
 def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsys):
     content = annotations()
-    for k, box in enumerate([[-4, -6, 30, 26], [60, 20, 30, 0], [80, 8, 25, 20]]):
-        content["annotations"][[0, 1, 3][k]]["bbox"] = box
+    for k, box in {0: [-4, -6, 30, 26], 1: [60, 20, 30, 0], 3: [80, 8, 25, 20]}.items():
+        content["annotations"][k]["bbox"] = box
     write_annotations(folder, "train", content)
     images = opened(folder)
     example = images.example(0)
@@ -67,10 +67,7 @@ def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsy
 
 
 def change(part, number, **entries):
-    def changed(content):
-        content[part][number] |= entries
-
-    return changed
+    return lambda content: content[part][number].update(entries)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +147,13 @@ def test_an_image_of_another_size_than_its_annotations_is_bad(folder, capsys):
         opened(folder).example(1)
     assert verify_main(["--source=coco", f"--path={folder}", "--workers=0"]) == 1
     told = capsys.readouterr().out
-    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels, but is annotated" in told
+    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels" in told
     assert "10 images, 1 found bad" in told
-    content = annotations()
-    content["annotations"][0]["bbox"] = [1, 2, 3, 0]
-    write_annotations(folder, "val", content)
-    verify_main(["--source=coco", f"--path={folder}", "--workers=0"])
-    assert "set, test split: 1 of 8 boxes have no area" in capsys.readouterr().out
 
 
 def test_other_annotations_are_another_set(folder):
-    found = {opened(folder).fingerprint(), opened(folder).fingerprint()}
-    assert len(found) == 1
+    found = [opened(folder).fingerprint()]
+    assert found == [opened(folder).fingerprint()]
     for changed in (
         change("annotations", 0, bbox=[4, 6, 20, 15]),
         change("annotations", 0, iscrowd=1),
@@ -171,11 +163,11 @@ def test_other_annotations_are_another_set(folder):
         content = annotations()
         changed(content)
         write_annotations(folder, "train", content)
-        found.add(opened(folder).fingerprint())
-    assert len(found) == 5
+        found.append(opened(folder).fingerprint())
+    assert len(set(found)) == 5
 
 
-def test_crops_that_change_the_aspect_are_refused(folder):
-    for crop in ("centre", "stretch", "scaled_crop", "detr_crop"):
-        with pytest.raises(ValueError, match=f"{crop} is not for the evaluation of images with b"):
-            load("coco", str(folder), "test", (96, 96), crop=crop)
+@pytest.mark.parametrize("crop", ["centre", "stretch", "scaled_crop", "detr_crop"])
+def test_crops_that_change_the_aspect_are_refused(folder, crop):
+    with pytest.raises(ValueError, match=f"{crop} is not for the evaluation"):
+        load("coco", str(folder), "test", (96, 96), crop=crop)

@@ -44,25 +44,20 @@ def no_children():
     return not multiprocessing.active_children()
 
 
+def same(left, right):
+    for one, other in zip(left, right, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+
+
 def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
     images = load("folder", str(pictures), "train", (12, 12))
     with batches(images, workers=2, **OPTIONS) as stream:
-        for got, expected in zip(
-            itertools.islice(stream, 6), batches(images, **OPTIONS), strict=False
-        ):
-            assert got.keys() == expected.keys()
-            for key in got:
-                np.testing.assert_array_equal(got[key], expected[key])
+        same(itertools.islice(stream, 6), itertools.islice(batches(images, **OPTIONS), 6))
     assert no_children()
     held_out = load("folder", str(pictures), "test", (12, 12))
-    both = zip(
-        evaluation_batches(held_out, batch_size=20, workers=1),
-        evaluation_batches(held_out, batch_size=20),
-        strict=True,
-    )
-    for got, expected in both:
-        for key in expected:
-            np.testing.assert_array_equal(got[key], expected[key])
+    same(*(evaluation_batches(held_out, batch_size=20, workers=workers) for workers in (1, 0)))
     assert no_children()
 
 
