@@ -66,46 +66,19 @@ def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsy
     assert capsys.readouterr().err == ""
 
 
-def change(part, number, **entries):
-    return lambda content: content[part][number].update(entries)
+def edit(change):
+    """A change of the annotations, written into their file."""
+
+    def damage(folder):
+        content = annotations()
+        change(content)
+        write_annotations(folder, "train", content)
+
+    return damage
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (change("annotations", 2, category_id=4), "102 has image_id=7 and category_id=4,.* 3 cat"),
-        (change("annotations", 2, image_id=4), "102 has image_id=4 .* 6 images"),
-        (change("annotations", 2, id="x"), "entry {'id': 'x'.*whole numbers"),
-        (change("annotations", 2, bbox=[1, 2, 3]), r"'bbox': \[1, 2, 3\].*four finite numbers"),
-        (change("annotations", 2, bbox=[1, 2, 3, float("nan")]), "four finite numbers"),
-        (change("annotations", 2, bbox=[1, 2, 3, 10**400]), "four finite numbers"),
-        (change("annotations", 2, area=None), "'area': None"),
-        (change("annotations", 2, iscrowd=2), "'iscrowd': 2.*iscrowd is 0 or 1"),
-        (change("images", 0, height=None), "'000000000030.jpg', 'height': None"),
-        (change("images", 0, id=20), "two of its images have the id 20"),
-        (change("images", 0, file_name="other.jpg"), r"other.jpg is missing \(1 of the 6 images"),
-        (change("categories", 0, id=3), "two of its categories have the id 3"),
-        (change("categories", 0, name=None), "its categories must each have"),
-        (
-            lambda content: content["annotations"].append({"id": 9}),
-            "its annotations must be a list",
-        ),
-        (
-            lambda content: content.pop("images"),
-            "its images must be a list of entries as COCO's: None",
-        ),
-        (
-            lambda content: [one.update(iscrowd=1) for one in content["annotations"]],
-            "has an object to train on",
-        ),
-    ],
-)
-def test_wrong_annotations_are_named(folder, changed, message):
-    content = annotations()
-    changed(content)
-    write_annotations(folder, "train", content)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        opened(folder)
+def wrong(part, number, **entries):
+    return edit(lambda content: content[part][number].update(entries))
 
 
 def annotation_file(folder, year=2017):
@@ -115,25 +88,44 @@ def annotation_file(folder, year=2017):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (wrong("annotations", 2, category_id=4), "image_id=7 and category_id=4"),
+        (wrong("annotations", 2, image_id=4), "102 has image_id=4"),
+        (wrong("annotations", 2, id="x"), "entry {'id': 'x'"),
+        (wrong("annotations", 2, bbox=[1, 2, 3]), r"'bbox': \[1, 2, 3\]"),
+        (wrong("annotations", 2, bbox=[1, 2, 3, float("nan")]), "four finite numbers"),
+        (wrong("annotations", 2, bbox=[1, 2, 3, 10**400]), "four finite numbers"),
+        (wrong("annotations", 2, area=None), "'area': None"),
+        (wrong("annotations", 2, iscrowd=2), "'iscrowd': 2"),
+        (wrong("images", 0, height=None), "'000000000030.jpg', 'height': None"),
+        (wrong("images", 0, id=20), "two of its images have the id 20"),
+        (wrong("images", 0, file_name="other.jpg"), r"other.jpg is missing \(1 of the 6 images"),
+        (wrong("categories", 0, id=3), "two of its categories have the id 3"),
+        (wrong("categories", 0, name=None), "its categories must each have"),
+        (edit(lambda x: x["annotations"].append({"id": 9})), "its annotations must be a list"),
+        (edit(lambda x: x.pop("images")), "its images must be a list .*: None"),
+        (
+            edit(lambda x: [one.update(iscrowd=1) for one in x["annotations"]]),
+            "has an object to train on",
+        ),
         (
             lambda f: annotation_file(f).write_text(annotation_file(f).read_text()[:900]),
-            "instances_train2017.json is not JSON: .*; was it downloaded completely",
+            "instances_train2017.json is not JSON",
         ),
-        (lambda f: annotation_file(f).write_bytes(b"\xff\xfe"), "is not JSON: 'utf-8' codec"),
+        (lambda f: annotation_file(f).write_bytes(b"\xff\xfe"), "is not JSON"),
         (lambda f: annotation_file(f).write_text("[" * 100_000), "is not JSON"),
         (
             lambda f: (f / "train2017" / "000000000002.jpg").unlink(),
             r"000000000002.jpg is missing \(1 of the 6 images",
         ),
         (lambda f: (f / "train2017").rename(f / "train2014"), "missing .6 of the 6 images"),
-        (lambda f: annotation_file(f).unlink(), r"one file instances_train\*.json.* has none"),
+        (lambda f: annotation_file(f).unlink(), "has none"),
         (
             lambda f: annotation_file(f, 2014).write_text("{}"),
             "instances_train2014.json and instances_train2017.json",
         ),
     ],
 )
-def test_damaged_sets_are_named(folder, damage, message):
+def test_wrong_annotations_and_damaged_sets_are_named(folder, damage, message):
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         opened(folder)
@@ -155,14 +147,12 @@ def test_other_annotations_are_another_set(folder):
     found = [opened(folder).fingerprint()]
     assert found == [opened(folder).fingerprint()]
     for changed in (
-        change("annotations", 0, bbox=[4, 6, 20, 15]),
-        change("annotations", 0, iscrowd=1),
-        change("categories", 0, name="crow"),
-        change("categories", 1, name="wolf"),
+        wrong("annotations", 0, bbox=[4, 6, 20, 15]),
+        wrong("annotations", 0, iscrowd=1),
+        wrong("categories", 0, name="crow"),
+        wrong("categories", 1, name="wolf"),
     ):
-        content = annotations()
-        changed(content)
-        write_annotations(folder, "train", content)
+        changed(folder)
         found.append(opened(folder).fingerprint())
     assert len(set(found)) == 5
 

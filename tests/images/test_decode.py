@@ -191,13 +191,9 @@ def test_no_truncation_and_no_flipped_byte_crashes(kind):
     exif = Image.Exif()
     exif[ORIENTATION] = 5
     data = encode(picture("RGB", 40, 40), kind, exif=exif, progressive=kind == "JPEG")
-    refused = 0
-    for length in range(0, len(data), 7):
-        try:
-            assert decode_image(data[:length]).shape == (40, 40, 3)
-        except ValueError:
-            refused += 1
-    assert refused >= len(data) // 7 - 2  # only the format's last bytes may be missing
+    for length in range(0, len(data) - 20, 7):  # only the format's last bytes may be missing
+        with pytest.raises(ValueError, match=r"."):
+            decode_image(data[:length])
     rng = np.random.default_rng(1)
     for _ in range(200):
         broken = np.frombuffer(data, np.uint8).copy()

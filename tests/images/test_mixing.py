@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax.data import order
 from rope_jax.data.images import mixing
 
 
@@ -66,14 +65,3 @@ def test_each_group_is_mixed_with_itself_by_its_own_draw(groups):
         np.testing.assert_array_equal(mixed[rows], alone)
         np.testing.assert_array_equal(shares[rows], np.full((len(rows), 1), share))
         np.testing.assert_array_equal(others[rows], labels[rows][::-1])
-
-
-@pytest.mark.parametrize("groups", [8, 64])
-def test_copies_of_an_image_are_not_mixed_with_each_other(groups):
-    """As on as many GPUs, none of which has an image of an epoch twice in a batch."""
-    options = {"batch_size": 2048, "seed": 0, "count": 10_000, "repeats": 3}
-    for step in range(8):
-        epochs, indices = order.batch_examples(step, **options)
-        ids = epochs * 10_000 + indices % 10_000
-        assert len(np.unique(ids)) < 2048 / 2
-        assert all(len(np.unique(group)) == 2048 // groups for group in ids.reshape(groups, -1))

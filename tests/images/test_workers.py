@@ -16,6 +16,7 @@ from PIL import Image
 from rope_jax.data import BadImages, batches, evaluation_batches, load
 from rope_jax.data.jobs import run_jobs
 from rope_jax.data.workers import DeadWorker
+from tests.images.streams import same, take
 
 pytest.importorskip("grain", reason="needs grain (the extra `data`)")
 pytestmark = pytest.mark.process
@@ -44,17 +45,10 @@ def no_children():
     return not multiprocessing.active_children()
 
 
-def same(left, right):
-    for one, other in zip(left, right, strict=True):
-        assert one.keys() == other.keys()
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key])
-
-
 def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
     images = load("folder", str(pictures), "train", (12, 12))
     with batches(images, workers=2, **OPTIONS) as stream:
-        same(itertools.islice(stream, 6), itertools.islice(batches(images, **OPTIONS), 6))
+        same(take(6, stream), take(6, batches(images, **OPTIONS)))
     assert no_children()
     held_out = load("folder", str(pictures), "test", (12, 12))
     same(*(evaluation_batches(held_out, batch_size=20, workers=workers) for workers in (1, 0)))
@@ -64,10 +58,8 @@ def test_streams_and_evaluations_do_not_depend_on_workers(pictures):
 def test_a_bad_image_in_a_worker_and_a_killed_worker(pictures):
     (pictures / "train" / "0" / "bad.png").write_bytes(b"no image")
     images = load("folder", str(pictures), "train", (12, 12))
-    with pytest.raises(
-        BadImages, match=r"\(0/bad.png\) cannot be used: not a JPEG, PNG or WebP image"
-    ):
-        list(itertools.islice(batches(images, workers=1, **OPTIONS), 3))
+    with pytest.raises(BadImages, match=r"\(0/bad.png\) cannot be used"):
+        take(3, batches(images, workers=1, **OPTIONS))
     assert no_children()
     stream = batches(images, workers=1, bad_images="skip", **OPTIONS)
     next(stream), next(stream)
