@@ -109,10 +109,10 @@ def annotation_file(folder, year=2017):
         ),
         (
             lambda f: annotation_file(f).write_text(annotation_file(f).read_text()[:900]),
-            "instances_train2017.json is not JSON",
+            "instances_train2017.json is damaged",
         ),
-        (lambda f: annotation_file(f).write_bytes(b"\xff\xfe"), "is not JSON"),
-        (lambda f: annotation_file(f).write_text("[" * 100_000), "is not JSON"),
+        (lambda f: annotation_file(f).write_bytes(b"\xff\xfe"), "is damaged"),
+        (lambda f: annotation_file(f).write_text("[" * 100_000), "is damaged"),
         (
             lambda f: (f / "train2017" / "000000000002.jpg").unlink(),
             r"000000000002.jpg is missing \(1 of the 6 images",

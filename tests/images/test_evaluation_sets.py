@@ -1,14 +1,9 @@
 import numpy as np
 import pytest
-from PIL import Image
 
 from rope_jax.data import EvaluationSet, Streamed, evaluation_batches
 from rope_jax.data.sources.evaluation_sets import real_labels, subset, synsets
-
-
-def save(path, array):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(array).save(path)
+from tests.images.test_pairs import save
 
 
 def test_the_lists_are_the_official_ones():

@@ -361,8 +361,9 @@ def packed(tmp_path):
 
 
 def verify_packed(folder):
-    arguments = ["--source=packed", f"--path={folder.parent}", "--splits=train", "--workers=0"]
-    return verify_main(arguments)
+    return verify_main(
+        ["--source=packed", f"--path={folder.parent}", "--splits=train", "--workers=0"]
+    )
 
 
 @pytest.mark.parametrize("name", ["labels.npy", "shapes.npy", "names.npy", "ends.npy"])
