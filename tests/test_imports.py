@@ -198,6 +198,7 @@ HEAVY = [
     ("package", "unwanted"),
     [
         ("rope_jax", [*HEAVY, "huggingface_hub", "beartype"]),
+        ("rope_jax.data", HEAVY),
         ("rope_jax_kernels", [*HEAVY, "flax", "optax", "orbax", "rope_jax"]),
     ],
 )

@@ -222,11 +222,6 @@ def _normalised(
     return normalise(jnp.asarray(images), preprocessing.mean, preprocessing.std)
 
 
-def _place(text: str) -> tuple[float, float]:
-    y, x = map(float, text.split(","))
-    return y, x
-
-
 OF_MODEL = {
     command.__name__: command for command in (attention, maps, fourier, correlation, decay, learned)
 }
@@ -251,7 +246,8 @@ def _parser() -> argparse.ArgumentParser:
         add[name]("--count", type=Number(int, low=1), default=256, help="number of images")
         add[name]("--batch_size", type=Number(int, low=1), default=32, help="images in a step")
     query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
-    add["maps"]("--query", type=_place, metavar="Y,X", help=query_help)
+    place = lambda text: tuple(map(float, text.split(",")))
+    add["maps"]("--query", type=place, metavar="Y,X", help=query_help)
     token_help = (
         "index of the token; default: the centre (upper left of the middle four on an even map)"
     )

@@ -163,19 +163,15 @@ def panels(
         label: of the colour bar.
         mark: (row, column) of the token that is marked on each; None for (H // 2, W // 2).
     """
-    across, down = _layout(len(maps), 6)
-    figure = _figure(max(1.55 * across + 0.9, 4.0), 1.75 * down + 0.4)
-    for number, (name, values) in enumerate(maps.items(), 1):
-        axes = figure.add_subplot(down, across, number)
+    figure, every = _grid(title, list(maps), columns=6, panel=(1.55, 1.75), margins=(0.9, 0.4))
+    for axes, values in zip(every, maps.values(), strict=True):
         image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
         row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
         axes.plot(column, row, marker="+", color="black", markersize=7)
-        axes.set_title(name, fontsize=8)
         axes.set_axis_off()
-    bar = figure.colorbar(image, ax=figure.axes, fraction=0.05, aspect=15 * down)
+    bar = figure.colorbar(image, ax=every, fraction=0.05, aspect=25)
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
 
@@ -197,14 +193,13 @@ def overlays(
         place: (y, x) as fractions of height and width. A cross marks the middle of the token there,
             on the image that of the first map; None for no mark.
     """
-    across, down = _layout(len(maps) + 1, 5)
     height, width = image.shape[:2]
-    figure = _figure(1.9 * across, (1.9 * height / width + 0.25) * down + 0.4)
+    panel = (1.9, 1.9 * height / width + 0.25)
+    figure, every = _grid(title, ["image", *maps], columns=5, panel=panel, margins=(0.0, 0.4))
     extent = (0, width, height, 0)
     overlay = {"cmap": "inferno", "alpha": 0.65, "extent": extent, "interpolation": "bilinear"}
     cross = {"marker": "+", "color": "cyan", "markersize": 9, "markeredgewidth": 2}
-    for number, (name, values) in enumerate([("image", None), *maps.items()], 1):
-        axes = figure.add_subplot(down, across, number)
+    for axes, values in zip(every, [None, *maps.values()], strict=True):
         axes.imshow(image, extent=extent)
         if values is not None:
             axes.imshow(values, **overlay)
@@ -213,9 +208,7 @@ def overlays(
             row, column = token_at(place, grid)
             middle = (column + 0.5) / grid[1] * width, (row + 0.5) / grid[0] * height
             axes.plot(*middle, **cross)
-        axes.set_title(name, fontsize=8)
         axes.set_axis_off()
-    figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
 
@@ -259,36 +252,49 @@ def frequencies_before_and_after(
         path: of the PNG file.
         title: of the picture.
     """
-    across, down = _layout(len(after), 4)
-    figure = _figure(2.1 * across + 1.2, 2.1 * down + 0.6)
+    names = [f"layer {layer + 1}" for layer in range(len(after))]
+    figure, every = _grid(title, names, columns=4, panel=(2.1, 2.1), margins=(1.2, 0.6))
     reach = 1.05 * max(abs(before).max(), abs(after).max())
     styles = (
         (before, {"label": "before", "marker": ".", "color": "0.6"}),
         (after, {"label": "after", "marker": "x", "color": COLOURS[1]}),
     )
-    for layer in range(len(after)):
-        axes = figure.add_subplot(down, across, layer + 1)
+    for layer, axes in enumerate(every):
         for values, style in styles:
             y, x = np.moveaxis(values[layer], 1, 0)
             axes.plot(x.ravel(), y.ravel(), linestyle="none", markersize=3.5, **style)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-        axes.set_title(f"layer {layer + 1}", fontsize=8)
         axes.tick_params(labelsize=6)
     named = axes.get_legend_handles_labels()
     figure.legend(*named, loc="outside right center", frameon=False, fontsize=9)
     figure.supxlabel("x, radians per token", fontsize=8)
     figure.supylabel("y, radians per token", fontsize=8)
-    figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
 
 def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _grid(
+    title: str,
+    names: Sequence[str],
+    *,
+    columns: int,
+    panel: tuple[float, float],
+    margins: tuple[float, float],
+) -> tuple[Any, list[Any]]:
+    """A figure with a panel for each name, in rows of at most so many; sizes in inches."""
+    across = min(columns, len(names))
+    down = -(-len(names) // across)
+    figure = _figure(max(panel[0] * across + margins[0], 4.0), panel[1] * down + margins[1])
+    figure.suptitle(title, fontsize=10)
+    every = [figure.add_subplot(down, across, number + 1) for number in range(len(names))]
+    for axes, name in zip(every, names, strict=True):
+        axes.set_title(name, fontsize=8)
+    return figure, every
 
 
 def _axes(width: float, height: float) -> tuple[Any, Any]:
@@ -308,12 +314,6 @@ def _label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-
-
-def _layout(count: int, columns: int) -> tuple[int, int]:
-    """Columns and rows for a number of panels."""
-    across = min(columns, count)
-    return across, -(-count // across)
 
 
 def _colour(number: int) -> str:

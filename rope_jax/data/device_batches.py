@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Integer, UInt8, UInt64
 
-from rope_jax.data.examples import Training, check_augmentations
+from rope_jax.data.examples import Training
 from rope_jax.data.images.augment import AUGMENTATIONS, CROP, Augmentation, parse_loader
 from rope_jax.data.images.device_crops import pack
 from rope_jax.data.sources import Images, Streamed
@@ -41,17 +41,12 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         Raises:
             ValueError: the set is not in memory, or an augmentation cannot run on the device.
         """
-        if not images.in_memory:
+        if not images.in_memory or images.labels_of == "boxes":
             raise ValueError(
-                f"on_device=True, but {images.name} is too large to lie in memory: set it to False"
-            )
-        if images.labels_of == "boxes":
-            raise ValueError(
-                f"on_device=True, but {images.name} has boxes, which the loader pads: set it to "
-                "False"
+                f"on_device=True is for sets in memory without boxes, and {images.name} is none: "
+                "set it to False"
             )
         augmentations = parse_loader(augment)
-        check_augmentations(augmentations, images)
         for one in augmentations:
             crop = one.entry.stage == CROP
             if one.entry.on_device is None or (crop and images.labels_of == "pixels"):

@@ -219,7 +219,7 @@ class OfPixels(Evaluation):
             with blame("--window"):
                 self.about.model.grids(views.window)
         config = self.about.config or Config()
-        found = segment_split(
+        row, pictures = segment_split(
             *self.applied(),
             images,
             views,
@@ -233,8 +233,8 @@ class OfPixels(Evaluation):
             bad_images=config.data.bad_images,
             poll=self.progress,
         )
-        self.draw(draw_pictures, found.pictures)
-        return self.dense_row(found.row, found.row["protocol"])
+        self.draw(draw_pictures, pictures)
+        return self.dense_row(row, row["protocol"])
 
 
 class OfBoxes(Evaluation):

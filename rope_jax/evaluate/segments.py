@@ -82,21 +82,6 @@ class Views:
                 yield view[:, ::-1], True
 
 
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """What `segment_split` finds.
-
-    Attributes:
-        row: scores, as in `results.json`.
-        pictures: the first images with their labels and the predicted classes.
-        programs: how many programs were compiled, see `Windows.programs`.
-    """
-
-    row: Row
-    pictures: list[Segmented]
-    programs: dict[str, int]
-
-
 def segment_split(
     apply: Apply,
     weights: Any,
@@ -112,7 +97,7 @@ def segment_split(
     pictures: int = 0,
     bad_images: str = "error",
     poll: Callable[[int], None] = lambda images: None,
-) -> Scored:
+) -> tuple[Row, list[Segmented]]:
     """Scores a model on a split, each image compared with its labels at its own size.
 
     Logits of windows are averaged and resized to the image, and the softmaxes of views averaged
@@ -132,6 +117,9 @@ def segment_split(
         pictures: number of images that are kept with their classes.
         bad_images: "error", or "skip" for images that cannot be used.
         poll: called after each image with the number of images so far.
+
+    Returns:
+        The row of scores, and the first images with their labels and the predicted classes.
 
     Raises:
         BadImages: an image or its labels cannot be used.
@@ -172,7 +160,7 @@ def segment_split(
         resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
     row = description(images) | {"count": used} | segmentation.scores(parts, images)
     row["protocol"] = f"{resized}, labels at their own size; {views}"
-    return Scored(row, kept, windows.programs())
+    return row, kept
 
 
 def _pair(images: Images | Streamed, number: int) -> Pair:

@@ -49,11 +49,9 @@ def small_hierarchy(name, size, **options):
 
 
 def test_attention_to_the_neighbour_has_distance_one_and_no_entropy():
-    height, width = 3, 5
-    tokens = np.arange(height * width).reshape(height, width)
+    tokens = np.arange(15).reshape(3, 5)
     keys = np.concatenate([tokens[:, 1:2], tokens[:, :-1]], axis=1)  # left; at the border right
-    layer = layer_of(np.eye(height * width)[keys.ravel()], (height, width))
-    distance, entropy = row_statistics(layer)
+    distance, entropy = row_statistics(layer_of(np.eye(15)[keys.ravel()], (3, 5)))
     np.testing.assert_allclose(distance, 2 * np.ones(3), rtol=1e-6)  # summed over two images
     np.testing.assert_allclose(entropy, np.zeros(3), atol=1e-6)
 
@@ -103,14 +101,6 @@ def test_stacked_blocks_become_a_list():
         np.testing.assert_array_equal(block.norm1.scale, model.blocks.norm1.scale[layer])
 
 
-def test_even_attention_in_windows():
-    model = small_hierarchy("swin_t", 16, depths=(2,), window_size=2)
-    found = attention_statistics(model, [pictures(16, 16)])
-    np.testing.assert_allclose(found.distance[0], (0 + 1 + 1 + math.sqrt(2)) / 4, rtol=1e-5)
-    np.testing.assert_allclose(found.entropy[0], math.log(4), rtol=1e-5)
-    assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border
-
-
 def test_padding_of_a_map_is_not_part_of_it():
     """3 x 2 tokens are padded to 3 x 3, and each attends to all of these."""
     model = small_hierarchy("nat_mini", (12, 8), depths=(1,), kernel_size=3, pad_compat=True)
@@ -157,33 +147,34 @@ def test_maps_are_the_weights_of_attention(position, query):
 @pytest.mark.slow
 def test_maps_of_a_bias_that_depends_on_the_query_are_weights():
     maps = attention_maps(small_model("deit3_s16", "irpe"), pictures(6, 10), query=(0.5, 0.5))
-    assert (maps[0] >= 0).all()
-    assert (maps[0].sum((2, 3)) < 1).all()
+    assert 0 <= maps[0].min() < maps[0].sum((2, 3)).max() < 1
 
 
 def test_attention_without_a_softmax_and_queries_outside_the_image_are_refused():
     make = lambda: rope_jax.create_model("cat_5", image_size=32, depth=1, width=64, heads=4)
-    with pytest.raises(ValueError, match="the attention of CAT has no softmax"):
+    with pytest.raises(ValueError, match="CAT has no softmax"):
         attention_statistics(nnx.eval_shape(make), [pictures(32, 32)])
-    with pytest.raises(ValueError, match=r"query=\(2.0, 0.0\) must be two numbers"):
+    with pytest.raises(ValueError, match=r"query=\(2.0, 0.0\)"):
         attention_maps(small_model("vit_s16"), pictures(6, 10), query=(2.0, 0.0))
 
 
 @pytest.mark.parametrize("padding", ["mask", "tokens"])
 def test_layers_with_windows_and_with_global_attention(padding):
     """With equal logits a query attends to the tokens of its window, 2 x 2 on a map of 3 x 4."""
-    model = small_model(
-        "vit_s16",
-        "decomposed",
-        class_token=False,
-        attention="window",
-        window_size=2,
-        window_padding=padding,
-        global_blocks=(1,),
-    )
-    found = attention_statistics(even(model), [pictures(6, 8)])
+    options = {"attention": "window", "window_size": 2, "window_padding": padding}
+    options |= {"class_token": False, "global_blocks": (1,)}
+    model = even(small_model("vit_s16", "decomposed", **options))
+    found = attention_statistics(model, [pictures(6, 8)])
     assert found.grids == [(3, 4), (3, 4)]
     # The last row has windows of two tokens; padding is left out here too.
     in_windows = (2 * math.log(4) + math.log(2)) / 3
     np.testing.assert_allclose(found.entropy[0], in_windows, rtol=1e-5)
     np.testing.assert_allclose(found.entropy[1], math.log(12), rtol=1e-5)
+
+
+def test_even_attention_in_windows():
+    model = small_hierarchy("swin_t", 16, depths=(2,), window_size=2)
+    found = attention_statistics(model, [pictures(16, 16)])
+    np.testing.assert_allclose(found.distance[0], (0 + 1 + 1 + math.sqrt(2)) / 4, rtol=1e-5)
+    np.testing.assert_allclose(found.entropy[0], math.log(4), rtol=1e-5)
+    assert (found.entropy[1] < math.log(4)).all()  # shifted windows are cut at the border

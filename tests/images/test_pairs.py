@@ -2,8 +2,6 @@
 
 import itertools
 import pickle
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -12,10 +10,10 @@ from PIL import Image
 from rope_jax.data import BadImages, Images, batches, check_labels, evaluation_batches, load
 from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import parse_loader
-from rope_jax.data.images.joint import scaled_crop
 from rope_jax.data.prepare import main as prepare_main
 from rope_jax.data.verify import main as verify_main
 from rope_jax.data.verify import verify
+from tests.images.test_decode import png
 
 CROP = "scaled_crop(short=12,long=40)"
 
@@ -45,9 +43,8 @@ def classes_of(folder, split, number):
 
 def test_a_folder_of_pairs(folder):
     found = load("masks", str(folder), "test", (16, 12))
-    assert found.source.example_name(1) == "val/1.jpg"
+    assert [found.source.example_name(k) for k in range(5)] == [f"val/{k}.jpg" for k in range(5)]
     assert found.class_names == ["sky", "sea", "sand"]
-    assert len(found.labels) == 5
     for one in (found, pickle.loads(pickle.dumps(found))):
         image, classes = one.original(3)
         np.testing.assert_array_equal(classes, classes_of(folder, "val", 3))
@@ -64,9 +61,7 @@ def test_training_batches_are_joint_crops_flipped_before_padding(folder):
     draws = example_draws(3, batch["epoch"], batch["index"], 5, "0 scaled_crop").tolist()
     flipped = set()
     for k, draw in enumerate(draws):
-        wanted = scaled_crop(
-            *images.original(int(batch["index"][k])), (16, 12), draw, **dict(crop.options)
-        )
+        wanted = crop(*images.original(int(batch["index"][k])), (16, 12), draw)
         height, width = wanted[1].shape
         assert batch["extent"][k].tolist() == [height, width]
         found = batch["image"][k, :height, :width], batch["label"][k, :height, :width]
@@ -80,20 +75,6 @@ def test_training_batches_are_joint_crops_flipped_before_padding(folder):
         assert not batch["image"][k][padding].any()
     assert flipped == {False, True}
     assert len(np.unique(batch["extent"], axis=0)) > 2
-
-
-def test_the_stream_depends_on_seed_and_step_alone(folder):
-    images = load("masks", str(folder), "train", (16, 12))
-    options = {"seed": 1, "augment": f"{CROP}+flip"}
-    whole = list(itertools.islice(batches(images, batch_size=4, **options), 4))
-    resumed = list(itertools.islice(batches(images, batch_size=4, start_step=2, **options), 2))
-    halves = [
-        next(batches(images, batch_size=4, start_step=3, shard=(k, 2), **options)) for k in (0, 1)
-    ]
-    for name, array in whole[3].items():
-        np.testing.assert_array_equal(resumed[1][name], array)
-        np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), array)
-    np.testing.assert_array_equal(resumed[0]["image"], whole[2]["image"])
 
 
 def test_evaluation_batches_have_one_size(folder):
@@ -117,16 +98,7 @@ def turned(path):
 
 def four_bits(path):
     """Writes a grey PNG of 4 bits, whose values Pillow multiplies by 17."""
-
-    def chunk(kind, data):
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", 24, 21, 4, 0, 0, 0, 0)
-    rows = zlib.compress((b"\0" + b"\x11" * 12) * 21)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b""))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    path.write_bytes(png(24, 21, 4, 0, (b"\0" + b"\x11" * 12) * 21))
 
 
 @pytest.mark.parametrize(
@@ -160,12 +132,12 @@ def test_bad_pairs_are_named(folder, change, message):
 
 
 def test_other_labels_and_other_names_of_classes_are_another_set(folder):
-    found = {load("masks", str(folder), "train", (16, 12)).fingerprint()}
+    prints = [load("masks", str(folder), "train", (16, 12)).fingerprint()]
     save(folder / "train" / "1.png", 1 - np.minimum(classes_of(folder, "train", 1), 1))
-    found.add(load("masks", str(folder), "train", (16, 12)).fingerprint())
+    prints.append(load("masks", str(folder), "train", (16, 12)).fingerprint())
     (folder / "classes.txt").write_text("sea\nsky\nsand\n")
-    found.add(load("masks", str(folder), "train", (16, 12)).fingerprint())
-    assert len(found) == 3
+    prints.append(load("masks", str(folder), "train", (16, 12)).fingerprint())
+    assert len(set(prints)) == 3
 
 
 def test_bad_labels_may_be_skipped_like_bad_images(folder):
@@ -190,8 +162,7 @@ def test_verify_reads_labels_and_finds_classes_without_pixels(folder, capsys):
     save(folder / "val" / "1.png", np.full((21, 24), 9, np.uint8))
     asked = ["--source=masks", f"--path={folder}", "--workers=0"]
     assert verify_main(asked) == 1
-    assert "bad: test 1 val/1.jpg: " in (told := capsys.readouterr().out)
-    assert "1.png has the value 9, which is none of its 4 classes" in told
+    assert "bad: test 1 val/1.jpg: " in capsys.readouterr().out
     assert prepare_main([*asked, f"--out={folder / 'packed'}"]) == 1
     assert "classes of pixels, which a packed set cannot hold" in capsys.readouterr().err
 
@@ -203,8 +174,7 @@ def test_ade20k_has_no_class_at_zero(tmp_path):
     lines = [f"{i}\t0.1\t1\t2\tname {i}, other" for i in range(1, 151)]
     (tmp_path / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *lines]))
     found = load("ade20k", str(tmp_path), "test", (8, 8))
-    assert found.classes == 150
-    assert found.class_names[0] == "name 1, other"
+    assert found.class_names == [f"name {i}, other" for i in range(1, 151)]
     np.testing.assert_array_equal(found.original(0)[1], [[255, 0, 149], [1, 255, 2]])
     assert found.source.classes_of(0) == [0, 1, 2, 149]
     save(tmp_path / "annotations" / "validation" / "ADE_val_1.png", labels + np.uint8(1))
@@ -217,9 +187,8 @@ def test_ade20k_has_no_class_at_zero(tmp_path):
 def test_augmentations_that_do_not_suit_the_labels_are_refused(folder):
     images = load("masks", str(folder), "train", (16, 12))
     digits = Images(np.zeros((2, 8, 8, 3), np.uint8), np.int32([0, 1]), "digits", "train", 2)
-    with pytest.raises(ValueError, match="crop changes images, but not the labels of their pixels"):
-        batches(images, batch_size=1, seed=0, augment="crop(pad=2)")
-    with pytest.raises(ValueError, match="scaled_crop changes images, but not the labels of their"):
-        batches(digits, batch_size=1, seed=0, augment=CROP)
-    with pytest.raises(ValueError, match="scaled_crop is for training: evaluate with centre"):
+    for wrong, augment in ((images, "crop(pad=2)"), (digits, CROP)):
+        with pytest.raises(ValueError, match="crop changes images, but not the labels"):
+            batches(wrong, batch_size=1, seed=0, augment=augment)
+    with pytest.raises(ValueError, match="scaled_crop is for training"):
         load("masks", str(folder), "test", (16, 12), crop="scaled_crop")

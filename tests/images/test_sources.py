@@ -1,8 +1,5 @@
 import gzip
 import os
-import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,46 +16,25 @@ def random_images(*shape):
     return RNG.integers(0, 256, shape, dtype=np.uint8)
 
 
-@pytest.mark.process
-def test_importing_the_data_package_does_not_import_scikit_learn():
-    program = "import sys, rope_jax.data; print('sklearn' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        ).stdout
-        == "False\n"
-    )
-
-
 def test_digits():
     train, test = load("digits", None, "train", None), load("digits", split="test")
-    assert train.images.shape == (1437, 8, 8, 3)
-    assert test.images.shape == (360, 8, 8, 3)
     assert (train.name, train.split, train.classes) == ("digits", "train", 10)
-    for one in (train, test):
-        assert one.images.dtype == np.uint8
-        assert one.labels.dtype == np.int32
-        assert set(one.labels) == set(range(10))
+    for one, count in ((train, 1437), (test, 360)):
+        assert (one.images.dtype, one.images.shape) == (np.uint8, (count, 8, 8, 3))
+        assert (one.labels.dtype, set(one.labels)) == (np.int32, set(range(10)))
         assert (one.images[..., :1] == one.images).all()
         assert (one.images.min(), one.images.max()) == (0, 255)
     assert test.labels[:4].tolist() == [0, 5, 0, 5]  # images 0, 5, 10, 15 of the set
-    assert load("digits", None, "test", (16, 12)).images.shape == (360, 16, 12, 3)
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 1), (4, 5, 6, 3)])
 def test_npz(tmp_path, shape):
     images, path = random_images(*shape), str(tmp_path / "set.npz")
-    np.savez(
-        path,
-        train_images=images,
-        train_labels=LABELS,
-        test_images=images[:2],
-        test_labels=LABELS[:1].repeat(2),
-    )
+    arrays = {"train_images": images, "train_labels": LABELS}
+    np.savez(path, **arrays, test_images=images[:2], test_labels=LABELS[[0, 0]])
     train, test = load("npz", path, "train", None), load("npz", path, "test", None)
-    np.testing.assert_array_equal(
-        train.images, np.broadcast_to(images.reshape(4, 5, 6, -1), (4, 5, 6, 3))
-    )
+    colours = np.broadcast_to(images.reshape(4, 5, 6, -1), (4, 5, 6, 3))
+    np.testing.assert_array_equal(train.images, colours)
     np.testing.assert_array_equal(train.labels, LABELS)
     assert (train.name, train.classes, test.classes, test.split) == ("set", 3, 3, "test")
     assert load("npz", path, "train", (10, 8)).images.shape == (4, 10, 8, 3)
@@ -108,22 +84,15 @@ def test_npz_refuses_other_files(tmp_path):
 
 
 def idx(array):
-    return (
-        bytes([0, 0, 8, array.ndim])
-        + struct.pack(f">{array.ndim}I", *array.shape)
-        + array.tobytes()
-    )
+    header = np.array([0x800 + array.ndim, *array.shape], ">u4")
+    return header.tobytes() + array.tobytes()
 
 
 def write_idx(folder, images, labels, *, half="train", compressed=False):
-    for name, array in (
-        (f"{half}-images-idx3-ubyte", images),
-        (f"{half}-labels-idx1-ubyte", labels),
-    ):
+    packed, ending = (gzip.compress, ".gz") if compressed else (bytes, "")
+    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
         content = array if isinstance(array, bytes) else idx(array)
-        (folder / (name + ".gz" * compressed)).write_bytes(
-            gzip.compress(content) if compressed else content
-        )
+        (folder / f"{half}-{name}-ubyte{ending}").write_bytes(packed(content))
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -140,23 +109,25 @@ def test_idx(tmp_path, compressed):
     assert (len(test.labels), test.classes, test.split) == (1, 3, "test")
 
 
+GOOD = idx(random_images(4, 5, 6))
+
+
 @pytest.mark.parametrize("compressed", [False, True])
-def test_idx_refuses(tmp_path, compressed):
-    images = random_images(4, 5, 6)
-    good = idx(images)
-    for broken, message in [
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
         (b"", "not enough values"),
-        (good[:10], "buffer size"),
+        (GOOD[:10], "buffer size"),
         (idx(LABELS), "header is not that of bytes in 3 dimensions"),
-        (good[:-1], r"size 119 into shape \(4,5,6\)"),
-        (good + b"x", "size 121 into shape"),
-        (good[:4] + b"\xff" * 12 + good[16:], "not a valid idx file"),
-    ]:
-        write_idx(tmp_path, broken, LABELS, compressed=compressed)
-        with pytest.raises(ValueError, match=message):
-            load("idx", str(tmp_path), "train", None)
-    write_idx(tmp_path, images, LABELS[:3], compressed=compressed)
-    with pytest.raises(ValueError, match="4 images and 3 labels"):
+        (GOOD[:-1], "size 119"),
+        (GOOD + b"x", "size 121"),
+        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "not a valid idx file"),
+        (random_images(3, 5, 6), "3 images and 4 labels"),
+    ],
+)
+def test_idx_refuses(tmp_path, compressed, images, message):
+    write_idx(tmp_path, images, LABELS, compressed=compressed)
+    with pytest.raises(ValueError, match=message):
         load("idx", str(tmp_path), "train", None)
     with pytest.raises(FileNotFoundError, match="has no test images"):
         load("idx", str(tmp_path), "test", None)
@@ -176,7 +147,6 @@ def test_idx_refuses_damaged_compression(tmp_path):
 def test_fashion_mnist():
     folder = Path(os.environ["ROPE_JAX_TEST_IMAGES"], "fashion_mnist")
     train, test = load("idx", str(folder), "train", None), load("idx", str(folder), "test", None)
-    assert train.images.shape == (60_000, 28, 28, 3)
     assert np.bincount(train.labels).tolist() == [6_000] * 10
     assert np.bincount(test.labels).tolist() == [1_000] * 10
     assert abs(train.images.mean() / 255 - 0.2860) < 1e-4  # the set's published mean
@@ -190,7 +160,7 @@ def test_fashion_mnist():
         (("digits", "here"), "leave it out"),
         (("digits", None, "train", (0, 8)), r"image size \(0, 8\)"),
         (("npz", None), "needs a path"),
-        (("idx", "/nowhere"), "'/nowhere' of data source 'idx' does not exist"),
+        (("idx", "/nowhere"), "/nowhere has no train images"),
     ],
 )
 def test_load_refuses(arguments, message):
@@ -198,39 +168,35 @@ def test_load_refuses(arguments, message):
         load(*arguments)
 
 
-def test_images_check_themselves():
-    images, labels = random_images(4, 5, 6, 3), LABELS.astype(np.int32)
-    assert Images(images, labels, "mine", "train", 3).classes == 3
-    for wrong in [
-        (images[:3], labels, 3),
-        (images, labels, 2),
-        (images[..., 0], labels, 3),
-        (images, LABELS, 3),
-    ]:
-        with pytest.raises(ValueError, match="mine: "):
-            Images(*wrong[:2], "mine", "train", wrong[2])
+@pytest.mark.parametrize(
+    ("images", "labels", "classes"),
+    [
+        (random_images(3, 5, 6, 3), np.int32(LABELS), 3),
+        (random_images(4, 5, 6, 3), np.int32(LABELS), 2),
+        (random_images(4, 5, 6), np.int32(LABELS), 3),
+        (random_images(4, 5, 6, 3), LABELS, 3),
+    ],
+)
+def test_images_check_themselves(images, labels, classes):
+    with pytest.raises(ValueError, match="mine: "):
+        Images(images, labels, "mine", "train", classes)
 
 
 def test_resize_is_pillows_bicubic():
     images = random_images(3, 12, 10, 3)
     assert resize(images, (12, 10)) is images
     for size in ((6, 5), (24, 31), (1, 1)):
-        resized = resize(images, size)
-        assert resized.shape == (3, *size, 3)
         expected = Image.fromarray(images[1]).resize(size[::-1], Image.Resampling.BICUBIC)
-        np.testing.assert_array_equal(resized[1], np.asarray(expected))
-    with pytest.raises(ValueError, match=r"image size \(0, 4\)"):
-        resize(images, (0, 4))
+        np.testing.assert_array_equal(resize(images, size)[1], np.asarray(expected))
 
 
-@pytest.mark.parametrize("source", ["idx", "npz"])
-def test_a_pipe_or_a_device_is_no_data_file(tmp_path, source):
+@pytest.mark.parametrize("make", [os.mkfifo, lambda place: place.symlink_to("/dev/zero"), os.mkdir])
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "set.npz"])
+def test_a_pipe_or_a_device_is_no_data_file(tmp_path, name, make):
     """Reading would wait for a writer, or never end."""
     write_idx(tmp_path, random_images(4, 5, 6), LABELS)
-    file = tmp_path / ("train-images-idx3-ubyte" if source == "idx" else "set.npz")
-    path = str(tmp_path if source == "idx" else file)
-    for make in (os.mkfifo, lambda place: place.symlink_to("/dev/zero"), os.mkdir):
-        file.unlink(missing_ok=True)
-        make(file)
-        with pytest.raises(ValueError, match="not a regular file"):
-            load(source, path, "train", None)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    source, path = ("npz", tmp_path / name) if name == "set.npz" else ("idx", tmp_path)
+    with pytest.raises(ValueError, match="not a regular file"):
+        load(source, str(path), "train", None)

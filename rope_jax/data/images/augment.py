@@ -214,15 +214,10 @@ def _in_step(augmentations: tuple[Augmentation, ...]) -> int:
 
 
 def _bound(call: Call, text: str) -> Augmentation:
-    if call.name == "none":
-        raise ValueError(f"augmentation {text!r}: none stands alone")
     if call.name not in AUGMENTATIONS:
-        known = closest(call.name, ["none", *AUGMENTATIONS])
+        known = closest(call.name, AUGMENTATIONS)
         raise ValueError(f"augmentation {call.name!r} is unknown; {known}")
     if call.inner:
         raise ValueError(f"augmentation {text!r}: {call.name} takes options, as in crop(pad=4)")
-    try:
-        options = bind(call, options_of(AUGMENTATIONS[call.name].function))
-    except ValueError as error:
-        raise ValueError(f"augmentation {text!r}: {error}") from error
+    options = bind(call, options_of(AUGMENTATIONS[call.name].function))
     return Augmentation(call.name, tuple(sorted(options.items())))

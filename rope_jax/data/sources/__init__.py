@@ -1,6 +1,5 @@
 """Image sets by name."""
 
-import os
 from collections.abc import Callable, Iterable
 
 from rope_jax import plugins
@@ -177,5 +176,3 @@ def _check(source: str, path: str | None, split: str, known: Iterable[str]) -> N
     if alone != (path is None):
         need = "needs no path: leave it out" if alone else "needs a path; none is given"
         raise ValueError(f"data source {source!r} {need}")
-    if path is not None and not os.path.exists(path):
-        raise FileNotFoundError(f"path {path!r} of data source {source!r} does not exist")

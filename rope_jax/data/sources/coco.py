@@ -107,10 +107,8 @@ def read_annotations(file: Path) -> "_Content":
         with open_regular(file, at_most=_LARGEST) as opened, io.TextIOWrapper(opened, "utf-8") as x:
             # Entries become small as soon as they are read, so that memory holds no polygons.
             return _checked(json.load(x, object_hook=_compact))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}; was it downloaded completely?") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:  # of JSON, too
+        raise ValueError(f"{file} is damaged, or not as COCO's: {error}") from error
 
 
 class _Image(NamedTuple):

@@ -14,11 +14,12 @@ same stream.
 import abc
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,7 @@ from jaxtyping import Int32, UInt8
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.files import read_json
+from rope_jax.files import cache_folder, read_json
 
 
 class Source(abc.ABC):
@@ -48,6 +49,7 @@ class Source(abc.ABC):
 
     def __init__(self, index: Path):
         self.index = index
+        self._arrays: dict[str, np.ndarray] = {}
 
     @abc.abstractmethod
     def read(self, example: int) -> bytes | UInt8[np.ndarray, "H W 3"]:
@@ -62,7 +64,7 @@ class Source(abc.ABC):
         """The content of about.json."""
         return read_json(self.index / "about.json")
 
-    @functools.cached_property
+    @property
     def labels(self) -> Int32[np.ndarray, "n ..."]:
         """int32 [n] or [n, M]."""
         return self.array("labels.npy")
@@ -84,8 +86,9 @@ class Source(abc.ABC):
 
     def example_name(self, example: int) -> str:
         """The image's class and file name."""
-        start = 0 if example == 0 else self._ends[example - 1]
-        return self._names[start : self._ends[example]].tobytes().decode()
+        names, ends = self.array("names.npy"), self.array("ends.npy")
+        start = 0 if example == 0 else ends[example - 1]
+        return names[start : ends[example]].tobytes().decode()
 
     def fingerprint(self) -> str:
         """Number of files and classes, and a checksum of labels and file names (not of pixels)."""
@@ -118,21 +121,16 @@ class Source(abc.ABC):
         return []
 
     def array(self, name: str) -> np.ndarray:
-        """Maps one of the arrays of the index."""
-        return np.load(self.index / name, mmap_mode="r", allow_pickle=False)
-
-    @functools.cached_property
-    def _names(self) -> np.ndarray:
-        return self.array("names.npy")
-
-    @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        return self.array("ends.npy")
+        """One of the arrays of the index, mapped once."""
+        if name not in self._arrays:
+            path = self.index / name
+            self._arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return self._arrays[name]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was read from the index."""
         read = functools.cached_property
-        own = self.__dict__.items()
+        own = (self.__dict__ | {"_arrays": {}}).items()
         return {k: v for k, v in own if not isinstance(getattr(type(self), k, None), read)}
 
 
@@ -180,17 +178,22 @@ def write_index(
     (folder / "about.json").write_text(text)
 
 
-@contextlib.contextmanager
-def staged(place: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end of the context: whole, or not at all.
+def cached_index(kind: str, key: str, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache with the index of what the key describes: whole, or not at all.
 
-    Where another process was faster, its folder stays.
+    Args:
+        kind: of the source.
+        key: changes with what is indexed.
+        write: fills a new folder, where there is none yet.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        yield Path(folder)
-        with contextlib.suppress(OSError):
-            os.replace(folder, place)
+    place = cache_folder() / kind / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            write(Path(folder))
+            with contextlib.suppress(OSError):  # another process was faster: its folder stays
+                os.replace(folder, place)
+    return place
 
 
 class BadImages(ValueError):

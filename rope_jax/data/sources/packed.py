@@ -64,7 +64,7 @@ class Packed(Source):
             )
 
     def read(self, example: int) -> UInt8[np.ndarray, "H W 3"]:
-        height, width = self._shapes[example].tolist()
+        height, width = self.array("shapes.npy")[example].tolist()
         shard = bisect.bisect_right(self._first_examples, example) - 1
         start = int(self._starts[example] - self._starts[self._first_examples[shard]])
         pixels = self._shards[shard][start : start + height * width * 3]
@@ -85,12 +85,8 @@ class Packed(Source):
         ]
 
     @functools.cached_property
-    def _shapes(self) -> np.ndarray:
-        return self.array("shapes.npy")
-
-    @functools.cached_property
     def _starts(self) -> np.ndarray:
-        sizes = np.prod(self._shapes, axis=1, dtype=np.int64) * 3
+        sizes = np.prod(self.array("shapes.npy"), axis=1, dtype=np.int64) * 3
         return np.cumsum(sizes) - sizes
 
     @functools.cached_property

@@ -98,8 +98,6 @@ class Masks(Files):
         self, path: str, split: str, images: Path, labels: Path, class_names: Sequence[str]
     ) -> None:
         """The index of the images and labels in two folders, relative to the path."""
-        if len(class_names) > IGNORED:
-            raise ValueError(f"{path} has {len(class_names)} classes; at most {IGNORED} can be")
         self._labels = labels
         names = [f"{images.as_posix()}/{name}" for name in _paired(Path(path), images, labels)]
         about = {"name": Path(path).resolve().name, "split": split}

@@ -4,14 +4,12 @@ TensorFlow is neither needed nor imported.
 """
 
 import functools
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rope_jax.data.sources.index import Source, staged, write_index
-from rope_jax.files import cache_folder
+from rope_jax.data.sources.index import Source, cached_index, write_index
 
 # Features with the name of an image's file, in order of preference.
 _NAMES = ("file_name", "filename", "image/filename", "image_id", "id")
@@ -54,13 +52,11 @@ class Tfds(Source):
         info = builder.info.splits[stored]
         facts = (info.num_examples, info.num_bytes, info.shard_lengths, builder.info.release_notes)
         key = " ".join(map(str, (2, self._path, stored, *facts)))
-        super().__init__(cache_folder() / "tfds" / hashlib.sha256(key.encode()).hexdigest()[:32])
-        if not self.index.is_dir():
-            with staged(self.index) as folder:
-                self._write(folder, builder, split)
+        write = functools.partial(self._write, builder=builder, split=split)
+        super().__init__(cached_index("tfds", key, write))
 
     def read(self, example: int) -> bytes:
-        return self._records[int(self._places[example])]["image"]
+        return self._records[int(self.array("places.npy")[example])]["image"]
 
     def _write(self, folder: Path, builder: Any, split: str) -> None:
         feature = next((name for name in _NAMES if name in builder.info.features), None)
@@ -83,10 +79,6 @@ class Tfds(Source):
             name=builder.info.name,
             split=split,
         )
-
-    @functools.cached_property
-    def _places(self) -> np.ndarray:
-        return self.array("places.npy")
 
     @functools.cached_property
     def _records(self) -> Any:
