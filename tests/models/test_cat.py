@@ -1,4 +1,4 @@
-"""The cross-axis transformer: operators, definition, costs, options and training."""
+"""The cross-axis transformer: rotations, definition, weights, costs and initialisation."""
 
 import functools
 import math
@@ -10,14 +10,12 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.cat import CATOptions, CrossAxisAttention, cross_axis
+from rope_jax.models.cat import cross_axis
 from rope_jax.models.cost import cost
 from rope_jax.models.pretrained import export_state_dict
-from rope_jax.positions import Terms
-from rope_jax.positions.scheme import SCHEMES
-from rope_jax_kernels import Rotation
+from rope_jax_kernels import Rotation, rotate
 from tests.models.definition import convolve, norm, value
-from tests.models.small import check_gradients, filled, pictures, some_slow
+from tests.models.small import filled, pictures
 from tests.parity import official
 
 SMALL = {"width": 24, "heads": 3, "depth": 2, "patch_size": 2}
@@ -62,68 +60,15 @@ def looped(q, k, v, operator):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("operator", "grid"),
-    [("paper", (4, 4)), ("released", (4, 4)), ("released", (3, 5)), ("released", (5, 1))],
-)
-def test_the_operators_are_their_formulas(operator, grid):
-    q, k, v = random(3, 2, *grid, 2, 6)  # two images, two heads
-    out = cross_axis(
-        *(jnp.asarray(x.reshape(2, -1, 2, 6)) for x in (q, k, v)), grid=grid, operator=operator
-    )
-    for image in range(2):
-        for head in range(2):
-            want = looped(*(x[image, ..., head, :] for x in (q, k, v)), operator).reshape(-1, 6)
-            np.testing.assert_allclose(out[image, :, head], want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-def test_the_papers_operator_is_algorithm_2_as_it_is_written():
-    grid, channels = (4, 4), 6
-    options = CATOptions(width=channels, heads=1)
-    attention = CrossAxisAttention(
-        options, rngs=nnx.Rngs(0), dtypes={"dtype": jnp.float64, "param_dtype": jnp.float64}
-    )
-    attention.norm.scale.set_value(jnp.asarray([1.3]))
-    attention.norm.bias.set_value(jnp.asarray([0.2]))
-    inputs, image_embed = random(2, 3, *grid, channels)
-    x = inputs + image_embed
-    q, k, v = np.split(x @ np.asarray(attention.qkv.kernel[...]), 3, axis=-1)
-    k = k * (1 - 2.0**-5)
-    qk = q @ k.swapaxes(2, 3)  # b h w w
-    x = qk.swapaxes(1, 2) @ v  # (b w h w) @ (b h w d) -> b w h d
-    x = x.swapaxes(1, 2)
-    x = (x - x.mean(axis=(1, 2, 3), keepdims=True)) / np.sqrt(
-        x.var(axis=(1, 2, 3), keepdims=True) + 1e-5
-    ) * 1.3 + 0.2
-    want = (x @ np.asarray(attention.proj.kernel[...])).reshape(3, -1, channels)
-    tokens, imprint = (jnp.asarray(x.reshape(3, -1, channels)) for x in (inputs, image_embed))
-    np.testing.assert_allclose(attention(tokens, grid, Terms(), imprint), want, rtol=0, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rotations_turn_queries_and_keys(operator):
     grid = (3, 3)
     q, k, v = random(3, *grid, 4)
-    angles = random(9, 2)
-    turn = np.exp(1j * angles).reshape(3, 3, 2)
-    turned = lambda x: np.concatenate(
-        [
-            ((x[..., :2] + 1j * x[..., 2:]) * turn).real,
-            ((x[..., :2] + 1j * x[..., 2:]) * turn).imag,
-        ],
-        axis=-1,
-    )
-    want = looped(turned(q), turned(k), v, operator).reshape(9, 4)
-    rotation = Rotation(jnp.asarray(angles), jnp.eye(2)[None])
-    out = cross_axis(
-        *(jnp.asarray(x.reshape(1, 9, 1, 4)) for x in (q, k, v)),
-        grid=grid,
-        operator=operator,
-        rotation=rotation,
-    )
-    np.testing.assert_allclose(out[0, :, 0], want, rtol=0, atol=1e-12)
+    rotation = Rotation(jnp.asarray(random(9, 2)), jnp.eye(2)[None])
+    attend = functools.partial(cross_axis, grid=grid, operator=operator)
+    q, k, v = (jnp.asarray(x.reshape(1, 9, 1, 4)) for x in (q, k, v))
+    want = attend(*rotate(q, k, rotation), v)
+    np.testing.assert_allclose(attend(q, k, v, rotation=rotation), want, rtol=0, atol=1e-12)
 
 
 # The model
@@ -237,28 +182,7 @@ def test_weights_for_one_pairing_serve_the_other_without_an_imprint_on_q_and_k()
         export_state_dict(small(position.format("interleaved"), **RELEASED), source="cat")
 
 
-# What cancels, and what it costs
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("operator", some_slow(OPERATORS, ["released"]))
-def test_gamma_and_any_other_factor_on_the_keys_of_a_head_cancel(operator, monkeypatch):
-    images = pictures(8, 8).astype(jnp.float64)
-    logits = lambda epsilon: jitted(
-        small(operator=operator, norm_epsilon=epsilon, depth=1, dtype=jnp.float64)
-    )(images)
-    plain, rounded = logits(1e-30), logits(1e-5)
-    for factor in (np.ones(3), np.array([3.0, 0.2, 50.0])):
-        monkeypatch.setattr(
-            CrossAxisAttention,
-            "_key_factor",
-            lambda self, x, grid, factor=factor: jnp.asarray(factor)[:, None],
-        )
-        np.testing.assert_allclose(logits(1e-30), plain, rtol=0, atol=1e-11)
-    # With an epsilon there is a trace of it: that of 1e-5 beside the variance of a head, which is
-    # in the thousands.
-    assert 0 < float(jnp.abs(logits(1e-5) - rounded).max()) < 1e-7
+# What it costs
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -271,83 +195,25 @@ def test_attention_costs_the_power_of_one_and_a_half_of_the_number_of_tokens(ope
     assert flops(16) / flops(8) == pytest.approx(
         4**1.5, rel=0.02
     )  # beside the products, sums over rows of the values
-    model = nnx.eval_shape(lambda: rope_jax.create_model("cat_5", operator=operator))
-    products = [
-        sum(row.multiply_adds for row in cost(model, size) if row.module.endswith(".attn"))
-        for size in (224, 448)
-    ]
-    assert products == [5 * 2 * 28**3 * 1024, 5 * 2 * 56**3 * 1024]
-    assert products[1] == products[0] * 4**1.5
-
-
-def test_parameters_and_multiply_adds_of_the_papers_two_models():
-    """Table 1 has 24.85e9 and 760.24 per parameter for CAT, 37.23e9 and 784.94 for the ViT.
-
-
-    The latter has 47.43e6 parameters then. The counter has linear layers, the convolution and 4 for
-    each number that a layer norm normalises, and no parameters of group norms.
-    """
-    found = {}
-    for name, tokens in (("cat_5", 28**2), ("cat_vit_5", 28**2 + 1)):
-        rows = cost(nnx.eval_shape(lambda name=name: rope_jax.create_model(name)), 224)
-        products = sum(row.multiply_adds for row in rows if row.module.endswith(".attn"))
-        layers = sum(row.multiply_adds for row in rows) - products
-        found[name] = sum(row.parameters for row in rows), layers + 11 * 4 * tokens * 1024, products
-    parameters, counted, products = found["cat_5"]
-    assert parameters == 32_691_256
-    assert products == 5 * 2 * 28**3 * 1024
-    assert round(counted / 1e9, 2) == 24.85
-    assert round(counted / (parameters - 5 * 16), 2) == 760.24
-    parameters, counted, products = found["cat_vit_5"]
-    assert products == 5 * 2 * 785**2 * 1024
-    assert round(counted / 1e9, 2) == 37.23
-    head = 1024 * 1000 + 1000
-    assert round((parameters - head) / 1e6, 2) == round(37.23e3 / 784.94, 2) == 47.43
-
-
-# Options
 
 
 @pytest.mark.parametrize(
-    ("options", "reads"),
+    ("name", "tokens", "products", "billions"),
     [
-        ({}, "mean"),
-        ({"imprint_token": True}, "first"),
-        ({"operator": "released"}, "last"),
-        ({"operator": "released", "imprint_token": True}, "last"),
-        ({"operator": "released", "pool": "first"}, "first"),
+        ("cat_5", 28**2, 5 * 2 * 28**3 * 1024, 24.85),
+        ("cat_vit_5", 28**2 + 1, 5 * 2 * 785**2 * 1024, 37.23),
     ],
-    ids=str,
 )
-def test_what_the_head_reads_by_default(options, reads):
-    model, x = small(**options), jnp.asarray(random(2, 16, 24), jnp.float32)
-    want = {"mean": x.mean(axis=1), "first": x[:, 0], "last": x[:, -1]}[reads]
-    np.testing.assert_array_equal(model.pool(x), want)
-    assert model.class_token is None
+def test_multiply_adds_of_the_papers_two_models(name, tokens, products, billions):
+    """Table 1's, of linear layers, the convolution and 4 for each number that a norm normalises."""
+    rows = cost(nnx.eval_shape(lambda: rope_jax.create_model(name)), 224)
+    found = sum(row.multiply_adds for row in rows if row.module.endswith(".attn"))
+    assert found == products
+    layers = sum(row.multiply_adds for row in rows) - found
+    assert round((layers + 11 * 4 * tokens * 1024) / 1e9, 2) == billions
 
 
-def test_the_paper_is_the_default():
-    model = nnx.eval_shape(lambda: rope_jax.create_model("cat_5"))
-    assert (model.options.operator, model.options.imprint, model.position.mode) == (
-        "paper",
-        "paper",
-        "paper",
-    )
-    classic = nnx.eval_shape(lambda: rope_jax.create_model("cat_vit_5"))
-    assert type(classic.position) is SCHEMES["sincos1d"]
-    assert classic.position.stage.grid == model.position.stage.grid == (28, 28)
-    assert (classic.options.width, classic.options.depth, classic.options.heads) == (1024, 5, 8)
-
-
-def test_imprints_are_shares_of_the_patch_embedding():
-    shares = lambda imprint: small(imprint=imprint, depth=5).options.imprint_shares
-    decay = [1 - math.tanh(math.pi * layer / 5) for layer in range(5)]
-    assert decay[0] == 1
-    np.testing.assert_allclose(shares("paper"), [1] * 5)
-    np.testing.assert_allclose(shares("decayed"), decay)
-    np.testing.assert_allclose(shares("tanh"), decay)
-    np.testing.assert_allclose(shares("backwards_tanh"), 1 - np.array(decay))
-    assert shares("none") == []
+# Options
 
 
 def test_initial_weights_are_torchs():
@@ -360,33 +226,3 @@ def test_initial_weights_are_torchs():
         for variable in (layer.kernel, layer.bias):
             if variable is not None:
                 assert 0.5 * fan_in**-0.5 < np.abs(variable[...]).max() <= fan_in**-0.5
-
-
-MAP = {"operator": "released", "image_size": (8, 12), "depth": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "position",
-    some_slow(
-        [
-            "cat_rope+lape(ape)",
-            "cat_rope(mode=released)+ape",
-            "string+peg",
-            "gpe+lpe",
-            "rope_mixed",
-        ],
-        ["gpe+lpe"],
-    ),
-)
-def test_whatever_a_scheme_acts_on_it_learns(position):
-    model, images = (
-        small(position, **MAP),
-        pictures(6, 10),
-    )  # 4 x 6 patches at creation, 3 x 5 in the call
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    loss = lambda params: jax.nn.log_softmax(nnx.merge(graph, params, rest)(images))[:, 1].sum()
-    check_gradients(jax.jit(jax.grad(loss))(params))
-
-
-# Training

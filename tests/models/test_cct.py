@@ -1,4 +1,4 @@
-"""ViT-Lite, CVT and CCT: definition, tokenizers, pooling, dropout, and what is refused."""
+"""ViT-Lite, CVT and CCT: definition, tokenizers, dropout, weights."""
 
 import math
 
@@ -26,7 +26,7 @@ from tests.models.definition import (
     softmax,
     value,
 )
-from tests.models.small import filled, pictures, run, some_slow
+from tests.models.small import filled, run, some_slow
 
 SMALL = {"width": 32, "heads": 2, "depth": 2}
 CONVS = {
@@ -39,7 +39,6 @@ CONVS = {
     },
     "3x1": {},
 }
-# Trainable parameters of the official code.
 
 
 def small(name, position=None, *, image_size=(12, 20), dtype=jnp.float32, **changes):
@@ -146,15 +145,6 @@ def test_multiply_adds_are_those_of_the_literature(name, giga):
     assert sum(row.multiply_adds for row in rows) - products == pytest.approx(giga * 1e9, abs=0.5e6)
 
 
-def test_multiply_adds_of_convolutions_are_counted_where_they_are_applied():
-    rows = {
-        row.module: row.multiply_adds for row in cost(shapes("cct_14_7x2", image_size=64), (64, 96))
-    }
-    assert rows["patch_embed.convs.0"] == 32 * 48 * 49 * 3 * 64  # before the pooling
-    assert rows["patch_embed.convs.1"] == 8 * 12 * 49 * 64 * 384
-    assert rows["attention_pool"] == 4 * 6 * 384
-
-
 @pytest.mark.parametrize(
     ("name", "size", "grid"),
     [
@@ -254,15 +244,6 @@ def test_files_with_sinusoids_are_for_models_that_compute_them():
         )
 
 
-def test_tables_of_another_size_are_resized():
-    trained, model = small("cct_7_3x1", image_size=16), small("cct_7_3x1", image_size=24)
-    rope_jax.convert_state_dict(model, export_state_dict(trained, source="cct"), source="cct")
-    np.testing.assert_allclose(
-        run(model, pictures(24, 24))[0], run(trained, pictures(24, 24))[0], rtol=0, atol=1e-5
-    )
-    assert model.position.embedding.shape == (144, 32)
-
-
 def test_images_are_prepared_for_the_data_that_the_head_is_for():
     crops = {
         n: name_table(shapes("cct_7_3x1", num_classes=n), "cct").preprocessing
@@ -270,6 +251,3 @@ def test_images_are_prepared_for_the_data_that_the_head_is_for():
     }
     assert [p.crop for p in crops.values()] == [1.0, 1.0, 0.9]
     assert len({p.mean for p in crops.values()}) == 3
-
-
-# What is refused

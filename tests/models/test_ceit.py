@@ -1,4 +1,4 @@
-"""CeiT: definition in evaluation and training, batch statistics, and what is refused."""
+"""CeiT: definition in evaluation and training, batch statistics, weights."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,8 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.ceit import DepthwiseConv
-from rope_jax.models.cost import cost
 from rope_jax.models.layers import BatchNorm, dtypes_of
-from rope_jax.models.pretrained import export_state_dict, load_pretrained, save_pretrained
+from rope_jax.models.pretrained import export_state_dict
 from rope_jax.training.optim import decay_mask
 from tests.models.definition import attend, convolve, dense, gelu, mlp, norm, patches_of, value
 from tests.models.small import filled, pictures, run
@@ -40,13 +38,6 @@ def small(position=None, *, dtype=jnp.float32, image_size=(24, 40), **changes):
 
 def shapes(name, **options):
     return nnx.eval_shape(lambda: rope_jax.create_model(name, **options))
-
-
-def statistics(model):
-    return {
-        path: np.asarray(leaf[...])
-        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
-    }
 
 
 # The definition
@@ -104,7 +95,7 @@ class Definition:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("train", [False, True])
 def test_logits_and_statistics_are_those_of_the_definition(train):
     model = small(dtype=jnp.float64)
     images = np.random.default_rng(3).standard_normal((3, 24, 40, 3))
@@ -123,33 +114,6 @@ def test_logits_and_statistics_are_those_of_the_definition(train):
 
 
 # Batch norm
-
-
-def test_a_batch_norm_learns_the_statistics_of_what_it_sees():
-    layer = BatchNorm(2, dtypes=dtypes_of(jnp.dtype(jnp.float32)))
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        x = jnp.asarray(rng.standard_normal((16, 3, 5, 2)) * [2, 0.5] + [1, -3], jnp.float32)
-        out = layer(x, True)
-        np.testing.assert_allclose(out.mean((0, 1, 2)), 0, atol=1e-5)
-        np.testing.assert_allclose(out.var((0, 1, 2)), 1, rtol=1e-4)
-    # An average over some 19 batches of 240 values: four deviations of 2 / sqrt(19 * 240) = 0.03,
-    # and of sqrt(2 / (19 * 240)) = 0.021.
-    np.testing.assert_allclose(layer.mean[...], [1, -3], atol=0.12)
-    np.testing.assert_allclose(layer.variance[...], [4, 0.25], rtol=0.09)
-    np.testing.assert_allclose(layer(x, False).mean((0, 1, 2)), 0, atol=0.25)
-
-
-@pytest.mark.usefixtures("x64")
-def test_variance_is_biased_where_it_normalises_and_unbiased_where_it_is_kept():
-    layer = BatchNorm(1, dtypes=dtypes_of(jnp.dtype(jnp.float64)))
-    np.testing.assert_allclose(
-        layer(jnp.asarray([[1.0], [3.0]]), True)[:, 0],
-        [-1 / (1 + 1e-5) ** 0.5, 1 / (1 + 1e-5) ** 0.5],
-        rtol=1e-14,
-    )
-    np.testing.assert_allclose(layer.mean[...], [0.2], rtol=1e-14)
-    np.testing.assert_allclose(layer.variance[...], [0.9 + 0.1 * 2], rtol=1e-14)
 
 
 def test_statistics_of_bfloat16_are_float32():
@@ -172,39 +136,7 @@ def test_one_value_has_no_variance():
     BatchNorm(3, dtypes=dtypes_of(jnp.dtype(jnp.float32)))(jnp.ones((1, 1, 3)), False)
 
 
-def test_a_depthwise_convolution_is_a_grouped_one():
-    layer, x = (
-        DepthwiseConv(4, rngs=nnx.Rngs(0), dtypes=dtypes_of(jnp.dtype(jnp.float32))),
-        jax.random.normal(jax.random.key(0), (2, 5, 3, 4)),
-    )
-    want = jax.lax.conv_general_dilated(
-        x,
-        layer.kernel[...],
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=4,
-        precision="highest",
-    )
-    np.testing.assert_allclose(layer(x), want + layer.bias[...], rtol=0, atol=2e-6)
-    assert 0.25 < np.abs(layer.kernel[...]).max() <= 1 / 3  # uniform in +-1 / sqrt(9)
-
-
 # Training
-
-
-def test_training_replaces_statistics_and_evaluation_does_not():
-    model, images = small(), pictures(24, 40)
-    before = statistics(model)
-    for train in (True, False):
-        _, after = run(model, images, train)
-        assert all(
-            (np.asarray(leaf[...]) != before[path]).any() == train
-            for path, leaf in nnx.to_flat_state(after)
-        )
-    assert all(
-        (array == before[path]).all() for path, array in statistics(model).items()
-    )  # what ran was merged from a state
 
 
 def test_statistics_change_in_the_module_that_is_called_and_in_no_state():
@@ -214,21 +146,6 @@ def test_statistics_change_in_the_module_that_is_called_and_in_no_state():
     layer(pictures(2, 2), True)
     assert np.all(np.asarray(layer.mean[...]) != 0)
     np.testing.assert_array_equal(state["mean"][...], 0)
-
-
-# Sizes
-
-
-def test_multiply_adds_are_counted_where_they_are_made():
-    rows = {row.module: row.multiply_adds for row in cost(shapes("ceit_t", depth=3), (64, 96))}
-    assert rows["patch_embed.conv"] == 32 * 48 * 49 * 3 * 64
-    assert rows["patch_embed.proj"] == 24 * 16 * 64 * 192
-    assert rows["blocks.2.attn"] == 2 * 25**2 * 192
-    assert rows["blocks.2.attn.qkv"] == 25 * 192 * 576  # with the class token
-    assert rows["blocks.2.leff.conv1"] == rows["blocks.2.leff.conv3"] == 24 * 192 * 768  # without
-    assert rows["blocks.2.leff.conv2"] == 24 * 9 * 768
-    assert rows["lca.attn"] == 2 * 3**2 * 192
-    assert rows["lca.mlp.fc1"] == 3 * 192 * 768
 
 
 # Start and weights
@@ -243,6 +160,7 @@ def test_weights_start_as_in_the_official_code():
         ("patch_embed.conv", 147),
         ("patch_embed.proj", 16 * 64),
         ("blocks.0.leff.conv1", 192),
+        ("blocks.0.leff.conv2", 9),
         ("blocks.0.leff.conv3", 768),
     ):
         largest = np.abs(flat[f"{name}.kernel"]).max()
@@ -259,18 +177,7 @@ def test_weights_start_as_in_the_official_code():
     assert decays["layer_embedding"]  # so does the official code
 
 
-def test_statistics_go_out_and_come_back_with_the_weights(tmp_path):
-    model, other = small(), small()
-    nnx.update(other, jax.tree.map(jnp.zeros_like, nnx.state(other, (nnx.Param, nnx.BatchStat))))
-    save_pretrained(model, tmp_path / "ceit.safetensors", source="ceit")
-    load_pretrained(other, tmp_path / "ceit.safetensors")
-    for one, two in zip(
-        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(other)), strict=True
-    ):
-        np.testing.assert_array_equal(one, two)
-
-
-def test_counts_of_batches_are_dropped_and_missing_statistics_are_told():
+def test_counts_of_batches_are_dropped():
     model = small()
     state_dict = export_state_dict(model, source="ceit")
     counts = {
@@ -280,13 +187,3 @@ def test_counts_of_batches_are_dropped_and_missing_statistics_are_told():
     }
     assert len(counts) == 7
     rope_jax.convert_state_dict(model, state_dict | counts, source="ceit")
-    del state_dict["blocks.1.leff.bn2.running_var"]
-    with pytest.raises(
-        ValueError,
-        match=r"blocks\.1\.leff\.bn2\.running_var is missing: it fills "
-        r"blocks\.1\.leff\.bn2\.variance",
-    ):
-        rope_jax.convert_state_dict(model, state_dict, source="ceit")
-
-
-# What is refused

@@ -1,14 +1,11 @@
 """Costs of models with heads: counts by hand."""
 
-import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import rope_jax
 from rope_jax.models import cost as module
 from rope_jax.models.cost import cost
-from rope_jax.models.heads import HEADS
-from rope_jax.models.heads.head import PixelLogits
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64, "num_classes": 3}
 SIZE = (64, 96)  # 4 x 6 tokens
@@ -57,12 +54,6 @@ def test_upernet_by_hand_and_module():
     assert {name: n for name, n in found.items() if name.startswith("head.")} == {
         f"head.{name}": n for name, n in UPERNET.items()
     }
-    parameters = {row.module: row.parameters for row in cost(model, SIZE, depth=1)}
-    assert parameters["neck"] == 3 * (4 * 8**2 + 8) + 2 * 8
-    convs = 4 * 8 * 4 + 9 * (8 + 4 * 4) * 4 + 3 * 8 * 4 + 3 * 9 * 4**2 + 9 * 16 * 4
-    norms = 2 * 4 * (4 + 1 + 3 + 3 + 1)
-    auxiliary = 9 * 8 * 5 + 2 * 5 + 5 * 3 + 3
-    assert parameters["head"] == convs + norms + 4 * 3 + 3 + auxiliary
 
 
 def test_vit_adapter_by_hand():
@@ -96,18 +87,6 @@ def test_all_products_of_queries_are_counted():
     assert found[f"{decoder}.embed.0"] == 2 * 5 * 8**2  # before and after the layer
     tokens = 8 * 12 + 24 + 2 * 3  # of strides 8, 16 and 32; 4 points in each, of 4 corners
     assert found["head.pixel_decoder.layers.0.attn"] == tokens * 12 * 4 * 8
-
-
-class Own(HEADS["linear"].family):
-    def __call__(self, maps, *, train=False, key=None):
-        products = jnp.einsum("bhwc,bhwd->bcd", maps[-1], maps[-1])
-        return PixelLogits(self.classify(maps[-1] @ products))
-
-
-def test_heads_of_ones_own_are_counted(monkeypatch):
-    entry = HEADS["linear"]
-    monkeypatch.setitem(HEADS, "own", type(entry)(Own, entry.options))
-    assert counts(abstract("deit_ti16", "own"), 1)["head"] == 24 * 8 * 3
 
 
 def test_the_command_counts_heads(capsys):

@@ -202,18 +202,6 @@ def test_a_neck_and_a_last_norm_are_those_of_the_file(tmp_path):
         load_pretrained(other, tmp_path)
 
 
-@pytest.mark.parametrize("head", ["linear", "upernet(width=4,auxiliary_width=0)"])
-def test_a_file_of_other_code_says_nothing_of_its_model(head, classifier, tmp_path, capsys):
-    """Such as timm's: it is found that it holds a classifier."""
-    path = tmp_path / "timm.npz"
-    np.savez(path, **export_state_dict(classifier, source="timm"))
-    model = abstract("deit_ti16", **TINY | CLASSES | {"head": head})
-    load_pretrained(model, path)
-    assert capsys.readouterr().out.startswith("weights of a classifier: new ")
-    kernel = classifier.blocks[3].mlp.fc2.kernel[...]
-    np.testing.assert_array_equal(model.backbone.blocks[3].mlp.fc2.kernel[...], kernel)
-
-
 def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
     """Files of mmsegmentation's ViT have none by default."""
     settings = DENSE | {"head": "upernet(width=4,auxiliary_width=0,neck=none)"}
@@ -223,8 +211,6 @@ def test_a_patch_embedding_without_bias_has_a_bias_of_0(tmp_path):
     np.savez(tmp_path / "vit.npz", **weights)
     load_pretrained(other, tmp_path / "vit.npz")
     assert not other.backbone.patch_embed.proj.bias[...].any()
-    kernel = model.backbone.patch_embed.proj.kernel[...]
-    np.testing.assert_array_equal(other.backbone.patch_embed.proj.kernel[...], kernel)
 
 
 def test_another_epsilon_than_the_classifiers_is_told(classifier, tmp_path, capsys):
@@ -252,9 +238,8 @@ def test_the_weights_of_a_classifier_are_those_of_the_backbone(
         np.testing.assert_array_equal(value, theirs[name], err_msg=name)
     rest = nnx.state({"neck": model.neck, "head": model.head})
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(rest))
-    found = capsys.readouterr().out
-    assert found.startswith("weights of a classifier: new neck, head, not used head.")
-    assert "norm." in found
+    told = "weights of a classifier: new neck, head, not used head."
+    assert capsys.readouterr().out.startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -279,30 +264,9 @@ def test_a_backbone_without_class_token_leaves_out_its_entries(
     added = "prior, levels, interactions, up, map_norms, blocks.{i}.scale"
     assert f"classifier: new {added}, head, not used" in found
     assert ("cls_token" if source else "class_token") in found
-
-
-@pytest.mark.parametrize("source", [None, "timm"])
-def test_a_vit_adapter_without_a_head_takes_the_weights_of_a_classifier(
-    source, classifier, tmp_path, capsys
-):
-    path = tmp_path / "deit.safetensors"
-    rope_jax.save_pretrained(classifier, path, source=source)
-    model = abstract("vit_adapter_ti16", num_classes=0, **BARE)
-    load_pretrained(model, path)
-    kernel = classifier.blocks[3].mlp.fc2.kernel[...]
-    np.testing.assert_array_equal(model.blocks[3].mlp.fc2.kernel[...], kernel)
-    found = capsys.readouterr().out
-    assert found.startswith("weights of a classifier: new prior, levels,")
-    assert ("cls_token" if source else "class_token") in found.partition("not used")[2]
-    if source:
-        bias = jnp.zeros(8)
-        model.blocks[3].mlp.fc2.bias.set_value(bias + 1)
-        state_dict = export_state_dict(classifier, source=source)
-        rope_jax.convert_state_dict(model, state_dict, source=source)
-        np.testing.assert_array_equal(model.blocks[3].mlp.fc2.bias[...], bias)
-    else:  # its head is that of a class token
-        with pytest.raises(ValueError, match="class_token is True there and False here"):
-            load_pretrained(abstract("vit_adapter_ti16", num_classes=5, **BARE), path)
+    classes = abstract("vit_adapter_ti16", num_classes=5, **BARE)  # whose head is no class token's
+    with pytest.raises(ValueError, match="class_token is True there and False here"):
+        load_pretrained(classes, path)
 
 
 def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
@@ -314,28 +278,25 @@ def test_the_weights_of_a_vit_adapter_are_no_classifiers(tmp_path, capsys):
         load_pretrained(abstract("vit_adapter_ti16", num_classes=0, **BARE, **windows), tmp_path)
 
 
-@pytest.mark.parametrize("source", [None, "timm"])
-def test_a_model_without_classes_is_no_backbone_of_another(source, classifier, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "settings", "key"),
+    [
+        ("class_token", {"class_token": False, "pooling": "mean"}, "class_token"),
+        ("last_norm", {"last_norm": False}, "norm.scale"),
+    ],
+)
+def test_a_model_without_classes_is_no_backbone_of_another(
+    option, settings, key, classifier, tmp_path
+):
     """Only backbones of dense prediction leave out a class token and a last norm in silence."""
-    path = tmp_path / "deit.safetensors"
-    rope_jax.save_pretrained(classifier, path, source=source)
-    state_dict = export_state_dict(classifier, source="timm") if source else None
-    changes = {"class_token": ("cls_token", {"class_token": False, "pooling": "mean"})}
-    changes["last_norm"] = ("norm.weight", {"last_norm": False})
-    for option, (key, settings) in changes.items():
-        model = abstract("deit_ti16", num_classes=0, **settings, **TINY)
-        advice = rf"Create the model as it was saved, with {option}=True, or with a head of dense"
-        with pytest.raises(ValueError, match=f"{option} is True there and False here.*{advice}"):
-            load_pretrained(model, path)
-        if source:
-            with pytest.raises(ValueError, match=f"{key} of shape .* is not expected"):
-                rope_jax.convert_state_dict(model, state_dict, source=source)
-        else:
-            np.savez(tmp_path / "weights.npz", **own_state_dict(classifier))
-            key = key.replace("cls_token", "class_token").replace("weight", "scale")
-            with pytest.raises(ValueError, match=f"{key} is not expected"):
-                load_pretrained(model, tmp_path / "weights.npz")
-    load_pretrained(abstract("deit_ti16", num_classes=0, **TINY), path)
+    model = abstract("deit_ti16", num_classes=0, **settings, **TINY)
+    rope_jax.save_pretrained(classifier, tmp_path)
+    advice = rf"Create the model as it was saved, with {option}=True, or with a head of dense"
+    with pytest.raises(ValueError, match=f"{option} is True there and False here.*{advice}"):
+        load_pretrained(model, tmp_path)
+    np.savez(tmp_path / "weights.npz", **own_state_dict(classifier))
+    with pytest.raises(ValueError, match=f"{key} is not expected"):
+        load_pretrained(model, tmp_path / "weights.npz")
 
 
 @pytest.mark.parametrize("source", ["vit_adapter", pytest.param("mmseg", marks=pytest.mark.slow)])
@@ -350,13 +311,6 @@ def test_files_of_vit_adapter_with_upernet(source):
     count = {"decode_head.fpn_bottleneck.bn.num_batches_tracked": np.int64(7)}
     rope_jax.convert_state_dict(other, exported | count, source=source)
     assert_equal(own_state_dict(other), own_state_dict(model))
-
-
-def test_weights_that_fit_neither_model_nor_backbone_are_refused(classifier, tmp_path):
-    path = tmp_path / "deit.safetensors"
-    rope_jax.save_pretrained(classifier, path)
-    with pytest.raises(ValueError, match="width is 8 there and 16 here"):
-        rope_jax.create_model("deit_ti16", pretrained=path, **DENSE | {"width": 16})
 
 
 def assert_equal(found, wanted):

@@ -81,7 +81,7 @@ def test_rows_and_columns_are_where_they_were_in_the_image(name):
 # batch norm or a softmax takes away, and the patches behind CeiT's last LeFF.
 POSITIONS = {
     "deit3_s16": "rope_mixed+ape",
-    "cat_5": "gpe+lpe",
+    "cat_5": "gpe+lpe+rope_mixed",
     "cct_7_3x1": "ape+rpb",
     "ceit_t": "ape+rpb+rope_mixed+peg",
     "t2t_vit_7": "lape(ape)+rope_mixed+rpb",
@@ -89,9 +89,14 @@ POSITIONS = {
 SILENT = re.compile(r"attention_pool\.bias|leff\.conv\d\.bias|blocks\.2\.leff")
 
 
-@pytest.mark.parametrize("name", some_slow(FAMILIES, ["beit_b16"]))
-def test_training_in_bfloat16_reaches_every_parameter(name):
-    model = small(name, position=POSITIONS.get(name), dtype=jnp.bfloat16)
+TRAINED = [(name, POSITIONS.get(name)) for name in FAMILIES] + [("deit3_s16", "comrope")]
+
+
+@pytest.mark.parametrize(
+    ("name", "position"), some_slow(TRAINED, [("beit_b16", None), ("deit3_s16", "comrope")])
+)
+def test_training_in_bfloat16_reaches_every_parameter(name, position):
+    model = small(name, position=position, dtype=jnp.bfloat16)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
@@ -120,9 +125,15 @@ def test_bfloat16_is_for_activations_only_and_close(name):
     )
 
 
-@pytest.mark.parametrize("name", some_slow(FAMILIES, ["deit3_s16", "cat_5", "ceit_t"]))
-def test_only_training_drops_and_only_with_a_key(name):
-    model, images = small(name), pictures(*SIZE, batch=4)
+DROPPING = [(name, None) for name in FAMILIES] + [("deit3_s16", "cape")]
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    some_slow(DROPPING, [("deit3_s16", "cape"), ("cat_5", None), ("ceit_t", None)]),
+)
+def test_only_training_drops_and_only_with_a_key(name, position):
+    model, images = small(name, position=position), pictures(*SIZE, batch=4)
     plain = run(model, images)[0]
     np.testing.assert_array_equal(run(model, images, key=jax.random.key(0))[0], plain)
     with pytest.raises(ValueError, match=r"needs a key for .*drop_path"):
@@ -131,12 +142,40 @@ def test_only_training_drops_and_only_with_a_key(name):
     np.testing.assert_array_equal(one, same)
     assert (one != other).any()
     assert (one != plain).any()
-    steady = small(name, **dict.fromkeys(model.options.draws, 0.0))
-    if name == "dinov3_s16":  # whose position draws, too
+    steady = small(name, position=position, **dict.fromkeys(model.options.draws, 0.0))
+    if name == "dinov3_s16" or position == "cape":  # which draws, too
+        assert (run(steady, images, True, jax.random.key(0))[0] != plain).any()
         with pytest.raises(ValueError, match="needs a key for position"):
             steady(images, train=True)
     elif name != "ceit_t":  # whose batch norms train
         np.testing.assert_allclose(run(steady, images, True)[0], plain, rtol=0, atol=1e-6)
+
+
+def _mean(model, images):
+    return model.features(images)[-1].mean(axis=(1, 2))
+
+
+def _first(model, images):
+    return model.encode(images)[:, 0]
+
+
+# What the head reads; the definitions of CCT and CeiT have what theirs do.
+READS = {
+    "deit3_s16": _first,
+    "dinov3_s16": lambda model, x: jnp.concatenate([_first(model, x), _mean(model, x)], axis=1),
+    "beit_b16": lambda model, x: model.norm(_mean(model, x)),
+    "cat_5": lambda model, x: model.encode(x)[:, -1],
+    "t2t_vit_7": _first,
+    "swin_t": _mean,
+    "dinat_small": _mean,
+}
+
+
+@pytest.mark.parametrize("name", some_slow(READS, ["dinov3_s16", "beit_b16"]))
+def test_the_head_reads_pooled_features(name):
+    both = lambda model, x, _: (model(x), model.head(READS[name](model, x)))
+    logits, want = compiled(small(name), both)(pictures(*SIZE))
+    np.testing.assert_allclose(logits, want, rtol=0, atol=1e-5)
 
 
 def test_every_map_can_be_normalised():

@@ -131,14 +131,6 @@ def test_every_scheme_goes_with_every_backbone_or_says_why_not(name, text):
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("swin_t", "rpb(key_norm=True)"), ("vit_s16", "rpb(prefix=True)")]
-)
-def test_options_that_a_backbone_cannot_have_are_refused(name, text):
-    with pytest.raises(ValueError, match=re.escape(reason(name, text))):
-        make(name, text)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), COMPILED)
 def test_gradients_are_finite(name, text):

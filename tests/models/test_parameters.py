@@ -63,6 +63,7 @@ STAGES += [
 OTHERS = {
     "beit_b16": 86_530_984,
     "beit_l16": 304_430_568,
+    "cat_5": 32_691_256,  # with those of group norms
     "cct_14_7x2": 22_367_273,
     "cct_2_3x2": 283_723,
     "cct_7_3x1": 3_760_139,
@@ -73,6 +74,7 @@ OTHERS = {
     # Of DeiT-S, less the table of 197 rows, plus the convolutions: a 3 x 3 kernel and a bias for
     # each of 384 channels, and in 12 layers of 64.
     "resformer_s16": 22_050_664 - 197 * 384 + 384 * 10 + 12 * 64 * 10,
+    "t2t_vit_7": 4_255_694,
     "vit_lite_6_4": 3_190_538,
     "vit_lite_7_4": 3_716_874,
 }
@@ -173,6 +175,9 @@ PARTS = [
     (head_of("dino", [256] * 4), 265_216 + 18_556_236),
     (head_of("dino", [192, 384, 768]), 2_116_608 + 18_556_236),
     (head_of("dino", [256, 512, 1024]), 2_821_120 + 18_556_236),
+    # Mask2Former's pixel decoder and its decoder.
+    (head_of("mask2former", [96, 192, 384, 768]), 5_421_504 + 14_497_431),
+    (head_of("mask2former", [128, 256, 512, 1024]), 5_544_384 + 14_497_431),
     (pyramid_of(), 5_560_000),
     (pyramid_of(2.0, 1.0, 0.5), 3_444_096),
     # ViTDet's backbone; the class token's entry in the official table of positions is not used.

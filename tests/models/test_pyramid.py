@@ -42,9 +42,8 @@ def test_a_saved_pyramid_fills_another(tmp_path, capsys):
     model, other = filled(nnx.eval_shape(made)), nnx.eval_shape(made)
     rope_jax.save_pretrained(model, tmp_path)
     load_pretrained(other, tmp_path)
-    found = dict(nnx.to_flat_state(nnx.state(other)))
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        np.testing.assert_array_equal(found[path][...], leaf[...], err_msg=str(path))
+    found, want = (nnx.to_pure_dict(nnx.state(x)) for x in (other, model))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="does not describe its model"):
         rope_jax.create_model(tmp_path)

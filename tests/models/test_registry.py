@@ -55,27 +55,6 @@ def test_defaults_of_every_isotropic_model(name):
     assert type(model.position).__name__ == scheme
 
 
-def test_head_dims_of_the_two_thesis_sizes_and_of_the_variant_for_k_rope_16():
-    head_dims = {
-        name: shape_of(name).position.stage.head_dim
-        for name in ("vit_s16", "vit_b16", "vit_s16_h6")
-    }
-    assert head_dims == {"vit_s16": 32, "vit_b16": 32, "vit_s16_h6": 64}
-    shape_of("vit_s16_h6", position="axial_rope(k_rope=16)")
-    with pytest.raises(
-        ValueError,
-        match=r"k_rope=16 does not go with head dimension 32: .* use k_rope of 1 or 2 or 4 or 8",
-    ):
-        shape_of("vit_s16", position="axial_rope(k_rope=16)")
-
-
-def test_sizes_and_classes_are_as_asked():
-    model = shape_of("deit_ti16", image_size=(64, 96), num_classes=7, depth=2)
-    assert model.position.embedding.shape == (1 + 4 * 6, 192)
-    assert model.head.kernel.shape == (192, 7)
-    assert len(model.blocks) == 2
-
-
 def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_papers():
     make = lambda seed: rope_jax.create_model(
         "vit_digits", position="ape", depth=1, width=48, heads=3, seed=seed

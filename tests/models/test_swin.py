@@ -177,42 +177,7 @@ def test_swin_is_the_official_one_on_maps_no_larger_than_its_windows(size, windo
     )
 
 
-@pytest.mark.usefixtures("x64")
-def test_only_shifted_windows_know_their_place_without_positions():
-    model = tiny("swin_t", "none", dtype=jnp.float64, window_size=4)
-    assert_is_its_definition(model, windows(4), lambda stage, block, grid: (None, None))
-
-
 # Sizes
-
-
-def test_maps_have_strides_of_4_to_32_and_channels_that_double():
-    for size, grids in {
-        (64, 96): [(16, 24), (8, 12), (4, 6), (2, 3)],
-        (36, 100): [(9, 25), (5, 13), (3, 7), (2, 4)],
-    }.items():
-        graph, state = nnx.split(
-            nnx.eval_shape(lambda: rope_jax.create_model("swin_t", depths=(1, 1, 1, 1)))
-        )
-        images = jax.ShapeDtypeStruct((1, *size, 3), jnp.float32)
-        maps = jax.eval_shape(
-            lambda state, images, graph=graph: nnx.merge(graph, state).features(images),
-            state,
-            images,
-        )
-        assert [x.shape for x in maps] == [
-            (1, *grid, 96 << stage) for stage, grid in enumerate(grids)
-        ]
-
-
-def test_the_head_reads_the_mean_of_the_last_map():
-    model, images = tiny("swin_t"), pictures(*SIZE)
-    np.testing.assert_allclose(
-        model.head(features(model, images)[-1].mean(axis=(1, 2))),
-        run(model, images)[0],
-        rtol=0,
-        atol=1e-5,
-    )
 
 
 @pytest.mark.parametrize("position", some_slow(["rpb+ape", "lape(ape)+axial_rope"], ["rpb+ape"]))
@@ -292,24 +257,13 @@ def test_every_scheme_works_on_another_map_and_learns(name, position):
     images = pictures(44, 32)
 
     def loss(params):
-        return -jax.nn.log_softmax(nnx.merge(graph, params, rest)(images))[
-            jnp.arange(2), jnp.array([1, 3])
-        ].sum()
+        return jax.nn.log_softmax(nnx.merge(graph, params, rest)(images))[:, 1].sum()
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    assert np.isfinite(value)
-    check_gradients(gradients)
+    check_gradients(jax.jit(jax.grad(loss))(params))
 
 
 @pytest.mark.parametrize("name", ["swin_t", "nat_mini"])
 def test_absolute_embeddings_act_on_the_first_stage_only(name):
-    model = tiny(name, "ape+rpb")
-    names = {
-        ".".join(map(str, path[:3]))
-        for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))
-        if "position" in path
-    }
-    assert names == {"stages.0.position", "stages.1.position"}
     count = lambda position: sum(
         x.size for x in jax.tree.leaves(nnx.state(tiny(name, position), nnx.Param))
     )

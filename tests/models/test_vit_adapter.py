@@ -70,21 +70,6 @@ def test_everything_trains():
         assert np.abs(dict(nnx.to_flat_state(statistics))[path][...] - before[...]).max() > 0, path
 
 
-def test_upernet_takes_its_maps_and_heads_of_one_map_are_refused():
-    def logits(images, head):
-        settings = {key: value for key, value in SMALL.items() if key != "num_classes"}
-        model = rope_jax.create_model("vit_adapter_ti16", head=head, num_classes=7, **settings)
-        assert model.neck is None
-        return model(images)
-
-    images = jax.ShapeDtypeStruct((1, 32, 64, 3), jnp.float32)
-    found = jax.eval_shape(lambda images: logits(images, "upernet(width=8)"), images)
-    assert found.shape == (1, 32, 64, 7)
-    advice = "one map, not the four of vit_adapter_ti16: use mask2former or upernet, or another"
-    with pytest.raises(ValueError, match=advice):
-        jax.eval_shape(lambda images: logits(images, "linear"), images)
-
-
 @pytest.mark.parametrize("settings", [{"blocks": (1,)}, {"norm": True}])
 def test_its_maps_are_not_those_of_blocks(settings):
     with pytest.raises(ValueError, match="do not go with ViT-Adapter, whose four maps are of no"):

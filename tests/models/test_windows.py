@@ -124,16 +124,12 @@ def test_a_window_that_spans_the_map_is_global_attention(scheme):
     np.testing.assert_allclose(run(mixed, images)[0], want, atol=2e-5)
 
 
-@pytest.mark.parametrize("scheme", ["rope2d", "rpb"])
-def test_every_block_may_attend_to_the_whole_map(scheme):
-    """Windows of another size, which no block has, change nothing but the table of `rpb`."""
+def test_every_block_may_attend_to_the_whole_map():
+    """Windows of another size, which no block has, change nothing."""
     images = pictures(8, 12)
-    model = small_model("vit_s16", scheme, **WINDOWS, window_size=2, global_blocks=(0, 1))
-    logits, _ = run(model, images)
-    assert np.isfinite(logits).all()
-    if scheme == "rope2d":
-        want, _ = run(small_model("vit_s16", scheme, class_token=False), images)
-        np.testing.assert_allclose(logits, want, atol=2e-5)
+    model = small_model("vit_s16", "rope2d", **WINDOWS, window_size=2, global_blocks=(0, 1))
+    want, _ = run(small_model("vit_s16", "rope2d", class_token=False), images)
+    np.testing.assert_allclose(run(model, images)[0], want, atol=2e-5)
 
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])

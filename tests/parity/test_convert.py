@@ -120,8 +120,6 @@ def test_frequencies_have_the_layouts_of_their_sources():
     np.testing.assert_array_equal(
         export_state_dict(mixed, source="naver")["freqs"], timm.reshape(2, 2, 24)
     )
-    swin = export_state_dict(small("swin_t", "rope_mixed"), source="naver")
-    assert swin["layers.1.blocks.1.attn.rope_freqs"].shape == (2, 2, 8)
 
 
 def test_offsets_change_their_sign_between_windows_and_neighbourhoods():
@@ -131,8 +129,6 @@ def test_offsets_change_their_sign_between_windows_and_neighbourhoods():
         np.testing.assert_array_equal(
             other.position.offsets[...], one.position.offsets[...][:, :, ::-1, ::-1]
         )
-    table = export_state_dict(nat, source="nat")["layers.1.blocks.0.attn.rpb"]
-    np.testing.assert_array_equal(table, nat.stages[1].position.offsets[0])
 
 
 @pytest.mark.parametrize(
@@ -361,16 +357,6 @@ def test_what_follows_from_other_tensors_is_dropped():
         "layers.1.blocks.1.attn_mask": np.zeros((4, 49, 49)),
     }
     rope_jax.convert_state_dict(model, state_dict, source="naver")
-    with pytest.raises(
-        ValueError, match=r"4 problems(.|\n)*attn_mask of shape \[4, 49, 49\] is not expected"
-    ):
-        rope_jax.convert_state_dict(
-            model,
-            state_dict
-            | {"attn_mask": np.zeros((4, 49, 49))}
-            | {f"{i}": np.zeros(1) for i in range(3)},
-            source="naver",
-        )
 
 
 def test_what_the_model_computes_must_be_what_the_file_holds():
@@ -392,15 +378,6 @@ def test_what_the_model_computes_must_be_what_the_file_holds():
         for other in wrong:
             with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn\.rope_freqs"):
                 rope_jax.convert_state_dict(other, rounded, source="naver")
-    whole = {
-        key: array.astype(int) if "rope_freqs" in key else array
-        for key, array in state_dict.items()
-    }
-    with pytest.raises(
-        ValueError,
-        match=r"layers\.0\.blocks\.0\.attn\.rope_freqs has dtype int64; weights are floating-point",
-    ):
-        rope_jax.convert_state_dict(model, whole, source="naver")
 
 
 def test_a_frozen_sinusoid_is_checked_on_the_map_of_the_file():
@@ -418,13 +395,6 @@ def test_a_frozen_sinusoid_is_checked_on_the_map_of_the_file():
         rope_jax.convert_state_dict(
             model, state_dict | {"pos_embed": state_dict["pos_embed"][::-1]}, source="lape"
         )
-    learned = small("deit_ti16", "lape(ape)")
-    with pytest.raises(
-        ValueError,
-        match=r"pos_embed has shape \[17, 48\], but position.ape.embedding of the model takes \[1, "
-        r"17, 48\]",
-    ):
-        rope_jax.convert_state_dict(learned, state_dict, source="lape")
 
 
 def test_every_source_is_named_in_the_documentation():

@@ -36,6 +36,8 @@ def test_lape_is_a_chain_of_layer_norms(text, embed_prefix):
         p = (p - mean) / np.sqrt(variance + 1e-6) * scale + bias
         np.testing.assert_allclose(terms.layer(layer).add, p, **EXACT)
     assert terms.rotation is terms.bias is None
+    registers = trained(text, prefix=3, embed_prefix=embed_prefix).terms(GRID).layer(1).add
+    np.testing.assert_array_equal(np.delete(registers, (1, 2), axis=0), terms.layer(1).add)
 
 
 @pytest.mark.parametrize("join", ["share", "unshare"])

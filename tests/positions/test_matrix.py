@@ -19,7 +19,6 @@ from tests.positions.schemes import (
     HEADS,
     SINGLE,
     normal,
-    params,
     scheme,
     tokens,
     trained,
@@ -169,12 +168,6 @@ def test_liere_starts_anywhere_between_0_and_a_full_turn():
     assert set(np.floor(upper.ravel() / (2 * math.pi) * 10)) == set(range(10))
 
 
-def test_liere_has_as_many_parameters_as_its_paper_says():
-    base = {"depth": 12, "heads": 12, "head_dim": 64, "grid": (14, 14), "dtype": SINGLE}
-    position = nnx.eval_shape(lambda: scheme("liere(block=64)", **base))
-    assert sum(math.prod(param.shape) for param in params(position).values()) == 580_608
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("pattern", "variant", "block"),
@@ -201,9 +194,6 @@ def test_comrope_starts_with_normal_draws(variant):
     position = scheme(f"comrope(variant={variant},std=0.5)", heads=24, dtype=SINGLE)
     assert 0.48 < np.std(position.blocks[...]) < 0.52
     assert (variant == "ld") == hasattr(position, "scales")
-    if variant == "ld":
-        assert position.scales.shape == (DEPTH, 1, 2, 2)
-        assert len(np.unique(position.scales[...])) == position.scales.size
 
 
 @pytest.mark.usefixtures("x64")
@@ -222,7 +212,6 @@ def test_comrope_moves_each_patch_within_itself_in_training():
     assert 0.25 < on_border < 0.39
     inside = moved[prefix:][np.abs(moved[prefix:]) < 0.49]
     assert 0.23 < inside.std() < 0.29  # a normal distribution of 0.5, cut off at 0.49: 0.263
-    assert len(np.unique(inside)) == inside.size
     np.testing.assert_array_equal(draw("comrope(perturbation=0)", key), still)
     shifted = draw("comrope(perturbation=0,offset=0.2)", key) - still
     np.testing.assert_allclose(shifted, np.broadcast_to(shifted[:1], shifted.shape), **EXACT)

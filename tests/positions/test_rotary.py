@@ -405,11 +405,6 @@ def test_dinov3_in_training_scales_each_layer_by_itself():
 
 
 def test_dinov3_in_training_shifts_and_stretches_each_axis_first_if_told_to():
-    a, b = affine("dinov3(shift=0.3,rescale=1)")
-    np.testing.assert_allclose(a, 1, **EXACT)
-    assert spread(b, -0.3, 0.3)
-    a, _ = affine("dinov3(jitter=1.5,rescale=1)")
-    assert spread(np.log(a) / math.log(1.5), -1, 1)
     a, b = affine("dinov3(shift=0.3,jitter=1.5,rescale=2)")
     assert spread(b, -0.3, 0.3), "shifted before it is scaled"
     assert 2.5 < a.max() < 3

@@ -71,8 +71,6 @@ def test_backbones_give_the_maps_that_it_takes(name, small, shapes):
     maps = jax.eval_shape(run, state, images)
     assert [x.shape[1:] for x in maps] == shapes
     levels = jax.eval_shape(lambda state, *x: nnx.merge(graph, state).head.neck(x), state, *maps)
-    assert len(levels) == 4
-    assert levels[-1].shape[1:3] == (-(-shapes[2][0] // 2), -(-shapes[2][1] // 2))
     sizes = [x.shape[1:3] for x in maps]
     assert model.head.neck.sizes(sizes) == [x.shape[1:3] for x in levels]
 
@@ -144,10 +142,6 @@ def test_denoising_is_drawn_in_training_alone(model, gradient):
         model.predict(batch["image"], train=True)
 
 
-def inverse(x):
-    return np.log(np.clip(x, 1e-3, 1) / np.clip(1 - x, 1e-3, 1))
-
-
 @jax.jit
 def _overlap(first, second):
     return generalised_iou(to_corners(first), to_corners(second))
@@ -190,9 +184,11 @@ def head():
     return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0), overrides=SMALL))
 
 
-def test_the_loss_is_that_of_all_layers_and_of_denoising(head):
+@pytest.mark.parametrize("counts", [(3, 0, 2), (0, 0, 0)])
+def test_the_loss_is_that_of_all_layers_and_of_denoising(head, counts):
+    """A batch without boxes has none of denoising, as in detrex."""
     rng = np.random.default_rng(0)
-    counts, rows, queries, layers = (3, 0, 2), 4, 7, 3
+    rows, queries, layers = 4, 7, 3
     batch = some_batch(counts, rows)
     targets = Targets(batch["boxes"], batch["label"])
     slots = slots_of(targets.real, 7)
@@ -223,32 +219,14 @@ def test_the_loss_is_that_of_all_layers_and_of_denoising(head):
                     union = pair[:, 2:].prod(1).sum() - shared
                     hits += shared / union >= 0.5 and logits[query].argmax() == kind
         # Two groups of 2 x 3 slots, of which the last two slots are not used.
-        for layer in range(layers - 1):
+        for layer in range(layers - 1 if any(counts) else 0):
             logits, predicted = (x[layer, image, :12] for x in noisy)
             pairs = [
                 (6 * group + row, box[row], label[row]) for group in (0, 1) for row in range(count)
             ]
             total += losses_by_definition(logits, predicted, pairs) / 2
-    np.testing.assert_allclose(found, total / sum(counts), rtol=1e-5)
-    np.testing.assert_allclose(share, hits / sum(counts), rtol=1e-6)
-
-
-def test_a_batch_without_boxes_has_no_loss_of_denoising(head):
-    """As in detrex, which has no queries of denoising then."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.uniform(0.1, 0.9, shape), jnp.float32)
-    own = draw(3, 2, 8, CLASSES), draw(3, 2, 8, 4)
-    run = jax.jit(head.loss)
-
-    def loss(counts, denoising):
-        batch = some_batch(counts)
-        slots = slots_of(batch["label"] >= 0, 8)
-        drawn = (*denoising, slots) if denoising else None
-        return float(run(DinoPredictions(*own, None, drawn), batch)[0])
-
-    noisy = draw(2, 2, 16, CLASSES), draw(2, 2, 16, 4)
-    assert loss((0, 0), noisy) == loss((0, 0), None)
-    assert loss((1, 0), noisy) > loss((1, 0), None) + 1
+    np.testing.assert_allclose(found, total / max(sum(counts), 1), rtol=1e-5)
+    np.testing.assert_allclose(share, hits / max(sum(counts), 1), rtol=1e-6)
 
 
 def test_parts_of_a_batch_have_the_mean_loss_of_the_whole(head):
@@ -334,7 +312,8 @@ def test_a_layer_is_trained_by_the_boxes_of_the_next_layer(transformer):
 def test_inverse_sigmoid_is_that_of_probabilities_that_are_not_too_sure():
     x = np.linspace(0, 1, 101)
     found = jax.jit(inverse_sigmoid)(np.float32(x))
-    np.testing.assert_allclose(found, inverse(x), rtol=1e-4, atol=1e-6)
+    want = np.log(np.clip(x, 1e-3, 1) / np.clip(1 - x, 1e-3, 1))
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
 def test_detections_are_the_surest_pairs_of_boxes_and_classes():
@@ -351,10 +330,8 @@ def test_detections_are_the_surest_pairs_of_boxes_and_classes():
         np.testing.assert_allclose(
             found.scores[image], 1 / (1 + np.exp(-logits[image, query, kind])), rtol=1e-5
         )
-        x, y, w, h = boxes[image, query].T
-        height, width = extent[image]
-        corners = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=-1)
-        wanted = corners.clip(0, 1) * [width, height, width, height]
+        corners = np.asarray(to_corners(jnp.asarray(boxes[image, query])))
+        wanted = corners.clip(0, 1) * np.tile(extent[image, ::-1], 2)
         np.testing.assert_allclose(found.boxes[image], wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -405,16 +382,6 @@ def test_weights_come_back_from_detrexs_names(name, small, keys):
         np.testing.assert_array_equal(flat[path][...], leaf[...], err_msg=str(path))
 
 
-def test_a_saved_detector_on_a_pyramid_is_created_again(model, tmp_path):
-    rope_jax.save_pretrained(model, tmp_path)
-    again = rope_jax.create_model(tmp_path)
-    assert (again.name, again.head_notation, again.num_classes) == ("deit_ti16", HEAD, CLASSES)
-    assert again.options == model.options
-    found = dict(nnx.to_flat_state(nnx.state(again)))
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        np.testing.assert_array_equal(found[path][...], leaf[...], err_msg=str(path))
-
-
 @pytest.mark.slow
 def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
     batch = some_batch()
@@ -437,24 +404,3 @@ def test_a_program_takes_padded_images_with_their_extents(model, tmp_path):
 def test_widths_that_do_not_divide_are_refused(head, message):
     with pytest.raises(ValueError, match=message):
         rope_jax.create_model("deit_ti16", head=head, num_classes=3, **VIT)
-
-
-def test_more_queries_than_tokens_are_refused(transformer):
-    graph, state = nnx.split(transformer)
-    sizes = ((1, 3), (1, 1))
-    maps = [jnp.zeros((1, *size, 16)) for size in sizes]
-    padding = [jnp.zeros((1, *size), bool) for size in sizes]
-    with pytest.raises(
-        ValueError, match="queries=5 are chosen among the tokens of all maps, which"
-    ):
-        jax.eval_shape(lambda state: nnx.merge(graph, state)(maps, padding), state)
-
-
-def test_more_boxes_than_queries_are_refused(model):
-    graph, state = nnx.split(model)
-    batch, key = some_batch((3, 0), rows=9), jax.random.key(0)
-    with pytest.raises(ValueError, match="9 targets cannot be matched with 8 queries"):
-        jax.eval_shape(
-            lambda state: detection.loss(nnx.merge(graph, state), batch, resolve({}), key=key),
-            state,
-        )
