@@ -18,7 +18,6 @@ import pathlib
 import pkgutil
 import platform
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -55,13 +54,6 @@ def record(benchmark: str, settings: dict[str, Any], **figures: Any) -> Result:
         "versions": versions,
         "settings": settings,
     } | figures
-
-
-def write(result: Result, path: pathlib.Path | None) -> None:
-    """Writes a result as JSON, atomically; does nothing if the path is None."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(result, indent=1, default=str) + "\n")
 
 
 def earlier(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) -> Result:
@@ -142,7 +134,9 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
 
     def keep(**figures: Any) -> Result:
         result = record(name, **{"settings": settings} | figures)
-        write(result, out)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_file(out, json.dumps(result, indent=1, default=str) + "\n")
         return result
 
     positional = [options[x.name] for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -154,11 +148,9 @@ def main(package: types.ModuleType, argv: Sequence[str]) -> int:
     """Runs a module of a package by name and returns the exit status."""
     modules = pkgutil.iter_modules(package.__path__)
     names = sorted(module.name for module in modules if not module.name.startswith("_"))
-    command = f"python -m {package.__name__}"
-    if not argv or argv[0] not in names:
-        usage = f"usage: {command} NAME [...], where NAME is one of: {', '.join(names)}"
-        print(usage, file=sys.stderr)
-        return 2
-    module = importlib.import_module(f"{package.__name__}.{argv[0]}")
-    call(argv[0], module.run, argv[1:], f"{command} {argv[0]}")
+    parser = argparse.ArgumentParser(prog=f"python -m {package.__name__}")
+    parser.add_argument("name", choices=names)
+    name = parser.parse_args(argv[:1]).name
+    module = importlib.import_module(f"{package.__name__}.{name}")
+    call(name, module.run, argv[1:], f"{parser.prog} {name}")
     return 0

@@ -1,8 +1,16 @@
 """Attention at the layers of models, forward and with gradients."""
 
+import dataclasses
+
 import jax
 
 from rope_jax_kernels import Rotation, attention_qkv
+from rope_jax_kernels.model_shapes import LAYERS
+
+
+def layer_of(name, **changes):
+    """A model's layer with some of its fields changed."""
+    return dataclasses.replace(LAYERS[name], **changes)
 
 
 def attend(layer, implementation, qkv, coords, freqs, bias=None, cotangent=None):

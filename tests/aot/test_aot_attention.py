@@ -1,6 +1,5 @@
 """The attention kernels as machine code for Hopper: spills, tensor cores, launches, copies."""
 
-import dataclasses
 import functools
 import re
 
@@ -9,18 +8,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Neighborhood
-from rope_jax_kernels.model_shapes import LAYERS
-from tests.aot.layers import attend, train
+from tests.aot.layers import attend, layer_of, train
 from tests.aot.program import budget, collectives
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 
 
 def case_of(name, backward, dtype="bfloat16", **changes):
     """A layer, its dtype, and the launches of its backward pass with all gradients."""
-    return dataclasses.replace(LAYERS[name], **changes), dtype, backward
+    return layer_of(name, **changes), dtype, backward
 
 
 CASES = {
@@ -60,45 +54,26 @@ def test_machine_code(name, compile_for):
     )
 
 
-@pytest.mark.parametrize("name", ["ViT-S", "Swin", "DiNAT"])
-def test_the_forward_pass_is_one_launch_after_its_tables(name, compile_for):
+@pytest.mark.parametrize(
+    ("name", "learned", "count"),
+    [
+        ("ViT-S", ["qkv"], 3),
+        ("NAT", ["qkv"], 3),
+        ("Swin", ["qkv"], 2),
+        ("Swin", ["qkv", "freqs"], 2),
+        ("Swin", ["bias"], 2),
+    ],
+)
+def test_sharded_over_batch_and_heads(name, learned, count, compile_for):
+    """Forward and with gradients: only sums over examples are communicated.
+
+    Fixed frequencies, as most schemes have them, get no gradient.
+    """
     layer, dtype, _ = CASES[name]
-    shapes = layer.shapes(16, dtype)
-    program = compile_for((1, 1), functools.partial(attend, layer, "triton"), *shapes.values())
-    assert program.launches() == 1
-    # One operation computes all cosines and sines; its results have no batch dimension. Another one
-    # looks up a bias.
-    tables = 2 if layer.bias else 1
-    assert program.operations[:-1] == ["fusion"] * tables
-    heads, _, pairs = shapes["freqs"].shape
-    table = rf"f32\[{heads},{layer.pattern.rotated_tokens(layer.places)},{pairs}\]"
-    assert re.search(rf"= \({table}\S*, {table}\S*\) fusion\(", program.text)
-
-
-def specs_of(layer):
-    """Shards of the batch and of the heads, in the order of `Layer.shapes`."""
-    rest = [None] * len(layer.places)
-    bias = P("heads") if layer.bias else P()
-    return [P("data", *rest, None, "heads"), P(), P("heads"), bias, P("data", *rest, "heads")]
-
-
-@pytest.mark.parametrize("name", ["ViT-S", "Swin", "NAT"])
-def test_no_collective_when_sharded_over_batch_and_heads(name, compile_for):
-    layer, dtype, _ = CASES[name]
-    *specs, of_output = specs_of(layer)
-    f = functools.partial(attend, layer, "triton")
-    sharded = jax.shard_map(f, in_specs=tuple(specs), out_specs=of_output)
-    mesh, shapes = (2, 3 if layer.heads % 2 else 2), layer.shapes(16, dtype)
-    program = compile_for(mesh, sharded, *list(shapes.values())[:-1], specs=specs)
-    assert program.launches() == 1
-    assert collectives(program.text) == []
-
-
-@pytest.mark.parametrize("learned", [("qkv",), ("qkv", "freqs"), ("bias",)])
-def test_gradients_of_some_operands_inside_shard_map(learned, compile_for):
-    """Fixed frequencies, as most schemes have them, get no gradient."""
-    layer, dtype, _ = CASES["Swin"]
-    specs, shapes = specs_of(layer), layer.shapes(16, dtype)
+    shapes, of_bias = layer.shapes(16, dtype), P("heads") if layer.bias else P()
+    data = P("data", *[None] * (1 + len(layer.places)), "heads")
+    output = P("data", *[None] * len(layer.places), "heads")
+    specs = [data, P(), P("heads"), of_bias, output]
     f = functools.partial(attend, layer, "triton")
     sharded = jax.shard_map(f, in_specs=tuple(specs[:4]), out_specs=specs[4])
 
@@ -106,10 +81,13 @@ def test_gradients_of_some_operands_inside_shard_map(learned, compile_for):
         *operands, cotangent = arguments
         operands = dict(zip(shapes, operands, strict=False))
         run = lambda some: sharded(*(operands | some).values())
-        return jax.vjp(run, {name: operands[name] for name in learned})[1](cotangent)
+        out, pull_back = jax.vjp(run, {name: operands[name] for name in learned})
+        return out, pull_back(cotangent)
 
-    program = compile_for((2, 3), step, *shapes.values(), specs=specs)
-    assert program.launches() == 2
+    mesh = 2, 3 if layer.heads % 2 else 2
+    program = compile_for(mesh, step, *shapes.values(), specs=specs)
+    assert program.launches() == count
+    assert (collectives(program.text) == []) == (learned == ["qkv"])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +95,7 @@ def test_gradients_of_some_operands_inside_shard_map(learned, compile_for):
 )
 def test_nothing_is_saved_but_operands_output_and_a_number_for_each_query(name, ratio, gpus):
     """Of a layer in training, against plain jax.numpy."""
-    layer = dataclasses.replace(LAYERS[name], bias=False)
+    layer = layer_of(name, bias=False)
     *operands, _, out = layer.shapes(128).values()
 
     def saved_bytes(implementation):

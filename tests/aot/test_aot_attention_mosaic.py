@@ -1,6 +1,5 @@
 """The Hopper kernel of global attention as machine code: spills, instructions, launches."""
 
-import dataclasses
 import functools
 import re
 
@@ -9,18 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax_kernels import Global, attention
-from rope_jax_kernels.model_shapes import LAYERS
-from tests.aot.layers import attend, train
+from tests.aot.layers import attend, layer_of, train
 from tests.aot.program import TARGETS, budget, collectives
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
-
-def layer_of(name, **changes):
-    return dataclasses.replace(LAYERS[name], **changes)
-
 
 # Layer, dtype, and the registers of a thread that its warpgroups leave.
 CASES = {

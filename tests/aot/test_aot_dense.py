@@ -6,10 +6,7 @@ import pytest
 
 from benchmarks import memory
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_vit_b_with_upernet_at_512_pixels_fits(gpus):

@@ -3,20 +3,19 @@
 Errors that a compiler can find are found here, without a GPU.
 """
 
+import functools
+import math
 import re
 
 import jax
 import pytest
 
-from benchmarks import _layers, _timing
+from benchmarks import _layers, _rotations, _timing
 from rope_jax_kernels import Choices
 from rope_jax_kernels.model_shapes import LAYERS
 from tests.aot.program import compile_ahead, launches
 from tests.gpu import programs
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 RUNS = [*programs.RUNS, *programs.MANY_EXAMPLES, *programs.MANY_ELEMENTS]
 
 
@@ -30,25 +29,43 @@ def test_programs_of_the_gpu_tests(run, gpus, tmp_path):
     assert all(max(int(y), int(z)) < 2**16 for _, y, z in grids)
 
 
-# What launches a layer of the benchmark.
-FORMS = {
-    ("vit_s", "forward", "triton+rope"): "triton",
-    ("vit_s", "forward", "cudnn"): "cudnn",
-    ("vit_s", "forward", "mosaic"): "mosaic",
-    ("swin_t_1", "training", "triton+rope"): "triton",
-}
-
-
-@pytest.mark.parametrize("case", FORMS, ids=str)
-def test_a_loop_of_the_benchmark_launches_every_layer(case, gpus):
-    name, direction, form = case
-    layer, copies = LAYERS[name], 5
-    loop = _timing.loop_of(_layers.step_of(layer.pattern, form, direction), 4, in_place=False)
-    shapes = jax.eval_shape(lambda: _layers.operands(layer, 128, copies))
+def kinds_in_loop(step, operands, gpu, *, in_place, least=0):
+    """What the body of a benchmark's loop launches that moves at least so many bytes."""
+    loop = _timing.loop_of(step, 4, in_place=in_place)
+    shapes = jax.eval_shape(operands)
     with Choices():
-        text = compile_ahead(loop, shapes, gpus[0]).as_text()
+        donate = (0,) if in_place else ()
+        text = compile_ahead(loop, shapes, gpu, donate=donate).as_text()
     (body,) = re.findall(r"body=%([\w.-]+)", text)
-    kinds = [x.kind for x in launches(text, body)]
-    found = sum(FORMS[case] in x for x in kinds)
-    assert found == _timing.steps_of(copies) * (1 + (direction == "training"))
+    return [x.kind for x in launches(text, body) if x.bytes >= least]
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "form", "kind"),
+    [
+        ("vit_s", "forward", "triton+rope", "triton"),
+        ("vit_s", "forward", "cudnn", "cudnn"),
+        ("vit_s", "forward", "mosaic", "mosaic"),
+        ("swin_t_1", "training", "triton+rope", "triton"),
+    ],
+)
+def test_a_loop_of_the_benchmark_launches_every_layer(name, direction, form, kind, gpus):
+    layer, copies = LAYERS[name], 5
+    step = _layers.step_of(layer.pattern, form, direction)
+    operands = functools.partial(_layers.operands, layer, 128, copies)
+    kinds = kinds_in_loop(step, operands, gpus[0], in_place=False)
+    each = 1 + (direction == "training")
+    assert sum(kind in x for x in kinds) == _timing.steps_of(copies) * each
     assert "copy" not in kinds
+
+
+@pytest.mark.parametrize("form", ["xla", "triton"])
+@pytest.mark.parametrize("copies", [1, 4])
+def test_a_loop_of_rotations_launches_once_a_step(copies, form, gpus):
+    """And copies nothing: neither back to where a loop began, nor around a kernel."""
+    problem = _rotations.Problem(16, 3, 14, 64, direction="backward")
+    operands = functools.partial(_rotations.operands, problem, form, copies)
+    step, least = _rotations.step_of(problem, form), 4 * math.prod(problem.shape)
+    kinds = kinds_in_loop(step, operands, gpus[0], in_place=True, least=least)
+    kind = "fusion" if form == "xla" else "__gpu$xla.gpu.triton"
+    assert kinds == [kind] * _timing.steps_of(copies)

@@ -5,10 +5,6 @@ import pytest
 from benchmarks.memory import classifier, compile_step
 from tests.aot.program import Launch, launches
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 # Model -> images; GB, launches and those under 2 MB at most, of all that is neither product nor
 # attention. A launch that moves less than 2 MB takes about as long as an empty one.
 LIMITS = {"vit_s16": (256, 26.2, 395, 160)}

@@ -13,10 +13,6 @@ from rope_jax_kernels.rotary import tile_sizes
 from tests.aot.program import TARGETS, budget
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, Case, served_by
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 SHAPES = jax.ShapeDtypeStruct
 KERNELS = pytest.mark.parametrize("implementation", TARGETS)
 SERVED = pytest.mark.parametrize(
@@ -44,13 +40,6 @@ def turn(case, implementation, q, k, coords, freqs):
         layout=case.layout,
         implementation=implementation,
     )
-
-
-def turn_back(case, implementation, gq, gk, coords, freqs):
-    """The backward pass alone, without a gradient of the angles."""
-    zeros = jnp.zeros(case.shape(), case.dtype)
-    f = lambda q, k: turn(case, implementation, q, k, coords, freqs)
-    return jax.vjp(f, zeros, zeros)[1]((gq, gk))
 
 
 def check_in_place(program, implementation, case, arrays, **options):
@@ -108,16 +97,6 @@ def test_rows_that_threads_cannot_share_evenly_do_not_spill(compile_for):
     f = functools.partial(turn, case, "mosaic")
     program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
     check_machine_code(program, "mosaic", case, copies=2, registers=255)
-
-
-@KERNELS
-def test_backward_pass_is_one_launch_in_place(implementation, compile_for):
-    """The kernel of the forward pass but for a sign, which another test compiles at all shapes."""
-    case = MODEL_CASES[0]
-    x, coords, freqs = arguments(case)
-    f = functools.partial(turn_back, case, implementation)
-    program = compile_for((1, 1), f, x, x, coords, freqs, donate=(0, 1))
-    check_in_place(program, implementation, case, [x, x])
 
 
 @SERVED

@@ -11,10 +11,6 @@ from benchmarks._gpus import absent_gpus
 from rope_jax_kernels import Choices
 from tests.aot.program import collectives
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 BATCH = 104  # on each device; no other dimension of these models
 # Model -> heads, their channels, tokens in a row of scores, tokens with angles of their own, the
 # scheme, and options that leave one stage.

@@ -11,10 +11,6 @@ from rope_jax_kernels.choices import Choice
 from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.model_shapes import LAYERS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 
 def attended(layer, qkv, coords, freqs):
     rotation = Rotation(coords, freqs)

@@ -14,7 +14,6 @@ import benchmarks
 from benchmarks import gpu
 from benchmarks._runner import main
 from rope_jax import tune
-from tests.gpu import conftest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -66,33 +65,12 @@ def test_nothing_starts_without_a_gpu_or_a_folder(tmp_path):
         main(benchmarks, ["gpu"])
 
 
-def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
-    path = tmp_path / "tests.jsonl"
-    path.write_text('{"test": "a", "outc')
-    conftest.Outcomes(path).write(test="b", outcome="passed")
-    assert conftest.read_outcomes(path) == [{"test": "b", "outcome": "passed"}]
-
-
-@pytest.mark.parametrize("keywords", [{"gpu"}, {"slow"}])
-def test_only_gpu_tests_have_a_time_limit(keywords, monkeypatch):
-    limits = []
-    timer = types.SimpleNamespace(
-        dump_traceback_later=lambda limit, **_: limits.append(limit),
-        cancel_dump_traceback_later=lambda: limits.append(None),
-    )
-    monkeypatch.setattr(conftest, "faulthandler", timer)
-    run = conftest.pytest_runtest_protocol(types.SimpleNamespace(keywords=keywords))
-    next(run)
-    with pytest.raises(StopIteration, match="result"):
-        run.send("result")
-    assert limits == ([conftest.TEST_S, None] if keywords == {"gpu"} else [])
-
-
 @pytest.mark.slow
 @pytest.mark.process
 def test_gpu_tests_can_be_rehearsed_and_are_not_repeated(tmp_path):
     """One that interprets no kernel."""
     path = tmp_path / "tests.jsonl"
+    path.write_text('{"test": "of a line that was cut o\n')
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_gpu_limits.py", "-q", "-p",
                "no:cacheprovider", "-k", "on_the_cpu", "-n", "1", "--dist", "loadgroup",
                f"--outcomes={path}"]  # fmt: skip
@@ -100,5 +78,5 @@ def test_gpu_tests_can_be_rehearsed_and_are_not_repeated(tmp_path):
     for status in (0, 5):  # 5: no test is left
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == status, done.stdout
-    entries = list(map(json.loads, path.read_text().splitlines()))
-    assert [entry["outcome"] for entry in entries] == ["started", "passed"]
+    entries = list(map(json.loads, path.read_text().splitlines()[1:]))
+    assert [entry["outcome"] for entry in entries] == ["passed"]

@@ -66,19 +66,15 @@ def test_wrong_arguments_are_refused(argv, message, capsys):
 
 def test_an_earlier_result_is_continued_if_it_is_of_the_same(tmp_path):
     out = tmp_path / "x.json"
-    assert _runner.earlier(out, "some", {}) == {}
-    assert _runner.earlier(None, "some", {}) == {}
     settings = {"turns": 5, "sizes": (1, 2)}
-    _runner.write(_runner.record("some", settings, rows=[1]), out)
+    result = _runner.record("some", settings, rows=[1])
+    out.write_text(json.dumps(result))
     assert _runner.earlier(out, "some", settings)["rows"] == [1]
-    assert _runner.earlier(out, "other", settings) == {}
-    assert _runner.earlier(out, "some", settings | {"turns": 6}) == {}
-    result = json.loads(out.read_text())
-    for part, name in (("versions", "jax"), ("versions", "kernels"), ("machine", "device")):
-        out.write_text(json.dumps(result | {part: result[part] | {name: "another"}}))
+    others = [{"benchmark": "other"}, {"settings": {"turns": 6}}, {"machine": {"device": "x"}}]
+    others += [{"versions": result["versions"] | {name: "1"}} for name in ("jax", "kernels")]
+    for text in ("half a resu", *(json.dumps(result | other) for other in others)):
+        out.write_text(text)
         assert _runner.earlier(out, "some", settings) == {}
-    out.write_text("half a resu")
-    assert _runner.earlier(out, "some", settings) == {}
 
 
 def test_flags_need_a_benchmark_that_takes_them(capsys):

@@ -83,10 +83,6 @@ def test_every_step_of_a_loop_computes_its_own(in_place):
     np.testing.assert_allclose(found, wanted if in_place else wanted * 4)
 
 
-def test_arrays_exceed_every_cache_or_one_is_hot():
-    assert [_timing.copies_beyond_cache(n * 2**20) for n in (300, 128, 16, 15)] == [1, 2, 16, 1]
-
-
 def test_a_training_layer_returns_its_gradients():
     layer = LAYERS["vit_s"]
     shapes = jax.eval_shape(lambda: _layers.operands(layer, 1, 1))
@@ -167,10 +163,3 @@ def test_tables_of_models_stand_beside_the_thesis(table):
     assert {x[3] for x in found} == {256 / 2e-2}
     if table == "4.4":
         assert ["vit_b16", "axial_rope", "ours", 12800.0, "3,519 (FAv2)"] in found
-
-
-@pytest.mark.parametrize("wrong", ["--parts=rotations", "--table=4.5", "--turns=x"])
-def test_wrong_arguments_are_refused(wrong, capsys):
-    with pytest.raises(SystemExit):
-        main(benchmarks, ["speed", wrong])
-    assert wrong.partition("=")[2] in capsys.readouterr().err

@@ -4,13 +4,12 @@ With ROPE_JAX_REHEARSE_GPU_TESTS=1 the GPU tests run on a CPU at small sizes, wi
 kernels, which shows that the tests themselves work.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -135,33 +134,11 @@ def other_work():
         while not ended.is_set():
             work()
 
-    threads = [threading.Thread(target=repeat, args=(work,)) for work in products]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-
-
-@functools.cache
-def training(name, position, image_size, batch, dtype):
-    """Namespace of `loss_and_gradients(params, images)`, `params` and `images` of a model."""
-    from flax import nnx
-
-    import rope_jax
-
-    model = rope_jax.create_model(
-        name, position=position, image_size=image_size, dtype=jnp.dtype(dtype)
-    )
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, images):
-        logits = nnx.merge(graph, params, rest)(images, train=False)
-        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
-
-    images = np.random.default_rng(0).standard_normal((batch, image_size, image_size, 3))
-    found = jax.value_and_grad(loss)
-    return types.SimpleNamespace(loss_and_gradients=found, params=params, images=np.float32(images))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        repeated = [pool.submit(repeat, work) for work in products]
+        try:
+            yield
+        finally:
+            ended.set()
+    for work in repeated:
+        work.result()

@@ -12,15 +12,10 @@ from rope_jax_kernels.accuracy import allowed_error, error
 from tests.gpu import programs
 from tests.gpu.programs import at
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
-
-SERVED = [run for run in programs.RUNS if at(True, run.implementation == "triton")]
+pytestmark = pytest.mark.gpu
 
 
-def ours(runs):
+def rehearsed(runs):
     """Those that are interpreted at all in a rehearsal."""
     return [run for run in runs if at(True, run.implementation == "triton")]
 
@@ -31,7 +26,7 @@ def fill_with_nan(count):
     jax.block_until_ready(some)
 
 
-@pytest.mark.parametrize("run", SERVED, ids=str)
+@pytest.mark.parametrize("run", rehearsed(programs.RUNS), ids=str)
 def test_memory_that_is_not_written_is_not_read(run):
     """What is left over in memory changes no bit.
 
@@ -67,13 +62,13 @@ def check_last_examples(run):
         assert error(x, exact[name]) <= allowed, name
 
 
-@pytest.mark.parametrize("run", ours(programs.MANY_EXAMPLES), ids=str)
+@pytest.mark.parametrize("run", rehearsed(programs.MANY_EXAMPLES), ids=str)
 def test_more_examples_than_a_grid_has_programs(run):
     check_last_examples(run)
 
 
 @pytest.mark.xdist_group("largest")  # one process at a time has them
-@pytest.mark.parametrize("run", ours(programs.MANY_ELEMENTS), ids=str)
+@pytest.mark.parametrize("run", rehearsed(programs.MANY_ELEMENTS), ids=str)
 def test_more_elements_than_31_bits_count(run):
     shape = run.shapes()[0]
     assert shape.size > at(2**31, 0)
@@ -83,7 +78,7 @@ def test_more_elements_than_31_bits_count(run):
     check_last_examples(run)
 
 
-@pytest.mark.parametrize("run", ours(programs.OURS), ids=str)
+@pytest.mark.parametrize("run", rehearsed(programs.OURS), ids=str)
 def test_a_hundred_runs_beside_other_work_are_equal(run):
     """Other streams change when the parts of a kernel run."""
     operands, compute = run.operands(), jax.jit(run)

@@ -7,10 +7,7 @@ import pytest
 from rope_jax_kernels import Rotation, explain, rotate
 from tests.kernels import rotary_cases as cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 
 HEAD_DIMS = [

@@ -20,17 +20,14 @@ FOUND = 99  # exit status if the sanitizer finds an error
 UNSUPPORTED = ("Device not supported", "Unable to attach", "No attachable process found")
 
 
-def found_sanitizer():
-    """The sanitizer on PATH or in CUDA's usual folder; None without one."""
-    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    return shutil.which(SANITIZER, path=os.pathsep.join(folders))
+PLACES = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
 
 
 # A process for each kernel: the sanitizer slows them down, and a test has a time limit.
 @pytest.mark.parametrize("place", range(len(sanitized.RUNS)), ids=map(str, sanitized.RUNS))
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "synccheck"])
 def test_no_errors_are_found(tool, place):
-    if (command := found_sanitizer()) is None:
+    if (command := shutil.which(SANITIZER, path=PLACES)) is None:
         pytest.skip(f"{SANITIZER} is not installed")
     # Each array has an allocation of its own, so that what is beside it is not allocated.
     own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

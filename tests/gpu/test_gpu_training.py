@@ -1,16 +1,16 @@
 """A training step of whole models by the kernels that None takes, against "xla"."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import rope_jax
 from rope_jax_kernels import Choices
-from tests.gpu.programs import at, training
+from tests.gpu.programs import at
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 # (model, position), at 224 pixels. The first alone is rehearsed, at another size.
 MODELS = [
@@ -26,10 +26,17 @@ MODELS = [
 def computed(name, position, dtype, choices):
     """The loss and the gradients, in float64."""
     size = 224 if name != "vit_digits" else 16
-    step = training(name, position, size, at(8, 2), dtype)
+    model = rope_jax.create_model(name, position=position, image_size=size, dtype=jnp.dtype(dtype))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    images = np.random.default_rng(0).standard_normal((at(8, 2), size, size, 3))
+
+    def loss(params, images):
+        logits = nnx.merge(graph, params, rest)(images, train=False)
+        return -jax.nn.log_softmax(logits.astype(jnp.float32))[:, 0].mean()
+
     with choices:
-        loss, gradients = jax.jit(step.loss_and_gradients)(step.params, step.images)
-    return float(loss), [np.asarray(x, np.float64) for x in jax.tree.leaves(gradients)]
+        value, gradients = jax.jit(jax.value_and_grad(loss))(params, np.float32(images))
+    return float(value), [np.asarray(x, np.float64) for x in jax.tree.leaves(gradients)]
 
 
 def distance(one, other):

@@ -9,10 +9,7 @@ from rope_jax_kernels import Rotation, rotate
 from rope_jax_kernels.rotary import rotate_back_and_pack, unpack_and_rotate
 from tests.kernels.rotary_cases import CASES, MODEL_CASES, bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", CASES + MODEL_CASES, ids=str)

@@ -270,6 +270,14 @@ def check_packed(case, implementation):
         assert np.array_equal(bits(packed)[:, :, i], bits(x))
 
 
+def assert_turned(result, exact, case):
+    """The result is `exact`, up to the rounding of the case's dtype."""
+    if case.dtype == "float32":
+        np.testing.assert_allclose(result, exact, rtol=1e-5, atol=5e-6)
+    else:
+        assert_rounded_once(result, exact, case.pairs, case.pairing)
+
+
 def check_by_angles(case, implementation, theta_dtype):
     """rotate_by_angles: values, and gradients of data and theta."""
     x, g = case.data(3, 2)
@@ -286,11 +294,7 @@ def check_by_angles(case, implementation, theta_dtype):
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip((dx, dtheta), again, strict=True))
     wide = theta.astype(np.float64)
     for y, source, sign in ((f(x, theta), x, 1), (dx, g, -1)):
-        exact = turn(source, sign * wide, case.pairing)
-        if case.dtype == "float32":
-            np.testing.assert_allclose(y, exact, rtol=1e-5, atol=5e-6)
-        else:
-            assert_rounded_once(y, exact, case.pairs, case.pairing)
+        assert_turned(y, turn(source, sign * wide, case.pairing), case)
     exact = theta_gradient(case, x, g, wide)
     exact = exact.sum(0, keepdims=True) if case.shared else exact
     tolerance = max(3e-6, float(ml_dtypes.finfo(theta.dtype).eps))
@@ -306,11 +310,33 @@ def theta_gradient(case, x, g, theta):
     return (g[..., second] * y[..., first] - g[..., first] * y[..., second]).sum(0).swapaxes(0, 1)
 
 
+def exact_gradients(case, cotangents, q, k, coords, freqs):
+    """Those of q, k, coords and freqs, in float64."""
+    theta = angles(coords, freqs)
+    parts = zip((q, k), cotangents, strict=True)
+    dtheta = sum(theta_gradient(case, x, g, theta) for x, g in parts)
+    by_head = np.einsum("la,nlr->nar", coords, dtheta)
+    return (
+        *(turn(g, -theta, case.pairing) for g in cotangents),
+        np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, by_head.shape)),
+        by_head.sum(0, keepdims=True) if case.shared else by_head,
+    )
+
+
+def assert_as_exact_as(results, plain, exact):
+    """Errors are at most twice those of "xla" in the same precision."""
+    for x, reference, true in zip(results, plain, exact, strict=True):
+        assert (x.shape, x.dtype) == (reference.shape, reference.dtype)
+        x, reference = (np.asarray(a, np.float64) for a in (x, reference))
+        # The floor keeps a case from failing where plain jnp happens to be exact.
+        floor = 1e-6 * np.abs(true).max()
+        assert np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + floor
+
+
 def check_gradients(case, implementation):
     """Gradients of q, k, coords and freqs, against float64 and "xla" in the same precision."""
     q, k, gq, gk = case.data(4, 4)
     coords, freqs = case.coords_and_freqs()
-
     gradients = lambda implementation: jax.jit(
         lambda gs, *args: jax.vjp(lambda *args: run(case, implementation, *args), *args)[1](gs)
     )
@@ -318,19 +344,4 @@ def check_gradients(case, implementation):
     result, plain = ours(*args), gradients("xla")(*args)
     for x, again in zip(result, ours(*args), strict=True):
         assert np.array_equal(bits(x), bits(again))
-    theta = angles(coords, freqs)
-    dtheta = sum(theta_gradient(case, x, g, theta) for x, g in ((q, gq), (k, gk)))
-    dfreqs = np.einsum("la,nlr->nar", coords, dtheta)
-    exact = (
-        turn(gq, -theta, case.pairing),
-        turn(gk, -theta, case.pairing),
-        np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, dfreqs.shape)),
-        dfreqs.sum(0, keepdims=True) if case.shared else dfreqs,
-    )
-    for x, reference, true in zip(result, plain, exact, strict=True):
-        assert (x.shape, x.dtype) == (reference.shape, reference.dtype)
-        x, reference = (np.asarray(a, np.float64) for a in (x, reference))
-        # The floor keeps a case from failing where plain jnp happens to be exact.
-        assert (
-            np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + 1e-6 * np.abs(true).max()
-        )
+    assert_as_exact_as(result, plain, exact_gradients(case, *args))

@@ -9,18 +9,15 @@ from flax import linen, nnx
 from rope_jax_kernels import Global, Rotation, Window, attention
 from rope_jax_kernels.adapters import flax_attention_fn
 
-COORDS = np.indices((2, 3)).reshape(2, 6).T.astype(np.float32)
-FREQS = np.random.default_rng(0).standard_normal((2, 2, 4)).astype(np.float32)
+ROTATION = Rotation(
+    jnp.stack(jnp.indices((2, 3)), axis=-1).reshape(6, 2).astype(jnp.float32),
+    jax.random.normal(jax.random.key(0), (2, 2, 4)),
+)
 X = np.random.default_rng(1).standard_normal((2, 6, 16)).astype(np.float32)
 
 
-@pytest.fixture
-def rotation():
-    return Rotation(jnp.asarray(COORDS), jnp.asarray(FREQS))
-
-
-def test_nnx_and_linen_modules_rotate(rotation):
-    attend = flax_attention_fn(rotation)
+def test_nnx_and_linen_modules_rotate():
+    attend = flax_attention_fn(ROTATION)
     module = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module)
 
@@ -29,7 +26,7 @@ def test_nnx_and_linen_modules_rotate(rotation):
         module = nnx.merge(graph, state)
         q, k, v = (layer(x) for layer in (module.query, module.key, module.value))
         expected = [
-            module.out(attention(q, k, v, pattern=Global(), rotation=r)) for r in (rotation, None)
+            module.out(attention(q, k, v, pattern=Global(), rotation=r)) for r in (ROTATION, None)
         ]
         return module(x), *expected
 
@@ -41,17 +38,17 @@ def test_nnx_and_linen_modules_rotate(rotation):
     assert out.shape == X.shape
 
 
-def test_windows_need_the_grid(rotation):
+def test_windows_need_the_grid():
     window = Window(size=(2, 3))
     with pytest.raises(ValueError, match=r"pass grid=\(H, W\)"):
-        flax_attention_fn(rotation, pattern=window)
-    attend = flax_attention_fn(rotation, pattern=window, grid=(4, 3))
+        flax_attention_fn(ROTATION, pattern=window)
+    attend = flax_attention_fn(ROTATION, pattern=window, grid=(4, 3))
     q = jnp.asarray(np.random.default_rng(2).standard_normal((1, 12, 2, 8)), jnp.float32)
 
     @jax.jit
     def both(q):
         as_map = [q.reshape(1, 4, 3, 2, 8)] * 3
-        return attend(q, q, q), attention(*as_map, pattern=window, rotation=rotation)
+        return attend(q, q, q), attention(*as_map, pattern=window, rotation=ROTATION)
 
     ours, expected = both(q)
     np.testing.assert_allclose(ours, expected.reshape(q.shape), atol=1e-6)
@@ -66,7 +63,7 @@ def test_windows_need_the_grid(rotation):
         ({"module": object()}, "attention weights"),
     ],
 )
-def test_what_is_not_supported_is_refused(rotation, settings, message):
+def test_what_is_not_supported_is_refused(settings, message):
     q = jnp.ones((1, 6, 2, 8))
     with pytest.raises(ValueError, match=message):
-        flax_attention_fn(rotation)(q, q, q, **settings)
+        flax_attention_fn(ROTATION)(q, q, q, **settings)

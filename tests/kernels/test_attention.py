@@ -1,4 +1,4 @@
-"""Attention of every pattern against loops over pairs of tokens in float64."""
+"""Attention of every pattern against its definition over pairs of tokens in float64."""
 
 import functools
 import json
@@ -18,9 +18,9 @@ from rope_jax_kernels import (
     Window,
     attention,
     attention_qkv,
+    explain,
 )
 from rope_jax_kernels.attention import neighborhood, reference
-from rope_jax_kernels.attention.patterns import pair_of
 from rope_jax_kernels.checks import check_floating, check_rotation, check_terms
 from tests.kernels.attention_pairs import neighbors, pairs, places, token_coords
 from tests.kernels.covering import covering
@@ -29,79 +29,59 @@ B, N, D, A, R = 2, 2, 6, 2, 2
 SCALE = 0.7
 
 
-def by_loops(q, k, v, pattern, grid, bias, scale):
-    """Attention in NumPy, query by query and key by key, of rotated q, k, v [B, L, N, D]."""
-    keys = {}
-    for query, key, index in pairs(pattern, grid):
-        keys.setdefault(query, []).append((key, index))
-    out = np.empty_like(q)
-    for b in range(q.shape[0]):
-        for n in range(q.shape[2]):
-            for query, seen in keys.items():
-                logits = np.array(
-                    [
-                        scale * (q[b, query, n] @ k[b, key, n]) + bias[n].ravel()[index]
-                        for key, index in seen
-                    ]
-                )
-                weights = np.exp(logits - logits.max())
-                weights /= weights.sum()
-                out[b, query, n] = sum(
-                    w * v[b, key, n] for w, (key, _) in zip(weights, seen, strict=True)
-                )
-    return out
-
-
-def turn(x, coords, freqs, xp=np):
+def turn(x, coords, freqs):
     """Rotates heads [B, L, N, D] as complex numbers."""
-    pair = (x[..., :R] + 1j * x[..., R : 2 * R]) * xp.exp(
-        1j * xp.einsum("la,nar->lnr", coords, freqs)
+    pair = (x[..., :R] + 1j * x[..., R : 2 * R]) * jnp.exp(
+        1j * jnp.einsum("la,nar->lnr", coords, freqs)
     )
-    return xp.concatenate([pair.real, pair.imag, x[..., 2 * R :]], axis=-1)
+    return jnp.concatenate([pair.real, pair.imag, x[..., 2 * R :]], axis=-1)
 
 
-def dense(q, k, v, bias, freqs, coords, allowed, index):
+def dense(q, k, v, bias, freqs, coords, scale, allowed, index):
     """Masked attention over all pairs: q, k, v [B, L, N, D], bias [N, entries], coords [L, A]."""
-    logits = (
-        jnp.einsum("blnd,bmnd->bnlm", *(turn(x, coords, freqs, xp=jnp) for x in (q, k))) * SCALE
-        + bias[:, index]
-    )
+    q, k = (turn(x, coords, freqs) for x in (q, k))
+    logits = jnp.einsum("blnd,bmnd->bnlm", q, k) * scale + bias[:, index]
+    logits = jnp.where(allowed, logits, -1e30)
     # No gradient through the largest: it cancels, and logits computed anew may all differ from it.
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    weights = jnp.exp(jnp.where(allowed, logits, -1e30) - largest)
+    weights = jnp.exp(logits - largest)
     return jnp.einsum("bnlm,bmnd->blnd", weights / weights.sum(-1, keepdims=True), v)
 
 
 @jax.jit
-def dense_gradients(q, k, v, bias, freqs, cotangent, *static):
-    """Gradients of `dense` with respect to its first five arguments."""
-    return jax.vjp(lambda *x: dense(*x, *static), q, k, v, bias, freqs)[1](cotangent)
+def dense_with_gradients(q, k, v, bias, freqs, cotangent, *static):
+    """The output of `dense`, and gradients with respect to its first five arguments."""
+    out, pull_back = jax.vjp(lambda *x: dense(*x, *static), q, k, v, bias, freqs)
+    return out, pull_back(cotangent)
 
 
 def pad(x, shape):
-    """Appends zeros, so that `dense_gradients` is compiled once for all cases."""
+    """Appends zeros, so that `dense_with_gradients` is compiled once for all cases."""
     return np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
 
 
-def expected_gradients(q, k, v, bias, freqs, cotangent, coords, pattern, grid):
-    """Gradients by the definition of q, k, v [B, L, N, D], bias and freqs."""
+def definition(q, k, v, cotangent, bias, freqs, coords, *, pattern, grid, scale=SCALE):
+    """By the definition: the output, and the gradients of q, k, v [B, L, N, D], bias and freqs."""
     length, most, entries = q.shape[1], 225, 225
     allowed, index = np.eye(most, dtype=bool), np.zeros((most, most), int)
     allowed[:length, :length] = False
     for query, key, entry in pairs(pattern, grid):
         allowed[query, key], index[query, key] = True, entry
-    tokens = [pad(x, (B, most, N, D)) for x in (q, k, v, cotangent)]
-    table = pad(bias.reshape(N, -1), (N, entries))
-    dq, dk, dv, dbias, dfreqs = dense_gradients(
-        *tokens[:3], table, freqs, tokens[3], pad(coords, (most, A)), allowed, index
-    )
-    return (
-        dq[:, :length],
-        dk[:, :length],
-        dv[:, :length],
-        dbias[:, : bias[0].size].reshape(bias.shape),
-        dfreqs,
-    )
+    q, k, v, cotangent = (pad(np.float64(x), (B, most, N, D)) for x in (q, k, v, cotangent))
+    table, coords = pad(bias.reshape(N, -1), (N, entries)), pad(coords, (most, A))
+    with jax.enable_x64(True):
+        out, (*heads, dbias, dfreqs) = dense_with_gradients(
+            q, k, v, table, freqs, cotangent, coords, scale, allowed, index
+        )
+    dbias = dbias[:, : bias[0].size].reshape(bias.shape)
+    return out[:, :length], (*(x[:, :length] for x in heads), dbias, dfreqs)
+
+
+def output(q, k, v, bias, pattern, grid):
+    """By the definition, without a rotation and with the usual scale."""
+    still = np.zeros((N, A, R)), np.zeros((q.shape[1], A))
+    terms = {"pattern": pattern, "grid": grid, "scale": D**-0.5}
+    return definition(q, k, v, v, np.float64(bias), *still, **terms)[0]
 
 
 def draw(seed, *shapes, dtype=np.float64):
@@ -174,13 +154,12 @@ def test_values_and_gradients_are_those_of_the_definition(name):
 
     with jax.enable_x64(True):
         out, gradients = values_and_gradients(g, coords, q, k, v, bias, freqs)
-        expected = expected_gradients(q, k, v, bias, freqs, g, coords[place], pattern, grid)
-    q, k = (turn(x, coords[place], freqs) for x in (q, k))
-    np.testing.assert_allclose(
-        out, by_loops(q, k, v, pattern, grid, bias, SCALE), rtol=1e-10, atol=1e-10
+    expected, expected_gradients = definition(
+        q, k, v, g, bias, freqs, coords[place], pattern=pattern, grid=grid
     )
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-10)
     for name, gradient, wanted in zip(
-        ("q", "k", "v", "bias", "freqs"), gradients, expected, strict=True
+        ("q", "k", "v", "bias", "freqs"), gradients, expected_gradients, strict=True
     ):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-9, err_msg=name)
 
@@ -202,42 +181,10 @@ def test_precision(case):
     packed = jnp.stack([x.reshape(map_shape) for x in (q, k, v)], axis=-3)
     out = jax.jit(functools.partial(attention_qkv, pattern=pattern))(packed, bias=bias)
     assert (out.dtype, out.shape) == (dtype, map_shape)
-    exact = by_loops(
-        *(np.asarray(x, np.float64) for x in (q, k, v)), pattern, grid, np.float64(bias), D**-0.5
-    )
+    exact = output(q, k, v, bias, pattern, grid)
     np.testing.assert_allclose(
         np.asarray(out, np.float64).reshape(shape), exact, atol=tolerance, rtol=tolerance
     )
-
-
-def test_swin_as_its_authors_number_and_mask_it():
-    """A 14 x 14 map in windows of 7 shifted by 3.
-
-    Regions come from three slices an axis, and the index from stacked coordinates.
-    """
-    q, k, v, table = draw(5, *[(1, 14, 14, N, D)] * 3, (N, 169), dtype=np.float32)
-    windows = lambda x: (
-        x.reshape(2, 7, 2, 7, *x.shape[2:]).swapaxes(1, 2).reshape(4, 49, *x.shape[2:])
-    )
-    region = np.zeros((14, 14), int)
-    for i, rows in enumerate((slice(0, -7), slice(-7, -3), slice(-3, None))):
-        for j, columns in enumerate((slice(0, -7), slice(-7, -3), slice(-3, None))):
-            region[rows, columns] = 3 * i + j
-    region = windows(region)
-    local = np.stack(np.meshgrid(np.arange(7), np.arange(7), indexing="ij")).reshape(2, 49)
-    index = ((local[:, :, None] - local[:, None, :] + 6) * np.array([13, 1])[:, None, None]).sum(0)
-    a, b, c = (windows(np.roll(x[0], (-3, -3), (0, 1))) for x in (q, k, v))
-    logits = np.einsum("wqnd,wknd->wnqk", a, b) * D**-0.5 + table[:, index]
-    logits = np.where((region[:, :, None] == region[:, None, :])[:, None], logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    out = np.einsum("wnqk,wknd->wqnd", weights / weights.sum(-1, keepdims=True), c)
-    out = np.roll(
-        out.reshape(2, 2, 7, 7, N, D).swapaxes(1, 2).reshape(14, 14, N, D), (3, 3), (0, 1)
-    )
-    ours = jax.jit(functools.partial(attention, pattern=Window((7, 7), (3, 3))))(
-        q, k, v, bias=table
-    )
-    np.testing.assert_allclose(ours[0], out, rtol=1e-5, atol=2e-6)
 
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "data" / "natten.json").read_text())[
@@ -320,10 +267,8 @@ def test_extreme_logits_stay_finite_and_pick_the_best_key(name):
 
     gradients, out = gradients_and_out(q, k, v)
     assert all(bool(jnp.isfinite(x).all()) for x in (out, *gradients))
-    flat = [np.asarray(x, np.float64).reshape(B, -1, N, D) for x in (q, k, v)]
-    exact = by_loops(
-        *flat, pattern, grid, np.zeros(pattern.bias_shape(N, places_of(pattern, grid))), D**-0.5
-    )
+    bias = np.zeros(pattern.bias_shape(N, places_of(pattern, grid)))
+    exact = output(*(x.reshape(B, -1, N, D) for x in (q, k, v)), bias, pattern, grid)
     np.testing.assert_allclose(
         np.asarray(out, np.float64).reshape(exact.shape), exact, rtol=2e-2, atol=2e-2
     )
@@ -339,18 +284,6 @@ def test_neighborhoods_take_a_fifth_of_the_memory_of_gathered_keys():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * gathered / 5
 
 
-def test_fit_makes_the_window_the_map_along_small_axes():
-    assert Window((7, 7), (3, 3)).fit((14, 14)) == Window((7, 7), (3, 3))
-    assert Window((7, 7), (3, 2)).fit((7, 14)) == Window((7, 7), (0, 2))
-    assert Window((7, 9), (3, 3)).fit((4, 6)) == Window((4, 6))
-    assert (
-        len(
-            {Global(), Global(), Window((2, 2)), Neighborhood((2, 2)), Neighborhood((2, 2), (1, 1))}
-        )
-        == 3
-    )
-
-
 FLAT, MAP = jnp.ones((B, 6, N, D)), jnp.ones((B, 4, 5, N, D))
 NEAR, PART = Neighborhood((3, 3)), Window((2, 9))
 
@@ -362,7 +295,6 @@ def turned(tokens, heads=N):
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_sizes_are_kept_as_plain_integers():
     """So that lists, and what NumPy computes, make patterns that can be compared and hashed."""
-    assert [type(x) for x in pair_of("size", [np.int64(7), 5], 1)] == [int, int]
     for pattern in (Window, Neighborhood):
         made, wanted = pattern([np.int64(7), 5], [3, np.int64(2)]), pattern((7, 5), (3, 2))
         assert (hash(made), repr(made)) == (hash(wanted), repr(wanted))
@@ -491,3 +423,43 @@ def test_sizes_are_kept_as_plain_integers():
 def test_errors_say_what_to_change(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+HEADS = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+MIXED = [HEADS, HEADS, HEADS.astype("float16")]
+
+
+def of_tokens(pairs=16, axes=2, pairing="half"):
+    return Rotation(jnp.ones((8, axes)), jnp.ones((1, axes, pairs)), pairing)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arrays", "terms", "reason"),
+    [
+        ("triton", [HEADS] * 3, {"scale": np.float32(0.5)}, "ok"),
+        ("triton", [HEADS[..., :8]] * 3, {}, "head dimension is 8; 16 to 128"),
+        ("triton", MIXED, {}, "different dtypes"),
+        ("triton", [HEADS] * 3, {"scale": jnp.ones(())}, "scale is an array"),
+        ("triton", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 17))}, "up to (16, 16)"),
+        ("cudnn", [HEADS] * 3, {}, "needs a GPU"),
+        ("cudnn", [HEADS.astype("float32")] * 3, {}, "float16 and bfloat16"),
+        ("cudnn", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
+        ("mosaic", [HEADS] * 3, {"rotation": of_tokens(), "scale": 0.1}, "ok"),
+        ("mosaic", [HEADS[:, None]] * 3, {"pattern": Neighborhood((3, 3))}, "only Global"),
+        ("mosaic", [HEADS] * 3, {"bias": jnp.ones((2, 8, 8))}, "a bias, which it does not read"),
+        ("mosaic", [HEADS.astype("float32")] * 3, {}, "float32; float16 and bfloat16"),
+        ("mosaic", [HEADS[..., :48]] * 3, {}, "head dimension is 48; 32, 64, 128"),
+        (
+            "mosaic",
+            [HEADS] * 3,
+            {"rotation": of_tokens(pairing="interleaved")},
+            "neighbouring channels",
+        ),
+        ("mosaic", [HEADS] * 3, {"rotation": of_tokens(pairs=12)}, "12 pairs"),
+        ("mosaic", [HEADS] * 3, {"rotation": of_tokens(axes=5)}, "5 axes; up to 4"),
+        ("mosaic", MIXED, {}, "different dtypes"),
+        ("mosaic", [HEADS] * 3, {"scale": jnp.ones(())}, "scale is an array"),
+    ],
+)
+def test_kernels_say_why_they_refuse(kernel, arrays, terms, reason, interpreted):
+    assert reason in explain(attention, *arrays, **{"pattern": Global()} | terms)[kernel]

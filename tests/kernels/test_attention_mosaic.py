@@ -19,8 +19,8 @@ from jax._src.pallas.mosaic_gpu.core import flatten_ref_union
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rope_jax_kernels import Global, Neighborhood, Rotation, attention, attention_qkv, explain
-from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch, triton
+from rope_jax_kernels import Global, Rotation, attention, attention_qkv, explain
+from rope_jax_kernels.attention import mosaic_backward, mosaic_kernel, mosaic_launch
 from rope_jax_kernels.attention.task import Task
 from tests.kernels.test_attention_triton import check, operands, outputs
 
@@ -61,108 +61,38 @@ def busy(monkeypatch):
     monkeypatch.setattr(mosaic_kernel, "MULTIPROCESSORS", 1)
 
 
-def forward(qkv, coords, freqs, dtype):
-    """The output and lse of [B, L, 3, N, D]."""
-    _, tokens, _, heads, head_dim = qkv.shape
-    pairs = 0 if freqs is None else freqs.shape[2]
-    task = Task(
-        Global(), (tokens,), heads, head_dim, True, pairs, "half", head_dim**-0.5, True, "mosaic"
-    )
-    rotation = () if freqs is None else (jnp.asarray(coords), jnp.asarray(freqs))
-    out, lse = mosaic_launch.forward(task, triton.views(task, (jnp.asarray(qkv, dtype),)), rotation)
-    return np.asarray(out, np.float64), np.asarray(lse)[:, :, :tokens]
-
-
-def definition(qkv, coords, freqs):
-    """In float64: the output, lse in units of log 2, and the largest sum of |q| |k|."""
-    q, k, v = (np.asarray(qkv[:, :, i], np.float64).swapaxes(1, 2) for i in range(3))
-    if freqs is not None:
-        theta = np.einsum("la,nar->nlr", coords.astype(np.float64), freqs.astype(np.float64))
-        r = freqs.shape[2]
-
-        def turned(x):
-            a, b = x[..., :r], x[..., r : 2 * r]
-            return np.concatenate(
-                [
-                    a * np.cos(theta) - b * np.sin(theta),
-                    b * np.cos(theta) + a * np.sin(theta),
-                    x[..., 2 * r :],
-                ],
-                -1,
-            )
-
-        q, k = turned(q), turned(k)
-    logits = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    lse = (np.log(weights.sum(-1)) + logits.max(-1)) / np.log(2)
-    size = (np.abs(q) @ np.abs(k).swapaxes(2, 3)).max() * q.shape[-1] ** -0.5 / np.log(2)
-    return (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2), lse, size
-
-
-def check_forward(places, *, dtype=jnp.bfloat16, **options):
-    qkv, coords, freqs, *_ = operands(Global(), places, dtype=dtype, bias=False, **options)
-    rounding = float(jnp.finfo(dtype).eps)
-    out, lse = forward(qkv, coords, freqs, dtype)
-    want, want_lse, size = definition(qkv, coords, freqs)
-    rotation = None if freqs is None else Rotation(jnp.asarray(coords), jnp.asarray(freqs))
-    plain = np.asarray(
-        attention_qkv(jnp.asarray(qkv), pattern=Global(), rotation=rotation, implementation="xla"),
-        np.float64,
-    )
-    assert np.abs(out - want).max() <= np.abs(plain - want).max() + 2 * rounding
-    assert np.abs(lse - want_lse).max() <= 1.01 * rounding * size  # half of it for q, half for k
+def check_mosaic(places, *, dtype=jnp.bfloat16, **options):
+    check(Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options)
 
 
 @pytest.mark.slow  # `test_no_races` computes two of them
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name, busy):
     places, options = CASES[name]
-    check_forward(places, **options)
+    check_mosaic(places, gradients=False, **options)
 
 
-@pytest.mark.parametrize("name", ["several examples for a program", "no rotation"])
-def test_no_races(name, busy, monkeypatch):
+@pytest.mark.parametrize(
+    ("places", "options"),
+    [
+        ((70,), {"batch": 3, "head_dim": 64, "pairs": 16, "heads": 1, "gradients": False}),
+        ((70,), {"pairs": 0, "head_dim": 64, "heads": 1, "gradients": False}),
+        pytest.param((70,), {"heads": 1, "pairs": 16, "batch": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_no_races(places, options, busy, monkeypatch):
     """Reads and writes of shared memory are ordered."""
-    monkeypatch.setattr(
-        plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True)
-    )
-    places, options = CASES[name]
-    check_forward(places, **options)
+    detecting = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
+    monkeypatch.setattr(plgpu, "InterpretGPUParams", detecting)
+    check_mosaic(places, **options)
     assert not gpu_callbacks.get_races().races_found
-
-
-def check_gradients(places, *, dtype=jnp.bfloat16, **options):
-    check(Global(), places, dtype=dtype, implementation="mosaic", bias=False, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name, busy):
     places, options = GRADIENTS[name]
-    assert (name == "too many tokens") == (not mosaic_backward.serves(task_of(places, **options)))
-    check_gradients(places, **options)
-
-
-def task_of(places, *, heads=1, head_dim=32, **_):
-    return Task(Global(), places, heads, head_dim, True, 0, "half", 1.0, True, "mosaic")
-
-
-@pytest.mark.slow
-def test_no_races_backward(busy, monkeypatch):
-    monkeypatch.setattr(
-        plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True)
-    )
-    check_gradients((70,), heads=1, pairs=16, batch=3)
-    assert not gpu_callbacks.get_races().races_found
-
-
-@pytest.mark.slow
-def test_gradients_are_the_same_twice(busy):
-    arrays = operands(Global(), (70,), dtype=jnp.bfloat16, bias=False, heads=2, batch=3)
-    run = functools.partial(
-        outputs, *arrays, pattern=Global(), pairing="half", implementation="mosaic"
-    )
-    jax.tree.map(np.testing.assert_array_equal, run(), run())
+    check_mosaic(places, **options)
 
 
 @pytest.mark.slow
@@ -206,9 +136,9 @@ def check_several_warpgroups():
     os.environ["ROPE_JAX_INTERPRET"] = "1"
     for name in sys.argv[1:]:
         if name in CASES:
-            check_forward(CASES[name][0], **CASES[name][1])
+            check_mosaic(CASES[name][0], gradients=False, **CASES[name][1])
         else:
-            check_gradients(GRADIENTS[name][0], **GRADIENTS[name][1])
+            check_mosaic(GRADIENTS[name][0], **GRADIENTS[name][1])
         assert not gpu_callbacks.get_races().races_found, name
 
 
@@ -249,7 +179,7 @@ def test_several_warpgroups(names):
     ],
 )
 def test_outputs_and_gradients(places, options):
-    check_gradients(places, **options)
+    check_mosaic(places, **options)
 
 
 @pytest.mark.slow
@@ -293,32 +223,6 @@ def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     assert swizzles == (2 * width, 2 * width)
     (_, *tiles) = views[1].transforms[0].shape
     assert tiles == [8, 1, 8, width]  # tiles of 8 rows, one after the other
-
-
-def test_what_is_refused():
-    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    rotation = lambda pairs=16, axes=2, pairing="half": Rotation(
-        jnp.ones((8, axes)), jnp.ones((1, axes, pairs)), pairing
-    )
-
-    def says(*arrays, **options):
-        return explain(attention, *(arrays or (x, x, x)), **{"pattern": Global()} | options)[
-            "mosaic"
-        ]
-
-    assert says() == "ok"
-    assert says(rotation=rotation(), scale=0.1) == "ok"
-    assert "Neighborhood; only Global is served" in says(
-        *[x[:, None]] * 3, pattern=Neighborhood((3, 3))
-    )
-    assert "a bias, which it does not read" in says(bias=jnp.ones((2, 8, 8)))
-    assert "float32; float16 and bfloat16" in says(*[x.astype(jnp.float32)] * 3)
-    assert "head dimension is 48; 32, 64, 128" in says(*[x[..., :48]] * 3)
-    assert "neighbouring channels" in says(rotation=rotation(pairing="interleaved"))
-    assert "12 pairs" in says(rotation=rotation(pairs=12))
-    assert "5 axes; up to 4" in says(rotation=rotation(axes=5))
-    assert "different dtypes" in says(x, x, x.astype(jnp.float16))
-    assert "scale is an array" in says(scale=jnp.ones(()))
 
 
 @pytest.mark.parametrize(

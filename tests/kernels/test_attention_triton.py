@@ -23,7 +23,6 @@ from rope_jax_kernels import (
     attention_qkv,
     choices,
     device,
-    explain,
 )
 from rope_jax_kernels.accuracy import allowed_error, error
 from rope_jax_kernels.arithmetic import cos_sin
@@ -67,7 +66,7 @@ def operands(
 
 @functools.partial(jax.jit, static_argnames=("pattern", "pairing", "implementation", "packed"))
 def outputs(qkv, coords, freqs, bias, cotangent, *, pattern, pairing, implementation, packed=True):
-    """The output and the gradients of qkv, freqs and bias."""
+    """The output and, with a cotangent, the gradients of qkv, freqs and bias."""
 
     def run(qkv, freqs, bias):
         rotation = None if freqs is None else Rotation(coords, freqs, pairing)
@@ -84,6 +83,8 @@ def outputs(qkv, coords, freqs, bias, cotangent, *, pattern, pairing, implementa
         )
 
     out, pull_back = jax.vjp(run, qkv, freqs, bias)
+    if cotangent is None:
+        return {"out": out}
     return {"out": out} | dict(zip(("qkv", "freqs", "bias"), pull_back(cotangent), strict=True))
 
 
@@ -95,9 +96,12 @@ def check(
     pairing="half",
     packed=True,
     implementation="triton",
+    gradients=True,
     **shape,
 ):
     arrays = operands(pattern, places, dtype=dtype, **shape)
+    if not gradients:
+        arrays = *arrays[:-1], None
     with jax.enable_x64(True):
         wide = [None if x is None else np.asarray(x, np.float64) for x in arrays]
         exact = outputs(*wide, pattern=pattern, pairing=pairing, implementation="xla")
@@ -212,15 +216,15 @@ def test_queries_whose_bias_leaves_no_key(pattern, places):
     )
     bias = bias.at[0].set(jnp.finfo(jnp.float32).min)
     run = functools.partial(outputs, pattern=pattern, pairing="half")
-    found = run(qkv, coords, freqs, bias, cotangent, implementation="triton")
-    want = run(qkv, coords, freqs, bias, cotangent, implementation="xla")
-    assert np.abs(found["out"][..., 0, :]).max() == 0
-    assert np.abs(found["qkv"][..., 0, :]).max() == 0
-    for name in ("out", "qkv"):
-        np.testing.assert_allclose(found[name][..., 1, :], want[name][..., 1, :], atol=1e-4)
-    for name in ("freqs", "bias"):
-        assert np.abs(found[name][0]).max() == 0
-        np.testing.assert_allclose(found[name][1], want[name][1], atol=1e-3)
+    found, want = (
+        run(qkv, coords, freqs, bias, cotangent, implementation=name) for name in ("triton", "xla")
+    )
+    axes = {"out": (-2, 1e-4), "qkv": (-2, 1e-4), "freqs": (0, 1e-3), "bias": (0, 1e-3)}
+    for name, (axis, tolerance) in axes.items():
+        of_first, of_second = jnp.unstack(found[name], axis=axis)
+        assert not of_first.any()
+        expected = jnp.unstack(want[name], axis=axis)[1]
+        np.testing.assert_allclose(of_second, expected, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -255,35 +259,30 @@ def test_several_examples_of_a_program(shift, sums, options, monkeypatch):
     check(Window((3, 3), shift), (4, 5), **options)
 
 
+PARTS = ("queries", "keys", "bias")  # of the backward pass
+
+
 @pytest.mark.parametrize("places", [(33,), (64,), (4, 8), (7, 7)])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_closed_gradients_of_several_blocks_have_one_stage(places, capability, monkeypatch):
-    """With more there is a race (see `plan`): neither measured nor stored tiles have them."""
+    """With more there is a race (see `plan`), whatever was measured or stored."""
     monkeypatch.setattr(device, "capability", lambda: capability)
-    parts, several = ("queries", "keys", "bias"), 0
+    pattern, blocks = Global() if len(places) == 1 else Window((7, 7)), set()
     for dtype, head_dim, biased in itertools.product(
         (jnp.bfloat16, jnp.float32), (32, 64, 128), (False, True)
     ):
-        pattern = Global() if len(places) == 1 else Window((7, 7))
         qkv = jax.ShapeDtypeStruct((2048, *places, 3, 1, head_dim), dtype)
         bias = jnp.zeros(pattern.bias_shape(1, places)) if biased else None
         terms = {"pattern": pattern, "rotation": None, "bias": bias, "scale": None}
-        for tile in triton.other_tiles(True, {"qkv": qkv} | terms):
-            with choices.with_tile(tile):
+        sizes = itertools.product((16, 32, 64), (2, 3))
+        tiles = [dict.fromkeys(PARTS, (64, columns, 4, stages, 8)) for columns, stages in sizes]
+        for tile in [*map(dict, triton.other_tiles(True, {"qkv": qkv} | terms)), *tiles]:
+            with choices.with_tile(tuple(tile.items())):
                 task = task_of((qkv,), "triton", **terms)
-            for part in parts:
-                launch = plans.plan(task, qkv.dtype.itemsize, part, 2048)
-                if launch.closed and launch.tiles.blocks > 1:
-                    several += 1
-                    assert launch.stages == 1
-                    assert dict(tile).get(part, (0, 0, 0, 1))[3] == 1
-        for columns, stages in itertools.product((16, 32, 64), (2, 3)):
-            with choices.with_tile(tuple((part, (64, columns, 4, stages, 8)) for part in parts)):
-                task = task_of((qkv,), "triton", **terms)
-            for part in parts:
-                launch = plans.plan(task, qkv.dtype.itemsize, part, 2048)
-                assert launch.stages == 1 or launch.tiles.blocks == 1 or not launch.closed
-    assert several
+            launches = [plans.plan(task, qkv.dtype.itemsize, part, 2048) for part in PARTS]
+            blocks |= {(x.closed and x.tiles.blocks > 1, x.stages > 1) for x in launches}
+    assert (True, False) in blocks
+    assert (True, True) not in blocks
 
 
 @pytest.mark.slow
@@ -332,19 +331,6 @@ def test_several_biases_and_scales_that_are_not_positive(pattern, places, scale)
 def test_tiles_of_older_gpus(pattern, places, head_dim, monkeypatch):
     monkeypatch.setattr(device, "capability", lambda: 80)
     check(pattern, places, dtype=jnp.bfloat16, heads=1, head_dim=head_dim, batch=3)
-
-
-@pytest.mark.slow
-def test_packed_is_separate_and_one_run_is_another_bit_for_bit():
-    pattern, places, _ = CASES["window"]
-    arrays = operands(pattern, places, dtype=np.float32)
-    run = functools.partial(
-        outputs, *arrays, pattern=pattern, pairing="half", implementation="triton"
-    )
-    one, again, separate = run(), run(), run(packed=False)
-    for name in one:
-        np.testing.assert_array_equal(one[name], again[name])
-        np.testing.assert_array_equal(one[name], separate[name])
 
 
 def test_tokens_outside_a_window_or_neighborhood_take_no_part():
@@ -437,17 +423,3 @@ def test_sine_and_cosine():
     cos, sin = (np.asarray(x, np.float64) for x in jax.jit(cos_sin)(theta))
     np.testing.assert_allclose(cos, np.cos(theta.astype(np.float64)), rtol=0, atol=2e-7)
     np.testing.assert_allclose(sin, np.sin(theta.astype(np.float64)), rtol=0, atol=2e-7)
-
-
-def test_what_is_refused():
-    x = jnp.ones((1, 8, 2, 32))
-    says = lambda *arrays, **options: explain(attention, *arrays, **{"pattern": Global()} | options)
-    assert says(x, x, x)["triton"] == "ok"
-    assert "head dimension is 8; 16 to 128" in says(*[x[..., :8]] * 3)["triton"]
-    assert "different dtypes" in says(x, x, x.astype(jnp.bfloat16))["triton"]
-    assert "scale is an array" in says(x, x, x, scale=jnp.ones(()))["triton"]
-    assert says(x, x, x, scale=np.float32(0.5))["triton"] == "ok"
-    assert "up to (16, 16)" in says(*[x[:, None]] * 3, pattern=Neighborhood((3, 17)))["triton"]
-    assert "needs a GPU" in says(*[x.astype(jnp.bfloat16)] * 3)["cudnn"]
-    assert "float16 and bfloat16" in says(x, x, x)["cudnn"]
-    assert "only Global" in says(*[x[:, None]] * 3, pattern=Neighborhood((3, 3)))["cudnn"]

@@ -185,36 +185,19 @@ def test_rotation_keeps_norms_and_is_undone_by_the_opposite_angle(seed, scale, p
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_values_and_gradients_are_the_closed_form(pairing, shared):
     """In float64 throughout."""
-    q, k, gq, gk, coords, freqs = draw(
-        6, *[(B, L, N, D)] * 4, (L, A), (1 if shared else N, A, R), dtype=np.float64
-    )
+    case = Case(pairing=pairing, shared=shared, dtype="float64")
+    q, k, *cotangents = case.data(6, 4)
+    coords, freqs = case.coords_and_freqs()
     with jax.enable_x64(True):
-        out, vjp = jax.vjp(
-            lambda q, k, c, f: rotate(q, k, Rotation(c, f, pairing)),
-            *map(jnp.asarray, (q, k, coords, freqs)),
-        )
-        dq, dk, dcoords, dfreqs = vjp((jnp.asarray(gq), jnp.asarray(gk)))
+        args = [jnp.asarray(np.float64(x)) for x in (q, k, coords, freqs)]
+        out, pull_back = jax.vjp(functools.partial(cases.run, case, "xla"), *args)
+        gradients = pull_back(tuple(map(jnp.asarray, cotangents)))
     theta = angles(coords, freqs)
-    np.testing.assert_allclose(out[0], turn(q, theta, pairing), rtol=1e-13, atol=1e-13)
-    first, second = pair_channels(R, pairing)
-    # y = (a', b'): dL/dtheta = g_b' a' - g_a' b', and dL/dx is the opposite rotation of dL/dy.
-    dtheta = sum(
-        g[..., second] * np.asarray(y)[..., first] - g[..., first] * np.asarray(y)[..., second]
-        for g, y in ((gq, out[0]), (gk, out[1]))
-    )
-    dtheta = dtheta.sum(0).swapaxes(0, 1)
-    by_head = np.einsum("la,nlr->nar", coords, dtheta)
-    np.testing.assert_allclose(
-        dfreqs, by_head.sum(0, keepdims=True) if shared else by_head, rtol=1e-10, atol=1e-10
-    )
-    np.testing.assert_allclose(
-        dcoords,
-        np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, (N, A, R))),
-        rtol=1e-10,
-        atol=1e-10,
-    )
-    np.testing.assert_allclose(dq, turn(gq, -theta, pairing), rtol=1e-10, atol=1e-10)
-    np.testing.assert_allclose(dk, turn(gk, -theta, pairing), rtol=1e-10, atol=1e-10)
+    for x, y in zip((q, k), out, strict=True):
+        np.testing.assert_allclose(y, turn(x, theta, pairing), rtol=1e-13, atol=1e-13)
+    exact = cases.exact_gradients(case, cotangents, q, k, coords, freqs)
+    for x, expected in zip(gradients, exact, strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_rotation_is_a_pytree_of_two_arrays():
@@ -233,8 +216,11 @@ VMAPS = [
 ]
 
 
-VMAP_CASES = [("triton", axes) for axes in VMAPS] + [("mosaic", axes) for axes in VMAPS[2:4]]
-VMAP_CASES += [("xla", axes) for axes in VMAPS]
+VMAP_CASES = [
+    *(("triton", axes) for axes in VMAPS),
+    *(("mosaic", axes) for axes in VMAPS[2:4]),
+    *(("xla", axes) for axes in VMAPS),
+]
 
 
 @pytest.mark.parametrize("case", covering(VMAP_CASES, [VMAP_CASES[1], *VMAP_CASES[-2:]]), ids=str)
@@ -245,35 +231,22 @@ def test_vmap_over_any_axis(case, interpreted):
         x if axis is None else jnp.stack([x, 2 * x, -x], axis)
         for x, axis in zip(plain, in_axes, strict=True)
     ]
-    one = lambda q, k, coords, freqs: rotate(q, k, Rotation(coords, freqs), implementation=kernel)
-    loss = lambda *args: sum(jnp.sum(x**3) for x in one(*args))
-    mapped = jax.jit(
-        jax.vmap(
-            lambda *args: (one(*args), jax.grad(loss, argnums=(0, 3))(*args)),
-            in_axes,
-            ((out_axis,) * 2, (0, 0)),
-        )
-    )(*args)
+
+    def both(implementation, *args):
+        turned = lambda *args: rotate(*args[:2], Rotation(*args[2:]), implementation=implementation)
+        out, pull_back = jax.vjp(turned, *args)
+        return out, pull_back(tuple(3 * x**2 for x in out))
+
+    axes = ((out_axis,) * 2, (0,) * 4)
+    mapped = jax.jit(jax.vmap(functools.partial(both, kernel), in_axes, axes))(*args)
+    expected = jax.jit(functools.partial(both, "xla"))
     for i, scale in enumerate((1, 2, -1)):
         part = [x if axis is None else scale * x for x, axis in zip(plain, in_axes, strict=True)]
-        theta = angles(*map(np.asarray, part[2:]))
-        for x, source in zip(mapped[0], part[:2], strict=True):
-            np.testing.assert_allclose(
-                np.take(np.asarray(x), i, out_axis),
-                turn(source, theta, "half"),
-                rtol=1e-5,
-                atol=2e-5,
-            )
-        for x, expected in zip(mapped[1], reference_gradients(*part), strict=True):
-            np.testing.assert_allclose(
-                np.asarray(x)[i], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()
-            )
-
-
-@jax.jit
-@functools.partial(jax.grad, argnums=(0, 3))
-def reference_gradients(q, k, coords, freqs):
-    return sum(jnp.sum(x**3) for x in rotate(q, k, Rotation(coords, freqs), implementation="xla"))
+        out, gradients = expected(*part)
+        for x, y in zip(mapped[0], out, strict=True):
+            np.testing.assert_allclose(np.take(np.asarray(x), i, out_axis), y, rtol=1e-5, atol=2e-5)
+        for x, y in zip(mapped[1], gradients, strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 def test_scan_and_remat(implementation):
@@ -353,28 +326,15 @@ def test_sharded_over_batch_and_heads():
 
 
 def test_float32_data_where_float64_is_enabled(x64, kernel):
-    case = Case(tokens=7, pairs=4)
-    q, k, coords, freqs = map(jnp.asarray, (*case.data(15, 2), *case.coords_and_freqs()))
-    for x, source in zip(cases.run(case, kernel, q, k, coords, freqs), (q, k), strict=True):
-        assert x.dtype == jnp.float32
-        np.testing.assert_allclose(
-            x,
-            turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"),
-            rtol=1e-5,
-            atol=1e-5,
-        )
+    cases.check_forward(Case(tokens=7, pairs=4), kernel)
 
 
 def test_heads_that_differ_take_two_launches(implementation):
     q, k, coords, freqs = map(jnp.asarray, draw(14, (B, L, N, D), (B, L, 1, D), (L, A), (1, A, 4)))
     f = lambda q, k: rotate(q, k, Rotation(coords, freqs), implementation=implementation)
+    theta = angles(np.asarray(coords), np.asarray(freqs))
     for x, source in zip(f(q, k), (q, k), strict=True):
-        np.testing.assert_allclose(
-            x,
-            turn(source, angles(np.asarray(coords), np.asarray(freqs)), "half"),
-            rtol=1e-5,
-            atol=1e-5,
-        )
+        np.testing.assert_allclose(x, turn(source, theta, "half"), rtol=1e-5, atol=1e-5)
     launches = lambda *args: sum(
         str(jax.make_jaxpr(f)(*args)).count(name) for name in ("pallas_call[", "mpmd_map[")
     )
@@ -395,14 +355,7 @@ def test_kernels_say_why_they_refuse(kernel, monkeypatch):
     monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
     for op, args in calls.items():
         assert explain(op, *args)["xla"] == "ok"
-        assert (
-            explain(op, *args)[kernel]
-            == "it needs a GPU; set ROPE_JAX_INTERPRET=1 to interpret it on the CPU"
-        )
-        with pytest.raises(
-            ValueError,
-            match=rf"implementation='{kernel}' cannot serve this call.*set ROPE_JAX_INTERPRET=1",
-        ):
+        with pytest.raises(ValueError, match=rf"'{kernel}' cannot.*set ROPE_JAX_INTERPRET=1"):
             op(*args, implementation=kernel)
     monkeypatch.setenv("ROPE_JAX_INTERPRET", "1")
     for op, args in calls.items():
@@ -411,9 +364,8 @@ def test_kernels_say_why_they_refuse(kernel, monkeypatch):
             wide = jax.tree.map(lambda x: x.astype("float64"), args)
             assert "has dtype float64, and it computes in float32" in explain(op, *wide)[kernel]
     for empty in (ONES[:0], ONES[:, :, :0], ONES[..., :0]):
-        rotation = Rotation(
-            FITTING4.coords, FITTING4.freqs[: empty.shape[2], :, : empty.shape[3] // 2]
-        )
+        freqs = FITTING4.freqs[: empty.shape[2], :, : empty.shape[3] // 2]
+        rotation = Rotation(FITTING4.coords, freqs)
         assert "nothing to compute" in explain(rotate, empty, empty, rotation)[kernel]
         assert rotate(empty, empty, rotation)[0].shape == empty.shape
 
@@ -457,40 +409,23 @@ def test_mosaic_refuses_what_the_copy_engine_cannot_address(op, args, kwargs, re
     assert reason in explain(op, *args, **kwargs)["mosaic"]
 
 
-def test_a_kernel_pays_where_it_halves_the_bytes():
-    x = jnp.ones((B, L, N, 64), jnp.bfloat16)
-    assert tile_sizes.halves_traffic(16, x)
-    assert not tile_sizes.halves_traffic(17, x)
-    assert not tile_sizes.halves_traffic(32, x)
-
-
 @pytest.mark.parametrize(
-    ("args", "expected"),
+    ("args", "tile", "spread"),
     [
-        ((128, 196 * 12, 8, 32, 2, "half"), tile_sizes.Tile(128, 8, 2, 1)),
-        ((1, 49, 8, 32, 2, "half"), tile_sizes.Tile(128, 8, 1, 1)),
-        ((512, 3136 * 3, 16, 64, 4, "interleaved"), tile_sizes.Tile(16, 16, 4, 8)),
-        ((2, 64, 1, 8, 2, "half"), tile_sizes.Tile(128, 1, 1, 1)),
-        ((2, 64, 128, 256, 2, "half"), tile_sizes.Tile(8, 128, 1, 1)),
+        ((1, 49, 8, 32, 2, "half"), (128, 8, 1, 1), 32),  # 2 pairs a thread
+        ((1, 98 * 100, 8, 32, 2, "half"), (128, 8, 1, 1), 64),  # 4 suffice for all multiprocessors
+        ((1, 196 * 100, 8, 32, 2, "half"), (128, 8, 1, 1), 128),
+        ((128, 196 * 12, 8, 32, 2, "half"), (128, 8, 2, 1), 128),
+        ((512, 3136 * 3, 16, 64, 4, "interleaved"), (16, 16, 4, 8), 16),
+        ((2, 64, 1, 8, 2, "half"), (128, 1, 1, 1), 128),  # one pair a thread at most
+        ((2, 64, 128, 256, 2, "half"), (8, 128, 1, 1), 2),
     ],
 )
-def test_tiles(args, expected):
-    assert tile_sizes.tile_of(*args) == expected
-
-
-@pytest.mark.parametrize(
-    ("args", "rows"),
-    [
-        ((1, 49, 8, 32, 2, "half"), 32),  # 2 pairs a thread
-        ((1, 98 * 100, 8, 32, 2, "half"), 64),  # 4 are enough for all multiprocessors
-        ((1, 196 * 100, 8, 32, 2, "half"), 128),
-        ((2, 64, 128, 256, 2, "half"), 2),
-        ((2, 64, 1, 8, 2, "half"), 128),  # one pair a thread at most
-    ],
-)
-def test_small_launches_are_spread(args, rows):
-    tile = tile_sizes.tile_of(*args)
-    assert tile_sizes.spread_tile_of(*args) == dataclasses.replace(tile, rows=rows)
+def test_small_launches_are_spread(args, tile, spread):
+    """Tiles, and the rows of those of launches that are spread over all multiprocessors."""
+    tile = tile_sizes.Tile(*tile)
+    assert tile_sizes.tile_of(*args) == tile
+    assert tile_sizes.spread_tile_of(*args) == dataclasses.replace(tile, rows=spread)
 
 
 @pytest.mark.parametrize(

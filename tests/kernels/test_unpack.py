@@ -17,9 +17,10 @@ from tests.kernels.rotary_cases import (
     CASES,
     Case,
     angles,
-    assert_rounded_once,
+    assert_as_exact_as,
+    assert_turned,
     bits,
-    theta_gradient,
+    exact_gradients,
     turn,
 )
 
@@ -81,11 +82,7 @@ def test_packing_turns_back(case, interpreted):
     )
     theta = angles(coords, freqs)
     for i, x in enumerate((q, k)):
-        exact = turn(x, -theta, case.pairing)
-        if case.dtype == "float32":
-            np.testing.assert_allclose(out[:, :, i], exact, rtol=1e-5, atol=5e-6)
-        else:
-            assert_rounded_once(out[:, :, i], exact, case.pairs, case.pairing)
+        assert_turned(out[:, :, i], turn(x, -theta, case.pairing), case)
         assert np.array_equal(
             bits(out)[:, :, i, :, 2 * case.pairs :], bits(x)[..., 2 * case.pairs :]
         )
@@ -108,26 +105,11 @@ def test_gradients(case, interpreted):
     plain = jax.jit(lambda *args: gradients(*args, implementation="xla"))(
         cotangents, qkv, coords, freqs
     )
-    theta = angles(coords, freqs)
-    dtheta = sum(theta_gradient(case, qkv[:, :, i], cotangents[i], theta) for i in (0, 1))
-    dfreqs = np.einsum("la,nlr->nar", coords, dtheta)
-    exact = (
-        np.stack(
-            [
-                *(turn(g, -theta, case.pairing) for g in cotangents[:2]),
-                cotangents[2].astype(np.float64),
-            ],
-            axis=2,
-        ),
-        np.einsum("nlr,nar->la", dtheta, np.broadcast_to(freqs, dfreqs.shape)),
-        dfreqs.sum(0, keepdims=True) if case.shared else dfreqs,
+    dq, dk, *of_angles = exact_gradients(
+        case, cotangents[:2], qkv[:, :, 0], qkv[:, :, 1], coords, freqs
     )
-    for x, reference, true in zip(result, plain, exact, strict=True):
-        assert (x.shape, x.dtype) == (reference.shape, reference.dtype)
-        x, reference = (np.asarray(a, np.float64) for a in (x, reference))
-        assert (
-            np.abs(x - true).max() <= 2 * np.abs(reference - true).max() + 1e-6 * np.abs(true).max()
-        )
+    exact = np.stack([dq, dk, cotangents[2].astype(np.float64)], axis=2), *of_angles
+    assert_as_exact_as(result, plain, exact)
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -251,28 +233,43 @@ def test_without_a_rotation_it_only_takes_apart():
     assert np.array_equal(rotate_back_and_pack(*(qkv[:, :, i] for i in range(3)), None), qkv)
 
 
-def test_refusals(interpreted, x64, unchecked_annotations):
-    case = Case()
-    qkv, coords, freqs = (jnp.asarray(x) for x in drawn(case))
-    rotation, (q, k, v) = Rotation(coords, freqs), unpack_and_rotate(qkv, None)
-    with pytest.raises(ValueError, match=r"backward='mosaic' is unknown; use 'xla' or 'triton'"):
-        unpack_and_rotate(qkv, rotation, backward="mosaic")
-    with pytest.raises(
-        ValueError, match=r"implementation='cudnn' is not one that unpack_and_rotate has"
-    ):
-        unpack_and_rotate(qkv, rotation, implementation="cudnn")
-    with pytest.raises(ValueError, match="float64, and it computes in float32"):
-        unpack_and_rotate(qkv.astype(jnp.float64), rotation, implementation="triton")
-    with pytest.raises(ValueError, match="float64, and it computes in float32"):
-        rotate_back_and_pack(
-            *(x.astype(jnp.float64) for x in (q, k, v)), rotation, implementation="triton"
-        )
-    with pytest.raises(
-        ValueError, match=r"v is float32\(2, 5, 3, 16\); it must be like q, float32\(2, 6, 3, 16\)"
-    ):
-        rotate_back_and_pack(q, k, v[:, :5], rotation)
-    with pytest.raises(ValueError, match="describes 9 pairs"):
-        unpack_and_rotate(qkv, Rotation(coords, jnp.ones((3, 2, 9))))
+QKV, PART = jnp.ones((2, 6, 3, 3, 16)), jnp.ones((2, 6, 3, 16))
+ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: unpack_and_rotate(QKV, ROTATION, backward="mosaic"), "backward='mosaic'"),
+        (
+            lambda: unpack_and_rotate(QKV, ROTATION, implementation="cudnn"),
+            "'cudnn' is not one that unpack_and_rotate has",
+        ),
+        (
+            lambda: unpack_and_rotate(QKV.astype("float64"), ROTATION, implementation="triton"),
+            "float64, and it computes in float32",
+        ),
+        (
+            lambda: rotate_back_and_pack(
+                *[PART.astype("float64")] * 3, ROTATION, implementation="triton"
+            ),
+            "float64, and it computes in float32",
+        ),
+        (
+            lambda: rotate_back_and_pack(PART, PART, PART[:, :5], ROTATION),
+            r"v is float32\(2, 5, 3, 16\); it must be like q",
+        ),
+        (
+            lambda: unpack_and_rotate(QKV, Rotation(ROTATION.coords, jnp.ones((3, 2, 9)))),
+            "describes 9 pairs",
+        ),
+        (lambda: unpack_and_rotate(QKV, ROTATION, padding=-1), "padding=-1"),
+    ],
+)
+@pytest.mark.usefixtures("interpreted", "x64", "unchecked_annotations")
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("gradient", covering(["learned", "triton", "xla"], ["learned"]))
@@ -285,22 +282,19 @@ def test_tokens_of_padding_are_zeros_without_a_gradient(gradient, interpreted):
     learned = (qkv, freqs) if gradient == "learned" else (qkv,)
     backward = "xla" if gradient == "xla" else "triton"
 
-    def both(gs, implementation, padding):
-        def f(qkv, freqs=freqs):
-            options = {"implementation": implementation, "backward": backward, "padding": padding}
-            return unpacked(case, qkv, coords, freqs, **options)
-
+    def both(gs, **options):
+        f = lambda qkv, freqs=freqs: unpacked(
+            case, qkv, coords, freqs, backward=backward, **options
+        )
         out, pull_back = jax.vjp(f, *learned)
         return out, pull_back(tuple(gs))
 
-    run = jax.jit(both, static_argnums=(1, 2))
-    plain, expected = run(cotangents, "xla", 0)
+    run = jax.jit(both, static_argnames=("implementation", "padding"))
+    plain, expected = run(cotangents, implementation="xla", padding=0)
     for implementation in ("triton", "xla"):
-        out, gradients = run(spoiled, implementation, 3)
+        out, gradients = run(spoiled, implementation=implementation, padding=3)
         for x, y in zip(out, plain, strict=True):
             np.testing.assert_allclose(x[:, : case.tokens], y, rtol=1e-5, atol=5e-6)
-            assert np.array_equal(x[:, case.tokens :], np.zeros_like(y[:, :3]))
+            assert not np.any(x[:, case.tokens :])
         for x, y in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
-    with pytest.raises(ValueError, match="padding=-1 is negative"):
-        unpacked(case, qkv, coords, freqs, padding=-1)
