@@ -11,7 +11,6 @@ held in memory and are augmented on the device, otherwise one after the other.
 """
 
 import argparse
-import collections
 import dataclasses
 import os
 import pathlib
@@ -117,13 +116,11 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
     if "seeds" in asked.settings:
         raise ConfigError("--config.seeds is not a setting of a comparison: use --seeds")
     configs = [_config(asked, position) for position in dict.fromkeys(items(asked.positions))]
-    schemes = collections.Counter(config.model.position for config in configs)
-    if len(configs) < 2:
-        raise ConfigError(f"--positions={asked.positions} has nothing to compare: name two or more")
-    if schemes.total() > len(schemes):
+    schemes = {config.model.position for config in configs}
+    if len(schemes) < max(2, len(configs)):
         raise ConfigError(
-            f"--positions={asked.positions}: the recipe or a --config.model.position makes several "
-            f"of them {schemes.most_common(1)[0][0]}: name each scheme once"
+            f"--positions={asked.positions} has nothing to compare: name two or more schemes, and "
+            "leave out --config.model.position, which replaces them"
         )
     images = load_split(configs[0], "train")
     if asked.seeds > 1 and _in_one_step(asked, configs[0], images):

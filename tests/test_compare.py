@@ -86,7 +86,7 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
         ),
         (
             ["--config=digits", "--config.model.position=ape"],
-            "makes several of them ape: name each",
+            "leave out --config.model.position",
         ),
         (
             ["--config=digits", "--config.plugins=('nothing',)"],
