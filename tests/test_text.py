@@ -15,7 +15,6 @@ from rope_jax.text import (
     closest,
     format_table,
     image_pair,
-    literal,
     markdown_table,
     options_of,
     parse,
@@ -216,12 +215,6 @@ def test_assignments(text, found):
 def test_malformed_assignments_are_refused(text):
     with pytest.raises(ValueError, match=r"--options '.*' is not of the form key=value"):
         assignments(text, "--options")
-
-
-def test_literal():
-    assert [literal(text) for text in ("3", "(4, 6)", "None", "mean", "a b")] == [
-        *(3, (4, 6), None, "mean", "a b")
-    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from rope_jax import config as cfg
 from rope_jax import data, evaluate, restore
 from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_metrics
 
 from ..training.recipe import tiny
 
@@ -113,13 +112,6 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path, loader):
     with pytest.raises((ValueError, cfg.ConfigError, OSError, TypeError)):
         LOADERS[loader](tmp_path, marker)
     assert not marker.exists()
-
-
-def test_a_pickle_among_metrics_is_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(pickled(tmp_path / "marker") + b'\n{"step": 1, "loss": 1.0}\n')
-    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
-    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,10 @@ from rope_jax.evaluate import read_results
 from rope_jax.models.pretrained.own import own_state_dict
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
-from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax.workdir.trees import named_leaves, tree_hash
 from tests.devices import environment
-from tests.training.recipe import CEIT, accuracy, final_state, run, started, tiny
-from tests.training.test_run import interrupt_at
+from tests.training.recipe import CEIT, accuracy, final_state, run, run_in_two_parts, started, tiny
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +79,8 @@ def test_averaged_weights_stand_beside_the_running_statistics(finished):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 3)
-        with pytest.raises(Interrupted):
-            run(tmp_path, **CEIT)
-    assert int(final_state(tmp_path, **CEIT)["step"]) == 3
-    run(tmp_path, **CEIT)
+def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path):
+    run_in_two_parts(tmp_path, 3, **CEIT)
     assert tree_hash(final_state(tmp_path, **CEIT)) == tree_hash(final_state(finished, **CEIT))
 
 
