@@ -147,20 +147,17 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
 
     `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
     """
-    changes = {}
     with blame("--config"):
         recipe = with_arguments(asked.config or "own_images", position=position)
         raw = load_recipe(recipe).to_dict()
-    if asked.path is not None:
-        changes["data.path"] = asked.path
-        if asked.path.endswith(".npz"):
-            changes["data.source"] = "npz"
-    if asked.model is not None:
-        changes["model.name"] = asked.model
+    changes = {"data.path": asked.path, "model.name": asked.model}
+    if asked.path is not None and asked.path.endswith(".npz"):
+        changes["data.source"] = "npz"
     if asked.resolutions is not None:
         with blame("--resolutions"):
             changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
-    for name, value in (changes | asked.settings).items():
+    given = {name: value for name, value in changes.items() if value is not None}
+    for name, value in (given | asked.settings).items():
         section, _, key = name.rpartition(".")
         (raw.setdefault(section, {}) if section else raw)[key] = value
     config = resolve(raw)

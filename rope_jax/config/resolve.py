@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import re
 import textwrap
 import typing
@@ -103,14 +104,12 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
             raise ConfigError(
                 f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
             )
-        if defaults[key] is not None and not isinstance(defaults[key], str):
-            kind = type(defaults[key])
-            found = literal(value)
-            if type(found) is not kind and not (kind is float and type(found) is int):
-                raise ConfigError(f"recipe argument {key}={value} must be of type {kind.__name__}")
-            value = kind(found)
+        kind = type(defaults[key])
+        fitting = value if kind in (str, type(None)) else _fit(literal(value), Kind((kind,)))
+        if fitting is None:
+            raise ConfigError(f"recipe argument {key}={value} must be of type {kind.__name__}")
         with arguments.ignore_type():
-            arguments[key] = value
+            arguments[key] = fitting
     return arguments
 
 
@@ -411,12 +410,7 @@ def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> 
     """
     lines = []
     for name, field in settings().items():
-        before, after = _value(stored, name), _value(wanted, name)
+        before, after = map(operator.attrgetter(name), (stored, wanted))
         if before != after and not field.metadata["rule"].resumable and name not in allowed:
             lines.append(f"{name}: {before!r} -> {after!r}")
     return lines
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)
