@@ -60,20 +60,16 @@ def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, mon
     assert plain.sum() < given.sum()
 
 
-def command(module, *arguments, folder, **environment):
+def succeed(module, *arguments, folder):
+    """The output of a command that must succeed."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | environment,
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
-    return done
-
-
-def succeed(*arguments, **options):
-    done = command(*arguments, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

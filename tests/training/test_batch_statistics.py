@@ -1,9 +1,5 @@
 """Batch statistics: trained, saved, loaded, and those of the whole batch on many devices."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +15,7 @@ from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from rope_jax.workdir.trees import named_leaves, tree_hash
-from tests.devices import environment
+from tests.devices import run_on_devices
 from tests.training.recipe import CEIT, accuracy, final_state, run, run_in_two_parts, started, tiny
 
 
@@ -130,12 +126,7 @@ np.savez(sys.argv[1], **found)
 
 @pytest.mark.process
 def test_statistics_on_eight_devices_are_those_of_one(tmp_path):
-    subprocess.run(
-        [sys.executable, "-c", _ON_DEVICES, str(tmp_path / "found.npz")],
-        env=os.environ | environment(8),
-        check=True,
-        timeout=300,
-    )
+    run_on_devices(8, _ON_DEVICES, tmp_path / "found.npz")
     found = np.load(tmp_path / "found.npz")
     assert len(found.files) == 2 * (1 + 8)
     for name in (name for name in found.files if name.startswith("8.")):

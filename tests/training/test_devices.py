@@ -1,10 +1,5 @@
 """One run on many devices and processes: the same numbers as on one, whatever stops or dies."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -13,11 +8,9 @@ from jax.sharding import PartitionSpec as P
 from rope_jax import sharding
 from rope_jax.evaluate import read_results
 from rope_jax.workdir.metrics import read_metrics
-from tests.devices import environment
+from tests.devices import environment, run_on_devices
 from tests.faults.attacks import ended, said
 from tests.faults.attacks.several import start
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def mesh_of(data, fsdp):
@@ -121,8 +114,7 @@ np.savez(sys.argv[1], **found)
 )
 def test_losses_and_gradients_on_eight_devices_are_those_of_one(models, tmp_path):
     """Learned tables, scanned layers, drop path, rematerialisation; two copies of parameters."""
-    command = [sys.executable, "-c", _MODELS, str(tmp_path / "found.npz"), *models]
-    subprocess.run(command, env=os.environ | environment(8), check=True, timeout=300)
+    run_on_devices(8, _MODELS, tmp_path / "found.npz", *models)
     found = np.load(tmp_path / "found.npz")
     names = [name for name in found.files if "/1x1/" in name]
     assert len(names) > 40
@@ -185,8 +177,7 @@ np.savez(sys.argv[1], **found)
 @pytest.mark.process
 def test_a_detector_has_the_loss_and_gradients_of_one_device_on_two(tmp_path):
     """One of them has six of the seven boxes: losses are divided by the boxes of both."""
-    command = [sys.executable, "-c", _DETECTOR, str(tmp_path / "found.npz")]
-    subprocess.run(command, env=os.environ | environment(2), check=True, timeout=300)
+    run_on_devices(2, _DETECTOR, tmp_path / "found.npz")
     found = np.load(tmp_path / "found.npz")
     names = [name for name in found.files if name.startswith("1/")]
     assert len(names) > 40
@@ -251,8 +242,7 @@ np.savez(sys.argv[2], **found)
 @pytest.mark.process
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """What is restored is equal bit for bit; what follows up to the order of sums."""
-    command = [sys.executable, "-c", _RESTORED, str(tmp_path / "run"), str(tmp_path / "losses.npz")]
-    subprocess.run(command, env=os.environ | environment(8), check=True, timeout=300)
+    run_on_devices(8, _RESTORED, tmp_path / "run", tmp_path / "losses.npz")
     losses = np.load(tmp_path / "losses.npz")
     np.testing.assert_allclose(losses["4x2"], losses["1x1"], rtol=0, atol=5e-6)
 

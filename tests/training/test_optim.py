@@ -93,12 +93,16 @@ def test_epochs_and_constants():
     assert [float(flat(s)) for s in (5, 10, 99)] == [0.25, 0.5, 0.5]
 
 
+def parameters(model, **options):
+    """Those of a model, as shapes."""
+    create = lambda: rope_jax.create_model(model, **options)
+    return nnx.state(nnx.eval_shape(create), nnx.Param)
+
+
 @pytest.mark.parametrize("model", ["deit_ti16", "deit3_ti16", "vit_digits"])
 @pytest.mark.parametrize("position", ["ape", "rpb", "rope_mixed", "lape(ape)", "rope_mixed+ape"])
 def test_only_matrices_are_decayed_and_schemes_are_exempt(model, position):
-    params = nnx.state(
-        nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, depth=1)), nnx.Param
-    )
+    params = parameters(model, position=position, depth=1)
     mask = dict(named_leaves(optim.decay_mask(params)))
     decayed = {name for name, decay in mask.items() if decay}
     assert decayed == {name for name in mask if name.endswith(".kernel")}
@@ -108,10 +112,9 @@ def test_only_matrices_are_decayed_and_schemes_are_exempt(model, position):
 def test_biases_of_layers_are_decayed_where_norms_are_exempt():
     """detectron2 exempts norms; embeddings and bias tables are declared."""
     head = "mask2former(width=8,heads=2,groups=2,depth=1,pixel_depth=1,queries=3)"
-    create = lambda: rope_jax.create_model(
+    params = parameters(
         "swin_t", head=head, num_classes=2, image_size=64, depths=(1,) * 4, width=8, heads=(1,) * 4
     )
-    params = nnx.state(nnx.eval_shape(create), nnx.Param)
     mask = dict(named_leaves(optim.decay_mask(params, "norms")))
     decayed = {
         "backbone.stages.0.blocks.0.attn.qkv.bias": True,
@@ -136,10 +139,7 @@ def test_biases_of_layers_are_decayed_where_norms_are_exempt():
 )
 def test_exemptions_that_models_declare_can_be_ignored(exempt, bare):
     """LaPE's norms are vectors in each layer, though their parameters have an axis of layers."""
-    create = lambda: rope_jax.create_model(
-        "deit_ti16", position="lape(ape)+rope_mixed", depth=2, scan_layers=True
-    )
-    params = nnx.state(nnx.eval_shape(create), nnx.Param)
+    params = parameters("deit_ti16", position="lape(ape)+rope_mixed", depth=2, scan_layers=True)
     mask = dict(named_leaves(optim.decay_mask(params, exempt)))
     assert mask["blocks.attn.qkv.kernel"]
     tables = ("class_token", "position.parts.0.inner.embedding", "position.parts.1.mixed")
@@ -149,8 +149,7 @@ def test_exemptions_that_models_declare_can_be_ignored(exempt, bare):
 
 
 def test_lamb_scales_each_layer_of_a_bias_table_that_is_decayed():
-    create = lambda: rope_jax.create_model("deit_ti16", position="rpb(decay=True)", depth=2)
-    layered = optim.stacked(nnx.state(nnx.eval_shape(create), nnx.Param))
+    layered = optim.stacked(parameters("deit_ti16", position="rpb(decay=True)", depth=2))
     assert layered["position"]["offsets"]
     assert not layered["class_token"]
 
@@ -269,10 +268,7 @@ def test_sgd_is_its_definition(nesterov):
 
 
 def rates(model, position, last_norm="head", **options):
-    params = nnx.state(
-        nnx.eval_shape(lambda: rope_jax.create_model(model, position=position, **options)),
-        nnx.Param,
-    )
+    params = parameters(model, position=position, **options)
     return dict(named_leaves(optim.layer_rates(params, 0.5, last_norm)))
 
 
@@ -384,12 +380,9 @@ def test_the_rate_of_detection_falls_by_ten_at_its_milestones(in_steps):
 
 
 def test_the_backbone_of_a_dense_model_has_a_rate_of_its_own():
-    model = nnx.eval_shape(
-        lambda: rope_jax.create_model(
-            "deit_ti16", head="segmenter(head_dim=8)", num_classes=3, width=16, heads=2, depth=2
-        )
+    params = parameters(
+        "deit_ti16", head="segmenter(head_dim=8)", num_classes=3, width=16, heads=2, depth=2
     )
-    params = nnx.state(model, nnx.Param)
     factors = dict(named_leaves(optim.backbone_rates(params, 0.1)))
     wanted = {"backbone": 0.1, "head": 1.0}
     assert {name.split(".")[0]: factor for name, factor in factors.items()} == wanted

@@ -1,6 +1,7 @@
 """Runs with a head: trained, interrupted, of several seeds, evaluated, loaded, started from."""
 
 import json
+from unittest import mock
 
 import jax
 import numpy as np
@@ -65,10 +66,8 @@ UPERNET = HEADS["upernet"]
 
 @pytest.fixture(autouse=True, scope="module")
 def few_scenes():
-    before = dict(scenes.COUNTS)
-    scenes.COUNTS.update(train=24, test=12)
-    yield
-    scenes.COUNTS.update(before)
+    with mock.patch.dict(scenes.COUNTS, train=24, test=12):
+        yield
 
 
 @pytest.fixture(

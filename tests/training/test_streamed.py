@@ -103,8 +103,6 @@ def test_packed_images_say_how_and_mean_the_same_in_both_splits(photographs, tmp
         (tmp_path / "test" / "about.json").write_text(json.dumps(about | {"class_names": names}))
         with pytest.raises(ConfigError, match=message + r".*\[--config.data.path\]"):
             prepare(tiny(**changes))
-    with pytest.raises(ConfigError, match=r"on_device=True, but .* is too large to lie in memory"):
-        prepare(tiny(**streamed(photographs), data__on_device=True))
 
 
 def test_impossible_settings_name_their_flag(photographs):
