@@ -52,7 +52,8 @@ def blame(flag: str) -> Iterator[None]:
     except SaveFailed:
         raise
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RecursionError) as error:
-        raise ConfigError(f"{error} [{flag}]") from error
+        what = str(error) or type(error).__name__  # a MemoryError may have no text
+        raise ConfigError(f"{what} [{flag}]") from error
 
 
 def default() -> ml_collections.ConfigDict:
