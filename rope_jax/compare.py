@@ -11,7 +11,6 @@ held in memory and are augmented on the device, otherwise one after the other.
 """
 
 import argparse
-import collections
 import dataclasses
 import os
 import pathlib
@@ -117,13 +116,11 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
     if "seeds" in asked.settings:
         raise ConfigError("--config.seeds is not a setting of a comparison: use --seeds")
     configs = [_config(asked, position) for position in dict.fromkeys(items(asked.positions))]
-    schemes = collections.Counter(config.model.position for config in configs)
-    if len(configs) < 2:
-        raise ConfigError(f"--positions={asked.positions} has nothing to compare: name two or more")
-    if schemes.total() > len(schemes):
+    schemes = {config.model.position for config in configs}
+    if len(schemes) < max(2, len(configs)):
         raise ConfigError(
-            f"--positions={asked.positions}: the recipe or a --config.model.position makes several "
-            f"of them {schemes.most_common(1)[0][0]}: name each scheme once"
+            f"--positions={asked.positions} has nothing to compare: name two or more schemes, and "
+            "leave out --config.model.position, which replaces them"
         )
     images = load_split(configs[0], "train")
     if asked.seeds > 1 and _in_one_step(asked, configs[0], images):
@@ -150,20 +147,17 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
 
     `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
     """
-    changes = {}
     with blame("--config"):
         recipe = with_arguments(asked.config or "own_images", position=position)
         raw = load_recipe(recipe).to_dict()
-    if asked.path is not None:
-        changes["data.path"] = asked.path
-        if asked.path.endswith(".npz"):
-            changes["data.source"] = "npz"
-    if asked.model is not None:
-        changes["model.name"] = asked.model
+    changes = {"data.path": asked.path, "model.name": asked.model}
+    if asked.path is not None and asked.path.endswith(".npz"):
+        changes["data.source"] = "npz"
     if asked.resolutions is not None:
         with blame("--resolutions"):
             changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
-    for name, value in (changes | asked.settings).items():
+    given = {name: value for name, value in changes.items() if value is not None}
+    for name, value in (given | asked.settings).items():
         section, _, key = name.rpartition(".")
         (raw.setdefault(section, {}) if section else raw)[key] = value
     config = resolve(raw)

@@ -21,13 +21,16 @@ def call(monkeypatch, capsys, *words):
     return status, *capsys.readouterr()
 
 
+_HELP = """
+import runpy, sys
+sys.argv = ['rope_jax', '--help']
+runpy.run_module('rope_jax', run_name='__main__')
+print('loaded', *sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))
+"""
+
+
 def test_the_list_of_commands_does_not_wait_for_jax():
-    program = "import runpy, sys; sys.argv = ['rope_jax', '--help']\n"
-    program += "runpy.run_module('rope_jax', run_name='__main__')\n"
-    program += "print('loaded', *sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded"
     assert all(f"  {name} " in done.stdout for name in command.COMMANDS)
 

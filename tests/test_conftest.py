@@ -1,9 +1,6 @@
 """Which tests a machine runs, and which cases a sample has."""
 
 import collections
-import os
-import subprocess
-import sys
 import types
 
 import jax
@@ -40,21 +37,3 @@ def test_a_sample_can_be_repeated_and_samples_cover_all():
     counts = collections.Counter(name for names in drawn for name in names)
     assert counts.keys() == set(tests)
     assert max(counts.values()) < 25
-
-
-@pytest.mark.process
-def test_the_last_lines_say_what_was_left_out_and_how_to_repeat_a_sample(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/images/test_sources.py",
-         "tests/aot/test_aot_unpack.py", "-k", "fashion or refuses or aot",
-         "--sample=3", "--sample-seed=abc", "-n", "2", "-p", "no:cacheprovider"],
-        cwd=conftest.HERE.parent,
-        env=os.environ
-        | {"ROPE_JAX_TEST_IMAGES": str(tmp_path), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": ""},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 that need images" in done.stdout
-    assert "tests/aot (`make test-aot`, on any machine)" in done.stdout
-    assert "python -m pytest tests/images/test_sources.py" in done.stdout
-    assert "--sample=3 --sample-seed=abc" in done.stdout

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
@@ -15,8 +14,7 @@ from absl.testing import flagsaver
 from rope_jax import command
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data import BadImages, BadSet
-from rope_jax.files import SaveFailed, locked
-from rope_jax.training import loop
+from rope_jax.files import SaveFailed
 from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import NonFinite
 from rope_jax.workdir.metrics import read_metrics
@@ -76,22 +74,6 @@ def test_one_of_several_processes_names_the_others(monkeypatch, capsys):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset")
     assert caught.value.code == 1
     assert "another process was lost" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.process
-def test_a_process_ends_though_nobody_reads_it_and_a_thread_does_not_answer():
-    program = "import sys, threading\nfrom rope_jax import command\n"
-    program += "command.keep_going_unread()\nprint('read', flush=True)\n"
-    program += "with command.ended_at_once():\n    sys.stdin.read()\n"
-    program += "    for _ in range(2): print('lost', flush=True)\n"
-    program += "    threading.Thread(target=threading.Event().wait).start()\n    sys.exit(3)"
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
-        assert process.stdout.readline() == b"read\n"
-        process.stdout.close()
-        process.stdin.close()
-        assert process.wait(20) == 3
-        assert process.stderr.read() == b""
 
 
 # ml_collections imports recipes by a method that Python deprecates.
@@ -208,10 +190,6 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path):
     assert "Traceback" not in told
 
 
-def environment(devices=1):
-    return os.environ | cpu.environment(devices)
-
-
 @pytest.fixture
 def forked(tmp_path_factory):
     """The same command in a process that need not import anything; it ends with the test."""
@@ -239,32 +217,6 @@ def test_a_mistake_ends_in_one_line(tmp_path, forked):
 
 
 @pytest.mark.process
-def test_a_workdir_in_use_is_one_line(tmp_path, forked):
-    with locked(tmp_path):
-        done = forked(tmp_path)
-        assert done.wait(300) == 2
-    assert f"{tmp_path} is in use by process {os.getpid()} on" in done.said()
-    assert len(done.said().strip().splitlines()) == 1
-
-
-def _endless_first_step():
-    def make_step(setup):
-        print("at the first step", flush=True)
-        time.sleep(300)
-
-    loop.make_step = make_step
-
-
-@pytest.mark.process
-def test_a_signal_before_the_first_step_is_told_by_the_status(tmp_path, forked):
-    stopped = forked(tmp_path, *SMALL, prepare=_endless_first_step)
-    stopped.wait_for("\nat the first step")
-    stopped.send(signal.SIGTERM)
-    assert stopped.wait(120) == 143
-    assert "stopped by SIGTERM before there was anything to save" in stopped.said()
-
-
-@pytest.mark.process
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
     settings = [*SMALL, "--config.epochs=400.0"]
     stopped = forked(tmp_path, *settings)
@@ -279,14 +231,3 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
     again.send(signal.SIGTERM)
     assert again.wait(120) == 0
     assert f"found step {saved}" in again.said()
-
-
-@pytest.mark.process
-def test_a_workdir_that_is_deleted_is_one_line(tmp_path, forked):
-    settings = [*SMALL, "--config.epochs=4000.0", "--config.checkpoint_every=20"]
-    running = forked(tmp_path / "run", *settings)
-    running.wait_for("\nsaved step 20:")
-    (tmp_path / "run").rename(tmp_path / "gone")
-    assert running.wait(120) == 1
-    assert "run was deleted or moved, or another run has" in running.said().splitlines()[-1]
-    assert "Traceback" not in running.said()

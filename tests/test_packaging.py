@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -65,18 +66,12 @@ def test_the_wheel_of_the_kernels_holds_them_alone(tmp_path):
     wheel = build(ROOT / "kernels", tmp_path)
     package = pathlib.Path("rope_jax_kernels")
     assert names_in(wheel) == sources("kernels/rope_jax_kernels", package)
-    (metadata,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))
-    lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
-    needs = {line.split(": ")[1] for line in lines if line.startswith("Requires-Dist")}
-    assert {need.partition("<")[0].partition(">")[0] for need in needs} == {
-        "jax",
-        "jaxtyping",
-        "numpy",
-    }
 
 
 def test_the_kernels_have_the_bounds_and_the_version_of_the_whole():
     assert set(KERNELS["dependencies"]) <= set(PROJECT["dependencies"])
+    names = {re.match(r"\w+", need)[0] for need in KERNELS["dependencies"]}
+    assert names == {"jax", "jaxtyping", "numpy"}
     assert KERNELS["requires-python"] == PROJECT["requires-python"]
     assert rope_jax_kernels.__version__ == rope_jax.__version__
     citation = (ROOT / "CITATION.cff").read_text()

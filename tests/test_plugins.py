@@ -9,9 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
-from flax import nnx
 
 import rope_jax
 import rope_jax.run
@@ -21,8 +21,6 @@ from rope_jax.config import resolve, to_json
 from rope_jax.data import load, register_source
 from rope_jax.evaluate import write_results
 from rope_jax.models.registry import MODELS, find_model, register
-from rope_jax.positions import Stage
-from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES
 from tests.training.recipe import tiny
 
@@ -36,23 +34,16 @@ SHORT = ("--config.epochs=1.0", "--config.checkpoint_every=4", "--config.eval.re
 def clean(monkeypatch):
     """Registries and the list of plug-ins as before."""
     monkeypatch.setattr(plugins, "_loaded", {})
-    schemes, models, modules, path = dict(SCHEMES), dict(MODELS), set(sys.modules), list(sys.path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     plugins.load_installed.cache_clear()
-    yield
-    for registry, before in ((SCHEMES, schemes), (MODELS, models)):
-        registry.clear()
-        registry.update(before)
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
-    sys.path[:] = path
+    with mock.patch.dict(SCHEMES), mock.patch.dict(MODELS), mock.patch.dict(sys.modules):
+        yield
     plugins.load_installed.cache_clear()
 
 
 def test_the_page_shows_the_file_that_is_tested():
     page = (ROOT / "docs" / "own_scheme.md").read_text()
     assert f"```python\n{EXAMPLE.read_text()}```" in page
-    code = [line for line in EXAMPLE.read_text().splitlines() if line]
-    assert len(code) <= 16
 
 
 def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, monkeypatch):
@@ -69,20 +60,16 @@ def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, mon
     assert plain.sum() < given.sum()
 
 
-def command(module, *arguments, folder, **environment):
+def succeed(module, *arguments, folder):
+    """The output of a command that must succeed."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"} | environment,
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
-    return done
-
-
-def succeed(*arguments, **options):
-    done = command(*arguments, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -122,16 +109,6 @@ def test_a_run_records_its_plug_ins_and_resumes_without_being_told(trained):
 )
 def test_commands_load_the_plug_ins_of_a_run(trained, arguments, out):
     assert out in succeed(*arguments, folder=trained[0])
-
-
-@pytest.mark.process
-def test_a_missing_plug_in_is_named_with_what_to_do(trained, tmp_path):
-    run = trained[0] / "run"
-    done = command("rope_jax.evaluate", run, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    for words in (f"plug-in 'my_schemes' (of the run {run}) cannot be imported", "PYTHONPATH"):
-        assert words in done.stderr
 
 
 def test_a_checkpoint_loads_with_the_module_that_defines_its_scheme(clean, tmp_path, monkeypatch):
@@ -227,16 +204,8 @@ def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):
     (run,) = read_runs(tmp_path)
     assert (run.config.model.position, plugins.loaded()) == ("rope2d", ("model_of_mine",))
     pathlib.Path("config.json").write_text(to_json(dataclasses.replace(config, plugins=("none",))))
-    with pytest.raises(ValueError, match=r"plug-in 'none' \(of the run"):
+    with pytest.raises(ValueError, match=r"plug-in 'none' \(of the run .*PYTHONPATH"):
         read_runs(tmp_path)
-
-
-def test_a_class_without_what_its_scheme_needs_is_refused():
-    class Nothing(Rotary):
-        """Not finished."""
-
-    with pytest.raises(TypeError, match=r"abstract class Nothing .*freqs"):
-        Nothing(Stage(depth=1, heads=1, head_dim=8, channels=8, grid=(4, 4)), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"plugins": "abc"}', "null"])

@@ -15,7 +15,6 @@ from rope_jax.text import (
     closest,
     format_table,
     image_pair,
-    literal,
     markdown_table,
     options_of,
     parse,
@@ -218,12 +217,6 @@ def test_malformed_assignments_are_refused(text):
         assignments(text, "--options")
 
 
-def test_literal():
-    assert [literal(text) for text in ("3", "(4, 6)", "None", "mean", "a b")] == [
-        *(3, (4, 6), None, "mean", "a b")
-    ]
-
-
 @pytest.mark.parametrize(
     ("size", "pair"),
     [
@@ -250,7 +243,6 @@ def test_other_sizes_are_refused(size):
 
 
 def test_closest():
-    assert closest("rope2", ["rope2d", "ape"]) == "did you mean 'rope2d'? known: rope2d, ape"
     assert closest("quaternions", ["rope2d", "ape"]) == "known: rope2d, ape"
     assert closest("k", []) == "known: none"
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import re
 import textwrap
 import typing
@@ -50,10 +51,9 @@ def blame(flag: str) -> Iterator[None]:
         yield
     except SaveFailed:
         raise
-    except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"{error} [{flag}]") from error
-    except (OverflowError, MemoryError, RecursionError) as error:
-        raise ConfigError(f"a value is too large: {error} [{flag}]") from error
+    except (ValueError, OSError, ImportError, OverflowError, MemoryError, RecursionError) as error:
+        what = str(error) or type(error).__name__  # a MemoryError may have no text
+        raise ConfigError(f"{what} [{flag}]") from error
 
 
 def default() -> ml_collections.ConfigDict:
@@ -105,14 +105,12 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
             raise ConfigError(
                 f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
             )
-        if defaults[key] is not None and not isinstance(defaults[key], str):
-            kind = type(defaults[key])
-            found = literal(value)
-            if type(found) is not kind and not (kind is float and type(found) is int):
-                raise ConfigError(f"recipe argument {key}={value} must be of type {kind.__name__}")
-            value = kind(found)
+        kind = type(defaults[key])
+        fitting = value if kind in (str, type(None)) else _fit(literal(value), Kind((kind,)))
+        if fitting is None:
+            raise ConfigError(f"recipe argument {key}={value} must be of type {kind.__name__}")
         with arguments.ignore_type():
-            arguments[key] = value
+            arguments[key] = fitting
     return arguments
 
 
@@ -240,25 +238,22 @@ def setting_called(name: str) -> str | None:
     ('use --config.data.image_size', None)
     """
     name = name.replace("-", "_")
-    found = [known for known in settings() if known.rpartition(".")[2] == name]
-    found.sort(key=lambda known: known.count("."))
-    if name in _ELSEWHERE and not found:
-        found = [_ELSEWHERE[name]]
+    here = [known for known in settings() if known.rpartition(".")[2] == name]
+    elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
+    found = sorted(here, key=lambda known: known.count(".")) or elsewhere
     return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
 
 
 def _checked(flag: str, value: Any, kind: Kind, field: dataclasses.Field) -> Any:
     """The value converted to its type, within the bounds of its rule."""
     rule: Rule = field.metadata["rule"]
-    try:
-        value = _convert(value, kind)
-    except TypeError:
+    fitting = _fit(value, kind)
+    if fitting is None:
         raise ConfigError(
             f"{flag}={value!r} is not of the right kind; it must be {_describe(kind)}"
-        ) from None
-    numbers = [
-        v for v in (value if isinstance(value, tuple) else (value,)) if type(v) in (int, float)
-    ]
+        )
+    parts = fitting if isinstance(fitting, tuple) else (fitting,)
+    numbers = [part for part in parts if type(part) in (int, float)]
     if not all(math.isfinite(number) for number in numbers if type(number) is float):
         raise ConfigError(f"{flag}={value!r} is out of range; it must be finite")
     if not all(number in rule.range for number in numbers):
@@ -266,31 +261,29 @@ def _checked(flag: str, value: Any, kind: Kind, field: dataclasses.Field) -> Any
         raise ConfigError(f"{flag}={value!r} is out of range; it must be {rule.range}{hint}")
     if rule.words and value not in rule.words:
         raise ConfigError(f"{flag}={value} is not one of {', '.join(rule.words)}")
-    return value
+    return fitting
 
 
 _SIZE = read(Size)
 
 
-def _convert(value: Any, kind: Kind) -> Any:
-    """Converts lists to tuples and whole numbers to floats; TypeError for any other type."""
+def _fit(value: Any, kind: Kind) -> Any:
+    """The value with tuples for lists and floats for whole numbers; None for another type."""
     if kind.types == _SIZE.types:
-        sides = (value,) if type(value) is int else _convert(value, read(tuple[int, int]))
-        if min(sides) < 1:
-            raise TypeError
-        return value if type(value) is int else sides
+        pair = value if isinstance(value, tuple | list) else (value, value)
+        sides = _fit(pair, read(tuple[int, int]))
+        if sides is None or min(sides) < 1:
+            return None
+        return sides if pair is value else value
     (only,) = kind.types
-    if typing.get_origin(only) is tuple:
+    if typing.get_origin(only) is tuple and isinstance(value, tuple | list):
         element, *rest = typing.get_args(only)
-        any_length = rest == [...]
-        if not isinstance(value, tuple | list) or not (any_length or len(value) == 1 + len(rest)):
-            raise TypeError
-        return tuple(_convert(v, read(element)) for v in value)
+        parts = [_fit(part, read(element)) for part in value]
+        fits = None not in parts and rest in ([...], [element] * (len(parts) - 1))
+        return tuple(parts) if fits else None
     if only is float and type(value) is int:
-        value = float(value)
-    if type(value) is not only:
-        raise TypeError
-    return value
+        return float(value)
+    return value if type(value) is only else None
 
 
 def _check_combinations(config: Config) -> None:
@@ -400,19 +393,6 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
-def from_json(text: str) -> Config:
-    """Reads the config that `to_json` wrote.
-
-    >>> from_json(to_json(Config())) == Config()
-    True
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
-    with blame("the stored config"):
-        return resolve_stored(json.loads(text))
-
-
 def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> list[str]:
     """The settings that differ and that a resumed run may not change.
 
@@ -431,12 +411,7 @@ def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> 
     """
     lines = []
     for name, field in settings().items():
-        before, after = _value(stored, name), _value(wanted, name)
+        before, after = map(operator.attrgetter(name), (stored, wanted))
         if before != after and not field.metadata["rule"].resumable and name not in allowed:
             lines.append(f"{name}: {before!r} -> {after!r}")
     return lines
-
-
-def _value(config: Config, name: str) -> Any:
-    section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)

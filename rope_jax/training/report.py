@@ -148,10 +148,9 @@ class Reporter:
             count = self._skipped[seed]
             of_seed = f" of seed {seed}" if label else ""
             told = f"step {step}{of_seed}: loss {loss}, gradient norm {norm}"
-            if config.non_finite == "stop":
-                raise self._lost(step, seed, told)
-            if count > MAX_SKIPPED:
-                raise self._lost(step, seed, f"{told}, after {MAX_SKIPPED} skipped steps in a row")
+            if config.non_finite == "stop" or count > MAX_SKIPPED:
+                before = f", after {count - 1} skipped steps in a row" if count > 1 else ""
+                raise self._lost(step, seed, told + before)
             warn(
                 f"WARNING: {told}; its update is skipped ({count} in a row). "
                 f"Its examples: {self._examples(step, seed)}"

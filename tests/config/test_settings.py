@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import runpy
 
 import beartype.door
@@ -18,7 +19,7 @@ def test_a_config_survives_json():
     raw.data.image_size = (8, 10)
     raw.ema_decay = 0.99
     config = cfg.resolve(raw)
-    assert cfg.from_json(cfg.to_json(config)) == config
+    assert cfg.resolve_stored(json.loads(cfg.to_json(config))) == config
     assert config.eval.resolutions == (6, (8, 12))
 
 
@@ -131,12 +132,9 @@ def test_model_overrides():
         cfg.model_overrides("position=ape")
 
 
-@pytest.mark.parametrize("error", [OverflowError, MemoryError, RecursionError])
-def test_values_that_are_too_large_name_their_flag(error):
-    with (
-        pytest.raises(cfg.ConfigError, match=r"a value is too large: 9 TiB \[--config\.x\]"),
-        cfg.blame("--config.x"),
-    ):
+@pytest.mark.parametrize("error", [ValueError, ImportError, OverflowError, MemoryError])
+def test_what_a_value_leads_to_names_its_flag(error):
+    with pytest.raises(cfg.ConfigError, match=r"9 TiB \[--config\.x\]"), cfg.blame("--config.x"):
         raise error("9 TiB")
 
 
@@ -145,10 +143,10 @@ def test_a_file_that_could_not_be_written_is_no_mistake_of_a_flag():
         raise SaveFailed("disk full")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"data": []}'])
-def test_a_stored_config_that_is_damaged_is_a_sentence(text):
-    with pytest.raises(cfg.ConfigError, match=r"the stored config|holds no settings by name"):
-        cfg.from_json(text)
+@pytest.mark.parametrize("stored", [[], {"data": []}])
+def test_a_stored_config_that_is_damaged_is_a_sentence(stored):
+    with pytest.raises(cfg.ConfigError, match="holds no settings by name"):
+        cfg.resolve_stored(stored)
 
 
 def test_every_setting_has_a_meaning_and_is_printed(capsys):
@@ -157,15 +155,12 @@ def test_every_setting_has_a_meaning_and_is_printed(capsys):
     assert said == cfg.settings_help() + "\n"
     assert max(map(len, said.splitlines())) <= 100
     assert "--config.ema_decay: a number, at least 0 and below 1, or None; default: None\n" in said
+    assert "--config.log_every: a whole number, at least 1; default: 50; resumable\n" in said
     entries = [" ".join(entry.split()) for entry in said.split("--config.")[1:]]
-    assert [entry.partition(":")[0] for entry in entries] == list(SETTINGS)
-    for entry, field in zip(entries, SETTINGS.values(), strict=True):
-        rule = field.metadata["rule"]
-        assert rule.help
-        assert entry.endswith(" ".join(rule.help.split()))
-        assert str(rule.range) in entry
-        assert all(word in entry for word in rule.words)
-        assert ("; resumable" in entry) == rule.resumable
+    for entry, (name, field) in zip(entries, SETTINGS.items(), strict=True):
+        assert entry.startswith(f"{name}: ")
+        assert field.metadata["rule"].help
+        assert entry.endswith(" ".join(field.metadata["rule"].help.split()))
 
 
 def test_recipe_arguments():

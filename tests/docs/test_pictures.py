@@ -1,5 +1,3 @@
-from PIL import Image
-
 from docs import make_pictures as pictures
 from docs.results import read_results
 
@@ -14,11 +12,6 @@ def test_pictures_of_other_results_are_drawn_anew(tmp_path, monkeypatch):
     assert len(pictures.stale(results)) == len(pictures.PICTURES)
     pictures.main()
     assert pictures.stale(results) == []
-    for path in tmp_path.iterdir():
-        assert path.stat().st_size < 100_000
-        with Image.open(path) as image:
-            found = {"#{:02x}{:02x}{:02x}".format(*x) for _, x in image.convert("RGB").getcolors()}
-        assert {colour.lower() for colour in pictures.COLOURS[:2]} <= found  # curves, or verdicts
     for result in results:
         if result["benchmark"] == "evidence":
             result["runs"] = result["runs"][:-1]

@@ -37,15 +37,6 @@ def main(argv):
     call("evidence", evidence.run, list(map(str, argv)), "python -m experiments evidence")
 
 
-def test_interval_is_students():
-    mean, half = _claims.interval([1.0, 2.0, 3.0])
-    assert mean == 2.0
-    # t of 2 degrees of freedom, standard deviation 1
-    assert half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    assert math.isnan(_claims.interval([1.0])[1])
-    assert _claims.spread([1.0], "+") == "+1.0"
-
-
 @pytest.mark.parametrize(
     ("better", "worse", "margin", "verdict"),
     [
@@ -113,9 +104,9 @@ def test_what_the_papers_say_is_there(part, backbone, source, better, worse, sid
 
 
 def test_the_commands_of_a_run():
+    images, workdir = pathlib.Path("x.npz"), pathlib.Path("runs")
     part = evidence.PARTS["cifar10"]
-    run, images, workdir = part.runs([121, 122])[0], pathlib.Path("x.npz"), pathlib.Path("runs")
-    ((_, *command),) = part.commands(run, images, workdir)
+    ((_, *command),) = part.commands(part.runs([121, 122])[0], images, workdir)
     assert command == [
         "-m",
         "rope_jax.main",
@@ -128,18 +119,13 @@ def test_the_commands_of_a_run():
     train, extend = part.commands(run, images, workdir, ["--config.epochs=0.1"])
     folder = "runs/fashion-vit-rope2d-3-epochs=0.1"
     assert train[-2:] == [f"--workdir={folder}", "--config.epochs=0.1"]
-    rules = ["extend", folder, f"--out={folder}/extend.json", "--images=2000"]
-    assert extend[2:] == ["experiments", *rules]
-    assert len(part.commands(run._replace(position="ape"), images, workdir)) == 1
-    (crops,) = evidence.PARTS["fashion_crops"].commands(run, images, workdir)
-    assert ",augment=resized_crop(scale_min=0.25)" in crops[3]
+    assert extend[2:4] == ["experiments", "extend"]
+    assert extend[4:] == [folder, f"--out={folder}/extend.json", "--images=2000"]
 
 
 def test_the_design_of_a_backbone_is_what_decides_its_results():
     design = evidence.PARTS["fashion"].design("vit")
-    assert design["eval.resolutions"] == [16, 20, 24, 32, 40, 48]
     assert not {"seed", "model.position", "data.path", "log_every"} & set(design)
-    assert design != evidence.PARTS["fashion"].design("swin")
     crops = evidence.PARTS["fashion_crops"].design("vit")
     assert crops == design | {"data.augment": "resized_crop(scale_min=0.25)"}
 
@@ -189,29 +175,21 @@ def test_a_run_that_fails_is_told_of_and_ends_no_other(tmp_path):
     assert (tmp_path / "x").read_text() == str({core})  # the second command, on its core
 
 
-def test_seeds_of_one_run_are_told_apart(tmp_path):
-    of = lambda side, top1, **more: {"resolution": [side, side], "top1": top1, "count": 9, **more}
-    rows = [of(32, 0.5, seed=5), of(32, 0.6, seed=6), of(24, 0.3, seed=5), of(24, 0.4, seed=6)]
-    (tmp_path / "results.json").write_text(json.dumps({"eval": rows}))
-    found = evidence.collect(evidence.Run("vit", "ape", (5, 6)), tmp_path)
-    assert [(one["seed"], [row["top1"] for row in one["eval"]]) for one in found] == [
-        (5, [0.5, 0.3]),
-        (6, [0.6, 0.4]),
-    ]
-
-
 def test_a_run_is_finished_with_its_evaluation_by_rules(tmp_path):
-    run, row = evidence.Run("vit", "ape", (7,)), {"resolution": [32, 32], "top1": 0.5, "count": 9}
+    """Of several seeds in one workdir, each has its own rows."""
+    run, row = evidence.Run("vit", "ape", (7, 8)), {"resolution": [32, 32], "count": 9}
     assert evidence.collect(run, tmp_path) == []
-    (tmp_path / "results.json").write_text(json.dumps({"eval": [row]}))
-    assert evidence.collect(run, tmp_path)[0]["seed"] == 7
+    rows = [row | {"top1": 0.5, "seed": 7}, row | {"top1": 0.6, "seed": 8}]
+    (tmp_path / "results.json").write_text(json.dumps({"eval": rows}))
+    found = evidence.collect(run, tmp_path)
+    assert [(one["seed"], one["eval"][0]["top1"]) for one in found] == [(7, 0.5), (8, 0.6)]
     assert evidence.collect(run, tmp_path, extended=True) == []
     rule = {"rule": "ntk", "resolution": [64, 64], "score": 0.5, "count": 9}
     for complete in (False, True):
         rules = {"complete": complete, "rows": [rule | {"seed": 7, "run": "x"}]}
         (tmp_path / "extend.json").write_text(json.dumps(rules))
         found = evidence.collect(run, tmp_path, extended=True)
-        assert [one["rules"] for one in found] == ([[rule]] if complete else [])
+        assert [one["rules"] for one in found] == ([[rule], []] if complete else [])
 
 
 @pytest.fixture

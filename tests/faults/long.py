@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks._runner import Keep, call
-from rope_jax.config import from_json
+from rope_jax.config import resolve_stored
 from rope_jax.run import load_newest
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
@@ -69,7 +69,7 @@ def complete(workdir: pathlib.Path, log: pathlib.Path) -> float:
 
 def restored(workdir: pathlib.Path, config: pathlib.Path, **options: Any) -> dict[str, Any]:
     """The newest state in a workdir that verifies, of a run with this config.json."""
-    setup, model = prepare(from_json(config.read_text()))
+    setup, model = prepare(resolve_stored(json.loads(config.read_text())))
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         return load_newest(setup, model, checkpoints, workdir, **options)
 

@@ -1,7 +1,5 @@
 """A short form of `make test-faults`: kills at random instants and damaged checkpoints."""
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -31,13 +29,3 @@ def test_damage_is_seen_and_the_step_before_it_restored(reference):
     folder, _, _ = reference
     figures = faults.corruptions(8, folder / "reference", np.random.default_rng(0), folder)
     assert sum(figures["by_kind"].values()) == 8
-
-
-@pytest.mark.parametrize("kind", faults.DAMAGES)
-def test_a_loss_would_be_seen(reference, kind, tmp_path):
-    folder, _, _ = reference
-    shutil.copytree(folder / "reference" / "checkpoints", tmp_path / "checkpoints")
-    newest = tmp_path / "checkpoints" / str(faults.STEPS)
-    assert faults.damage(newest / "_CHECKPOINT_METADATA", kind, np.random.default_rng(0))
-    with pytest.raises(ValueError, match=f"{faults.STEPS} is damaged"):
-        faults.durable(tmp_path)

@@ -13,7 +13,6 @@ from rope_jax import config as cfg
 from rope_jax import data, evaluate, restore
 from rope_jax.training.setup import prepare
 from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_metrics
 
 from ..training.recipe import tiny
 
@@ -101,7 +100,6 @@ LOADERS = {
     "checkpoint of a run": lambda d, m: Checkpoints(
         checkpoint_of(d, archive(m)) / "checkpoints"
     ).newest_verified(rename=True),
-    "config": lambda d, m: cfg.from_json(pickled(m).decode("latin-1")),
     "results": lambda d, m: evaluate.read_results(
         pathlib.Path(written(d / "results.json", pickled(m))).parent
     ),
@@ -116,16 +114,13 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path, loader):
     assert not marker.exists()
 
 
-def test_a_pickle_among_metrics_is_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(pickled(tmp_path / "marker") + b'\n{"step": 1, "loss": 1.0}\n')
-    assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
-    assert not (tmp_path / "marker").exists()
-
-
-def test_the_trap_works(tmp_path):
-    pickle.loads(pickled(tmp_path / "marker"))
-    assert (tmp_path / "marker").exists()
-    (tmp_path / "marker").unlink()
-    np.load(io.BytesIO(array_file(tmp_path / "marker")), allow_pickle=True)
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda marker: pickle.loads(pickled(marker)),
+        lambda marker: np.load(io.BytesIO(array_file(marker)), allow_pickle=True),
+    ],
+)
+def test_the_trap_works(tmp_path, load):
+    load(tmp_path / "marker")
     assert (tmp_path / "marker").exists()

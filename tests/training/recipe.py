@@ -6,6 +6,7 @@ import signal
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import rope_jax.run
@@ -13,7 +14,9 @@ from rope_jax import config as cfg
 from rope_jax import data, restore
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
+from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.workdir.metrics import read_metrics
 
 TINY = "depth=1,width=16,heads=1"
 CEIT = {  # a model with batch statistics
@@ -97,3 +100,18 @@ def interrupt_at(monkeypatch, step):
         return waiting(self, number)
 
     monkeypatch.setattr(Reporter, "waiting_for_batch", interrupted)
+
+
+def run_in_two_parts(workdir: pathlib.Path, step: int, **changes) -> None:
+    """Trains the tiny recipe, stopped by a signal after a step and resumed to its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, step)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            run(workdir, **changes)
+    assert int(final_state(workdir, **changes)["step"]) == step
+    run(workdir, **changes)
+
+
+def losses(workdir: pathlib.Path) -> list[tuple[int, float]]:
+    """(step, loss) of each line of metrics."""
+    return [(line["step"], line["loss"]) for line in read_metrics(workdir / "metrics.jsonl")]

@@ -17,17 +17,6 @@ def others(monkeypatch, *facts):
     monkeypatch.setattr(agreement, "texts_of_all", lambda text: [text, *texts])
 
 
-def test_differences_are_named_with_their_process(monkeypatch):
-    same = {"a": "1", "b": "2"}
-    others(monkeypatch, same, same)
-    agreement.require_equal(same)
-    others(monkeypatch, same, same | {"b": "3"}, {"a": "1", "c": "4"})
-    with pytest.raises(ConfigError) as caught:
-        agreement.require_equal(same)
-    told = "in process 2 b is 3, not 2; in process 3 b is None, not 2; c is 4, not None"
-    assert told in str(caught.value)
-
-
 def test_what_fails_in_one_process_fails_in_all(monkeypatch):
     others(monkeypatch, {"failure": "no images"})
     with pytest.raises(ConfigError, match="process 1 failed: no images"):

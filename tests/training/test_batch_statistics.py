@@ -1,9 +1,5 @@
 """Batch statistics: trained, saved, loaded, and those of the whole batch on many devices."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +13,10 @@ from rope_jax.evaluate import read_results
 from rope_jax.models.pretrained.own import own_state_dict
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
-from rope_jax.training.signals import Interrupted
 from rope_jax.training.step import make_step
 from rope_jax.workdir.trees import named_leaves, tree_hash
-from tests.devices import environment
-from tests.training.recipe import CEIT, accuracy, final_state, run, started, tiny
-from tests.training.test_run import interrupt_at
+from tests.devices import run_on_devices
+from tests.training.recipe import CEIT, accuracy, final_state, run, run_in_two_parts, started, tiny
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +75,8 @@ def test_averaged_weights_stand_beside_the_running_statistics(finished):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 3)
-        with pytest.raises(Interrupted):
-            run(tmp_path, **CEIT)
-    assert int(final_state(tmp_path, **CEIT)["step"]) == 3
-    run(tmp_path, **CEIT)
+def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path):
+    run_in_two_parts(tmp_path, 3, **CEIT)
     assert tree_hash(final_state(tmp_path, **CEIT)) == tree_hash(final_state(finished, **CEIT))
 
 
@@ -137,12 +126,7 @@ np.savez(sys.argv[1], **found)
 
 @pytest.mark.process
 def test_statistics_on_eight_devices_are_those_of_one(tmp_path):
-    subprocess.run(
-        [sys.executable, "-c", _ON_DEVICES, str(tmp_path / "found.npz")],
-        env=os.environ | environment(8),
-        check=True,
-        timeout=300,
-    )
+    run_on_devices(8, _ON_DEVICES, tmp_path / "found.npz")
     found = np.load(tmp_path / "found.npz")
     assert len(found.files) == 2 * (1 + 8)
     for name in (name for name in found.files if name.startswith("8.")):

@@ -1,7 +1,6 @@
 """A CPU is one device unless jax's own option says otherwise; runs resume on another number."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -9,12 +8,11 @@ import pytest
 
 import rope_jax
 from rope_jax.analysis.runs import read_runs
-from rope_jax.training.report import Reporter
 from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_events, read_metrics
+from rope_jax.workdir.metrics import read_events
 from tests.devices import environment
 from tests.faults.processes import ROOT, Run
-from tests.training.recipe import run
+from tests.training.recipe import interrupt_at, losses, run
 
 SETTINGS = [
     "--config=configs/digits.py:epochs=1",
@@ -25,14 +23,7 @@ SETTINGS = [
 
 
 def _stop_at_step_6():
-    waiting = Reporter.waiting_for_batch
-
-    def interrupted(self, number):
-        if number == 6:
-            signal.raise_signal(signal.SIGINT)
-        return waiting(self, number)
-
-    Reporter.waiting_for_batch = interrupted
+    interrupt_at(pytest.MonkeyPatch(), 6)
 
 
 @pytest.mark.process
@@ -51,19 +42,15 @@ def test_a_run_on_two_devices_of_a_cpu_resumes_bit_for_bit_on_two_and_closely_on
         finally:
             process.kill()
     command = [sys.executable, "-m", "rope_jax.main", *SETTINGS, f"--workdir={again}"]
-    advised = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    advised = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}  # read when jax is imported
     subprocess.run(command, cwd=ROOT, env=advised, check=True, timeout=300)
-    starts = [
-        [(event["step"], event["devices"]) for event in read_events(workdir / "metrics.jsonl")
-         if event["event"] == "start"] for workdir in workdirs
-    ]  # fmt: skip
+    events = [read_events(workdir / "metrics.jsonl") for workdir in workdirs]
+    starts = [[(e["step"], e["devices"]) for e in each if e["event"] == "start"] for each in events]
     assert starts == [[(0, 2)], [(0, 2), (6, 2)], [(0, 2), (6, 1)]]
-    losses = [
-        [line["loss"] for line in read_metrics(workdir / "metrics.jsonl")] for workdir in workdirs
-    ]
-    assert len(losses[0]) == 11
-    assert losses[1] == losses[0]
-    assert losses[2] == pytest.approx(losses[0], rel=5e-6)
+    found = [[loss for _, loss in losses(workdir)] for workdir in workdirs]
+    assert len(found[0]) == 11
+    assert found[1] == found[0]
+    assert found[2] == pytest.approx(found[0], rel=5e-6)
 
 
 def test_runs_that_were_stored_with_the_setting_load_and_resume(tmp_path, monkeypatch):

@@ -1,23 +1,16 @@
 """One run on many devices and processes: the same numbers as on one, whatever stops or dies."""
 
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from rope_jax import sharding
+from rope_jax.evaluate import read_results
 from rope_jax.workdir.metrics import read_metrics
-from tests.devices import environment
-from tests.faults.processes import Run
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.devices import environment, run_on_devices
+from tests.faults.attacks import ended, said
+from tests.faults.attacks.several import start
 
 
 def mesh_of(data, fsdp):
@@ -121,8 +114,7 @@ np.savez(sys.argv[1], **found)
 )
 def test_losses_and_gradients_on_eight_devices_are_those_of_one(models, tmp_path):
     """Learned tables, scanned layers, drop path, rematerialisation; two copies of parameters."""
-    command = [sys.executable, "-c", _MODELS, str(tmp_path / "found.npz"), *models]
-    subprocess.run(command, env=os.environ | environment(8), check=True, timeout=300)
+    run_on_devices(8, _MODELS, tmp_path / "found.npz", *models)
     found = np.load(tmp_path / "found.npz")
     names = [name for name in found.files if "/1x1/" in name]
     assert len(names) > 40
@@ -185,8 +177,7 @@ np.savez(sys.argv[1], **found)
 @pytest.mark.process
 def test_a_detector_has_the_loss_and_gradients_of_one_device_on_two(tmp_path):
     """One of them has six of the seven boxes: losses are divided by the boxes of both."""
-    command = [sys.executable, "-c", _DETECTOR, str(tmp_path / "found.npz")]
-    subprocess.run(command, env=os.environ | environment(2), check=True, timeout=300)
+    run_on_devices(2, _DETECTOR, tmp_path / "found.npz")
     found = np.load(tmp_path / "found.npz")
     names = [name for name in found.files if name.startswith("1/")]
     assert len(names) > 40
@@ -251,92 +242,37 @@ np.savez(sys.argv[2], **found)
 @pytest.mark.process
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """What is restored is equal bit for bit; what follows up to the order of sums."""
-    command = [sys.executable, "-c", _RESTORED, str(tmp_path / "run"), str(tmp_path / "losses.npz")]
-    subprocess.run(command, env=os.environ | environment(8), check=True, timeout=300)
+    run_on_devices(8, _RESTORED, tmp_path / "run", tmp_path / "losses.npz")
     losses = np.load(tmp_path / "losses.npz")
     np.testing.assert_allclose(losses["4x2"], losses["1x1"], rtol=0, atol=5e-6)
 
 
-def start(workdir, *settings, processes=1, devices=4):
-    """The command in each of several processes that share four devices; logs beside the workdir."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
-    command += [
-        "--config.model.options=depth=1,width=96",
-        "--config.batch_size=120",
-        "--config.log_every=1",
-    ]
-    command += [
-        "--config.eval.resolutions=((4, 6),)",
-        "--config.eval.batch_size=100",
-        "--config.mesh.fsdp=2",
-    ]
-    command += ["--distributed", "--heartbeat=5"] if processes > 1 else []
-    running = []
-    for process in range(processes):
-        variables = environment(devices // processes)
-        if processes > 1:
-            variables |= {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(processes),
-                "JAX_PROCESS_ID": str(process),
-            }
-        running.append(
-            Run(command, workdir.with_name(f"{workdir.name}.{process}.txt"), environment=variables)
-        )
-    return running
-
-
-@pytest.fixture
-def processes():
-    """Whatever is started here ends with the test."""
-    started = []
-    yield lambda *args, **kwargs: started.extend(new := start(*args, **kwargs)) or new
-    for run in started:
-        run.kill()
+TOGETHER = [
+    "--config=configs/digits.py:epochs=1",
+    "--config.model.options=depth=1,width=96",
+    "--config.batch_size=120",
+    "--config.log_every=1",
+    "--config.eval.resolutions=((4, 6),)",
+    "--config.eval.batch_size=100",
+    "--config.mesh.fsdp=2",
+    "--heartbeat=5",
+]
 
 
 @pytest.mark.process
-def test_two_processes_are_one(tmp_path, processes):
-    for name, count in (("one", 1), ("two[3e-3]", 2)):
-        running = processes(tmp_path / name, processes=count)
-        assert [run.wait(200) for run in running] == count * [0], "".join(
-            run.said() for run in running
-        )
-    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two[3e-3]"))
-    assert [line["step"] for line in two] == list(range(1, 13))
-    for ours, theirs in zip(two, one, strict=True):
+def test_two_processes_are_one(tmp_path):
+    """They share four devices."""
+    for name, flags in (("one", [[]]), ("two[3e-3]", [["--distributed"], ["--distributed"]])):
+        (tmp_path / name).mkdir()
+        each = len(flags) * [environment(4 // len(flags))]
+        running = start(tmp_path / name, flags, settings=TOGETHER, environments=each)
+        assert not any(ended(running)), said(running)
+    assert "step" not in running[1].said()  # the second process keeps quiet
+    one, two = (tmp_path / name / "run" for name in ("one", "two[3e-3]"))
+    lines = [read_metrics(workdir / "metrics.jsonl") for workdir in (one, two)]
+    assert [line["step"] for line in lines[1]] == list(range(1, 13))
+    for ours, theirs in zip(*lines, strict=True):
         assert abs(ours["loss"] - theirs["loss"]) <= 5e-6
         assert abs(ours["accuracy"] - theirs["accuracy"]) < 1e-6  # the same examples, each once
-    results = [
-        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two[3e-3]")
-    ]
-    assert results[0] == results[1]
-    assert [row["count"] for row in results[1]["eval"]] == [360, 360]
-    assert "step" not in running[1].said()  # the second process keeps quiet
-
-
-@pytest.mark.process
-def test_a_process_that_nobody_has_told_of_others_says_so(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "rope_jax.main",
-        "--config=configs/digits.py",
-        f"--workdir={tmp_path / 'run'}",
-        "--distributed",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | environment(1),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "set JAX_COORDINATOR_ADDRESS=host:port" in done.stderr
-    assert "or leave --distributed out" in done.stderr
+    assert read_results(one) == read_results(two)
+    assert [row["count"] for row in read_results(two)["eval"]] == [360, 360]

@@ -3,10 +3,8 @@
 import resource
 import zipfile
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import rope_jax
 from rope_jax.config import ConfigError
@@ -46,17 +44,6 @@ def test_a_head_for_other_classes_stays_fresh(trained, capsys):
     assert "head: new, 20 classes\n" in capsys.readouterr().out
     loaded = rope_jax.load_checkpoint(str(trained))[0]
     assert np.array_equal(model.norm.scale[...], loaded.norm.scale[...])
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_a_weights_file(trained, tmp_path):
-    model, path = rope_jax.load_checkpoint(str(trained))[0], str(tmp_path / "w.safetensors")
-    rope_jax.save_pretrained(model, path)
-    still = {"optim__learning_rate": 0.0, "optim__min_learning_rate": 0.0}
-    short = {"epochs": 0.1, "eval__resolutions": ()}
-    run(tmp_path / "run", init_from=path, **still, **short, **APE)
-    after = rope_jax.load_checkpoint(str(tmp_path / "run"))[0]
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(after), nnx.state(model))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from rope_jax.config import ConfigError, differences, resolve
+from rope_jax.config import ConfigError, resolve
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Interrupted
@@ -82,15 +82,6 @@ def chosen(ready, workdir, **settings):
     setup, state = ready
     setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, **settings))
     return kernels.choices_for_training(setup, state, workdir)
-
-
-@pytest.mark.slow
-def test_a_real_measurement_at_the_start(ready, tmp_path, other):
-    """Where the other implementation is wrong: it is left out, and the run goes on with "xla"."""
-    choices = chosen(ready, tmp_path)
-    ((measured,),) = (found.values() for found in choices.calls.values())
-    assert measured.choice.implementation == "xla"
-    assert "is off by" in measured.left_out["triton"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), Interrupted("SIGTERM")])
@@ -169,21 +160,16 @@ def test_choices_that_do_not_fit_are_measured_again(
     assert {path.name for path in tmp_path.iterdir()} == {name, "kernels_cpu.json"}
 
 
-@pytest.mark.parametrize(("setting", "everywhere"), [("default", None), ("xla", "xla")])
-def test_other_settings_measure_nothing(ready, tmp_path, monkeypatch, other, setting, everywhere):
+@pytest.mark.parametrize(
+    ("setting", "everywhere", "interpreted"),
+    [("default", None, True), ("xla", "xla", True), ("tuned", None, False)],
+    ids=["default", "xla", "tuned on a CPU"],
+)
+def test_where_nothing_is_measured(
+    ready, tmp_path, monkeypatch, other, setting, everywhere, interpreted
+):
     tuned = prefer(monkeypatch, "triton")
+    monkeypatch.setenv("ROPE_JAX_INTERPRET", "1" if interpreted else "")
     choices = chosen(ready, tmp_path, kernels=setting)
     assert (choices.calls, choices.everywhere, tuned) == ({}, everywhere, [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_measured_on_a_cpu(ready, tmp_path, monkeypatch):
-    monkeypatch.delenv("ROPE_JAX_INTERPRET", raising=False)
-    assert chosen(ready, tmp_path).calls == {}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_config_from_before_the_setting_resumes():
-    stored = dataclasses.asdict(tiny())
-    del stored["kernels"]
-    assert differences(resolve(stored), tiny()) == []

@@ -9,9 +9,9 @@ from PIL import Image
 from rope_jax.config import ConfigError
 from rope_jax.tasks import classification, segmentation
 from rope_jax.training.setup import load_split, prepare
-from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.trees import tree_hash
-from tests.training.recipe import final_state, interrupt_at, replaced, run, tiny
+from tests.config.test_recipe_steps import masks
+from tests.training.recipe import final_state, replaced, run, run_in_two_parts, tiny
 
 MASKS = {
     "data__source": "masks",
@@ -28,16 +28,7 @@ MASKS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        for number in range(3):
-            classes = rng.integers(0, 3, (3, 4), dtype=np.uint8).repeat(6, 0).repeat(6, 1)
-            pixels = np.repeat(80 * classes[..., None], 3, -1)
-            Image.fromarray(pixels).save(tmp_path / split / f"{number}.jpg")
-            Image.fromarray(classes).save(tmp_path / split / f"{number}.png")
-    (tmp_path / "classes.txt").write_text("sky\nsea\nsand\n")
-    return tmp_path
+    return masks(tmp_path)
 
 
 def refused(message, **changes):
@@ -45,20 +36,29 @@ def refused(message, **changes):
         prepare(tiny(**MASKS | changes))
 
 
-def test_mistakes_are_named_before_training(folder):
-    path = {"data__path": str(folder)}
-    refused(r"30x30 .*patch.*--config\.", **path, data__image_size=30)
-    refused(
-        r"--config.data.source=masks has classes of pixels, but vit_digits without a head",
-        **path,
-        model__head=None,
-    )
-    refused(r"crop changes images, but not .* \[--config.data.augment\]", **path,
-            data__augment="crop(pad=1)")  # fmt: skip
-    Image.fromarray(np.full((18, 24), 7, np.uint8)).save(folder / "val" / "2.png")
-    refused(r"val/2.png has the value 7, .* \[--config.data.path\]", **path)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__image_size": 30}, r"30x30 .*patch.*--config\."),
+        (
+            {"model__head": None},
+            "masks has classes of pixels, but vit_digits without a head",
+        ),
+        (
+            {"data__augment": "crop(pad=1)"},
+            r"crop changes images, but not .* \[--config.data.augment\]",
+        ),
+    ],
+)
+def test_mistakes_are_named_before_training(folder, changes, message):
+    refused(message, data__path=str(folder), **changes)
+
+
+def test_files_that_are_no_pairs_or_have_other_classes_are_named(folder):
+    Image.fromarray(np.full((72, 96), 7, np.uint8)).save(folder / "test" / "2.png")
+    refused(r"test/2.png has the value 7, .* \[--config.data.path\]", data__path=str(folder))
     (folder / "train" / "0.png").unlink()
-    refused(r"0.png are no pair: .* \[--config.data\]", **path)
+    refused(r"0.png are no pair: .* \[--config.data\]", data__path=str(folder))
 
 
 def test_settings_of_another_task_are_refused(folder):
@@ -72,7 +72,7 @@ def test_settings_of_another_task_are_refused(folder):
     changes = {
         "--config.mix.mixup=0.8 is for classes of whole": replaced(config, "mix", mixup=0.8),
         "label_smoothing=0.1 is for": dataclasses.replace(config, label_smoothing=0.1),
-        "--config.loss=binary is for": dataclasses.replace(config, loss="binary"),
+        "--config.loss=binary is for classes of whole": dataclasses.replace(config, loss="binary"),
         "augment: rand_augment changes": replaced(config, "data", augment="rand_augment"),
         "augment: erase changes images": replaced(config, "data", augment="erase"),
     }
@@ -82,17 +82,11 @@ def test_settings_of_another_task_are_refused(folder):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_bit_for_bit_as_an_uninterrupted_one(
-    folder, tmp_path_factory, monkeypatch
-):
+def test_an_interrupted_run_ends_bit_for_bit_as_an_uninterrupted_one(folder, tmp_path_factory):
     settings = MASKS | {"data__path": str(folder)}
     whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
     run(whole, **settings)
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 2)
-        with pytest.raises(Interrupted):
-            run(parts, **settings)
-    run(parts, **settings)
+    run_in_two_parts(parts, 2, **settings)
     one, other = (final_state(place, **settings) for place in (whole, parts))
     assert tree_hash(one) == tree_hash(other)
     assert (whole / "segments.png").stat().st_size > 0

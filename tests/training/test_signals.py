@@ -1,8 +1,8 @@
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent import futures
 
 import jax
 import pytest
@@ -10,16 +10,23 @@ import pytest
 from rope_jax.training import signals
 from rope_jax.training.signals import Interrupted, stop_signals
 
+_BLOCKED = """
+import ctypes
+from rope_jax.training.signals import stop_signals
+
+with stop_signals() as signals:
+    signals.at_once = False
+    print("ready", flush=True)
+    lock = ctypes.create_string_buffer(128)
+    for _ in range(2):  # a lock that is taken twice; signals do not interrupt it
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
 
 @pytest.mark.process
 def test_a_blocked_main_thread_is_ended_by_the_second_signal_but_no_closed_terminal():
     """As in a collective operation of which another process has no part."""
-    program = "import ctypes, rope_jax.training.signals as s\nwith s.stop_signals() as signals:\n"
-    program += "    signals.at_once = False\n    print('ready', flush=True)\n"
-    # A lock that is taken twice; signals do not interrupt it.
-    program += "    lock = ctypes.create_string_buffer(128)\n"
-    program += "    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(lock)\n"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as blocked:
+    with subprocess.Popen([sys.executable, "-c", _BLOCKED], stdout=subprocess.PIPE) as blocked:
         blocked.stdout.readline()
         try:
             for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGUSR2):
@@ -88,17 +95,15 @@ def test_a_profile_is_asked_for_once():
 
 def test_handlers_are_those_of_before_and_threads_have_none():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
+    handlers = lambda: [signal.getsignal(number) for number in numbers]
+    before = handlers()
     with stop_signals() as stopping:
-        assert [signal.getsignal(number) for number in numbers] == 5 * [stopping.handle]
-    assert [signal.getsignal(number) for number in numbers] == before
-    seen = []
+        assert handlers() == 5 * [stopping.handle]
+    assert handlers() == before
 
     def elsewhere():
         with stop_signals():
-            seen.extend(signal.getsignal(number) for number in numbers)
+            return handlers()
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert seen == before
+    with futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(elsewhere).result() == before

@@ -6,14 +6,11 @@ import os
 import pathlib
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 import types
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +19,10 @@ import pytest
 
 from rope_jax.files import SaveFailed
 from rope_jax.sharding import make_mesh, replicated, with_shardings
-from rope_jax.training.signals import Interrupted, stop_signals
 from rope_jax.workdir import checkpoint, integrity
 from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
 from rope_jax.workdir.integrity import Damaged
-from rope_jax.workdir.trees import check_tree, tree_hash
+from rope_jax.workdir.trees import tree_hash
 from tests.faults.long import DAMAGES, damage
 
 
@@ -133,11 +129,6 @@ def test_another_tree_is_refused(two, change, message):
     change(wanted)
     with Checkpoints(two) as checkpoints, pytest.raises(ValueError, match=message):
         checkpoints.load(1, shapes(wanted))
-
-
-def test_the_first_problems_of_a_tree_are_named():
-    with pytest.raises(ValueError, match="and 4 more"):
-        check_tree({str(n): jnp.ones(1) for n in range(9)}, {})
 
 
 def test_the_hash_tells_bits_names_and_dtypes_apart():
@@ -372,42 +363,20 @@ def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path):
         assert checkpoints.newest_verified(strict=True) == 3
 
 
-STEPS = ["5", "7", "007", "-1", "1e3", "12 ", "٣"]
-UNFINISHED = [
-    "9.writing",
-    "9.writing.orbax-checkpoint-tmp-3",
-    "8.deleting",
-    "x.writing",
-    "9.writinge",
-    "11.orbax-checkpoint-tmp-1",
-]
-NAMES = st.sampled_from([*STEPS, *UNFINISHED, "7.corrupt", "7.corrupt.2", "notes", ".hidden"])
-CONTENTS = {"folder": pathlib.Path.mkdir, "file": pathlib.Path.touch, "link": linked_to_nothing}
-LITTER = st.dictionaries(NAMES, st.sampled_from(list(CONTENTS)), max_size=8)
+LEFT = ["9.writing", "9.writing.orbax-checkpoint-tmp-3", "8.deleting"]  # by a crash
+OTHERS = ["x.writing", "9.writinge", "11.orbax-checkpoint-tmp-1", "7.corrupt", "notes", ".hidden"]
+OTHERS += ["007", "-1", "1e3", "12 ", "\u0663"]  # a digit of another script
 
 
-@hypothesis.given(litter=LITTER, good=st.booleans())
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
-def test_any_litter_leaves_the_newest_step_that_verifies(two, litter, good):
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        if good:
-            shutil.copytree(two / "2", folder / "2")
-        for entry, content in litter.items():
-            CONTENTS[content](folder / entry)
-        before = set(names(folder))
-        checkpoints = Checkpoints(folder)
-        checkpoints.clean()
-        damaged = {entry for entry in ("5", "7") if entry in litter}
-        if good or not damaged | {entry for entry in litter if ".corrupt" in entry}:
-            assert checkpoints.newest_verified(rename=True) == (2 if good else None)
-        else:
-            with pytest.raises(Damaged):
-                checkpoints.newest_verified(rename=True)
-        gone = {entry for entry in UNFINISHED[:3] if litter.get(entry) == "folder"}
-        after = set(names(folder))
-        assert len(after) == len(before) - len(gone)
-        assert before - after == gone | damaged
+@pytest.mark.parametrize("make", [pathlib.Path.mkdir, pathlib.Path.touch, linked_to_nothing])
+def test_only_folders_that_a_crash_has_left_are_removed(copy, make):
+    for name in (*LEFT, *OTHERS):
+        make(copy / name)
+    checkpoints = Checkpoints(copy)
+    checkpoints.clean()
+    kept = OTHERS if make is pathlib.Path.mkdir else LEFT + OTHERS
+    assert names(copy) == sorted(["1", "2", *kept])
+    assert checkpoints.newest_verified(strict=True) == 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
@@ -429,16 +398,12 @@ def test_files_that_verify_and_cannot_be_read_are_no_damage(two, monkeypatch, fa
     def fail(*_):
         raise TypeError("'NoneType' object is not iterable")
 
-    def stopped(*_):
-        signal.raise_signal(signal.SIGTERM)
-
-    with Checkpoints(two) as checkpoints:
-        monkeypatch.setattr(checkpoint.ocp, failing, fail)
-        with pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n"):
-            checkpoints.load(2, shapes(state()))
-        monkeypatch.setattr(checkpoint.ocp, failing, stopped)
-        with pytest.raises(Interrupted), stop_signals():  # a signal is no error of reading
-            checkpoints.load(2, shapes(state()))
+    monkeypatch.setattr(checkpoint.ocp, failing, fail)
+    with (
+        Checkpoints(two) as checkpoints,
+        pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n"),
+    ):
+        checkpoints.load(2, shapes(state()))
 
 
 @pytest.mark.parametrize("lost", ["before", "while it is written"])

@@ -4,7 +4,6 @@ import resource
 import jax.numpy as jnp
 import pytest
 
-from rope_jax.text import format_table
 from rope_jax.workdir import metrics
 from rope_jax.workdir.metrics import (
     MetricsWriter,
@@ -26,10 +25,6 @@ def test_lines_after_the_restored_step_are_written_anew(tmp_path):
     write(tmp_path, (1, 2, 3))
     write(tmp_path, (3, 4), restored_step=2)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_no_file_is_no_lines(tmp_path):
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 TORN = [b'{"step": 9, "lo', b"\xff\xfe\x00", b"[1, 2]", b'{"loss": 1.0}', b'"step"', b"", b"7"]
@@ -142,13 +137,6 @@ def test_parameter_table_joins_blocks_and_counts():
     rows = [line.split() for line in parameter_table(params).splitlines()]
     assert ["blocks.*.w", "2x3", "2", "12"] in rows
     assert rows[-1] == ["total", "16"]
-
-
-def test_format_table_aligns():
-    assert (
-        format_table(("name", "n"), [("a", "10"), ("long", "9")])
-        == "name  n\n----  --\na     10\nlong   9"
-    )
 
 
 def test_tensorboard_is_optional(tmp_path):

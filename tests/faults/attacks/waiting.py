@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import psutil
-from PIL import Image
 
 from rope_jax.data.sources import Streamed
 from tests.faults.attacks import (
@@ -22,6 +21,7 @@ from tests.faults.attacks import (
     last_logged,
     said,
 )
+from tests.faults.attacks.files import write_images
 from tests.faults.attacks.several import start
 from tests.faults.processes import Run
 
@@ -41,13 +41,9 @@ SETTINGS = [
 ]
 
 
-def pictures(folder: pathlib.Path, rng: np.random.Generator) -> str:
+def images(folder: pathlib.Path, rng: np.random.Generator) -> str:
     """Writes a small image folder; returns the argument that names it."""
-    for split, count in (("train", 32), ("val", 8)):
-        for number in range(count):
-            path = folder / "images" / split / str(number % 2) / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    write_images(folder / "images", rng)
     return f"--config.data.path={folder / 'images'}"
 
 
@@ -64,7 +60,7 @@ def expect_saved(folder: pathlib.Path, run: Run, seconds: float) -> None:
 
 @attack("data workers that are stopped (SIGSTOP), then SIGTERM", tries=3)
 def stopped_workers(folder, number, rng):
-    given = [*SETTINGS, pictures(folder, rng), "--config.data.workers=2"]
+    given = [*SETTINGS, images(folder, rng), "--config.data.workers=2"]
     run = Run([*given, f"--workdir={folder / 'run'}"], folder / "log")
     run.wait_for("\nstep ")
     children = psutil.Process(run.pid).children()
@@ -105,7 +101,7 @@ def _stalled_reads() -> None:
 
 @attack("a file system that stops answering, then SIGTERM", tries=3)
 def stalled_file_system(folder, number, rng):
-    given = [*SETTINGS, IN_PROCESS, pictures(folder, rng), f"--workdir={folder / 'run'}"]
+    given = [*SETTINGS, IN_PROCESS, images(folder, rng), f"--workdir={folder / 'run'}"]
     reads = {"TEST_READS": str(rng.integers(100, 1000))}
     run = Run(given, folder / "log", environment=reads, prepare=_stalled_reads)
     run.wait_for("\nstep ")
@@ -118,7 +114,7 @@ def stalled_file_system(folder, number, rng):
 
 @attack("images that stop coming in one of two processes, then SIGTERM to both", tries=2, slow=True)
 def stalled_process(folder, number, rng):
-    settings = [*SETTINGS, IN_PROCESS, "--config.checkpoint_every=4", pictures(folder, rng)]
+    settings = [*SETTINGS, IN_PROCESS, "--config.checkpoint_every=4", images(folder, rng)]
     settings += ["--distributed", "--heartbeat=10"]
     reads = {"TEST_READS": str(rng.integers(100, 400))}
     both, environments = [[], []], [{}, reads]
