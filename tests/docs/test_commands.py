@@ -438,7 +438,7 @@ def test_documented_commands_run(command, inline, page, run):
         ("rope_jax train --config=digits:position=rope --workdir=x", "unknown positional scheme"),
         ("rope_jax train --config=finetune:path=IMAGES,weights=runs/cat_5 --workdir=x", "family"),
         ("rope_jax compare --path=IMAGES --positions=ape", "has nothing to compare"),
-        ("python -m benchmarks cpus", "NAME is one of: cpu"),
+        ("python -m benchmarks cpus", "invalid choice"),
         ("python -m benchmarks cpu -- model.name=vit_s17", "unknown model 'vit_s17'"),
         ("python -m experiments evidence mnist --data FILE.npz", "invalid choice: 'mnist'"),
         ("make trian", "the Makefile has no trian"),
