@@ -198,6 +198,7 @@ def keep_going_unread() -> None:
     """Keeps the standard output and error from stopping the run: what they lose is in its files."""
     for name in ("stdout", "stderr"):
         if stream := getattr(sys, name):  # None, where the descriptor was closed before the start
+            stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Unread(stream))
 
 

@@ -159,7 +159,10 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
     given = {name: value for name, value in changes.items() if value is not None}
     for name, value in (given | asked.settings).items():
         section, _, key = name.rpartition(".")
-        (raw.setdefault(section, {}) if section else raw)[key] = value
+        inside = raw.setdefault(section, {}) if section else raw
+        if not isinstance(inside, dict):
+            raise ConfigError(f"--config.{name} is not a setting")
+        inside[key] = value
     config = resolve(raw)
     with blame("--config.plugins"):
         plugins.load(config.plugins, wanted_by="of the recipe")

@@ -161,6 +161,8 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
             raise ValueError(
                 f"{workdir} is in use by {holder}: wait for it, or use another workdir"
             ) from None
+        for left in workdir.glob("*.tmp"):  # by a process that was killed while it wrote a file
+            left.unlink(missing_ok=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield functools.partial(_has_name, file, path)

@@ -72,7 +72,10 @@ def open_npz(path: str | os.PathLike) -> Iterator[Npz]:
                 _blame(f"array {name} of {path} cannot be read"),
                 archive.open(members[name]) as content,
             ):
-                return np.lib.format.read_array(content, allow_pickle=False)
+                array = np.lib.format.read_array(content, allow_pickle=False)
+                if content.read(1):  # zipfile compares the checksum at the end
+                    raise ValueError("more follows than its header declares")
+                return array
 
         yield Npz(shapes, read)
 

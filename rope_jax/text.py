@@ -63,7 +63,7 @@ def parse(text: str, what: str) -> tuple[Call, ...]:
         if "#" in text:
             raise ValueError("it has a comment")
         return _sum(ast.parse(" ".join(text.split()), mode="eval").body)
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(
             f"{what}={text[:200]!r} cannot be read ({reason}): write name, "

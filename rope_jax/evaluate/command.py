@@ -169,7 +169,7 @@ def _row(evaluation: Evaluation, out: pathlib.Path) -> Row:
     identity = _identity(evaluation)
     first = share()[0] == 0
     rows_before = usable_evaluations(out) if first else []
-    row = next((row for row in rows_before if row["asked"] == identity), None)
+    row = next((row for row in rows_before if row.get("asked") == identity), None)
     if from_first_process(row is None):
         row = evaluation.row()
         packages = ("rope_jax", "jax", "flax", "numpy", "pillow")

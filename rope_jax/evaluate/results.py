@@ -112,7 +112,9 @@ def _read(path: pathlib.Path, *names: str) -> dict[str, Any] | None:
         value = read_json(path)
     except FileNotFoundError:
         return None
-    if not isinstance(value, dict) or not value.keys() >= set(names):
+    rows = value.get(names[-1]) if isinstance(value, dict) else None
+    are_rows = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not are_rows or not value.keys() >= set(names):
         raise ValueError(f"{path} is damaged: it must hold {' and '.join(names)}")
     return {name: value[name] for name in names}
 

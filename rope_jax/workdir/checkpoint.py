@@ -152,7 +152,7 @@ class Checkpoints:
         """
         with contextlib.suppress(SaveFailed):
             self.wait()
-        _decided(self._require_ours)
+        _decided(self._require_ours, SaveFailed)
         self.clean()
         if _decided(lambda: os.path.isdir(self._folder / str(step))):
             return
@@ -217,15 +217,18 @@ class Checkpoints:
             raise failure from error
         if jax.process_index() == 0:
             self.on_saved(step, size, time.monotonic() - begun)
-            if self._keep is not None:
-                for older in self.steps()[: -self._keep]:
-                    self._delete(older)
+            with contextlib.suppress(OSError):  # what cannot be deleted stays
+                self._prune()
 
-    def _delete(self, step: int) -> None:
-        """Deletes a step, renamed first, so that no part of it is ever taken for a complete one."""
-        with contextlib.suppress(OSError):  # it stays
-            path = (self._folder / str(step)).rename(self._folder / f"{step}.deleting")
-            shutil.rmtree(path)
+    def _prune(self) -> None:
+        """Deletes all steps but the newest `keep`; what is no folder of ours is left alone.
+
+        Each is renamed first, so that no part of it is ever taken for a complete one.
+        """
+        paths = [self._folder / str(step) for step in self.steps()]
+        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
+        for path in folders[: -self._keep] if self._keep else []:
+            shutil.rmtree(path.rename(path.with_suffix(".deleting")))
 
     def load(self, step: int, shapes: dict[str, Any]) -> dict[str, Any]:
         """Reads a state, or the entries of it that are named in `shapes`.
@@ -241,6 +244,8 @@ class Checkpoints:
         folder = for_orbax(self._folder / str(step))
         with self._reading(step):
             stored = ocp.checkpointables_metadata(folder).metadata
+            if unread := [name for name in shapes if stored.get(name, ...) is None]:
+                raise OSError(f"orbax cannot read the metadata of {unread[0]}")
         check_tree(shapes, {name: stored.get(name) for name in shapes})
         with self._reading(step):
             return ocp.load_checkpointables(folder, shapes)
@@ -302,8 +307,8 @@ def _read_back(
                 raise ValueError(f"{leaf} is not read back as it was written")
 
 
-def _decided(choose: Callable[[], Any]) -> Any:
-    """The first process's choice, in all processes; its error is raised in all of them, too."""
+def _decided(choose: Callable[[], Any], kind: type[OSError] = OSError) -> Any:
+    """The first process's choice, in all processes; its error is raised in all, as of this kind."""
     if jax.process_count() == 1:
         return choose()
     answer: dict[str, Any] = {}
@@ -314,5 +319,5 @@ def _decided(choose: Callable[[], Any]) -> Any:
             answer["error"] = str(error)
     answer = json.loads(text_of_first(json.dumps(answer)))
     if "error" in answer:
-        raise OSError(answer["error"])
+        raise kind(answer["error"])
     return answer["choice"]

@@ -34,7 +34,7 @@ class MetricsWriter:
         )
         kept = [line for line in lines if line["step"] <= restored_step]
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=1 << 20)  # what a full disk leaves
         if tensorboard:
             from tensorboardX import SummaryWriter
 

@@ -62,7 +62,12 @@ def test_seeds_and_crops_have_lines_of_their_own():
     assert dict(zip(header, first, strict=True))["protocol"] == "centre(crop=1.0)"
 
 
-@pytest.mark.parametrize("content", ['{"step": 7, "ev', "", "[" * 100_000, "[]", '{"step": 7}'])
+WRONG = '{"step": 7, "eval": [1], "rows": [1]}'
+
+
+@pytest.mark.parametrize(
+    "content", ['{"step": 7, "ev', "", "[" * 100_000, "[]", '{"step": 7}', WRONG]
+)
 @pytest.mark.parametrize("name", ["results.json", "evaluations.json"])
 def test_damaged_results_are_refused_or_set_aside(tmp_path, content, name, capsys):
     path = tmp_path / name

@@ -84,13 +84,14 @@ def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path, name):
 
 
 def test_the_newest_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
+    (tmp_path / "0").touch()  # no checkpoint: neither counted nor removed
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3, 3):
             checkpoints.save(step, state(float(step)), about={})
         assert checkpoints.newest() == 3
         checkpoints.save(3, state(9.0), about={})
         checkpoints.wait()
-        assert checkpoints.steps() == [2, 3]
+        assert checkpoints.steps() == [0, 2, 3]
         assert tree_hash(checkpoints.load(3, shapes(state()))) == tree_hash(state(3.0))
 
         def refuse(path, ignore_errors=False):
