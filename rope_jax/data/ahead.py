@@ -29,6 +29,7 @@ class Ahead(Iterator[Batch]):
             crew: processes that make the batches, to be killed if they do not end.
         """
         self._made, self._about, self._waiting, self._crew = made, about, waiting, crew
+        self._closed = False
         self._start()
 
     def _start(self) -> None:
@@ -37,6 +38,8 @@ class Ahead(Iterator[Batch]):
         Thread(target=_take, args=(self._made, self._next), daemon=True).start()
 
     def __next__(self) -> Batch:
+        if self._closed:
+            raise StopIteration
         for seconds in itertools.count(1):
             if wait([self._next], timeout=1.0).done:
                 break
@@ -49,6 +52,7 @@ class Ahead(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends the iterator after the current batch, if that is ready soon."""
+        self._closed = True
         closing = Thread(target=_close, args=(self._made, self._next), daemon=True)
         closing.start()
         closing.join(_PATIENCE)

@@ -202,6 +202,8 @@ def _produced(
     make: Training | Evaluation, steps: range, ahead: bool, workers: int, waiting: Waiting
 ) -> Batches:
     """The batches of some steps, created in this process or by workers."""
+    if workers < 0:
+        raise ValueError(f"workers={workers} must be at least 0")
     images, size = make.images, make.batch_size // make.shard[1]
     about = f"the images of {images.name}, {images.split} split"
     if workers and not images.in_memory:

@@ -304,10 +304,13 @@ def check_classes(number: Any) -> int:
 
 
 def _compute_dtype(dtype: Any) -> np.dtype:
-    found = jnp.dtype(dtype)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
     if found not in _DTYPES or found != jax.dtypes.canonicalize_dtype(found):
         raise ValueError(
-            f"dtype={found} is not available; use float32, bfloat16 or float16, or float64 with "
-            "jax_enable_x64"
+            f"dtype={found or dtype} is not available; use float32, bfloat16 or float16, or "
+            "float64 with jax_enable_x64"
         )
     return found

@@ -98,6 +98,7 @@ def annotation_file(folder, year=2017):
         (wrong("annotations", 2, iscrowd=2), "'iscrowd': 2"),
         (wrong("images", 0, height=None), "'000000000030.jpg', 'height': None"),
         (wrong("images", 0, id=20), "two of its images have the id 20"),
+        (wrong("images", 0, height=1 << 40), "'height': 1099511627776"),
         (wrong("images", 0, file_name="other.jpg"), r"other.jpg is missing \(1 of the 6 images"),
         (wrong("categories", 0, id=3), "two of its categories have the id 3"),
         (wrong("categories", 0, name=None), "its categories must each have"),

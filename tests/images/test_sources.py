@@ -57,6 +57,8 @@ def test_npz_with_one_pair(tmp_path):
         ({"train_images": random_images(4, 5, 6, 2)}, r"images are uint8 \[4, 5, 6, 2\]"),
         ({"train_images": random_images(4, 5)}, r"images are uint8 \[4, 5\]"),
         ({"train_labels": LABELS.astype(float)}, "labels are float64.*they must be integers"),
+        ({"train_labels": LABELS.astype(str)}, "labels are <U.*they must be integers"),
+        ({"train_labels": LABELS.astype(np.int64) - 2**32}, "labels are at least -42949"),
         ({"train_labels": LABELS[:, None]}, r"labels are int32 \[4, 1\]"),
         ({"train_labels": np.array([0, 1, -1, 2])}, "labels are -1 to 2; allowed are 0"),
         ({"train_labels": np.array([0, 1, 2, 100_000])}, "at most 100000; .* from 0 to 99999"),

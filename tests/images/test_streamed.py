@@ -391,6 +391,11 @@ def test_packed_refuses_what_is_not_whole(packed, capsys):
         about.write_text(other)
         with pytest.raises(ValueError, match=r"about\.json is not"):
             Packed(str(packed.parent), "train")
+    shard.write_bytes(content)
+    for change in ({"files": None}, {"shards": []}, {"class_names": ["n00000001"]}):
+        about.write_text(json.dumps(json.loads(text) | change))
+        with pytest.raises(ValueError, match=r"about\.json was changed"):
+            Packed(str(packed.parent), "train")
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             "with jax_enable_x64",
         ),
         ("vit_s16", {"dtype": jnp.float64}, "dtype=float64 is not available"),
+        ("vit_s16", {"dtype": "floaty"}, "dtype=floaty is not available"),
         ("vit_s16", {"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn is not available"),
         (
             "vit_s16",

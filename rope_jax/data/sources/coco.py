@@ -148,7 +148,7 @@ def _compact(entry: dict[str, Any]) -> Any:
 
 
 def _is_image(one: _Image) -> bool:
-    sizes = one.height > 0 and one.width > 0
+    sizes = 0 < one.height < 1 << 20 and 0 < one.width < 1 << 20
     return _whole(one.id, one.height, one.width) and isinstance(one.file_name, str) and sizes
 
 
@@ -169,8 +169,8 @@ def _checked(content: Any) -> "_Content":
     """The content of a file, images and categories in the order of their ids."""
     parts = [content.get(name) if isinstance(content, dict) else None for name in _SECTIONS]
     for (name, kind), part in zip(_SECTIONS.items(), parts, strict=True):
-        entries = part if isinstance(part, list) else [part]
-        if strange := [entry for entry in entries if not isinstance(entry, kind)]:
+        listed_as = part if isinstance(part, list) else [None]
+        if strange := [entry for entry in listed_as if not isinstance(entry, kind)]:
             raise ValueError(f"its {name} must be a list of entries as COCO's: {strange[0]!r:.80}")
     images, objects, categories = parts
     ids = [(one.get("id"), one.get("name")) for one in categories]

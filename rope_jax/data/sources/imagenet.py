@@ -11,11 +11,13 @@ import numpy as np
 
 from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, cached_index, write_index
+from rope_jax.files import open_regular, read_regular
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VALIDATION = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 SYNSETS = "validation_synsets.txt"
+_KIT_BYTES = 1 << 24  # of a file of labels
 _META, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"  # of the development kit
 
 
@@ -43,7 +45,8 @@ class ImageNet(Source):
     def __init__(self, path: str, split: str):
         archive = Path(path, TRAIN if split == "train" else VALIDATION).resolve()
         self._archive = archive
-        facts = archive.stat()
+        with open_regular(archive):  # of a pipe, tarfile would wait for the content
+            facts = archive.stat()
         kits = [Path(path, SYNSETS), Path(path, DEVKIT)] if split == "test" else []
         labels = [kit.stat() for kit in kits if kit.is_file()]
         versions = [(kit.st_size, kit.st_mtime_ns) for kit in labels]
@@ -61,7 +64,7 @@ class ImageNet(Source):
         find = _train_files if split == "train" else _validation_files
         try:
             files = sorted(find(self._archive, path))
-        except (tarfile.TarError, EOFError, zlib.error) as error:
+        except (tarfile.TarError, EOFError, zlib.error, KeyError) as error:
             raise ValueError(
                 f"an archive in {path} cannot be read: {error}; was it downloaded completely?"
             ) from error
@@ -107,7 +110,7 @@ def _files(archive: tarfile.TarFile, base: int = 0) -> Iterator[_File]:
 
 def _validation_synsets(folder: Path) -> list[str]:
     if (folder / SYNSETS).is_file():
-        return (folder / SYNSETS).read_text().split()
+        return read_regular(folder / SYNSETS, at_most=_KIT_BYTES).decode().split()
     if not (folder / DEVKIT).is_file():
         raise FileNotFoundError(
             f"{folder} has neither {DEVKIT} nor {SYNSETS}: "
@@ -116,7 +119,8 @@ def _validation_synsets(folder: Path) -> list[str]:
     from scipy.io import loadmat
 
     with tarfile.open(folder / DEVKIT) as devkit:
-        members = {Path(member.name).name: member for member in devkit}
+        small = [x for x in devkit if x.isfile() and x.size <= _KIT_BYTES]
+        members = {Path(member.name).name: member for member in small}
         truth, meta = (devkit.extractfile(members[name]).read() for name in (_TRUTH, _META))
     table = loadmat(io.BytesIO(meta), squeeze_me=True, mat_dtype=False)["synsets"]
     synset_of = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}

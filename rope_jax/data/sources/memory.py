@@ -192,11 +192,12 @@ def _from_arrays(
 
 def _read_labels(read: Callable[[str], np.ndarray], split: str, path: str) -> np.ndarray:
     labels = read(f"{split}_labels")
-    if labels.dtype.kind not in "iu" or labels.max(initial=0) >= MAX_CLASSES:
-        raise ValueError(
-            f"{path}: labels are {labels.dtype}, at most {labels.max(initial=0)}; they must be "
-            f"integers from 0 to {MAX_CLASSES - 1}"
-        )
+    allowed = f"they must be integers from 0 to {MAX_CLASSES - 1}"
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"{path}: labels are {labels.dtype}; {allowed}")
+    least, most = labels.min(initial=0), labels.max(initial=0)
+    if most >= MAX_CLASSES or least <= -MAX_CLASSES:  # others are looked at with the images
+        raise ValueError(f"{path}: labels are at least {least} and at most {most}; {allowed}")
     return labels.astype(np.int32)
 
 

@@ -53,15 +53,26 @@ class Packed(Source):
                 f"{self.index / 'about.json'} is not of format {FORMAT}: remove the folder, and "
                 "prepare it again"
             )
-        arrays, shards = self.about["files"].items(), self.about["shards"]
-        sizes = {x["file"]: (self.index / x["file"]).stat().st_size for x in shards}
-        changed = [x["file"] for x in shards if sizes[x["file"]] != x["bytes"]]
-        changed += [x for x, facts in arrays if file_sha256(self.index / x) != facts["sha256"]]
+        try:
+            changed = self._changed()
+        except (KeyError, TypeError, AttributeError):
+            changed = ["about.json"]
         if changed:
             raise ValueError(
                 f"{self.index / changed[0]} was changed after it was written: restore it, or "
                 "prepare the set again"
             )
+
+    def _changed(self) -> list[str]:
+        """Names of the files that are not as `about.json` says; of shards the lengths count."""
+        arrays, shards = self.about["files"].items(), self.about["shards"]
+        sizes = {x["file"]: (self.index / x["file"]).stat().st_size for x in shards}
+        changed = [x["file"] for x in shards if sizes[x["file"]] != x["bytes"]]
+        changed += [x for x, facts in arrays if file_sha256(self.index / x) != facts["sha256"]]
+        missing = sum(x["examples"] for x in shards) != len(self.labels)
+        if missing or self.labels.max(initial=-1) >= len(self.class_names):
+            changed.append("about.json")
+        return changed
 
     def read(self, example: int) -> UInt8[np.ndarray, "H W 3"]:
         height, width = self.array("shapes.npy")[example].tolist()

@@ -216,7 +216,8 @@ def read_grey(path: Path) -> UInt8[np.ndarray, "h w"]:
 def _lines(path: Path) -> list[str]:
     """The lines of a list of classes; empty ones at its end are left out."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").rstrip().splitlines()]
+        text = read_regular(path, at_most=1 << 24).decode()
+        lines = [line.strip() for line in text.rstrip().splitlines()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from error
     if not all(lines) or not lines:
