@@ -104,11 +104,13 @@ def _run(
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    if prepare is not None:  # may replace the descriptors of the streams
+        prepare()
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    os.chdir(ROOT)
     sys.argv = ["rope_jax.main", *arguments]  # read by ml_collections
-    os.environ.update(environment)
     time.tzset()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -116,8 +118,6 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored here, too
     try:
-        if prepare is not None:
-            prepare()
         main.command()
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out

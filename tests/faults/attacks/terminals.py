@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import select
 import signal
 import termios
 import time
@@ -24,8 +25,10 @@ def read_until(descriptor: int, mark: bytes, seconds: float = 90) -> bytes:
     """Reads the output of a run until a mark appears."""
     text, deadline = b"", time.monotonic() + seconds
     while mark not in text:
-        expect(time.monotonic() < deadline, f"{mark} did not appear: {text[-2000:]}")
-        text += os.read(descriptor, 4096)
+        left = max(0.0, deadline - time.monotonic())
+        came = select.select([descriptor], [], [], left)[0] and os.read(descriptor, 4096)
+        expect(came, f"{mark} did not appear: {text[-2000:]}")
+        text += came
     return text
 
 
