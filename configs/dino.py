@@ -6,7 +6,7 @@
     rope_jax train --workdir=runs/dino_swin \\
         --config=dino:variant=swin_s,position=rope_mixed+rpb,path=COCO \\
         --config.init_from=runs/swin/s_rpb
-    rope_jax evaluate runs/dino_vit --pycocotools
+    rope_jax evaluate runs/dino_vit
 
 COCO is the official folder, see docs/detection.md. The weights of `init_from` are those of a
 classifier with the same scheme. vit_b and vit_l are ViTDet: windows of 14 tokens but for four
