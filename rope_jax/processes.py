@@ -1,8 +1,10 @@
 """The processes of a run: how they find each other, and exchange texts."""
 
+import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,9 +76,25 @@ def texts_of_all(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def text_of_first(text: str) -> str:
-    """The first process's text, in all processes."""
-    return texts_of_all(text)[0]
+def decided_by_first(choose: Callable[[], Any], kind: type[OSError] = OSError) -> Any:
+    """The first process's choice, a value of JSON, in all processes, which must all call this.
+
+    Args:
+        choose: called by the first process.
+        kind: in which all processes raise its ValueError or OSError, where they are several.
+    """
+    if jax.process_count() == 1:
+        return choose()
+    answer: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            answer["choice"] = choose()
+        except (ValueError, OSError) as error:
+            answer["error"] = str(error)
+    answer = json.loads(texts_of_all(json.dumps(answer))[0])
+    if "error" in answer:
+        raise kind(answer["error"])
+    return answer["choice"]
 
 
 def _of_all(array: Any) -> np.ndarray:

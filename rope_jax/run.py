@@ -37,11 +37,8 @@ from rope_jax.evaluate import (
 )
 from rope_jax.evaluate.pictures import RUN_PICTURES
 from rope_jax.files import locked, read_json, set_aside, warn, write_file
-from rope_jax.sharding import (
-    from_first_process,
-    state_shardings,
-    with_shardings,
-)
+from rope_jax.processes import decided_by_first
+from rope_jax.sharding import state_shardings, with_shardings
 from rope_jax.text import closest
 from rope_jax.training.agreement import about, agree, require_equal_weights, told_to_all
 from rope_jax.training.kernels import choices_for_training, kernels_of_run
@@ -274,16 +271,13 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     config, step = setup.config, int(state["step"])
     first, wanted = jax.process_index() == 0, planned_rows(setup)
     with blame("--workdir"):
-        results = usable_results(workdir) if first else None
-    if results is None or results["step"] != step or not same_rows(results, wanted):
-        results = None
-    if evaluated := from_first_process(results is None):
-        rows = evaluate_state(setup, state, signals=signals)
-        if first:
-            write_results(workdir, step, rows)
+        results = decided_by_first(lambda: usable_results(workdir))
+    evaluated = not (results and results["step"] == step and same_rows(results, wanted))
+    rows = evaluate_state(setup, state, signals=signals) if evaluated else results["eval"]
     if not first:
         return
-    rows = rows if results is None else results["eval"]
+    if evaluated:
+        write_results(workdir, step, rows)
     model = f"{config.model.name} with {config.model.position}"
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {model}, step {step}")
     print(results_table(rows))

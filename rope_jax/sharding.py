@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -158,15 +157,6 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Any]:
         name: jax.make_array_from_process_local_data(split_batch(mesh), array)
         for name, array in batch.items()
     }
-
-
-def from_first_process(value: bool) -> bool:
-    """Returns the first process's value on all processes."""
-    return (
-        value
-        if jax.process_count() == 1
-        else bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
-    )
 
 
 class MaximumOverProcesses:

@@ -41,12 +41,8 @@ from rope_jax.evaluate.results import (
     usable_evaluations,
 )
 from rope_jax.loading import add_model_arguments, load_model
-from rope_jax.sharding import (
-    from_first_process,
-    make_mesh,
-    share,
-    start_devices,
-)
+from rope_jax.processes import decided_by_first
+from rope_jax.sharding import make_mesh, share, start_devices
 from rope_jax.tasks import task_of
 from rope_jax.text import image_pair
 from rope_jax.training.kernels import kernels_of_run
@@ -167,15 +163,14 @@ def _evaluate(asked: argparse.Namespace) -> None:
 def _row(evaluation: Evaluation, out: pathlib.Path) -> Row:
     """The row of an evaluation: from the file, or evaluated and added to it."""
     identity = _identity(evaluation)
-    first = share()[0] == 0
-    rows_before = usable_evaluations(out) if first else []
-    row = next((row for row in rows_before if row.get("asked") == identity), None)
-    if from_first_process(row is None):
+    stored = lambda: [row for row in usable_evaluations(out) if row.get("asked") == identity]
+    row = next(iter(decided_by_first(stored)), None)
+    if row is None:
         row = evaluation.row()
         packages = ("rope_jax", "jax", "flax", "numpy", "pillow")
         versions = {name: importlib.metadata.version(name) for name in packages}
         row |= {"asked": identity, "versions": versions}
-        if first:
+        if share()[0] == 0:
             add_evaluation(out, row)
     return row
 

@@ -11,7 +11,7 @@ import jax
 
 from rope_jax.config import Config, ConfigError
 from rope_jax.files import read_regular, warn, write_file
-from rope_jax.processes import text_of_first
+from rope_jax.processes import decided_by_first
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.step import make_step
@@ -41,10 +41,9 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
     if config.kernels != "tuned":
         return Choices(everywhere=config.kernels)
     path = file_of(workdir)
+    read = lambda: read_regular(path, at_most=_LARGEST).decode() if path.exists() else ""
     try:
-        there = jax.process_index() == 0 and path.exists()
-        own = read_regular(path, at_most=_LARGEST).decode() if there else ""
-        text = text_of_first(own)
+        text = decided_by_first(read)
         choices = Choices.from_json(text) if text else None
     except (ValueError, OSError) as error:
         raise ConfigError(
@@ -95,7 +94,7 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
     # An error here ends the first process, and thereby the others, which wait for its choices.
     if jax.process_index() == 0:
         write_file(file_of(workdir), choices.to_json())
-    return Choices.from_json(text_of_first(choices.to_json()))
+    return Choices.from_json(decided_by_first(choices.to_json))
 
 
 def _measured(setup: Setup, state: State) -> Choices:

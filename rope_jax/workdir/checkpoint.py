@@ -24,7 +24,7 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from rope_jax.files import SaveFailed, set_aside, sync, warn
-from rope_jax.processes import text_of_first, texts_of_all
+from rope_jax.processes import decided_by_first, texts_of_all
 from rope_jax.workdir.integrity import Damaged, problem_of, seal
 from rope_jax.workdir.paths import for_orbax
 from rope_jax.workdir.trees import check_tree, named_leaves, not_finite, same_bits, some_of
@@ -99,7 +99,7 @@ class Checkpoints:
             Damaged: no step is valid; or `strict`, and the newest one is not.
             OSError: a step cannot be read.
         """
-        return _decided(lambda: self._newest_verified(strict, rename))
+        return decided_by_first(lambda: self._newest_verified(strict, rename))
 
     def _newest_verified(self, strict: bool, rename: bool) -> int | None:
         for step in reversed(self.steps()):
@@ -152,9 +152,9 @@ class Checkpoints:
         """
         with contextlib.suppress(SaveFailed):
             self.wait()
-        _decided(self._require_ours, SaveFailed)
+        decided_by_first(self._require_ours, SaveFailed)
         self.clean()
-        if _decided(lambda: os.path.isdir(self._folder / str(step))):
+        if decided_by_first(lambda: os.path.isdir(self._folder / str(step))):
             return
         if bad := not_finite(state):
             raise NonFinite(f"step {step} is not saved: {some_of(bad)}, not finite")
@@ -305,19 +305,3 @@ def _read_back(
         for leaf, equal in named_leaves(jax.tree.map(same, read, {name: parts[name]})):
             if not equal:
                 raise ValueError(f"{leaf} is not read back as it was written")
-
-
-def _decided(choose: Callable[[], Any], kind: type[OSError] = OSError) -> Any:
-    """The first process's choice, in all processes; its error is raised in all, as of this kind."""
-    if jax.process_count() == 1:
-        return choose()
-    answer: dict[str, Any] = {}
-    if jax.process_index() == 0:
-        try:
-            answer["choice"] = choose()
-        except (ValueError, OSError) as error:
-            answer["error"] = str(error)
-    answer = json.loads(text_of_first(json.dumps(answer)))
-    if "error" in answer:
-        raise kind(answer["error"])
-    return answer["choice"]

@@ -106,7 +106,7 @@ def test_every_process_traces_the_step_and_the_first_measures(ready, tmp_path, m
     tuned, traced = prefer(monkeypatch, "triton"), []
     sent = iter(["", Choices("cpu", "of the first").to_json()])
     monkeypatch.setattr(kernels, "calls_of_step", lambda *_: traced.append("step") or [])
-    monkeypatch.setattr(kernels, "text_of_first", lambda text: next(sent))
+    monkeypatch.setattr(kernels, "decided_by_first", lambda choose: next(sent))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert chosen(ready, tmp_path).jax == "of the first"
     assert (traced, tuned) == (["step"], [])
