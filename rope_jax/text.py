@@ -10,11 +10,10 @@ import dataclasses
 import difflib
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from rope_jax.annotations import Kind, read
 
@@ -210,7 +209,7 @@ def image_pair(size: Any) -> tuple[int, int]:
         pair = pair * 2 if len(pair) == 1 else pair
     elif not isinstance(size, Sequence):
         pair = (size, size)
-    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair)
+    whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in pair)
     if len(pair) != 2 or not whole or min(pair) < 1:
         raise ValueError(
             f"image size {size!r} must be a positive number of pixels, 224, "

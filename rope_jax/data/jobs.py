@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_jax.arguments import Number
 from rope_jax.cores import cores
-from rope_jax.data.sources import SPLITS, STREAMED
+from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
 
 
@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the images and the number of processes."""
     add = parser.add_argument
     kind = "form of the images, see rope_jax.data.load"
-    add("--source", required=True, choices=STREAMED, help=kind)
+    streamed = SOURCES.keys() - MEMORY - DRAWN
+    add("--source", required=True, choices=sorted(streamed), help=kind)
     add("--path", required=True, help="of the images")
     both = ",".join(SPLITS)
     add("--splits", default=both, help="train, test, or both with a comma")

@@ -4,7 +4,6 @@ Each field of a family's `Options` declares its type and the values that it may 
 """
 
 import dataclasses
-import fnmatch
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -15,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax import plugins
 from rope_jax.annotations import Kind, read
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.text import closest, image_pair, nearest
+from rope_jax.names.registry import Registry
+from rope_jax.text import closest, image_pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +123,36 @@ class Entry:
     image_size: int
 
 
-MODELS: dict[str, Entry] = {}
+def name_here(name: str) -> str | None:
+    """A hint for the name of a model in other libraries; None for any other name.
+
+    >>> name_here("deit3_small_patch16_224.fb_in1k"), name_here("deit-small")
+    ("'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here", "'deit-small' is 'deit_s16' here")
+    >>> name_here("vit_base_patch16_rope_ape_224")
+    "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
+    """
+    pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
+    found = re.fullmatch(pattern, name.replace("-", "_"))
+    if found is None:
+        return None
+    family, size, patch, rest = found.groups(default="")
+    dino = re.match(r"(reg4_)?(dinov[23])", rest)
+    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
+    family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
+    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
+        return None
+    form, also = "_reg" if dino and dino[1] else "", ""
+    if rotary:
+        scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")
+        also = f", with position={scheme!r}"
+    for letter in (size[:2], size[:1]):
+        for candidate in (f"{family}_{letter}{patch or 16}{form}", f"{family}_{letter}"):
+            if candidate in MODELS:
+                return f"{name!r} is {candidate!r} here{also}"
+    return None
+
+
+MODELS: Registry[Entry] = Registry("model", elsewhere=name_here, listed_by="rope_jax.list_models()")
 
 _ARGUMENTS = (
     *("position", "num_classes", "image_size", "seed", "dtype", "pretrained", "head", "blocks"),
@@ -183,11 +211,8 @@ def register(
     Raises:
         ValueError: there is a model of this name.
     """
-    if name in MODELS:
-        raise ValueError(f"a model named {name!r} exists already: choose another name")
     options = dataclasses.replace(options, **changes)
-    MODELS[name] = Entry(family, options, position, num_classes, image_size)
-    plugins.registered(name)
+    MODELS.register(name, Entry(family, options, position, num_classes, image_size))
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -200,8 +225,7 @@ def list_models(pattern: str = "*") -> list[str]:
     Args:
         pattern: with the wildcards of `fnmatch`.
     """
-    plugins.load_installed()
-    return sorted(fnmatch.filter(MODELS, pattern))
+    return MODELS.names(pattern)
 
 
 def find_model(name: str) -> Entry:
@@ -213,42 +237,7 @@ def find_model(name: str) -> Entry:
     Raises:
         ValueError: there is no such model; the message suggests the nearest names.
     """
-    plugins.load_installed()
-    if name not in MODELS:
-        hint = name_here(name) or nearest(name, MODELS)
-        raise plugins.UnknownName(
-            f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all"
-        )
     return MODELS[name]
-
-
-def name_here(name: str) -> str | None:
-    """A hint for the name of a model in other libraries; None for any other name.
-
-    >>> name_here("deit3_small_patch16_224.fb_in1k"), name_here("deit-small")
-    ("'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here", "'deit-small' is 'deit_s16' here")
-    >>> name_here("vit_base_patch16_rope_ape_224")
-    "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
-    """
-    pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
-    found = re.fullmatch(pattern, name.replace("-", "_"))
-    if found is None:
-        return None
-    family, size, patch, rest = found.groups(default="")
-    dino = re.match(r"(reg4_)?(dinov[23])", rest)
-    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
-    family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
-    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
-        return None
-    form, also = "_reg" if dino and dino[1] else "", ""
-    if rotary:
-        scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")
-        also = f", with position={scheme!r}"
-    for letter in (size[:2], size[:1]):
-        for candidate in (f"{family}_{letter}{patch or 16}{form}", f"{family}_{letter}"):
-            if candidate in MODELS:
-                return f"{name!r} is {candidate!r} here{also}"
-    return None
 
 
 def create_backbone(

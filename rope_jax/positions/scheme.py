@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax import plugins
+from rope_jax.names.registry import Registry
 from rope_jax.positions.extension import Extension
 from rope_jax.positions.grids import Grid, Video
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
@@ -338,7 +338,23 @@ def _add(first: Array | PerLayer | None, second: Array | PerLayer | None) -> Any
     return PerLayer(first + second) if per_layer else (first + second)[0]
 
 
-SCHEMES: dict[str, type[Position]] = {"none": Position}
+_ELSEWHERE = {  # names in papers and other libraries -> here
+    "rope": "rope2d",
+    "rope_axial": "rope2d",  # of Heo et al.; the thesis' axial RoPE is axial_rope
+    "learn": "ape",
+    "learned": "ape",
+    "absolute": "ape",
+    "sincos": "sincos2d",
+    "rel_pos_bias": "rpb",
+    "alibi": "alibi2d",
+    "cpvt": "peg",
+}
+SCHEMES: Registry[type[Position]] = Registry(
+    "positional scheme",
+    {"none": Position},
+    elsewhere={name: f"here it is {here!r}" for name, here in _ELSEWHERE.items()}.get,
+    listed_by="rope_jax.list_positions()",
+)
 
 
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
@@ -361,12 +377,7 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
     """
 
     def register(cls: type[Position]) -> type[Position]:
-        if name in SCHEMES:
-            raise ValueError(
-                f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"
-            )
-        SCHEMES[name] = cls
-        plugins.registered(name)
+        SCHEMES.register(name, cls)
         return cls
 
     return register

@@ -159,7 +159,7 @@ def test_fashion_mnist():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cifar", None), "source 'cifar' is unknown; known are digits, npz, idx, scenes, folder"),
+        (("cifar", None), "unknown data source 'cifar'; known: digits, npz, idx, scenes, folder"),
         (("digits", None, "val"), "split 'val' is unknown; it is one of train, test"),
         (("digits", "here"), "leave it out"),
         (("digits", None, "train", (0, 8)), r"image size \(0, 8\)"),

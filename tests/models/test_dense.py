@@ -94,7 +94,7 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; the nearest are 'upernet'"),
+        ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; did you mean 'upernet'"),
         ("vit_adapter_ti16", {"head": "linear"}, "one map, not the four of vit_adapter_ti16: use"),
         (
             "deit_ti16",

@@ -242,7 +242,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             {"position": 3},
             "position=3 must be the text of a scheme, such as 'axial_rope'",
         ),
-        ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; did you mean"),
+        ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; the nearest"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(name, options, advice):

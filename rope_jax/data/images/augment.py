@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from rope_jax.data.images import crops, device, device_colours, device_crops, fits, joint
-from rope_jax.text import Call, bind, closest, options_of, parse
+from rope_jax.names.registry import Registry
+from rope_jax.text import Call, bind, options_of, parse
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
 
@@ -57,21 +58,24 @@ class Entry:
         return self.stage == LOADER and moved[labels_of]
 
 
-AUGMENTATIONS = {
-    "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
-    "centre": Entry(CROP, crops.centre),
-    "stretch": Entry(CROP, crops.stretch),
-    "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
-    "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
-    "fit": Entry(CROP, fits.fit, joint="boxes", random=False),
-    "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
-    "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True, boxes=fits.flip_boxes),
-    "rand_augment": Entry(STEP, device.rand_augment),
-    "three_augment": Entry(STEP, device.three_augment, colours=True),
-    "color_jitter": Entry(STEP, device.color_jitter, colours=True),
-    "photometric": Entry(STEP, device_colours.photometric, colours=True),
-    "erase": Entry(ERASING, device.erase),
-}
+AUGMENTATIONS = Registry(
+    "augmentation",
+    {
+        "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
+        "centre": Entry(CROP, crops.centre),
+        "stretch": Entry(CROP, crops.stretch),
+        "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
+        "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
+        "fit": Entry(CROP, fits.fit, joint="boxes", random=False),
+        "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
+        "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True, boxes=fits.flip_boxes),
+        "rand_augment": Entry(STEP, device.rand_augment),
+        "three_augment": Entry(STEP, device.three_augment, colours=True),
+        "color_jitter": Entry(STEP, device.color_jitter, colours=True),
+        "photometric": Entry(STEP, device_colours.photometric, colours=True),
+        "erase": Entry(ERASING, device.erase),
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +218,8 @@ def _in_step(augmentations: tuple[Augmentation, ...]) -> int:
 
 
 def _bound(call: Call, text: str) -> Augmentation:
-    if call.name not in AUGMENTATIONS:
-        known = closest(call.name, AUGMENTATIONS)
-        raise ValueError(f"augmentation {call.name!r} is unknown; {known}")
+    function = AUGMENTATIONS[call.name].function
     if call.inner:
         raise ValueError(f"augmentation {text!r}: {call.name} takes options, as in crop(pad=4)")
-    options = bind(call, options_of(AUGMENTATIONS[call.name].function))
+    options = bind(call, options_of(function))
     return Augmentation(call.name, tuple(sorted(options.items())))

@@ -145,7 +145,7 @@ def test_a_head_of_yours_is_a_class_and_an_entry():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("upernett", "unknown head 'upernett'; the nearest are 'upernet'"),
+        ("upernett", "unknown head 'upernett'; did you mean 'upernet'"),
         ("upernet(wide=3)", "the head 'upernet' has no option 'wide'"),
         ("upernet(dropout=1.5)", "dropout=1.5 is not allowed"),
         ("segmenter(head_dim=7)", "head_dim=7"),
