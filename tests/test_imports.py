@@ -59,14 +59,13 @@ ARRAYS = "jax numpy jaxtyping"
 # longest group that fits a module is its own.
 FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
-    "rope_jax.annotations": ("", ""),
-    "rope_jax.text": ("annotations", ""),
+    "rope_jax.text": ("", ""),
     "rope_jax.files": ("", ""),
     "rope_jax.cores": ("", ""),
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.plugins": ("files", ""),
     "rope_jax.names": ("plugins text", ""),
-    "rope_jax.arguments": ("plugins", ""),
+    "rope_jax.arguments": ("names", ""),
     "rope_jax.sharding": ("cores", ARRAYS),
     "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),

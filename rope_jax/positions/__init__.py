@@ -40,6 +40,7 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from rope_jax.names.options import convert_options, options_of
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -51,7 +52,7 @@ from rope_jax.positions import (  # noqa: F401  (importing a family registers it
     rotary_models,
 )
 from rope_jax.positions.scheme import SCHEMES, Combined, PerLayer, Position, Stage, Terms
-from rope_jax.text import Call, bind, options_of, parse
+from rope_jax.text import Call, parse
 
 __all__ = ["PerLayer", "Position", "Stage", "Terms", "create_position", "list_positions"]
 
@@ -100,7 +101,7 @@ def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     later = {} if cls.extension is None else options_of(type(cls.extension))
     own = options_of(cls.__init__)  # which a scheme may have of the same names
     later = {option: kind for option, kind in later.items() if option not in own}
-    options = bind(call, own | later)
+    options = convert_options(name, dict(call.options), own | later)
     extending = {option: options.pop(option) for option in later.keys() & options.keys()}
     if len(call.inner) != cls.wraps:
         inside = f"one scheme inside, as in {name}(ape)"

@@ -160,7 +160,7 @@ def test_fashion_mnist():
     ("arguments", "message"),
     [
         (("cifar", None), "unknown data source 'cifar'; known: digits, npz, idx, scenes, folder"),
-        (("digits", None, "val"), "split 'val' is unknown; it is one of train, test"),
+        (("digits", None, "val"), "split must be one of train, test, not 'val'"),
         (("digits", "here"), "leave it out"),
         (("digits", None, "train", (0, 8)), r"image size \(0, 8\)"),
         (("npz", None), "needs a path"),

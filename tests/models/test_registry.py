@@ -120,24 +120,28 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             {"colour": 2},
             "vit_s16 has no option 'colour'; known: patch_size, width, depth,",
         ),
-        ("vit_s16", {"depth": "2"}, "depth='2' must be a whole number"),
-        ("vit_s16", {"depth": 0}, "depth=0 must be at least 1"),
+        ("vit_s16", {"depth": "2"}, "depth must be a whole number of at least 1, not '2'"),
+        ("vit_s16", {"depth": 0}, "depth must be a whole number of at least 1, not 0"),
         ("vit_s16", {"heads": 5}, "width=384, which is not divisible by heads=5"),
         (
             "vit_s16",
             {"drop_path": 1.0},
-            "drop_path=1.0 is not allowed; it must be at least 0 and below 1",
+            "drop_path must be a number of at least 0 and below 1, not 1.0",
         ),
-        ("vit_s16", {"drop_path": -0.1}, "drop_path=-0.1 is not allowed"),
+        (
+            "vit_s16",
+            {"drop_path": -0.1},
+            "drop_path must be a number of at least 0 and below 1, not -0.1",
+        ),
         (
             "vit_s16",
             {"drop_path_schedule": "cosine"},
-            "drop_path_schedule='cosine' is not allowed; use one of linear, constant",
+            "drop_path_schedule must be one of linear, constant, not 'cosine'",
         ),
         (
             "vit_s16",
             {"attention": "local"},
-            "attention='local' is not allowed; use one of global, neighborhood",
+            "attention must be one of global, neighborhood, window, not 'local'",
         ),
         ("deit_s16", {"attention": "neighborhood"}, "has no place for a class token"),
         ("vit_s16", {"attention": "window", "registers": 2}, "has no place for a class token and"),
@@ -215,9 +219,21 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
             {"image_size": 224.0},
             "image size 224.0 must be a positive number of pixels, 224, or a height and a width",
         ),
-        ("vit_s16", {"num_classes": -1}, "num_classes=-1 must be a whole number: of classes, or 0"),
-        ("vit_s16", {"num_classes": 10.0}, "num_classes=10.0 must be a whole number"),
-        ("vit_s16", {"num_classes": "10"}, "num_classes='10' must be a whole number"),
+        (
+            "vit_s16",
+            {"num_classes": -1},
+            "num_classes must be a whole number of at least 0, not -1",
+        ),
+        (
+            "vit_s16",
+            {"num_classes": 10.5},
+            "num_classes must be a whole number of at least 0, not 10.5",
+        ),
+        (
+            "vit_s16",
+            {"num_classes": "10"},
+            "num_classes must be a whole number of at least 0, not '10'",
+        ),
         (
             "vit_s16",
             {"dtype": jnp.int32},
@@ -240,7 +256,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         (
             "vit_s16",
             {"position": 3},
-            "position=3 must be the text of a scheme, such as 'axial_rope'",
+            "position must be text, not 3",
         ),
         ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; the nearest"),
     ],
@@ -293,10 +309,10 @@ def test_options_may_be_none_in_every_spelling():
     assert repr(options) == "PostponedOptions(scale=1.0, old=2.0, join='add', count=None)"
     assert options.override("mine", dict.fromkeys(("scale", "old", "join"))) == PostponedOptions()
     for name, value, advice in (
-        ("scale", "1", "scale='1' must be a number or None"),
-        ("old", True, "old=True must be a number or None"),
-        ("join", "sum", "join='sum' must be one of add, concat or None"),
-        ("count", 0, "count=0 must be at least 1"),
+        ("scale", "1", "mine: scale must be a number or None, not '1'"),
+        ("old", True, "mine: old must be a number or None, not True"),
+        ("join", "sum", "mine: join must be one of add, concat or None, not 'sum'"),
+        ("count", 0, "mine: count must be a whole number of at least 1 or None, not 0"),
     ):
         with pytest.raises(ValueError, match=re.escape(advice)):
             options.override("mine", {name: value})

@@ -1,6 +1,7 @@
 """Image sets by name."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from rope_jax.data.images.crops import resize
 from rope_jax.data.sources.coco import Coco
@@ -12,6 +13,7 @@ from rope_jax.data.sources.packed import Packed
 from rope_jax.data.sources.pairs import Ade20k, Masks
 from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
 from rope_jax.data.sources.tfds import Tfds
+from rope_jax.names.options import convert
 from rope_jax.names.registry import Registry
 from rope_jax.text import image_pair
 
@@ -173,8 +175,7 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
 
 def _check(source: str, path: str | None, split: str) -> None:
     SOURCES[source]  # known, or an error
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
+    convert(split, Literal[*SPLITS], "split")
     alone = source in ("digits", *DRAWN)
     if alone != (path is None):
         need = "needs no path: leave it out" if alone else "needs a path; none is given"
