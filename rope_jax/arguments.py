@@ -6,8 +6,7 @@ import sys
 from typing import Any
 
 from rope_jax import plugins
-from rope_jax.names.options import convert, describe
-from rope_jax.text import literal
+from rope_jax.names.options import describe, read
 
 
 class Argument:
@@ -24,7 +23,7 @@ class Argument:
     def __call__(self, text: str) -> Any:
         """The value; the parser adds the argument's name to an error."""
         try:
-            return convert(literal(text), self._annotation)
+            return read(text, self._annotation)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

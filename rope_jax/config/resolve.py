@@ -12,14 +12,14 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import ml_collections
 
 from rope_jax.config.settings import Config
 from rope_jax.files import SaveFailed
-from rope_jax.names.options import convert, describe
+from rope_jax.names.options import convert, describe, read
 from rope_jax.text import Call, Value, assignments, closest, literal, parse
 
 # Arguments of `create_model` that other settings give.
@@ -79,7 +79,9 @@ def _to_dict(cls: type) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(values)
 
 
-def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.ConfigDict:
+def recipe_arguments(
+    text: str | None, words: Mapping[str, Iterable[str]] = {}, /, **defaults: Any
+) -> ml_collections.ConfigDict:
     """Parses the arguments after the colon of `--config=configs/NAME.py:key=value,...`.
 
     >>> recipe_arguments("position=axial_rope(k_rope=4),epochs=3", position="none", epochs=1.0)
@@ -89,6 +91,7 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
 
     Args:
         text: comma-separated key=value; commas inside parentheses belong to the value.
+        words: the allowed words of arguments that have a few.
         **defaults: the recipe's arguments; a value must have its default's type (text for None).
 
     Raises:
@@ -104,10 +107,9 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
             raise ConfigError(
                 f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
             )
-        kind = type(defaults[key])
+        kind = str if defaults[key] is None else type(defaults[key])
         with blame("recipe argument"), arguments.ignore_type():
-            plain = kind in (str, type(None))
-            arguments[key] = value if plain else convert(literal(value), kind, key)
+            arguments[key] = read(value, Literal[*words[key]] if key in words else kind, key)
     return arguments
 
 

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from rope_jax.text import closest
+from rope_jax.text import closest, literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,16 @@ def convert(value: Any, annotation: Any, where: str = "") -> Any:
     if converted is _MISFIT:
         raise ValueError(f"{where} must be {describe(annotation)}, not {value!r}".lstrip())
     return converted
+
+
+def read(text: str, annotation: Any, where: str = "") -> Any:
+    """`convert` for text, which may be the value itself or a literal of Python.
+
+    >>> read("2", float), read("2", str), read("None", int | None)
+    (2.0, '2', None)
+    """
+    value = literal(text) if _fit(text, annotation) is _MISFIT else text
+    return convert(value, annotation, where)
 
 
 def _fit(value: Any, annotation: Any) -> Any:

@@ -122,7 +122,11 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "linear", "last_norm": False}, "which takes normalised maps"),
         ("swin_t", {"head": "upernet", "last_norm": True}, "on swin_t, whose maps have norms of"),
         ("swin_t", {"head": "upernet(neck=none)"}, "neck=none is of isotropic models: the maps of"),
-        ("deit_ti16", {"head": "upernet(neck=fpn)"}, "use one of deconv, multilevel, none"),
+        (
+            "deit_ti16",
+            {"head": "upernet(neck=fpn)"},
+            "neck must be one of deconv, multilevel, none",
+        ),
         (
             "deit_ti16",
             {"head": "upernet(auxiliary_map=4)"},

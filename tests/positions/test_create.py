@@ -8,7 +8,8 @@ from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rope_jax.positions import _ELSEWHERE, list_positions
+from rope_jax.positions import list_positions
+from rope_jax.positions.scheme import _ELSEWHERE
 from rope_jax_kernels import Neighborhood, Window
 from tests.positions import schemes
 from tests.positions.schemes import DEFAULTS, GRID

@@ -243,7 +243,7 @@ def _resized(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarra
     return np.asarray(picture.resize(size[::-1], box.interpolation, box=box.edges))
 
 
-def check_order(name: str, **options: float) -> None:
+def check_order(name: str, **options: int | float) -> None:
     """Raises ValueError unless the options of an augmentation ascend."""
     if [*options.values()] != sorted(options.values()):
         given = ",".join(f"{option}={value}" for option, value in options.items())
