@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax.annotations import read
 from rope_jax.files import write_file
 from rope_jax_kernels.cache import sources_of_kernels
 
@@ -90,17 +89,16 @@ def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
     for parameter in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
         if parameter.kind is parameter.VAR_POSITIONAL or parameter.name == "out":
             continue
-        kind = read(parameter.annotation)
+        kind = _without_none(parameter.annotation)
         options: dict[str, Any] = {"help": helps.get(parameter.name, "").replace("%", "%%")}
-        if typing.get_origin(kind.types[0] if kind.types else None) is list:
+        if typing.get_origin(kind) is list:
             options["nargs"] = "*"
-            (element,) = typing.get_args(kind.types[0])
-            kind = read(element)
-        if kind.words:
-            options |= {"choices": kind.words, "type": str}
+            (kind,) = typing.get_args(kind)
+        if typing.get_origin(kind) is typing.Literal:
+            words = [word for word in typing.get_args(kind) if word is not None]
+            options |= {"choices": words, "type": str}
         else:
-            (only,) = kind.types
-            options |= {"action": "store_true"} if only is bool else {"type": only}
+            options |= {"action": "store_true"} if kind is bool else {"type": kind}
         if parameter.kind is parameter.KEYWORD_ONLY:
             required = parameter.default is parameter.empty
             options |= {"required": True} if required else {"default": parameter.default}
@@ -109,6 +107,13 @@ def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
             parser.add_argument(parameter.name, **options)
     parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
     return parser
+
+
+def _without_none(annotation: Any) -> Any:
+    """X of `X | None`; other annotations as they are."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        (annotation,) = {*typing.get_args(annotation)} - {type(None)}
+    return annotation
 
 
 def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:

@@ -53,6 +53,7 @@ def get_config(arguments: str | None = None):
     """
     args = cfg.recipe_arguments(
         arguments,
+        {"dataset": SETS},
         variant="cct_7_3x1",
         dataset="cifar10",
         position=None,
@@ -63,10 +64,6 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=121,
     )
-    if args.dataset not in SETS:
-        raise cfg.ConfigError(
-            f"recipe argument dataset={args.dataset} is not one of {', '.join(SETS)}"
-        )
     rate, start, mixed, mean, std = SETS[args.dataset]
     config = cfg.default()
     config.seed = args.seed

@@ -70,6 +70,7 @@ def get_config(arguments: str | None = None):
     """
     args = cfg.recipe_arguments(
         arguments,
+        {"variant": VARIANTS},
         variant="vit_b",
         position="rope_mixed",
         resolution=224,
@@ -78,10 +79,6 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    if args.variant not in VARIANTS:
-        raise cfg.ConfigError(
-            f"recipe argument variant={args.variant} is not one of {', '.join(VARIANTS)}"
-        )
     model, options, drop_path = VARIANTS[args.variant]
     own = (options, "window_padding=tokens", f"drop_path={drop_path}")
     config = cfg.default()

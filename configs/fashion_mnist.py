@@ -33,13 +33,15 @@ def get_config(arguments: str | None = None):
     the ViT, of others the model's own scheme. augment is the setting data.augment.
     """
     args = cfg.recipe_arguments(
-        arguments, path=None, backbone="vit", position=None, augment="none", epochs=6.0, seed=0
+        arguments,
+        {"backbone": BACKBONES},
+        path=None,
+        backbone="vit",
+        position=None,
+        augment="none",
+        epochs=6.0,
+        seed=0,
     )
-    if args.backbone not in BACKBONES:
-        raise cfg.ConfigError(
-            f"recipe argument backbone={args.backbone!r} is unknown; "
-            f"known are {', '.join(BACKBONES)}"
-        )
     name, options, image_size, resolutions = BACKBONES[args.backbone]
     config = cfg.default()
     config.seed = args.seed

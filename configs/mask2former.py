@@ -43,6 +43,7 @@ def get_config(arguments: str | None = None):
     """
     args = cfg.recipe_arguments(
         arguments,
+        {"variant": VARIANTS},
         variant="swin_s",
         position="rope_mixed",
         resolution=512,
@@ -51,10 +52,6 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    if args.variant not in VARIANTS:
-        raise cfg.ConfigError(
-            f"recipe argument variant={args.variant} is not one of {', '.join(VARIANTS)}"
-        )
     config = cfg.default()
     config.seed = args.seed
     config.steps = args.steps

@@ -47,6 +47,7 @@ def get_config(arguments: str | None = None):
     """
     args = cfg.recipe_arguments(
         arguments,
+        {"base": ("table", "nat")},
         variant="nat_mini",
         position="axial_rope",
         resolution=224,
@@ -56,8 +57,6 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=42,
     )
-    if args.base not in ("table", "nat"):
-        raise cfg.ConfigError(f"recipe argument base={args.base} is not one of table, nat")
     table_base = args.base == "table" and args.variant.endswith(("_base", "_b", "_b16"))
     config = cfg.default()
     config.seed = args.seed

@@ -33,13 +33,14 @@ def get_config(arguments: str | None = None):
     path is the .npz file, backbone one of BACKBONES; position None is the model's own scheme.
     """
     args = cfg.recipe_arguments(
-        arguments, path=None, backbone="vit", position=None, epochs=100.0, seed=0
+        arguments,
+        {"backbone": BACKBONES},
+        path=None,
+        backbone="vit",
+        position=None,
+        epochs=100.0,
+        seed=0,
     )
-    if args.backbone not in BACKBONES:
-        raise cfg.ConfigError(
-            f"recipe argument backbone={args.backbone!r} is unknown; "
-            f"known are {', '.join(BACKBONES)}"
-        )
     name, options = BACKBONES[args.backbone]
     config = cfg.default()
     config.seed = args.seed

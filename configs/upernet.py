@@ -55,6 +55,7 @@ def get_config(arguments: str | None = None):
     """
     args = cfg.recipe_arguments(
         arguments,
+        {"variant": VARIANTS},
         variant="b",
         position="rope_mixed",
         resolution=512,
@@ -63,10 +64,6 @@ def get_config(arguments: str | None = None):
         path=None,
         seed=0,
     )
-    if args.variant not in VARIANTS:
-        raise cfg.ConfigError(
-            f"recipe argument variant={args.variant} is not one of {', '.join(VARIANTS)}"
-        )
     model, head, batch_size, rate, layer_decay, drop_path = VARIANTS[args.variant]
     config = cfg.default()
     config.seed = args.seed

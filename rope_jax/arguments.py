@@ -1,78 +1,34 @@
-"""Command lines: ranges of numbers, and parsers whose help lists types, ranges and defaults."""
+"""Command lines: parsers whose help lists what is allowed, and defaults."""
 
 import argparse
-import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 from rope_jax import plugins
+from rope_jax.names.options import describe, read
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The numbers that a setting allows.
+class Argument:
+    """The type of an argument that is not plain text, for `ArgumentParser.add_argument`.
 
-    >>> print(Range(low=0, below=1))
-    at least 0 and below 1
-    >>> 1 in Range(low=0, below=1)
-    False
-
-    Attributes:
-        low, high: inclusive bounds, if any.
-        above, below: exclusive bounds, if any.
+    >>> Argument(int)("3"), str(Argument(float | None))
+    (3, 'a number or None')
     """
 
-    low: int | float | None = None
-    high: int | float | None = None
-    above: int | float | None = None
-    below: int | float | None = None
+    def __init__(self, annotation: Any):
+        """Takes what `convert` takes."""
+        self._annotation = annotation
 
-    def __contains__(self, number: int | float) -> bool:
-        return not (
-            (self.low is not None and number < self.low)
-            or (self.high is not None and number > self.high)
-            or (self.above is not None and number <= self.above)
-            or (self.below is not None and number >= self.below)
-        )
-
-    def __str__(self) -> str:
-        bounds = {
-            "at least": self.low,
-            "above": self.above,
-            "at most": self.high,
-            "below": self.below,
-        }
-        return " and ".join(
-            f"{word} {bound}" for word, bound in bounds.items() if bound is not None
-        )
-
-
-class Number:
-    """The type of an argument that is a number within a range, for `ArgumentParser.add_argument`.
-
-    >>> Number(int, low=1)("3")
-    3
-    >>> print(Number(float, above=0))
-    a number, above 0
-    """
-
-    def __init__(self, kind: type[int] | type[float], **bounds: int | float):
-        """Takes int or float, and the bounds of `Range`."""
-        self._kind, self._range = kind, Range(**bounds)
-
-    def __call__(self, text: str) -> int | float:
-        """The number; the parser adds the argument's name to an error."""
+    def __call__(self, text: str) -> Any:
+        """The value; the parser adds the argument's name to an error."""
         try:
-            number = self._kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} must be {self}") from None
-        if number not in self._range:
-            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {self._range}")
-        return number
+            return read(text, self._annotation)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     def __str__(self) -> str:
-        name = {int: "a whole number", float: "a number"}[self._kind]
-        return ", ".join(filter(None, (name, str(self._range))))
+        return describe(self._annotation)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

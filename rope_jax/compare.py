@@ -21,7 +21,7 @@ from flax import nnx
 from rope_jax import data, plugins, restore, run
 from rope_jax.analysis.report import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
-from rope_jax.arguments import Number, command_parser
+from rope_jax.arguments import Argument, command_parser
 from rope_jax.command import ended_at_once, exit_statuses, keep_going_unread
 from rope_jax.compilation import keep_compiled
 from rope_jax.config import (
@@ -35,6 +35,7 @@ from rope_jax.config import (
     with_arguments,
 )
 from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.names.options import Count
 from rope_jax.sharding import start_devices
 from rope_jax.text import image_pair, items, literal
 from rope_jax.training.setup import Split, load_split
@@ -86,7 +87,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", help="one of rope_jax.list_models(); default: the recipe's")
     schemes = "schemes, comma-separated; the others are compared with the first"
     add("--positions", default="ape,rope_mixed,axial_rope", help=schemes)
-    add("--seeds", type=Number(int, low=1), default=3, help="runs of each scheme")
+    add("--seeds", type=Argument(Count), default=3, help="runs of each scheme")
     add(
         "--resolutions", help="evaluated after that of training: 160,224x320; default: the recipe's"
     )

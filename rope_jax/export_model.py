@@ -11,10 +11,11 @@ model that detects objects is called with images on one canvas and their extents
 import pathlib
 import sys
 
-from rope_jax.arguments import Number, command_parser
+from rope_jax.arguments import Argument, command_parser
 from rope_jax.config import ConfigError, in_one_line
 from rope_jax.loading import add_model_arguments, load_model
 from rope_jax.models.export import PLATFORMS, export
+from rope_jax.names.options import Count
 from rope_jax.text import image_pair
 
 
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="file to write")
     add("--resolution", help="224 or 224x320; default: that of training")
-    add("--batch", type=Number(int, low=1), help="images in a call; default: any number")
+    add("--batch", type=Argument(Count), help="images in a call; default: any number")
     known = f"comma-separated, of {','.join(PLATFORMS)}"
     add("--platforms", default=",".join(PLATFORMS), help=known)
     asked = parser.parse_args(arguments)

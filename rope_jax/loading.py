@@ -9,11 +9,12 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from flax import nnx
 
-from rope_jax.arguments import Number
+from rope_jax.arguments import Argument
 from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.files import file_sha256
 from rope_jax.models.create import create_model
 from rope_jax.models.pretrained import Preprocessing, load_pretrained
+from rope_jax.names.options import CountOrZero
 from rope_jax.restore import create, read_checkpoint
 from rope_jax.text import image_pair
 
@@ -61,7 +62,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `load_model` to a parser."""
     add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
     add("workdir", nargs="?", help="of a run of rope_jax.main")
-    add("--step", type=Number(int, low=0), help="checkpoint step; default: the newest")
+    add("--step", type=Argument(CountOrZero), help="checkpoint step; default: the newest")
     add(
         "--model",
         help="instead of a workdir: a name of rope_jax.list_models(), or what "
@@ -75,12 +76,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
     add("--head", help="of dense prediction, for --model: upernet(width=512)")
-    add("--num_classes", type=Number(int, low=0), help="outputs of --model")
+    add("--num_classes", type=Argument(CountOrZero), help="outputs of --model")
     add("--image_size", help="pixels for which --model is created: 224 or 224x320")
     add("--options", default="", help="overrides of --model: depth=6,window_size=8")
     add(
         "--seed",
-        type=Number(int, low=0),
+        type=Argument(CountOrZero),
         help="of fresh weights (default: 0) or of a WORKDIR's (default: first)",
     )
     dtypes = ("float32", "bfloat16", "float16")

@@ -31,10 +31,6 @@ _loaded: dict[str, set[str] | None] = {}
 _importing: list[set[str]] = []  # what the modules being imported have registered, inner ones last
 
 
-class UnknownName(ValueError):
-    """A model, scheme or head that is not registered, for example because a plug-in is missing."""
-
-
 def registered(name: str) -> None:
     """Notes a scheme, model, head or image source as that of the plug-ins being imported."""
     for names in _importing:

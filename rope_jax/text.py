@@ -8,15 +8,10 @@ are written in one notation: `name`, `name(option=value, ...)`, sums `a+b`, and 
 import ast
 import dataclasses
 import difflib
-import inspect
-import math
+import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
-
-from rope_jax.annotations import Kind, read
 
 Value = int | float | bool | str
 
@@ -93,57 +88,6 @@ def _value(node: ast.expr) -> Value:
     raise ValueError(f"{ast.unparse(node)} is neither a number nor a word")
 
 
-def options_of(function: Callable) -> dict[str, Any]:
-    """A function's options in the notation: keyword-only parameters and annotations, but `rngs`.
-
-    An option without an annotation has the type of its default.
-    """
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
-    of_default = lambda value: type(value) if isinstance(value, Value) else Value | None
-    return {
-        p.name: of_default(p.default) if p.annotation is p.empty else p.annotation
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
-    }
-
-
-def bind(call: Call, options: Mapping[str, Any]) -> dict[str, Value | None]:
-    """The options of a call as keyword arguments.
-
-    >>> bind(parse("crop(pad=2)", "augment")[0], {"pad": int})
-    {'pad': 2}
-
-    Args:
-        call: from `parse`.
-        options: the allowed options and their annotations, of bool, int, float, str and None.
-
-    Raises:
-        ValueError: an unknown option, or a value of another type.
-    """
-    bound = {}
-    for option, value in call.options:
-        if option not in options:
-            raise ValueError(f"{call.name} has no option {option!r}; {closest(option, options)}")
-        kind = read(options[option])
-        bound[option] = _fit(value, kind)
-        if not kind.allows(bound[option]):
-            raise ValueError(f"{call.name}({option}={value}): {option} must be {kind}")
-    return bound
-
-
-def _fit(value: Value, kind: Kind) -> Value | None:
-    """The value in an allowed type in which it stays the same: 2.0 for 2, 1 for True, None."""
-    if value == "None" and kind.optional:
-        return None
-    if type(value) in (int, float) and not kind.allows(value):
-        for other in kind.types:
-            if other is float or (
-                other in (bool, int) and math.isfinite(value) and other(value) == value
-            ):
-                return other(value)
-    return value
-
-
 def items(text: str) -> list[str]:
     """Splits at commas outside parentheses.
 
@@ -210,7 +154,7 @@ def image_pair(size: Any) -> tuple[int, int]:
         pair = pair * 2 if len(pair) == 1 else pair
     elif not isinstance(size, Sequence):
         pair = (size, size)
-    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair)
+    whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in pair)
     if len(pair) != 2 or not whole or min(pair) < 1:
         raise ValueError(
             f"image size {size!r} must be a positive number of pixels, 224, "
@@ -220,13 +164,14 @@ def image_pair(size: Any) -> tuple[int, int]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: the closest known one, then all of them.
+    """A hint for an unknown word: the closest known one, or one that it begins, then all of them.
 
     >>> closest("appe", ["ape", "none"])
     "did you mean 'ape'? known: ape, none"
     """
     known = list(known)
-    close = difflib.get_close_matches(word, known, 1)
+    begun = [name for name in known if word and name.startswith(word)]
+    close = difflib.get_close_matches(word, known, 1) or begun
     return (
         f"did you mean {close[0]!r}? " if close else ""
     ) + f"known: {', '.join(known) or 'none'}"

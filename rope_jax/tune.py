@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rope_jax.arguments import Number, command_parser
+from rope_jax.arguments import Argument, command_parser
 from rope_jax.config import ConfigError, blame, model_overrides
 from rope_jax.models.create import create_model
 from rope_jax.models.registry import find_model
+from rope_jax.names.options import Count, Positive
 from rope_jax.text import format_table, image_pair
 from rope_jax_kernels import Call, Choices, record, tune
 from rope_jax_kernels.choices import Measured
@@ -52,13 +53,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="one of rope_jax.list_models()")
     add("--position", help="positional scheme; default: the model's own")
-    add("--batch", type=Number(int, low=1), default=128, help="images on one GPU")
+    add("--batch", type=Argument(Count), default=128, help="images on one GPU")
     add("--resolution", help="224 or 224x320; default: the model's own")
     add("--options", default="", help="overrides of the model's options: depth=6,window_size=8")
     dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", choices=dtypes, default="bfloat16", help="compute dtype")
     add("--train", action="store_true", help="measure training steps, not evaluation")
-    add("--seconds", type=Number(float, above=0), default=60.0, help="for everything")
+    add("--seconds", type=Argument(Positive), default=60.0, help="for everything")
     add("--out", type=pathlib.Path, help="file for the choices; default: the cache folder")
     return parser.parse_args(arguments)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, Optional
 
-from rope_jax.models.registry import OptionalCount, Options
+from rope_jax.models.registry import Options
+from rope_jax.names.options import Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +15,7 @@ class PostponedOptions(Options):
     scale: float | None = None
     old: Optional[float] = None
     join: Literal["add", "concat"] | None = None
-    count: OptionalCount = None
+    count: Count | None = None
 
 
 def crop(

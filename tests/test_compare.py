@@ -70,7 +70,10 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
         (["--config=digits", "--resolutions=8y"], "--resolutions"),
         (["--path=nowhere.npz"], "nowhere.npz"),
         (["--path=no,where"], "no,where"),
-        (["--config=digits", "--positions=ape,rope_mixd"], "scheme 'rope_mixd'; did you mean"),
+        (
+            ["--config=digits", "--positions=ape,rope_mixd"],
+            "scheme 'rope_mixd'; the nearest are 'rope_mixed'",
+        ),
         (
             ["--config=digits", "--config.seeds=2"],
             "--config.seeds is not a setting of a comparison",

@@ -59,17 +59,17 @@ ARRAYS = "jax numpy jaxtyping"
 # longest group that fits a module is its own.
 FLOORS = {
     "rope_jax_kernels": ("", ARRAYS),
-    "rope_jax.annotations": ("", ""),
-    "rope_jax.text": ("annotations", "numpy"),
+    "rope_jax.text": ("", ""),
     "rope_jax.files": ("", ""),
     "rope_jax.cores": ("", ""),
     "rope_jax.npz": ("files", "numpy"),
     "rope_jax.plugins": ("files", ""),
-    "rope_jax.arguments": ("plugins", ""),
+    "rope_jax.names": ("plugins text", ""),
+    "rope_jax.arguments": ("names", ""),
     "rope_jax.sharding": ("cores", ARRAYS),
     "rope_jax.processes": ("files", ARRAYS),
     "rope_jax.initializers": ("", ARRAYS),
-    "rope_jax.positions": ("rope_jax_kernels text initializers plugins", f"{ARRAYS} flax"),
+    "rope_jax.positions": ("rope_jax_kernels names initializers", f"{ARRAYS} flax"),
     "rope_jax.models": (
         "positions sharding npz",
         f"{ARRAYS} flax optax safetensors huggingface_hub",
@@ -77,7 +77,7 @@ FLOORS = {
     "rope_jax.models.__main__": ("models arguments", "flax"),
     "rope_jax.positions.__main__": ("models arguments", "flax"),  # counts parameters in a model
     "rope_jax.data": (
-        "text npz arguments plugins cores",
+        "names npz arguments cores",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",
     ),
     "rope_jax.config": ("text arguments", "ml_collections"),

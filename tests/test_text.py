@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from rope_jax.text import (
     Call,
     assignments,
-    bind,
     closest,
     format_table,
     image_pair,
     markdown_table,
-    options_of,
     parse,
 )
-from tests import postponed
 
 
 def one(name, *inner, **options):
@@ -122,82 +119,6 @@ def test_malformed_text_is_refused_with_advice(text):
         parse(text, "position")
     assert repr(text[:200]) in str(caught.value)
     assert len(str(caught.value)) < 600
-
-
-def crop(
-    image, *, pad: int = 4, scale: float = 1.0, flip: bool = False, fill: str = "edge", rngs=0
-):
-    pass
-
-
-def test_options_are_keyword_only_parameters():
-    assert options_of(crop) == {"pad": int, "scale": float, "flip": bool, "fill": str}
-
-
-def test_an_option_without_an_annotation_has_the_type_of_its_default():
-    def log_rope(stage, *, base=100.0, pairs=4, name=None, rngs):
-        pass
-
-    options = options_of(log_rope)
-    for text, bound in (
-        ("rope_log(base=50.0)", {"base": 50.0}),
-        ("rope_log(base=50,pairs=2.0)", {"base": 50.0, "pairs": 2}),
-        ("rope_log(name=near)", {"name": "near"}),
-        ("rope_log(name=None)", {"name": None}),
-    ):
-        assert repr(bind(parse(text, "position")[0], options)) == repr(bound)
-    with pytest.raises(ValueError, match="base must be a number"):
-        bind(parse("rope_log(base=big)", "position")[0], options)
-
-
-@pytest.mark.parametrize(
-    ("text", "bound"),
-    [
-        ("crop(pad=2.0)", {"pad": 2}),
-        ("crop(scale=3)", {"scale": 3.0}),
-        ("crop(scale=None,fill=None)", {"scale": None, "fill": None}),
-        ("crop(fill=edge)", {"fill": "edge"}),
-    ],
-)
-def test_annotations_may_be_stored_as_text_and_allow_none_or_words(text, bound):
-    assert repr(bind(parse(text, "augment")[0], options_of(postponed.crop))) == repr(bound)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("crop(pad=None)", "pad must be a whole number"),
-        ("crop(scale=big)", "scale must be a number or None"),
-        ("crop(fill=zero)", "fill must be one of edge or None"),
-    ],
-)
-def test_values_that_such_annotations_do_not_allow_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        bind(parse(text, "augment")[0], options_of(postponed.crop))
-
-
-def test_bind_makes_whole_numbers_numbers():
-    (call,) = parse("crop(pad=2,scale=3,flip=True,fill=zero)", "augment")
-    bound = bind(call, options_of(crop))
-    assert repr(bound) == repr({"pad": 2, "scale": 3.0, "flip": True, "fill": "zero"})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("crop(pda=2)", "crop has no option 'pda'; did you mean 'pad'? known: pad, scale, flip"),
-        ("crop(rngs=2)", "crop has no option 'rngs'; known: pad"),
-        ("crop(pad=2.5)", "crop(pad=2.5): pad must be a whole number"),
-        ("crop(pad=True)", "crop(pad=True): pad must be a whole number"),
-        ("crop(scale=fast)", "crop(scale=fast): scale must be a number"),
-        ("crop(scale=nan)", "crop(scale=nan): scale must be a number"),
-        ("crop(flip=2)", "crop(flip=2): flip must be True or False"),
-        ("crop(fill=1)", "crop(fill=1): fill must be text"),
-    ],
-)
-def test_bind_refuses_other_options_and_types(text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        bind(parse(text, "augment")[0], options_of(crop))
 
 
 @pytest.mark.parametrize(

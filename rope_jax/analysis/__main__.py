@@ -39,12 +39,13 @@ from rope_jax.analysis.rotation import (
     rotation_angles,
     score_decay,
 )
-from rope_jax.arguments import Number, add_command, command_parser
+from rope_jax.arguments import Argument, add_command, command_parser
 from rope_jax.config import ConfigError, in_one_line
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
 from rope_jax.files import write_file
 from rope_jax.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.names.options import Count, CountOrZero
 from rope_jax.sharding import start_devices
 from rope_jax.text import format_table, image_pair
 from rope_jax.training.kernels import kernels_of_run
@@ -243,19 +244,19 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("attention", "maps"):
         add[name]("--images", help="file or folder; default: the test split of the WORKDIR's data")
         add[name]("--resolution", help="pixels, 224 or 224x320; default: that of training")
-        add[name]("--count", type=Number(int, low=1), default=256, help="number of images")
-        add[name]("--batch_size", type=Number(int, low=1), default=32, help="images in a step")
+        add[name]("--count", type=Argument(Count), default=256, help="number of images")
+        add[name]("--batch_size", type=Argument(Count), default=32, help="images in a step")
     query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
     place = lambda text: tuple(map(float, text.split(",")))
     add["maps"]("--query", type=place, metavar="Y,X", help=query_help)
     token_help = (
         "index of the token; default: the centre (upper left of the middle four on an even map)"
     )
-    add["correlation"]("--token", type=Number(int, low=0), help=token_help)
-    stage = Number(int, low=1)
+    add["correlation"]("--token", type=Argument(CountOrZero), help=token_help)
+    stage = Argument(Count)
     add["learned"]("--stage", type=stage, default=1, help="stage of a hierarchical backbone")
     add["angles"]("--widths", default="256,512", help="head dimensions, comma-separated")
-    add["angles"]("--heads", type=Number(int, low=1), default=8, help="heads of Axial RoPE")
+    add["angles"]("--heads", type=Argument(Count), default=8, help="heads of Axial RoPE")
     schemes = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
     add["costs"]("--model", required=True, help="one of rope_jax.list_models()")
     add["costs"]("--positions", nargs="+", default=schemes, help="schemes to compare")

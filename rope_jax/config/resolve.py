@@ -8,19 +8,18 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import operator
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import ml_collections
 
-from rope_jax.annotations import Kind, read
-from rope_jax.config.settings import Config, Rule, Size
+from rope_jax.config.settings import Config
 from rope_jax.files import SaveFailed
+from rope_jax.names.options import convert, describe, read
 from rope_jax.text import Call, Value, assignments, closest, literal, parse
 
 # Arguments of `create_model` that other settings give.
@@ -69,18 +68,20 @@ def default() -> ml_collections.ConfigDict:
 def _to_dict(cls: type) -> ml_collections.ConfigDict:
     values = {}
     for field in dataclasses.fields(cls):
-        kind = read(field.type)
         if dataclasses.is_dataclass(field.type):
             values[field.name] = _to_dict(field.type)
-        elif kind.optional:  # numbers as objects, so that None can be given on the command line
-            plain = str if kind.types == (str,) else object
+        elif type(None) in typing.get_args(field.type):
+            # Numbers as objects, so that None can be given on the command line.
+            plain = str if field.type == str | None else object
             values[field.name] = ml_collections.FieldReference(field.default, field_type=plain)
         else:
             values[field.name] = field.default
     return ml_collections.ConfigDict(values)
 
 
-def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.ConfigDict:
+def recipe_arguments(
+    text: str | None, words: Mapping[str, Iterable[str]] = {}, /, **defaults: Any
+) -> ml_collections.ConfigDict:
     """Parses the arguments after the colon of `--config=configs/NAME.py:key=value,...`.
 
     >>> recipe_arguments("position=axial_rope(k_rope=4),epochs=3", position="none", epochs=1.0)
@@ -90,6 +91,7 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
 
     Args:
         text: comma-separated key=value; commas inside parentheses belong to the value.
+        words: the allowed words of arguments that have a few.
         **defaults: the recipe's arguments; a value must have its default's type (text for None).
 
     Raises:
@@ -105,12 +107,9 @@ def recipe_arguments(text: str | None, **defaults: Any) -> ml_collections.Config
             raise ConfigError(
                 f"the recipe has no argument {key!r}; {closest(key, defaults)}{setting}"
             )
-        kind = type(defaults[key])
-        fitting = value if kind in (str, type(None)) else _fit(literal(value), Kind((kind,)))
-        if fitting is None:
-            raise ConfigError(f"recipe argument {key}={value} must be of type {kind.__name__}")
-        with arguments.ignore_type():
-            arguments[key] = fitting
+        kind = str if defaults[key] is None else type(defaults[key])
+        with blame("recipe argument"), arguments.ignore_type():
+            arguments[key] = read(value, Literal[*words[key]] if key in words else kind, key)
     return arguments
 
 
@@ -196,13 +195,14 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
         if key not in fields:
             hint = setting_called(key) or closest(key, fields)
             raise ConfigError(f"--config.{prefix}{key} is not a setting; {hint}")
-        kind = read(fields[key].type)
-        if dataclasses.is_dataclass(fields[key].type):
-            values[key] = _resolve_section(fields[key].type, value, f"{key}.")
-        elif kind.optional and value in (None, "None"):
-            values[key] = None
-        else:
-            values[key] = _checked(f"--config.{prefix}{key}", value, kind, fields[key])
+        kind, about = fields[key].type, fields[key].metadata
+        if dataclasses.is_dataclass(kind):
+            values[key] = _resolve_section(kind, value, f"{key}.")
+            continue
+        try:
+            values[key] = convert(value, kind, f"--config.{prefix}{key}")
+        except ValueError as error:
+            raise ConfigError(": ".join(filter(None, [str(error), about["hint"]]))) from None
     return cls(**values)
 
 
@@ -242,48 +242,6 @@ def setting_called(name: str) -> str | None:
     elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
     found = sorted(here, key=lambda known: known.count(".")) or elsewhere
     return f"use {' or '.join(f'--config.{one}' for one in found)}" if found else None
-
-
-def _checked(flag: str, value: Any, kind: Kind, field: dataclasses.Field) -> Any:
-    """The value converted to its type, within the bounds of its rule."""
-    rule: Rule = field.metadata["rule"]
-    fitting = _fit(value, kind)
-    if fitting is None:
-        raise ConfigError(
-            f"{flag}={value!r} is not of the right kind; it must be {_describe(kind)}"
-        )
-    parts = fitting if isinstance(fitting, tuple) else (fitting,)
-    numbers = [part for part in parts if type(part) in (int, float)]
-    if not all(math.isfinite(number) for number in numbers if type(number) is float):
-        raise ConfigError(f"{flag}={value!r} is out of range; it must be finite")
-    if not all(number in rule.range for number in numbers):
-        hint = f": {rule.hint}" if rule.hint else ""
-        raise ConfigError(f"{flag}={value!r} is out of range; it must be {rule.range}{hint}")
-    if rule.words and value not in rule.words:
-        raise ConfigError(f"{flag}={value} is not one of {', '.join(rule.words)}")
-    return fitting
-
-
-_SIZE = read(Size)
-
-
-def _fit(value: Any, kind: Kind) -> Any:
-    """The value with tuples for lists and floats for whole numbers; None for another type."""
-    if kind.types == _SIZE.types:
-        pair = value if isinstance(value, tuple | list) else (value, value)
-        sides = _fit(pair, read(tuple[int, int]))
-        if sides is None or min(sides) < 1:
-            return None
-        return sides if pair is value else value
-    (only,) = kind.types
-    if typing.get_origin(only) is tuple and isinstance(value, tuple | list):
-        element, *rest = typing.get_args(only)
-        parts = [_fit(part, read(element)) for part in value]
-        fits = None not in parts and rest in ([...], [element] * (len(parts) - 1))
-        return tuple(parts) if fits else None
-    if only is float and type(value) is int:
-        return float(value)
-    return value if type(value) is only else None
 
 
 def _check_combinations(config: Config) -> None:
@@ -336,18 +294,6 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError(mistake)
 
 
-def _describe(kind: Kind) -> str:
-    """The allowed values but None."""
-    if kind.types == _SIZE.types:
-        return "a number of pixels or a pair (height, width)"
-    (only,) = kind.types
-    if typing.get_origin(only) is tuple:
-        element, *rest = typing.get_args(only)
-        tuples = {Size: "a tuple of sizes in pixels", str: "a tuple of texts"}
-        return tuples.get(element, f"{1 + len(rest)} numbers")
-    return str(Kind(kind.types))
-
-
 def settings() -> dict[str, dataclasses.Field]:
     """Every setting by name, those of sections as "section.field"."""
     found = {}
@@ -370,17 +316,12 @@ def settings_help(width: int = 100) -> str:
     """
     lines = []
     for name, field in settings().items():
-        rule: Rule = field.metadata["rule"]
-        kind = read(field.type)
-        facts = f"one of {', '.join(rule.words)}" if rule.words else _describe(kind)
-        facts += f", {rule.range}" if str(rule.range) else ""
-        facts += ", or None" if kind.optional else ""
         default = "''" if field.default == "" else field.default
-        resumable = "; resumable" if rule.resumable else ""
-        text = f"--config.{name}: {facts}; default: {default}{resumable}"
+        resumable = "; resumable" if field.metadata["resumable"] else ""
+        text = f"--config.{name}: {describe(field.type)}; default: {default}{resumable}"
         wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
         lines += wrap(text, subsequent_indent=" " * 8)
-        lines += wrap(rule.help, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        lines += wrap(field.metadata["help"], initial_indent=" " * 4, subsequent_indent=" " * 4)
     return "\n".join(lines)
 
 
@@ -412,6 +353,6 @@ def differences(stored: Config, wanted: Config, allowed: Sequence[str] = ()) -> 
     lines = []
     for name, field in settings().items():
         before, after = map(operator.attrgetter(name), (stored, wanted))
-        if before != after and not field.metadata["rule"].resumable and name not in allowed:
+        if before != after and not field.metadata["resumable"] and name not in allowed:
             lines.append(f"{name}: {before!r} -> {after!r}")
     return lines

@@ -4,48 +4,41 @@
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rope_jax.arguments import Range
+from rope_jax.names.options import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Probability,
+    Range,
+    Rate,
+    Share,
+    Words,
+)
 
-_MOST = 2**24  # images of a batch, copies of an image: beyond any use, and safe to compute with
-Size = int | tuple[int, int]  # pixels: a side, or (height, width)
+# Images of a batch, copies of an image: the bound is beyond any use, and safe to compute with.
+_Images = Annotated[int, Range(low=1, high=2**24)]
+_Pixels = Words("a number of pixels or a pair (height, width)")
+Size = Annotated[Count | tuple[Count, Count], _Pixels]
 
 # Mean and standard deviation of ImageNet's training images, per channel, of values in [0, 1].
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Properties of a setting other than its type and default.
+def _setting(default: Any, help: str, *, hint: str = "", resumable: bool = False) -> Any:
+    """A setting. Its annotation says what is allowed.
 
-    Attributes:
+    Args:
+        default: its value where none is given.
         help: its meaning.
-        range: the allowed numbers; for a tuple, of each number.
-        words: the allowed words, if any.
-        hint: added to the error for a value out of range.
+        hint: added to the error for a value that is not allowed.
         resumable: whether a resumed run may change it. Such settings do not affect the results of a
             run; changing any other needs --resume_override.
     """
-
-    help: str
-    range: Range = Range()
-    words: tuple[str, ...] = ()
-    hint: str = ""
-    resumable: bool = False
-
-
-def _setting(
-    default: Any,
-    help: str,
-    *,
-    words: tuple[str, ...] = (),
-    hint: str = "",
-    resumable: bool = False,
-    **bounds: int | float,
-) -> Any:
-    rule = Rule(help, Range(**bounds), words, hint, resumable)
-    return dataclasses.field(default=default, metadata={"rule": rule})
+    metadata = {"help": help, "hint": hint, "resumable": resumable}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _section(cls: type) -> Any:
@@ -63,7 +56,7 @@ class ModelConfig:
     head: str | None = _setting(
         None, "head of dense prediction, with options if any: upernet(width=512); None to classify"
     )
-    num_classes: int | None = _setting(None, "outputs of the head; None for the data's", low=1)
+    num_classes: Count | None = _setting(None, "outputs of the head; None for the data's")
     options: str = _setting("", "overrides of the model's options: depth=6,drop_path=0.1")
 
 
@@ -87,35 +80,30 @@ class DataConfig:
         "images with boxes that differ in size: pixels, int or (height, width), that the images of "
         "a batch are padded to, the smallest that holds them; none for data.image_size alone",
     )
-    max_boxes: int = _setting(
-        100, "images with boxes: room for so many in each image of a batch", low=1, high=10_000
+    max_boxes: Annotated[int, Range(low=1, high=10_000)] = _setting(
+        100, "images with boxes: room for so many in each image of a batch"
     )
-    mean: tuple[float, float, float] = _setting(
+    mean: tuple[Probability, Probability, Probability] = _setting(
         (0.5, 0.5, 0.5),
         "mean per channel for normalisation, of values in [0, 1]",
-        low=0,
-        high=1,
         hint="divide means of 0 to 255 by 255",
     )
-    std: tuple[float, float, float] = _setting(
-        (0.5, 0.5, 0.5), "standard deviation per channel for normalisation", above=0
+    std: tuple[Positive, Positive, Positive] = _setting(
+        (0.5, 0.5, 0.5), "standard deviation per channel for normalisation"
     )
     augment: str = _setting(
         "none",
         "augmentations in the order of application, those of the loader first: "
         "resized_crop+flip+rand_augment(m=9)+erase(p=0.25), see rope_jax.data.images",
     )
-    repeats: int = _setting(
+    repeats: _Images = _setting(
         1,
         "copies of each image in a row, each augmented anew (repeated augmentation); an epoch "
         "keeps its number of steps",
-        low=1,
-        high=_MOST,
     )
-    bad_images: str = _setting(
+    bad_images: Literal["error", "skip"] = _setting(
         "error",
         "images that cannot be decoded: stop with an error, or skip and replace up to 1 in 1,000",
-        words=("error", "skip"),
         resumable=True,
     )
     allow_empty: bool = _setting(
@@ -123,11 +111,10 @@ class DataConfig:
         "accept class folders without images, which are otherwise an error",
         resumable=True,
     )
-    workers: int | None = _setting(
+    workers: CountOrZero | None = _setting(
         None,
         "processes that decode images (needs the extra `data`); None for as many as there are "
         "cores, 0 for none beside the main one",
-        low=0,
         resumable=True,
     )
     on_device: bool = _setting(
@@ -139,19 +126,18 @@ class DataConfig:
 class MixConfig:
     """Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), with one draw per group."""
 
-    mixup: float = _setting(0.0, "alpha of mixup's Beta(alpha, alpha); 0 for none", low=0)
-    cutmix: float = _setting(0.0, "alpha of CutMix's Beta(alpha, alpha); 0 for none", low=0)
-    prob: float = _setting(1.0, "probability that a group is mixed", low=0, high=1)
-    switch_prob: float = _setting(
-        0.5, "probability of CutMix rather than mixup, where both are on", low=0, high=1
+    mixup: NotNegative = _setting(0.0, "alpha of mixup's Beta(alpha, alpha); 0 for none")
+    cutmix: NotNegative = _setting(0.0, "alpha of CutMix's Beta(alpha, alpha); 0 for none")
+    prob: Probability = _setting(1.0, "probability that a group is mixed")
+    switch_prob: Probability = _setting(
+        0.5, "probability of CutMix rather than mixup, where both are on"
     )
-    groups: int = _setting(
+    groups: Count = _setting(
         1,
         "equal parts of a batch, each mixed with itself by a draw of its own; official runs have "
         "one per GPU, here the number of devices does not matter",
-        low=1,
     )
-    off_epoch: float | None = _setting(None, "epoch after which nothing is mixed", low=0)
+    off_epoch: NotNegative | None = _setting(None, "epoch after which nothing is mixed")
     before_erasing: bool = _setting(
         False, "mix before random erasing (timm's loaders) or after it (DeiT, Swin)"
     )
@@ -161,71 +147,63 @@ class MixConfig:
 class OptimConfig:
     """The optimizer and its learning rate, see `rope_jax.training.optim`."""
 
-    name: str = _setting("adamw", "optimizer; LAMB as in DeiT-III", words=("adamw", "lamb", "sgd"))
-    learning_rate: float = _setting(1e-3, "peak learning rate", low=0)
-    min_learning_rate: float = _setting(1e-5, "learning rate at the end", low=0)
-    schedule: str = _setting(
+    name: Literal["adamw", "lamb", "sgd"] = _setting("adamw", "optimizer; LAMB as in DeiT-III")
+    learning_rate: NotNegative = _setting(1e-3, "peak learning rate")
+    min_learning_rate: NotNegative = _setting(1e-5, "learning rate at the end")
+    schedule: Literal["cosine", "constant", "poly", "step"] = _setting(
         "cosine",
         "learning rate after the warmup; poly: a power of the rest of the run; step: a tenth from "
         "each of `milestones` on. The warmup of these two is a factor on the rate, as in mmcv",
-        words=("cosine", "constant", "poly", "step"),
     )
-    power: float = _setting(0.9, "of the schedule poly", above=0)
-    milestones: tuple[float, ...] = _setting(
-        (), "of the schedule step, in epochs, or in steps where `steps` is set", above=0
+    power: Positive = _setting(0.9, "of the schedule poly")
+    milestones: tuple[Positive, ...] = _setting(
+        (), "of the schedule step, in epochs, or in steps where `steps` is set"
     )
-    schedule_step: str = _setting(
+    schedule_step: Literal["iteration", "epoch", "late_epoch"] = _setting(
         "iteration",
         "when the rate changes: each iteration; each epoch; or each epoch, counted from the "
         "second on (late_epoch: the first two share a rate, as in DeiT and DeiT-III)",
-        words=("iteration", "epoch", "late_epoch"),
     )
-    warmup_epochs: float = _setting(
-        5.0, "linear warmup; in a shorter run it ends with the last step or epoch", low=0
+    warmup_epochs: NotNegative = _setting(
+        5.0, "linear warmup; in a shorter run it ends with the last step or epoch"
     )
-    warmup_steps: int | None = _setting(
-        None, "length of the warmup in steps, instead of warmup_epochs", low=0
+    warmup_steps: CountOrZero | None = _setting(
+        None, "length of the warmup in steps, instead of warmup_epochs"
     )
-    warmup_learning_rate: float = _setting(0.0, "learning rate at the start of the warmup", low=0)
+    warmup_learning_rate: NotNegative = _setting(0.0, "learning rate at the start of the warmup")
     warmup_prefix: bool = _setting(
         True, "start the cosine after the warmup (Swin), or at step 0 (timm's default)"
     )
-    cooldown_epochs: float = _setting(
+    cooldown_epochs: NotNegative = _setting(
         0.0,
         "length of the last part of the run, in epochs, also where `steps` is set, at "
         "`min_learning_rate`; of the schedules cosine and poly",
-        low=0,
     )
-    weight_decay: float = _setting(0.05, "of all parameters that `exempt` does not exempt", low=0)
-    exempt: str = _setting(
+    weight_decay: NotNegative = _setting(0.05, "of all parameters that `exempt` does not exempt")
+    exempt: Literal["declared", "norms", "vectors", "nothing"] = _setting(
         "declared",
         "what is not decayed. declared: biases, norms, and what models and schemes declare "
         "(positions, class tokens); norms: the same without biases of layers (detectron2); "
         "vectors: biases and norms only; nothing: everything is decayed",
-        words=("declared", "norms", "vectors", "nothing"),
     )
-    layer_decay: float = _setting(
-        1.0, "factor on the learning rate from each block to the one below", above=0, high=1
+    layer_decay: Share = _setting(
+        1.0, "factor on the learning rate from each block to the one below"
     )
-    backbone_rate: float = _setting(
+    backbone_rate: NotNegative = _setting(
         1.0,
         "dense prediction: factor on the learning rate of all before the head, backbone and neck",
-        low=0,
     )
-    last_norm: str = _setting(
+    last_norm: Literal["head", "block"] = _setting(
         "head",
         "with layer_decay, the last norm has the rate of the head (BEiT, MAE) or of the last block "
         "(timm)",
-        words=("head", "block"),
     )
-    b1: float = _setting(0.9, "decay of the first moment (AdamW, LAMB)", low=0, below=1)
-    b2: float = _setting(0.999, "decay of the second moment (AdamW, LAMB)", low=0, below=1)
-    eps: float = _setting(1e-8, "added to the denominator (AdamW, LAMB)", low=0)
-    momentum: float = _setting(0.9, "momentum of SGD", low=0, below=1)
+    b1: Rate = _setting(0.9, "decay of the first moment (AdamW, LAMB)")
+    b2: Rate = _setting(0.999, "decay of the second moment (AdamW, LAMB)")
+    eps: NotNegative = _setting(1e-8, "added to the denominator (AdamW, LAMB)")
+    momentum: Rate = _setting(0.9, "momentum of SGD")
     nesterov: bool = _setting(False, "Nesterov momentum of SGD")
-    clip_norm: float | None = _setting(
-        1.0, "maximum of the global gradient norm", above=0, hint="use None for no clipping"
-    )
+    clip_norm: Positive | None = _setting(1.0, "maximum of the global gradient norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,9 +213,7 @@ class EvalConfig:
     resolutions: tuple[Size, ...] = _setting(
         (), "pixels, int or (height, width), after the training resolution", resumable=True
     )
-    batch_size: int = _setting(
-        256, "images per step on all devices together", low=1, high=_MOST, resumable=True
-    )
+    batch_size: _Images = _setting(256, "images per step on all devices together", resumable=True)
     ema: bool = _setting(
         True, "evaluate the moving average of the weights, where there is one", resumable=True
     )
@@ -277,11 +253,10 @@ class EvalConfig:
 class MeshConfig:
     """Layout on the devices, see `rope_jax.sharding`. Batches are sharded over all of them."""
 
-    fsdp: int = _setting(
+    fsdp: Count = _setting(
         1,
         "devices over which each parameter and its optimizer state is divided; 1 for a copy on "
         "every device",
-        low=1,
         resumable=True,
     )
 
@@ -296,57 +271,49 @@ class Config:
     optim: OptimConfig = _section(OptimConfig)
     eval: EvalConfig = _section(EvalConfig)
     mesh: MeshConfig = _section(MeshConfig)
-    seed: int = _setting(
+    seed: Annotated[int, Range(low=0, below=2**32)] = _setting(
         0,
         "random seed of initial weights, data order, augmentation and drop path",
-        low=0,
-        below=2**32,
     )
-    seeds: int = _setting(
+    seeds: Count = _setting(
         1,
         "models trained at once, with the seeds seed, seed + 1, ...; each as if trained alone, up "
         "to rounding; needs data.on_device, see rope_jax.seeds",
-        low=1,
     )
-    epochs: float = _setting(
+    epochs: Positive = _setting(
         1.0,
         "passes over the training images",
-        above=0,
         hint="to evaluate a trained run, use --mode=evaluate",
     )
-    steps: int | None = _setting(
-        None, "length of the run in steps, instead of epochs", low=1, high=2**31 - 1
+    steps: Annotated[int, Range(low=1, high=2**31 - 1)] | None = _setting(
+        None, "length of the run in steps, instead of epochs"
     )
-    batch_size: int = _setting(128, "images per step on all devices together", low=1, high=_MOST)
-    accumulate: int = _setting(
+    batch_size: _Images = _setting(128, "images per step on all devices together")
+    accumulate: Count = _setting(
         1,
         "parts of a batch that are computed one after the other, to save memory; batch statistics, "
         "and groups of denoising of the head dino, are those of a part",
-        low=1,
     )
-    dtype: str = _setting(
-        "float32", "dtype of activations; parameters are float32", words=("float32", "bfloat16")
+    dtype: Literal["float32", "bfloat16"] = _setting(
+        "float32", "dtype of activations; parameters are float32"
     )
-    kernels: str = _setting(
+    kernels: Literal["tuned", "default", "xla", "cudnn", "triton", "mosaic"] = _setting(
         "tuned",
         "implementations of attention and rotation: measured at the start on a GPU and kept in "
         "the workdir; the built-in preferences; or one wherever it serves",
-        words=("tuned", "default", "xla", "cudnn", "triton", "mosaic"),
     )
-    loss: str = _setting(
+    loss: Literal["softmax", "binary"] = _setting(
         "softmax",
         "cross entropy of the softmax, or of each class (binary), see rope_jax.tasks",
-        words=("softmax", "binary"),
     )
-    loss_pixels: str = _setting(
+    loss_pixels: Literal["all", "valid"] = _setting(
         "all",
         "segmentation: what the sum of the loss over pixels with a class is divided by, the number "
         "of all pixels (mmsegmentation) or of those with a class (valid, Segmenter)",
-        words=("all", "valid"),
     )
-    label_smoothing: float = _setting(0.0, "label smoothing of the targets", low=0, below=1)
-    ema_decay: float | None = _setting(
-        None, "decay per step of the moving average of the weights; None for none", low=0, below=1
+    label_smoothing: Rate = _setting(0.0, "label smoothing of the targets")
+    ema_decay: Rate | None = _setting(
+        None, "decay per step of the moving average of the weights; None for none"
     )
     init_from: str | None = _setting(
         None,
@@ -354,24 +321,23 @@ class Config:
         ".safetensors or .npz file, hub id; position tables are resized, a head for another "
         "number of classes stays new",
     )
-    log_every: int = _setting(50, "steps between lines of metrics", low=1, resumable=True)
-    checkpoint_every: int = _setting(
+    log_every: Count = _setting(50, "steps between lines of metrics", resumable=True)
+    checkpoint_every: Count = _setting(
         1000,
         "steps between checkpoints; also saved at the end and when a run is stopped",
-        low=1,
         resumable=True,
     )
-    keep_checkpoints: int = _setting(2, "newest valid checkpoints to keep", low=2, resumable=True)
-    non_finite: str = _setting(
+    keep_checkpoints: Annotated[int, Range(low=2)] = _setting(
+        2, "newest valid checkpoints to keep", resumable=True
+    )
+    non_finite: Literal["stop", "skip"] = _setting(
         "stop",
         "on a loss or gradient that is not finite: stop, or skip the update, up to 10 in a row",
-        words=("stop", "skip"),
         resumable=True,
     )
-    profile_at: int | None = _setting(
+    profile_at: Count | None = _setting(
         None,
         "step at which to profile a few steps; SIGUSR2 also starts a profile",
-        low=1,
         resumable=True,
     )
     plugins: tuple[str, ...] = _setting(

@@ -7,9 +7,12 @@ its distributions), so that a resumed run draws the same numbers.
 import functools
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Int, UInt64
+
+from rope_jax.names.options import Range, convert
 
 _LARGEST_EPOCH = 1 << 20  # for more examples, numbers are drawn one by one
 
@@ -85,8 +88,7 @@ def example_draws(
 
 
 def _generator(seed: int, epoch: int, stream: str) -> np.random.Philox:
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed {seed} is out of range: 0 to 2**64 - 1")
+    convert(seed, Annotated[int, Range(low=0, below=2**64)], "seed")
     # Philox counts in the first word of its counter: streams with other last words never overlap.
     counter = np.array([0, 0, 0, zlib.crc32(stream.encode())], np.uint64)
     return np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter)

@@ -11,10 +11,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from rope_jax.arguments import Number
+from rope_jax.arguments import Argument
 from rope_jax.cores import cores
-from rope_jax.data.sources import SPLITS, STREAMED
+from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
+from rope_jax.names.options import CountOrZero
 
 
 def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int) -> Iterator[Any]:
@@ -51,12 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the images and the number of processes."""
     add = parser.add_argument
     kind = "form of the images, see rope_jax.data.load"
-    add("--source", required=True, choices=STREAMED, help=kind)
+    streamed = SOURCES.keys() - MEMORY - DRAWN
+    add("--source", required=True, choices=sorted(streamed), help=kind)
     add("--path", required=True, help="of the images")
     both = ",".join(SPLITS)
     add("--splits", default=both, help="train, test, or both with a comma")
     number = "processes, by default one a core; 0 for none beside this one"
-    add("--workers", type=Number(int, low=0), default=cores(), help=number)
+    add("--workers", type=Argument(CountOrZero), default=cores(), help=number)
 
 
 class ImageCounter:

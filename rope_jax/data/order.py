@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from rope_jax.data.draws import epoch_draws
+from rope_jax.names.options import Count, convert
 
 _REPEATED_EPOCH = 256  # epochs of repeated augmentation are multiples of it
 
@@ -34,8 +35,7 @@ def epoch_length(count: int, repeats: int = 1) -> int:
     Raises:
         ValueError: for less than one repeat, and if an epoch would be empty.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats {repeats} must be at least 1")
+    convert(repeats, Count, "repeats")
     if repeats > 1 and count < _REPEATED_EPOCH:
         raise ValueError(
             f"repeats {repeats} of {count} images: "
@@ -51,8 +51,8 @@ def check_batch(batch_size: int, count: int, shard: tuple[int, int]) -> None:
         ValueError: empty batches or epochs, or shards that do not exist or do not divide a batch.
     """
     part, parts = shard
-    if batch_size < 1 or count < 1:
-        raise ValueError(f"batch_size {batch_size} of {count} examples: both must be at least 1")
+    convert(batch_size, Count, "batch_size")
+    convert(count, Count, "number of examples")
     if not 0 <= part < parts or batch_size % parts:
         raise ValueError(
             f"shard {shard} of batch_size {batch_size}: "

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 from rope_jax.cores import cores
 from rope_jax.data.ahead import Ahead, Waiting
@@ -29,6 +29,7 @@ from rope_jax.data.order import check_batch
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.boxes import check_boxes
 from rope_jax.data.workers import Batch, in_processes
+from rope_jax.names.options import CountOrZero, convert
 
 
 class Batches(Iterator[Batch], contextlib.AbstractContextManager):
@@ -189,10 +190,7 @@ def worker_count(wanted: int | None) -> int:
 
 
 def _check(make: Training | Evaluation, augment: str) -> None:
-    if make.bad_images not in BAD_IMAGES:
-        raise ValueError(
-            f"bad_images {make.bad_images!r} is unknown; it is one of {', '.join(BAD_IMAGES)}"
-        )
+    convert(make.bad_images, Literal[*BAD_IMAGES], "bad_images")
     check_batch(make.batch_size, len(make.images.labels), make.shard)
     check_boxes(make.images, make.max_boxes)
     check_canvases(make.images, augment, make.canvases)
@@ -202,8 +200,7 @@ def _produced(
     make: Training | Evaluation, steps: range, ahead: bool, workers: int, waiting: Waiting
 ) -> Batches:
     """The batches of some steps, created in this process or by workers."""
-    if workers < 0:
-        raise ValueError(f"workers={workers} must be at least 0")
+    convert(workers, CountOrZero, "workers")
     images, size = make.images, make.batch_size // make.shard[1]
     about = f"the images of {images.name}, {images.split} split"
     if workers and not images.in_memory:

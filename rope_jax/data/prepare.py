@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from rope_jax.arguments import Number, command_parser
+from rope_jax.arguments import Argument, command_parser
 from rope_jax.data.examples import BAD_IMAGES
 from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
@@ -33,6 +33,7 @@ from rope_jax.data.sources.index import Source, write_index
 from rope_jax.data.sources.packed import FORMAT
 from rope_jax.data.workers import DeadWorker
 from rope_jax.files import file_sha256, read_json, write_file
+from rope_jax.names.options import Count, CountOrZero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,14 +232,14 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the packed set")
     pixels = "short side in pixels; 0: as it is"
-    add("--side", type=Number(int, low=0), default=256, help=pixels)
+    add("--side", type=Argument(CountOrZero), default=256, help=pixels)
     add("--square", action="store_true", help="keep only the centre, side x side")
     add("--interpolation", default="bicubic", choices=INTERPOLATIONS, help="of resizing")
     policy = "for images that cannot be used"
     add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
     add("--allow_empty", action="store_true", help="accept class folders without images")
     number = "images in a file; 4096 are about a gigabyte"
-    add("--shard_images", type=Number(int, low=1), default=4096, help=number)
+    add("--shard_images", type=Argument(Count), default=4096, help=number)
     options = vars(parser.parse_args(argv))
     kind, path, splits, out, allow_empty = (
         options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")

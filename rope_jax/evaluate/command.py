@@ -24,9 +24,9 @@ import dataclasses
 import importlib.metadata
 import pathlib
 import sys
-from typing import Any
+from typing import Annotated, Any
 
-from rope_jax.arguments import Number, command_parser
+from rope_jax.arguments import Argument, command_parser
 from rope_jax.config import ConfigError, in_one_line
 from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
@@ -41,6 +41,7 @@ from rope_jax.evaluate.results import (
     usable_evaluations,
 )
 from rope_jax.loading import add_model_arguments, load_model
+from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.processes import decided_by_first
 from rope_jax.sharding import make_mesh, share, start_devices
 from rope_jax.tasks import task_of
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
-    add, share = parser.add_argument, Number(float, above=0, high=1)
+    add, share = parser.add_argument, Argument(Share)
     sets = [name for kind in KINDS.values() for name in kind.sets]
     add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
     add("--images", help="folder of the dataset")
@@ -94,17 +95,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--flip", action="store_true", help="segmentation: average with flipped images, too")
     add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
     stride = "segmentation: pixels from window to window; default: two thirds of the window"
-    add("--stride", type=Number(int, low=1), help=stride)
-    add("--pictures", type=Number(int, low=0), default=4, help="images in predictions_*.png")
+    add("--stride", type=Argument(Count), help=stride)
+    add("--pictures", type=Argument(CountOrZero), default=4, help="images in predictions_*.png")
     add("--pycocotools", action="store_true", help="has no effect: it always scores detections")
     in_step = "in a step; default: 128 images, of a segmentation 16 windows, of a detection 16"
-    add("--batch_size", type=Number(int, low=1), help=in_step)
+    add("--batch_size", type=Argument(Count), help=in_step)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
     return parser.parse_args(arguments)
 
 
 def _scales(text: str) -> tuple[float, ...]:
-    return tuple(map(Number(float, above=0, high=16), text.split(",")))
+    return tuple(map(Argument(Annotated[float, Range(above=0, high=16)]), text.split(",")))
 
 
 def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -> None:

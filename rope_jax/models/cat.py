@@ -23,7 +23,7 @@ Source: Erickson, Cross-Axis Transformer, arXiv 2311.07184.
 import dataclasses
 import functools
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,9 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.layers import dtypes_of, make_head, torch_linear
-from rope_jax.models.registry import Count, Positive, one_of, register
+from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.names.options import Count, Positive
 from rope_jax.positions import Terms, grids
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern, Rotation, rotate
@@ -71,11 +72,11 @@ class CATOptions(ViTOptions):
     class_token: bool = False
     qkv_bias: bool = False
     norm_epsilon: Positive = 1e-5
-    operator: Annotated[str, one_of("paper", "released")] = "paper"
-    imprint: Annotated[str, one_of("none", "paper", "decayed", "tanh", "backwards_tanh")] = "paper"
+    operator: Literal["paper", "released"] = "paper"
+    imprint: Literal["none", "paper", "decayed", "tanh", "backwards_tanh"] = "paper"
     imprint_token: bool = False
     focal_mask: bool = False
-    pool: Annotated[str | None, one_of("last", "first", "mean", None)] = None
+    pool: Literal["last", "first", "mean", None] = None
 
     fixed: ClassVar[tuple[str, ...]] = (
         "patch_norm",

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float
 from rope_jax.initializers import he_init
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import PatchProjection, conv, dtypes_of, linear, output_size
-from rope_jax.models.registry import Count, CountOrZero, Positive, Probability, register
+from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Pattern
@@ -45,8 +46,8 @@ class CCTOptions(ViTOptions):
     mlp_ratio: Positive = 2.0
     qkv_bias: bool = False
     norm_epsilon: Positive = 1e-5
-    drop_path: Probability = 0.1
-    attention_dropout: Probability = 0.1
+    drop_path: Rate = 0.1
+    attention_dropout: Rate = 0.1
     conv_layers: CountOrZero = 0
     conv_kernel: Count = 3
     conv_stride: Count = 1

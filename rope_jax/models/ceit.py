@@ -25,8 +25,9 @@ from rope_jax.models.layers import (
     layer_norm,
     torch_linear,
 )
-from rope_jax.models.registry import Count, Probability, register
+from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, SIZES, ViT, ViTOptions
+from rope_jax.names.options import Count, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Pattern
@@ -43,7 +44,7 @@ class CeiTOptions(ViTOptions):
         stem_width: channels of the stem's convolution.
     """
 
-    drop_path: Probability = 0.1
+    drop_path: Rate = 0.1
     stem_width: Count = 64
 
     fixed: ClassVar[tuple[str, ...]] = (

@@ -14,6 +14,7 @@ from rope_jax.models.pretrained.files import open_weights
 from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.models.registry import MODELS, create_backbone, name_here
+from rope_jax.names.registry import UnknownName
 
 
 def create_model(
@@ -119,7 +120,7 @@ def create_model(
                 blocks=blocks,
                 overrides=overrides,
             )
-        except plugins.UnknownName as error:
+        except UnknownName as error:
             missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
             if not missing:
                 raise

@@ -15,7 +15,8 @@ from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.models.pyramid import FeaturePyramid
-from rope_jax.models.registry import Options, check_classes, create_backbone, find_model
+from rope_jax.models.registry import Options, create_backbone, find_model
+from rope_jax.names.options import CountOrZero, convert
 from rope_jax.positions.grids import Grid
 from rope_jax.text import Call, parse
 from rope_jax_kernels import Pattern
@@ -202,7 +203,7 @@ def create_dense(
     wanted = entry.family
     if num_classes is None and described is not None and described.head is not None:
         num_classes = described.num_classes
-    if not (num_classes := check_classes(num_classes or 0)):
+    if not (num_classes := convert(num_classes or 0, CountOrZero, "num_classes")):
         raise ValueError(
             f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.export
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rope_jax.files import open_regular, write_file
+from rope_jax.names.options import convert
 from rope_jax.text import image_pair
 
 _SEAL = b"\nsha256 "  # after the program, which jax reads as if nothing followed
@@ -58,10 +59,7 @@ def export(
         ValueError: the model cannot take images of that resolution, or a platform is unknown.
         ImportError: flatbuffers, which writes the file, is not installed: the extra `export`.
     """
-    if unknown := [name for name in platforms if name not in PLATFORMS]:
-        raise ValueError(
-            f"platforms={platforms}: {unknown[0]!r} is unknown; use some of {', '.join(PLATFORMS)}"
-        )
+    convert(platforms, tuple[Literal[*PLATFORMS], ...], "platforms")
     size = image_pair(resolution)
     copy = nnx.clone(model)
     copy.resize(size)

@@ -4,7 +4,7 @@ The -s forms have Swin's stem and downsampling.
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.attention import SelfAttention
 from rope_jax.models.layers import LayerNorm, conv, layer_norm
-from rope_jax.models.registry import Count, check_divisible, one_of, register
+from rope_jax.models.registry import check_divisible, register
 from rope_jax.models.swin import SIZES, Hierarchy, HierarchyOptions
+from rope_jax.names.options import Count
 from rope_jax.positions import Position, Terms
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Neighborhood, Pattern
@@ -37,8 +38,8 @@ class NATOptions(HierarchyOptions):
     """
 
     kernel_size: Count = 7
-    dilations: tuple = (1, 1, 1, 1)
-    convolutions: Annotated[str, one_of("overlapping", "patches")] = "overlapping"
+    dilations: tuple[Count, ...] = (1, 1, 1, 1)
+    convolutions: Literal["overlapping", "patches"] = "overlapping"
     pad_compat: bool = False
 
     def __post_init__(self):

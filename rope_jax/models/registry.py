@@ -4,48 +4,19 @@ Each field of a family's `Options` declares its type and the values that it may 
 """
 
 import dataclasses
-import fnmatch
 import re
-import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rope_jax import plugins
-from rope_jax.annotations import Kind, read
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.text import closest, image_pair, nearest
-
-
-@dataclasses.dataclass(frozen=True)
-class Allowed:
-    """The allowed values of a field, and the end of the error message for any other."""
-
-    test: Callable[[Any], bool]
-    message: str
-
-
-def one_of(*words: str | None) -> Allowed:
-    """One of a few words, or None if it is among them."""
-    return Allowed(
-        lambda value: value in words, f"is not allowed; use one of {', '.join(map(str, words))}"
-    )
-
-
-_COUNT = Allowed(lambda n: n is None or n >= 1, "must be at least 1")
-Count = Annotated[int, _COUNT]
-OptionalCount = Annotated[int | None, _COUNT]
-CountOrZero = Annotated[int, Allowed(lambda n: n >= 0, "must be at least 0")]
-Positive = Annotated[
-    float, Allowed(lambda x: 0 < x < float("inf"), "is not allowed; it must be above 0")
-]
-Probability = Annotated[
-    float, Allowed(lambda p: 0 <= p < 1, "is not allowed; it must be at least 0 and below 1")
-]
+from rope_jax.names.options import CountOrZero, convert, convert_options, options_of
+from rope_jax.names.registry import Registry
+from rope_jax.text import closest, image_pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +32,6 @@ class Options:
     draws: ClassVar[tuple[str, ...]] = ("drop_path",)
 
     def __post_init__(self):
-        kinds = self._kinds()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in self.fixed and value != field.default:
@@ -69,14 +39,8 @@ class Options:
                     f"{field.name}={value!r} is not an option of this family: "
                     f"leave it at {field.default!r}"
                 )
-            for allowed in kinds[field.name].rules:
-                if not allowed.test(value):
-                    raise ValueError(f"{field.name}={value!r} {allowed.message}")
-
-    @classmethod
-    def _kinds(cls) -> dict[str, Kind]:
-        annotations = typing.get_type_hints(cls, include_extras=True)
-        return {field.name: read(annotations[field.name]) for field in dataclasses.fields(cls)}
+        owner = type(self)
+        vars(self).update(convert_options(owner.__name__, vars(self), options_of(owner)))
 
     def override(self, model: str, overrides: Mapping[str, Any]) -> "Options":
         """A copy with some fields changed.
@@ -88,19 +52,12 @@ class Options:
         Raises:
             ValueError: an unknown field, or a value that is not of the field's type or range.
         """
-        known = self._kinds()
-        changes = {}
-        for name, value in overrides.items():
+        known = options_of(type(self))
+        for name in overrides:
             if name not in known:
                 hint = _ELSEWHERE.get(name) or closest(name, [*known, *_ARGUMENTS])
                 raise ValueError(f"{model} has no option {name!r}; {hint}")
-            kind = known[name]
-            if type(value) is int and float in kind.types and not kind.allows(value):
-                value = float(value)
-            if not kind.allows(value):
-                raise ValueError(f"{model}: {name}={value!r} must be {kind}")
-            changes[name] = value
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **convert_options(model, overrides, known))
 
 
 def check_divisible(owner: str, width: int, divisors: Mapping[str, int]) -> None:
@@ -124,7 +81,36 @@ class Entry:
     image_size: int
 
 
-MODELS: dict[str, Entry] = {}
+def name_here(name: str) -> str | None:
+    """A hint for the name of a model in other libraries; None for any other name.
+
+    >>> name_here("deit3_small_patch16_224.fb_in1k"), name_here("deit-small")
+    ("'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here", "'deit-small' is 'deit_s16' here")
+    >>> name_here("vit_base_patch16_rope_ape_224")
+    "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
+    """
+    pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
+    found = re.fullmatch(pattern, name.replace("-", "_"))
+    if found is None:
+        return None
+    family, size, patch, rest = found.groups(default="")
+    dino = re.match(r"(reg4_)?(dinov[23])", rest)
+    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
+    family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
+    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
+        return None
+    form, also = "_reg" if dino and dino[1] else "", ""
+    if rotary:
+        scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")
+        also = f", with position={scheme!r}"
+    for letter in (size[:2], size[:1]):
+        for candidate in (f"{family}_{letter}{patch or 16}{form}", f"{family}_{letter}"):
+            if candidate in MODELS:
+                return f"{name!r} is {candidate!r} here{also}"
+    return None
+
+
+MODELS: Registry[Entry] = Registry("model", elsewhere=name_here, listed_by="rope_jax.list_models()")
 
 _ARGUMENTS = (
     *("position", "num_classes", "image_size", "seed", "dtype", "pretrained", "head", "blocks"),
@@ -183,11 +169,8 @@ def register(
     Raises:
         ValueError: there is a model of this name.
     """
-    if name in MODELS:
-        raise ValueError(f"a model named {name!r} exists already: choose another name")
     options = dataclasses.replace(options, **changes)
-    MODELS[name] = Entry(family, options, position, num_classes, image_size)
-    plugins.registered(name)
+    MODELS.register(name, Entry(family, options, position, num_classes, image_size))
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -200,8 +183,7 @@ def list_models(pattern: str = "*") -> list[str]:
     Args:
         pattern: with the wildcards of `fnmatch`.
     """
-    plugins.load_installed()
-    return sorted(fnmatch.filter(MODELS, pattern))
+    return MODELS.names(pattern)
 
 
 def find_model(name: str) -> Entry:
@@ -213,42 +195,7 @@ def find_model(name: str) -> Entry:
     Raises:
         ValueError: there is no such model; the message suggests the nearest names.
     """
-    plugins.load_installed()
-    if name not in MODELS:
-        hint = name_here(name) or nearest(name, MODELS)
-        raise plugins.UnknownName(
-            f"unknown model {name!r}; {hint}; rope_jax.list_models() lists all"
-        )
     return MODELS[name]
-
-
-def name_here(name: str) -> str | None:
-    """A hint for the name of a model in other libraries; None for any other name.
-
-    >>> name_here("deit3_small_patch16_224.fb_in1k"), name_here("deit-small")
-    ("'deit3_small_patch16_224.fb_in1k' is 'deit3_s16' here", "'deit-small' is 'deit_s16' here")
-    >>> name_here("vit_base_patch16_rope_ape_224")
-    "'vit_base_patch16_rope_ape_224' is 'deit3_b16' here, with position='rope2d+ape'"
-    """
-    pattern = r"(\w+?)_(tiny|small|base|large|giant)(?:_patch(\d+)_?(.*))?"
-    found = re.fullmatch(pattern, name.replace("-", "_"))
-    if found is None:
-        return None
-    family, size, patch, rest = found.groups(default="")
-    dino = re.match(r"(reg4_)?(dinov[23])", rest)
-    rotary = re.match(r"rope(_mixed)?(_ape)?(?=_|$)", rest)
-    family = dino[2] if dino else "deit3" if rotary else "deit" if family == "vit" else family
-    if family == "deit" and re.match(r"[a-z]", rest):  # CLIP's ViT, for example, is not here
-        return None
-    form, also = "_reg" if dino and dino[1] else "", ""
-    if rotary:
-        scheme = ("rope_mixed" if rotary[1] else "rope2d") + ("+ape" if rotary[2] else "")
-        also = f", with position={scheme!r}"
-    for letter in (size[:2], size[:1]):
-        for candidate in (f"{family}_{letter}{patch or 16}{form}", f"{family}_{letter}"):
-            if candidate in MODELS:
-                return f"{name!r} is {candidate!r} here{also}"
-    return None
 
 
 def create_backbone(
@@ -269,12 +216,9 @@ def create_backbone(
     entry = find_model(name)
     default = described or entry
     position = default.position if position is None else position
-    if not isinstance(position, str):
-        raise ValueError(
-            f"position={position!r} must be the text of a scheme, such as 'axial_rope' or "
-            "'rope2d(base=50)'"
-        )
-    num_classes = check_classes(default.num_classes if num_classes is None else num_classes)
+    convert(position, str, "position")
+    num_classes = default.num_classes if num_classes is None else num_classes
+    num_classes = convert(num_classes, CountOrZero, "num_classes")
     size = image_pair(default.image_size if image_size is None else image_size)
     options = {} if described is None else described.options
     made = entry.options.override(name, {**options, **overrides})
@@ -292,15 +236,6 @@ def create_backbone(
             if hasattr(module, "trained"):
                 module.trained = there[path].trained
     return model
-
-
-def check_classes(number: Any) -> int:
-    """A number of classes; raises ValueError for anything else."""
-    if not isinstance(number, int | np.integer) or number < 0:
-        raise ValueError(
-            f"num_classes={number!r} must be a whole number: of classes, or 0 for no head"
-        )
-    return int(number)
 
 
 def _compute_dtype(dtype: Any) -> np.dtype:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,17 +33,9 @@ from rope_jax.models.layers import (
     linear,
     make_head,
 )
-from rope_jax.models.registry import (
-    Count,
-    OptionalCount,
-    Options,
-    Positive,
-    Probability,
-    check_divisible,
-    one_of,
-    register,
-)
+from rope_jax.models.registry import Options, check_divisible, register
 from rope_jax.models.vit import ViTOptions
+from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions import Position, create_position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import Combined
@@ -71,14 +63,14 @@ class HierarchyOptions(Options):
     """
 
     width: Count = 96
-    depths: tuple = (2, 2, 6, 2)
-    heads: tuple = (3, 6, 12, 24)
+    depths: tuple[Count, ...] = (2, 2, 6, 2)
+    heads: tuple[Count, ...] = (3, 6, 12, 24)
     mlp_ratio: Positive = 4.0
     layer_scale: float | None = None
     qkv_bias: bool = True
     norm_epsilon: Positive = 1e-5
     last_norm: bool = True
-    drop_path: Probability = 0.2
+    drop_path: Rate = 0.2
     scan_layers: bool = False
 
     def __post_init__(self):
@@ -89,13 +81,12 @@ class HierarchyOptions(Options):
             check_divisible(f"stage {stage + 1}", self.width << stage, {"heads": heads})
 
     def check_per_stage(self, name: str, *, exact: bool) -> None:
-        """Raises ValueError unless an option is a tuple of counts, one (or more) per stage."""
+        """Raises ValueError unless a tuple has one number (or more) per stage."""
         value, stages = getattr(self, name), len(self.depths)
         fits = len(value) == stages if exact else len(value) >= stages
-        if not (value and fits and all(isinstance(n, int) and n >= 1 for n in value)):
+        if not (value and fits):
             raise ValueError(
-                f"{name}={value} must be one whole number of at least 1 for each of the "
-                f"{stages or 4} stages"
+                f"{name}={value} must be one number for each of the {stages or 4} stages"
             )
 
     def of_stage(self, stage: int) -> ViTOptions:
@@ -313,8 +304,8 @@ class SwinOptions(HierarchyOptions):
             ("tokens").
     """
 
-    window_size: OptionalCount = 7
-    window_padding: Annotated[str, one_of(*WINDOW_PADDING)] = "mask"
+    window_size: Count | None = 7
+    window_padding: Literal[*WINDOW_PADDING] = "mask"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ Between the splits the map passes through linear attention.
 
 import dataclasses
 import math
-from typing import Annotated, ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 from rope_jax.initializers import orthogonal_init
 from rope_jax.models.blocks import Block
 from rope_jax.models.layers import Mlp, layer_norm, linear, output_size
-from rope_jax.models.registry import Count, Positive, Probability, one_of, register
+from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
+from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions.grids import Grid
 
 # (kernel, stride, padding) of the three splits, in pixels, then in tokens of the previous map.
@@ -43,11 +44,11 @@ class T2TOptions(ViTOptions):
     mlp_ratio: Positive = 2.0
     qkv_bias: bool = False
     norm_epsilon: Positive = 1e-5
-    drop_path: Probability = 0.1
+    drop_path: Rate = 0.1
     token_width: Count = 64
     random_features: Count = 32
-    performer_dropout: Probability = 0.1
-    logit_scale: Annotated[str, one_of("head", "width")] = "head"
+    performer_dropout: Rate = 0.1
+    logit_scale: Literal["head", "width"] = "head"
 
     draws: ClassVar[tuple[str, ...]] = ("performer_dropout", "drop_path")
     fixed: ClassVar[tuple[str, ...]] = ("patch_size", "patch_norm", *LOCAL)

@@ -6,7 +6,7 @@ These models differ only in the options of `ViT`; positions come from `rope_jax.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,16 +32,8 @@ from rope_jax.models.layers import (
     layer_norm,
     make_head,
 )
-from rope_jax.models.registry import (
-    Count,
-    CountOrZero,
-    Options,
-    Positive,
-    Probability,
-    check_divisible,
-    one_of,
-    register,
-)
+from rope_jax.models.registry import Options, check_divisible, register
+from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Stage, create_position
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Global, Neighborhood, Pattern
@@ -109,22 +101,22 @@ class ViTOptions(Options):
     embed_class_token: bool = True
     registers: CountOrZero = 0
     token_std: Positive = 0.02
-    pooling: Annotated[str | None, one_of("class", "mean", "class_mean", None)] = None
+    pooling: Literal["class", "mean", "class_mean", None] = None
     pool_norm: bool = False
     layer_scale: float | None = None
     qkv_bias: bool = True
     k_bias: bool = True
-    feed_forward: Annotated[str, one_of("mlp", "swiglu")] = "mlp"
+    feed_forward: Literal["mlp", "swiglu"] = "mlp"
     norm_epsilon: Positive = 1e-6
     last_norm: bool = True
-    drop_path: Probability = 0.0
-    drop_path_schedule: Annotated[str, one_of("linear", "constant")] = "linear"
-    attention: Annotated[str, one_of("global", "neighborhood", "window")] = "global"
+    drop_path: Rate = 0.0
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
+    attention: Literal["global", "neighborhood", "window"] = "global"
     kernel_size: Count = 7
     window_size: Count = 14
-    global_blocks: tuple = ()
-    window_padding: Annotated[str, one_of(*WINDOW_PADDING)] = "mask"
-    window_box: Annotated[str, one_of("map", "own")] = "map"
+    global_blocks: tuple[CountOrZero, ...] = ()
+    window_padding: Literal[*WINDOW_PADDING] = "mask"
+    window_box: Literal["map", "own"] = "map"
     scan_layers: bool = False
 
     def __post_init__(self):

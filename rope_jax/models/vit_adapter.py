@@ -7,7 +7,7 @@ injected into the ViT's tokens, and after it the ViT's tokens into them, by defo
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ from rope_jax.models.layers import (
     layer_norm,
     linear,
 )
-from rope_jax.models.registry import Count, Positive, Probability, one_of, register
+from rope_jax.models.registry import register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
+from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions.grids import Grid
 
 _LEVELS = 3  # strides 8, 16, 32
@@ -54,14 +55,14 @@ class ViTAdapterOptions(ViTOptions):
     class_token: bool = False
     layer_scale: float | None = 1.0
     last_norm: bool = False
-    drop_path: Probability = 0.1
-    groups: tuple = (2, 5, 8, 11)
+    drop_path: Rate = 0.1
+    groups: tuple[CountOrZero, ...] = (2, 5, 8, 11)
     prior_width: Count = 64
     deform_heads: Count = 6
     deform_points: Count = 4
     deform_ratio: Positive = 1.0
     adapter_ratio: Positive = 0.25
-    added: Annotated[str, one_of("last", "groups")] = "groups"
+    added: Literal["last", "groups"] = "groups"
 
     def __post_init__(self):
         super().__post_init__()

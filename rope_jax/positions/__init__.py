@@ -36,12 +36,11 @@ command:
     >>> del SCHEMES["rope_log"]  # in this example only
 """
 
-import fnmatch
 from collections.abc import Sequence
 
 from flax import nnx
 
-from rope_jax import plugins
+from rope_jax.names.options import convert_options, options_of
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -53,21 +52,9 @@ from rope_jax.positions import (  # noqa: F401  (importing a family registers it
     rotary_models,
 )
 from rope_jax.positions.scheme import SCHEMES, Combined, PerLayer, Position, Stage, Terms
-from rope_jax.text import Call, bind, closest, options_of, parse
+from rope_jax.text import Call, parse
 
 __all__ = ["PerLayer", "Position", "Stage", "Terms", "create_position", "list_positions"]
-
-_ELSEWHERE = {  # names in papers and other libraries -> here
-    "rope": "rope2d",
-    "rope_axial": "rope2d",  # of Heo et al.; the thesis' axial RoPE is axial_rope
-    "learn": "ape",
-    "learned": "ape",
-    "absolute": "ape",
-    "sincos": "sincos2d",
-    "rel_pos_bias": "rpb",
-    "alibi": "alibi2d",
-    "cpvt": "peg",
-}
 
 
 def list_positions(pattern: str = "*") -> list[str]:
@@ -77,8 +64,7 @@ def list_positions(pattern: str = "*") -> list[str]:
     >>> list_positions("rope*")
     ['rope1d', 'rope2d', 'rope3d', 'rope_mixed']
     """
-    plugins.load_installed()
-    return sorted(fnmatch.filter(SCHEMES, pattern))
+    return SCHEMES.names(pattern)
 
 
 def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
@@ -100,7 +86,6 @@ def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
         ValueError: an unknown scheme or option, malformed text, or a scheme that is not defined for
             the stage.
     """
-    plugins.load_installed()
     # Every scheme consumes one draw, so that the rest of a model has the same weights with any.
     return _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
 
@@ -112,16 +97,11 @@ def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
 
 def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     name = call.name
-    if name not in SCHEMES:
-        hint = closest(name, list_positions())
-        if name in _ELSEWHERE:
-            hint = f"here it is {_ELSEWHERE[name]!r}; rope_jax.list_positions() lists all"
-        raise plugins.UnknownName(f"unknown positional scheme {name!r}; {hint}")
     cls = SCHEMES[name]
     later = {} if cls.extension is None else options_of(type(cls.extension))
     own = options_of(cls.__init__)  # which a scheme may have of the same names
     later = {option: kind for option, kind in later.items() if option not in own}
-    options = bind(call, own | later)
+    options = convert_options(name, dict(call.options), own | later)
     extending = {option: options.pop(option) for option in later.keys() & options.keys()}
     if len(call.inner) != cls.wraps:
         inside = f"one scheme inside, as in {name}(ape)"

@@ -1,6 +1,7 @@
 """Absolute position embeddings: a table, one row per token, added after the patch embedding."""
 
 import abc
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import (
     Grid,
     Position,
+    Scale,
+    Spread,
     Stage,
+    Stretch,
     Tokens,
-    check_finite,
-    check_option,
     scheme,
 )
 
@@ -59,11 +61,17 @@ class Learned(Absolute):
     resolution = "resample"
     learnable = True
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, std: float = 0.02, resize: str = "bicubic"):
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        std: Spread = 0.02,
+        resize: Literal["bicubic", "antialias", "dinov2", "bilinear", "pad"] = "bicubic",
+    ):
         super().__init__(stage, rngs=rngs)
-        rules = ("bicubic", "antialias", "dinov2", "bilinear", "pad")
-        self.resampler = check_option("resize", resize, rules)
-        self.std = check_finite("std", std, zero=True)
+        self.resampler = resize
+        self.std = std
         rows = stage.embed_prefix + stage.grid[0] * stage.grid[1]
         start = normal_init(self.std)(rngs.params(), (rows, stage.channels), stage.dtype)
         self.embedding = nnx.Param(start, decay=False, layers=False)
@@ -98,10 +106,10 @@ class SinCos1D(Absolute):
     paper = "Vaswani et al., arXiv 1706.03762"
     equation = "tokens + sin, cos of l 10000^(-2i/C)"
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: Scale = 10000.0):
         super().__init__(stage, rngs=rngs)
         check_channels(stage, 2)
-        self.base = check_finite("base", base)
+        self.base = base
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         index = np.arange(self.stage.embed_prefix + grid[0] * grid[1], dtype=np.float64)
@@ -124,11 +132,18 @@ class SinCos2D(Absolute):
     paper = "Heo et al., arXiv 2403.13298, eq. 2; Chen et al., arXiv 2104.02057"
     equation = "tokens + sin, cos of x 10000^(-4i/C) and y 10000^(-4i/C)"
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, order: str = "heo", base: float = 10000.0):
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        rngs: nnx.Rngs,
+        order: Literal["heo", "lape", "moco", "timm"] = "heo",
+        base: Scale = 10000.0,
+    ):
         super().__init__(stage, rngs=rngs)
-        self.order = check_option("order", order, ("heo", "lape", "moco", "timm"))
+        self.order = order
         check_channels(stage, 4)
-        self.base = check_finite("base", base)
+        self.base = base
 
     def table(self, grid: Grid) -> Float[Array, "T C"]:
         quarter = self.stage.channels // 4
@@ -179,17 +194,17 @@ class Cape(Absolute):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        global_shift: float = 0.5,
-        local_shift: float = 0.5,
-        global_scale: float = 1.4,
-        axis_order: str = "xy",
+        global_shift: Spread = 0.5,
+        local_shift: Spread = 0.5,
+        global_scale: Stretch = 1.4,
+        axis_order: Literal["xy", "yx"] = "xy",
     ):
         super().__init__(stage, rngs=rngs)
         check_channels(stage, 2)
-        self.axis_order = check_option("axis_order", axis_order, ("xy", "yx"))
-        self.global_shift = check_finite("global_shift", global_shift, zero=True)
-        self.local_shift = check_finite("local_shift", local_shift, zero=True)
-        self.global_scale = check_finite("global_scale", global_scale, least=1.0)
+        self.axis_order = axis_order
+        self.global_shift = global_shift
+        self.local_shift = local_shift
+        self.global_scale = global_scale
         self.augments = self.global_shift > 0 or self.local_shift > 0 or self.global_scale > 1
 
     def _waves(self, coords: Float[Array, "... 2"]) -> Float[Array, "... C"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import normal_init
+from rope_jax.names.options import Range, convert
 from rope_jax.positions import grids
 from rope_jax.positions.absolute import Absolute, check_channels, interleaved_waves
 from rope_jax.positions.scheme import (
     Grid,
     PerLayer,
     Position,
+    Scale,
     Stage,
     Terms,
     Tokens,
-    check_finite,
     scheme,
 )
 
@@ -65,10 +67,10 @@ class GlobalEmbedding(Absolute):
     resolution = "interpolate"
     learnable = True
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: float = 10000.0):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, base: Scale = 10000.0):
         super().__init__(stage, rngs=rngs)
         check_channels(stage, 4)
-        self.base = check_finite("base", base)
+        self.base = base
 
         def draw(*shape: int) -> nnx.Param:  # torch's initial weights of a convolution
             start = jax.random.uniform(rngs.params(), shape, stage.dtype, -1 / 3, 1 / 3)
@@ -154,10 +156,7 @@ class PositionEncodingGenerator(Position):
 
     def __init__(self, stage: Stage, *, rngs: nnx.Rngs, after: int = 0):
         super().__init__(stage, rngs=rngs)
-        if not 0 <= after < stage.depth:
-            raise ValueError(
-                f"after={after} is not allowed; use the number of a block, 0 to {stage.depth - 1}"
-            )
+        convert(after, Annotated[int, Range(low=0, below=stage.depth)], "after, a block,")
         self.after = after
         draw = normal_init(np.sqrt(2 / 9))  # fan-out of a depthwise kernel, as in Twins
         kernel = draw(rngs.params(), (3, 3, stage.channels), stage.dtype)

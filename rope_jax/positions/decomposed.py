@@ -9,8 +9,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.names.options import CountOrZero
 from rope_jax.positions.resample import bilinear_matrix
-from rope_jax.positions.scheme import Grid, PerLayer, Position, Stage, Terms, check_finite, scheme
+from rope_jax.positions.scheme import (
+    Grid,
+    PerLayer,
+    Position,
+    Stage,
+    Terms,
+    scheme,
+)
 from rope_jax_kernels import Global, Neighborhood, Window
 
 
@@ -85,7 +93,7 @@ class Decomposed(Position):
     per_layer = learnable = within_windows = True
     keeps_norms = False  # queries and keys get more channels
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, side: int = 0):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, side: CountOrZero = 0):
         super().__init__(stage, rngs=rngs)
         shifted = isinstance(stage.pattern, Window) and stage.global_layers is None
         if isinstance(stage.pattern, Neighborhood) or shifted:
@@ -93,7 +101,7 @@ class Decomposed(Position):
                 "neighbourhoods and shifted windows have no rows and columns that all queries "
                 "share: use a ViT with windows or global attention, or rpb"
             )
-        self.side = int(check_finite("side", side, zero=True))
+        self.side = side
         far = stage.global_layers or ()
         self.rows, self.columns = nnx.List([]), nnx.List([])
         for layer in range(stage.depth):

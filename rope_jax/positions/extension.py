@@ -27,13 +27,14 @@ in training. `none` leaves a scheme to its own rule.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.text import bind, closest, options_of, parse
+from rope_jax.names.options import NotNegative, Positive, convert, convert_options, options_of
+from rope_jax.text import parse
 
 RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 
@@ -91,18 +92,16 @@ class Extension:
         alpha, beta: of yarn, in turns over the map of training.
     """
 
-    extend: str = "none"
+    extend: Literal[*RULES] = "none"
     log_scale: bool = False
-    alpha: float = 1.0
-    beta: float = 32.0
+    alpha: NotNegative = 1.0
+    beta: Positive = 32.0
 
     def __post_init__(self):
-        if self.extend not in RULES:
-            raise ValueError(f"extend={self.extend} is unknown; {closest(self.extend, RULES)}")
-        if not 0 <= self.alpha < self.beta < math.inf:
+        if self.alpha >= self.beta:
             raise ValueError(
                 f"alpha={self.alpha:g} and beta={self.beta:g} are numbers of turns between which "
-                "yarn changes over: use 0 <= alpha < beta"
+                "yarn changes over: use alpha < beta"
             )
 
     def freqs(
@@ -210,8 +209,8 @@ def extend_rotations(model: nnx.Module, extend: str | None, log_scale: bool) -> 
         if more or call.inner:
             raise ValueError(f"extend={extend} must be one rule, such as ntk or yarn(beta=8)")
         options = options_of(Extension)
-        options.pop("extend")
-        given |= bind(call, options) | {"extend": call.name}
+        given["extend"] = convert(call.name, options.pop("extend"), "extend")
+        given |= convert_options(call.name, dict(call.options), options)
     schemes = [m for _, m in nnx.iter_modules(model) if getattr(m, "extension", None) is not None]
     if not schemes:
         rule = f"extend={extend}" if extend is not None else "log_scale"

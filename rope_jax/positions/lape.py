@@ -1,5 +1,7 @@
 """LaPE: an absolute embedding with a layer norm of its own in every layer."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +15,6 @@ from rope_jax.positions.scheme import (
     Stage,
     Terms,
     Tokens,
-    check_option,
     scheme,
 )
 
@@ -42,9 +43,16 @@ class LaPE(Position):
     per_layer = learnable = True
     wraps = True
 
-    def __init__(self, stage: Stage, inner: Position, *, rngs: nnx.Rngs, join: str = "lape"):
+    def __init__(
+        self,
+        stage: Stage,
+        inner: Position,
+        *,
+        rngs: nnx.Rngs,
+        join: Literal["lape", "shared_norm", "share", "unshare"] = "lape",
+    ):
         super().__init__(stage, rngs=rngs)
-        self.join = check_option("join", join, ("lape", "shared_norm", "share", "unshare"))
+        self.join = join
         if not isinstance(inner, Absolute):
             raise ValueError(
                 "lape(...) wraps one absolute embedding: ape, sincos1d, sincos2d, gpe or cape"

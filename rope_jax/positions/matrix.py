@@ -8,6 +8,7 @@ rotated q and k are rounded once, as in the rotary schemes.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,11 @@ from rope_jax.positions.rotary import whole_map
 from rope_jax.positions.scheme import (
     PerLayer,
     Position,
+    Scale,
+    Spread,
     Stage,
     Terms,
     advice_for_heads,
-    check_finite,
-    check_option,
     scheme,
 )
 from rope_jax_kernels import Rotation, rotate
@@ -242,22 +243,21 @@ class ComRoPE(Position):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        variant: str = "ld",
+        variant: Literal["ld", "ap"] = "ld",
         block: int = 8,
-        std: float = 1.0,
-        perturbation: float = 1.0,
-        offset: float = 0.0,
+        std: Spread = 1.0,
+        perturbation: Spread = 1.0,
+        offset: Spread = 0.0,
     ):
         super().__init__(stage, rngs=rngs)
-        self.variant = check_option("variant", variant, ("ld", "ap"))
-        self.perturbation = check_finite("perturbation", perturbation, zero=True)
-        self.offset = check_finite("offset", offset, zero=True)
+        self.variant = variant
+        self.perturbation = perturbation
+        self.offset = offset
         blocks = _count_blocks(block, stage, multiple=1 if variant == "ld" else 2)
 
         def draw(std: float, *shape: int) -> nnx.Param:
             return nnx.Param(normal_init(std)(rngs.params(), shape, stage.dtype), decay=False)
 
-        std = check_finite("std", std, zero=True)
         self.blocks = draw(std, stage.depth, stage.heads, blocks, block, block)
         if variant == "ld":
             self.scales = draw(1.0, stage.depth, 1, 2, blocks)  # the same in all heads
@@ -313,21 +313,21 @@ class String(Position):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        variant: str = "cayley",
-        base: float = 100.0,
-        std: float = 0.02,
+        variant: Literal["cayley", "circulant"] = "cayley",
+        base: Scale = 100.0,
+        std: Spread = 0.02,
     ):
         super().__init__(stage, rngs=rngs)
-        self.variant = check_option("variant", variant, ("cayley", "circulant"))
+        self.variant = variant
         head_dim = stage.head_dim
         if head_dim % 4:
             raise ValueError(
                 f"head dimension {head_dim} must be divisible by 4: change the model's width or "
                 "number of heads"
             )
-        self.base = check_finite("base", base)
+        self.base = base
         own = (head_dim * (head_dim - 1) // 2,) if variant == "cayley" else (2, head_dim)
-        init = normal_init(check_finite("std", std, zero=True))
+        init = normal_init(std)
         learned = init(rngs.params(), (stage.depth, stage.heads, *own), stage.dtype)
         self.learned = nnx.Param(learned, decay=False)
 
@@ -376,14 +376,14 @@ class SphericalRope(Position):
     relative = False
 
     def __init__(
-        self, stage: Stage, *, rngs: nnx.Rngs, base: float = 100.0, learnable: bool = False
+        self, stage: Stage, *, rngs: nnx.Rngs, base: Scale = 100.0, learnable: bool = False
     ):
         super().__init__(stage, rngs=rngs)
         if stage.head_dim < 3:
             raise ValueError(
                 f"head dimension {stage.head_dim} has no group of three channels: use wider heads"
             )
-        self.base, self.learnable = check_finite("base", base), learnable
+        self.base, self.learnable = base, learnable
         if learnable:
             self.per_head = self.per_layer = True
             freqs = jnp.tile(

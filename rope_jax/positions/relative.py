@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.initializers import normal_init
+from rope_jax.names.options import Count
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import (
     Grid,
     PerLayer,
     Position,
+    Scale,
+    Spread,
     Stage,
     Terms,
-    check_finite,
-    check_option,
     scheme,
 )
 from rope_jax_kernels import Global, Neighborhood, Window, window_bias
@@ -96,9 +98,9 @@ class RelativeBias(Position):
         *,
         rngs: nnx.Rngs,
         prefix: bool = False,
-        grow: str = "bicubic",
-        shrink: str = "bicubic",
-        std: float = 0.02,
+        grow: Literal["bicubic", "antialias", "bilinear", "pad"] = "bicubic",
+        shrink: Literal["bicubic", "antialias", "bilinear", "crop"] = "bicubic",
+        std: Spread = 0.02,
         decay: bool = False,
         key_norm: bool = False,
     ):
@@ -110,9 +112,9 @@ class RelativeBias(Position):
             )
         # Kept by `with_pattern`, like the table itself.
         self.query_first = isinstance(stage.pattern, Window) and stage.global_layers is None
-        self.grow = check_option("grow", grow, ("bicubic", "antialias", "bilinear", "pad"))
-        self.shrink = check_option("shrink", shrink, ("bicubic", "antialias", "bilinear", "crop"))
-        init = normal_init(check_finite("std", std, zero=True))
+        self.grow = grow
+        self.shrink = shrink
+        init = normal_init(std)
 
         def draw(*shape: int) -> nnx.Param:
             shape = (stage.depth, stage.heads, *shape)
@@ -192,9 +194,8 @@ class ContinuousBias(Position):
     resolution = "extrapolate"
     per_head = per_layer = learnable = True
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, hidden: int = 512):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, hidden: Count = 512):
         super().__init__(stage, rngs=rngs)
-        check_finite("hidden", hidden)
         self.border = tuple(max(n - 1, 1) for n in stage.region(stage.grid))
         init, depth, dtype = normal_init(0.02), stage.depth, stage.dtype
         kernel1 = init(rngs.params(), (depth, 2, hidden), dtype)
@@ -234,9 +235,9 @@ class Alibi2D(Position):
     resolution = "extrapolate"
     per_head = True
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, scale: float = 1.0):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, scale: Scale = 1.0):
         super().__init__(stage, rngs=rngs)
-        self.scale = check_finite("scale", scale)
+        self.scale = scale
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         distance = np.linalg.norm(offsets_of(self.stage.region(grid)), axis=-1)
@@ -319,9 +320,9 @@ class ImageRelative(Position):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        alpha: float = 1.9,
-        beta: float = 3.8,
-        gamma: float = 15.2,
+        alpha: Scale = 1.9,
+        beta: Scale = 3.8,
+        gamma: Scale = 15.2,
     ):
         super().__init__(stage, rngs=rngs)
         if not isinstance(stage.pattern, Global):
@@ -329,9 +330,9 @@ class ImageRelative(Position):
                 "a bias that depends on the query is no table of offsets, which windows and "
                 "neighbourhoods take: use a model with global attention, or rpb or cpb"
             )
-        self.alpha = check_finite("alpha", alpha)
-        self.beta = check_finite("beta", beta)
-        self.gamma = check_finite("gamma", gamma)
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
         if not 1 <= alpha <= beta or not alpha < gamma:
             raise ValueError(
                 f"alpha={alpha}, beta={beta}, gamma={gamma} must satisfy 1 <= alpha <= beta and "

@@ -7,7 +7,7 @@ each axis (`freqs`): theta[n, l, r] = sum_a coords[l, a] * freqs[n, a, r].
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,15 @@ from rope_jax.positions.grids import Grid, Video
 from rope_jax.positions.scheme import (
     PerLayer,
     Position,
+    Scale,
     Stage,
     Terms,
     advice_for_heads,
-    check_finite,
-    check_option,
     scheme,
 )
 from rope_jax_kernels import Global, Rotation, Window, rotate
+
+Pairing = Literal["half", "interleaved"]
 
 
 class Rotary(Position):
@@ -60,10 +61,10 @@ class Rotary(Position):
     extension = Extension()
     multiple: ClassVar[int] = 2  # divides the number of pairs, so that all axes have as many
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: str = "half", k_rope: int = 1):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: Pairing = "half", k_rope: int = 1):
         super().__init__(stage, rngs=rngs)
         self.trained = stage
-        self.pairing = check_option("pairing", pairing, ("half", "interleaved"))
+        self.pairing = pairing
         channels, head_dim = 2 * self.multiple, stage.head_dim
         if k_rope < 1 or head_dim % (channels * k_rope):
             fit = [k for k in range(1, head_dim + 1) if head_dim % (channels * k) == 0]
@@ -232,12 +233,12 @@ class Rope1D(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 10000.0,
-        pairing: str = "half",
+        base: Scale = 10000.0,
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        self.base = check_finite("base", base)
+        self.base = base
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
         return grids.raster(grid)
@@ -269,17 +270,16 @@ class Rope2D(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 100.0,
+        base: Scale = 100.0,
         shared: bool = True,
-        freq_span: str = "reduced",
-        order: str = "blocks",
-        pairing: str = "half",
+        freq_span: Literal["reduced", "full"] = "reduced",
+        order: Literal["blocks", "alternate"] = "blocks",
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        check_option("freq_span", freq_span, ("reduced", "full"))
-        self.order = check_option("order", order, ("blocks", "alternate"))
-        self.base = check_finite("base", base)
+        self.order = order
+        self.base = base
         self.span = 1.0 if freq_span == "reduced" else 2 * self.pairs / stage.head_dim
         self.heads, self.per_head = (1, False) if shared else (stage.heads, True)
 
@@ -309,12 +309,12 @@ class RopeMixed(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 10.0,
-        pairing: str = "half",
+        base: Scale = 10.0,
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        ladder = frequencies.ladder(self.pairs // 2, check_finite("base", base))[0]
+        ladder = frequencies.ladder(self.pairs // 2, base)[0]
         shape = (stage.depth, stage.heads, 1)
         angle = jax.random.uniform(rngs.params(), shape, stage.dtype, 0, 2 * np.pi)
         right = angle + np.pi / 2
@@ -360,19 +360,18 @@ class AxialRope(Rotary):
         rngs: nnx.Rngs,
         k_rope: int = 2,
         shared: bool = False,
-        generator: str = "hdit",
-        coords: str = "centres",
-        aspect: str = "isotropic",
-        axis_order: str = "yx",
-        window_coords: str = "global_spacing",
-        pairing: str = "half",
+        generator: Literal[*frequencies.AXIAL_GENERATORS] = "hdit",
+        coords: Literal["centres", "endpoints", "absolute"] = "centres",
+        aspect: Literal["isotropic", "separate"] = "isotropic",
+        axis_order: Literal["yx", "xy"] = "yx",
+        window_coords: Literal["global_spacing", "local_unit"] = "global_spacing",
+        pairing: Pairing = "half",
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        self.generator = check_option("generator", generator, tuple(frequencies.AXIAL_GENERATORS))
-        self.coords_name = check_option("coords", coords, ("centres", "endpoints", "absolute"))
-        self.aspect = check_option("aspect", aspect, ("isotropic", "separate"))
-        self.axis_order = check_option("axis_order", axis_order, ("yx", "xy"))
-        check_option("window_coords", window_coords, ("global_spacing", "local_unit"))
+        self.generator = generator
+        self.coords_name = coords
+        self.aspect = aspect
+        self.axis_order = axis_order
         if coords == "absolute" and aspect != "isotropic":
             raise ValueError(
                 f"aspect={aspect} is the form of a box, which coords=absolute does not have: leave "
@@ -408,7 +407,7 @@ class AxialRopeV1(Rotary):
     resolution = "interpolate"
     per_head = per_layer = learnable = True
 
-    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: str = "half", k_rope: int = 1):
+    def __init__(self, stage: Stage, *, rngs: nnx.Rngs, pairing: Pairing = "half", k_rope: int = 1):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
         ladder = np.linspace(np.log(np.pi), np.log(5 * np.pi), self.pairs // 2)
         start = jnp.tile(jnp.asarray(ladder, stage.dtype), (stage.depth, stage.heads, 2, 1))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,14 @@ from jaxtyping import Array, Float
 
 from rope_jax.positions import frequencies, grids
 from rope_jax.positions.grids import Grid, Video
-from rope_jax.positions.rotary import Rotary, whole_map
+from rope_jax.positions.rotary import Pairing, Rotary, whole_map
 from rope_jax.positions.scheme import (
     PerLayer,
+    Scale,
+    Spread,
     Stage,
+    Stretch,
     Terms,
-    check_finite,
-    check_option,
     scheme,
 )
 from rope_jax_kernels import Global, Rotation, rotate_by_angles
@@ -44,13 +46,13 @@ class Eva02(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 10000.0,
-        reference: float = 16.0,
-        pairing: str = "half",
+        base: Scale = 10000.0,
+        reference: Scale = 16.0,
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        self.base, self.reference = check_finite("base", base), check_finite("reference", reference)
+        self.base, self.reference = base, reference
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
         return grids.absolute(grid) / grid * self.reference
@@ -81,13 +83,13 @@ class AS2DRope(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 10000.0,
-        anchor: float = 14.0,
-        pairing: str = "half",
+        base: Scale = 10000.0,
+        anchor: Scale = 14.0,
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        self.base, self.anchor = check_finite("base", base), check_finite("anchor", anchor)
+        self.base, self.anchor = base, anchor
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
         return grids.absolute(grid) / grid * self.anchor
@@ -125,8 +127,8 @@ class Rope3D(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 10000.0,
-        pairing: str = "half",
+        base: Scale = 10000.0,
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
@@ -135,7 +137,7 @@ class Rope3D(Rotary):
                 f"three axes need three pairs of channels, but {self.pairs} turn: use a smaller "
                 "k_rope or wider heads"
             )
-        self.base = check_finite("base", base)
+        self.base = base
 
     def coords(self, grid: Grid | Video) -> Float[np.ndarray, "... 3"]:
         return grids.absolute(grid) if len(grid) == 3 else grids.absolute((1, *grid))[0]
@@ -188,27 +190,29 @@ class DinoV3(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        base: float = 100.0,
-        min_period: float = 0.0,
-        max_period: float = 0.0,
-        normalize_coords: str = "separate",
-        shift: float = 0.0,
-        jitter: float = 1.0,
-        rescale: float = 2.0,
-        pairing: str = "half",
+        base: Scale = 100.0,
+        min_period: Spread = 0.0,
+        max_period: Spread = 0.0,
+        normalize_coords: Literal["separate", "max", "min"] = "separate",
+        shift: Spread = 0.0,
+        jitter: Stretch = 1.0,
+        rescale: Stretch = 2.0,
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        sides = ("separate", "max", "min")
-        self.normalize_coords = check_option("normalize_coords", normalize_coords, sides)
-        self.base, self.periods = check_finite("base", base), None
+        self.normalize_coords = normalize_coords
+        self.base, self.periods = base, None
         if min_period or max_period:
-            check_finite("min_period", min_period)
-            check_finite("max_period", max_period, least=min_period)
+            if not 0 < min_period <= max_period:
+                raise ValueError(
+                    f"min_period={min_period} and max_period={max_period} must satisfy "
+                    "0 < min_period <= max_period"
+                )
             self.periods = (min_period, max_period)
-        self.shift = check_finite("shift", shift, zero=True)
-        self.jitter = check_finite("jitter", jitter, least=1.0)
-        self.rescale = check_finite("rescale", rescale, least=1.0)
+        self.shift = shift
+        self.jitter = jitter
+        self.rescale = rescale
         self.augments = self.shift > 0 or self.jitter > 1 or self.rescale > 1
 
     def coords(self, grid: Grid) -> Float[np.ndarray, "H W A"]:
@@ -290,16 +294,15 @@ class CatRope(Rotary):
         stage: Stage,
         *,
         rngs: nnx.Rngs,
-        mode: str = "paper",
-        base: float = 10000.0,
-        coords: str = "endpoints",
-        pairing: str = "half",
+        mode: Literal["paper", "paper_unit", "released"] = "paper",
+        base: Scale = 10000.0,
+        coords: Literal["endpoints", "half_open"] = "endpoints",
+        pairing: Pairing = "half",
         k_rope: int = 1,
     ):
         super().__init__(stage, rngs=rngs, pairing=pairing, k_rope=k_rope)
-        self.mode = check_option("mode", mode, ("paper", "paper_unit", "released"))
-        check_option("coords", coords, ("endpoints", "half_open"))
-        self.base, self.half_open = check_finite("base", base), coords == "half_open"
+        self.mode = mode
+        self.base, self.half_open = base, coords == "half_open"
         if mode == "released":
             self.acts, self.relative, self.keeps_norms = "transform", False, False
             self.extension = None

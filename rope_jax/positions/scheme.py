@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax import plugins
+from rope_jax.names.options import Range
+from rope_jax.names.registry import Registry
 from rope_jax.positions.extension import Extension
 from rope_jax.positions.grids import Grid, Video
 from rope_jax_kernels import Global, Neighborhood, Rotation, Window
 
 Tokens = Float[Array, "B L C"]
+
+# Options of schemes; powers and products of them stay within float32.
+Scale = Annotated[float, Range(above=0, high=1e30)]
+Spread = Annotated[float, Range(low=0, high=1e30)]
+Stretch = Annotated[float, Range(low=1, high=1e30)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +344,23 @@ def _add(first: Array | PerLayer | None, second: Array | PerLayer | None) -> Any
     return PerLayer(first + second) if per_layer else (first + second)[0]
 
 
-SCHEMES: dict[str, type[Position]] = {"none": Position}
+_ELSEWHERE = {  # names in papers and other libraries -> here
+    "rope": "rope2d",
+    "rope_axial": "rope2d",  # of Heo et al.; the thesis' axial RoPE is axial_rope
+    "learn": "ape",
+    "learned": "ape",
+    "absolute": "ape",
+    "sincos": "sincos2d",
+    "rel_pos_bias": "rpb",
+    "alibi": "alibi2d",
+    "cpvt": "peg",
+}
+SCHEMES: Registry[type[Position]] = Registry(
+    "positional scheme",
+    {"none": Position},
+    elsewhere={name: f"here it is {here!r}" for name, here in _ELSEWHERE.items()}.get,
+    listed_by="rope_jax.list_positions()",
+)
 
 
 def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
@@ -361,35 +383,10 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
     """
 
     def register(cls: type[Position]) -> type[Position]:
-        if name in SCHEMES:
-            raise ValueError(
-                f"a positional scheme named {name!r} exists already: {SCHEMES[name].__qualname__}"
-            )
-        SCHEMES[name] = cls
-        plugins.registered(name)
+        SCHEMES.register(name, cls)
         return cls
 
     return register
-
-
-def check_option(name: str, value: str, allowed: Sequence[str]) -> str:
-    """Returns `value`; raises ValueError unless it is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value} is not allowed; use one of {', '.join(allowed)}")
-    return value
-
-
-_LARGEST = 1e30  # powers and products of options stay within float32
-
-
-def check_finite(name: str, value: float | int, *, zero: bool = False, least: float = 0.0) -> float:
-    """Returns `value`; raises ValueError below `least`, if not finite, and for 0 unless `zero`."""
-    if not least <= value <= _LARGEST or (value == 0 and not zero):
-        above = f"of at least {least}" if zero or least else "above 0"
-        raise ValueError(
-            f"{name}={value} is not allowed; use a number {above} and at most {_LARGEST:g}"
-        )
-    return float(value)
 
 
 def advice_for_heads(option: str, values: Sequence[int]) -> str:

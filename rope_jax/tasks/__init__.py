@@ -22,13 +22,17 @@ from flax import nnx
 
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
+from rope_jax.names.registry import Registry
 from rope_jax.tasks import classification, detection, segmentation
 
-TASKS: dict[str, ModuleType] = {
-    "classification": classification,
-    "detection": detection,
-    "segmentation": segmentation,
-}
+TASKS: Registry[ModuleType] = Registry(
+    "task",
+    {
+        "classification": classification,
+        "detection": detection,
+        "segmentation": segmentation,
+    },
+)
 
 
 def task_of(model: nnx.Module) -> ModuleType:

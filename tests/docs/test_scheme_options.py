@@ -5,9 +5,10 @@ import inspect
 import pytest
 
 from docs import scheme_options
+from rope_jax.names.options import convert_options, options_of
 from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES
-from rope_jax.text import bind, options_of, parse
+from rope_jax.text import parse
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"none"}))
@@ -20,5 +21,5 @@ def test_every_option_is_described_with_its_default(name):
         assert set(described) >= set(options_of(type(cls.extension)))
     (call,) = parse(scheme_options.notation(name, cls).strip("`"), "position")
     parameters = inspect.signature(cls.__init__).parameters
-    options = bind(call, options_of(cls.__init__))
+    options = convert_options(name, dict(call.options), options_of(cls.__init__))
     assert options == {option: parameters[option].default for option in options_of(cls.__init__)}

@@ -77,7 +77,7 @@ def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
             "needs a model with window attention, and ViT has none",
         ),
         ({"eval__log_scale": True}, r"for rotary positions.*\[--config.eval.log_scale\]"),
-        ({"eval__frames": ("middle",)}, r"'middle' is unknown.*\[--config.eval.frames\]"),
+        ({"eval__frames": ("middle",)}, r"unknown augmentation 'middle'.*\[--config.eval.frames\]"),
     ],
 )
 def test_evaluations_that_are_impossible_are_refused_before_training(changes, message):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax.data.images.device_colours import Changes, changed, draw, photometric, to_hsv, to_rgb
+from rope_jax.data import split_augment
+from rope_jax.data.images.device_colours import Changes, changed, draw, to_hsv, to_rgb
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 15, 3), dtype=np.uint8)
 SCALE = np.array([180, 255, 255])
@@ -73,7 +74,6 @@ def test_changes_are_drawn_as_in_mmsegmentation():
         assert high - 0.02 * (high - low) < values.max() <= high
     assert 0.5 <= drawn.saturation.min() < 0.52
     assert set(drawn.turn.tolist()) == set(range(-18, 18))
-    with pytest.raises(
-        ValueError, match=r"photometric\(brightness=32.0,contrast=2.0,.*the others 0"
-    ):
-        photometric(jnp.asarray(PIXELS), keys[0], contrast=2.0)
+    for wrong in ("contrast=2", "brightness=256", "hue=181", "hue=1.5", "p=-0.1"):
+        with pytest.raises(ValueError, match=f"photometric: {wrong.partition('=')[0]} must be"):
+            split_augment(f"photometric({wrong})")

@@ -29,7 +29,7 @@ def test_labels_count_among_the_competing_logits(tmp_path):
     save(tmp_path / "n01440764" / "x.png", grey)
     with pytest.raises(ValueError, match=r"'n01440764' .* one of the 200 classes of 'a'"):
         EvaluationSet("a", tmp_path)
-    with pytest.raises(ValueError, match="dataset 'b' is unknown; use one of imagenet, real, v2"):
+    with pytest.raises(ValueError, match=r"dataset must be one of imagenet, real, v2.*, not 'b'"):
         EvaluationSet("b", tmp_path)
 
 

@@ -77,7 +77,7 @@ def test_orders_differ_and_are_fixed():
         ({"batch_size": 0}, "batch_size 0"),
         ({"start_step": -1}, "step -1"),
         ({"seed": -1}, "seed -1"),
-        ({"augment": "blur"}, "'blur' is unknown"),
+        ({"augment": "blur"}, "unknown augmentation 'blur'"),
         ({"shard": (2, 2)}, r"shard \(2, 2\)"),
         ({"shard": (0, 3)}, r"shard \(0, 3\)"),
         ({"repeats": 0}, "repeats 0"),

@@ -159,8 +159,8 @@ def test_fashion_mnist():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cifar", None), "source 'cifar' is unknown; known are digits, npz, idx, scenes, folder"),
-        (("digits", None, "val"), "split 'val' is unknown; it is one of train, test"),
+        (("cifar", None), "unknown data source 'cifar'; known: digits, npz, idx, scenes, folder"),
+        (("digits", None, "val"), "split must be one of train, test, not 'val'"),
         (("digits", "here"), "leave it out"),
         (("digits", None, "train", (0, 8)), r"image size \(0, 8\)"),
         (("npz", None), "needs a path"),

@@ -94,14 +94,18 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; the nearest are 'upernet'"),
+        ("cct_7_3x1", {"head": "upernets"}, "unknown head 'upernets'; did you mean 'upernet'"),
         ("vit_adapter_ti16", {"head": "linear"}, "one map, not the four of vit_adapter_ti16: use"),
         (
             "deit_ti16",
             {"head": "linear", "num_classes": None},
             "the head 'linear' needs num_classes",
         ),
-        ("deit_ti16", {"head": "linear", "num_classes": -1}, "num_classes=-1 must be a whole"),
+        (
+            "deit_ti16",
+            {"head": "linear", "num_classes": -1},
+            "num_classes must be a whole number of at least 0, not -1",
+        ),
         ("deit_ti16", {"head": "linear+upernet"}, "must be the text of one head"),
         ("deit_ti16", {"blocks": (3,)}, r"blocks=\(3,\) are those of a head: name it"),
         ("deit_ti16", {"head": "linear", "blocks": (3, 5)}, r"blocks=\(3, 5\) must be one number"),
@@ -118,8 +122,16 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         ("deit_ti16", {"head": "linear", "last_norm": False}, "which takes normalised maps"),
         ("swin_t", {"head": "upernet", "last_norm": True}, "on swin_t, whose maps have norms of"),
         ("swin_t", {"head": "upernet(neck=none)"}, "neck=none is of isotropic models: the maps of"),
-        ("deit_ti16", {"head": "upernet(neck=fpn)"}, "use one of deconv, multilevel, none"),
-        ("deit_ti16", {"head": "upernet(auxiliary_map=4)"}, "auxiliary_map=4 must be from 0 to 3"),
+        (
+            "deit_ti16",
+            {"head": "upernet(neck=fpn)"},
+            "neck must be one of deconv, multilevel, none",
+        ),
+        (
+            "deit_ti16",
+            {"head": "upernet(auxiliary_map=4)"},
+            "auxiliary_map must be a whole number of at least 0 and at most 3, not 4",
+        ),
     ],
 )
 def test_what_a_backbone_cannot_serve_is_refused(name, settings, message):

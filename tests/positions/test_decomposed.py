@@ -76,7 +76,7 @@ def test_tables_start_at_zero():
     [
         ("decomposed", {"pattern": Window((2, 2), (1, 1))}, "shifted windows have no rows"),
         ("decomposed", {"pattern": Neighborhood((3, 3))}, "use a ViT with windows or global"),
-        ("decomposed(side=-1)", {}, "side=-1 is not allowed"),
+        ("decomposed(side=-1)", {}, "side must be a whole number of at least 0, not -1"),
     ],
 )
 def test_what_cannot_be_is_refused(text, changes, advice):

@@ -58,7 +58,11 @@ def test_boxes_are_scaled_by_the_extent_and_padding_is_zero_after_normalisation(
             {"model": {"head": "dino(queries=50)"}},
             "max_boxes=100 is more than the",
         ),
-        (BOXES, {"data": {"augment": "flipp"}}, "'flipp' is unknown.*--config.data.augment"),
+        (
+            BOXES,
+            {"data": {"augment": "flipp"}},
+            "unknown augmentation 'flipp'.*--config.data.augment",
+        ),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(images, changes, message, monkeypatch):

@@ -291,8 +291,8 @@ def test_a_batch_that_the_devices_cannot_share_is_refused():
         ({"data__image_size": 9}, r"9x9 is not divisible by the patch size.*image_size"),
         ({"data__augment": "flap"}, "flap.*augment"),
         ({"data__augment": "crop(pad=8)"}, "pad.*augment"),
-        ({"model__options": "depth=x"}, "depth='x' must be a whole number"),
-        ({"model__options": "mlp_ratio=0"}, "mlp_ratio=0.0 is not allowed"),
+        ({"model__options": "depth=x"}, "depth must be a whole number of at least 1, not 'x'"),
+        ({"model__options": "mlp_ratio=0"}, "mlp_ratio must be a number above 0, not 0"),
         ({"init_from": "/nowhere"}, "there is no such file.*init_from"),
     ],
 )

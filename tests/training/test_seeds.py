@@ -246,7 +246,7 @@ def test_all_seeds_start_from_the_same_weights(together, tmp_path):
         ),
         ({"mesh__fsdp": 2}, r"seeds=2 does not go with --config.mesh.fsdp=2"),
         ({"seed": 2**32 - 1}, "seeds=2 from --config.seed=4294967295 on reach beyond .*: use a"),
-        ({"seeds": 0}, "seeds=0 is out of range; it must be at least 1"),
+        ({"seeds": 0}, "seeds must be a whole number of at least 1, not 0"),
     ],
 )
 def test_what_seeds_cannot_go_with_is_named(changes, message):

@@ -130,14 +130,17 @@ def test_mixing_ends_after_its_last_epoch():
             {"optim__cooldown_epochs": 1.0, "optim__schedule": "constant"},
             "cooldown_epochs=1.0 does not go with --config.optim.schedule=constant, which does not",
         ),
-        ({"mix__prob": 1.5}, "mix.prob=1.5 is out of range; it must be at least 0 and at most 1"),
-        ({"optim__clip_norm": 0.0}, "clip_norm=0.0 .*; it must be above 0: use None for no clip"),
+        ({"mix__prob": 1.5}, "mix.prob must be a number of at least 0 and at most 1, not 1.5"),
+        ({"optim__clip_norm": 0.0}, "clip_norm must be a number above 0 or None, not 0.0"),
         (
             {"data__mean": (124.0, 116.0, 104.0)},
-            r"data.mean=\(124.0, 116.0, 104.0\) is out of range; .* at least 0 and at most 1",
+            r"data.mean must be .* at least 0 and at most 1, not \(124.0, 116.0, 104.0\)",
         ),
-        ({"optim__layer_decay": 0.0}, "layer_decay=0.0 .*; it must be above 0 and at most 1"),
-        ({"optim__name": "adam"}, "optim.name=adam is not one of adamw, lamb, sgd"),
+        (
+            {"optim__layer_decay": 0.0},
+            "layer_decay must be a number above 0 and at most 1, not 0.0",
+        ),
+        ({"optim__name": "adam"}, "optim.name must be one of adamw, lamb, sgd, not 'adam'"),
     ],
 )
 def test_mistakes_name_what_to_change(changes, message):

@@ -12,11 +12,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from rope_jax.data.images import crops, device, device_colours, device_crops, fits, joint
-from rope_jax.text import Call, bind, closest, options_of, parse
+from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.registry import Registry
+from rope_jax.text import Call, parse
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
 
@@ -57,21 +56,24 @@ class Entry:
         return self.stage == LOADER and moved[labels_of]
 
 
-AUGMENTATIONS = {
-    "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
-    "centre": Entry(CROP, crops.centre),
-    "stretch": Entry(CROP, crops.stretch),
-    "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
-    "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
-    "fit": Entry(CROP, fits.fit, joint="boxes", random=False),
-    "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
-    "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True, boxes=fits.flip_boxes),
-    "rand_augment": Entry(STEP, device.rand_augment),
-    "three_augment": Entry(STEP, device.three_augment, colours=True),
-    "color_jitter": Entry(STEP, device.color_jitter, colours=True),
-    "photometric": Entry(STEP, device_colours.photometric, colours=True),
-    "erase": Entry(ERASING, device.erase),
-}
+AUGMENTATIONS = Registry(
+    "augmentation",
+    {
+        "resized_crop": Entry(CROP, crops.resized_crop, device_crops.resized_crop),
+        "centre": Entry(CROP, crops.centre),
+        "stretch": Entry(CROP, crops.stretch),
+        "scaled_crop": Entry(CROP, joint.scaled_crop, joint="pixels"),
+        "detr_crop": Entry(CROP, fits.detr_crop, joint="boxes"),
+        "fit": Entry(CROP, fits.fit, joint="boxes", random=False),
+        "crop": Entry(LOADER, crops.pad_and_crop, device_crops.pad_and_crop),
+        "flip": Entry(LOADER, crops.flip, device_crops.flip, moves=True, boxes=fits.flip_boxes),
+        "rand_augment": Entry(STEP, device.rand_augment),
+        "three_augment": Entry(STEP, device.three_augment, colours=True),
+        "color_jitter": Entry(STEP, device.color_jitter, colours=True),
+        "photometric": Entry(STEP, device_colours.photometric, colours=True),
+        "erase": Entry(ERASING, device.erase),
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +154,6 @@ def split_augment(text: str) -> AugmentSplit:
     found = parse_augment(text)
     pixels = tuple(one for one in found if one.entry.stage == STEP)
     erasing = tuple(one for one in found if one.entry.stage == ERASING)
-    images = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.uint8)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    # Tracing is enough to reject options out of range.
-    pixels_changed = functools.partial(device.apply, augmentations=pixels, fill=(0, 0, 0))
-    erased = functools.partial(device.apply_erasing, augmentations=erasing)
-    jax.eval_shape(pixels_changed, images, keys)
-    jax.eval_shape(erased, images.update(dtype=jnp.float32), keys)
     return AugmentSplit("+".join(map(str, found[: _in_step(found)])) or "none", pixels, erasing)
 
 
@@ -194,7 +189,7 @@ def parse_crop(text: str) -> Augmentation:
 
 
 def parse_augment(text: str) -> tuple[Augmentation, ...]:
-    """Reads augmentations of all stages; options out of range show when they are first used."""
+    """Reads augmentations of all stages; options that contradict each other show when used."""
     calls = parse(text, "augmentation")
     if [call.name for call in calls] == ["none"]:
         return ()
@@ -214,10 +209,8 @@ def _in_step(augmentations: tuple[Augmentation, ...]) -> int:
 
 
 def _bound(call: Call, text: str) -> Augmentation:
-    if call.name not in AUGMENTATIONS:
-        known = closest(call.name, AUGMENTATIONS)
-        raise ValueError(f"augmentation {call.name!r} is unknown; {known}")
+    function = AUGMENTATIONS[call.name].function
     if call.inner:
         raise ValueError(f"augmentation {text!r}: {call.name} takes options, as in crop(pad=4)")
-    options = bind(call, options_of(AUGMENTATIONS[call.name].function))
+    options = convert_options(call.name, dict(call.options), options_of(function))
     return Augmentation(call.name, tuple(sorted(options.items())))

@@ -6,7 +6,7 @@ large JPEG files are decoded at a fraction of their size.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, UInt8, UInt64
@@ -14,7 +14,8 @@ from PIL import Image
 
 from rope_jax.data.draws import scaled, uniform
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.text import closest, image_pair
+from rope_jax.names.options import Count, Positive, Probability, Share
+from rope_jax.text import image_pair
 
 INTERPOLATIONS = {
     "nearest": Image.Resampling.NEAREST,
@@ -22,6 +23,7 @@ INTERPOLATIONS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
+Interpolation = Literal[*INTERPOLATIONS]
 _RANDOM_INTERPOLATIONS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
 _TRIES = 10
 # A box that shrinks is first reduced in the JPEG transform, as far as it stays so many times larger
@@ -59,11 +61,11 @@ def resized_crop(
     size: tuple[int, int],
     draw: int,
     *,
-    scale_min: float = 0.08,
-    scale_max: float = 1.0,
-    ratio_min: float = 3 / 4,
-    ratio_max: float = 4 / 3,
-    interpolation: str = "bicubic",
+    scale_min: Share = 0.08,
+    scale_max: Share = 1.0,
+    ratio_min: Positive = 3 / 4,
+    ratio_max: Positive = 4 / 3,
+    interpolation: Interpolation | Literal["random"] = "bicubic",
 ) -> Box:
     """A random box: uniform fraction of the area, uniform logarithm of width / height.
 
@@ -84,17 +86,13 @@ def resized_crop(
     Raises:
         ValueError: for options out of range.
     """
-    if not 0 < scale_min <= scale_max <= 1 or not 0 < ratio_min <= ratio_max < math.inf:
-        raise ValueError(
-            f"resized_crop(scale_min={scale_min},scale_max={scale_max},ratio_min={ratio_min},"
-            f"ratio_max={ratio_max}) is impossible: "
-            "0 < scale_min <= scale_max <= 1 and 0 < ratio_min <= ratio_max"
-        )
+    check_order("resized_crop", scale_min=scale_min, scale_max=scale_max)
+    check_order("resized_crop", ratio_min=ratio_min, ratio_max=ratio_max)
     numbers = uniform(draw)
     if interpolation == "random":
         resample = _RANDOM_INTERPOLATIONS[int(2 * next(numbers))]
     else:
-        resample = _interpolation(interpolation)
+        resample = INTERPOLATIONS[interpolation]
     low, high = math.log(ratio_min), math.log(ratio_max)
     for _ in range(_TRIES):
         area = width * height * (scale_min + (scale_max - scale_min) * next(numbers))
@@ -117,8 +115,8 @@ def centre(
     size: tuple[int, int],
     draw: int = 0,
     *,
-    crop: float = 1.0,
-    interpolation: str = "bicubic",
+    crop: Share = 1.0,
+    interpolation: Interpolation = "bicubic",
 ) -> Box:
     """The centre after a resize that keeps the aspect ratio: torchvision's Resize and CenterCrop.
 
@@ -134,19 +132,14 @@ def centre(
             becomes r / crop, rounded down (256 for 224 at 0.875), and the long one follows, rounded
             down. Odd margins are halved to the even number.
         interpolation: a name of `INTERPOLATIONS`.
-
-    Raises:
-        ValueError: for options out of range.
     """
-    if not 0 < crop <= 1:
-        raise ValueError(f"centre(crop={crop}) is impossible: crop is above 0 and at most 1")
     rows, columns = (math.floor(side / crop) for side in size)
     if width * rows >= height * columns:  # the height decides
         resized_height, resized_width = rows, max(columns, width * rows // height)
     else:
         resized_height, resized_width = max(rows, height * columns // width), columns
     top, left = round((resized_height - size[0]) / 2), round((resized_width - size[1]) / 2)
-    right, bottom, resample = left + size[1], top + size[0], _interpolation(interpolation)
+    right, bottom, resample = left + size[1], top + size[0], INTERPOLATIONS[interpolation]
     if resized_width * resized_height <= _WHOLE:
         resized = (resized_width, resized_height)
         return Box((left, top, right, bottom), resample, resized=resized)
@@ -155,7 +148,12 @@ def centre(
 
 
 def stretch(
-    width: int, height: int, size: tuple[int, int], draw: int = 0, *, interpolation: str = "bicubic"
+    width: int,
+    height: int,
+    size: tuple[int, int],
+    draw: int = 0,
+    *,
+    interpolation: Interpolation = "bicubic",
 ) -> Box:
     """The whole picture, resized without regard to its aspect ratio.
 
@@ -165,11 +163,8 @@ def stretch(
         size: (h, w) of the result; not used.
         draw: not used.
         interpolation: a name of `INTERPOLATIONS`.
-
-    Raises:
-        ValueError: for an unknown interpolation.
     """
-    return Box((0, 0, width, height), _interpolation(interpolation))
+    return Box((0, 0, width, height), INTERPOLATIONS[interpolation])
 
 
 def crop_pixels(
@@ -248,17 +243,15 @@ def _resized(picture: Image.Image, box: Box, size: tuple[int, int]) -> np.ndarra
     return np.asarray(picture.resize(size[::-1], box.interpolation, box=box.edges))
 
 
-def _interpolation(name: str) -> Image.Resampling:
-    if name not in INTERPOLATIONS:
-        raise ValueError(
-            f"interpolation {name!r} is unknown; {closest(name, INTERPOLATIONS)}; "
-            "resized_crop also takes random"
-        )
-    return INTERPOLATIONS[name]
+def check_order(name: str, **options: int | float) -> None:
+    """Raises ValueError unless the options of an augmentation ascend."""
+    if [*options.values()] != sorted(options.values()):
+        given = ",".join(f"{option}={value}" for option, value in options.items())
+        raise ValueError(f"{name}({given}) is impossible: {' <= '.join(options)}")
 
 
 def pad_and_crop(
-    images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"], *, pad: int = 4
+    images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"], *, pad: Count = 4
 ) -> UInt8[np.ndarray, "B H W 3"]:
     """Pads each image with black pixels and crops its original size at a random place.
 
@@ -274,10 +267,10 @@ def pad_and_crop(
         ValueError: for `pad` out of range.
     """
     height, width = images.shape[1:3]
-    if not 1 <= pad < min(height, width):
+    if pad >= min(height, width):
         raise ValueError(
             f"crop(pad={pad}) does not suit images of {height} x {width} pixels: "
-            "pad is at least 1 and below both sides"
+            "pad is below both sides"
         )
     places = 2 * pad + 1
     down = (scaled(draws >> np.uint64(32), places) - pad).tolist()
@@ -290,7 +283,7 @@ def pad_and_crop(
 
 
 def flip(
-    images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"], *, p: float = 0.5
+    images: UInt8[np.ndarray, "B H W 3"], draws: UInt64[np.ndarray, " B"], *, p: Probability = 0.5
 ) -> UInt8[np.ndarray, "B H W 3"]:
     """Mirrors each image left to right with probability `p`.
 
@@ -301,9 +294,6 @@ def flip(
 
     Returns:
         uint8 [B, H, W, 3].
-
-    Raises:
-        ValueError: for `p` out of range.
     """
     chosen, out = mirrored(draws, p), images.copy()
     pixels = out.view("V3")  # three bytes are moved at a time
@@ -312,7 +302,5 @@ def flip(
 
 
 def mirrored(draws: UInt64[np.ndarray, " B"], p: float) -> Bool[np.ndarray, " B"]:
-    """Which images `flip` mirrors. Arguments and errors as there."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"flip(p={p}) is no probability: p is between 0 and 1")
+    """Which images `flip` mirrors. Arguments as there."""
     return (draws >> np.uint64(11)) * 2.0**-53 < p

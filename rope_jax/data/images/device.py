@@ -9,12 +9,14 @@ are identities.
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32
+
+from rope_jax.names.options import Count, NotNegative, Probability, Range
 
 Image = UInt8[Array, "H W 3"]
 Pixels = Int[Array, "H W 3"]
@@ -26,7 +28,6 @@ OPERATIONS = (
     "color", "contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x",
     "translate_y",
 )  # fmt: skip
-_INTERPOLATIONS = ("bilinear", "bicubic", "random")
 
 
 def normalise(
@@ -58,12 +59,12 @@ def rand_augment(
     key: Key[Array, ""],
     fill: Fill,
     *,
-    n: int = 2,
-    m: float = 9.0,
-    mstd: float = 0.5,
-    p: float = 0.5,
+    n: Count = 2,
+    m: Annotated[float, Range(low=0, high=10)] = 9.0,
+    mstd: NotNegative = 0.5,
+    p: Probability = 0.5,
     inc: bool = True,
-    interpolation: str = "random",
+    interpolation: Literal["bilinear", "bicubic", "random"] = "random",
 ) -> Image:
     """RandAugment (arXiv 1909.13719) in timm's form: `rand-m9-mstd0.5-inc1` with the defaults.
 
@@ -78,16 +79,6 @@ def rand_augment(
         inc: whether posterize, solarize and the enhancements grow with the magnitude.
         interpolation: of the warps: "bilinear", "bicubic", or "random" for either at random.
     """
-    if interpolation not in _INTERPOLATIONS:
-        raise ValueError(
-            f"rand_augment(interpolation={interpolation}) is not one of "
-            f"{', '.join(_INTERPOLATIONS)}"
-        )
-    if n < 1 or not 0 <= m <= 10 or mstd < 0 or not 0 <= p <= 1:
-        raise ValueError(
-            f"rand_augment(n={n},m={m},mstd={mstd},p={p}): "
-            "n is at least 1, m 0 to 10, mstd at least 0, p 0 to 1"
-        )
 
     def layer(image: Image, key: Key[Array, ""]) -> tuple[Image, None]:
         which, wanted, size, sign, kernel = jax.random.split(key, 5)
@@ -312,19 +303,14 @@ def color_jitter(
     key: Key[Array, ""],
     fill: Fill,
     *,
-    brightness: float = 0.3,
-    contrast: float = 0.3,
-    saturation: float = 0.3,
+    brightness: Probability = 0.3,
+    contrast: Probability = 0.3,
+    saturation: Probability = 0.3,
 ) -> Image:
     """torchvision's ColorJitter without hue.
 
     Three enhancements in random order, each by a factor of U(1 - x, 1 + x).
     """
-    if not all(0 <= x <= 1 for x in (brightness, contrast, saturation)):
-        raise ValueError(
-            f"color_jitter(brightness={brightness},contrast={contrast},saturation={saturation}): "
-            "each is between 0 and 1"
-        )
     order, sizes = jax.random.split(key)
     strengths = jnp.array((brightness, contrast, saturation))
     factors = 1 + jax.random.uniform(sizes, (3,), minval=-1) * strengths
@@ -335,7 +321,7 @@ def color_jitter(
 
 
 def erase(
-    image: Float[Array, "H W 3"], key: Key[Array, ""], *, p: float = 0.25
+    image: Float[Array, "H W 3"], key: Key[Array, ""], *, p: Probability = 0.25
 ) -> Float[Array, "H W 3"]:
     """Random erasing (arXiv 1708.04896) in timm's "pixel" mode.
 
@@ -347,8 +333,6 @@ def erase(
         p: probability. The box has 0.02 to 1/3 of the area and an aspect of 0.3 to 1/0.3; the
             first of ten draws that fits is taken.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"erase(p={p}) is no probability: p is between 0 and 1")
     height, width, _ = image.shape
     wanted, size, shape, place, noise = jax.random.split(key, 5)
     area = height * width * jax.random.uniform(size, (10,), minval=0.02, maxval=1 / 3)

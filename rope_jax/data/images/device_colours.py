@@ -1,11 +1,13 @@
 """Changes of colours in the jitted training step: mmsegmentation's photometric distortion."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+
+from rope_jax.names.options import Probability, Range
 
 Image = UInt8[Array, "H W 3"]
 Hsv = tuple[Int[Array, "H W"], Int[Array, "H W"], Int[Array, "H W"]]
@@ -22,11 +24,11 @@ def photometric(
     key: Key[Array, ""],
     fill: tuple[int, int, int] = (0, 0, 0),
     *,
-    brightness: float = 32.0,
-    contrast: float = 0.5,
-    saturation: float = 0.5,
-    hue: int = 18,
-    p: float = 0.5,
+    brightness: Annotated[float, Range(low=0, high=255)] = 32.0,
+    contrast: Probability = 0.5,
+    saturation: Probability = 0.5,
+    hue: Annotated[int, Range(low=0, high=_HUES)] = 18,
+    p: Probability = 0.5,
 ) -> Image:
     """PhotoMetricDistortion of mmsegmentation 1.2.2.
 
@@ -46,16 +48,7 @@ def photometric(
         saturation: likewise.
         hue: the largest turn, of 180.
         p: probability of each change.
-
-    Raises:
-        ValueError: options out of range.
     """
-    shares = 0 <= contrast <= 1 and 0 <= saturation <= 1 and 0 <= p <= 1
-    if not shares or not 0 <= brightness <= 255 or not 0 <= hue <= _HUES:
-        raise ValueError(
-            f"photometric(brightness={brightness},contrast={contrast},saturation={saturation},"
-            f"hue={hue},p={p}): brightness is 0 to 255, hue 0 to {_HUES}, the others 0 to 1"
-        )
     return changed(image, draw(key, brightness, contrast, saturation, hue, p))
 
 

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int, UInt8, UInt64
 from PIL import Image
 
 from rope_jax.data.draws import uniform
-from rope_jax.data.images.crops import mirrored
+from rope_jax.data.images.crops import check_order, mirrored
+from rope_jax.names.options import Count, Probability
 
 Size = tuple[int, int]  # height, width
 
@@ -37,7 +38,7 @@ class Placing(NamedTuple):
     extent: Size
 
 
-def fit(size: Size, draw: int = 0, *, short: int = 800, long: int = 1333) -> Placing:
+def fit(size: Size, draw: int = 0, *, short: Count = 800, long: Count = 1333) -> Placing:
     """The whole image, resized as far as its sides fit: the evaluation of DETR and its descendants.
 
     Sizes are detectron2's, which detrex uses; facebookresearch/detr rounds others.
@@ -54,8 +55,7 @@ def fit(size: Size, draw: int = 0, *, short: int = 800, long: int = 1333) -> Pla
     Raises:
         ValueError: options out of range.
     """
-    if not 0 < short <= long:
-        raise ValueError(f"fit(short={short},long={long}) is impossible: 0 < short <= long")
+    check_order("fit", short=short, long=long)
     return Placing(size, (0, 0), size, resized_size(size, short=short, long=long))
 
 
@@ -86,16 +86,16 @@ def detr_crop(
     size: Size,
     draw: int,
     *,
-    low: int = 480,
-    high: int = 800,
-    step: int = 32,
-    long: int = 1333,
-    cut: float = 0.5,
-    before_low: int = 400,
-    before_high: int = 600,
-    before_step: int = 100,
-    cut_low: int = 384,
-    cut_high: int = 600,
+    low: Count = 480,
+    high: Count = 800,
+    step: Count = 32,
+    long: Count = 1333,
+    cut: Probability = 0.5,
+    before_low: Count = 400,
+    before_high: Count = 600,
+    before_step: Count = 100,
+    cut_low: Count = 384,
+    cut_high: Count = 600,
 ) -> Placing:
     """The image or a part of it, resized to a random shorter side: the training of DETR.
 
@@ -119,21 +119,11 @@ def detr_crop(
     Raises:
         ValueError: options out of range.
     """
-    shorts = range(low, high + 1, step) if step > 0 else ()
-    befores = range(before_low, before_high + 1, before_step) if before_step > 0 else ()
-    steps = [(low, shorts), (before_low, befores)]
-    if (
-        any(first < 1 or not among for first, among in steps)
-        or not 0 <= cut <= 1
-        or not 0 < cut_low <= cut_high
-        or high > long
-    ):
-        raise ValueError(
-            f"detr_crop(low={low},high={high},step={step},long={long},cut={cut},before_low="
-            f"{before_low},before_high={before_high},before_step={before_step},cut_low={cut_low},"
-            f"cut_high={cut_high}) is impossible: 0 < low <= high <= long, 0 < before_low <= "
-            "before_high, 0 < cut_low <= cut_high, steps are at least 1, and cut is 0 to 1"
-        )
+    check_order("detr_crop", low=low, high=high, long=long)
+    check_order("detr_crop", before_low=before_low, before_high=before_high)
+    check_order("detr_crop", cut_low=cut_low, cut_high=cut_high)
+    shorts = range(low, high + 1, step)
+    befores = range(before_low, before_high + 1, before_step)
     one = uniform(draw)
     resized = part = size
     corner = (0, 0)

@@ -11,7 +11,8 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from rope_jax.data.draws import uniform
-from rope_jax.data.images.crops import Box, crop_pixels
+from rope_jax.data.images.crops import Box, check_order, crop_pixels
+from rope_jax.names.options import Count, Positive, Share
 
 IGNORED = 255
 _REDRAWN = 10  # crops beyond the first
@@ -73,11 +74,11 @@ def scaled_crop(
     size: tuple[int, int],
     draw: int,
     *,
-    low: float = 0.5,
-    high: float = 2.0,
-    short: int = 512,
-    long: int = 2048,
-    share: float = 0.75,
+    low: Positive = 0.5,
+    high: Positive = 2.0,
+    short: Count = 512,
+    long: Count = 2048,
+    share: Share = 0.75,
 ) -> tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W"]]:
     """A crop of the image resized by a random ratio, and its classes.
 
@@ -105,11 +106,8 @@ def scaled_crop(
     Raises:
         ValueError: options out of range.
     """
-    if not 0 < low <= high or not 0 < share <= 1 or not 0 < short <= long:
-        raise ValueError(
-            f"scaled_crop(low={low},high={high},short={short},long={long},share={share}): 0 < low "
-            "<= high, 0 < short <= long, and share is above 0 and at most 1"
-        )
+    check_order("scaled_crop", low=low, high=high)
+    check_order("scaled_crop", short=short, long=long)
     one = uniform(draw)
     ratio = low + (high - low) * next(one)
     resized = scaled_size(image.shape[:2], ratio, short=short, long=long)

@@ -1,8 +1,8 @@
 """Image sets by name."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Literal
 
-from rope_jax import plugins
 from rope_jax.data.images.crops import resize
 from rope_jax.data.sources.coco import Coco
 from rope_jax.data.sources.folder import Folder
@@ -13,23 +13,31 @@ from rope_jax.data.sources.packed import Packed
 from rope_jax.data.sources.pairs import Ade20k, Masks
 from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
 from rope_jax.data.sources.tfds import Tfds
+from rope_jax.names.options import convert
+from rope_jax.names.registry import Registry
 from rope_jax.text import image_pair
 
 SPLITS = ("train", "test")
-STREAMED: dict[str, Callable[..., Source]] = {
-    "folder": Folder,
-    "tfds": Tfds,
-    "packed": Packed,
-    "imagenet": ImageNet,
-    "masks": Masks,
-    "ade20k": Ade20k,
-    "coco": Coco,
-}
-
 # Drawn at any size, by what their labels are of; the first where others are asked for.
 DRAWN: dict[str, dict[str, Callable[[str, tuple[int, int]], Images]]] = {
     "scenes": {"pixels": load_scenes, "boxes": load_scene_boxes}
 }
+
+# All sources; those that are neither in MEMORY nor DRAWN are read one image at a time.
+SOURCES = Registry(
+    "data source",
+    {
+        **MEMORY,
+        **DRAWN,
+        "folder": Folder,
+        "tfds": Tfds,
+        "packed": Packed,
+        "imagenet": ImageNet,
+        "masks": Masks,
+        "ade20k": Ade20k,
+        "coco": Coco,
+    },
+)
 
 
 def register_source(name: str, open_split: Callable[[str, str], Source]) -> None:
@@ -39,7 +47,7 @@ def register_source(name: str, open_split: Callable[[str, str], Source]) -> None
     ...     def read(self, example):
     ...         return super().read(len(self.labels) - 1 - example)
     >>> register_source("reversed", Reversed)
-    >>> del STREAMED["reversed"]  # in this example only
+    >>> del SOURCES["reversed"]  # in this example only
 
     Args:
         name: of the source.
@@ -48,10 +56,7 @@ def register_source(name: str, open_split: Callable[[str, str], Source]) -> None
     Raises:
         ValueError: there is a source of this name.
     """
-    if name in MEMORY or name in STREAMED or name in DRAWN:
-        raise ValueError(f"a data source named {name!r} exists already: choose another name")
-    STREAMED[name] = open_split
-    plugins.registered(name)
+    SOURCES.register(name, open_split)
 
 
 def load(
@@ -117,25 +122,25 @@ def load(
             out of range.
         FileNotFoundError: a file, a folder or an array of the split is missing.
     """
-    plugins.load_installed()
     size = None if image_size is None else image_pair(image_size)
-    _check(source, path, split, [*MEMORY, *DRAWN, *STREAMED])
-    if source in STREAMED:
-        opened = open_source(source, path, split, allow_empty=allow_empty)
-        if size is None:
-            raise ValueError(
-                f"data source {source!r} ({path}) needs an image_size (height, width): "
-                "its images may differ in size"
-            )
-        return opened.streamed(size, crop)
+    _check(source, path, split)
     if source in DRAWN:
         kinds = DRAWN[source]
         draw = kinds.get(labels_of, next(iter(kinds.values())))
         return draw(split, size or (64, 64))
-    images = MEMORY[source](path, split)
+    if source in MEMORY:
+        images = MEMORY[source](path, split)
+        if size is None:
+            return images
+        resized = resize(images.images, size)
+        return Images(resized, images.labels, images.name, split, images.classes)
+    opened = open_source(source, path, split, allow_empty=allow_empty)
     if size is None:
-        return images
-    return Images(resize(images.images, size), images.labels, images.name, split, images.classes)
+        raise ValueError(
+            f"data source {source!r} ({path}) needs an image_size (height, width): "
+            "its images may differ in size"
+        )
+    return opened.streamed(size, crop)
 
 
 def open_source(source: str, path: str | None, split: str, *, allow_empty: bool = False) -> Source:
@@ -161,17 +166,16 @@ def open_source(source: str, path: str | None, split: str, *, allow_empty: bool 
         ValueError: as `load`, and for sets in memory.
         FileNotFoundError: as `load`.
     """
-    plugins.load_installed()
-    _check(source, path, split, STREAMED)
+    _check(source, path, split)
+    if source in MEMORY or source in DRAWN:
+        raise ValueError(f"data source {source!r} is not read one image at a time: use load")
     options = {"allow_empty": allow_empty} if source == "folder" else {}
-    return STREAMED[source](path, split, **options)
+    return SOURCES[source](path, split, **options)
 
 
-def _check(source: str, path: str | None, split: str, known: Iterable[str]) -> None:
-    if source not in known:
-        raise ValueError(f"data source {source!r} is unknown; known are {', '.join(known)}")
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; it is one of {', '.join(SPLITS)}")
+def _check(source: str, path: str | None, split: str) -> None:
+    SOURCES[source]  # known, or an error
+    convert(split, Literal[*SPLITS], "split")
     alone = source in ("digits", *DRAWN)
     if alone != (path is None):
         need = "needs no path: leave it out" if alone else "needs a path; none is given"

@@ -12,10 +12,12 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from rope_jax.data.sources.folder import Files, image_files, listed
+from rope_jax.names.options import convert
 
 EVALUATION_SETS = ("imagenet", "real", "v2", "a", "r", "folder")
 
@@ -73,10 +75,7 @@ class EvaluationSet(Files):
     """
 
     def __init__(self, variant: str, path: str | os.PathLike):
-        if variant not in EVALUATION_SETS:
-            raise ValueError(
-                f"dataset {variant!r} is unknown; use one of {', '.join(EVALUATION_SETS)}"
-            )
+        convert(variant, Literal[*EVALUATION_SETS], "dataset")
         root = Path(path)
         class_names, self.competing, self.note = synsets(), None, "all classes compete"
         if variant == "real":

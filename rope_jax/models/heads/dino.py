@@ -28,7 +28,8 @@ from rope_jax.models.heads.transformer import (
     inverse_sigmoid,
 )
 from rope_jax.models.layers import conv
-from rope_jax.models.registry import Count, CountOrZero, Options, check_divisible
+from rope_jax.models.registry import Options, check_divisible
+from rope_jax.names.options import Count, CountOrZero
 from rope_jax.positions.grids import Grid
 
 

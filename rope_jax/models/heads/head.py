@@ -6,7 +6,6 @@ and does not depend on the backbone that they come from.
 
 import abc
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,13 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax import plugins
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.heads.pixels import pixel_accuracy, pixel_loss
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.registry import Options
+from rope_jax.names.registry import Registry
 from rope_jax.positions.grids import Grid
-from rope_jax.text import nearest
 
 Maps = Sequence[Float[Array, "B _h _w _C"]]
 
@@ -189,7 +187,7 @@ class Entry:
     options: Options
 
 
-HEADS: dict[str, Entry] = {}
+HEADS: Registry[Entry] = Registry("head")
 
 
 def register_head(name: str, family: Callable[..., Head], options: Options) -> None:
@@ -209,10 +207,7 @@ def register_head(name: str, family: Callable[..., Head], options: Options) -> N
     Raises:
         ValueError: there is a head of this name.
     """
-    if name in HEADS:
-        raise ValueError(f"a head named {name!r} exists already: choose another name")
-    HEADS[name] = Entry(family, options)
-    plugins.registered(name)
+    HEADS.register(name, Entry(family, options))
 
 
 def list_heads(pattern: str = "*") -> list[str]:
@@ -222,8 +217,7 @@ def list_heads(pattern: str = "*") -> list[str]:
     >>> list_heads("*er*")
     ['mask2former', 'segmenter', 'upernet']
     """
-    plugins.load_installed()
-    return sorted(fnmatch.filter(HEADS, pattern))
+    return HEADS.names(pattern)
 
 
 def find_head(name: str) -> Entry:
@@ -232,14 +226,11 @@ def find_head(name: str) -> Entry:
     >>> import rope_jax.models.heads
     >>> find_head("upernets")
     Traceback (most recent call last):
-    rope_jax.plugins.UnknownName: unknown head 'upernets'; the nearest are 'upernet'...
+    rope_jax.names.registry.UnknownName: unknown head 'upernets'; did you mean 'upernet'? known: ...
 
     Raises:
         ValueError: there is no such head.
     """
-    plugins.load_installed()
-    if name not in HEADS:
-        raise plugins.UnknownName(f"unknown head {name!r}; {nearest(name, HEADS)}")
     return HEADS[name]
 
 

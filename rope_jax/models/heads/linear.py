@@ -7,7 +7,8 @@ from jaxtyping import Array
 
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.layers import linear
-from rope_jax.models.registry import Count, Options
+from rope_jax.models.registry import Options
+from rope_jax.names.options import Count
 
 
 @dataclasses.dataclass(frozen=True)

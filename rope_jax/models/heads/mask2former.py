@@ -15,7 +15,8 @@ from rope_jax.models.heads.mask_loss import set_loss
 from rope_jax.models.heads.masked_decoder import MaskedDecoder, masks_of
 from rope_jax.models.heads.pixel_decoder import PixelDecoder
 from rope_jax.models.heads.pixels import pixel_accuracy
-from rope_jax.models.registry import Count, Options, check_divisible
+from rope_jax.models.registry import Options, check_divisible
+from rope_jax.names.options import Count
 from rope_jax.positions.grids import Grid
 
 

@@ -13,14 +13,8 @@ from rope_jax.models.blocks import Block, drop_path, drop_path_rates
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import dropout
 from rope_jax.models.layers import Linear, layer_norm, linear
-from rope_jax.models.registry import (
-    Count,
-    OptionalCount,
-    Options,
-    Positive,
-    Probability,
-    check_divisible,
-)
+from rope_jax.models.registry import Options, check_divisible
+from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions import Terms
 from rope_jax_kernels import Global
 
@@ -39,13 +33,13 @@ class SegmenterOptions(Options):
         drop_path: probability of dropping a residual branch in the last block, from 0 in the first.
     """
 
-    width: OptionalCount = None
+    width: Count | None = None
     depth: Count = 2
     head_dim: Count = 64
     mlp_ratio: Positive = 4.0
     norm_epsilon: Positive = 1e-5
-    dropout: Probability = 0.1
-    drop_path: Probability = 0.0
+    dropout: Rate = 0.1
+    drop_path: Rate = 0.0
 
     draws: ClassVar[tuple[str, ...]] = ("dropout", "drop_path")
 

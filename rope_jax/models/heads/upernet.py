@@ -5,7 +5,7 @@ As in mmsegmentation, with its auxiliary head of one convolution, which takes pa
 
 import dataclasses
 import functools
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,8 @@ from rope_jax.initializers import normal_init
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import ConvNorm, average_bins, dropout, resize_maps
 from rope_jax.models.layers import Linear
-from rope_jax.models.registry import (
-    Allowed,
-    CountOrZero,
-    OptionalCount,
-    Options,
-    Probability,
-    one_of,
-)
+from rope_jax.models.registry import Options
+from rope_jax.names.options import Count, CountOrZero, Range, Rate
 
 _CHANNELS = (1, 2)  # the axes of a map that Dropout2d drops together
 
@@ -42,12 +36,12 @@ class UperNetOptions(Options):
             "multilevel" (mmsegmentation's ViTs) or "none", which leaves them at one size.
     """
 
-    width: OptionalCount = None
-    dropout: Probability = 0.1
+    width: Count | None = None
+    dropout: Rate = 0.1
     auxiliary_width: CountOrZero = 256
     auxiliary_weight: float = 0.4
-    auxiliary_map: Annotated[int, Allowed(lambda n: 0 <= n <= 3, "must be from 0 to 3")] = 2
-    neck: Annotated[str, one_of("deconv", "multilevel", "none")] = "deconv"
+    auxiliary_map: Annotated[int, Range(low=0, high=3)] = 2
+    neck: Literal["deconv", "multilevel", "none"] = "deconv"
 
     draws: ClassVar[tuple[str, ...]] = ("dropout",)
 

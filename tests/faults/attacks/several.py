@@ -63,7 +63,7 @@ DIFFERENCES = [
     (["--config.checkpoint_every=5"], "--config.checkpoint_every is 5, not 8"),
     (["--mode=evaluate"], "holds no checkpoints"),
     (["--resume_override=seed"], "--resume_override is ['seed'], not []"),
-    (["--config.data.source=nothing"], "data source 'nothing' is unknown"),
+    (["--config.data.source=nothing"], "unknown data source 'nothing'"),
 ]
 
 

@@ -145,9 +145,9 @@ def test_a_head_of_yours_is_a_class_and_an_entry():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("upernett", "unknown head 'upernett'; the nearest are 'upernet'"),
+        ("upernett", "unknown head 'upernett'; did you mean 'upernet'"),
         ("upernet(wide=3)", "the head 'upernet' has no option 'wide'"),
-        ("upernet(dropout=1.5)", "dropout=1.5 is not allowed"),
+        ("upernet(dropout=1.5)", "dropout must be a number of at least 0 and below 1, not 1.5"),
         ("segmenter(head_dim=7)", "head_dim=7"),
     ],
 )

@@ -1,0 +1,224 @@
+"""The values that options may have: what an annotation allows, converted and put into words.
+
+Settings, options of models, heads, schemes and augmentations, arguments of recipes and of commands
+declare their values in the same way, so that every wrong value gives an error of the same form:
+
+    width: Annotated[int, Range(low=1)] = 64
+    join: Literal["add", "concat"] | None = None
+"""
+
+import dataclasses
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from rope_jax.text import closest, literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The bounds of a number, in `Annotated`.
+
+    >>> print(Range(low=0, below=1))
+    of at least 0 and below 1
+
+    Attributes:
+        low, high: inclusive bounds, if any.
+        above, below: exclusive bounds, if any.
+    """
+
+    low: int | float = -math.inf
+    high: int | float = math.inf
+    above: int | float = -math.inf
+    below: int | float = math.inf
+
+    def __contains__(self, number: int | float) -> bool:
+        return self.low <= number <= self.high and self.above < number < self.below
+
+    def __str__(self) -> str:
+        bounds = {
+            "of at least": self.low,
+            "above": self.above,
+            "at most": self.high,
+            "below": self.below,
+        }
+        known = [f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(known)
+
+
+class Words(str):
+    """What an annotation allows in other words than its own, in `Annotated`."""
+
+
+Count = Annotated[int, Range(low=1)]
+CountOrZero = Annotated[int, Range(low=0)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(low=0)]
+Probability = Annotated[float, Range(low=0, high=1)]
+Rate = Annotated[float, Range(low=0, below=1)]
+Share = Annotated[float, Range(above=0, high=1)]
+
+_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+_UNIONS = (types.UnionType, typing.Union)  # X | None has the second origin from Python 3.14 on
+_MISFIT = object()
+
+
+def convert(value: Any, annotation: Any, where: str = "") -> Any:
+    """The value as the type that an annotation asks for.
+
+    Numbers become another type of number in which they stay the same, lists become tuples, and the
+    word "None" becomes None where that is allowed.
+
+    >>> convert(2, float | None), convert([1.0, 2], tuple[int, ...]), convert("None", int | None)
+    (2.0, (1, 2), None)
+    >>> convert(-1, Annotated[float, Range(above=0)], "--stride")
+    Traceback (most recent call last):
+    ValueError: --stride must be a number above 0, not -1
+
+    Args:
+        value: anything.
+        annotation: of a type, None, or made of these by `|`, `Union`, `Optional`, `Literal`,
+            `tuple`, and `Annotated` with `Range`. Numbers are finite.
+        where: what has the value, for the error message.
+
+    Raises:
+        ValueError: the annotation does not allow the value.
+    """
+    converted = _fit(value, annotation)
+    if converted is _MISFIT:
+        raise ValueError(f"{where} must be {describe(annotation)}, not {value!r}".lstrip())
+    return converted
+
+
+def read(text: str, annotation: Any, where: str = "") -> Any:
+    """`convert` for text, which may be the value itself or a literal of Python.
+
+    >>> read("2", float), read("2", str), read("None", int | None)
+    (2.0, '2', None)
+    """
+    value = literal(text) if _fit(text, annotation) is _MISFIT else text
+    return convert(value, annotation, where)
+
+
+def _fit(value: Any, annotation: Any) -> Any:
+    """The converted value, or _MISFIT."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        fitting = _fit(value, parts[0])
+        number = isinstance(fitting, int | float)
+        bounds = [rule for rule in parts[1:] if isinstance(rule, Range) and number]
+        return fitting if all(fitting in bound for bound in bounds) else _MISFIT
+    if isinstance(value, str) and value == "None" and (None in parts or type(None) in parts):
+        return None
+    if origin in _UNIONS:
+        fitting = [found for part in parts if (found := _fit(value, part)) is not _MISFIT]
+        same = [found for found in fitting if type(found) is type(value)]
+        return next(iter(same + fitting), _MISFIT)
+    if origin is Literal:
+        same = [word for word in parts if (type(word), word) == (type(value), value)]
+        return next(iter(same), _MISFIT)
+    if (origin or annotation) is tuple:
+        return _fit_tuple(value, parts)
+    if annotation in (bool, int, float):
+        return _fit_number(value, annotation)
+    kind = type(None) if annotation is None else origin or annotation
+    return value if kind is Any or isinstance(value, kind) else _MISFIT
+
+
+def _fit_tuple(value: Any, parts: tuple) -> Any:
+    if not isinstance(value, tuple | list):
+        return _MISFIT
+    if not parts or parts[-1] is ...:
+        parts = (parts or (Any,))[:1] * len(value)
+    if len(parts) != len(value):
+        return _MISFIT
+    fitting = tuple(map(_fit, value, parts))
+    return _MISFIT if any(part is _MISFIT for part in fitting) else fitting
+
+
+def _fit_number(value: Any, kind: type) -> Any:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value if type(value) is kind is bool else _MISFIT
+    try:
+        number = kind(value)
+    except (ValueError, OverflowError):  # not finite, or too large for a float
+        return _MISFIT
+    fits = math.isfinite(number) if kind is float else number == value
+    return number if fits else _MISFIT
+
+
+def describe(annotation: Any) -> str:
+    """The values that an annotation allows, in words.
+
+    >>> describe(Annotated[float, Range(above=0)] | None), describe(Literal["near", "far"])
+    ('a number above 0 or None', 'one of near, far')
+    """
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        own = [rule for rule in parts[1:] if isinstance(rule, Words)]
+        bounds = [str(rule) for rule in parts[1:] if isinstance(rule, Range)]
+        return " ".join([*(own or [describe(parts[0])]), *bounds])
+    if origin in _UNIONS:
+        return " or ".join(map(describe, parts))
+    if origin is Literal:
+        words = ", ".join(str(word) for word in parts if word is not None)
+        return f"one of {words}{' or None' * (None in parts)}"
+    if origin is tuple:
+        number = "a tuple" if parts[-1] is ... else f"{len(parts)} values"
+        return f"{number}, each {describe(parts[0])}"
+    if annotation in (None, type(None)):
+        return "None"
+    return _NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+def options_of(owner: Callable) -> dict[str, Any]:
+    """The options of a dataclass or a function, and their annotations.
+
+    Those of a function are its keyword-only parameters but `rngs`. One without an annotation has
+    the type of its default.
+
+    >>> options_of(lambda image, *, pad=4: image)
+    {'pad': <class 'int'>}
+    """
+    if dataclasses.is_dataclass(owner):
+        hints = typing.get_type_hints(owner, include_extras=True)
+        return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
+    parameters = inspect.signature(owner, eval_str=True).parameters.values()
+    given = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "rngs"}
+    return {
+        name: p.annotation if p.annotation is not p.empty else _type_of(p.default)
+        for name, p in given.items()
+    }
+
+
+def _type_of(default: Any) -> Any:
+    plain = int | float | bool | str
+    return type(default) if isinstance(default, plain) else plain | None
+
+
+def convert_options(
+    owner: str, values: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values of some options, converted.
+
+    >>> convert_options("crop", {"pad": 2.0}, {"pad": int})
+    {'pad': 2}
+
+    Args:
+        owner: of the options, for error messages.
+        values: by option.
+        options: the annotations of all options.
+
+    Raises:
+        ValueError: an unknown option, or a value that its annotation does not allow.
+    """
+    for name in values:
+        if name not in options:
+            raise ValueError(f"{owner} has no option {name!r}; {closest(name, options)}")
+    return {
+        name: convert(value, options[name], f"{owner}: {name}") for name, value in values.items()
+    }

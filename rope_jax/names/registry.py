@@ -1,0 +1,67 @@
+"""What has a name: schemes, models, heads, image sources, augmentations and tasks."""
+
+import fnmatch
+from collections.abc import Callable, Mapping
+
+from rope_jax import plugins
+from rope_jax.text import closest, nearest
+
+
+class UnknownName(ValueError):
+    """A name that is not registered, for example because a plug-in is missing."""
+
+
+class Registry[T](dict[str, T]):
+    """Values of one kind by name, to which users and plug-ins may add their own.
+
+    >>> colours = Registry("colour", {"red": 1, "green": 2})
+    >>> colours.register("grey", 3)
+    >>> colours.names("gr*"), colours["grey"]
+    (['green', 'grey'], 3)
+    >>> colours["reed"]
+    Traceback (most recent call last):
+    rope_jax.names.registry.UnknownName: unknown colour 'reed'; did you mean 'red'? known: red, ...
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        values: Mapping[str, T] = {},
+        *,
+        elsewhere: Callable[[str], str | None] = lambda name: None,
+        listed_by: str | None = None,
+    ):
+        """Takes what the values are, in words, and the first ones.
+
+        Args:
+            kind: "positional scheme", for error messages.
+            values: by name.
+            elsewhere: a hint for a name that papers or other libraries use, or None.
+            listed_by: what lists all names, where they are too many for an error message.
+        """
+        super().__init__(values)
+        self._kind, self._elsewhere, self._listed_by = kind, elsewhere, listed_by
+
+    def register(self, name: str, value: T) -> None:
+        """Adds a value; raises ValueError if there is one of this name."""
+        if name in self:
+            raise ValueError(f"a {self._kind} named {name!r} exists already: choose another name")
+        self[name] = value
+        plugins.registered(name)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """All names that match a shell-style pattern, sorted; those of plug-ins, too."""
+        plugins.load_installed()
+        return sorted(fnmatch.filter(self, pattern))
+
+    def __missing__(self, name: str) -> T:
+        """The value if an installed plug-in has it; raises UnknownName otherwise."""
+        plugins.load_installed()
+        if name in self:
+            return self[name]
+        hint = self._elsewhere(name)
+        if self._listed_by is None:
+            hint = hint or closest(name, self)
+        else:
+            hint = f"{hint or nearest(name, self)}; {self._listed_by} lists all"
+        raise UnknownName(f"unknown {self._kind} {name!r}; {hint}")
