@@ -31,7 +31,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.blocks import drop_path
+from rope_jax.models.blocks import declare, drop_path
 from rope_jax.models.layers import dtypes_of, make_head, torch_linear
 from rope_jax.models.registry import Count, Positive, one_of, register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
@@ -312,12 +312,14 @@ class CAT(ViT):
         settings |= {"image_size": image_size, "num_classes": num_classes, "dtype": dtype}
         super().__init__(options, rngs=rngs, **settings)
         dtypes = dtypes_of(dtype)
-        self.norm = _norm(options, rngs=rngs, dtypes=dtypes)
+        norm = _norm(options, rngs=rngs, dtypes=dtypes)
+        self.norm = declare(norm, depth=options.depth, last_norm=True)
         self.head = make_head(
             options.width, num_classes, rngs=rngs, dtypes=dtypes, make=torch_linear
         )
         if options.imprint_token:
             self.imprint_token = self.learned_tokens(1, rngs=rngs, dtypes=dtypes)
+            self.imprint_token.set_metadata(depth=None)  # it acts in every layer
         # Rejects a scheme with a bias now rather than at the first call.
         jax.eval_shape(self.__call__, jax.ShapeDtypeStruct((1, *image_size, 3), dtype))
 
