@@ -41,7 +41,6 @@ class Backbone(nnx.Module):
         padded: whether calls take the `extent` of images that are padded.
         own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
             instead of those after blocks.
-        of_classifier: modules that `features` does not apply, whatever the blocks.
         beyond_classifier: starts of the names of parameters that weights of a classifier may lack;
             {i} stands for any number.
         softmax: whether the weights of attention come from a softmax and sum to 1.
@@ -56,7 +55,6 @@ class Backbone(nnx.Module):
 
     hierarchical: ClassVar[bool] = False
     own_maps: ClassVar[bool] = False
-    of_classifier: ClassVar[tuple[str, ...]] = ("head",)
     beyond_classifier: ClassVar[tuple[str, ...]] = ()
     softmax: ClassVar[bool] = True
     task: str = "classification"

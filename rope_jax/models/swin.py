@@ -219,8 +219,7 @@ class Hierarchy(Backbone):
         norm = functools.partial(
             layer_norm, block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes
         )
-        is_last = {"depth": last, "last_norm": True}
-        self.norm = declare(norm(), **is_last) if options.last_norm else Identity()
+        self.norm = declare(norm(), depth=last, last_norm=True) if options.last_norm else Identity()
         self.head = make_head(block.width, num_classes, rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
@@ -262,10 +261,9 @@ class Hierarchy(Backbone):
         x, first = self.patch_embed(images), 0
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             end = first + self.options.depths[index]
-            wanted = {*range(first, end)} & {*blocks}
-            if blocks[-1] >= end:
-                wanted.add(end - 1)  # whose map goes on to the next stage
-            wanted = sorted(wanted)
+            run = range(first, min(end, blocks[-1] + 1))
+            # The map of the last one may go on to the next stage.
+            wanted = [block for block in run if block in blocks or block == run[-1]]
             own_keys = keys[2 * index : 2 * index + 2]
             own = stage(x, self.patterns(index, grid), [n - first for n in wanted], *own_keys)
             for block, x in zip(wanted, own, strict=True):

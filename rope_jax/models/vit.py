@@ -206,8 +206,11 @@ class ViT(Backbone):
         make_block = functools.partial(self.block, options, rngs=rngs, dtypes=dtypes)
         self.blocks = make_blocks(make_block, options.depth, scan=options.scan_layers)
         norm = functools.partial(layer_norm, width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
-        last = {"depth": options.depth, "last_norm": True}
-        self.norm = declare(norm(), **last) if options.last_norm else Identity()
+        self.norm = (
+            declare(norm(), depth=options.depth, last_norm=True)
+            if options.last_norm
+            else Identity()
+        )
         pooled = width * (2 if options.pooling == "class_mean" else 1)
         self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
 

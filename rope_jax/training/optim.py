@@ -207,8 +207,7 @@ def backbone_rates(params: nnx.State, factor: float) -> Any:
     The norms or the pyramid that make the head's maps are part of the backbone in official codes.
     Models without a head of dense prediction have the factor 1.
     """
-    of_backbone = ("backbone", "neck")
-    return _of_each(lambda path, leaf: factor if path[0] in of_backbone else 1.0, params)
+    return _of_each(lambda path, leaf: factor if path[0] in ("backbone", "neck") else 1.0, params)
 
 
 def make_optimizer(
