@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,25 @@ class PaddedWindow(Window):
 
     def fit(self, grid: tuple[int, int]) -> "PaddedWindow":
         return self
+
+    def padded(self, grid: tuple[int, int]) -> tuple[int, ...]:
+        """Rows and columns of a map of `grid` with its padding."""
+        return tuple(n + -n % size for n, size in zip(grid, self.size, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedNeighborhood(Neighborhood):
+    """Neighbourhoods on maps with padding, which no neighbourhood is larger than (NATTEN 0.14).
+
+    The map is padded at the bottom and right, and tokens attend to the padding.
+    """
+
+    padding: ClassVar[str] = "tokens"
+
+    def padded(self, grid: tuple[int, int]) -> tuple[int, ...]:
+        """Rows and columns of a map of `grid` with its padding."""
+        spans = (size * step for size, step in zip(self.size, self.dilation, strict=True))
+        return tuple(map(max, grid, spans))
 
 
 def window_of(side: int, padding: str) -> Window:
@@ -145,9 +165,9 @@ class SelfAttention(nnx.Module):
         if self.qv_bias is not None:
             qkv += self._bias().astype(qkv.dtype)
         qkv = qkv.reshape(batch, *places, 3 * features)
-        if isinstance(pattern, PaddedWindow):
+        if isinstance(pattern, PaddedWindow | PaddedNeighborhood):
             filling = self._bias() if pattern.padding == "tokens" else None
-            qkv = _pad_to_windows(qkv, pattern, filling)
+            qkv = _pad_map(qkv, pattern.padded(grid), filling)
         qkv = qkv.reshape(*qkv.shape[:-1], 3, self.heads, features // self.heads)
         scale = self.scale
         if terms.logit_scale != 1:  # a number, as kernels take it
@@ -164,7 +184,7 @@ class SelfAttention(nnx.Module):
             with jax.named_scope("attention"), jax.named_scope(stated):
                 out = over_batch(attend, qkv, (terms.rotation, bias, terms.transform))
 
-        if isinstance(pattern, PaddedWindow):
+        if isinstance(pattern, PaddedWindow | PaddedNeighborhood):
             out = out[:, : grid[0], : grid[1]]
 
         # Attention's output would otherwise be saved twice, for its own backward pass and, in the
@@ -184,7 +204,7 @@ class SelfAttention(nnx.Module):
 
 
 def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> int:
-    """Pairs of query and key in one attention layer on a map, with the padding of windows.
+    """Pairs of query and key in one attention layer on a map, with the padding of patterns.
 
     Args:
         pattern: attention pattern.
@@ -195,6 +215,7 @@ def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> 
         return (prefix + grid[0] * grid[1]) ** 2
     pairs = 1
     if isinstance(pattern, Neighborhood):
+        grid = pattern.padded(grid) if isinstance(pattern, PaddedNeighborhood) else grid
         for n, kernel, step in zip(grid, pattern.size, pattern.dilation, strict=True):
             pairs *= sum(min(kernel, -(-(n - i % step) // step)) for i in range(n))
     else:
@@ -203,15 +224,14 @@ def attended_pairs(pattern: Pattern, grid: tuple[int, int], prefix: int = 0) -> 
     return pairs
 
 
-def _pad_to_windows(
-    qkv: Float[Array, "B H W C3"], window: Window, filling: Float[Array, " C3"] | None
+def _pad_map(
+    qkv: Float[Array, "B H W C3"], size: tuple[int, ...], filling: Float[Array, " C3"] | None
 ) -> Float[Array, "B H2 W2 C3"]:
-    """A map padded to whole windows at the bottom and right, with a vector or with zeros."""
-    margins = [(0, 0), *((0, -n % m) for n, m in zip(qkv.shape[1:3], window.size, strict=True))]
-    padded = jnp.pad(qkv, [*margins, (0, 0)])
+    """A map padded to `size` at the bottom and right, with a vector or with zeros."""
+    height, width = qkv.shape[1:3]
+    padded = jnp.pad(qkv, ((0, 0), (0, size[0] - height), (0, size[1] - width), (0, 0)))
     if filling is None or padded.shape == qkv.shape:
         return padded
-    height, width = qkv.shape[1:3]
     rows, columns = (np.arange(n) for n in padded.shape[1:3])
     inside = (rows[:, None, None] < height) & (columns[:, None] < width)
     return jnp.where(inside, padded, filling.astype(qkv.dtype))

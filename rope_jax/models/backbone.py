@@ -3,6 +3,15 @@
 A backbone consists of parts: stages of equal blocks on one map, each with its own positional
 scheme. An isotropic model has one part, itself. Costs, analysis and weight conversion iterate over
 the parts and do not distinguish families.
+
+Parameters declare as metadata what training asks of them: `nnx.Param(value, decay=False)`, or
+`blocks.declare(module, depth=0)` for all of a module.
+
+    decay      whether they take part in weight decay; matrices do, and vectors do not, by default
+    depth      for layer-wise learning rates: n of the n-th block through all stages, which
+               `make_blocks` declares, and 0 below the first; none counts with the head
+    last_norm  of the norm after the last block, whose rate may be that of the head or of the block
+    layers     the first axis is that of layers, the first of which has the depth
 """
 
 import abc
@@ -32,7 +41,6 @@ class Backbone(nnx.Module):
         padded: whether calls take the `extent` of images that are padded.
         own_maps: whether `features` makes four maps, of strides 4 to 32, with norms of their own,
             instead of those after blocks.
-        of_classifier: modules that `features` does not apply, whatever the blocks.
         beyond_classifier: starts of the names of parameters that weights of a classifier may lack;
             {i} stands for any number.
         softmax: whether the weights of attention come from a softmax and sum to 1.
@@ -47,7 +55,6 @@ class Backbone(nnx.Module):
 
     hierarchical: ClassVar[bool] = False
     own_maps: ClassVar[bool] = False
-    of_classifier: ClassVar[tuple[str, ...]] = ("head",)
     beyond_classifier: ClassVar[tuple[str, ...]] = ()
     softmax: ClassVar[bool] = True
     task: str = "classification"

@@ -88,16 +88,43 @@ def drop_path_rates(rate: float, depth: int, schedule: str = "linear") -> tuple[
     return tuple(np.linspace(0, rate, depth).tolist())
 
 
-def make_blocks(make: Callable[[], nnx.Module], depth: int, *, scan: bool) -> nnx.List | nnx.Module:
+def declare(module: nnx.Module, **metadata: Any) -> nnx.Module:
+    """Sets metadata of all variables of a module, which it returns; see `models.backbone`."""
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        variable.set_metadata(**metadata)
+    return module
+
+
+def declare_tables(position: Position, first: int, *, shared: int) -> Position:
+    """Declares the depth of a scheme's parameters, and returns the scheme.
+
+    Args:
+        position: positional scheme of a stage.
+        first: depth of the stage's first block; tables of layers have that of their layers.
+        shared: depth of what all layers share.
+    """
+    for _, table in nnx.to_flat_state(nnx.state(position, nnx.Param)):
+        declared = table.get_metadata()
+        of_layers = declared.get("layers", True) or "layer" in declared
+        table.set_metadata(depth=first + declared.get("layer", 0) if of_layers else shared)
+    return position
+
+
+def make_blocks(
+    make: Callable[[], nnx.Module], depth: int, *, scan: bool, first: int = 1
+) -> nnx.List | nnx.Module:
     """Creates `depth` blocks, with the same initial weights either way.
 
     Args:
         make: creates one block.
         depth: number of blocks.
         scan: return one block whose parameters have the layer as their first axis, for a scan.
+        first: depth of the first block, counted through all stages from 1.
     """
     blocks = [make() for _ in range(depth)]
-    return stack_blocks(blocks) if scan else nnx.List(blocks)
+    if scan:
+        return declare(stack_blocks(blocks), depth=first)
+    return nnx.List(declare(block, depth=number) for number, block in enumerate(blocks, first))
 
 
 def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
@@ -105,9 +132,7 @@ def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
     graph, _ = nnx.split(blocks[0])
     states = [nnx.state(block) for block in blocks]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    for _, variable in nnx.to_flat_state(stacked):
-        variable.set_metadata(layers=True)
-    return nnx.merge(graph, stacked)
+    return declare(nnx.merge(graph, stacked), layers=True)
 
 
 def list_blocks(blocks: nnx.List | nnx.Module, depth: int) -> nnx.List:

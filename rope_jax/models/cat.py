@@ -31,8 +31,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.blocks import drop_path
-from rope_jax.models.layers import dtypes_of, make_head, torch_linear
+from rope_jax.models.blocks import declare, drop_path
+from rope_jax.models.layers import Mlp, dtypes_of, make_head, torch_linear
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, Positive
@@ -246,17 +246,6 @@ class CrossAxisAttention(nnx.Module):
         return gamma * jnp.exp(-distance)[..., None, None]
 
 
-class SiluMlp(nnx.Module):
-    """Linear, SiLU, linear, without biases."""
-
-    def __init__(self, features: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.fc1 = torch_linear(features, hidden, use_bias=False, rngs=rngs, dtypes=dtypes)
-        self.fc2 = torch_linear(hidden, features, use_bias=False, rngs=rngs, dtypes=dtypes)
-
-    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        return self.fc2(jax.nn.silu(self.fc1(x)))
-
-
 class CrossAxisBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) (Algorithm 1)."""
 
@@ -265,7 +254,8 @@ class CrossAxisBlock(nnx.Module):
         self.norm1 = _norm(options, rngs=rngs, dtypes=dtypes)
         self.norm2 = _norm(options, rngs=rngs, dtypes=dtypes)
         self.attn = CrossAxisAttention(options, rngs=rngs, dtypes=dtypes)
-        self.mlp = SiluMlp(width, hidden, rngs=rngs, dtypes=dtypes)
+        make = functools.partial(torch_linear, use_bias=False)
+        self.mlp = Mlp(width, hidden, activation=jax.nn.silu, make=make, rngs=rngs, dtypes=dtypes)
 
     def __call__(
         self,
@@ -313,12 +303,15 @@ class CAT(ViT):
         settings |= {"image_size": image_size, "num_classes": num_classes, "dtype": dtype}
         super().__init__(options, rngs=rngs, **settings)
         dtypes = dtypes_of(dtype)
-        self.norm = _norm(options, rngs=rngs, dtypes=dtypes)
+        self.norm = declare(
+            _norm(options, rngs=rngs, dtypes=dtypes), depth=options.depth, last_norm=True
+        )
         self.head = make_head(
             options.width, num_classes, rngs=rngs, dtypes=dtypes, make=torch_linear
         )
         if options.imprint_token:
             self.imprint_token = self.learned_tokens(1, rngs=rngs, dtypes=dtypes)
+            self.imprint_token.set_metadata(depth=None)  # it acts in every layer
         # Rejects a scheme with a bias now rather than at the first call.
         jax.eval_shape(self.__call__, jax.ShapeDtypeStruct((1, *image_size, 3), dtype))
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.initializers import he_init
 from rope_jax.models.blocks import Block, drop_path
-from rope_jax.models.layers import PatchProjection, conv, dtypes_of, linear, output_size
+from rope_jax.models.layers import PatchEmbed, conv, dtypes_of, linear, output_size
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
@@ -100,17 +100,6 @@ class ConvTokens(nnx.Module):
         return x
 
 
-class Patches(nnx.Module):
-    """Projection of patches, initialised for a ReLU as in the official code, though it has none."""
-
-    def __init__(self, options: CCTOptions, *, rngs: nnx.Rngs, dtypes: dict):
-        settings = {"kernel_init": he_init, "rngs": rngs, "dtypes": dtypes}
-        self.proj = PatchProjection(options.patch_size, options.width, **settings)
-
-    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
-        return self.proj(images)
-
-
 class CompactBlock(Block):
     """x = norm2(x + attention(norm1(x))), then x + mlp(x).
 
@@ -146,7 +135,6 @@ class CCT(ViT):
     """
 
     block = CompactBlock
-    of_classifier = ("head", "attention_pool")
 
     def __init__(self, options: CCTOptions, *, rngs: nnx.Rngs, dtype: np.dtype, **settings: Any):
         super().__init__(options, rngs=rngs, dtype=dtype, **settings)
@@ -156,8 +144,12 @@ class CCT(ViT):
             self.attention_pool = linear(options.width, 1, rngs=rngs, dtypes=dtypes_of(dtype))
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
-        stem = ConvTokens if self.options.conv_layers else Patches
-        return stem(self.options, rngs=rngs, dtypes=dtypes)
+        options, settings = self.options, {"rngs": rngs, "dtypes": dtypes}
+        if options.conv_layers:
+            return ConvTokens(options, **settings)
+        # Initialised for a ReLU as in the official code, though there is none.
+        settings |= {"norm_epsilon": None, "kernel_init": he_init}
+        return PatchEmbed(options.patch_size, options.width, **settings)
 
     def grids(self, image_size: Grid) -> list[Grid]:
         options = self.options

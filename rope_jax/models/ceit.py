@@ -4,7 +4,6 @@ The only family with batch normalisation, see `BatchNorm`.
 """
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -22,6 +21,7 @@ from rope_jax.models.layers import (
     PatchProjection,
     conv,
     dtypes_of,
+    gelu,
     layer_norm,
     torch_linear,
 )
@@ -126,7 +126,6 @@ class LocalMlp(nnx.Module):
         batch, tokens, _ = x.shape
         area = grid[0] * grid[1]
         prefix, x = jnp.split(x, [tokens - area], axis=1)
-        gelu = functools.partial(jax.nn.gelu, approximate=False)
         x = gelu(self.bn1(self.conv1(x), train)).reshape(batch, *grid, -1)
         x = gelu(self.bn2(self.conv2(x), train)).reshape(batch, area, -1)
         return jnp.concatenate([prefix, self.bn3(self.conv3(x), train)], axis=1)
@@ -175,7 +174,6 @@ class CeiT(ViT):
     """
 
     block = LocalBlock
-    of_classifier = ("head", "lca")
 
     def __init__(self, options: CeiTOptions, *, rngs: nnx.Rngs, dtype: np.dtype, **settings: Any):
         super().__init__(options, rngs=rngs, dtype=dtype, **settings)
@@ -195,16 +193,9 @@ class CeiT(ViT):
     def block_arguments(self, patches: Float[Array, "B H W C"], train: bool) -> list[tuple] | None:
         return [(train,)] * self.options.depth
 
-    def encode(
-        self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
-    ) -> Float[Array, "B L C"]:
-        """Tokens of the last block, not normalised: the last norm is for the class tokens."""
-        (x,) = self.run(images, train, key, [self.options.depth - 1])
-        return x
-
     @property
     def norms_tokens(self) -> bool:
-        return False
+        return False  # the last norm is for the class tokens
 
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None

@@ -131,6 +131,7 @@ def conv(
     dtypes: dict,
     use_bias: bool = False,
     kernel_init: Callable = conv_init,
+    bias_init: Callable | None = None,
 ) -> nnx.Conv:
     """A convolution with a square kernel, padded with zeros; torch's initialisation by default."""
     return nnx.Conv(
@@ -141,7 +142,7 @@ def conv(
         padding=padding,
         use_bias=use_bias,
         kernel_init=kernel_init,
-        bias_init=fan_in_bias_init(kernel**2 * inputs),
+        bias_init=bias_init or fan_in_bias_init(kernel**2 * inputs),
         rngs=rngs,
         **dtypes,
     )
@@ -225,19 +226,52 @@ class BatchNorm(nnx.Module):
         return running.replace((1 - self.momentum) * running[...] + self.momentum * value)
 
 
-class Mlp(nnx.Module):
-    """Linear, GELU (exact), linear."""
+def dropout(
+    x: Float[Array, "B ..."], rate: float, key: Array | None, *, shared: tuple[int, ...] = ()
+) -> Float[Array, "B ..."]:
+    """Sets elements to 0 with probability `rate` and scales the others up.
 
-    def __init__(self, features: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.fc1 = linear(features, hidden, rngs=rngs, dtypes=dtypes)
-        self.fc2 = linear(hidden, features, rngs=rngs, dtypes=dtypes)
+    Args:
+        x: any array.
+        rate: 0 to below 1.
+        key: None (evaluation) drops nothing.
+        shared: axes along which elements are dropped together; the rows and columns of a map for
+            torch's Dropout2d, which drops whole channels.
+    """
+    if key is None or not rate:
+        return x
+    shape = [1 if axis in shared else length for axis, length in enumerate(x.shape)]
+    kept = jax.random.bernoulli(key, 1 - rate, shape)
+    return x * jnp.where(kept, 1 / (1 - rate), 0).astype(x.dtype)
+
+
+@jax.checkpoint
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU (exact), recomputed in the backward pass: its derivative needs three arrays."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+class Mlp(nnx.Module):
+    """Linear, GELU (exact) or another activation, linear; the linear layers are those of `make`."""
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: Callable[[Array], Array] = gelu,
+        make: Callable[..., Linear] = linear,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        self.activation = activation
+        self.fc1 = make(features, hidden, rngs=rngs, dtypes=dtypes)
+        self.fc2 = make(hidden, features, rngs=rngs, dtypes=dtypes)
 
     def __call__(
         self, x: Float[Array, "... C"], norm: LayerNorm | None = None
     ) -> Float[Array, "... C"]:
-        # Recomputed in the backward pass: its derivative needs three arrays, its input is one.
-        gelu = functools.partial(jax.nn.gelu, approximate=False)
-        return self.fc2(jax.checkpoint(gelu)(self.fc1(x, norm)))
+        return self.fc2(self.activation(self.fc1(x, norm)))
 
 
 class SwiGLU(nnx.Module):
@@ -359,8 +393,10 @@ class PatchEmbed(nnx.Module):
         norm_epsilon: float | None,
         rngs: nnx.Rngs,
         dtypes: dict,
+        kernel_init: Callable = conv_init,
     ):
-        self.proj = PatchProjection(patch_size, features, rngs=rngs, dtypes=dtypes)
+        settings = {"kernel_init": kernel_init, "rngs": rngs, "dtypes": dtypes}
+        self.proj = PatchProjection(patch_size, features, **settings)
         make = functools.partial(layer_norm, features, rngs=rngs, dtypes=dtypes)
         self.norm = None if norm_epsilon is None else make(norm_epsilon)
 

@@ -6,16 +6,15 @@ The -s forms have Swin's stem and downsampling.
 import dataclasses
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.attention import SelfAttention
-from rope_jax.models.layers import LayerNorm, conv, layer_norm
+from rope_jax.models.attention import PaddedNeighborhood
+from rope_jax.models.layers import conv, layer_norm
 from rope_jax.models.registry import check_divisible, register
 from rope_jax.models.swin import SIZES, Hierarchy, HierarchyOptions
 from rope_jax.names.options import Count
-from rope_jax.positions import Position, Terms
+from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax_kernels import Neighborhood, Pattern
 
@@ -74,55 +73,19 @@ class ConvDownsampler(nnx.Module):
         return self.norm(self.reduction(x))
 
 
-class PaddedAttention(SelfAttention):
-    """Neighbourhood attention on a padded map, see `NATOptions.pad_compat`."""
-
-    def __init__(self, unpadded: SelfAttention):
-        for name, value in vars(unpadded).items():
-            if not name.startswith("_"):  # those are flax's own
-                setattr(self, name, value)
-
-    def __call__(
-        self,
-        x: Float[Array, "B L C"],
-        grid: Grid,
-        pattern: Pattern,
-        terms: Terms,
-        *dropping: Any,
-        norm: LayerNorm | None = None,
-    ) -> Float[Array, "B L C"]:
-        x = x if norm is None else norm(x)
-        if terms.add is not None:
-            x, terms = x + terms.add.astype(x.dtype), dataclasses.replace(terms, add=None)
-        batch, _, features = x.shape
-        spans = [size * step for size, step in zip(pattern.size, pattern.dilation, strict=True)]
-        height, width = (max(n, span) for n, span in zip(grid, spans, strict=True))
-        below, right = height - grid[0], width - grid[1]
-        x = jnp.pad(x.reshape(batch, *grid, features), ((0, 0), (0, below), (0, right), (0, 0)))
-        x = x.reshape(batch, -1, features)
-        x = super().__call__(x, (height, width), pattern, terms, *dropping)
-        x = x.reshape(batch, height, width, features)
-        return x[:, : grid[0], : grid[1]].reshape(batch, -1, features)
-
-
 class NAT(Hierarchy):
     """Neighbourhood attention transformer (arXiv 2204.07143; dilated: 2209.15001)."""
 
     def __init__(self, options: NATOptions, *, position: str, **settings: Any):
         super().__init__(options, position=position, **settings)
-        if not options.pad_compat:
-            return
-        for stage in self.stages:
-            for _, scheme in nnx.iter_modules(stage.position):
-                acts = scheme.acts if isinstance(scheme, Position) else ""
-                if "rotation" in acts or "transform" in acts:
-                    raise ValueError(
-                        f"position={position!r} does not go with pad_compat=True, which reproduces "
-                        "NATTEN 0.14: padding has no place on the map that a rotation or transform "
-                        "could use; leave pad_compat out, or use rpb, none or absolute positions"
-                    )
-            for block in stage.blocks if isinstance(stage.blocks, nnx.List) else [stage.blocks]:
-                block.attn = PaddedAttention(block.attn)
+        modules = nnx.iter_modules(self)
+        acts = {module.acts for _, module in modules if isinstance(module, Position)}
+        if options.pad_compat and acts & {"rotation", "transform"}:
+            raise ValueError(
+                f"position={position!r} does not go with pad_compat=True, which reproduces NATTEN "
+                "0.14: padding has no place on the map that a rotation or transform could use; "
+                "leave pad_compat out, or use rpb, none or absolute positions"
+            )
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         options = self.options
@@ -136,12 +99,13 @@ class NAT(Hierarchy):
         return ConvDownsampler(features, self.options.norm_epsilon, rngs=rngs, dtypes=dtypes)
 
     def pattern(self) -> Neighborhood:
-        return Neighborhood((self.options.kernel_size,) * 2)
+        kind = PaddedNeighborhood if self.options.pad_compat else Neighborhood
+        return kind((self.options.kernel_size,) * 2)
 
     def patterns(self, part: int, grid: Grid) -> list[Pattern]:
         # Dilations are those of training, on every map.
         plain, options = self.pattern(), self.options
-        dilated = Neighborhood(plain.size, (options.dilations[part],) * 2)
+        dilated = dataclasses.replace(plain, dilation=(options.dilations[part],) * 2)
         return [dilated if block % 2 else plain for block in range(options.depths[part])]
 
 

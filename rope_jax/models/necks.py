@@ -58,10 +58,9 @@ class MultiLevel(nnx.Module):
         self.laterals = nnx.List(
             Linear(features, features, **settings, **dtypes) for _ in self.scales
         )
-        settings |= {"stride": 1, "padding": 1, "use_bias": True, "dtypes": dtypes}
+        settings |= {"bias_init": jax.nn.initializers.zeros, "dtypes": dtypes}
+        settings |= {"stride": 1, "padding": 1, "use_bias": True}
         self.convs = nnx.List(conv(features, features, 3, **settings) for _ in self.scales)
-        for layer in self.convs:
-            layer.bias.set_value(jax.numpy.zeros_like(layer.bias[...]))
 
     def __call__(
         self, maps: Sequence[Float[Array, "B _H _W C"]], train: bool

@@ -19,6 +19,8 @@ from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_window
 from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import (
     Block,
+    declare,
+    declare_tables,
     drop_path_rates,
     make_blocks,
     prepare_blocks,
@@ -128,22 +130,13 @@ class HierarchyStage(nnx.Module):
 
     def __init__(
         self,
-        options: ViTOptions,
         position: Position,
         rates: tuple[float, ...],
+        blocks: nnx.List | nnx.Module,
         downsample: nnx.Module | None,
-        *,
-        scan: bool,
-        rngs: nnx.Rngs,
-        dtypes: dict,
     ):
-        def make_block() -> Block:
-            return Block(options, rngs=rngs, dtypes=dtypes)
-
-        self.position = position
-        self.rates = rates
-        self.blocks = make_blocks(make_block, options.depth, scan=scan)
-        self.downsample = downsample
+        self.position, self.rates = position, rates
+        self.blocks, self.downsample = blocks, downsample
 
     def __call__(
         self,
@@ -193,31 +186,31 @@ class Hierarchy(Backbone):
         dtypes = dtypes_of(dtype)
         self.options = options
         self.prepare(image_size)
-        self.patch_embed = self.stem(rngs=rngs, dtypes=dtypes)
+        self.patch_embed = declare(self.stem(rngs=rngs, dtypes=dtypes), depth=0)
         rates = iter(drop_path_rates(options.drop_path, sum(options.depths)))
-        stages, final = [], len(options.depths) - 1
+        stages, final, last = [], len(options.depths) - 1, 0
         for index, grid in enumerate(self.grids(image_size)):
             block = options.of_stage(index)
+            first, last = last + 1, last + block.depth
             stage = block.stage(grid, self.pattern(), dtypes["param_dtype"])
             scheme = create_position(position, stage, rngs=rngs)
             check_windows(scheme)
             if index > 0:
                 scheme = _without_embedding(scheme, rngs)
+            declare_tables(scheme, first, shared=first)
             downsample = None
             if index < final:
                 downsample = self.downsample(block.width, rngs=rngs, dtypes=dtypes)
+                declare(downsample, depth=last)
+            make_block = functools.partial(Block, block, rngs=rngs, dtypes=dtypes)
+            blocks = make_blocks(make_block, block.depth, scan=options.scan_layers, first=first)
             own_rates = tuple(itertools.islice(rates, block.depth))
-            scan = options.scan_layers
-            stages.append(
-                HierarchyStage(
-                    block, scheme, own_rates, downsample, scan=scan, rngs=rngs, dtypes=dtypes
-                )
-            )
+            stages.append(HierarchyStage(scheme, own_rates, blocks, downsample))
         self.stages = nnx.List(stages)
         norm = functools.partial(
             layer_norm, block.width, options.norm_epsilon, rngs=rngs, dtypes=dtypes
         )
-        self.norm = norm() if options.last_norm else Identity()
+        self.norm = declare(norm(), depth=last, last_norm=True) if options.last_norm else Identity()
         self.head = make_head(block.width, num_classes, rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
@@ -259,10 +252,9 @@ class Hierarchy(Backbone):
         x, first = self.patch_embed(images), 0
         for index, (stage, grid) in enumerate(zip(self.stages, grids, strict=True)):
             end = first + self.options.depths[index]
-            wanted = {*range(first, end)} & {*blocks}
-            if blocks[-1] >= end:
-                wanted.add(end - 1)  # whose map goes on to the next stage
-            wanted = sorted(wanted)
+            run = range(first, min(end, blocks[-1] + 1))
+            # The map of the last one may go on to the next stage.
+            wanted = [block for block in run if block in blocks or block == run[-1]]
             own_keys = keys[2 * index : 2 * index + 2]
             own = stage(x, self.patterns(index, grid), [n - first for n in wanted], *own_keys)
             for block, x in zip(wanted, own, strict=True):

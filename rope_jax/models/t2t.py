@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.initializers import orthogonal_init
 from rope_jax.models.blocks import Block
-from rope_jax.models.layers import Mlp, layer_norm, linear, output_size
+from rope_jax.models.layers import Mlp, dropout, layer_norm, linear, output_size
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
@@ -111,14 +111,6 @@ class Performer(nnx.Module):
         w = self.w[...]
         x = x.astype(w.dtype)
         return jnp.exp(x @ w.T - (x * x).sum(axis=-1, keepdims=True) / 2) / math.sqrt(len(w))
-
-
-def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
-    """Drops elements with probability `rate` and scales the others up; without a key, none."""
-    if key is None or rate == 0.0:
-        return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 def soft_split(

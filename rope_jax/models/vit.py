@@ -19,6 +19,8 @@ from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import (
     Block,
     RunBlocks,
+    declare,
+    declare_tables,
     drop_path_rates,
     make_blocks,
     prepare_blocks,
@@ -186,20 +188,21 @@ class ViT(Backbone):
             "neighborhood": Neighborhood((options.kernel_size,) * 2),
             "window": window_of(options.window_size, options.window_padding),
         }[options.attention]
-        self.patch_embed = self.stem(rngs=rngs, dtypes=dtypes)
+        self.patch_embed = declare(self.stem(rngs=rngs, dtypes=dtypes), depth=0)
         self.class_token = self.learned_tokens(int(options.class_token), rngs=rngs, dtypes=dtypes)
         self.registers = self.learned_tokens(options.registers, rngs=rngs, dtypes=dtypes)
         stage = options.stage(self.grids(image_size)[0], self.pattern, dtypes["param_dtype"])
-        self.position = create_position(position, stage, rngs=rngs)
+        self.position = declare_tables(create_position(position, stage, rngs=rngs), 1, shared=0)
         check_windows(self.position)
         self.rates = drop_path_rates(options.drop_path, options.depth, options.drop_path_schedule)
-
-        def make_block() -> nnx.Module:
-            return self.block(options, rngs=rngs, dtypes=dtypes)
-
+        make_block = functools.partial(self.block, options, rngs=rngs, dtypes=dtypes)
         self.blocks = make_blocks(make_block, options.depth, scan=options.scan_layers)
         norm = functools.partial(layer_norm, width, options.norm_epsilon, rngs=rngs, dtypes=dtypes)
-        self.norm = norm() if options.last_norm else Identity()
+        self.norm = (
+            declare(norm(), depth=options.depth, last_norm=True)
+            if options.last_norm
+            else Identity()
+        )
         pooled = width * (2 if options.pooling == "class_mean" else 1)
         self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
 
@@ -216,7 +219,7 @@ class ViT(Backbone):
         if not count:
             return None
         shape, init = (1, count, self.options.width), normal_init(self.options.token_std)
-        return nnx.Param(init(rngs.params(), shape, dtypes["param_dtype"]), decay=False)
+        return nnx.Param(init(rngs.params(), shape, dtypes["param_dtype"]), decay=False, depth=0)
 
     def parts(self) -> dict[str, nnx.Module]:
         return {"": self}

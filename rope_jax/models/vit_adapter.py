@@ -19,7 +19,7 @@ from rope_jax.initializers import normal_init
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.ceit import DepthwiseConv
 from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.heads.maps import ConvNorm, resize_maps
+from rope_jax.models.heads.maps import ConvNorm, centres, flatten, resize_maps, unflatten
 from rope_jax.models.layers import (
     BatchNorm,
     Deconv,
@@ -127,7 +127,7 @@ class Injector(nnx.Module):
     ) -> Float[Array, "B L C"]:
         """Returns the ViT's tokens of a map of `grid`; `branch` has those of maps of `sizes`."""
         query, values = self.query_norm(tokens), self.token_norm(branch)
-        return tokens + self.scale(self.attn(query, _centres([grid]), values, sizes))
+        return tokens + self.scale(self.attn(query, _places([grid]), values, sizes))
 
 
 class Extractor(nnx.Module):
@@ -163,9 +163,9 @@ class Extractor(nnx.Module):
             key: for drop path; None (evaluation) drops nothing.
         """
         query, values = self.query_norm(branch), self.token_norm(tokens)
-        branch = branch + self.attn(query, _centres(sizes), values, [grid])
+        branch = branch + self.attn(query, _places(sizes), values, [grid])
         hidden = self.fc1(self.mlp_norm(branch))
-        hidden = _join([self.conv(x) for x in _split(hidden, sizes)])
+        hidden = flatten([self.conv(x) for x in unflatten(hidden, sizes)])
         out = self.fc2(jax.nn.gelu(hidden, approximate=False))
         return branch + drop_path(out, drop, key)
 
@@ -238,7 +238,7 @@ class ViTAdapter(ViT):
         finest, *priors = self.prior(images, train)
         sizes = [x.shape[1:3] for x in priors]
         levels = self.levels[...].astype(finest.dtype)
-        branch = _join([x + level for x, level in zip(priors, levels, strict=True)])
+        branch = flatten([x + level for x, level in zip(priors, levels, strict=True)])
         x, run = self.start(images, train, keys[0])
         prefix, first, maps = x.shape[1] - grid[0] * grid[1], 0, []
         groups = zip(self.interactions, options.groups, keys[1:], strict=True)
@@ -250,7 +250,7 @@ class ViTAdapter(ViT):
             for index, extractor in enumerate(interaction.extractors):
                 drop_key = None if own_key is None else jax.random.fold_in(own_key, index)
                 branch = extractor(branch, sizes, tokens, grid, options.drop_path, drop_key)
-        outputs = _split(branch, sizes)
+        outputs = unflatten(branch, sizes)
         outputs = [finest + self.up(outputs[0]), *outputs]
         maps = maps if options.added == "groups" else maps[-1:] * len(outputs)
         return [
@@ -259,22 +259,9 @@ class ViTAdapter(ViT):
         ]
 
 
-def _join(maps: Sequence[Float[Array, "B _ _ C"]]) -> Float[Array, "B S C"]:
-    """Tokens of all maps, one map after the other in reading order."""
-    return jnp.concatenate([x.reshape(x.shape[0], -1, x.shape[-1]) for x in maps], axis=1)
-
-
-def _split(tokens: Float[Array, "B S C"], sizes: Sequence[Grid]) -> list[Float[Array, "B _ _ C"]]:
-    """Inverse of `_join` for maps of these sizes."""
-    ends = np.cumsum([height * width for height, width in sizes])
-    parts = jnp.split(tokens, ends[:-1], axis=1)
-    return [x.reshape(x.shape[0], *size, -1) for x, size in zip(parts, sizes, strict=True)]
-
-
-def _centres(sizes: Sequence[Grid]) -> Float[Array, "1 S 1 2"]:
-    """Centres (x, y) of the tokens of maps in reading order; a map is [0, 1] along each axis."""
-    centres = [(np.indices(size).reshape(2, -1).T + 0.5) / size for size in sizes]
-    return jnp.asarray(np.concatenate(centres)[None, :, None, ::-1])
+def _places(sizes: Sequence[Grid]) -> Float[Array, "1 S 1 2"]:
+    """Centres of the tokens of maps, as references of deformable attention."""
+    return jnp.asarray(centres(sizes))[None, :, None]
 
 
 def _norms(

@@ -175,9 +175,8 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     """Factors on the learning rate of each parameter for layer-wise decay.
 
     The factor is 1 for the head, `layer_decay` for the last block, its square for the block below,
-    and so on through all stages; downsampling counts with the block before it. The stem, class
-    tokens and embeddings added to tokens are below the first block. Per-layer tables of a scheme
-    count with their layers. Neck and head of a dense model have the factor 1.
+    and so on, by the depth that parameters declare (see `rope_jax.models.backbone`). Those without
+    a depth count with the head, as do neck and head of a dense model.
 
     Args:
         params: of a model.
@@ -188,48 +187,18 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     Returns:
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.
     """
-    flat = nnx.to_flat_state(params)
-    dense = any(path[0] == BACKBONE for path, _ in flat)
-    depths: dict[int | None, int] = {}  # stage -> blocks; None in models without stages
-    for path, leaf in flat:
-        stage, own = _in_stage(path, dense)
-        if own[0] == "blocks":
-            count = own[1] + 1 if isinstance(own[1], int) else leaf.shape[0]
-            depths[stage] = max(depths.get(stage, 0), count)
-    top = sum(depths.values()) + 1
-
-    def layer(path: tuple, leaf: nnx.Variable) -> Any:
-        """The number of a parameter's layer: 0 is below the first block, `top` is the head."""
-        stage, own = _in_stage(path, dense)
-        first = 1 + sum(depths[other] for other in depths if stage and other < stage)
-        if own[0] == "blocks" and isinstance(own[1], int):
-            return first + own[1]
-        table = leaf.get_metadata().get("layer")  # of one layer, where their shapes differ
-        if own[0] == "position" and table is not None:
-            return first + table
-        if own[0] == "blocks" or (
-            own[0] == "position" and stage in depths and _stacked(path, leaf)
-        ):
-            numbers = first + np.arange(depths[stage], dtype=np.float32)
-            return numbers.reshape(-1, *(1,) * (len(leaf.shape) - 1))
-        if own[0] == "downsample":
-            return first + depths[stage] - 1
-        if own[0] in _STEM:
-            return first if own[0] == "position" and stage is not None else 0
-        return top - 1 if own[0] == "norm" and last_norm == "block" else top
-
-    return _of_each(lambda path, leaf: layer_decay ** (top - layer(path, leaf)), params)
-
-
-def _in_stage(path: tuple, dense: bool) -> tuple[int | None, tuple]:
-    """The stage that has a parameter, and the parameter's path in it, or in the backbone."""
-    if dense:
-        path = path[1:] if path[0] == BACKBONE else ("head",)
-    return (path[1], path[2:]) if path[0] == "stages" else (None, path)
-
-
-BACKBONE, NECK = "backbone", "neck"  # of a dense model
-_STEM = ("patch_embed", "class_token", "registers", "position")
+    depths = {}
+    for path, leaf in nnx.to_flat_state(params):
+        declared = leaf.get_metadata()
+        depth, is_norm = declared.get("depth"), declared.get("last_norm", False)
+        if depth is None or (is_norm and last_norm == "head"):
+            continue
+        if _stacked(path, leaf):
+            numbers = depth + np.arange(leaf.shape[0], dtype=np.float32)
+            depth = numbers.reshape(-1, *(1,) * (len(leaf.shape) - 1))
+        depths[path] = depth
+    top = 1 + max((int(np.max(depth)) for depth in depths.values()), default=0)
+    return _of_each(lambda path, leaf: layer_decay ** (top - depths.get(path, top)), params)
 
 
 def backbone_rates(params: nnx.State, factor: float) -> Any:
@@ -238,7 +207,7 @@ def backbone_rates(params: nnx.State, factor: float) -> Any:
     The norms or the pyramid that make the head's maps are part of the backbone in official codes.
     Models without a head of dense prediction have the factor 1.
     """
-    return _of_each(lambda path, leaf: factor if path[0] in (BACKBONE, NECK) else 1.0, params)
+    return _of_each(lambda path, leaf: factor if path[0] in ("backbone", "neck") else 1.0, params)
 
 
 def make_optimizer(

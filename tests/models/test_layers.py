@@ -1,4 +1,4 @@
-"""Layers in bfloat16: outputs, and the precision of float32 gradients."""
+"""Layers in bfloat16: outputs, and the precision of float32 gradients. Dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.models.layers import PatchProjection, dtypes_of, layer_norm, linear
+from rope_jax.models.layers import PatchProjection, dropout, dtypes_of, layer_norm, linear
 
 
 def made(kind, dtype):
@@ -101,3 +101,16 @@ def test_a_norm_that_acts_on_the_weights_has_the_gradients_of_one_that_acts_on_r
     joined, apart = (error(run("bfloat16", "float32", apart)) for apart in (False, True))
     assert max(joined) < 2**-6
     assert all(ours < 1.5 * theirs + 2**-12 for ours, theirs in zip(joined, apart, strict=True))
+
+
+@pytest.mark.parametrize(("rate", "shared"), [(0.1, ()), (0.25, (1, 2))])
+def test_dropout_drops_numbers_or_whole_channels_and_keeps_the_mean(rate, shared):
+    x = jnp.ones((100, 4, 4, 64))
+    dropped = np.asarray(dropout(x, rate, jax.random.key(0), shared=shared))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / (1 - rate))}
+    assert (dropped == dropped[:, :1, :1]).all() == bool(shared)
+    draws = 100 * 64 * (1 if shared else 16)
+    deviation = (rate * (1 - rate) / draws) ** 0.5
+    assert abs((dropped == 0).mean() - rate) < 5 * deviation
+    assert dropout(x, rate, None, shared=shared) is x
+    assert dropout(x, 0.0, jax.random.key(0)) is x

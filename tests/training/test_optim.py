@@ -10,6 +10,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.config import OptimConfig
+from rope_jax.models.blocks import declare, make_blocks
 from rope_jax.training import optim
 from rope_jax.workdir.trees import named_leaves
 
@@ -313,6 +314,14 @@ def test_layer_decay_counts_through_stages(scan):
     assert found["head.kernel"] == 1.0
 
 
+def test_the_table_of_a_layer_has_the_rate_of_the_layer():
+    """Where tables of layers differ in shape, each is a parameter of its own."""
+    options = {"attention": "window", "window_size": 4, "global_blocks": (1,), "depth": 3}
+    found = rates("vit_s16", "decomposed", width=24, heads=3, **options)
+    tables = [found[f"position.{axis}.{i}"] for axis in ("rows", "columns") for i in range(3)]
+    assert tables == [0.125, 0.25, 0.5] * 2
+
+
 @pytest.mark.parametrize("position", ["peg", "gpe", "ape"])
 def test_layer_decay_tells_kernels_from_layers(position):
     """A kernel of three rows, or a table of three positions, in a model of three layers."""
@@ -329,11 +338,60 @@ def test_a_norm_shared_by_all_layers_is_below_the_first():
     np.testing.assert_array_equal(np.ravel(found["position.scale"]), [0.125, 0.25, 0.5])
 
 
+class Pyramid(nnx.Module):
+    """A backbone of your own: its modules have other names than those here."""
+
+    def __init__(self, depths, *, scan):
+        self.rngs = rngs = nnx.Rngs(0)
+        self.tokenizer = declare(self.layer(), depth=0)
+        self.levels, last = nnx.List([]), 0
+        for depth in depths:
+            level, first, last = nnx.Module(), last + 1, last + depth
+            level.layers = make_blocks(self.layer, depth, scan=scan, first=first)
+            level.merge = declare(self.layer(), depth=last)
+            self.levels.append(level)
+        self.final = declare(nnx.LayerNorm(8, rngs=rngs), depth=last, last_norm=True)
+        self.classify = self.layer()
+
+    def layer(self):
+        return nnx.Linear(8, 8, rngs=self.rngs)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_layer_decay_follows_what_a_backbone_of_your_own_declares(scan):
+    params = nnx.state(Pyramid((1, 2), scan=scan), nnx.Param)
+    found = dict(named_leaves(optim.layer_rates(params, 0.5)))
+    layers = [x for name, x in found.items() if re.match(r"levels.1.layers.*kernel", name)]
+    assert np.concatenate([np.ravel(x) for x in layers]).tolist() == [0.25, 0.5]
+    assert np.ravel(found["levels.0.merge.kernel"]).tolist() == [0.125]
+    assert (found["tokenizer.kernel"], found["levels.1.merge.kernel"]) == (0.0625, 0.5)
+    assert found["classify.kernel"] == found["final.scale"] == 1.0
+    assert dict(named_leaves(optim.layer_rates(params, 0.5, "block")))["final.scale"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "names"),
+    [
+        ("cat_5", {"imprint_token": True}, {"imprint_token"}),
+        ("ceit_t", {}, {"lca", "layer_embedding"}),
+        ("cct_7_3x1", {}, {"attention_pool"}),
+        (
+            "vit_adapter_ti16",
+            {"depth": 4, "groups": (0, 1, 2, 3), "deform_heads": 3},
+            {"prior", "levels", "interactions", "up", "map_norms"},
+        ),
+    ],
+)
+def test_what_is_beside_the_blocks_has_the_rate_of_the_head(model, options, names):
+    found = rates(model, "none", **{"depth": 2, "width": 24, "heads": 3} | options)
+    with_head = {name.split(".")[0] for name, rate in found.items() if np.all(rate == 1)}
+    assert with_head - {"norm", "head"} == names
+
+
 def test_layer_decay_scales_steps_and_weight_decay():
-    block = lambda: {"fc1": {"kernel": nnx.Param(jnp.ones((2, 2)))}}
-    params = nnx.State(
-        {"patch_embed": block(), "blocks": {0: block(), 1: block()}, "head": block()}
-    )
+    block = lambda **declared: {"fc1": {"kernel": nnx.Param(jnp.ones((2, 2)), **declared)}}
+    blocks = {0: block(depth=1), 1: block(depth=2)}
+    params = nnx.State({"patch_embed": block(depth=0), "blocks": blocks, "head": block()})
     values = nnx.to_pure_dict(params)
     options = {"weight_decay": 0.5, "clip_norm": None}
     moved = lambda decay: train_steps(

@@ -6,8 +6,8 @@ batch divides them by the number of its boxes.
 Source: Zhang et al., arXiv 2203.03605, and detrex.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
 from rope_jax.models.heads.detection import Targets
-from rope_jax.models.heads.matching import match
-from rope_jax.sharding import gathered
+from rope_jax.models.heads.matching import match_layers
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss (Lin et al., arXiv 1708.02002)
 _LEAST = 1e-8  # probability in the logarithm of a cost
@@ -83,18 +82,10 @@ def matched(
     logits: Float[Array, "R B Q K"], boxes: Float[Array, "R B Q 4"], targets: Targets
 ) -> Targets:
     """The target of every query of R layers, of the cheapest matching of each layer and image."""
-
-    def of_each(function: Callable[..., Any], *in_axes: int | None) -> Callable[..., Any]:
-        """The function of every layer and image, some of whose arguments have no layers."""
-        return jax.vmap(jax.vmap(function), in_axes)
-
-    found = of_each(costs, 0, 0, None)(*jax.lax.stop_gradient((logits, boxes)), targets)
-    # All problems at once, as the search takes many short steps, one after the other; and on every
-    # device, as they would wait for each other at each step.
-    found, real = gathered(found), gathered(targets.real)
-    query = gathered(of_each(match, 0, None)(found, real))
-    queries = logits.shape[2]
-    return of_each(lambda own, query: assign(own, query, queries), None, 0)(targets, query)
+    costs_of_each = jax.vmap(jax.vmap(costs), (0, 0, None))  # targets have no axis of layers
+    found = costs_of_each(*jax.lax.stop_gradient((logits, boxes)), targets)
+    assign_each = jax.vmap(jax.vmap(functools.partial(assign, queries=logits.shape[2])), (None, 0))
+    return assign_each(targets, match_layers(found, targets.real))
 
 
 def box_losses(

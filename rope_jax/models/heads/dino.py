@@ -82,9 +82,9 @@ class Projection(nnx.Module):
     ):
         width = options.width
         shape = {"kernel": kernel, "stride": stride, "padding": kernel // 2}
+        init = {"kernel_init": glorot_init, "bias_init": jax.nn.initializers.zeros}
         settings = {"rngs": rngs, "dtypes": dtypes}
-        self.conv = conv(inputs, width, **shape, use_bias=True, kernel_init=glorot_init, **settings)
-        self.conv.bias.set_value(jnp.zeros(width, dtypes["param_dtype"]))
+        self.conv = conv(inputs, width, **shape, use_bias=True, **init, **settings)
         self.norm = group_norm(width, options.groups, **settings)
 
     def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:

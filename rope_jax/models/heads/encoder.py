@@ -117,11 +117,6 @@ class Levels:
         return self.centres()[:, :, None] * self.shares[:, None]
 
 
-def flatten(maps: Sequence[Float[Array, "B _h _w C"]]) -> Float[Array, "B S C"]:
-    """The tokens of all maps, one map after the other in reading order."""
-    return jnp.concatenate([x.reshape(x.shape[0], -1, x.shape[-1]) for x in maps], axis=1)
-
-
 class EncoderLayer(nnx.Module):
     """Deformable attention of all tokens to all maps, and a feed-forward layer; norms after both.
 

@@ -1,6 +1,7 @@
 """Operations on feature maps [B, H, W, C] that heads share."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -69,23 +70,31 @@ def _multiply(
     return maps if columns is None else multiply("xw,bhwc->bhxc", columns.astype(maps.dtype), maps)
 
 
-def dropout(
-    x: Float[Array, "B ..."], rate: float, key: Array | None, *, shared: tuple[int, ...] = ()
-) -> Float[Array, "B ..."]:
-    """Sets elements to 0 with probability `rate` and scales the others up.
+def flatten(maps: Sequence[Float[Array, "B _h _w C"]]) -> Float[Array, "B S C"]:
+    """The tokens of all maps, one map after the other in reading order."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1, x.shape[-1]) for x in maps], axis=1)
 
-    Args:
-        x: any array.
-        rate: 0 to below 1.
-        key: None (evaluation) drops nothing.
-        shared: axes along which elements are dropped together; the rows and columns of a map for
-            torch's Dropout2d, which drops whole channels.
+
+def unflatten(
+    tokens: Float[Array, "B S C"], sizes: Sequence[Grid]
+) -> list[Float[Array, "B _h _w C"]]:
+    """Inverse of `flatten` for maps of these sizes."""
+    ends = np.cumsum([height * width for height, width in sizes])
+    parts = jnp.split(tokens, ends[:-1], axis=1)
+    return [x.reshape(x.shape[0], *size, -1) for x, size in zip(parts, sizes, strict=True)]
+
+
+def centres(sizes: Sequence[Grid]) -> Float[np.ndarray, "L 2"]:
+    """Centres of all tokens of maps, as x and y from 0 to 1.
+
+    >>> centres([(1, 2)]).tolist()
+    [[0.25, 0.5], [0.75, 0.5]]
     """
-    if key is None or not rate:
-        return x
-    shape = [1 if axis in shared else length for axis, length in enumerate(x.shape)]
-    kept = jax.random.bernoulli(key, 1 - rate, shape)
-    return x * jnp.where(kept, 1 / (1 - rate), 0).astype(x.dtype)
+    found = []
+    for height, width in sizes:
+        y, x = np.indices((height, width)) + 0.5
+        found.append(np.stack([x / width, y / height], axis=-1).reshape(-1, 2))
+    return np.concatenate(found)
 
 
 def group_norm(width: int, groups: int, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.GroupNorm:

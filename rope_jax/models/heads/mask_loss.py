@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from rope_jax.models.deformable import corners_of, gather_sum
 from rope_jax.models.heads.masked_decoder import masks_of
-from rope_jax.models.heads.matching import match
-from rope_jax.sharding import gathered, over_batch
+from rope_jax.models.heads.matching import match_layers
+from rope_jax.sharding import over_batch
 
 CLASS, CROSS_ENTROPY, DICE = 2.0, 5.0, 5.0
 """Weights of the parts of the cost of a match, and of the loss."""
@@ -239,10 +239,7 @@ def set_loss(
         return matching_costs(own, masks_of(embedding, pixels), labels, targets, drawn)
 
     found = jax.lax.map(costs, jax.lax.stop_gradient((classes, embeddings, keys[0])))
-    # All problems at once, as the search takes many short steps, one after the other; and on every
-    # device, as they would wait for each other at each step.
-    found, there = gathered(jax.lax.stop_gradient(found)), gathered(real)
-    matched = gathered(jax.vmap(jax.vmap(match), in_axes=(0, None))(found, there))
+    matched = match_layers(jax.lax.stop_gradient(found), real)
 
     @jax.checkpoint
     def loss(layer: tuple[Array, Array, Array, Array]) -> Float[Array, ""]:

@@ -9,7 +9,13 @@ from jaxtyping import Array, Bool, Float
 
 from rope_jax.initializers import normal_init
 from rope_jax.models.heads.maps import resize_maps
-from rope_jax.models.heads.queries import EPSILON, Attention, FeedForward, sine_positions
+from rope_jax.models.heads.queries import (
+    EPSILON,
+    Attention,
+    FeedForward,
+    perceptron,
+    sine_positions,
+)
 from rope_jax.models.layers import layer_norm, torch_linear
 
 _LEVELS = 3  # maps, to which layers attend in turn
@@ -149,5 +155,4 @@ class MaskedDecoder(nnx.Module):
     ) -> tuple[Float[Array, "B Q K1"], Float[Array, "B Q C"]]:
         """Logits of the classes of queries, and the embeddings of their masks."""
         x = self.norm(x)
-        first, second, last = self.embed
-        return self.classify(x), last(jax.nn.relu(second(jax.nn.relu(first(x)))))
+        return self.classify(x), perceptron(self.embed, x)

@@ -3,9 +3,12 @@
 Source: Carion et al., arXiv 2005.12872, section 3.1.
 """
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
+
+from rope_jax.sharding import gathered
 
 
 def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M"]:
@@ -38,3 +41,13 @@ def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M
     costs = jnp.where(real[:, None] & jnp.isfinite(costs), costs, 0)
     rows, columns = optax.assignment.hungarian_algorithm(costs)
     return jnp.zeros(targets, jnp.int32).at[rows].set(columns.astype(jnp.int32))
+
+
+def match_layers(costs: Float[Array, "R B M Q"], real: Bool[Array, "B M"]) -> Int[Array, "R B M"]:
+    """`match` of each of R layers and each image.
+
+    All problems are solved at once, as the search takes many short steps, one after the other; and
+    on every device, as they would wait for each other at each step.
+    """
+    match_batch = jax.vmap(jax.vmap(match), (0, None))
+    return gathered(match_batch(gathered(costs), gathered(real)))

@@ -10,10 +10,9 @@ from jaxtyping import Array, Float
 
 from rope_jax.initializers import glorot_init, normal_init, uniform_init
 from rope_jax.models.heads.encoder import EncoderLayer
-from rope_jax.models.heads.maps import group_norm, resize_maps
+from rope_jax.models.heads.maps import centres, flatten, group_norm, resize_maps, unflatten
 from rope_jax.models.heads.queries import sine_positions
 from rope_jax.models.layers import Linear, conv
-from rope_jax.positions.grids import Grid
 
 _POINTS = 4  # that a head reads of each map
 
@@ -21,19 +20,6 @@ _POINTS = 4  # that a head reads of each map
 def _spread(fan_in: int) -> Callable:
     """detectron2's c2_xavier_fill: uniform, with the variance 1 / fan_in."""
     return uniform_init((3 / fan_in) ** 0.5)
-
-
-def centres(sizes: Sequence[Grid]) -> Float[np.ndarray, "L 2"]:
-    """Centres of all tokens of maps, as x and y from 0 to 1.
-
-    >>> centres([(1, 2)]).tolist()
-    [[0.25, 0.5], [0.75, 0.5]]
-    """
-    found = []
-    for height, width in sizes:
-        y, x = np.indices((height, width)) + 0.5
-        found.append(np.stack([x / width, y / height], axis=-1).reshape(-1, 2))
-    return np.concatenate(found)
 
 
 class PixelDecoder(nnx.Module):
@@ -101,8 +87,8 @@ class PixelDecoder(nnx.Module):
         sizes = [x.shape[1:3] for x in coarse]
         layers = zip(self.projections, self.norms, coarse, strict=True)
         projected = [norm(project(x)) for project, norm, x in layers]
-        batch, dtype, width = len(coarse[0]), projected[0].dtype, projected[0].shape[-1]
-        x = jnp.concatenate([one.reshape(batch, -1, width) for one in projected], axis=1)
+        dtype, width = projected[0].dtype, projected[0].shape[-1]
+        x = flatten(projected)
         positions = [
             sine_positions(size, width).reshape(-1, width).astype(dtype) + level.astype(dtype)
             for size, level in zip(sizes, self.levels[...], strict=True)
@@ -111,9 +97,7 @@ class PixelDecoder(nnx.Module):
         wide = jnp.promote_types(dtype, jnp.float32)
         for layer in self.layers:
             x = layer(x, jnp.concatenate(positions)[None], jnp.asarray(references, wide), sizes)
-        ends = np.cumsum([height * width for height, width in sizes])
-        parts = zip(jnp.split(x, ends[:-1], axis=1), sizes, strict=True)
-        coarse = [part.reshape(batch, *size, width) for part, size in parts]
+        coarse = unflatten(x, sizes)
         fine = self.lateral_norm(self.lateral(maps[0]))
         fine += resize_maps(coarse[-1], fine.shape[1:3])
         fine = jax.nn.relu(self.smooth_norm(self.smooth(fine)))

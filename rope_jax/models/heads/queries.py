@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from rope_jax.initializers import fan_in_bias_init, glorot_init, uniform_init
-from rope_jax.models.layers import Linear, layer_norm
+from rope_jax.models.layers import Linear, Mlp, layer_norm
 from rope_jax.positions.grids import Grid
 
 EPSILON = 1e-5
@@ -79,22 +79,26 @@ class Attention(nnx.Module):
         return self.out(found.reshape(queries.shape))
 
 
-class FeedForward(nnx.Module):
+def glorot_linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
+    """A linear layer of torch with the kernel of DETR's transformers."""
+    init = {"kernel_init": glorot_init, "bias_init": fan_in_bias_init(inputs)}
+    return Linear(inputs, outputs, rngs=rngs, **init, **dtypes)
+
+
+class FeedForward(Mlp):
     """Two layers with ReLU between them, added to their input, and a norm."""
 
     def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs, dtypes: dict):
-        self.fc1, self.fc2 = (
-            Linear(
-                inputs,
-                outputs,
-                kernel_init=glorot_init,
-                bias_init=fan_in_bias_init(inputs),
-                rngs=rngs,
-                **dtypes,
-            )
-            for inputs, outputs in ((width, hidden), (hidden, width))
-        )
-        self.norm = layer_norm(width, EPSILON, rngs=rngs, dtypes=dtypes)
+        settings = {"rngs": rngs, "dtypes": dtypes}
+        super().__init__(width, hidden, activation=jax.nn.relu, make=glorot_linear, **settings)
+        self.norm = layer_norm(width, EPSILON, **settings)
 
     def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
-        return self.norm(x + self.fc2(jax.nn.relu(self.fc1(x))))
+        return self.norm(x + super().__call__(x))
+
+
+def perceptron(layers: nnx.List, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+    """Layers with ReLU between them."""
+    for layer in layers[:-1]:
+        x = jax.nn.relu(layer(x))
+    return layers[-1](x)

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from rope_jax.initializers import normal_init
 from rope_jax.models.blocks import Block, drop_path, drop_path_rates
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
-from rope_jax.models.heads.maps import dropout
-from rope_jax.models.layers import Linear, layer_norm, linear
+from rope_jax.models.layers import Linear, dropout, layer_norm, linear
 from rope_jax.models.registry import Options, check_divisible
+from rope_jax.models.vit import ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions import Terms
 from rope_jax_kernels import Global
@@ -42,20 +42,6 @@ class SegmenterOptions(Options):
     drop_path: Rate = 0.0
 
     draws: ClassVar[tuple[str, ...]] = ("dropout", "drop_path")
-
-
-@dataclasses.dataclass(frozen=True)
-class _BlockOptions:
-    """What `Block` reads of a family's options."""
-
-    width: int
-    heads: int
-    mlp_ratio: float
-    norm_epsilon: float
-    qkv_bias: bool = True
-    k_bias: bool = True
-    feed_forward: str = "mlp"
-    layer_scale: float | None = None
 
 
 class DecoderBlock(Block):
@@ -104,8 +90,11 @@ class Segmenter(SegmentationHead):
         check_divisible("the head 'segmenter'", width, {"head_dim": options.head_dim})
         self.options, self.out_features = options, num_classes
         settings = {"rngs": rngs, "dtypes": dtypes}
-        shared = _BlockOptions(
-            width, width // options.head_dim, options.mlp_ratio, options.norm_epsilon
+        shared = ViTOptions(
+            width=width,
+            heads=width // options.head_dim,
+            mlp_ratio=options.mlp_ratio,
+            norm_epsilon=options.norm_epsilon,
         )
         self.proj = linear(inputs, width, **settings)
         tokens = normal_init(0.02)(rngs.params(), (num_classes, width), dtypes["param_dtype"])

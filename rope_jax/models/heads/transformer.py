@@ -15,17 +15,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from rope_jax.initializers import fan_in_bias_init, glorot_init, normal_init
+from rope_jax.initializers import conv_init, glorot_init, normal_init
 from rope_jax.models.deformable import DeformableAttention
 from rope_jax.models.heads.encoder import (
     EncoderLayer,
     Levels,
-    flatten,
     map_positions,
     sines,
 )
 from rope_jax.models.heads.head import Maps
-from rope_jax.models.heads.queries import EPSILON, Attention, FeedForward
+from rope_jax.models.heads.maps import flatten
+from rope_jax.models.heads.queries import (
+    EPSILON,
+    Attention,
+    FeedForward,
+    glorot_linear,
+    perceptron,
+)
 from rope_jax.models.layers import Linear, layer_norm, torch_linear
 
 _NEAREST = 1e-3  # to 0 and 1 where the inverse sigmoid is taken
@@ -91,9 +97,7 @@ class BoxMlp(nnx.Module):
         self.layers.append(Linear(width, 4, kernel_init=zeros, rngs=rngs, **dtypes))
 
     def __call__(self, x: Float[Array, "B Q C"]) -> Float[Array, "B Q 4"]:
-        for layer in self.layers[:-1]:
-            x = jax.nn.relu(layer(x))
-        return self.layers[-1](x)
+        return perceptron(self.layers, x)
 
 
 @jax.tree_util.register_dataclass
@@ -166,14 +170,18 @@ class Transformer(nnx.Module):
         self.num_classes, self.width, self.queries = num_classes, width, queries
         self.level_embed = nnx.Param(normal_init(1.0)(rngs.params(), (levels, width), param))
         self.encoder = nnx.List(EncoderLayer(width, **own) for _ in range(encoder_depth))
-        self.choice, self.choice_norm = _linear(width, width, **settings), norm()
+        self.choice, self.choice_norm = glorot_linear(width, width, **settings), norm()
         self.content = nnx.Param(glorot_init(rngs.params(), (queries, width), param))
         self.decoder = nnx.List(DecoderLayer(width, **own) for _ in range(decoder_depth))
-        self.position = nnx.List(_linear(n * width, width, **settings) for n in (2, 1))
+        self.position = nnx.List(glorot_linear(n * width, width, **settings) for n in (2, 1))
         self.norm = norm()
         # One each for the layers of the decoder, and the last for the choice of queries.
-        heads = range(decoder_depth + 1)
-        self.classes = nnx.List(_classifier(width, num_classes, **wide) for _ in heads)
+        heads, rare = range(decoder_depth + 1), jax.nn.initializers.constant(-np.log(99))
+        # The first probabilities are about 0.01 (arXiv 1708.02002).
+        classifier = {"kernel_init": conv_init, "bias_init": rare, "rngs": rngs}
+        self.classes = nnx.List(
+            Linear(width, num_classes, **classifier, param_dtype=param, dtype=param) for _ in heads
+        )
         self.boxes = nnx.List(BoxMlp(width, **wide) for _ in heads)
 
     def parts(self) -> dict[str, nnx.Module]:
@@ -252,27 +260,13 @@ class Transformer(nnx.Module):
     def query_positions(self, boxes: Float[Array, "B T 4"]) -> Float[Array, "B T C"]:
         """Positions of queries, from the sines of their boxes, y before x."""
         order = np.array([1, 0, 2, 3])
-        first, second = self.position
-        return second(jax.nn.relu(first(sines(boxes[..., order], self.width // 2))))
+        return perceptron(self.position, sines(boxes[..., order], self.width // 2))
 
     def refine(
         self, layer: int, states: Float[Array, "B T C"], references: Float[Array, "B T 4"]
     ) -> Float[Array, "B T 4"]:
         """Boxes after a layer of the decoder, from boxes before it."""
         return jax.nn.sigmoid(self.boxes[layer](states) + inverse_sigmoid(references))
-
-
-def _linear(inputs: int, outputs: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
-    """A linear layer of torch with the kernel of DETR's transformers."""
-    init = {"kernel_init": glorot_init, "bias_init": fan_in_bias_init(inputs)}
-    return Linear(inputs, outputs, rngs=rngs, **init, **dtypes)
-
-
-def _classifier(width: int, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict) -> Linear:
-    """A linear layer whose first probabilities are about 0.01 (arXiv 1708.02002)."""
-    layer = torch_linear(width, num_classes, rngs=rngs, dtypes=dtypes)
-    layer.bias.set_value(jnp.full((num_classes,), -np.log(99), dtypes["param_dtype"]))
-    return layer
 
 
 def check_tokens(tokens: int, queries: int, images: str) -> None:

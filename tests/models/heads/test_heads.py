@@ -18,7 +18,7 @@ from rope_jax.models.heads import (
     register_head,
 )
 from rope_jax.models.heads.linear import LinearOptions
-from rope_jax.models.heads.maps import average_bins, dropout, resize_maps
+from rope_jax.models.heads.maps import average_bins, resize_maps
 from rope_jax.models.layers import Linear, dtypes_of
 from rope_jax.models.pretrained import export_state_dict
 
@@ -57,17 +57,6 @@ def test_bins_overlap_and_may_be_more_than_the_tokens():
             columns = slice(j * 7 // 6, -(-(j + 1) * 7 // 6))
             wanted = x[0, rows, columns].mean((0, 1))
             np.testing.assert_allclose(found[0, i, j], wanted, atol=1e-6)
-
-
-def test_dropout_drops_whole_channels_and_keeps_the_mean():
-    x = jnp.ones((8, 4, 4, 64))
-    dropped = np.asarray(dropout(x, 0.25, jax.random.key(0), shared=(1, 2)))
-    assert set(np.unique(dropped).round(4)) == {0, np.float32(4 / 3).round(4)}
-    assert (dropped == dropped[:, :1, :1]).all()
-    assert abs(dropped.mean() - 1) < 0.1
-    single = np.asarray(dropout(x, 0.25, jax.random.key(0)))
-    assert not (single == single[:, :1, :1]).all()
-    assert dropout(x, 0.25, None) is x
 
 
 def test_cells_of_a_token_lie_beside_each_other():
