@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "convert_state_dict": "rope_jax.models",
-    "create_model": "rope_jax.restore",  # which adds workdirs to what it opens
+    "create_model": "rope_jax.restore",  # which opens workdirs, too
     "decode_image": "rope_jax.data.images.decode",
     "export": "rope_jax.models",
     "list_models": "rope_jax.models",

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     >>> main(["runs/none", "--out=model.bin"])
     Traceback (most recent call last):
-    SystemExit: rope_jax.export_model: runs/none holds no checkpoints; pass the --workdir of ...
+    SystemExit: rope_jax.export_model: runs/none is not a folder; pass the WORKDIR of a run ...
     """
     parser = command_parser("rope_jax.export_model", __doc__)
     add_model_arguments(parser)

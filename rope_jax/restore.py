@@ -1,6 +1,7 @@
 """Models from files: a run's checkpoint, or initial weights for another run."""
 
-import contextlib
+import functools
+import os
 import pathlib
 from typing import Any
 
@@ -11,15 +12,29 @@ from flax import nnx
 from rope_jax import plugins, seeds
 from rope_jax.config import Config, blame, model_overrides, resolve_stored
 from rope_jax.files import warn
-from rope_jax.models.create import create_model as create_model  # public here, see FOLDERS below
-from rope_jax.models.pretrained import Preprocessing
-from rope_jax.models.pretrained.files import FOLDERS, WeightsFile, open_weights
+from rope_jax.models import create as models
+from rope_jax.models.pretrained import Preprocessing, export_state_dict
+from rope_jax.models.pretrained.files import WeightsFile, open_weights
 from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.metadata import Metadata
-from rope_jax.models.pretrained.own import OWN, own_state_dict
+from rope_jax.models.pretrained.own import OWN
 from rope_jax.sharding import make_mesh, replicated, with_shardings
 from rope_jax.text import image_pair, parse
 from rope_jax.workdir.checkpoint import Checkpoints
+
+
+@functools.wraps(models.create_model)
+def create_model(
+    name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
+) -> nnx.Module:
+    """As `rope_jax.models.create_model`; opens the workdir of a run, too."""
+    if pretrained is False and models.names_weights(os.fspath(name)):
+        weights = _of_run(name)
+        if isinstance(weights, WeightsFile):
+            name, pretrained = weights.description.name, weights
+    elif not isinstance(pretrained, bool):
+        pretrained = _of_run(pretrained)
+    return models.create_model(name, pretrained=pretrained, **settings)
 
 
 def create(config: Config) -> nnx.Module:
@@ -38,7 +53,7 @@ def create(config: Config) -> nnx.Module:
         **model_overrides(m.options),
     }
     with blame("--config.model or --config.data.image_size"):
-        return create_model(m.name, head=m.head, **settings)
+        return models.create_model(m.name, head=m.head, **settings)
 
 
 def load_checkpoint(
@@ -87,9 +102,8 @@ def read_checkpoint(
     """The model and config of `load_checkpoint`, and the checkpoint's step."""
     folder = pathlib.Path(path) / "checkpoints"
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{path} holds no checkpoints; pass the --workdir of a run of rope_jax.main"
-        )
+        problem = "holds no checkpoints" if os.path.isdir(path) else "is not a folder"
+        raise FileNotFoundError(f"{path} {problem}; pass the WORKDIR of a run of rope_jax train")
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
         about = checkpoints.about(step)
@@ -144,7 +158,7 @@ def start_from(model: nnx.Module, config: Config) -> None:
     def tell(message: str) -> None:
         warn(f"WARNING: {message}")
 
-    with blame("--config.init_from"), open_weights(where) as file:
+    with blame("--config.init_from"), open_weights(_of_run(where)) as file:
         load_weights(model, file, new_head=True, other_model=tell)
     expected = model.preprocessing
     if expected is not None and (expected.mean, expected.std) != (
@@ -172,18 +186,15 @@ def preprocessing_of(config: Config) -> Preprocessing:
     return Preprocessing(config.data.mean, config.data.std, **options)
 
 
-def _open_run(path: str) -> contextlib.AbstractContextManager[WeightsFile] | None:
-    """The weights of a run's newest checkpoint; None if the folder is no workdir."""
-    if not (pathlib.Path(path) / "checkpoints").is_dir():
-        return None
-    model, _ = load_checkpoint(path)
-    weights = own_state_dict(model)
+def _of_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:
+    """The weights of a run's newest checkpoint, if this is a workdir; else what is given."""
+    if not os.path.isdir(where) or not os.path.isdir(os.path.join(where, "checkpoints")):
+        return where
+    model, _ = load_checkpoint(os.fspath(where))
+    weights = export_state_dict(model, source=OWN)
     shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
-    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), path)
-    return contextlib.nullcontext(WeightsFile(shapes, weights.__getitem__, OWN, metadata, path))
-
-
-FOLDERS.append(_open_run)
+    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), os.fspath(where))
+    return WeightsFile(shapes, weights.__getitem__, OWN, metadata, os.fspath(where))
 
 
 def _state(model: nnx.Module, kinds: Any) -> dict:

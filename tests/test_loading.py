@@ -68,7 +68,7 @@ def test_a_model_by_name(tmp_path):
     [
         ([], "name either the WORKDIR of a run or a --model"),
         (["somewhere", "--model=vit_digits"], "name either the WORKDIR of a run or a --model"),
-        (["somewhere"], r"somewhere holds no checkpoints.*\[WORKDIR\]"),
+        (["somewhere"], r"somewhere is not a folder; pass the WORKDIR .*\[WORKDIR\]"),
         (["somewhere", "--position=ape"], "--position goes with --model"),
         (["--model=vit_digits", "--step=1"], "--step goes with a WORKDIR"),
         (["--model=vit_digits", "--source=timm"], "--source=timm needs --weights"),

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     >>> main(["runs/none"])
     Traceback (most recent call last):
-    SystemExit: rope_jax.evaluate: runs/none holds no checkpoints; pass the --workdir of a run ...
+    SystemExit: rope_jax.evaluate: runs/none is not a folder; pass the WORKDIR of a run of ...
     """
     asked = _parse(arguments)
     try:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from rope_jax import plugins
 from rope_jax.models.dense import create_dense
-from rope_jax.models.pretrained.files import open_weights
+from rope_jax.models.pretrained.files import WeightsFile, open_weights
 from rope_jax.models.pretrained.load import load_weights
 from rope_jax.models.pretrained.metadata import Description
 from rope_jax.models.registry import MODELS, create_backbone, name_here
@@ -25,7 +25,7 @@ def create_model(
     image_size: int | tuple[int, int] | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-    pretrained: bool | str | os.PathLike = False,
+    pretrained: bool | str | os.PathLike | WeightsFile = False,
     head: str | None = None,
     blocks: Sequence[int] | None = None,
     **overrides: Any,
@@ -48,7 +48,8 @@ def create_model(
     runs), the value of that model.
 
     Args:
-        name: one of `list_models()`, or such weights: a folder, file, workdir or hub id.
+        name: one of `list_models()`, or such weights: a folder, file or hub id; in
+            `rope_jax.create_model` the workdir of a run, too.
         position: a scheme as written in `rope_jax.positions`: "axial_rope", "rope2d(base=50)",
             "rope_mixed+ape", ...
         num_classes: outputs of the head; 0 for none: the model returns the pooled features that its
@@ -61,10 +62,11 @@ def create_model(
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
         pretrained: False, or weights: a .safetensors or .npz file, a folder of `save_pretrained`,
-            the workdir of a run, or a hub id; see `pretrained.load_pretrained`. Their position
-            tables are resized by the scheme's rule. `model.preprocessing` then holds the
-            preprocessing that they expect. Weights of a classifier are those of the backbone of a
-            model with a `head`, whose other weights stay new.
+            or a hub id, see `pretrained.load_pretrained`; in `rope_jax.create_model` the workdir of
+            a run, too. Their position tables are resized by the scheme's rule.
+            `model.preprocessing` then holds the preprocessing that they expect. Weights of a
+            classifier are those of the backbone of a model with a `head`, whose other weights stay
+            new.
         head: of dense prediction, one of `rope_jax.models.heads.list_heads()`, with options if any:
             "upernet(width=512)"; None for a classifier.
         blocks: of an isotropic model, from 0, whose maps the head takes; None for the last one or,
@@ -91,12 +93,11 @@ def create_model(
             "pretrained=True: say which weights: a .safetensors or .npz file, or a hub id such as "
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
-    plugins.load_installed()
     name = os.fspath(name)
-    if pretrained is False and name not in MODELS and names_weights(name):
+    if pretrained is False and names_weights(name):
         pretrained = name
-    with contextlib.ExitStack() as stack:
-        file = None if pretrained is False else stack.enter_context(open_weights(pretrained))
+    opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
+    with opened as file:
         described = None if file is None else file.description
         if name == pretrained:
             if described is None:
@@ -125,7 +126,7 @@ def create_model(
             if not missing:
                 raise
             raise ValueError(
-                f"{error}; {pretrained} was saved with the plug-in {', '.join(sorted(missing))}: "
+                f"{error}; {file.where} was saved with the plug-in {', '.join(sorted(missing))}: "
                 "import it, or name it by --plugins or ROPE_JAX_PLUGINS"
             ) from None
         if file is not None:
@@ -134,11 +135,14 @@ def create_model(
 
 
 def names_weights(name: str) -> bool:
-    """Whether a name that no model has is that of a file, a folder or a hub id.
+    """Whether a name is that of a file, a folder or a hub id, and not of a model.
 
     >>> names_weights("runs/digits"), names_weights("deit_s16")
     (True, False)
     """
+    plugins.load_installed()
+    if name in MODELS:
+        return False
     return "/" in name or name.endswith(".safetensors") or os.path.exists(name)
 
 

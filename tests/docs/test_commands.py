@@ -55,6 +55,7 @@ from rope_jax.models import __main__ as models
 from rope_jax.models import cost, create
 from rope_jax.models.pretrained import convert, load, own
 from rope_jax.models.pretrained.files import WeightsFile
+from rope_jax.models.pretrained.links import links_of
 from rope_jax.models.pretrained.metadata import Metadata
 from rope_jax.positions import __main__ as positions
 from rope_jax.positions.scheme import SCHEMES
@@ -238,7 +239,8 @@ def open_weights(where, name=None, position=None):
         _, model = prepared(config_of(training_words(where)))
     else:
         model = nnx.eval_shape(lambda: create_model(name, position=position))
-    shapes = {key: (x.shape, np.dtype("float32")) for key, x in own._places(model, {}).items()}
+    links, _ = links_of(model, own.own(model), own.OWN)
+    shapes = {link.key: (link.slot.shape, np.dtype("float32")) for link in links}
     metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), where)
     yield WeightsFile(shapes, np.zeros, own.OWN, metadata, where)
 
@@ -311,7 +313,7 @@ def run(folder, monkeypatch, capsys):
         (scenes, "COUNTS", {"train": 64, "test": 8}),
         (data, "canvases_of", lambda *asked: CANVASES(*asked)[:1]),  # each takes seconds
         (jobs, "cores", lambda: 0),
-        (load, "load_own", lambda *_: None),
+        (load, "fill", lambda _, plan, read, source: convert.refuse(plan.problems, source)),
         (create, "open_weights", lambda _: open_weights(SAVED[page])),
         (loading, "create_model", shapes),
         (loading, "load_pretrained", load_pretrained),

@@ -246,7 +246,7 @@ def test_a_table_that_may_be_square_or_as_the_model_needs_it_is_not_guessed(
         rope_jax.convert_state_dict(
             other, state_dict, source=source, grids=grids | {"norm.weight": (1, 1)}
         )
-    with pytest.raises(ValueError, match=r"which no table of 3x3 tokens has: correct grids"):
+    with pytest.raises(ValueError, match=r"or a table of 3x3 tokens: correct grids"):
         rope_jax.convert_state_dict(
             other, state_dict, source=source, grids=dict.fromkeys(grids, (3, 3))
         )

@@ -322,6 +322,16 @@ def test_names_of_no_source_are_not_listed_one_by_one(tmp_path):
         small(pretrained=tmp_path / "other.npz")
 
 
+@pytest.mark.parametrize("position", ["rope_mixed", "rope_mixed+ape"])
+@pytest.mark.parametrize("source", [None, "timm"])
+def test_weights_of_another_position_name_it(position, source, tmp_path):
+    path = tmp_path / "timm.npz"
+    np.savez(path, **export_state_dict(small(position), source="timm"))
+    advice = re.escape(f'; create it with position="{position}"')
+    with pytest.raises(ValueError, match=rf"rope\.freqs of .* is not expected: .*{advice}"):
+        load_pretrained(small(), path, source=source)
+
+
 def test_a_source_may_be_given(tmp_path):
     save_pretrained(small(), tmp_path / "model.safetensors", source="deit")
     load_pretrained(small(), tmp_path / "model.safetensors", source="deit")

@@ -94,8 +94,9 @@ def test_logits_are_those_of_the_official_code(name):
 
 
 def test_every_source_has_a_case_that_is_not_slow():
-    # DINO's own names are compared with timm's in tests/models/test_dino.py; ResFormer has no case.
-    elsewhere = {"cat", "dinov2", "dinov3", "resformer"}
+    # DINO's own names are compared with timm's in tests/models/test_dino.py, ours
+    # are in test_own.py; ResFormer has no case.
+    elsewhere = {"cat", "dinov2", "dinov3", "resformer", "rope_jax"}
     # In test_dense.py:
     elsewhere |= {"detectron2", "mmseg", "segmenter", "vit_adapter", "mask2former", "detrex"}
     assert {official.CASES[name]["source"] for name in QUICK} == set(SOURCES) - elsewhere

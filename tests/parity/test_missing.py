@@ -14,7 +14,7 @@ from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained import export_state_dict, load_pretrained
 from rope_jax.models.pretrained.files import WeightsFile
 from rope_jax.models.pretrained.load import load_weights
-from rope_jax.models.pretrained.own import OWN, own_state_dict
+from rope_jax.models.pretrained.own import OWN
 from rope_jax.models.pretrained.tables import begins
 from rope_jax.restore import create
 from rope_jax.workdir.checkpoint import Checkpoints
@@ -64,7 +64,7 @@ def weights_of(name, settings, source):
     model, rng = abstract(name, settings), np.random.default_rng(0)
     values = jax.tree.map(lambda x: rng.random(x.shape).astype(x.dtype), nnx.state(model))
     nnx.update(model, values)
-    return own_state_dict(model) if source == OWN else export_state_dict(model, source=source)
+    return export_state_dict(model, source=source)
 
 
 def without_a_value(model):

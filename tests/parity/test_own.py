@@ -4,6 +4,7 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
@@ -13,7 +14,10 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.layers import STORED
 from rope_jax.models.pretrained import Preprocessing, export_state_dict, load_pretrained
-from rope_jax.models.pretrained.own import own_state_dict
+from rope_jax.models.pretrained.own import OWN
+from rope_jax.positions import Position
+from rope_jax.positions.resample import resample
+from rope_jax.positions.scheme import SCHEMES
 from tests.parity.test_convert import VIT, assert_same, logits, small, weights_of
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.
@@ -45,12 +49,41 @@ def test_a_saved_model_comes_back_at_its_size_and_at_another(name, position, tmp
     assert (other.image_size, other.options.drop_path) == ((128, 64), 0.0)
 
 
+class Tables(Position):
+    """Two tables that a rule resizes together, and a number without axes."""
+
+    learnable, acts = True, "tokens"
+
+    def __init__(self, stage, *, rngs):
+        super().__init__(stage, rngs=rngs)
+        zeros = jnp.zeros((stage.grid[0] * stage.grid[1], stage.channels), stage.dtype)
+        self.first, self.second = (nnx.Param(zeros, layers=False) for _ in range(2))
+        self.factor = nnx.Param(jnp.zeros(()), layers=False)
+
+    def resize(self, grid):
+        both = jnp.stack([self.first[...], self.second[...]])
+        maps = resample(both.mT.reshape(2, -1, *self.stage.grid), grid, "bicubic")
+        self.first.set_value(maps[0].reshape(len(maps[0]), -1).T)
+        self.second.set_value(maps[1].reshape(len(maps[1]), -1).T)
+        super().resize(grid)
+
+
+def test_a_scheme_with_a_rule_of_its_own_is_resized_by_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(SCHEMES, "tables", Tables)
+    model = small("deit3_s16", "tables", image_size=(64, 96))
+    rope_jax.save_pretrained(model, tmp_path)
+    assert_same(rope_jax.create_model(str(tmp_path)), model)
+    other = rope_jax.create_model(str(tmp_path), image_size=(128, 64))
+    model.resize((128, 64))
+    assert_same(other, model)
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True)])
 def test_stacked_blocks_and_lists_read_each_other(saved, loaded, tmp_path):
     model = small("deit3_s16", "rope_mixed", scan_layers=saved)
     rope_jax.save_pretrained(model, tmp_path)
     other = rope_jax.create_model(str(tmp_path), scan_layers=loaded)
-    want, found = own_state_dict(model), own_state_dict(other)
+    want, found = export_state_dict(model, source=OWN), export_state_dict(other, source=OWN)
     assert want.keys() == found.keys()
     for name, array in want.items():
         np.testing.assert_array_equal(found[name], array)
@@ -146,7 +179,7 @@ def small_options(model):
 
 
 def test_what_names_no_saved_model_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"without model\.safetensors or checkpoints"):
+    with pytest.raises(FileNotFoundError, match=r"without model\.safetensors: name one that"):
         rope_jax.create_model(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         rope_jax.create_model(str(tmp_path / "none.safetensors"))

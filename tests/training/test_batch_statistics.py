@@ -10,7 +10,8 @@ import rope_jax
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate import read_results
-from rope_jax.models.pretrained.own import own_state_dict
+from rope_jax.models.pretrained import export_state_dict
+from rope_jax.models.pretrained.own import OWN
 from rope_jax.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
@@ -82,7 +83,7 @@ def test_a_resumed_run_goes_on_with_its_statistics(finished, tmp_path):
 
 def test_init_from_takes_statistics_along(finished, tmp_path):
     trained, _ = rope_jax.load_checkpoint(str(finished))
-    np.savez(tmp_path / "weights.npz", **own_state_dict(trained))
+    np.savez(tmp_path / "weights.npz", **export_state_dict(trained, source=OWN))
     for source in (finished, tmp_path / "weights.npz"):
         model = started(source, **CEIT)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(trained))

@@ -1,7 +1,7 @@
 """Import and export of official weights: a name table per source, and a converter for both ways."""
 
-from rope_jax.models.pretrained.convert import convert_state_dict, export_state_dict
-from rope_jax.models.pretrained.load import load_pretrained, save_pretrained
+from rope_jax.models.pretrained.convert import export_state_dict
+from rope_jax.models.pretrained.load import convert_state_dict, load_pretrained, save_pretrained
 from rope_jax.models.pretrained.tables import Preprocessing
 
 __all__ = [

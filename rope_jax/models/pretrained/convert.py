@@ -1,8 +1,9 @@
 """Conversion between the weights of other code and a model's."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from rope_jax.models.pretrained.detrex import detrex
 from rope_jax.models.pretrained.heads import mask2former, mmseg, segmenter, vit_adapter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
-from rope_jax.models.pretrained.layouts import Slot
+from rope_jax.models.pretrained.layouts import Slot, rotary_of
 from rope_jax.models.pretrained.links import (
     CLASSIFIER,
     HEAD,
@@ -29,12 +30,15 @@ from rope_jax.models.pretrained.links import (
     slots_of,
 )
 from rope_jax.models.pretrained.other_stems import cat, cct, ceit, t2t
+from rope_jax.models.pretrained.own import OWN, own, stacked
 from rope_jax.models.pretrained.tables import Table, begins, match_name
 from rope_jax.models.pretrained.timm import timm
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.scheme import SCHEMES
 from rope_jax.text import closest
 
-# Without a source, the first one that fits is used: sources with many models come first.
+# Of sources that name a file's tensors equally well the first is used: those with many models come
+# first.
 SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "deit": deit,
     "swin": swin,
@@ -55,10 +59,11 @@ SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
     "vit_adapter": vit_adapter,
     "detrex": detrex,
     "mask2former": mask2former,
+    OWN: own,
 }
 
-DENSE = ("mmseg", "segmenter", "detectron2", "vit_adapter", "detrex", "mask2former")
-"""Sources that name a model with its head; others name classifiers, whose backbone one may be."""
+WHOLE = (OWN, "mmseg", "segmenter", "detectron2", "vit_adapter", "detrex", "mask2former")
+"""Sources that name a model with its head of dense prediction, too; others name classifiers."""
 
 _ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
 
@@ -79,6 +84,8 @@ class Conversion:
         unused: tensors of a classifier that the model, which is none, has no place for.
         fresh: starts of the names of parameters that keep their initial weights, as no classifier
             has them.
+        backbone: whether the weights are those of a classifier, or of the backbone of another
+            model, and the model is for dense prediction.
     """
 
     links: list[Link]
@@ -88,6 +95,7 @@ class Conversion:
     new_head: bool
     unused: list[str]
     fresh: tuple[str, ...]
+    backbone: bool
 
 
 def name_table(model: nnx.Module, source: str) -> Table:
@@ -97,84 +105,25 @@ def name_table(model: nnx.Module, source: str) -> Table:
     return SOURCES[source](model)
 
 
-def convert_state_dict(
-    model: nnx.Module,
-    state_dict: Mapping[str, Any],
-    *,
-    source: str,
-    grids: Grids | None = None,
-    new_head: bool = False,
+def fill(
+    model: nnx.Module, plan: Conversion, read: Callable[[str], np.ndarray], source: str
 ) -> None:
-    """Loads torch-named weights into a model, in place.
-
-    Weights are cast to the model's dtype and layout. Channels of queries and keys are permuted
-    if the source pairs them differently for its rotation, and bias tables are flipped if source
-    and model count offsets in opposite directions. Tables of another map or window are resized by
-    their scheme's rule.
-
-    >>> import rope_jax
-    >>> from rope_jax.models.pretrained import export_state_dict
-    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
-    >>> trained = rope_jax.create_model("deit_ti16", seed=1, **small)
-    >>> state_dict = export_state_dict(trained, source="timm")
-    >>> state_dict["head.weight"].shape
-    (2, 8)
-    >>> model = rope_jax.create_model("deit_ti16", **small)
-    >>> rope_jax.convert_state_dict(model, state_dict, source="timm")
-    >>> bool((model.head.kernel[...] == trained.head.kernel[...]).all())
-    True
+    """Fills a model by a plan.
 
     Args:
-        model: from `rope_jax.create_model`.
-        state_dict: arrays by their names in the source's files.
-        source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
-            "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
-            "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter", "mmseg", "segmenter" or
-            "mask2former". With those of classifiers the backbone of a model of dense prediction is
-            filled.
-        grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
-            square, as all official ones are, or else of the model's shape. Needed only for a table
-            whose length allows both.
-        new_head: leave the model's head as it is if the weights have none or one for other classes.
-
-    Parameters that keep their initial weights are printed: of a new head, and what a model of dense
-    prediction has beyond a classifier.
+        model: of the plan.
+        plan: of `plan_conversion`.
+        read: reads a tensor by its name.
+        source: of the names, for error messages.
 
     Raises:
-        ValueError: names or shapes that do not fit, all of them in one message; the model is not
-            changed.
+        ValueError: the plan has problems, or what the model computes is not what the file holds.
     """
-    backbone = source not in DENSE and hasattr(model, "backbone")
-    plan = load_state_dict(model, state_dict, source=source, grids=grids, new_head=new_head)
-    if told := report(model, plan, backbone=backbone):
-        print(told)
-
-
-def load_state_dict(
-    model: nnx.Module,
-    state_dict: Mapping[str, Any],
-    *,
-    source: str,
-    grids: Grids | None = None,
-    new_head: bool = False,
-) -> Conversion:
-    """As `convert_state_dict`, but prints nothing, and returns what was done."""
-    whole = model
-    if source not in DENSE:
-        model = getattr(model, "backbone", model)
-    if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
-        raise ValueError(
-            f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds "
-            "the weights by itself"
-        )
-    arrays = {key: np.asarray(array) for key, array in state_dict.items()}
-    shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
-    how = {"grids": grids, "new_head": new_head, "backbone": model is not whole}
-    conversion = plan_conversion(model, shapes, source=source, **how)
-    problems = list(conversion.problems)
-    for key, want in conversion.frozen.items():
-        precision = float(jnp.finfo(arrays[key].dtype).eps)
-        if not np.allclose(arrays[key], want, rtol=precision, atol=_ROUNDING):
+    read, problems = functools.lru_cache(2)(read), list(plan.problems)  # layers follow each other
+    for key, want in plan.frozen.items():
+        array = read(key)
+        precision = float(jnp.finfo(array.dtype).eps)
+        if not np.allclose(array, want, rtol=precision, atol=_ROUNDING):
             problems.append(
                 f"{key} is computed here, and is not what the file holds: create the model with "
                 "the position that these weights were trained with"
@@ -182,62 +131,40 @@ def load_state_dict(
     refuse(problems, source)
     variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
     values: dict[tuple, np.ndarray] = {}
-    for link in conversion.links:
+    for link in plan.links:
         slot, variable = link.slot, variables[link.slot.path]
         value = values.setdefault(slot.path, np.empty(variable.shape, variable.dtype))
-        array = arrays[link.key]
+        array = read(link.key)
         array = array if link.rule.cut is None else array[link.rule.cut]
         array = link.rule.read(array.astype(variable.dtype), slot)
-        slot.of(value)[...] = array if slot.grid is None else _resized(array, slot)
-    for slot in conversion.zeros:
+        slot.of(value)[...] = array if slot.grid is None else slot.resized(array)
+    for slot in plan.zeros:
         values[slot.path] = np.zeros(variables[slot.path].shape, variables[slot.path].dtype)
     for path, value in values.items():
-        variables[path].set_value(jax.device_put(value))
-    return conversion
+        variables[path].set_value(jax.device_put(value))  # jnp.asarray compiles for each shape
 
 
-def report(
-    model: nnx.Module,
-    plan: Any,
-    *,
-    backbone: bool,
-    head: str | None = None,
-    epsilon: str = "",
-) -> str:
-    """The parameters of a model that no weight of a file has filled; "" if there are none.
+def report(model: nnx.Module, plan: Conversion, head: str | None = None, epsilon: str = "") -> None:
+    """Prints the parameters of a model that no weight of a file has filled, if there are any.
 
     Args:
         model: that was filled.
-        plan: by which it was, a `Conversion` or an `own.Plan`.
-        backbone: whether the weights are those of the backbone of a model of dense prediction.
-        head: the name of the head of their own model; None for a classifier.
+        plan: by which it was.
+        head: the name of the head of the weights' own model; None for a classifier.
         epsilon: what else to report.
     """
-    lines, new = [], [start.rstrip(".") for start in plan.fresh]
-    if backbone:
+    new = [start.rstrip(".") for start in plan.fresh]
+    if plan.backbone:
         stored = nnx.to_pure_dict(nnx.state(model, STORED))
         new += [name for name in ("neck", "head") if stored.get(name)]
     if new:
         trained_as = "a classifier" if head is None else f"a model with the head {head!r}"
-        unused = f", not used {', '.join(plan.unused)}" if backbone and plan.unused else ""
-        lines.append(f"weights of {trained_as}: new {', '.join(new)}{unused}{epsilon}")
+        unused = f", not used {', '.join(sorted(plan.unused))}" if plan.unused else ""
+        print(f"weights of {trained_as}: new {', '.join(new)}{unused}{epsilon}")
     if plan.new_head:
-        lines.append(f"head: new, {model.num_classes} classes")
-    if zeros := [slot.name for slot in getattr(plan, "zeros", ())]:
-        lines.append(f"not in the weights, and 0: {', '.join(zeros)}")
-    return "\n".join(lines)
-
-
-def _resized(table: np.ndarray, slot: Slot) -> np.ndarray:
-    """A table of the map `slot.grid`, resized to the model's by its scheme's rule."""
-    # A copy of the scheme as if it had been created for the file's map.
-    scheme, layered = nnx.clone(slot.scheme), slot.layer is not None
-    scheme.stage = dataclasses.replace(scheme.stage, grid=slot.grid)
-    parameter = slot.path[-1]
-    getattr(scheme, parameter).set_value(jnp.asarray(table[None] if layered else table))
-    scheme.resize(slot.scheme.stage.grid)
-    resized = np.asarray(getattr(scheme, parameter)[...])
-    return resized[0] if layered else resized
+        print(f"head: new, {model.num_classes} classes")
+    if plan.zeros:
+        print(f"not in the weights, and 0: {', '.join(slot.name for slot in plan.zeros)}")
 
 
 def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray]:
@@ -265,7 +192,7 @@ def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray
     for key, found in pieces.items():
         arrays = [array for _, array in sorted(found, key=lambda piece: piece[0])]
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        exported[key] = np.ascontiguousarray(whole)
+        exported[key] = np.asarray(whole, order="C")
     return exported
 
 
@@ -294,22 +221,21 @@ def plan_conversion(
         backbone: whether the model is that of a model of dense prediction.
     """
     table = name_table(model, source)
-    fresh = _fresh(model, table, shapes)
+    fresh = _fresh(model, table, shapes, backbone)
     found, problems = links_of(model, table, source, fresh)
-    links, zeros, missing, frozen, left, grids = [], [], [], {}, dict(shapes), grids or {}
+    found = [_as_stored(link, shapes) for link in found]
+    links, zeros, missing, frozen, grids = [], [], [], {}, grids or {}
     found, new_head = _without_head(found, shapes, new_head)
-    headless = new_head or not model.num_classes
     backbone = backbone or is_backbone(model, fresh)
+    headless = new_head or not model.num_classes
     dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
-    names = {theirs for ours, theirs, _ in table.rows if ours.startswith(dropped)}
-    unused = [key for key in left if key in names - {link.key for link in found}]
-    left = {key: shape for key, shape in left.items() if key not in unused}
+    keys = {link.key for link in found}
+    unused = [key for key in shapes.keys() - keys if _is_of(table, key, dropped)]
     tables = {link.key for link in found if link.rule.grid}
     for key in grids:
         if key not in tables:
             problems.append(f"grids has {key}, which is no table of this model: leave it out")
     for link in found:
-        left.pop(link.key, None)
         if link.key in shapes:
             given = dataclasses.replace(link.slot, grid=grids.get(link.key))
             grid, problem = fit(dataclasses.replace(link, slot=given), *shapes[link.key])
@@ -325,14 +251,14 @@ def plan_conversion(
         problems.append(problem)
         missing = [link for link in missing if link.key not in heads]
     problems += [f"{x.key} is missing: it fills {x.slot.name} of the model" for x in missing]
-    for key, (shape, dtype) in left.items():
+    unexpected = []
+    for key in sorted(shapes.keys() - keys - {*unused}):
+        shape, dtype = shapes[key]
         if _matches_any(table.dropped, key):
             continue
         want = _frozen(model, table, key, tuple(shape))
         if want is None:
-            problems.append(
-                f"{key} of shape {list(shape)} is not expected: no parameter of this model takes it"
-            )
+            unexpected.append(key)
         elif want.shape != tuple(shape):
             problems.append(
                 f"{key} has shape {list(shape)}, but what the model computes in its place has "
@@ -342,12 +268,77 @@ def plan_conversion(
             problems.append(not_floating(key, dtype))
         else:
             frozen[key] = want
-    return Conversion(links, zeros, frozen, problems, new_head, unused, fresh)
+    schemes = _schemes_of(model, shapes) if unexpected else {}
+    advice = f'; create it with position="{"+".join(dict.fromkeys(schemes.values()))}"'
+    for key in unexpected:
+        problems.append(
+            f"{key} of shape {list(shapes[key][0])} is not expected: no parameter of this model "
+            f"takes it{advice if key in schemes else ''}"
+        )
+    return Conversion(links, zeros, frozen, problems, new_head, unused, fresh, backbone)
 
 
-def _fresh(model: nnx.Module, table: Table, shapes: Shapes) -> tuple[str, ...]:
-    """Starts of the names of what a family adds to classifiers, where the file has none of it."""
-    starts = getattr(model, "beyond_classifier", ())
+def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bool]:
+    """How many tensors of a file a source has a place for, 0 if none fills a parameter.
+
+    And whether it has rotations, if the model has: of equal counts, that is the larger one.
+    """
+    table = name_table(model, source)
+    links, _ = links_of(model, table, source)
+    keys = {link.key for link in links}
+    if keys.isdisjoint(shapes):
+        return 0, False
+    count = sum(
+        key in keys
+        or _matches_any(table.dropped, key)
+        or _frozen(model, table, key, tuple(shape)) is not None
+        for key, (shape, _) in shapes.items()
+    )
+    return count, table.pairing is not None or not rotates(model)
+
+
+def rotates(model: nnx.Module) -> bool:
+    """Whether some position of a model rotates queries and keys."""
+    return any(rotary_of(part.position) is not None for part in model.parts().values())
+
+
+def _as_stored(link: Link, shapes: Shapes) -> Link:
+    """The link to a tensor of a file in which blocks are stacked, if this is one."""
+    whole = None if link.key in shapes else stacked(link.key)
+    return link if whole is None or whole[0] not in shapes else Link(link.slot, *whole)
+
+
+def _is_of(table: Table, key: str, starts: tuple[str, ...]) -> bool:
+    """Whether a tensor is that of a parameter whose name here has one of some starts."""
+    if table.rows is None:
+        return key.startswith(starts)
+    rows = (theirs for ours, theirs, _ in table.rows if ours.startswith(starts))
+    return any(match_name(theirs, key) is not None for theirs in rows)
+
+
+def _schemes_of(model: nnx.Module, shapes: Shapes) -> dict[str, str]:
+    """The positional schemes of tensors that any source has for such a model, by tensor."""
+    classifier = model.parts() and not hasattr(model, "backbone")  # of which all sources have names
+    rows = [
+        (match[1], theirs)
+        for source in (SOURCES if classifier else WHOLE)
+        for ours, theirs, _ in name_table(model, source).rows or ()
+        if (match := re.search(r"position\.(\w+)\.", ours)) and not SCHEMES[match[1]].wraps
+    ]
+    return {
+        key: scheme
+        for key in shapes
+        for scheme, theirs in rows
+        if match_name(theirs, key) is not None
+    }
+
+
+def _fresh(model: nnx.Module, table: Table, shapes: Shapes, backbone: bool) -> tuple[str, ...]:
+    """Starts of the names of what a model has beyond a classifier, where the file has none of it.
+
+    Of another head's backbone, the last norm may be missing.
+    """
+    starts = (*getattr(model, "beyond_classifier", ()), *(("norm.",) if backbone else ()))
     slots = list(slots_of(model)) if starts else []
 
     def there(start: str) -> bool:

@@ -16,7 +16,6 @@ import numpy as np
 
 from rope_jax.models.pretrained.convert import SOURCES
 from rope_jax.models.pretrained.metadata import Description, Metadata
-from rope_jax.models.pretrained.own import OWN
 from rope_jax.models.pretrained.tables import Preprocessing
 from rope_jax.npz import open_npz
 
@@ -59,28 +58,21 @@ class WeightsFile:
         return None if self.metadata is None else self.metadata.description
 
 
-FOLDERS: list[Callable[[str], contextlib.AbstractContextManager[WeightsFile] | None]] = []
-"""Functions that open a folder of weights of another kind (a run's), or return None."""
-
-
 @contextlib.contextmanager
-def open_weights(where: str | os.PathLike) -> Iterator[WeightsFile]:
-    """Opens weights, see `load.load_pretrained`.
+def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile]:
+    """Opens weights, see `load.load_pretrained`; those of an open file are left as they are.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file has another format, or is damaged.
         ImportError: the package that reads it is not installed.
     """
+    if isinstance(where, WeightsFile):
+        yield where
+        return
     where = os.fspath(where)
-    with contextlib.ExitStack() as stack:
-        folders = (opened(where) for opened in FOLDERS if os.path.isdir(where))
-        folder = next(filter(None, folders), None)
-        if folder is not None:
-            yield stack.enter_context(folder)
-            return
-        path, owner = _find(where)
-        file = stack.enter_context(_open_file(path))
+    path, owner = _find(where)
+    with _open_file(path) as file:
         source = file.source or _HUB_SOURCES.get(owner)
         preprocessing = None if owner is None else _hub_preprocessing(where)
         yield dataclasses.replace(file, source=source, where=where, preprocessing=preprocessing)
@@ -122,7 +114,7 @@ def _open_safetensors(path: str) -> Iterator[WeightsFile]:
             for key, s in slices.items()
         }
         entries = file.metadata() or {}
-        source = entries.get("source") if entries.get("source") in (*SOURCES, OWN) else None
+        source = entries.get("source") if entries.get("source") in SOURCES else None
         described = entries.get(_METADATA)
         metadata = None if described is None else Metadata.from_json(described, path)
         yield WeightsFile(shapes, file.get_tensor, source, metadata)
@@ -134,8 +126,9 @@ def _find(where: str) -> tuple[str, str | None]:
         path = os.path.join(where, _HUB_FILE)
         if not os.path.isfile(path):
             raise FileNotFoundError(
-                f"pretrained={where!r} is a folder without {_HUB_FILE} or checkpoints: name one "
-                "that rope_jax.save_pretrained or a run of rope_jax.main wrote, or a file"
+                f"pretrained={where!r} is a folder without {_HUB_FILE}: name one that "
+                "rope_jax.save_pretrained wrote, or a file; rope_jax.create_model and "
+                "rope_jax.load_checkpoint open the WORKDIR of a run"
             )
         return path, None
     hub_id = re.fullmatch(r"([\w-][\w.-]*)/[\w-][\w.-]*", where)

@@ -8,9 +8,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rope_jax.models.layers import STORED
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.relative import RelativeBias
@@ -31,6 +34,7 @@ class Slot:
         layer: index into the parameter's first axis, or None for all of it.
         part: see `Rule.part`.
         scheme: the positional scheme that the parameter belongs to, if any.
+        place: path of the parameter in that scheme.
         rotary: the scheme that rotates queries and keys of the same blocks, if any.
         pairing: channels that the file's rotation pairs, or None where it has no rotation.
         grid: (rows, columns) of the map or window of the file's table, where known.
@@ -42,6 +46,7 @@ class Slot:
     layer: int | None = None
     part: tuple[int, int] | None = None
     scheme: Position | None = None
+    place: tuple[str | int, ...] = ()
     rotary: Rotary | None = None
     pairing: Pairing | None = None
     grid: Grid | None = None
@@ -59,9 +64,23 @@ class Slot:
     @property
     def own_grid(self) -> Grid:
         """(rows, columns) of the map or window of the model's own table."""
-        if isinstance(self.scheme, RelativeBias):
+        if isinstance(self.scheme, RelativeBias) and self.place == ("offsets",):
             return _sides_of_table(*self.shape[-2:])
         return self.scheme.stage.grid
+
+    def resized(self, table: np.ndarray | jax.Array) -> jax.Array:
+        """A table of the map `grid`, resized to the model's by its scheme's rule."""
+        # A copy of the scheme as if it had been created for the file's map.
+        scheme = nnx.clone(self.scheme)
+        variables = dict(nnx.to_flat_state(nnx.state(scheme, STORED)))
+        for variable in variables.values():
+            variable.set_value(jnp.zeros(variable.shape, variable.dtype))
+        scheme.resize(self.grid)
+        layered = self.layer is not None
+        variables[self.place].set_value(jnp.asarray(table[None] if layered else table))
+        scheme.resize(self.scheme.stage.grid)
+        resized = variables[self.place][...]
+        return resized[0] if layered else resized
 
 
 @dataclasses.dataclass(frozen=True)

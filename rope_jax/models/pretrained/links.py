@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained.layouts import Rule, Slot, rotary_of
+from rope_jax.models.pretrained.layouts import SAME, Rule, Slot, rotary_of
+from rope_jax.models.pretrained.own import own_name, own_rule
 from rope_jax.models.pretrained.tables import Table, begins, fill_name, match_name
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
@@ -63,6 +64,8 @@ def links_of(
 
 def named(table: Table, slot: Slot) -> list[Link]:
     """The tensors of a parameter by a source's names: one, all of its parts, or none."""
+    if table.rows is None:
+        return [Link(slot, own_name(slot), own_rule(slot))]
     links = []
     for ours, theirs, rule in table.rows:
         if (numbers := match_name(ours, slot.name)) is not None:
@@ -92,21 +95,12 @@ def slots_of(model: nnx.Module) -> Iterator[Slot]:
             scheme = schemes[path[: owners[-1]]]
             name = names.get(type(scheme), type(scheme).__name__)
             name = ".".join([*steps[: owners[0]], name, *steps[owners[-1] :]])
-            yield dataclasses.replace(slot, name=name, scheme=scheme)
+            yield dataclasses.replace(slot, name=name, scheme=scheme, place=path[owners[-1] :])
         else:
-            for name, layer in names_by_layer(path, variable):
-                yield dataclasses.replace(slot, name=name, layer=layer)
-
-
-def names_by_layer(path: tuple, variable: nnx.Variable) -> Iterator[tuple[str, int | None]]:
-    """A parameter's name; of stacked blocks, the name and number of each layer, as in a list."""
-    steps = [str(step) for step in path]
-    if "blocks" not in steps or not variable.get_metadata().get("layers"):
-        yield ".".join(steps), None
-        return
-    place = steps.index("blocks") + 1
-    for layer in range(variable.shape[0]):
-        yield ".".join([*steps[:place], str(layer), *steps[place:]]), layer
+            stacks = "blocks" in steps and variable.get_metadata().get("layers")
+            for layer in range(variable.shape[0]) if stacks else [None]:
+                own = dataclasses.replace(slot, layer=layer)
+                yield dataclasses.replace(own, name=own_name(own))
 
 
 def is_backbone(model: nnx.Module, fresh: tuple[str, ...]) -> bool:
@@ -153,14 +147,15 @@ def fit(link: Link, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Grid | Non
         )
     if grid:
         return grid, None
-    problem = f"{key} has shape {list(shape)}, "
-    if slot.grid:
-        height, width = slot.grid
-        return None, f"{problem}which no table of {height}x{width} tokens has: correct grids"
     hint = "" if rule.cut is None else " of it"
-    if slot.name.startswith(HEAD) and len(shape) == len(want) and shape[0] != want[0]:
+    if slot.grid:
+        hint += f", or a table of {slot.grid[0]}x{slot.grid[1]} tokens: correct grids"
+    by_class = len(shape) == len(want) and (rule is not SAME or len(shape) == 1)
+    if slot.name.startswith(HEAD) and by_class and shape[0] != want[0]:
         hint = f": create the model with num_classes={shape[0]}, or pass new_head=True"
-    return None, f"{problem}but {slot.name} of the model takes {list(want)}{hint}"
+    return None, (
+        f"{key} has shape {list(shape)}, but {slot.name} of the model takes {list(want)}{hint}"
+    )
 
 
 def not_floating(key: str, dtype: np.dtype) -> str:

@@ -1,22 +1,24 @@
 """Weights of files into models, and models into files."""
 
 import dataclasses
-import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from rope_jax.models.pretrained.convert import (
-    DENSE,
     SOURCES,
+    WHOLE,
+    Grids,
+    count_named,
     export_state_dict,
-    load_state_dict,
+    fill,
     name_table,
     plan_conversion,
-    refuse,
     report,
+    rotates,
     table_grids,
 )
 from rope_jax.models.pretrained.files import (
@@ -25,17 +27,71 @@ from rope_jax.models.pretrained.files import (
     open_weights,
     write_safetensors,
 )
-from rope_jax.models.pretrained.layouts import rotary_of
-from rope_jax.models.pretrained.links import is_backbone
+from rope_jax.models.pretrained.links import slots_of
 from rope_jax.models.pretrained.metadata import CLASSIFIER_OPTIONS, Metadata, family_of
-from rope_jax.models.pretrained.own import (
-    OWN,
-    has_own_names,
-    load_own,
-    own_state_dict,
-    plan_own,
-)
+from rope_jax.models.pretrained.own import OWN, own_name
 from rope_jax.text import parse
+
+
+def convert_state_dict(
+    model: nnx.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    source: str,
+    grids: Grids | None = None,
+    new_head: bool = False,
+) -> None:
+    """Loads torch-named weights into a model, in place.
+
+    Weights are cast to the model's dtype and layout. Channels of queries and keys are permuted
+    if the source pairs them differently for its rotation, and bias tables are flipped if source
+    and model count offsets in opposite directions. Tables of another map or window are resized by
+    their scheme's rule.
+
+    >>> import rope_jax
+    >>> from rope_jax.models.pretrained import export_state_dict
+    >>> small = {"width": 8, "heads": 1, "depth": 1, "image_size": 32, "num_classes": 2}
+    >>> trained = rope_jax.create_model("deit_ti16", seed=1, **small)
+    >>> state_dict = export_state_dict(trained, source="timm")
+    >>> state_dict["head.weight"].shape
+    (2, 8)
+    >>> model = rope_jax.create_model("deit_ti16", **small)
+    >>> rope_jax.convert_state_dict(model, state_dict, source="timm")
+    >>> bool((model.head.kernel[...] == trained.head.kernel[...]).all())
+    True
+
+    Args:
+        model: from `rope_jax.create_model`.
+        state_dict: arrays by their names in the source's files.
+        source: naming convention: "timm", "naver" (RoPE-ViT), "deit", "swin", "nat", "lape", "cct",
+            "ceit", "t2t", "cat", "dinov2", "dinov3" or "resformer"; for dense prediction
+            "detectron2" (ViTDet), "detrex" (DINO), "vit_adapter", "mmseg", "segmenter" or
+            "mask2former"; "rope_jax" for the names of parameters here. With those of classifiers
+            the backbone of a model of dense prediction is filled.
+        grids: (rows, columns) of the map or window of tables, by name. Other tables are taken to be
+            square, as all official ones are, or else of the model's shape. Needed only for a table
+            whose length allows both.
+        new_head: leave the model's head as it is if the weights have none or one for other classes.
+
+    Parameters that keep their initial weights are printed: of a new head, and what a model of dense
+    prediction has beyond a classifier.
+
+    Raises:
+        ValueError: names or shapes that do not fit, all of them in one message; the model is not
+            changed.
+    """
+    if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"state_dict holds dictionaries under {', '.join(nested)}: pass the one that holds "
+            "the weights by itself"
+        )
+    arrays = {key: np.asarray(array) for key, array in state_dict.items()}
+    shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
+    target, source = which(model, WeightsFile(shapes, arrays.__getitem__), source)
+    how = {"grids": grids, "new_head": new_head, "backbone": target is not model}
+    plan = plan_conversion(target, shapes, source=source, **how)
+    fill(target, plan, arrays.__getitem__, source)
+    report(model, plan)
 
 
 def load_pretrained(
@@ -60,11 +116,10 @@ def load_pretrained(
     Args:
         model: from `rope_jax.create_model`.
         where: path of a .safetensors or .npz file, with torch's names or those of parameters here;
-            a folder that `save_pretrained` wrote; the workdir of a run; or a hub id "owner/name"
-            (needs huggingface_hub), whose model.safetensors is used.
-        source: naming convention, see `convert_state_dict`, or "rope_jax" for names of parameters
-            here; None for that of the file or of the hub's owner, or else the first source whose
-            names fit.
+            a folder that `save_pretrained` wrote; or a hub id "owner/name" (needs huggingface_hub),
+            whose model.safetensors is used.
+        source: naming convention, see `convert_state_dict`; None for that of the file or of the
+            hub's owner, or else the source that names most of the tensors.
         new_head: leave the model's head as it is, and print so, if the weights have none or one for
             other classes.
 
@@ -93,35 +148,19 @@ def load_weights(
     """
     there, _ = _heads(model, file)
     file = _backbone_of(model, file)
-    target, source = _target(model, file, source)
-    about, backbone = file.description, target is not model
-    if source == OWN:
-        size = None if about is None else about.image_size
-        how = {"image_size": size, "new_head": new_head, "backbone": backbone}
-        plan = plan_own(target, file.shapes, **how)
-    else:
-        grids = None if file.metadata is None else file.metadata.grids
-        how = {"source": source, "grids": grids, "new_head": new_head}
-        plan = plan_conversion(target, file.shapes, backbone=backbone, **how)
-    backbone = backbone or is_backbone(target, plan.fresh)
-    if file.metadata is not None and (message := _other_model(target, file, backbone)):
+    target, source = which(model, file, source)
+    how = {"grids": _grids(target, file, source), "new_head": new_head}
+    plan = plan_conversion(target, file.shapes, source=source, backbone=target is not model, **how)
+    if file.metadata is not None and (message := _other_model(target, file, plan.backbone)):
         if other_model is None:
             raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
         other_model(message)
-    refuse(plan.problems, source)
-    if source == OWN:
-        load_own(target, file.read, plan)
-        preprocessing = None
-    else:
-        wanted = [*(link.key for link in plan.links), *plan.frozen]
-        load_state_dict(target, {key: file.read(key) for key in wanted}, **how)
-        preprocessing = name_table(target, source).preprocessing
-    described = about and about.preprocessing
-    model.preprocessing = described or file.preprocessing or preprocessing
-    epsilon = _epsilon(model, file) if backbone else ""
-    if told := report(model, plan, backbone=backbone, head=there, epsilon=epsilon):
-        print(told)
-    if about is not None and model.num_classes and not (backbone or plan.new_head):
+    fill(target, plan, file.read, source)
+    about = file.description
+    usual = name_table(target, source).preprocessing
+    model.preprocessing = (about and about.preprocessing) or file.preprocessing or usual
+    report(model, plan, there, _epsilon(model, file) if plan.backbone else "")
+    if about is not None and model.num_classes and not (plan.backbone or plan.new_head):
         model.class_names = about.class_names
 
 
@@ -161,11 +200,17 @@ def _epsilon(model: nnx.Module, file: WeightsFile) -> str:
     return "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
 
 
-def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[nnx.Module, str]:
-    """What weights are for, the model or its backbone, and their source.
+def which(
+    model: nnx.Module, file: WeightsFile, source: str | None = None
+) -> tuple[nnx.Module, str]:
+    """What weights are for, the model or its backbone, and the source of their names.
+
+    The source is the given one, else that of the file or of its hub's owner, else the one that
+    names most of the tensors, of equal ones the first of `SOURCES`.
 
     Raises:
-        ValueError: they are those of another head, or of no known source.
+        ValueError: they are those of another head, or of no known source; or several sources name
+            them, and pair channels for rotation differently.
     """
     there, here = _heads(model, file)
     if there not in (None, here):
@@ -174,18 +219,53 @@ def _target(model: nnx.Module, file: WeightsFile, source: str | None) -> tuple[n
             f"{file.where!r} holds a model with the head {there!r}, and this model {instead}: "
             "use weights of the same head, of a classifier, or with names of rope_jax"
         )
-    backbone, source = getattr(model, "backbone", None), source or file.source
-    targets = [model, backbone]
-    if backbone is None or there is not None:
-        targets = [model]
-    elif file.description is not None:  # a classifier's
-        targets = [backbone]
-    own = next((target for target in targets if has_own_names(target, file.shapes)), None)
-    if source is None and own is None:
-        return _first_that_fits(model, targets, file)
-    if source in (None, OWN):
-        return targets[-1] if own is None else own, OWN
-    return targets[0] if source in DENSE else targets[-1], source
+    targets, source = [model], source or file.source
+    if (backbone := getattr(model, "backbone", None)) is not None:
+        classifier = file.description is not None and there is None
+        targets = [backbone] if classifier else [model, backbone]
+    candidates = [
+        (target, name)
+        for target in targets
+        for name in (SOURCES if source is None else [source])
+        if name in WHOLE or not hasattr(target, "backbone")
+    ]
+    counts = [count_named(target, name, file.shapes) for target, name in candidates]
+    best = [pair for pair, count in zip(candidates, counts, strict=True) if count == max(counts)]
+    if source is None and not any(max(counts)):
+        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
+        raise ValueError(
+            f"{file.where!r} has no name that a parameter of this model has in a known source "
+            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
+        )
+    pairings = {name_table(target, name).pairing for target, name in best if rotates(target)}
+    if source is None and len(pairings) > 1:
+        raise ValueError(
+            f"the names of these weights fit the sources {', '.join(name for _, name in best)}, "
+            "which pair channels differently: say which by source= of "
+            "rope_jax.convert_state_dict, or --source"
+        )
+    return best[0]
+
+
+def _grids(model: nnx.Module, file: WeightsFile, source: str) -> Grids:
+    """(rows, columns) of the map or window of a file's tables by name, as far as it says so.
+
+    Under the names that parameters have here, the map is that of the image size.
+    """
+    if source != OWN or file.description is None:
+        return {} if file.metadata is None else file.metadata.grids
+    try:
+        grids = model.grids(file.description.image_size)
+    except ValueError:  # other patches, whose shapes are refused
+        return {}
+    of_part = dict(zip(model.parts(), grids, strict=True))
+    names = [own_name(slot) for slot in slots_of(model) if slot.scheme is not None]
+    return {
+        name: grid
+        for name in names
+        for part, grid in of_part.items()
+        if name.startswith(f"{part}position.") and name in file.shapes
+    }
 
 
 def _other_model(model: nnx.Module, file: WeightsFile, backbone: bool) -> str | None:
@@ -224,40 +304,6 @@ def _schemes(notation: str) -> list[str]:
     return [f"{call.name}, {dict(call.options).get('pairing', 'half')}" for call in calls]
 
 
-def _first_that_fits(
-    model: nnx.Module, targets: Sequence[nnx.Module], file: WeightsFile
-) -> tuple[nnx.Module, str]:
-    """The target and the source of names with the fewest problems, the first of equal ones.
-
-    Raises:
-        ValueError: none has any of the names; or several fit, and pair channels for rotation
-            differently.
-    """
-    plans = []
-    for target in targets:
-        for source in DENSE if hasattr(target, "backbone") else SOURCES:
-            how = {"source": source, "backbone": target is not model}
-            plan = plan_conversion(target, file.shapes, **how)
-            if plan.links:
-                plans.append((len(plan.problems), target, source))
-    if not plans:
-        names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
-        raise ValueError(
-            f"{file.where!r} has no name that a parameter of this model has in a known source "
-            f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
-        )
-    fewest, target, first = min(plans, key=operator.itemgetter(0))
-    best = [source for count, other, source in plans if count == fewest and other is target]
-    pairings = {name_table(target, source).pairing for source in best}
-    rotates = any(rotary_of(part.position) is not None for part in target.parts().values())
-    if rotates and fewest == 0 and len(pairings) > 1:
-        raise ValueError(
-            f"the names of these weights fit the sources {', '.join(best)}, which pair channels "
-            "differently: say which by source= of rope_jax.convert_state_dict, or --source"
-        )
-    return target, first
-
-
 def save_pretrained(
     model: nnx.Module, path: str | os.PathLike, *, source: str | None = None
 ) -> None:
@@ -293,9 +339,7 @@ def save_pretrained(
     path = os.fspath(path)
     if os.path.splitext(path)[1] in EXTENSIONS[1:]:
         raise ValueError(f"path={path!r} must end in .safetensors, or be a folder")
-    if source is None:
-        state_dict, grids = own_state_dict(model), {}
-    else:
-        state_dict = export_state_dict(model, source=source)
-        grids = table_grids(model, source=source)
-    write_safetensors(path, state_dict, source or OWN, Metadata.of(model, grids))
+    source = source or OWN
+    grids = {} if source == OWN else table_grids(model, source=source)
+    state_dict = export_state_dict(model, source=source)
+    write_safetensors(path, state_dict, source, Metadata.of(model, grids))

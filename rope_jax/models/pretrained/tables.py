@@ -71,9 +71,9 @@ class Table:
     counts stages; a file's name may also use {next}, which is s + 1.
 
     Attributes:
-        rows: (name here, name in the file, layout).
+        rows: (name here, name in the file, layout); None for the names that parameters have here.
         pairing: channels that the source's rotations pair, or None where it has no rotations.
-        preprocessing: of the source's evaluation.
+        preprocessing: of the source's evaluation, where it has one.
         dropped: names of tensors that follow from others and are ignored.
         frozen: names of tensors that the model computes instead of storing them, each with a
             function of the model, the name's numbers and the tensor's shape. It returns the
@@ -81,9 +81,9 @@ class Table:
         zeros: names of tensors that a file may lack; their parameters become 0.
     """
 
-    rows: list[Row]
+    rows: list[Row] | None
     pairing: Pairing | None = None
-    preprocessing: Preprocessing = Preprocessing()
+    preprocessing: Preprocessing | None = Preprocessing()
     dropped: tuple[str, ...] = ()
     frozen: tuple[tuple[str, Frozen], ...] = ()
     zeros: tuple[str, ...] = ()
