@@ -1,6 +1,7 @@
 """Command lines: parsers whose help lists what is allowed, and defaults."""
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from rope_jax import plugins
 from rope_jax.names.options import describe, read
 
 
+@dataclasses.dataclass(frozen=True)
 class Argument:
     """The type of an argument that is not plain text, for `ArgumentParser.add_argument`.
 
@@ -16,19 +18,17 @@ class Argument:
     (3, 'a number or None')
     """
 
-    def __init__(self, annotation: Any):
-        """Takes what `convert` takes."""
-        self._annotation = annotation
+    annotation: Any
 
     def __call__(self, text: str) -> Any:
         """The value; the parser adds the argument's name to an error."""
         try:
-            return read(text, self._annotation)
+            return read(text, self.annotation)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     def __str__(self) -> str:
-        return describe(self._annotation)
+        return describe(self.annotation)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -43,7 +43,7 @@ def test_the_help_of_a_command_lists_types_and_defaults(name, monkeypatch, capsy
     assert said.startswith(f"usage: rope_jax {name} ")
     text = " ".join(said.split())
     arguments = re.findall(r"--(\w+) [A-Z]", text[text.index("options:") :])
-    kinds = re.findall(r"\((?:text|a path|a whole number|a number)[;,)]", text)
+    kinds = re.findall(r"\((?:text|a path|a whole number|a number)\b", text)
     assert len(kinds) >= len(arguments)
 
 

@@ -123,7 +123,7 @@ def _shared(config: Config) -> tuple:
         for name, field in settings().items()
         if name.startswith("eval.")
         or name == "data.path"
-        or (name != "seed" and not field.metadata["rule"].resumable)
+        or (name != "seed" and not field.metadata["resumable"])
     )
 
 

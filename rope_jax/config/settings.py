@@ -33,7 +33,7 @@ def _setting(default: Any, help: str, *, hint: str = "", resumable: bool = False
     Args:
         default: its value where none is given.
         help: its meaning.
-        hint: added to the error for a value that is not allowed.
+        hint: added to the error for any other value.
         resumable: whether a resumed run may change it. Such settings do not affect the results of a
             run; changing any other needs --resume_override.
     """

@@ -212,7 +212,7 @@ def check_augmentations(augmentations: Sequence[Augmentation], images: Images | 
     """Tries the augmentations of the loader on a black image.
 
     Raises:
-        ValueError: they do not suit the labels of the set, or an option is out of range.
+        ValueError: they do not suit the labels of the set, or options contradict each other.
     """
     black, none = np.zeros((*images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     for one in augmentations:

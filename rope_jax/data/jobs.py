@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the images and the number of processes."""
     add = parser.add_argument
     kind = "form of the images, see rope_jax.data.load"
-    streamed = SOURCES.keys() - MEMORY - DRAWN
+    streamed = SOURCES.keys() - MEMORY.keys() - DRAWN.keys()
     add("--source", required=True, choices=sorted(streamed), help=kind)
     add("--path", required=True, help="of the images")
     both = ",".join(SPLITS)

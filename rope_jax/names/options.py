@@ -188,16 +188,13 @@ def options_of(owner: Callable) -> dict[str, Any]:
         hints = typing.get_type_hints(owner, include_extras=True)
         return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
     parameters = inspect.signature(owner, eval_str=True).parameters.values()
-    given = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "rngs"}
-    return {
-        name: p.annotation if p.annotation is not p.empty else _type_of(p.default)
-        for name, p in given.items()
-    }
-
-
-def _type_of(default: Any) -> Any:
     plain = int | float | bool | str
-    return type(default) if isinstance(default, plain) else plain | None
+    of_default = lambda value: type(value) if isinstance(value, plain) else plain | None
+    return {
+        p.name: of_default(p.default) if p.annotation is p.empty else p.annotation
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.name != "rngs"
+    }
 
 
 def convert_options(

@@ -59,9 +59,6 @@ class Registry[T](dict[str, T]):
         plugins.load_installed()
         if name in self:
             return self[name]
-        hint = self._elsewhere(name)
-        if self._listed_by is None:
-            hint = hint or closest(name, self)
-        else:
-            hint = f"{hint or nearest(name, self)}; {self._listed_by} lists all"
-        raise UnknownName(f"unknown {self._kind} {name!r}; {hint}")
+        hint = self._elsewhere(name) or (nearest if self._listed_by else closest)(name, self)
+        listing = f"; {self._listed_by} lists all" if self._listed_by else ""
+        raise UnknownName(f"unknown {self._kind} {name!r}; {hint}{listing}")

@@ -100,9 +100,8 @@ def _create_one(call: Call, stage: Stage, rngs: nnx.Rngs) -> Position:
     cls = SCHEMES[name]
     later = {} if cls.extension is None else options_of(type(cls.extension))
     own = options_of(cls.__init__)  # which a scheme may have of the same names
-    later = {option: kind for option, kind in later.items() if option not in own}
-    options = convert_options(name, dict(call.options), own | later)
-    extending = {option: options.pop(option) for option in later.keys() & options.keys()}
+    options = convert_options(name, dict(call.options), own | later | own)
+    extending = {option: options.pop(option) for option in options.keys() - own.keys()}
     if len(call.inner) != cls.wraps:
         inside = f"one scheme inside, as in {name}(ape)"
         expected = inside if cls.wraps else "options only, as in name(option=value)"

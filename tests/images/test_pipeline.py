@@ -74,15 +74,15 @@ def test_orders_differ_and_are_fixed():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 0}, "batch_size must be .*, not 0"),
         ({"start_step": -1}, "step -1"),
-        ({"seed": -1}, "seed -1"),
+        ({"seed": -1}, "seed must be .*, not -1"),
         ({"augment": "blur"}, "unknown augmentation 'blur'"),
         ({"shard": (2, 2)}, r"shard \(2, 2\)"),
         ({"shard": (0, 3)}, r"shard \(0, 3\)"),
-        ({"repeats": 0}, "repeats 0"),
+        ({"repeats": 0}, "repeats must be .*, not 0"),
         ({"repeats": 3}, "repeats 3 of 10 images"),
-        ({"bad_images": "ignore"}, "bad_images 'ignore'"),
+        ({"bad_images": "ignore"}, "bad_images must be one of error, skip, not 'ignore'"),
     ],
 )
 def test_arguments_are_refused_at_once(wrong, message):

@@ -116,8 +116,7 @@ class Augmentation:
             )
 
     def __str__(self) -> str:
-        options = ",".join(f"{name}={value}" for name, value in self.options)
-        return f"{self.name}({options})" if options else self.name
+        return str(Call(self.name, options=self.options))
 
 
 @dataclasses.dataclass(frozen=True)

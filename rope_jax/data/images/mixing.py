@@ -30,7 +30,7 @@ def mix(
         key: a scalar key.
         mixup: alpha of the Beta distribution of the weight of an image; 0 for no mixup.
         cutmix: alpha of the distribution of the fraction of its pixels; 0 for no cutmix. One of the
-            two must be above 0.
+            two is above 0.
         prob: probability that the batch is mixed.
         switch_prob: probability of cutmix if both are above 0.
         enabled: False to mix nothing.

@@ -154,7 +154,7 @@ def write_index(
         **about: name, split, and other entries of about.json.
 
     Raises:
-        ValueError: there are no images, a label is out of range, or a name is not in UTF-8.
+        ValueError: there are no images, a label is no class, or a name is not in UTF-8.
     """
     labels, name = np.asarray(labels), about["name"]
     low, high = labels.min(initial=0), labels.max(initial=-1)

@@ -38,7 +38,7 @@ class Images:
 
     Raises:
         ValueError: if an array has another dtype or shape, the numbers of images and labels differ
-            or are 0, or a label is out of range.
+            or are 0, or a label is too large.
     """
 
     images: np.ndarray
