@@ -100,12 +100,11 @@ class Kernel:
         tile: TileSizes = (),
     ) -> tuple[Float[Array, "B _ _ D"], Float[Array, "B _ _ D"]]:
         """One launch if q and k have the same shape, two if k has another number of heads."""
-        coords, freqs = rotation.coords, rotation.freqs
 
         def turn_some(*arrays: Array) -> tuple:
             heads = arrays[0].shape[layout.index("N")]
-            rows = Rows(len(coords), heads, layout[1:3], rotation.pairing, tile=tile)
-            turned = self.turn_all(rows, arrays, (coords, freqs))
+            rows = Rows(len(rotation.coords), heads, layout[1:3], rotation.pairing, tile=tile)
+            turned = self.turn_all(rows, arrays, (rotation.coords, rotation.freqs))
             return tuple(x.reshape(arrays[0].shape) for x in turned)
 
         return turn_some(q, k) if q.shape == k.shape else (*turn_some(q), *turn_some(k))

@@ -142,8 +142,7 @@ def rotary_kernel(
 
     def step(i: Array | int, dtheta: Array | None) -> Array | None:
         items = [first + i * tile.items + j for j in range(tile.items)]
-        rows_of_item = rows.rows(turns.index)
-        places = list(itertools.product(items, range(len(sources)), rows_of_item))
+        places = list(itertools.product(items, range(len(sources)), rows.rows(turns.index)))
         # All loads precede the first store: the compiler cannot rule out that a store changes what
         # is read after it.
         loaded = [

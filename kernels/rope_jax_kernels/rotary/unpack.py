@@ -150,8 +150,11 @@ def launch(
     written = count + rows.padding * rows.heads if len(arrays) == 1 else count
     tile = tile_of(batch, written, pairs, head_dim, dtype.itemsize, rows.pairing)
     grid = (pl.cdiv(written, tile.rows), pl.cdiv(batch, tile.batch))
-    moved = [(batch, written, head_dim)] * 3 if len(arrays) == 1 else [(batch, 3 * count, head_dim)]
-    shapes = [(shape, dtype) for shape in moved]
+    shapes = (
+        [((batch, written, head_dim), dtype)] * 3
+        if len(arrays) == 1
+        else [((batch, 3 * count, head_dim), dtype)]
+    )
     *moved, sums = device.shapes_like(arrays[0], *shapes, ((grid[1], count, pairs), jnp.float32))
     moved, sums = pl.pallas_call(
         functools.partial(moving_kernel, rows=rows, tile=tile),
