@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from rope_jax.files import write_file
-from rope_jax_kernels.cache import sources_of_kernels
+from rope_jax_kernels.tuning.choices import sources_of_kernels
 
 Result = dict[str, Any]
 Keep = Callable[..., Result]

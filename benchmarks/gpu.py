@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax
 
 from benchmarks._runner import Keep
-from rope_jax_kernels.cache import sources_of_kernels
+from rope_jax_kernels.tuning.choices import sources_of_kernels
 
 # Model, position, images on one GPU, and further arguments of `tune`, as `speed` measures them.
 MODELS = (

@@ -22,9 +22,8 @@ from rope_jax.models.registry import find_model
 from rope_jax.names.options import Count, Positive
 from rope_jax.text import format_table, image_pair
 from rope_jax_kernels import Call, Choices, record, tune
-from rope_jax_kernels.choices import Measured
-from rope_jax_kernels.measure import on_one_device
-from rope_jax_kernels.tuning import nothing_to_tune
+from rope_jax_kernels.tuning.choices import Measured
+from rope_jax_kernels.tuning.measure import nothing_to_tune, on_one_device
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 import rope_jax.tune
 from rope_jax_kernels import Choices
-from rope_jax_kernels.choices import Choice, Measured
+from rope_jax_kernels.tuning.choices import Choice, Measured
 
 SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"]
 

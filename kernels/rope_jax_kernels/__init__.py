@@ -21,12 +21,12 @@ from rope_jax_kernels.attention import (
     attention_qkv,
     window_bias,
 )
-from rope_jax_kernels.calls import Call, record
-from rope_jax_kernels.choices import Choices
 from rope_jax_kernels.dispatch import explain
 from rope_jax_kernels.rotary import rotate, rotate_by_angles, rotate_qkv
 from rope_jax_kernels.rotation import Pairing, Rotation
-from rope_jax_kernels.tuning import tune
+from rope_jax_kernels.tuning.choices import Choices
+from rope_jax_kernels.tuning.measure import tune
+from rope_jax_kernels.tuning.record import Call, record
 
 __version__ = "0.1.0"
 

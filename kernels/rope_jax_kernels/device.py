@@ -7,7 +7,7 @@ determined when a call is traced, as is the environment variable `ROPE_JAX_INTER
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 INTERPRET = "ROPE_JAX_INTERPRET"
 GENERATIONS = {"Ampere": 80, "Hopper": 90, "Blackwell": 100}  # lowest compute capability
+MULTIPROCESSORS = 132  # of an H100 or H200
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 # Word of a device's kind -> compute capability (times 10) and memory bandwidth in GB/s, from
 # NVIDIA's data sheets; of several variants, the slowest.
@@ -126,14 +127,12 @@ def refusal(generation: str = "Ampere") -> str | None:
     return None
 
 
-def refusal_of_arrays(arrays: Mapping[str, Array]) -> str | None:
-    """Why a float32 kernel cannot take these named arrays, or None if it can."""
+def refusal_of_arrays(arrays: Mapping[str, Array], dtypes: Sequence = DTYPES) -> str | None:
+    """Why a kernel for these dtypes cannot take these named arrays, or None if it can."""
     for name, x in arrays.items():
-        if x.dtype not in DTYPES:
-            return (
-                f"{name} has dtype {x.dtype}, and it computes in float32 "
-                "(float16, bfloat16 and float32 are served)"
-            )
+        if x.dtype not in dtypes:
+            *others, last = (jnp.dtype(dtype).name for dtype in dtypes)
+            return f"{name} has dtype {x.dtype}; {', '.join(others)} and {last} are served"
         if x.size == 0:
             return f"{name} has shape {x.shape}, so there is nothing to compute"
     return None
@@ -151,6 +150,12 @@ def vary_alike(*trees: Any) -> tuple:
 
     axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(trees)))
     return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes - varying(x)), to="varying"), trees)
+
+
+def shapes_like(x: Array, *shapes: tuple[tuple[int, ...], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Outputs of a kernel, of (shape, dtype), that vary over the mesh axes over which x varies."""
+    varying = jax.typeof(x).manual_axis_type
+    return tuple(jax.ShapeDtypeStruct(*shape, manual_axis_type=varying) for shape in shapes)
 
 
 def without_symbolic_zeros(gradients: Any) -> Any:

@@ -2,12 +2,14 @@
 
 Every operation has an implementation in plain jax.numpy, "xla", which supports every call. The
 others are GPU kernels that refuse unsupported calls with a reason. A call with
-`implementation=None` tries the kernels of `PREFERENCE` in order and falls back to "xla"; where its
-arrays turn out to be elsewhere than on a GPU, it computes by "xla" too.
+`implementation=None` that was not measured (`tuning`) tries the kernels of `PREFERENCE` in order
+and falls back to "xla"; where its arrays turn out to be elsewhere than on a GPU, it computes by
+"xla" too.
 
 An implementation is a module with a function for each of its operations, called with the
 operation's arguments by name, and (except "xla") `refusal`, which takes the same arguments and
-returns a sentence or None. Modules are imported when a call first needs them, so programs on a CPU
+returns a sentence or None. Where tiles of a kernel were measured, the function is also called with
+`tile`. Modules are imported when a call first needs them, so programs on a CPU
 import no Pallas.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax_kernels import choices, device
+from rope_jax_kernels import device
 
 _ROTARY = {"xla": "rotary.reference", "triton": "rotary.triton", "mosaic": "rotary.mosaic"}
 _ATTENTION = {
@@ -30,6 +32,9 @@ _ATTENTION = {
     "cudnn": "attention.cudnn",
 }
 _UNPACK = {"xla": "rotary.reference", "triton": "rotary.unpack"}
+
+# Part of a kernel -> the sizes of its tiles, as a hashable tuple; () for the kernel's own plan.
+TileSizes = tuple[tuple[str, tuple[int, ...]], ...]
 
 # Operation -> implementation -> its module in this package.
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
@@ -77,7 +82,7 @@ PARTITIONED = ("xla", "cudnn")
 def candidates(op: str, kernels_pay: bool = True) -> tuple[str, ...]:
     """Implementations that `implementation=None` tries for a call of `op`, best first.
 
-    The last one is always "xla". Measured choices for single calls (`choices`) come before these.
+    The last one is always "xla". Measured choices for single calls (`tuning`) come before these.
 
     Args:
         op: name of the operation.
@@ -101,23 +106,12 @@ def resolve(op: str, arguments: dict[str, Any], kernels_pay: bool = True) -> str
     return next(name for name in tried if refusal(op, name, arguments) is None)
 
 
-def call(
-    op: str, arguments: dict[str, Any], *, implementation: str | None, kernels_pay: bool = True
-) -> Any:
-    """Computes `op` by the named implementation, or by the one that `resolve` returns.
-
-    Args:
-        op: name of the operation.
-        arguments: the operation's arguments by name, without `implementation`.
-        implementation: None, or a name in `IMPLEMENTATIONS[op]`.
-        kernels_pay: see `candidates`.
+def run_named(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
+    """Computes `op` by the named implementation.
 
     Raises:
-        ValueError: the name is unknown, or the named implementation refuses the call.
+        ValueError: the name is unknown, or the implementation refuses the call.
     """
-    if implementation is None:
-        default = resolve(op, arguments, kernels_pay)
-        return choices.call(op, arguments, default, run=_run_by_platform, refusal=_refusal_here)
     if implementation not in IMPLEMENTATIONS[op]:
         raise ValueError(
             f"implementation={implementation!r} is not one that {op} has; "
@@ -131,43 +125,51 @@ def call(
     return run(op, implementation, arguments)
 
 
-def run(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
-    """Computes `op` by an implementation that serves the call."""
-    return getattr(module_of(op, implementation), op)(**arguments)
+def run(op: str, implementation: str, arguments: dict[str, Any], tile: TileSizes = ()) -> Any:
+    """Computes `op` by an implementation that serves the call, with its own tiles or measured ones.
+
+    A kernel keeps the sizes in its static arguments, because its backward pass is traced elsewhere.
+    """
+    sizes = {"tile": tile} if tile else {}
+    return getattr(module_of(op, implementation), op)(**arguments, **sizes)
 
 
-def _run_by_platform(op: str, implementation: str, arguments: dict[str, Any]) -> Any:
+def run_by_platform(
+    op: str, implementation: str, arguments: dict[str, Any], tile: TileSizes = ()
+) -> Any:
     """`run` with "xla" in place of a kernel where the program is not lowered for CUDA.
 
     A process with a GPU also computes on its CPU, and on which of them is determined only when a
     program is lowered.
     """
     if implementation == "xla" or not device.is_gpu():
-        return run(op, implementation, arguments)
+        return run(op, implementation, arguments, tile)
     leaves, tree = jax.tree.flatten(arguments)
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
     fixed = tuple(None if array else x for x, array in zip(leaves, is_array, strict=True))
     arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
-    return _by_platform(op, implementation, tree, fixed, *device.vary_alike(*arrays))
+    return _by_platform(op, implementation, tile, tree, fixed, *device.vary_alike(*arrays))
 
 
 # Within `jit` also for a call outside of it, for which jax would look at the default device.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _by_platform(op: str, kernel: str, tree: Any, fixed: tuple, *arrays: jax.Array) -> Any:
-    """See `_run_by_platform`; `fixed` has None where an array belongs.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _by_platform(
+    op: str, kernel: str, tile: TileSizes, tree: Any, fixed: tuple, *arrays: jax.Array
+) -> Any:
+    """See `run_by_platform`; `fixed` has None where an array belongs.
 
     Reverse mode differentiates both branches and saves the residuals of both, those of the other
     one as zeros. Those of "xla" are therefore its operands alone, from which it computes anew.
     """
 
-    def by(implementation: str, *arrays: jax.Array) -> Any:
+    def by(implementation: str, tile: TileSizes, *arrays: jax.Array) -> Any:
         left = iter(arrays)
         leaves = [next(left) if x is None else x for x in fixed]
-        return run(op, implementation, jax.tree.unflatten(tree, leaves))
+        return run(op, implementation, jax.tree.unflatten(tree, leaves), tile)
 
-    elsewhere = jax.checkpoint(functools.partial(by, "xla"))
+    elsewhere = jax.checkpoint(functools.partial(by, "xla", ()))
     return jax.lax.platform_dependent(
-        *arrays, cuda=functools.partial(by, kernel), default=elsewhere
+        *arrays, cuda=functools.partial(by, kernel, tile), default=elsewhere
     )
 
 
@@ -184,7 +186,7 @@ def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | No
     return module.refusal(**arguments)
 
 
-def _refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:
+def refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:
     """`refusal`, or why XLA would have to gather the operands first."""
     if implementation not in PARTITIONED and device.may_be_partitioned():
         return "XLA would have to partition it over devices"
@@ -219,14 +221,25 @@ def explain(op: Callable, *args: Any, **kwargs: Any) -> dict[str, str]:
 
     Raises:
         ValueError: `op` is not an operation of this package.
-        TypeError: `op` does not take these arguments.
+        TypeError: an argument that `op` needs is missing, or it does not take one of them.
     """
     name = getattr(op, "__name__", None)
     if name not in IMPLEMENTATIONS or not str(op.__module__).startswith(f"{__package__}."):
         raise ValueError(
             f"op={op!r} is not an operation of rope_jax_kernels; use one of {list(IMPLEMENTATIONS)}"
         )
-    bound = inspect.signature(op).bind(*args, **kwargs)
+    signature = inspect.signature(op)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        taken = [
+            f"{x.name}=..." if x.default is x.empty else f"[{x.name}=...]"
+            for x in signature.parameters.values()
+        ]
+        raise TypeError(
+            f"explain(op={name}, ...) was given other arguments than {name} takes: use "
+            f"explain({name}, {', '.join(taken)}), where those in brackets may be left out"
+        ) from error
     bound.apply_defaults()
     del bound.arguments["implementation"]
     return {

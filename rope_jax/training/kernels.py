@@ -16,8 +16,8 @@ from rope_jax.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune
-from rope_jax_kernels.cache import word_of
-from rope_jax_kernels.tuning import nothing_to_tune
+from rope_jax_kernels.tuning.choices import word_of
+from rope_jax_kernels.tuning.measure import nothing_to_tune
 
 _LARGEST = 1 << 28  # bytes of the file of choices
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from rope_jax_kernels import Choices, Rotation, attention_qkv, record, rotate
-from rope_jax_kernels.choices import Choice
-from rope_jax_kernels.measure import Problem
 from rope_jax_kernels.model_shapes import LAYERS
+from rope_jax_kernels.tuning.choices import Choice
+from rope_jax_kernels.tuning.measure import Problem
 
 
 def attended(layer, qkv, coords, freqs):

@@ -17,7 +17,7 @@ from rope_jax.evaluate import command as command_module
 from rope_jax.evaluate import kinds
 from rope_jax.models.pretrained import Preprocessing, save_pretrained
 from rope_jax.sharding import make_mesh
-from rope_jax_kernels import choices
+from rope_jax_kernels.tuning import choices
 from tests.small_run import save_run
 
 SMALL = {"depth": 1, "width": 24, "heads": 2, "patch_size": 4}

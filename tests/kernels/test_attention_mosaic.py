@@ -212,7 +212,7 @@ def test_vmap_of_gradients(busy):
 @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (32, jnp.float16)])
 def test_both_views_of_shared_memory_are_of_the_same_bytes(width, dtype):
     """Both views begin where their memory begins and hold rows in the same order."""
-    task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False, "mosaic")
+    task = Task(Global(), (64,), 1, width, True, 0, "half", 1.0, False)
     views = flatten_ref_union(
         mosaic_launch.buffer(task, (3, 64, width), jnp.dtype(dtype)).get_ref_aval()
     )
@@ -244,7 +244,7 @@ def test_which_gpus_it_is_for(kind, reason):
 )
 def test_plan(tokens, head_dim, groups):
     """All tokens have a tile, few tiles have none, and every example is somebody's."""
-    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False, "mosaic")
+    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
     for batch in (1, 7, 128, 1000):
         plan = mosaic_kernel.plan(task, batch)
         assert plan.groups == groups
@@ -260,7 +260,7 @@ def test_plan(tokens, head_dim, groups):
 )
 def test_plan_backward(tokens, head_dim, groups):
     """Each example of a set is somebody's; 0 warpgroups where Triton serves."""
-    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False, "mosaic")
+    task = Task(Global(), (tokens,), 6, head_dim, True, 16, "half", 0.1, False)
     assert mosaic_backward.serves(task) == (groups > 0)
     for batch, sets in ((1, 1), (128, 1), (1000, 10), (6, 2)) if groups else ():
         plan = mosaic_backward.plan(task, batch, sets)

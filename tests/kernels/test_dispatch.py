@@ -310,7 +310,9 @@ def test_explain_refuses_what_is_no_operation():
             ValueError, match=r"is not an operation of rope_jax_kernels; use one of \['rotate'"
         ):
             explain(op, X)
-    with pytest.raises(TypeError, match="pattern"):
+    with pytest.raises(
+        TypeError, match=r"use explain\(attention, q=.*, pattern=\.\.\., \[rotation="
+    ):
         explain(attention, X, X, X)
     assert {op.__name__ for op, *_ in CALLS} == set(dispatch.IMPLEMENTATIONS)
 

@@ -28,11 +28,10 @@ from rope_jax_kernels import (
     tune,
 )
 from rope_jax_kernels.attention import reference
-from rope_jax_kernels.cache import sources_of_kernels
-from rope_jax_kernels.calls import key_of
-from rope_jax_kernels.choices import Choice, Measured
-from rope_jax_kernels.measure import Trial
-from rope_jax_kernels.rotary import triton
+from rope_jax_kernels.tuning.choices import Choice, Measured, sources_of_kernels
+from rope_jax_kernels.tuning.measure import Trial
+from rope_jax_kernels.tuning.record import key_of
+from rope_jax_kernels.tuning.tiles import OTHER_TILES
 from tests.kernels.test_dispatch import mesh_of
 
 X = jax.ShapeDtypeStruct((3, 5, 1, 8), jnp.float32)
@@ -272,7 +271,7 @@ def test_none_reads_the_cache_folder_and_what_ships(tmp_path, monkeypatch, capsy
     shipped = tmp_path / "shipped"
     shipped.mkdir()
     monkeypatch.setenv("ROPE_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr("rope_jax_kernels.choices.SHIPPED", shipped)
+    monkeypatch.setattr("rope_jax_kernels.tuning.choices.SHIPPED", shipped)
     other.remember()
     path = makes("xla").remember()
     assert Choices.load(path).calls == other.calls | makes("xla").calls
@@ -313,14 +312,20 @@ def trained(x, freqs):
 
 @pytest.mark.parametrize("f", [turned, trained])
 def test_a_real_kernel_is_compared_and_timed(f, interpreted, monkeypatch):
-    planned = triton.other_tiles
-    monkeypatch.setattr(triton, "other_tiles", lambda *arguments: planned(*arguments)[:1])
+    tiles = OTHER_TILES["rotary.triton"]
+    monkeypatch.setitem(OTHER_TILES, "rotary.triton", lambda *arguments: tiles(*arguments)[:1])
     calls = calls_of(f, jax.ShapeDtypeStruct((3, 4, 1, 8), jnp.float32), jnp.ones((1, 1, 2)))
     found = only(tune(calls, seconds=100.0, say=pytest.fail))
     other = Choice("triton", (("rows", (256, 1, 1, 8)),)).name
     assert set(found.microseconds) == {"xla", "triton", other}
     assert found.left_out == {}
     assert min(found.microseconds.values()) > 0
+
+
+@pytest.mark.parametrize("calls", [rotate, [rotate], "rotate"])
+def test_what_was_not_recorded_is_refused(calls, unchecked_annotations):
+    with pytest.raises(TypeError, match=r"must be calls that were recorded: .*`with record\(\)"):
+        tune(calls)
 
 
 def test_without_calls_there_is_nothing_to_tune(interpreted):

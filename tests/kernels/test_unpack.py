@@ -247,13 +247,13 @@ ROTATION = Rotation(jnp.ones((6, 2)), jnp.ones((3, 2, 5)))
         ),
         (
             lambda: unpack_and_rotate(QKV.astype("float64"), ROTATION, implementation="triton"),
-            "float64, and it computes in float32",
+            "float64; float16, bfloat16 and float32 are served",
         ),
         (
             lambda: rotate_back_and_pack(
                 *[PART.astype("float64")] * 3, ROTATION, implementation="triton"
             ),
-            "float64, and it computes in float32",
+            "float64; float16, bfloat16 and float32 are served",
         ),
         (
             lambda: rotate_back_and_pack(PART, PART, PART[:, :5], ROTATION),

@@ -15,7 +15,7 @@ from rope_jax.training.signals import Interrupted
 from rope_jax.workdir.trees import tree_hash
 from rope_jax_kernels import Choices, dispatch
 from rope_jax_kernels.attention import reference
-from rope_jax_kernels.choices import Choice, Measured
+from rope_jax_kernels.tuning.choices import Choice, Measured
 from tests.training.recipe import final_state, run, tiny
 
 SHORT = {"epochs": 0.5, "checkpoint_every": 3, "eval__resolutions": ()}  # 6 steps

@@ -2,8 +2,9 @@
 
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import checks, dispatch
+from rope_jax_kernels import checks
 from rope_jax_kernels.attention.patterns import Pattern
+from rope_jax_kernels.calls import call
 from rope_jax_kernels.rotation import Rotation
 
 
@@ -69,8 +70,7 @@ def attention(
             raise ValueError(f"{name} has shape {x.shape}; it must have q's shape, {q.shape}")
     checks.check_terms(q.shape, "q", pattern, rotation, bias, scale)
     terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
-    arguments = {"q": q, "k": k, "v": v} | terms
-    return dispatch.call("attention", arguments, implementation=implementation)
+    return call("attention", {"q": q, "k": k, "v": v} | terms, implementation=implementation)
 
 
 def attention_qkv(
@@ -110,4 +110,4 @@ def attention_qkv(
     checks.check_operand("qkv", qkv, pattern)
     checks.check_terms((*qkv.shape[:-3], *qkv.shape[-2:]), "qkv", pattern, rotation, bias, scale)
     terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
-    return dispatch.call("attention_qkv", {"qkv": qkv} | terms, implementation=implementation)
+    return call("attention_qkv", {"qkv": qkv} | terms, implementation=implementation)

@@ -118,11 +118,8 @@ def refusal(
     """Why cuDNN cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):
         return f"the pattern is {type(pattern).__name__}; only Global is served"
-    for name, x in arrays.items():
-        if x.dtype not in EXCLUDED:
-            return f"{name} has dtype {x.dtype}; float16 and bfloat16 are served"
-        if x.size == 0:
-            return f"{name} has shape {x.shape}, so there is nothing to compute"
+    if reason := device.refusal_of_arrays(arrays, tuple(EXCLUDED)):
+        return reason
     x = next(iter(arrays.values()))
     if x.shape[-1] % 8:
         return f"the head dimension is {x.shape[-1]}; multiples of 8 are served"

@@ -1,7 +1,7 @@
 """Global attention by Pallas kernels for Mosaic GPU on Hopper, launched by `mosaic_launch`.
 
-Residuals are those of `triton`, and so is the backward pass where a program cannot hold all tokens
-of a head: `mosaic_backward.serves`.
+The backward pass is that of `triton` where a program cannot hold all tokens of a head. Mosaic GPU
+takes a second to import, and refusals do not need it: functions import it when they are called.
 """
 
 from typing import Any
@@ -11,7 +11,9 @@ from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
 from rope_jax_kernels.attention import triton
+from rope_jax_kernels.attention.kernel import Kernel, Wanted
 from rope_jax_kernels.attention.patterns import Global, Pattern
+from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.rotation import Rotation
 
 DTYPES = (jnp.float16, jnp.bfloat16)
@@ -19,19 +21,30 @@ HEAD_DIMS = (32, 64, 128)
 AXES = 4  # most coordinates of a token: with heads of 128, more do not fit into registers
 
 
-def attention(
-    q: Float[Array, "B L N D"],
-    k: Float[Array, "B L N D"],
-    v: Float[Array, "B L N D"],
-    **terms: Any,
-) -> Float[Array, "B L N D"]:
-    """`rope_jax_kernels.attention`."""
-    return triton.attend_all((q, k, v), implementation="mosaic", **terms)
+def forward(
+    task: Task, operands: tuple, rotation: tuple, bias: tuple
+) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
+    """`Kernel.forward`; there is no bias."""
+    from rope_jax_kernels.attention import mosaic_launch
+
+    del bias
+    return mosaic_launch.forward(task, operands, rotation)
 
 
-def attention_qkv(qkv: Float[Array, "B L 3 N D"], **terms: Any) -> Float[Array, "B L N D"]:
-    """`rope_jax_kernels.attention_qkv`, read from the packed array."""
-    return triton.attend_all((qkv,), implementation="mosaic", **terms)
+def backward(
+    task: Task, wanted: Wanted, operands: tuple, turning: tuple, bias: tuple
+) -> tuple[list[Array], list[Array], None]:
+    """`Kernel.backward`, by the kernels that serve this number of tokens."""
+    from rope_jax_kernels.attention import mosaic_backward, mosaic_launch
+
+    if not mosaic_backward.serves(task):
+        return triton.backward(task, wanted, operands, turning, bias)
+    *data, lse, out = operands
+    return *mosaic_launch.backward(task, (*data, out, lse), turning[:2], turning[2:]), None
+
+
+KERNEL = Kernel("mosaic", forward, backward)
+attention, attention_qkv = KERNEL.attention, KERNEL.attention_qkv
 
 
 def refusal(
@@ -47,9 +60,8 @@ def refusal(
         return f"the pattern is {type(pattern).__name__}; only Global is served"
     if bias is not None:
         return "there is a bias, which it does not read"
-    for name, x in arrays.items():
-        if x.dtype not in DTYPES:
-            return f"{name} has dtype {x.dtype}; float16 and bfloat16 are served"
+    if reason := device.refusal_of_arrays(arrays, DTYPES):
+        return reason
     head_dim = next(iter(arrays.values())).shape[-1]
     if head_dim not in HEAD_DIMS:
         return f"the head dimension is {head_dim}; {', '.join(map(str, HEAD_DIMS))} are served"
@@ -67,8 +79,9 @@ def refusal(
             )
         if axes > AXES:
             return f"rotation.coords has {axes} axes; up to {AXES} are served"
-    reason = triton.refusal(pattern=pattern, rotation=rotation, bias=bias, scale=scale, **arrays)
-    reason = reason or device.refusal("Hopper")
+    reason = triton.refusal(
+        pattern=pattern, rotation=rotation, bias=bias, scale=scale, **arrays
+    ) or device.refusal("Hopper")
     if reason is None and device.is_gpu() and device.refusal("Blackwell") is None:
         return (
             "it needs the matrix instructions of Hopper (compute capability 9.0), which newer GPUs "

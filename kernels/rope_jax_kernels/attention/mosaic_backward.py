@@ -40,10 +40,12 @@ from rope_jax_kernels.attention.mosaic_kernel import (
     ROWS,
     TILE,
     joined,
+    load_rows,
     product,
+    store_rows,
 )
 from rope_jax_kernels.attention.task import Task
-from rope_jax_kernels.stores import store
+from rope_jax_kernels.mosaic import store
 
 WIDTH = 32  # channels of a piece, and queries of a step
 CHUNK = 8  # pairs that turn at a time: more would need more registers
@@ -141,29 +143,17 @@ class Program:
 
     def write(self, which: int, i: Array, block: Array, x: Float[Array, "64 D"]) -> None:
         """Puts the gradient of q, k or v in the place of its rows and starts its copy out."""
-        self.store(which, block, x)
+        store_rows(self.rows[which][1].at[block], x)
         plgpu.commit_smem()
         for piece in range(self.plan.pieces):
             target = self.targets[which].at[self.place(which, self.first + i, block, piece)]
             plgpu.copy_smem_to_gmem(self.rows[which][0].at[block, piece], target)
-
-    def store(self, which: int, block: Array, x: Float[Array, "64 D"]) -> None:
-        """Puts rows in the place of a block's."""
-        for piece in range(self.plan.pieces):
-            view = self.rows[which][1].at[block, piece]
-            view[...] = x[:, piece * WIDTH : (piece + 1) * WIDTH]
 
     def meet(self) -> None:
         """Waits for all warpgroups, which then see what the others wrote to shared memory."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.meeting)
         plgpu.barrier_wait(self.meeting)
-
-    def load(self, which: int, block: Array) -> Float[Array, "64 D"]:
-        """A block of rows."""
-        view = self.rows[which][1]
-        pieces = [plgpu.load(view.at[block, i], layout=TILE) for i in range(self.plan.pieces)]
-        return joined(pieces)
 
     def turns(self, block: Array, pair: int) -> list[Float[Array, "64 8"]]:
         """Cosine and sine of the angles of a block's tokens, from the pair on."""
@@ -217,12 +207,16 @@ class Program:
 
     def prepare(self, block: Array) -> None:
         """Delta of a block's queries, and turned queries and keys."""
-        out, dout = (self.load(which, block).astype(jnp.float32) for which in (4, 3))
+        out, dout = (
+            load_rows(self.rows[which][1].at[block]).astype(jnp.float32) for which in (4, 3)
+        )
         self.delta.at[block][...] = jnp.sum(out * dout, axis=1)
         if self.table is not None:
-            turned = self.turned([self.load(which, block) for which in (0, 1)], block)
+            turned = self.turned(
+                [load_rows(self.rows[which][1].at[block]) for which in (0, 1)], block
+            )
             for which, x in enumerate(turned):
-                self.store(which, block, x)
+                store_rows(self.rows[which][1].at[block], x)
 
     def products(
         self, pairs: list[tuple[int, int]], keys: Array, queries: Array, half: Any

@@ -20,9 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from rope_jax_kernels.arithmetic import cos_sin, divide
+from rope_jax_kernels import mosaic
+from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.attention.arithmetic import LOG2E, MASKED
 from rope_jax_kernels.attention.task import Task
+from rope_jax_kernels.device import MULTIPROCESSORS
 
 ROWS = 64  # of a tile: of the matrix instructions of one warpgroup
 WIDEST = 64  # channels of a piece of a row, 128 bytes: the widest swizzle of shared memory
@@ -31,7 +33,6 @@ MOST_GROUPS = {32: 4, 64: 4, 128: 2}
 # Interpreted warpgroups are threads that are compiled when they start. They deadlock where other
 # parts of the program hold all threads of the machine; with one warpgroup there is no such thread.
 MOST_INTERPRETED = 1
-MULTIPROCESSORS = 132  # of an H100 or H200
 MOST_ITEMS = 8  # examples of one program
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -89,6 +90,18 @@ def items_of(programs: int, batch: int) -> int:
 def joined(pieces: list[Float[Array, "64 _"]]) -> Float[Array, "64 _"]:
     """Pieces of rows, side by side."""
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def load_rows(ref: Any) -> Float[Array, "64 D"]:
+    """The rows of a tile of pieces [P, 64, width], for the matrix units."""
+    return joined([plgpu.load(ref.at[i], layout=TILE) for i in range(ref.shape[0])])
+
+
+def store_rows(ref: Any, x: Float[Array, "64 D"]) -> None:
+    """Writes rows to a tile of pieces [P, 64, width]."""
+    pieces, _, width = ref.shape
+    for i in range(pieces):
+        ref.at[i][...] = x[:, i * width : (i + 1) * width]
 
 
 def product(a: Float[Array, "_ _"], b: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
@@ -201,23 +214,13 @@ class Program:
         the_set = divide(item, self.sources[0].shape[0] // sets)[0] if sets > 1 else 0
         slot = self.places[which].at[place]
         slot = slot if self.task.interpret else slot.reshape(ROWS, axes)
-
-        def spread(x: Array, dim: int) -> Float[Array, "64 R"]:
-            return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (ROWS, pairs), (dim,)), TILE)
-
-        theta = None
-        for axis in range(axes):
-            along = plgpu.load(slot.at[:, axis], layout=ROW, optimized=False)
-            freqs = self.freqs.at[the_set, self.head if heads > 1 else 0, axis]
-            freq = plgpu.load(freqs, layout=COLUMN, optimized=False)
-            term = spread(along, 0) * spread(freq, 1)
-            theta = term if theta is None else theta + term
-        to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
-        return cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
+        place = the_set, self.head if heads > 1 else 0
+        theta = mosaic.angles(slot, self.freqs, place, (ROWS, pairs), (TILE, ROW, COLUMN))
+        return mosaic.turns(theta)
 
     def load_turned(self, ref: Any, angles: tuple | None) -> Float[Array, "64 D"]:
         """The rows of a tile of queries or keys [P, 64, width], turned and rounded once."""
-        x = joined([plgpu.load(ref.at[i], layout=TILE) for i in range(self.plan.pieces)])
+        x = load_rows(ref)
         if angles is None:
             return x
         (cos, sin), pairs = angles, self.task.pairs
@@ -225,12 +228,6 @@ class Program:
         turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
         rest = [x[:, 2 * pairs :]] if 2 * pairs < self.task.head_dim else []
         return joined([*turned, *rest])
-
-    def store(self, ref: Any, x: Float[Array, "64 D"]) -> None:
-        """Writes rows to a tile."""
-        width = self.plan.width
-        for i in range(self.plan.pieces):
-            ref.at[i][...] = x[:, i * width : (i + 1) * width]
 
     def turn_keys(self, item: Array, step: Array) -> tuple[Array, Array] | None:
         """Turns this warpgroup's share of a stage, waits for the others, and returns the angles."""
@@ -243,7 +240,7 @@ class Program:
         angles = self.angles(item, 1, (slot, self.group))
         if angles is not None:
             keys = self.k[1].at[slot, self.group]
-            self.store(keys, self.load_turned(keys, angles))
+            store_rows(keys, self.load_turned(keys, angles))
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.turned)
         plgpu.barrier_wait(self.turned)

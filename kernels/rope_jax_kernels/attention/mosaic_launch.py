@@ -14,6 +14,7 @@ from rope_jax_kernels.attention import mosaic_backward
 from rope_jax_kernels.attention.mosaic_kernel import ROWS, forward_kernel, plan
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import vary_alike
+from rope_jax_kernels.mosaic import merge_mapped
 
 
 def forward(
@@ -76,18 +77,11 @@ def in_sets(
     def _run_batched(
         size: int, is_batched: Any, arrays: tuple, rotation: tuple
     ) -> tuple[tuple, tuple]:
-        def merged(some: tuple, batched: tuple) -> tuple:
-            wide = [
-                x if b else jnp.broadcast_to(x, (size, *x.shape))
-                for x, b in zip(some, batched, strict=True)
-            ]
-            return tuple(x.reshape(-1, *x.shape[2:]) for x in wide)
-
         of_arrays, of_rotation = is_batched
         if any(of_rotation) or sets > 1 or apart:
-            rotation = merged(rotation, of_rotation)
+            rotation = merge_mapped(size, rotation, of_rotation)
         total = len(rotation) and rotation[0].shape[0]
-        arrays = merged(arrays, of_arrays)
+        arrays = merge_mapped(size, arrays, of_arrays)
         out = in_sets(launch, total, arrays, rotation, apart=apart)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 

@@ -1,12 +1,11 @@
 """The programs of Triton's attention kernels: sizes of tiles, warps, stages, examples of each."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rope_jax_kernels import choices, device
+from rope_jax_kernels import device
 from rope_jax_kernels.attention.patterns import Global, Window
-from rope_jax_kernels.attention.task import Launch, Task, task_of
+from rope_jax_kernels.attention.task import Launch, Task
 from rope_jax_kernels.attention.tiles import cut
 
 PROGRAMS = 1024  # at least, where one could do more: several for each multiprocessor
@@ -22,17 +21,6 @@ class Sizes(NamedTuple):
     warps: int
     stages: int = 1
     each: int = 1
-
-
-# From planned sizes to others that are measured.
-CHANGES: tuple[Callable[[Sizes], Sizes], ...] = (
-    lambda x: x._replace(stages=3 - x.stages),
-    lambda x: x._replace(warps=2 * x.warps),
-    lambda x: x._replace(rows=max(SMALLEST, x.rows // 2)),
-    lambda x: x._replace(columns=max(SMALLEST, x.columns // 2)),
-    lambda x: x._replace(columns=2 * x.columns),
-    lambda x: x._replace(each=1 if x.each > 1 else EXAMPLES),
-)
 
 
 def planned_sizes(task: Task, itemsize: int, part: str) -> Sizes:
@@ -118,41 +106,3 @@ def _wide_sizes(task: Task, itemsize: int, part: str) -> Sizes:
     if itemsize == 4 and not everywhere:
         return Sizes(16 if part == "keys" else 32, 16, 16)
     return Sizes(16, 16, 4 if itemsize == 4 else 8) if part == "keys" else Sizes(32, 16, 8)
-
-
-def other_tiles(training: bool, arguments: dict[str, Any]) -> list[choices.Tile]:
-    """Tiles worth measuring for a call beside the planned ones: near them, one part at a time.
-
-    Args:
-        training: whether gradients are taken.
-        arguments: of the call, by name; shapes suffice.
-
-    Returns:
-        Values of `Task.tile`, without those that lead to the planned launches.
-    """
-    terms = {name: arguments[name] for name in ("pattern", "rotation", "bias", "scale")}
-    arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)
-    task, itemsize = task_of(arrays, "triton", **terms), arrays[0].dtype.itemsize
-    batch = arrays[0].shape[0]
-    parts = [("forward",), ("queries", "keys")] if training else [("forward",)]
-    found = {}
-    for together in parts:
-        planned = {part: planned_sizes(task, itemsize, part) for part in together}
-        for change in CHANGES:
-            tile = tuple((part, tuple(change(sizes))) for part, sizes in planned.items())
-            changed = dataclasses.replace(task, tile=tile)
-            launches = [plan(changed, itemsize, part, batch) for part in together]
-            # Named by the stages that it has.
-            tile = tuple(
-                (part, tuple(Sizes(*sizes)._replace(stages=launch.stages)))
-                for (part, sizes), launch in zip(tile, launches, strict=True)
-            )
-            same = [plan(task, itemsize, part, batch) for part in together]
-            # Small patterns cut several sizes into the same tiles.
-            launches, same = (
-                tuple((x.tiles, x.warps, x.stages, x.each) for x in some)
-                for some in (launches, same)
-            )
-            if launches != same:
-                found.setdefault(launches, tile)
-    return list(found.values())

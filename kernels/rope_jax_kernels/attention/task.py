@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import choices, device
+from rope_jax_kernels import device
 from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
 from rope_jax_kernels.attention.slots import Tiles
+from rope_jax_kernels.dispatch import TileSizes
 from rope_jax_kernels.rotation import Pairing, Rotation
 
 
@@ -24,8 +25,6 @@ class Task:
         pairing: which channels turn together.
         scale: of the logits.
         interpret: whether to run in interpret mode.
-        implementation: "triton", or "mosaic", which has Triton's backward kernels where
-            `mosaic_backward` does not serve.
         biased: whether there is a bias.
         tile: measured sizes of the kernels' tiles by part, see `plans.plan`; () for its own.
     """
@@ -39,9 +38,8 @@ class Task:
     pairing: Pairing
     scale: float
     interpret: bool
-    implementation: str = "triton"
     biased: bool = False
-    tile: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tile: TileSizes = ()
 
     @property
     def tokens(self) -> int:
@@ -89,14 +87,14 @@ class Launch:
 
 def task_of(
     arrays: tuple,
-    implementation: str,
     *,
     pattern: Pattern,
     rotation: Rotation | None,
     bias: Float[Array, "N ..."] | None,
     scale: float | None,
+    tile: TileSizes = (),
 ) -> Task:
-    """The task of (qkv,) or (q, k, v), with the tile in force."""
+    """The task of (qkv,) or (q, k, v)."""
     packed = len(arrays) == 1
     heads, head_dim = arrays[0].shape[-2:]
     return Task(
@@ -110,6 +108,5 @@ def task_of(
         biased=bias is not None,
         scale=head_dim**-0.5 if scale is None else float(scale),
         interpret=device.interpreted(),
-        implementation=implementation,
-        tile=choices.tile_in_force(),
+        tile=tile,
     )

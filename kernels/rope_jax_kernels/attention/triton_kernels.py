@@ -80,12 +80,11 @@ def over_examples(
     return jax.lax.fori_loop(0, rounds, lambda i, carry: body(first + i, carry), carry)
 
 
-def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
+def forward_kernel(
+    operands: tuple, turning: tuple, bias: tuple, out_ref: Any, lse_ref: Any, *, launch: Launch
+) -> None:
     """One tile of queries, of several examples: the output and lse."""
-    (q_ref, k_ref, v_ref), refs = refs[:3], refs[3:]
-    turning, refs = refs[:rotated], refs[rotated:]
-    bias, (out_ref, lse_ref) = refs[:biased], refs[biased:]
-    task, tiles = launch.task, launch.tiles
+    (q_ref, k_ref, v_ref), task, tiles = operands, launch.task, launch.tiles
     head, tile = pl.program_id(0), pl.program_id(1)
     q_head, k_head, v_head = (head + offset for offset in task.offsets())
     turner, row = Turner(task, turning, head), whole_row(task)
@@ -124,15 +123,13 @@ def forward_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> Non
 class Backward:
     """The operands of a backward kernel, and the gradients of one block of logits.
 
-    Operands are q, k, v, the output's gradient, lse, then the output or delta (for each query the
-    sum over channels of the output times its gradient), then those of `Turner` and the bias.
+    Operands are q, k, v, the output's gradient, lse, and the output or delta (for each query the
+    sum over channels of the output times its gradient); turning are the refs of `Turner`.
     """
 
-    def __init__(self, refs: tuple, *, launch: Launch, rotated: int, biased: int):
-        self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
-        self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = refs[:6]
-        turning, refs = refs[6 : 6 + rotated], refs[6 + rotated :]
-        self.bias, self.targets = refs[:biased], refs[biased:]
+    def __init__(self, operands: tuple, turning: tuple, bias: tuple, launch: Launch):
+        self.launch, self.tiles, self.task, self.bias = launch, launch.tiles, launch.task, bias
+        self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = operands
         self.head, self.tile = pl.program_id(0), pl.program_id(1)
         self.q_head, self.k_head, self.v_head = (
             self.head + offset for offset in self.task.offsets()
@@ -208,42 +205,47 @@ class Backward:
         """
         return [piece * np.float32(self.task.scale) for piece in pieces]
 
-    def finish(self, sums: list[Array]) -> None:
-        """Writes this program's part of the gradient of the frequencies."""
+    def finish(self, sums: tuple, of_freqs: list[Array]) -> None:
+        """Writes this program's part of the gradient of the frequencies, where it is wanted."""
         pair = jnp.arange(padded_size(self.task.pairs), dtype=jnp.int32)
-        for axis, total in enumerate(sums):
-            plt.store(
-                self.targets[-1].at[pl.program_id(2), self.tile, self.head, axis, pair],
-                total,
-                mask=pair < self.task.pairs,
-            )
+        for axis, total in enumerate(of_freqs):
+            place = sums[0].at[pl.program_id(2), self.tile, self.head, axis, pair]
+            plt.store(place, total, mask=pair < self.task.pairs)
 
 
-def closed_kernel(*refs: Any, launch: Launch, rotated: int, biased: int, summed: bool) -> None:
+def closed_kernel(
+    operands: tuple,
+    turning: tuple,
+    bias: tuple,
+    gradients: tuple,
+    totals: tuple,
+    sums: tuple,
+    *,
+    launch: Launch,
+) -> None:
     """All gradients of a tile whose queries are all those that attend to its keys.
 
-    Where `summed`, also the tile's part of the bias' gradient; it has one block then.
+    Where there is a ref for totals, also the tile's part of the bias' gradient; it has one block
+    then.
     """
-    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
+    b = Backward(operands, turning, bias, launch)
     shape = launch.tiles.columns, launch.tiles.rows
-    start = b.turner.no_gradient(), [jnp.zeros(shape, jnp.float32)] if summed else []
-    gradients = functools.partial(closed_gradients, b)
-    of_freqs, of_bias = over_examples(launch, b.q.shape[0], gradients, start)
-    if of_freqs:
-        b.finish(of_freqs)
-    for total in of_bias:
+    start = b.turner.no_gradient(), [jnp.zeros(shape, jnp.float32) for _ in totals]
+    of_example = functools.partial(closed_gradients, b, gradients)
+    of_freqs, of_bias = over_examples(launch, b.q.shape[0], of_example, start)
+    b.finish(sums, of_freqs)
+    for ref, total in zip(totals, of_bias, strict=True):
         row, column = (jnp.arange(size, dtype=jnp.int32) for size in shape)
-        place = b.tile, pl.program_id(2), b.head, row[:, None], column[None, :]
-        plt.store(b.targets[1 if b.task.packed else 3].at[place], total)
+        plt.store(ref.at[b.tile, pl.program_id(2), b.head, row[:, None], column[None, :]], total)
 
 
-def closed_gradients(b: Backward, item: Int[Array, ""], sums: tuple) -> tuple:
+def closed_gradients(b: Backward, gradients: tuple, item: Int[Array, ""], carry: tuple) -> tuple:
     """Writes the gradients of one example's tile.
 
     Adds those of the frequencies and, where there is a sum for it, of the logits [keys, queries].
     """
-    b, (of_freqs, of_bias) = b.of(item), sums
-    dq_ref, dk_ref, dv_ref = b.targets[:1] * 3 if b.task.packed else b.targets[:3]
+    b, (of_freqs, of_bias) = b.of(item), carry
+    dq_ref, dk_ref, dv_ref = gradients * 3 if b.task.packed else gradients
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
     lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
@@ -274,11 +276,18 @@ def added(sums: list[Array], terms: list[Array]) -> list[Array]:
     return [total + term for total, term in zip(sums, terms, strict=True)]
 
 
-def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
+def query_kernel(
+    operands: tuple,
+    turning: tuple,
+    bias: tuple,
+    dq_ref: Any,
+    delta_ref: Any,
+    sums: tuple,
+    *,
+    launch: Launch,
+) -> None:
     """The gradient of a tile of queries, and delta."""
-    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
-    b = b.of(pl.program_id(2))
-    dq_ref, delta_ref = b.targets[:2]
+    b = Backward(operands, turning, bias, launch).of(pl.program_id(2))
     q_slots = b.tiles.tile(b.tile)
     q, dout = b.queries(q_slots)
     lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
@@ -293,17 +302,25 @@ def query_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
 
     dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
-    if b.turner.coords:
-        b.finish(b.turner.gradient(q_slots, q, dq))
+    b.finish(sums, b.turner.gradient(q_slots, q, dq))
 
 
-def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
-    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given."""
-    b = Backward(refs, launch=launch, rotated=rotated, biased=biased)
-    b = b.of(pl.program_id(2))
-    # The packed gradient is an input, with dq in it, and an output.
-    targets = b.targets[1:] if b.task.packed else b.targets
-    dk_ref, dv_ref = targets[:1] * 2 if b.task.packed else targets[:2]
+def key_kernel(
+    operands: tuple,
+    turning: tuple,
+    bias: tuple,
+    dq: tuple,
+    gradients: tuple,
+    sums: tuple,
+    *,
+    launch: Launch,
+) -> None:
+    """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given.
+
+    A packed gradient is an input, with dq in it, and an output.
+    """
+    b = Backward(operands, turning, bias, launch).of(pl.program_id(2))
+    dk_ref, dv_ref = gradients * 2 if dq else gradients
     k_slots = b.tiles.tile(b.tile)
     k, v = b.keys(k_slots)
 
@@ -325,18 +342,25 @@ def key_kernel(*refs: Any, launch: Launch, rotated: int, biased: int) -> None:
     dk = b.scaled(dk)
     b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
     store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
-    if b.turner.coords:
-        b.finish(b.turner.gradient(k_slots, k, dk))
+    b.finish(sums, b.turner.gradient(k_slots, k, dk))
 
 
 def bias_kernel(
-    *refs: Any, launch: Launch, rotated: int, biased: int, items: int, groups: int
+    operands: tuple,
+    turning: tuple,
+    bias: tuple,
+    total_ref: Any,
+    *,
+    launch: Launch,
+    items: int,
+    groups: int,
 ) -> None:
     """The gradient of the bias of one pair of tile and block.
 
     Summed over a group of examples, and over the tiles that share this part of the bias.
     """
-    b, tiles = Backward(refs, launch=launch, rotated=rotated, biased=biased), launch.tiles
+    b, tiles = Backward(operands, turning, bias, launch), launch.tiles
+    items, groups = b.q.shape[0] * tiles.repeats, total_ref.shape[0]
     shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), pl.program_id(2)
     share, block = divide(b.tile, tiles.blocks)
 
@@ -353,4 +377,4 @@ def bias_kernel(
     total = jax.lax.fori_loop(0, each, step, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
     row = share * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     column = block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
-    plt.store(b.targets[0].at[group, b.head, row[:, None], column[None, :]], total)
+    plt.store(total_ref.at[group, b.head, row[:, None], column[None, :]], total)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rope_jax_kernels import checks, device, dispatch
+from rope_jax_kernels import checks, device
+from rope_jax_kernels.calls import call
 from rope_jax_kernels.rotary import reference
 from rope_jax_kernels.rotary.tile_sizes import halves_traffic
 from rope_jax_kernels.rotation import Pairing, Rotation
@@ -61,7 +62,7 @@ def rotate(
     """
     for name, x in (("q", q), ("k", k)):
         checks.check_rotation(rotation, *checks.check_layout(name, x, layout), name)
-    return dispatch.call(
+    return call(
         "rotate",
         {"q": q, "k": k, "rotation": rotation, "layout": layout},
         implementation=implementation,
@@ -97,7 +98,7 @@ def rotate_qkv(
     """
     checks.check_rotation(rotation, *checks.check_packed(qkv), "qkv")
     arguments = {"qkv": qkv, "rotation": rotation}
-    return dispatch.call("rotate_qkv", arguments, implementation=implementation)
+    return call("rotate_qkv", arguments, implementation=implementation)
 
 
 def rotate_by_angles(
@@ -143,7 +144,7 @@ def rotate_by_angles(
             f"[{heads} or 1, {tokens}, R]"
         )
     checks.check_pairs(theta.shape[2], head_dim, pairing, "theta")
-    return dispatch.call(
+    return call(
         "rotate_by_angles",
         {"x": x, "theta": theta, "pairing": pairing, "layout": layout},
         implementation=implementation,
@@ -199,7 +200,7 @@ def unpack_and_rotate(
         raise ValueError(f"backward={backward!r} is unknown; use 'xla' or 'triton'")
     checks.check_rotation(rotation, tokens, heads, head_dim, "qkv")
     arguments = {"qkv": qkv, "rotation": rotation, "backward": backward, "padding": padding}
-    return dispatch.call("unpack_and_rotate", arguments, implementation=implementation)
+    return call("unpack_and_rotate", arguments, implementation=implementation)
 
 
 def rotate_back_and_pack(
@@ -244,4 +245,4 @@ def rotate_back_and_pack(
         return jnp.stack([q, k, v], axis=2)
     checks.check_rotation(rotation, *sizes, "q")
     arguments = {"q": q, "k": k, "v": v, "rotation": rotation}
-    return dispatch.call("rotate_back_and_pack", arguments, implementation=implementation)
+    return call("rotate_back_and_pack", arguments, implementation=implementation)

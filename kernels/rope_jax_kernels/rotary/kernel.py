@@ -1,4 +1,4 @@
-"""The common base of the in-place rotary kernels: the meaning of rows, gradients, operations.
+"""The common base of the rotary kernels: the meaning of rows, gradients, operations in place.
 
 Arrays are viewed as [B, rows, D], a row being one head of one token in any layout; this reshape
 moves no data. Only the first 2R channels of the rows of q and k are read and written. The angle of
@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rope_jax_kernels import choices, device
+from rope_jax_kernels import device
 from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.device import vary_alike, without_symbolic_zeros
+from rope_jax_kernels.dispatch import TileSizes
 from rope_jax_kernels.rotation import Pairing, Rotation
 
 
@@ -46,10 +47,10 @@ class Rows:
     heads: int
     order: Literal["LN", "NL", "L3N"]
     pairing: Pairing
-    direction: int
-    interpret: bool
+    direction: int = 1
+    interpret: bool = dataclasses.field(default_factory=device.interpreted)
     padding: int = 0
-    tile: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tile: TileSizes = ()
 
     def token_and_head(self, index: Int[Array, "*n"]) -> tuple[Array, Array]:
         """Token and head of the index-th row that turns."""
@@ -65,28 +66,94 @@ class Rows:
         return [q, q + self.heads]
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The rotary operations by a kernel, differentiable.
+
+    Attributes:
+        launch: `launch(rows, arrays, angles, saved=(), *, in_place=True)` turns arrays [B, rows, D]
+            of one shape in one launch, by angles (coords [L, A], freqs [N or 1, A, R]) or
+            (theta [N or 1, L, R],). Where the gradient of the angles is wanted, `saved` has the
+            inputs of the forward pass. Without `in_place`, channels that do not turn are left
+            undefined. Returns the turned arrays, and with `saved` the partial sums of the gradient
+            of theta, [G, L * N, R] float32 in the rows' order (otherwise None).
+        back: `back(rows, gradients, angles)` turns gradients back in place of `launch`, where no
+            gradient of the angles is wanted; None for `launch`.
+    """
+
+    launch: Callable
+    back: Callable | None = None
+
+    def turn_all(self, rows: Rows, arrays: tuple, angles: tuple) -> tuple:
+        """Turns arrays of one shape, in any layout, in one launch; returns them as rows."""
+        arrays, angles = vary_alike(arrays, angles)
+        as_rows = tuple(x.reshape(x.shape[0], -1, x.shape[-1]) for x in arrays)
+        return turn(self, rows, as_rows, angles)
+
+    def rotate(
+        self,
+        q: Float[Array, "B _ _ D"],
+        k: Float[Array, "B _ _ D"],
+        rotation: Rotation,
+        *,
+        layout: str,
+        tile: TileSizes = (),
+    ) -> tuple[Float[Array, "B _ _ D"], Float[Array, "B _ _ D"]]:
+        """One launch if q and k have the same shape, two if k has another number of heads."""
+
+        def turn_some(*arrays: Array) -> tuple:
+            heads = arrays[0].shape[layout.index("N")]
+            rows = Rows(len(rotation.coords), heads, layout[1:3], rotation.pairing, tile=tile)
+            turned = self.turn_all(rows, arrays, (rotation.coords, rotation.freqs))
+            return tuple(x.reshape(arrays[0].shape) for x in turned)
+
+        return turn_some(q, k) if q.shape == k.shape else (*turn_some(q), *turn_some(k))
+
+    def rotate_qkv(
+        self, qkv: Float[Array, "B L 3 N D"], rotation: Rotation, *, tile: TileSizes = ()
+    ) -> Float[Array, "B L 3 N D"]:
+        """Turns q and k inside the packed projection; v is not touched."""
+        rows = Rows(qkv.shape[1], qkv.shape[3], "L3N", rotation.pairing, tile=tile)
+        return self.turn_all(rows, (qkv,), (rotation.coords, rotation.freqs))[0].reshape(qkv.shape)
+
+    def rotate_by_angles(
+        self,
+        x: Float[Array, "B _ _ D"],
+        theta: Float[Array, "_ L R"],
+        *,
+        pairing: Pairing,
+        layout: str,
+        tile: TileSizes = (),
+    ) -> Float[Array, "B _ _ D"]:
+        """One launch."""
+        heads = x.shape[layout.index("N")]
+        rows = Rows(theta.shape[1], heads, layout[1:3], pairing, tile=tile)
+        return self.turn_all(rows, (x,), (theta,))[0].reshape(x.shape)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def turn(launch: Callable, rows: Rows, arrays: tuple, angles: tuple) -> tuple:
-    """`launch` (see `Kernel`), in place and differentiable."""
-    return launch(rows, arrays, angles)[0]
+def turn(kernel: Kernel, rows: Rows, arrays: tuple, angles: tuple) -> tuple:
+    """`Kernel.launch`, differentiable."""
+    return kernel.launch(rows, arrays, angles)[0]
 
 
-def turn_forward(launch: Callable, rows: Rows, arrays: tuple, angles: tuple) -> tuple[tuple, tuple]:
+def turn_forward(kernel: Kernel, rows: Rows, arrays: tuple, angles: tuple) -> tuple[tuple, tuple]:
     """Saves the angles, and the inputs only if the angles are differentiated."""
     values = tuple(x.value for x in arrays)
     angle_values = tuple(x.value for x in angles)
     if not any(x.perturbed for x in angles):
         # `turn` and not `launch`, here and in the backward pass, so that derivatives of any order
         # with respect to the data exist.
-        return turn(launch, rows, values, angle_values), (angle_values, ())
+        return turn(kernel, rows, values, angle_values), (angle_values, ())
     # Saved inputs cannot be overwritten. If all channels turn, a second buffer costs nothing more;
     # otherwise XLA copies.
     whole = rows.order != "L3N" and 2 * angle_values[-1].shape[-1] == values[0].shape[-1]
-    return launch(rows, values, angle_values, in_place=not whole)[0], (angle_values, values)
+    turned, _ = kernel.launch(rows, values, angle_values, in_place=not whole)
+    return turned, (angle_values, values)
 
 
 def turn_backward(
-    launch: Callable, rows: Rows, residuals: tuple, gradients: tuple
+    kernel: Kernel, rows: Rows, residuals: tuple, gradients: tuple
 ) -> tuple[tuple, tuple | None]:
     """Turns the gradients back; with saved inputs also sums the gradient of the angles."""
     angles, saved = residuals
@@ -94,8 +161,9 @@ def turn_backward(
     gradients, angles = vary_alike(gradients, angles)  # new zeros do not vary yet
     back = dataclasses.replace(rows, direction=-rows.direction)
     if not saved:
-        return turn(launch, back, gradients, angles), None
-    gradients, partial = launch(back, gradients, angles, saved)
+        turn_back = kernel.back or functools.partial(turn, kernel)
+        return turn_back(back, gradients, angles), None
+    gradients, partial = kernel.launch(back, gradients, angles, saved)
     return gradients, gradients_of_angles(rows, angles, partial)
 
 
@@ -125,68 +193,6 @@ def gradients_of_angles(rows: Rows, angles: tuple, partial: Float[Array, "G rows
     dfreqs = jnp.sum(dtheta[:, :, None, :] * coords[None, :, :, None], axis=1)
     dfreqs = dfreqs.sum(0, keepdims=True) if shared else dfreqs
     return dcoords.astype(angles[0].dtype), dfreqs.astype(angles[1].dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The rotary operations by an in-place kernel.
-
-    Attributes:
-        launch: `launch(rows, arrays, angles, saved=(), *, in_place=True)` turns arrays [B, rows, D]
-            of one shape in one launch, by angles (coords [L, A], freqs [N or 1, A, R]) or
-            (theta [N or 1, L, R],). Where the gradient of the angles is wanted, `saved` has the
-            inputs of the forward pass. Without `in_place`, channels that do not turn are left
-            undefined. Returns the turned arrays, and with `saved` the partial sums of the gradient
-            of theta, [G, L * N, R] float32 in the rows' order (otherwise None).
-    """
-
-    launch: Callable
-
-    def turn_all(
-        self, arrays: tuple, angles: tuple, order: str, heads: int, pairing: Pairing
-    ) -> tuple:
-        """Turns arrays of one shape, in any layout, in one launch."""
-        arrays, angles = vary_alike(arrays, angles)
-        shape = arrays[0].shape
-        tokens, tile = angles[0].shape[-2], choices.tile_in_force()
-        rows = Rows(tokens, heads, order, pairing, 1, device.interpreted(), tile=tile)
-        as_rows = tuple(x.reshape(shape[0], -1, shape[-1]) for x in arrays)
-        return tuple(x.reshape(shape) for x in turn(self.launch, rows, as_rows, angles))
-
-    def rotate(
-        self,
-        q: Float[Array, "B _ _ D"],
-        k: Float[Array, "B _ _ D"],
-        rotation: Rotation,
-        *,
-        layout: str,
-    ) -> tuple[Float[Array, "B _ _ D"], Float[Array, "B _ _ D"]]:
-        """One launch if q and k have the same shape, two if k has another number of heads."""
-
-        def turn_some(*arrays: Array) -> tuple:
-            heads = arrays[0].shape[layout.index("N")]
-            angles = (rotation.coords, rotation.freqs)
-            return self.turn_all(arrays, angles, layout[1:3], heads, rotation.pairing)
-
-        return turn_some(q, k) if q.shape == k.shape else (*turn_some(q), *turn_some(k))
-
-    def rotate_qkv(
-        self, qkv: Float[Array, "B L 3 N D"], rotation: Rotation
-    ) -> Float[Array, "B L 3 N D"]:
-        """Turns q and k inside the packed projection; v is not touched."""
-        angles = (rotation.coords, rotation.freqs)
-        return self.turn_all((qkv,), angles, "L3N", qkv.shape[3], rotation.pairing)[0]
-
-    def rotate_by_angles(
-        self,
-        x: Float[Array, "B _ _ D"],
-        theta: Float[Array, "_ L R"],
-        *,
-        pairing: Pairing,
-        layout: str,
-    ) -> Float[Array, "B _ _ D"]:
-        """One launch."""
-        return self.turn_all((x,), (theta,), layout[1:3], x.shape[layout.index("N")], pairing)[0]
 
 
 def named_angles(rotation: Rotation | None, theta: Array | None = None) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from rope_jax_kernels.arithmetic import cos_sin, divide
+from rope_jax_kernels import device, mosaic
+from rope_jax_kernels.arithmetic import divide
 from rope_jax_kernels.rotary import tile_sizes
 from rope_jax_kernels.rotary.kernel import Rows
-from rope_jax_kernels.stores import store
 
 
 def layouts(tile: tile_sizes.StreamedTile) -> tuple[Any, Any, Any]:
@@ -122,8 +122,7 @@ def rotary_kernel(
     theta = tile_angles(
         rows, tile, pairs, angle_refs, angle_slot, angles_ready, the_set, head, token
     )
-    to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
-    cos, sin = cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
+    cos, sin = mosaic.turns(theta)
     sin = rows.direction * sin
 
     def members(ref: Any, slot: Array, h: int) -> list[Any]:
@@ -148,7 +147,7 @@ def rotary_kernel(
                 u, v = load(members(slots[1][a], slot, h))
                 dtheta = dtheta + (u * y - v * x)
             for half, turned in zip(halves, (x, y), strict=True):
-                store(half, turned.astype(half.dtype), interpret=rows.interpret)
+                mosaic.store(half, turned.astype(half.dtype), interpret=rows.interpret)
         plgpu.commit_smem()
         for a, h, span in places:
             item = window(targets[a], chunk * tile.batch + i, heads[h], span * width, width)
@@ -177,7 +176,7 @@ def rotary_kernel(
     )
     if saved:
         # The pass turned gradients back: its angle has the opposite sign of the differentiated one.
-        store(sum_slot[0], -rows.direction * dtheta, interpret=rows.interpret)
+        mosaic.store(sum_slot[0], -rows.direction * dtheta, interpret=rows.interpret)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sum_slot[0], window(sums[0], chunk, head, 0, pairs))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -195,13 +194,12 @@ def tile_angles(
     token: Array,
 ) -> Array:
     """Theta of a tile in float32, from refs of (coords, freqs) or of (theta,)."""
-    of_tile, of_rows, of_columns = layouts(tile)
     last = refs[-1]
     place = (the_set if last.shape[0] > 1 else 0, head if last.shape[1] > 1 else 0)
     if len(refs) == 1:
         plgpu.copy_gmem_to_smem(last.at[*place, pl.ds(token, tile.tokens)], slot, ready)
         plgpu.barrier_wait(ready)
-        return plgpu.load(slot, layout=of_tile, optimized=False).astype(jnp.float32)
+        return plgpu.load(slot, layout=layouts(tile)[0], optimized=False).astype(jnp.float32)
     coords, freqs = refs
     axes = freqs.shape[2]
     if coords.size > rows.tokens * axes:
@@ -217,18 +215,7 @@ def tile_angles(
             )
         slot = slot.at[pl.ds(0, tile.tokens * axes)].reshape(tile.tokens, axes)
     plgpu.barrier_wait(ready)
-
-    def spread(x: Array, dim: int) -> Float[Array, "tokens R"]:
-        wide = jax.lax.broadcast_in_dim(x, (tile.tokens, pairs), (dim,))
-        return plgpu.layout_cast(wide, of_tile)
-
-    theta = None
-    for axis in range(axes):
-        along = plgpu.load(slot.at[:, axis], layout=of_rows, optimized=False)
-        freq = plgpu.load(freqs.at[*place, axis], layout=of_columns, optimized=False)
-        term = spread(along, 0) * spread(freq, 1)
-        theta = term if theta is None else theta + term
-    return theta
+    return mosaic.angles(slot, freqs, place, (tile.tokens, pairs), layouts(tile))
 
 
 def pieces(count: int) -> list[tuple[int, int]]:
@@ -257,25 +244,18 @@ def launch_sets(
 
     @run.def_vmap
     def _run_batched(
-        size: int, is_batched: Any, *operands: tuple
+        size: int, is_batched: Any, arrays: tuple, angles: tuple, saved: tuple
     ) -> tuple[tuple[tuple, tuple], Any]:
-        def merged(some: tuple, batched: tuple, once: bool) -> tuple:
-            """Merges the new dimension into S; an operand that is one for all sets stays one."""
-            stay = [once and not b and x.shape[0] == 1 for x, b in zip(some, batched, strict=True)]
-            wide = [
-                x if b or s else jnp.broadcast_to(x, (size, *x.shape))
-                for x, b, s in zip(some, batched, stay, strict=True)
-            ]
-            return tuple(
-                x if s else x.reshape(-1, *x.shape[2:]) for x, s in zip(wide, stay, strict=True)
-            )
-
-        operands = [
-            merged(*pair, once)
-            for *pair, once in zip(operands, is_batched, (False, True, False), strict=True)
-        ]
+        of_arrays, of_angles, of_saved = is_batched
+        angles = tuple(  # those that are one for all sets stay one
+            x if x.shape[0] == 1 and not b else mosaic.merge_mapped(size, (x,), (b,))[0]
+            for x, b in zip(angles, of_angles, strict=True)
+        )
+        arrays = mosaic.merge_mapped(size, arrays, of_arrays)
+        saved = mosaic.merge_mapped(size, saved, of_saved)
         out = jax.tree.map(
-            lambda x: x.reshape(size, -1, *x.shape[1:]), launch_sets(rows, in_place, *operands)
+            lambda x: x.reshape(size, -1, *x.shape[1:]),
+            launch_sets(rows, in_place, arrays, angles, saved),
         )
         return out, jax.tree.map(lambda _: True, out)
 
@@ -330,15 +310,12 @@ def launch_one(
         plgpu.Barrier(num_arrivals=angle_copies),
     ]
 
-    typed = functools.partial(
-        jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(arrays[0]).manual_axis_type
-    )
     given = [split(x) for x in arrays]
-    out = [] if in_place else [typed(x.shape, x.dtype) for x in given]
+    out = [] if in_place else [(x.shape, x.dtype) for x in given]
     if saved:
         room = tiles * tile.tokens
         padded = (rows.heads, room) if is_head_first else (room, rows.heads)
-        out.append(typed((sets, chunks, *padded, pairs), jnp.float32))
+        out.append(((sets, chunks, *padded, pairs), jnp.float32))
     kernel = plgpu.kernel(
         functools.partial(
             rotary_kernel,
@@ -350,7 +327,7 @@ def launch_one(
             saved=len(saved),
             in_place=in_place,
         ),
-        out_type=out,
+        out_type=list(device.shapes_like(arrays[0], *out)),
         scratch_types=scratch,
         grid=(tiles * rows.heads * chunks * sets,),
         grid_names=("program",),

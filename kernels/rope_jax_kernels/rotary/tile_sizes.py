@@ -9,6 +9,7 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.arithmetic import power_of_two
+from rope_jax_kernels.device import MULTIPROCESSORS
 
 WARPS = 4
 WARP = 32
@@ -19,7 +20,6 @@ SECTOR_BYTES = 32  # smallest transfer between memory and cache
 # latency of memory, few enough registers (64 of raw data) for four programs on a multiprocessor.
 ITEMS_IN_FLIGHT = 4
 LEAST_PAIRS = 2  # of one thread
-MULTIPROCESSORS = 132  # of an H100 or H200
 # Programs that keep every multiprocessor of the largest GPU busy; beyond them a program takes more
 # batch items instead.
 PROGRAMS = 1024

@@ -1,4 +1,4 @@
-"""Measured choices of implementations and tiles, and their use by calls that name none.
+"""Measured choices of implementations and tiles, and which of them serves a call that names none.
 
 `record` notes calls, `tune` measures them, and the `Choices` that it returns are used by every call
 with `implementation=None` that is traced inside `with choices:`. Elsewhere such a call on a GPU
@@ -13,39 +13,62 @@ serves a call, and where there is none, the one that was measured without them.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
+import re
 from typing import Any
 
 import jax
 
-from rope_jax_kernels import device
-from rope_jax_kernels.cache import cache_folder, file_name, sources_of_kernels
-from rope_jax_kernels.calls import RECORDER, key_of
+from rope_jax_kernels import device, dispatch
+from rope_jax_kernels.tuning.record import key_of
 
-SHIPPED = pathlib.Path(__file__).parent / "measured"
-
-# Part of a kernel -> its sizes, as a hashable tuple; () for the kernel's own plan.
-Tile = tuple[tuple[str, tuple[int, ...]], ...]
+PACKAGE = pathlib.Path(__file__).parents[1]
+SHIPPED = PACKAGE / "measured"
 
 _IN_FORCE = jax.make_user_context(None)
-_TILE = jax.make_user_context(())
 
 
-def tile_in_force() -> Tile:
-    """The tile of the kernel that is being traced; () for its own plan.
+def cache_folder() -> pathlib.Path:
+    """The folder of remembered choices: `kernels` in $ROPE_JAX_CACHE, else in rope_jax of
+    $XDG_CACHE_HOME or ~/.cache.
 
-    Kernels read it once, where they are called, and keep it in their static arguments, because
-    their backward pass is traced elsewhere.
+    Raises:
+        RuntimeError: neither variable is set and the user has no home folder.
     """
-    return _TILE.value
+    if chosen := os.environ.get("ROPE_JAX_CACHE"):
+        return pathlib.Path(chosen) / "kernels"
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(caches, "rope_jax", "kernels")
 
 
-def with_tile(tile: Tile) -> Any:
-    """A context in which `tile_in_force` returns this tile."""
-    return _TILE(tile)
+@functools.cache
+def sources_of_kernels() -> str:
+    """A short hash of this package's sources: what was measured with others no longer holds."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def file_name(kind: str, version: str, sources: str) -> str:
+    """The file of a kind of device, a version of jax and of the kernels, in either folder.
+
+    >>> file_name("NVIDIA H200", "0.11.2", "0a1b2c3d")
+    'nvidia_h200-jax0.11.2-0a1b2c3d.json'
+    """
+    return f"{word_of(kind)}-jax{version}-{sources}.json"
+
+
+def word_of(kind: str) -> str:
+    """A kind of device in names of files.
+
+    >>> word_of("NVIDIA H200")
+    'nvidia_h200'
+    """
+    return re.sub("[^a-z0-9]+", "_", kind.lower())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +76,7 @@ class Choice:
     """An implementation, and the sizes of its tiles."""
 
     implementation: str
-    tile: Tile = ()
+    tile: dispatch.TileSizes = ()
 
     @property
     def name(self) -> str:
@@ -193,7 +216,19 @@ def _measured(choice: dict, default: str, microseconds: dict, left_out: dict) ->
     return Measured(Choice(choice["implementation"], tile), default, microseconds, left_out)
 
 
-def in_force() -> list[Choices]:
+def choose(op: str, arguments: dict[str, Any], default: str) -> Choice:
+    """The measured choice for a call, where one is in force and serves it, else its default."""
+    key = key_of(op, arguments)
+    for choices in _in_force():
+        if (choice := choices.of(key)) is None:
+            continue
+        if (reason := dispatch.refusal_here(op, choice.implementation, arguments)) is None:
+            return choice
+        _say_once(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
+    return Choice(default)
+
+
+def _in_force() -> list[Choices]:
     """The choices for calls that are traced now, best first.
 
     They are those whose context was entered; without any, for a GPU, those of the cache folder and
@@ -221,35 +256,3 @@ def _read(path: pathlib.Path) -> Choices | None:
 def _say_once(message: str) -> None:
     """Prints a message to standard error, once in a process."""
     device.say(message)
-
-
-def call(
-    op: str,
-    arguments: dict[str, Any],
-    default: str,
-    *,
-    run: Callable[[str, str, dict[str, Any]], Any],
-    refusal: Callable[[str, str, dict[str, Any]], str | None],
-) -> Any:
-    """Computes a call without a name by the measured choice for it, else by its default.
-
-    Args:
-        op: name of the operation.
-        arguments: its arguments by name.
-        default: the implementation without a measurement.
-        run: (op, implementation, arguments) -> result.
-        refusal: (op, implementation, arguments) -> reason or None.
-    """
-    if RECORDER.value is not None and not device.may_be_partitioned():
-        arguments = RECORDER.value.note(op, arguments, default)
-        with RECORDER(None):  # not the calls inside an implementation
-            return run(op, default, arguments)
-    key = key_of(op, arguments)
-    for choices in in_force():
-        if (choice := choices.of(key)) is None:
-            continue
-        if (reason := refusal(op, choice.implementation, arguments)) is None:
-            with with_tile(choice.tile):
-                return run(op, choice.implementation, arguments)
-        _say_once(f"{choice.name} does not serve a call of {op}: {reason}; using the default")
-    return run(op, default, arguments)

@@ -1,0 +1,63 @@
+"""What the kernels for Mosaic GPU of rotations and of attention share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from rope_jax_kernels.arithmetic import cos_sin
+
+
+def store(ref: Any, value: Array, *, interpret: bool) -> None:
+    """`ref[...] = value` in any layout, also one that takes more instructions than the best.
+
+    From jax 0.12 on, `ref[...] = value` refuses layouts that are not the best. `plgpu.store` is of
+    that release, and not for interpret mode.
+    """
+    if interpret or not hasattr(plgpu, "store"):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)
+
+
+def turns(theta: Float[Array, "rows R"]) -> tuple[Float[Array, "rows R"], Float[Array, "rows R"]]:
+    """Cosine and sine of float32 angles, by the rounding that Mosaic GPU has."""
+    to_even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    return cos_sin(theta, nearest=lambda x: jax.lax.round(x, to_even))
+
+
+def angles(
+    coords: Any, freqs: Any, place: tuple, shape: tuple[int, int], layouts: tuple[Any, Any, Any]
+) -> Float[Array, "rows R"]:
+    """Theta of a tile of tokens: an outer product over the tile for each axis, without a gather.
+
+    Args:
+        coords: ref of [rows, A], in shared memory.
+        freqs: ref of frequencies [..., A, R].
+        place: index of the frequencies of the tile, before the axis.
+        shape: (rows, R).
+        layouts: in registers, of [rows, R], of [rows] and of [R].
+    """
+    of_tile, of_rows, of_columns = layouts
+
+    def spread(x: Array, dim: int) -> Float[Array, "rows R"]:
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (dim,)), of_tile)
+
+    theta = None
+    for axis in range(freqs.shape[-2]):
+        along = plgpu.load(coords.at[:, axis], layout=of_rows, optimized=False)
+        freq = plgpu.load(freqs.at[*place, axis], layout=of_columns, optimized=False)
+        term = spread(along, 0) * spread(freq, 1)
+        theta = term if theta is None else theta + term
+    return theta
+
+
+def merge_mapped(size: int, operands: tuple, batched: tuple) -> tuple:
+    """Operands of a rule for vmap whose mapped dimension, of this size, joins their first one."""
+    wide = [
+        x if b else jnp.broadcast_to(x, (size, *x.shape))
+        for x, b in zip(operands, batched, strict=True)
+    ]
+    return tuple(x.reshape(-1, *x.shape[2:]) for x in wide)
