@@ -6,116 +6,99 @@ with 95 % intervals.
 """
 
 import hashlib
-import io
 import json
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmarks._runner import Result
 from docs.results import ROOT, newest, read_results
-from experiments._claims import accuracies, claims, interval, judge, sides
-from rope_jax.analysis.plots import COLOURS, MARKERS
+from experiments._claims import accuracies, claims, judge, sides
+from rope_jax.analysis.intervals import student
+from rope_jax.analysis.plots import COLOURS, RESOLUTION, draw_by_resolution, picture
+from rope_jax.analysis.runs import Size
 
 FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file
 _AXIAL = ["axial_rope(k_rope=2)", "axial_rope"]
 CURVES = ["none", "ape", "rpb", "rope2d", "rope_mixed", *_AXIAL, "rope_mixed+ape", "lape(ape)"]
 VERDICTS = {"shown": COLOURS[0], "refuted": COLOURS[1], "not shown": "0.6"}
-Curves = dict[str, dict[int, list[float]]]  # by name: accuracies of all seeds, by side in pixels
+RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
+Curves = dict[str, dict[Size, list[float]]]  # by name: accuracies of all seeds, by resolution
 
 
-def by_scheme(figure: Figure, result: Result, part: str) -> None:
+def by_scheme(figure: Figure, result: Result) -> None:
     """Plots accuracy over resolution, with a curve per scheme of a ViT."""
     runs, curves = result["runs"], {}
-    measured = [row["resolution"][0] for row in runs[0]["eval"]]
+    measured = [row["resolution"] for row in runs[0]["eval"]]
     for scheme in CURVES:
-        found = {side: accuracies(runs, "vit", scheme, side) for side in sorted(measured)}
+        found = {(side, side): accuracies(runs, "vit", scheme, side) for side, _ in measured}
         if all(found.values()):
-            curves[scheme] = {side: list(values.values()) for side, values in found.items()}
-    axes = figure.add_subplot()
-    plot(axes, curves, measured[0])
-    axes.set_xlabel("test resolution (pixels; grey: training resolution)")
-    axes.set_ylabel("top-1 accuracy (%), 95 % interval over seeds")
-    figure.legend(loc="outside right center", frameon=False, fontsize=9)
+            curves[scheme] = {size: list(values.values()) for size, values in found.items()}
+    label = "top-1 accuracy (%), 95 % interval over seeds"
+    plot(figure.add_subplot(xlabel=RESOLUTION, ylabel=label), curves)
 
 
-def by_rule(figure: Figure, result: Result, part: str) -> None:
+def by_rule(figure: Figure, result: Result) -> None:
     """Plots accuracy over resolution, with a plot per scheme and a curve per rule of `extend`.
 
     At the training resolution all rules are the same; rules with options are left out.
     """
     schemes: dict[str, Curves] = {}
     for run in result["runs"]:
-        trained = run["eval"][0]["resolution"]
+        trained = tuple(run["eval"][0]["resolution"])
         for row in run.get("rules", []):
-            alike = row["resolution"] == trained
-            for rule in ("none", "extrapolate", "interpolate", "ntk", "yarn"):
-                if rule == row["rule"] or alike:
-                    curve = schemes.setdefault(run["position"], {}).setdefault(rule, {})
-                    curve.setdefault(row["resolution"][0], []).append(100 * row["score"])
+            curves = schemes.setdefault(run["position"], {rule: {trained: []} for rule in RULES})
+            size = tuple(row["resolution"])
+            for rule in RULES if size == trained else {row["rule"]} & curves.keys():
+                curves[rule].setdefault(size, []).append(100 * row["score"])
     plots = figure.subplots(1, len(schemes), sharey=True)
     for axes, (scheme, curves) in zip(plots, schemes.items(), strict=True):
-        plot(axes, curves, trained[0])
+        plot(axes, curves)
         axes.set_title(scheme, fontsize=9)
         axes.tick_params("x", labelsize=7, labelrotation=90)
-    figure.supxlabel("test resolution (pixels; grey: training resolution)", fontsize=9)
+    figure.supxlabel(RESOLUTION, fontsize=9)
     plots[0].set_ylabel("top-1 accuracy (%), 95 % interval")
-    handles, labels = plots[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
 
 
-def plot(axes: Any, curves: Curves, trained: int) -> None:
-    """Plots curves over sides, aside from each other so that intervals do not overlap."""
-    for number, (label, curve) in enumerate(curves.items()):
-        sides = sorted(curve)
-        mean, half = zip(*(interval(curve[side]) for side in sides), strict=True)
-        aside = (number - (len(curves) - 1) / 2) * (sides[-1] - sides[0]) / 130
-        axes.errorbar(
-            [side + aside for side in sides],
-            mean,
-            half,
-            label=label,
-            capsize=2,
-            elinewidth=0.8,
-            color=COLOURS[number],
-            marker=MARKERS[number],
-            markersize=5,
-        )
-    axes.set_xticks(sides)
-    axes.axvline(trained, color="0.9", linewidth=7, zorder=0)
-    axes.grid(alpha=0.3, axis="y")
+def plot(axes: Axes, curves: Curves) -> None:
+    """Plots the mean over seeds and its interval, the curves aside from each other."""
+    means = {
+        name: {size: student(values) for size, values in curve.items()}
+        for name, curve in curves.items()
+    }
+    draw_by_resolution(axes, means, aside=0.3)
 
 
-def of_claims(figure: Figure, result: Result, part: str) -> None:
+def of_claims(figure: Figure, result: Result) -> None:
     """Plots the difference of each claim with its interval, and where that has to be above.
 
     Differences at other sizes than that of training are much larger, and have a plot of their own.
     """
-    found = list(claims(part))
+    found = list(claims(result["settings"]["part"]))
     groups = [[x for x in found if (x.resolution is None) == trained] for trained in (True, False)]
     plots = figure.subplots(len(groups), height_ratios=[*map(len, groups)])
     for axes, group in zip(plots, groups, strict=True):
         for place, claim in enumerate(group):
             verdict = judge(claim, result["runs"], len(result["settings"]["seeds"]))
             style = {"color": VERDICTS[verdict.verdict], "marker": "o", "markersize": 4}
-            axes.errorbar(verdict.difference, place, xerr=verdict.half_width, capsize=2, **style)
-            axes.plot([-claim.margin] * 2, [place - 0.5, place + 0.5], color="0.4", linewidth=1)
+            axes.errorbar(verdict.difference, place, xerr=verdict.half_width, **style)
+            axes.vlines(-claim.margin, place - 0.5, place + 0.5, color="0.4", linewidth=1)
         labels = [sides(claim).replace("`", "").replace(" with ", ", ") for claim in group]
         axes.set_yticks(range(len(group)), labels, fontsize=7)
         axes.set_ylim(len(group) - 0.5, -0.5)
-        axes.grid(alpha=0.3, axis="x")
+        axes.grid(axis="x")
     for name, colour in VERDICTS.items():
-        plots[0].plot([], [], color=colour, marker="o", linestyle="none", label=name)
+        plots[0].plot([], [], "o", color=colour, label=name)
     plots[-1].set_xlabel(
         "difference in points, 95 % interval over seeds; shown if right of the grey line",
         fontsize=9,
     )
-    figure.legend(loc="outside right center", frameon=False, fontsize=9)
 
 
 class Picture(NamedTuple):
@@ -132,7 +115,7 @@ class Picture(NamedTuple):
     file: str
     part: str
     title: str
-    draw: Callable[[Figure, Result, str], None]
+    draw: Callable[[Figure, Result], None]
     height: float = 4.0
 
 
@@ -175,17 +158,16 @@ def stale(results: Sequence[Result]) -> list[tuple[Picture, Result]]:
 
 def main() -> None:
     """Draws the pictures that are not up to date."""
-    for picture, result in stale(read_results()):
-        figure = Figure(figsize=(7.2, picture.height), dpi=100, layout="constrained")
-        picture.draw(figure, result, picture.part)
-        figure.suptitle(picture.title, fontsize=10)
-        figure.savefig(drawn := io.BytesIO())
+    for asked, result in stale(read_results()):
+        path = FOLDER / asked.file
+        with picture(path, asked.title, (7.2, asked.height), dpi=100) as figure:
+            asked.draw(figure, result)
         text = PngInfo()
         text.add_text(CHECKSUM, checksum(result))
         # A palette makes the file a third as large.
-        image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        image.save(FOLDER / picture.file, pnginfo=text)
-        print(f"drawn: {picture.file}")
+        image = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        image.save(path, pnginfo=text)
+        print(f"drawn: {asked.file}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ A claim of being as good is judged in the same way with -MARGIN in place of zero
 
 import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scipy import stats
-
 from experiments._parts import FRACTIONS, INNER, PARTS, Model, Part
+from rope_jax.analysis.intervals import student
 
 MARGIN = 0.5  # points
 _PART = "thesis, table 4.3: a part of the channels is enough"
@@ -85,14 +83,6 @@ def _of_papers(part: Part, name: str) -> Iterator[Claim]:
     yield Claim("CAT, table 4", ("cat", None), ("cat_no_imprint", None))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of the 95 % interval (Student's t); NaN for a single value."""
-    if len(values) == 1:
-        return values[0], math.nan
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values), stats.t.ppf(0.975, len(values) - 1) * error
-
-
 def accuracies(
     found: Sequence[dict[str, Any]], backbone: str, position: str | None, resolution: int | None
 ) -> dict[int, float]:
@@ -134,7 +124,7 @@ def judge(claim: Claim, found: Sequence[dict[str, Any]], least: int) -> Verdict 
     seeds = sorted(better.keys() & worse.keys())
     if len(seeds) < least:
         return None
-    mean, half = interval([better[seed] - worse[seed] for seed in seeds])
+    mean, half = student([better[seed] - worse[seed] for seed in seeds])
     above = mean + claim.margin
     verdict = "shown" if above > half else "refuted" if above < -half else "not shown"
     return Verdict(mean, half, verdict)
@@ -155,7 +145,7 @@ def spread(values: Sequence[float], sign: str = "") -> str:
     >>> spread([1.0, 3.0])
     '2.0 ± 12.7'
     """
-    mean, half = interval(values)
+    mean, half = student(values)
     return f"{mean:{sign}.1f}" + (f" ± {half:.1f}" if len(values) > 1 else "")
 
 

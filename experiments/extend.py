@@ -12,7 +12,6 @@ Differences from "none" are computed per seed; intervals are 95 % (Student's t).
 
 import collections
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,15 +19,18 @@ from typing import Any
 from flax import nnx
 
 from benchmarks._runner import Keep, earlier
-from experiments._claims import Table, interval, spread
+from experiments._claims import Table, spread
+from rope_jax.analysis.intervals import student
 from rope_jax.compilation import keep_compiled
-from rope_jax.config import Config
+from rope_jax.config import Config, resolve_stored
 from rope_jax.evaluate import at_resolution, evaluate_split
 from rope_jax.evaluate.accuracy import on_all_devices, protocol
 from rope_jax.evaluate.results import main_score
 from rope_jax.evaluate.segments import side_multiple
+from rope_jax.files import read_json
 from rope_jax.positions.extension import Extension
 from rope_jax.restore import read_checkpoint
+from rope_jax.seeds import seeds_of
 from rope_jax.sharding import make_mesh
 from rope_jax.text import Call, markdown_table, parse
 from rope_jax.training.setup import load_split
@@ -68,12 +70,6 @@ def whole(rule: str) -> str:
     options = dataclasses.asdict(Extension()) | dict(call.options)
     del options["extend"]
     return str(Call(call.name, options=tuple(options.items())))
-
-
-def seeds_of(run: pathlib.Path) -> list[int]:
-    """The seeds of the models in a workdir."""
-    config = json.loads((run / "config.json").read_text())
-    return list(range(config["seed"], config["seed"] + config["seeds"]))
 
 
 def rows_of(
@@ -134,7 +130,7 @@ def rules_table(rows: Sequence[Row]) -> Table:
             if rule == "none":
                 cells.append(spread(list(base.values())))
             elif values := [found[key] - base[key] for key in found if key in base]:
-                mean, half = interval(values)
+                mean, half = student(values)
                 text = spread(values, "+")
                 cells.append(f"**{text}**" if mean > half else text)
             else:
@@ -173,7 +169,8 @@ def run(
     keep_compiled()
     settings = {"rules": rules, "scales": scales, "images": images}
     found = earlier(out, "extend", settings).get("rows", [])
-    for workdir, seed in [(folder, seed) for folder in runs for seed in seeds_of(folder)]:
+    configs = {folder: resolve_stored(read_json(folder / "config.json")) for folder in runs}
+    for workdir, seed in [(x, seed) for x, config in configs.items() for seed in seeds_of(config)]:
         for row in rows_of(workdir, seed, rules, scales, images, found):
             found.append(row)
             keep(settings=settings, rows=found, complete=False, tables=[rules_table(found)])

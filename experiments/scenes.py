@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._runner import Keep
-from experiments._claims import Table, interval, spread
+from experiments._claims import Table, spread
 from rope_jax import compare
+from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import read_runs
 from rope_jax.text import markdown_table
 
@@ -53,7 +54,7 @@ def differences(runs: Sequence[Run], position: str) -> list[list[float]]:
 
 def verdict(values: Sequence[float]) -> str:
     """Formats differences and what their interval says; one seed has none."""
-    mean, half = interval(values)
+    mean, half = student(values)
     word = "above" if mean > half else "below" if mean < -half else "not shown"
     return f"{spread(values, '+')}, {word}"
 

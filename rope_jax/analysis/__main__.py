@@ -14,7 +14,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from rope_jax.analysis.correlation import (
 )
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.analysis.rotation import (
-    FORMULAS,
     READINGS,
     fourier_mask_reconstruction,
     fourier_reconstruction,
@@ -56,7 +55,7 @@ Results = dict[str, Any]
 
 def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Attention distance (tokens) and entropy (nats) of each layer."""
-    batches = (_normalised(batch, loaded) for batch in _image_batches(loaded, arguments))
+    batches = (images for _, images in _image_batches(loaded, arguments))
     found = attention_statistics(loaded.model, batches)
     labels = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
     for name, label in labels.items():
@@ -67,17 +66,19 @@ def attention(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.P
 
 def maps(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Attention map of one token on the first image, in each layer (mean over heads)."""
-    query = arguments.query
-    images = next(_image_batches(loaded, arguments))[:1]
-    layers = attention_maps(loaded.model, _normalised(images, loaded), query=query)
-    shown = {f"layer {number}": heads[0].mean(0) for number, heads in enumerate(layers, 1)}
-    place, token = query or (0.5, 0.5), "the marked token"
+    pixels, images = next(_image_batches(loaded, arguments))
+    layers = attention_maps(loaded.model, images[:1], query=arguments.query)
+    shown = _by_layer(heads[0].mean(0) for heads in layers)
     (position, _), *_ = loaded.model.positions(loaded.image_size)
-    if query is None and position.stage.prefix:
-        place, token = None, "the class token"
-    title = f"{loaded.title}: attention of {token}"
-    plots.overlays(images[0], shown, out / "maps.png", title=title, place=place)
-    return {"query": query, "maps": shown}
+    of_class_token = arguments.query is None and position.stage.prefix > 0
+    plots.overlays(
+        pixels[0],
+        shown,
+        out / "maps.png",
+        title=f"{loaded.title}: attention of the {'class' if of_class_token else 'marked'} token",
+        place=None if of_class_token else arguments.query or (0.5, 0.5),
+    )
+    return {"query": arguments.query, "maps": shown}
 
 
 def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
@@ -87,26 +88,31 @@ def fourier(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
     for number, (position, grid) in enumerate(stages, 1):
         stage = f"stage {number}, " if len(stages) > 1 else ""
         freqs = frequencies(position, grid)
-        shown[f"{stage}all layers"] = fourier_reconstruction(freqs, grid)
-        if len(freqs) > 1:
-            for layer, own in enumerate(freqs, 1):
-                shown[f"{stage}layer {layer}"] = fourier_reconstruction(own, grid)
+        parts = {"all layers": freqs} | (_by_layer(freqs) if len(freqs) > 1 else {})
+        for name, part in parts.items():
+            shown[f"{stage}{name}"] = fourier_reconstruction(part, grid)
         shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
-    title = f"{loaded.title}: the marked token, reconstructed"
-    label = "relative to the marked token"
-    plots.panels(shown, out / "fourier.png", title=title, label=label)
+    plots.panels(
+        shown,
+        out / "fourier.png",
+        title=f"{loaded.title}: the marked token, reconstructed",
+        label="relative to the marked token",
+    )
     return {"maps": shown}
 
 
 def correlation(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Cosine similarity of one token's position to all others, in each layer (LaPE, figure 3)."""
     grid = loaded.model.grids(loaded.image_size)[0]
-    found = position_correlation(layer_positions(loaded.model, grid), grid, arguments.token)
-    shown = {f"layer {number}": layer for number, layer in enumerate(found, 1)}
     token = middle_token(grid) if arguments.token is None else arguments.token
-    options = {"label": "cosine similarity", "mark": divmod(token, grid[1])}
-    title = f"{loaded.title}: position of the marked token and of the others"
-    plots.panels(shown, out / "correlation.png", title=title, **options)
+    shown = _by_layer(position_correlation(layer_positions(loaded.model, grid), grid, token))
+    plots.panels(
+        shown,
+        out / "correlation.png",
+        title=f"{loaded.title}: position of the marked token and of the others",
+        label="cosine similarity",
+        mark=divmod(token, grid[1]),
+    )
     return {"maps": shown}
 
 
@@ -115,13 +121,13 @@ def decay(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Path)
     position, grid = loaded.model.positions(loaded.image_size)[0]
     distances = np.arange(2 * max(grid) + 1, dtype=float)
     score, bound = score_decay(frequencies(position, grid), distances)
-    curves = {
-        "query and key of ones": (distances, score),
-        "RoFormer's bound on it": (distances, bound),
-    }
-    title = f"{loaded.title}, {grid[0]}x{grid[1]} tokens"
-    axes = {"x": "distance (tokens)", "y": "relative to the score at distance 0"}
-    plots.lines(curves, out / "decay.png", title=title, **axes)
+    plots.lines(
+        {"query and key of ones": (distances, score), "RoFormer's bound on it": (distances, bound)},
+        out / "decay.png",
+        x="distance (tokens)",
+        y="relative to the score at distance 0",
+        title=f"{loaded.title}, {grid[0]}x{grid[1]} tokens",
+    )
     return {"distances": distances, "score": score, "bound": bound}
 
 
@@ -151,7 +157,7 @@ def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
         curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
         found |= {f"{name}, d={width}": curve for name, curve in curves.items()}
         plots.lines(
-            {FORMULAS[name]: (np.arange(width), curve) for name, curve in curves.items()},
+            {READINGS[name][1]: (np.arange(width), curve) for name, curve in curves.items()},
             out / f"angles_{width}.png",
             x="dimension (on each ladder t goes from 0 to 1)",
             y="angle at coordinate 1 (radians)",
@@ -166,25 +172,30 @@ def costs(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     size = image_pair(arguments.image_size)
     rows = scheme_costs(arguments.model, arguments.positions, size)
     header = ("position", "parameters", "model's parameters", "multiply-adds", "operations")
-    cells = []
-    for row in rows:
-        position, *numbers = dataclasses.astuple(row)
-        cells.append((position, *("-" if n is None else f"{n:,}" for n in numbers)))
+    cells = [
+        (position, *("-" if n is None else f"{n:,}" for n in numbers))
+        for position, *numbers in map(dataclasses.astuple, rows)
+    ]
     print(format_table(header, cells))
     added = {row.position: (row.parameters, row.operations) for row in rows}
     title = f"{arguments.model} at {size[0]}x{size[1]} pixels"
     plots.costs(added, out / "costs.png", title=title)
-    return {
-        "model": arguments.model,
-        "image_size": size,
-        "rows": list(map(dataclasses.asdict, rows)),
-    }
+    rows = list(map(dataclasses.asdict, rows))
+    return {"model": arguments.model, "image_size": size, "rows": rows}
+
+
+def _by_layer(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"layer {number}": value for number, value in enumerate(values, 1)}
 
 
 def _image_batches(
     loaded: LoadedModel, arguments: argparse.Namespace
-) -> Iterator[UInt8[np.ndarray, "_ _ _ 3"]]:
-    """Yields batches of --images or of the run's test split, --count images in total."""
+) -> Iterator[tuple[UInt8[np.ndarray, "B H W 3"], Float[Array, "B H W 3"]]]:
+    """Batches of --images or of the run's test split, --count images in total.
+
+    Yields:
+        The images, and the normalised ones.
+    """
     size = image_pair(arguments.resolution) if arguments.resolution else loaded.image_size
     if arguments.images is not None:
         images = _images_of_files(pathlib.Path(arguments.images), loaded, size)
@@ -194,11 +205,11 @@ def _image_batches(
         raise ConfigError(
             "--images is missing: pass a file or a folder (only a WORKDIR has a test split)"
         )
-    left = arguments.count
+    left, preprocessing = arguments.count, loaded.preprocessing
     with data.evaluation_batches(images, batch_size=arguments.batch_size) as batches:
         for batch in batches:
             pixels = batch["image"][batch["mask"]][:left]
-            yield pixels
+            yield pixels, normalise(jnp.asarray(pixels), preprocessing.mean, preprocessing.std)
             left -= len(pixels)
             print(f"{arguments.count - left:,} images", file=sys.stderr)
             if left <= 0:
@@ -216,75 +227,74 @@ def _images_of_files(
     return data.Streamed(files, size, loaded.preprocessing.crop_notation)
 
 
-def _normalised(
-    images: UInt8[np.ndarray, "B H W 3"], loaded: LoadedModel
-) -> Float[Array, "B H W 3"]:
-    preprocessing = loaded.preprocessing
-    return normalise(jnp.asarray(images), preprocessing.mean, preprocessing.std)
+def _place(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
 
 
-OF_MODEL = {
-    command.__name__: command for command in (attention, maps, fourier, correlation, decay, learned)
+_COUNT = Argument(Count)
+_IMAGES = {
+    "--images": {"help": "file or folder; default: the test split of the WORKDIR's data"},
+    "--resolution": {"help": "pixels, 224 or 224x320; default: that of training"},
+    "--count": {"type": _COUNT, "default": 256, "help": "number of images"},
+    "--batch_size": {"type": _COUNT, "default": 32, "help": "images in a step"},
 }
-OF_SCHEMES = {command.__name__: command for command in (angles, costs)}
-COMMANDS = OF_MODEL | OF_SCHEMES
+_QUERY = "y,x of the query, from 0 to 1; default: the class token, or the centre"
+_TOKEN = "index of the token; default: the centre (upper left of the middle four on an even map)"
+_SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
+# The analyses, and their arguments: of a model, which have its arguments as well, and of schemes.
+OF_MODEL = {"attention": attention, "maps": maps, "fourier": fourier}
+OF_MODEL |= {"correlation": correlation, "decay": decay, "learned": learned}
+OF_SCHEMES = {"angles": angles, "costs": costs}
+ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "attention": _IMAGES,
+    "maps": _IMAGES | {"--query": {"type": _place, "metavar": "Y,X", "help": _QUERY}},
+    "correlation": {"--token": {"type": Argument(CountOrZero), "help": _TOKEN}},
+    "learned": {
+        "--stage": {"type": _COUNT, "default": 1, "help": "stage of a hierarchical backbone"}
+    },
+    "angles": {
+        "--widths": {"default": "256,512", "help": "head dimensions, comma-separated"},
+        "--heads": {"type": _COUNT, "default": 8, "help": "heads of Axial RoPE"},
+    },
+    "costs": {
+        "--model": {"required": True, "help": "one of rope_jax.list_models()"},
+        "--positions": {"nargs": "+", "default": _SCHEMES, "help": "schemes to compare"},
+        "--image_size": {"default": "224", "help": "pixels: 224 or 224x320"},
+    },
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("rope_jax.analysis", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
-    add = {}
-    for name, command in COMMANDS.items():
-        own = add_command(commands, name, command.__doc__)
-        add[name] = own.add_argument
-        out_help = "folder to write to; default: the WORKDIR, or the current folder"
-        own.add_argument("--out", type=pathlib.Path, help=out_help)
+    out = "folder to write to; default: the WORKDIR, or the current folder"
+    for name, analysis in (OF_MODEL | OF_SCHEMES).items():
+        command = add_command(commands, name, analysis.__doc__)
+        command.add_argument("--out", type=pathlib.Path, help=out)
         if name in OF_MODEL:
-            add_model_arguments(own)
-    for name in ("attention", "maps"):
-        add[name]("--images", help="file or folder; default: the test split of the WORKDIR's data")
-        add[name]("--resolution", help="pixels, 224 or 224x320; default: that of training")
-        add[name]("--count", type=Argument(Count), default=256, help="number of images")
-        add[name]("--batch_size", type=Argument(Count), default=32, help="images in a step")
-    query_help = "y,x of the query, from 0 to 1; default: the class token, or the centre"
-    place = lambda text: tuple(map(float, text.split(",")))
-    add["maps"]("--query", type=place, metavar="Y,X", help=query_help)
-    token_help = (
-        "index of the token; default: the centre (upper left of the middle four on an even map)"
-    )
-    add["correlation"]("--token", type=Argument(CountOrZero), help=token_help)
-    stage = Argument(Count)
-    add["learned"]("--stage", type=stage, default=1, help="stage of a hierarchical backbone")
-    add["angles"]("--widths", default="256,512", help="head dimensions, comma-separated")
-    add["angles"]("--heads", type=Argument(Count), default=8, help="heads of Axial RoPE")
-    schemes = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
-    add["costs"]("--model", required=True, help="one of rope_jax.list_models()")
-    add["costs"]("--positions", nargs="+", default=schemes, help="schemes to compare")
-    add["costs"]("--image_size", default="224", help="pixels: 224 or 224x320")
+            add_model_arguments(command)
+        for argument, options in ARGUMENTS.get(name, {}).items():
+            command.add_argument(argument, **options)
     return parser
 
 
-def _run(arguments: argparse.Namespace, out: pathlib.Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    name = arguments.command
-    if name in OF_MODEL:
-        loaded = load_model(arguments)
-        origin = {"model": loaded.title, "weights": loaded.weights}
-        workdir = arguments.workdir and pathlib.Path(arguments.workdir)
-        with kernels_of_run(loaded.config, workdir):
-            results = origin | OF_MODEL[name](loaded, arguments, out)
-    else:
-        results = OF_SCHEMES[name](arguments, out)
-    write_file(out / f"{name}.json", json.dumps(results, default=np.ndarray.tolist) + "\n")
+def _analyse_model(asked: argparse.Namespace, out: pathlib.Path) -> Results:
+    loaded = load_model(asked)
+    with kernels_of_run(loaded.config, asked.workdir and pathlib.Path(asked.workdir)):
+        results = OF_MODEL[asked.command](loaded, asked, out)
+    return {"model": loaded.title, "weights": loaded.weights} | results
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one analysis from the command line."""
-    parsed = _parser().parse_args(arguments)
-    out = parsed.out or pathlib.Path(getattr(parsed, "workdir", None) or ".")
+    asked = _parser().parse_args(arguments)
+    out = asked.out or pathlib.Path(getattr(asked, "workdir", None) or ".")
     try:
         start_devices()
-        _run(parsed, out)
+        out.mkdir(parents=True, exist_ok=True)
+        results = OF_SCHEMES.get(asked.command, _analyse_model)(asked, out)
+        text = json.dumps(results, default=np.ndarray.tolist)
+        write_file(out / f"{asked.command}.json", text + "\n")
     except ModuleNotFoundError as error:
         sys.exit(
             f"rope_jax.analysis: {error.name} is not installed; "
@@ -292,7 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.analysis: {in_one_line(error)}")
-    print(f"{parsed.command}: results are in {out}")
+    print(f"{asked.command}: results are in {out}")
 
 
 if __name__ == "__main__":

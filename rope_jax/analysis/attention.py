@@ -242,8 +242,9 @@ class _Probed(Position):
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         terms = self.inner.terms(grid, key)
-        probe = _Probe(terms.transform, self.note, self.stage.prefix, grid)
-        return dataclasses.replace(terms, transform=probe)
+        probe = functools.partial(_probe, self.note, self.stage.prefix, grid)
+        transform = jax.tree_util.Partial(probe, terms.transform)
+        return dataclasses.replace(terms, transform=transform)
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
         return self.inner.mix_after(depth)
@@ -252,44 +253,39 @@ class _Probed(Position):
         return self.inner.mix(tokens, grid, layer)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["inner"], meta_fields=["note", "prefix", "grid"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Probe:
+def _probe(
+    note: Callable[[AttentionLayer], None],
+    prefix: int,
+    grid: Grid,
+    inner: Callable | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    attend: Callable[..., Array],
+) -> Array:
     """A `Terms.transform` that passes the layer's attention to `note`, then runs the scheme's own.
 
-    Attributes:
-        inner: the scheme's transform, or None.
+    Args:
         note: called with the layer.
         prefix: number of tokens before the map.
         grid: (H, W) of the map.
+        inner: the scheme's transform, or None.
+        q, k, v, attend: of `Terms.transform`.
     """
+    transform = inner or (lambda q, k, v, attend: attend(q, k, v))
+    zeros = jnp.zeros_like(v)
 
-    inner: Callable | None
-    note: Callable[[AttentionLayer], None]
-    prefix: int
-    grid: Grid
+    def attend_to(values: Array) -> Array:
+        # A scheme may also convolve the values, and may call attention once per image. So the
+        # scheme receives zeros, attention receives `values`, and the output for zeros is
+        # subtracted.
+        def replaced(q: Array, k: Array, v: Array, *bias: Array) -> Array:
+            more = v.shape[-1] - values.shape[-1]  # channels that the scheme appended
+            padded = jnp.pad(values[: len(v)], [*[(0, 0)] * (v.ndim - 1), (0, more)])
+            return attend(q, k, padded, *bias)
 
-    def __call__(self, q: Array, k: Array, v: Array, attend: Callable[..., Array]) -> Array:
-        inner = self.inner or _attend_only
-        zeros = jnp.zeros_like(v)
+        out = transform(q, k, zeros, replaced)
+        return out if inner is None else out - transform(q, k, zeros, attend)
 
-        def attend_to(values: Array) -> Array:
-            # A scheme may also convolve the values, and may call attention once per image. So the
-            # scheme receives zeros, attention receives `values`, and the output for zeros is
-            # subtracted.
-            def replaced(q: Array, k: Array, v: Array, *bias: Array) -> Array:
-                more = v.shape[-1] - values.shape[-1]  # channels that the scheme appended
-                padded = jnp.pad(values[: len(v)], [*[(0, 0)] * (v.ndim - 1), (0, more)])
-                return attend(q, k, padded, *bias)
-
-            out = inner(q, k, zeros, replaced)
-            return out if self.inner is None else out - inner(q, k, zeros, attend)
-
-        self.note(AttentionLayer(attend_to, q.shape, self.grid, self.prefix, q.dtype))
-        return inner(q, k, v, attend)
-
-
-def _attend_only(q: Array, k: Array, v: Array, attend: Callable[..., Array]) -> Array:
-    return attend(q, k, v)
+    note(AttentionLayer(attend_to, q.shape, grid, prefix, q.dtype))
+    return transform(q, k, v, attend)

@@ -11,7 +11,7 @@ from rope_jax.positions.grids import Grid
 
 
 def position_correlation(
-    rows: Float[np.ndarray, "layers L C"], grid: Grid, token: int | None = None
+    rows: Float[np.ndarray, "layers L C"], grid: Grid, token: int
 ) -> Float[np.ndarray, "layers H W"]:
     """Cosine similarity of one token's position embedding to all others (LaPE, figures 3 and 4).
 
@@ -22,14 +22,12 @@ def position_correlation(
     Args:
         rows: position embeddings of the tokens in row-major order, from `layer_positions`.
         grid: (H, W) of the map, with L = H * W.
-        token: index of the token; None for row (H - 1) // 2 and column (W - 1) // 2, which is 90 on
-            a map of 14 x 14, as in the paper's code.
+        token: index of the token.
 
     Raises:
         ValueError: if the token is not on the map.
     """
     rows = np.asarray(rows, np.float64)
-    token = middle_token(grid) if token is None else token
     if not 0 <= token < rows.shape[1]:
         raise ValueError(
             f"token={token} is not on the map of {grid[0]}x{grid[1]}: use 0 to {rows.shape[1] - 1}"
@@ -40,6 +38,8 @@ def position_correlation(
 
 def middle_token(grid: Grid) -> int:
     """Index of the token in the middle of a map, on an even side before the middle.
+
+    That of LaPE's code, whose maps have 14 x 14 tokens.
 
     >>> middle_token((14, 14))
     90

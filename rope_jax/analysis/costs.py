@@ -1,20 +1,18 @@
 """Parameters and operations that a positional scheme adds to a model."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
-from jaxtyping import Array
 
 from rope_jax.models.attention import attended_pairs
 from rope_jax.models.cost import cost
 from rope_jax.models.create import create_model
-from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.text import image_pair
-from rope_jax_kernels import Pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,57 +55,47 @@ def scheme_costs(
     Raises:
         ValueError: if the model or a scheme does not exist, or they are not compatible.
     """
-    return [_scheme_cost(name, position, image_size, overrides) for position in positions]
+    costs = []
+    for position in positions:
+        options = {"position": position, "image_size": image_size} | overrides
+        create = functools.partial(create_model, name, **options)
+        model = nnx.eval_shape(create)
+        modules = cost(model, image_size)
+        params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        costs.append(
+            SchemeCost(
+                position,
+                parameters=sum(math.prod(x.shape) for path, x in params if "position" in path),
+                total=sum(module.parameters for module in modules),
+                multiply_adds=sum(module.multiply_adds for module in modules),
+                operations=_operations(model, create, image_pair(image_size)),
+            )
+        )
+    return costs
 
 
-def _scheme_cost(
-    name: str, position: str, image_size: int | Grid, overrides: dict[str, object]
-) -> SchemeCost:
-    def create() -> nnx.Module:
-        return create_model(name, position=position, image_size=image_size, **overrides)
-
-    model = nnx.eval_shape(create)
-    modules = cost(model, image_size)
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return SchemeCost(
-        position,
-        parameters=sum(math.prod(param.shape) for path, param in params if "position" in path),
-        total=sum(module.parameters for module in modules),
-        multiply_adds=sum(module.multiply_adds for module in modules),
-        operations=_operations(model, image_pair(image_size)),
-    )
-
-
-def _operations(model: nnx.Module, image_size: Grid) -> int | None:
-    stages = [
-        _stage_operations(position, grid, model.patterns(index, grid))
-        for index, (position, grid) in enumerate(model.positions(image_size))
-    ]
-    return None if None in stages else sum(stages)
-
-
-def _stage_operations(position: Position, grid: Grid, patterns: Sequence[Pattern]) -> int | None:
-    """Operations of a scheme in all layers of one stage."""
-    parts = position.schemes()
-    if any(part.acts in ("between", "transform") for part in parts):
+def _operations(
+    model: nnx.Module, create: Callable[[], nnx.Module], image_size: Grid
+) -> int | None:
+    """Operations of a model's scheme in all layers; `model` has the shapes of `create()`."""
+    stages = model.positions(image_size)
+    acts = {part.acts for position, _ in stages for part in position.schemes()}
+    if acts & {"between", "transform"}:
         return None
-    graph, state = nnx.split(position)
-
-    def arrays(state: nnx.State) -> tuple[list[Array], list[Array], list[Array]]:
-        terms = nnx.merge(graph, state).terms(grid)
-        freqs = None if terms.rotation is None else terms.rotation.freqs
-        return tuple(map(jax.tree.leaves, (freqs, terms.bias, terms.add)))
-
-    freqs, bias, add = jax.eval_shape(arrays, state)
-    stage, area, depth = position.stage, grid[0] * grid[1], len(patterns)
-    embeddings = sum(part.acts == "tokens" for part in parts)
-    operations = embeddings * (stage.embed_prefix + area) * stage.channels
-    if freqs:
-        pairs = freqs[0].shape[-1]
-        operations += 6 * 2 * pairs * stage.heads * area * depth
-    if bias:
-        logits = sum(attended_pairs(pattern, grid, stage.prefix) for pattern in patterns)
-        operations += logits * stage.heads
-    if add:
-        operations += (stage.prefix + area) * stage.channels * depth
+    terms_of_stages = jax.eval_shape(
+        lambda: [position.terms(grid) for position, grid in create().positions(image_size)]
+    )
+    operations = 0
+    for index, ((position, grid), terms) in enumerate(zip(stages, terms_of_stages, strict=True)):
+        stage, area, patterns = position.stage, grid[0] * grid[1], model.patterns(index, grid)
+        embeddings = sum(part.acts == "tokens" for part in position.schemes())
+        operations += embeddings * (stage.embed_prefix + area) * stage.channels
+        if terms.rotation is not None:
+            (freqs,) = jax.tree.leaves(terms.rotation.freqs)
+            operations += 6 * 2 * freqs.shape[-1] * stage.heads * area * len(patterns)
+        if terms.bias is not None:
+            logits = sum(attended_pairs(pattern, grid, stage.prefix) for pattern in patterns)
+            operations += logits * stage.heads
+        if terms.add is not None:
+            operations += (stage.prefix + area) * stage.channels * len(patterns)
     return operations

@@ -2,8 +2,40 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+
+def percent(share: float | None, sign: str = "") -> str:
+    """A fraction in percent; a dash for None, where there is nothing to score.
+
+    >>> percent(0.5), percent(0.5, "+"), percent(None)
+    ('50.0', '+50.0', '-')
+    """
+    return "-" if share is None else f"{100 * share:{sign}.1f}"
+
+
+class Estimate(NamedTuple):
+    """A score, or a difference of two, and its 95 % confidence interval.
+
+    Attributes:
+        mean: a fraction.
+        low, high: bounds of the interval; NaN where there is none.
+    """
+
+    mean: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def text(self, sign: str = "") -> str:
+        """In percent, with the interval; the sign may be "+".
+
+        >>> Estimate(0.5, 0.25, 0.75).text(), Estimate(0.5).text("+")
+        ('50.0 [25.0, 75.0]', '+50.0')
+        """
+        mean, low, high = (percent(number, sign) for number in self)
+        return mean if math.isnan(self.low) else f"{mean} [{low}, {high}]"
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -42,13 +74,14 @@ def newcombe(share: float, count: int, base: float, base_count: int) -> tuple[fl
 
 
 def student(values: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % confidence interval of the mean of at least two numbers.
+    """Mean, and half the width of its 95 % confidence interval (Student's); NaN for one value.
 
-    >>> [round(bound, 2) for bound in student([0.4, 0.5, 0.6])]
-    [0.25, 0.75]
+    >>> [round(number, 2) for number in student([0.4, 0.5, 0.6])]
+    [0.5, 0.25]
     """
     from scipy.special import stdtrit
 
     mean, count = float(np.mean(values)), len(values)
-    half = float(stdtrit(count - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(count)
-    return mean - half, mean + half
+    if count == 1:
+        return mean, math.nan
+    return mean, float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1)) / math.sqrt(count)

@@ -72,8 +72,9 @@ def picture(path: pathlib.Path, caption: str) -> str:
 
 
 def to_html(title: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """The page; `sections` maps headings to paragraphs, tables and pictures."""
+    """The page; `sections` maps headings to paragraphs, tables and pictures, if there are any."""
     lines = []
     for heading, blocks in sections.items():
-        lines += [f"<h2>{html.escape(heading)}</h2>", *blocks]
+        if blocks:
+            lines += [f"<h2>{html.escape(heading)}</h2>", *blocks]
     return _PAGE.format(title=html.escape(title), style=_STYLE, body="\n".join(lines))

@@ -1,23 +1,41 @@
 """Pictures. matplotlib is imported inside the functions, so that nothing else needs it."""
 
+import contextlib
 import importlib.util
 import io
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from rope_jax.analysis.attention import token_at
-from rope_jax.analysis.differences import Difference
+from rope_jax.analysis.comparison import Estimates
+from rope_jax.analysis.intervals import Estimate
+from rope_jax.analysis.runs import Size, size_text
 from rope_jax.evaluate.results import Row, main_score, score_name
 from rope_jax.files import write_file
 
 # Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-MARKERS = "osD^vPX*"
+MARKERS = list("osD^vPX*")
+_STYLE = {
+    "axes.labelsize": 9,
+    "axes.prop_cycle": f"cycler(color={COLOURS}, marker={MARKERS})",
+    "axes.titlesize": 8,
+    "errorbar.capsize": 2,
+    "figure.labelsize": 9,
+    "figure.titlesize": 10,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "lines.markersize": 5,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+RESOLUTION = "test resolution (pixels; grey: training resolution)"
 
 
 def available() -> bool:
@@ -25,13 +43,83 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+@contextlib.contextmanager
+def picture(
+    path: pathlib.Path,
+    title: str,
+    size: tuple[float, float],
+    *,
+    legend: str | None = None,
+    dpi: int = 150,
+) -> Iterator[Any]:
+    """Yields a matplotlib figure, and writes it to a PNG file at the end.
+
+    What has a label in the first diagram is in the legend, at the right.
+
+    Args:
+        path: of the PNG file.
+        title: of the picture.
+        size: (width, height) in inches.
+        legend: title of the legend.
+        dpi: pixels per inch.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title)
+        yield figure
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        if labels:
+            figure.legend(handles, labels, loc="outside right center", title=legend)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=dpi)
+    write_file(path, content.getvalue())
+
+
+@contextlib.contextmanager
+def _diagram(
+    path: pathlib.Path,
+    title: str,
+    x: str,
+    y: str,
+    *,
+    height: float = 3.8,
+    legend: str | None = None,
+) -> Iterator[Any]:
+    """The axes of a picture with one diagram; `x` and `y` are their labels, with units."""
+    with picture(path, title, (7.2, height), legend=legend) as figure:
+        axes = figure.add_subplot(xlabel=x, ylabel=y)
+        axes.grid()
+        yield axes
+
+
+@contextlib.contextmanager
+def _panels(
+    path: pathlib.Path,
+    title: str,
+    names: Sequence[str],
+    *,
+    columns: int,
+    panel: tuple[float, float],
+    margins: tuple[float, float],
+) -> Iterator[list[Any]]:
+    """The axes of a picture with a panel for each name, in rows of `columns`; sizes in inches."""
+    across = min(columns, len(names))
+    down = -(-len(names) // across)
+    size = max(panel[0] * across + margins[0], 4.0), panel[1] * down + margins[1]
+    with picture(path, title, size) as figure:
+        every = [figure.add_subplot(down, across, number + 1) for number in range(len(names))]
+        for axes, name in zip(every, names, strict=True):
+            axes.set_title(name)
+        yield every
+
+
 def accuracy_against_resolution(
     runs: Mapping[str, Sequence[Row]], path: pathlib.Path
 ) -> pathlib.Path | None:
     """Draws the main score, as top-1 accuracy, over test resolution, one line per run.
-
-    Resolutions that are not square stand at the square root of their area. A grey band marks the
-    training resolution.
 
     Args:
         runs: name -> rows as in `results.json`, the training resolution first.
@@ -42,31 +130,45 @@ def accuracy_against_resolution(
     """
     if not available():
         return None
-    figure, axes = _axes(7.2, 4.2)
-    ticks = {}
-    for number, (name, rows) in enumerate(runs.items()):
-        points = sorted((_side(row), 100 * row[main_score(row)]) for row in rows)
-        axes.plot(*zip(*points, strict=True), label=name, **_style(number))
-        axes.axvline(_side(rows[0]), color="0.85", linewidth=8, zorder=0)
-        for row in rows:
-            height, width = row["resolution"]
-            ticks[_side(row)] = str(width) if height == width else f"{height}x{width}"
-    axes.set_xticks(list(ticks), ticks.values())
     first = next(iter(runs.values()))[0]
+    curves = {
+        name: {tuple(row["resolution"]): (100 * row[main_score(row)],) for row in rows}
+        for name, rows in runs.items()
+    }
     title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
-    x = "test resolution (pixels; grey: training resolution)"
-    _label(axes, title, x, f"{score_name(first)} (%)")
-    figure.legend(loc="outside right center", frameon=False, fontsize=9)
-    return _save(figure, path)
+    with _diagram(path, title, RESOLUTION, f"{score_name(first)} (%)", height=4.2) as axes:
+        draw_by_resolution(axes, curves)
+    return path
 
 
-def _side(row: Row) -> float:
-    return math.sqrt(row["resolution"][0] * row["resolution"][1])
+def draw_by_resolution(
+    axes: Any, curves: Mapping[str, Mapping[Size, Sequence[float]]], *, aside: float = 0.0
+) -> None:
+    """Draws scores over test resolution, a line for each name.
+
+    Resolutions that are not square stand at the square root of their area. A grey band marks the
+    training resolution.
+
+    Args:
+        axes: of matplotlib.
+        curves: name -> resolution, that of training first -> (score, half the width of its
+            interval), or (score,) alone.
+        aside: pixels between neighbouring lines, so that their intervals do not overlap.
+    """
+    ticks = {}
+    for number, (name, curve) in enumerate(curves.items()):
+        sides = {size: math.sqrt(math.prod(size)) for size in curve}
+        shift = aside * (number - (len(curves) - 1) / 2)
+        points = sorted((sides[size] + shift, *point) for size, point in curve.items())
+        axes.errorbar(*np.transpose(points), label=name, elinewidth=0.8)
+        axes.axvline(next(iter(sides.values())), color="0.85", linewidth=8, zorder=0)
+        ticks |= {side: str(h) if h == w else size_text((h, w)) for (h, w), side in sides.items()}
+    axes.set_xticks(list(ticks), ticks.values())
 
 
 def differences(
-    found: Sequence[Difference], path: pathlib.Path, *, base: str, score: str = "top-1 accuracy"
-) -> pathlib.Path:
+    found: Estimates, path: pathlib.Path, *, base: str, score: str = "top-1 accuracy"
+) -> None:
     """Draws differences in a score as points with their intervals, a colour per resolution.
 
     Args:
@@ -75,30 +177,26 @@ def differences(
         base: name of the group from which they differ.
         score: its name.
     """
-    names = list(dict.fromkeys(one.name for one in found))
-    sizes = list(dict.fromkeys(one.size for one in found))
-    figure, axes = _axes(7.2, 1.2 + 0.16 * len(names) * (len(sizes) + 1))
-    for number, size in enumerate(sizes):
-        own = [one for one in found if one.size == size]
-        heights = [names.index(one.name) + 0.8 * ((number + 0.5) / len(sizes) - 0.5) for one in own]
-        means = np.array([100 * one.mean for one in own])
-        bounds = np.array([(one.low, one.high) for one in own], float)  # NaN for None
-        reach = np.abs(100 * bounds.T - means)
-        style = {"linestyle": "none", "capsize": 2, "linewidth": 1.2} | _style(number)
-        label = f"{size[0]}x{size[1]}"
-        axes.errorbar(means, heights, xerr=reach, label=label, **style)
-    axes.axvline(0, color="0.4", linewidth=1)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    title = f"Difference from {base} (95 % intervals)"
-    _label(axes, title, f"{score}, percentage points", "")
-    figure.legend(loc="outside right center", frameon=False, fontsize=9, title="pixels")
-    return _save(figure, path)
+    sizes = list(dict.fromkeys(size for own in found.values() for size in own))
+    title, x = f"Difference from {base} (95 % intervals)", f"{score}, percentage points"
+    height = 1.2 + 0.16 * len(found) * (len(sizes) + 1)
+    with _diagram(path, title, x, "", height=height, legend="pixels") as axes:
+        for number, size in enumerate(sizes):
+            own = [one.get(size, Estimate(math.nan)) for one in found.values()]
+            mean, low, high = 100 * np.transpose(own)
+            places = np.arange(len(own)) + 0.8 * ((number + 0.5) / len(sizes) - 0.5)
+            reach = (mean - low, high - mean)
+            axes.errorbar(
+                mean, places, xerr=reach, label=size_text(size), linestyle="none", linewidth=1.2
+            )
+        axes.axvline(0, color="0.4", linewidth=1)
+        axes.set_yticks(range(len(found)), found)
+        axes.invert_yaxis()
 
 
 def values_by_layer(
     values: Sequence[Float[np.ndarray, " _"]], path: pathlib.Path, *, label: str, title: str
-) -> pathlib.Path:
+) -> None:
     """Draws one value per head over the layers: the mean as a line, heads as dots.
 
     Args:
@@ -107,15 +205,13 @@ def values_by_layer(
         label: of the vertical axis, with the unit.
         title: of the picture.
     """
-    figure, axes = _axes(7.2, 3.8)
     layers = range(1, len(values) + 1)
-    axes.plot(layers, [np.mean(heads) for heads in values], **_style(0))
-    dots = {"linestyle": "none", "marker": ".", "markersize": 4, "alpha": 0.35}
-    for layer, heads in zip(layers, values, strict=True):
-        axes.plot([layer] * len(heads), heads, color=_colour(0), **dots)
-    axes.set_xticks(layers)
-    _label(axes, title, "layer (line: mean of the heads; dots: heads)", label)
-    return _save(figure, path)
+    with _diagram(path, title, "layer (line: mean of the heads; dots: heads)", label) as axes:
+        axes.plot(layers, [np.mean(heads) for heads in values])
+        for layer, heads in zip(layers, values, strict=True):
+            style = {"color": COLOURS[0], "markersize": 4, "alpha": 0.35}
+            axes.plot([layer] * len(heads), heads, ".", **style)
+        axes.set_xticks(layers)
 
 
 def lines(
@@ -125,8 +221,8 @@ def lines(
     x: str,
     y: str,
     title: str,
-    **scales: str,
-) -> pathlib.Path:
+    yscale: str = "linear",
+) -> None:
     """Draws curves.
 
     Args:
@@ -134,16 +230,13 @@ def lines(
         path: of the PNG file.
         x, y: labels of the axes, with units.
         title: of the picture.
-        **scales: xscale="log", yscale="log".
+        yscale: "linear" or "log".
     """
-    figure, axes = _axes(7.2, 3.8)
-    for number, (name, curve) in enumerate(curves.items()):
-        alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
-        axes.plot(*curve, color=_colour(number), label=name, linewidth=1.3, marker=alone)
-    axes.set(**scales)
-    _label(axes, title, x, y)
-    axes.legend(frameon=False, fontsize=9)
-    return _save(figure, path)
+    with _diagram(path, title, x, y) as axes:
+        for name, curve in curves.items():
+            alone = "." if len(curve[0]) == 1 else ""  # a line through one point is invisible
+            axes.plot(*curve, label=name, linewidth=1.3, marker=alone)
+        axes.set_yscale(yscale)
 
 
 def panels(
@@ -153,7 +246,7 @@ def panels(
     title: str,
     label: str,
     mark: tuple[int, int] | None = None,
-) -> pathlib.Path:
+) -> None:
     """Draws maps of values in [-1, 1] side by side, with one colour bar.
 
     Args:
@@ -163,16 +256,14 @@ def panels(
         label: of the colour bar.
         mark: (row, column) of the token that is marked on each; None for (H // 2, W // 2).
     """
-    figure, every = _grid(title, list(maps), columns=6, panel=(1.55, 1.75), margins=(0.9, 0.4))
-    for axes, values in zip(every, maps.values(), strict=True):
-        image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
-        row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
-        axes.plot(column, row, marker="+", color="black", markersize=7)
-        axes.set_axis_off()
-    bar = figure.colorbar(image, ax=every, fraction=0.05, aspect=25)
-    bar.set_label(label, fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    return _save(figure, path)
+    sizes = {"columns": 6, "panel": (1.55, 1.75), "margins": (0.9, 0.4)}
+    with _panels(path, title, list(maps), **sizes) as every:
+        for axes, values in zip(every, maps.values(), strict=True):
+            image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
+            row, column = mark or (values.shape[0] // 2, values.shape[1] // 2)
+            axes.plot(column, row, marker="+", color="black", markersize=7)
+            axes.set_axis_off()
+        axes.figure.colorbar(image, ax=every, fraction=0.05, aspect=25, label=label)
 
 
 def overlays(
@@ -182,7 +273,7 @@ def overlays(
     *,
     title: str,
     place: tuple[float, float] | None,
-) -> pathlib.Path:
+) -> None:
     """Draws an image, then each map over the image, in its own range.
 
     Args:
@@ -194,27 +285,27 @@ def overlays(
             on the image that of the first map; None for no mark.
     """
     height, width = image.shape[:2]
-    panel = (1.9, 1.9 * height / width + 0.25)
-    figure, every = _grid(title, ["image", *maps], columns=5, panel=panel, margins=(0.0, 0.4))
-    extent = (0, width, height, 0)
-    overlay = {"cmap": "inferno", "alpha": 0.65, "extent": extent, "interpolation": "bilinear"}
-    cross = {"marker": "+", "color": "cyan", "markersize": 9, "markeredgewidth": 2}
-    for axes, values in zip(every, [None, *maps.values()], strict=True):
-        axes.imshow(image, extent=extent)
-        if values is not None:
-            axes.imshow(values, **overlay)
-        if place is not None:
-            grid = next(iter(maps.values())).shape if values is None else values.shape
-            row, column = token_at(place, grid)
-            middle = (column + 0.5) / grid[1] * width, (row + 0.5) / grid[0] * height
-            axes.plot(*middle, **cross)
-        axes.set_axis_off()
-    return _save(figure, path)
+    sizes = {"columns": 5, "panel": (1.9, 1.9 * height / width + 0.25), "margins": (0.0, 0.4)}
+    with _panels(path, title, ["image", *maps], **sizes) as every:
+        first = next(iter(maps.values()))
+        for number, (axes, values) in enumerate(zip(every, [first, *maps.values()], strict=True)):
+            rows, columns = values.shape
+            shown = {
+                "extent": (-0.5, columns - 0.5, rows - 0.5, -0.5),  # in tokens
+                "aspect": height / rows * columns / width,
+            }
+            axes.imshow(image, **shown)
+            if number > 0:
+                axes.imshow(values, cmap="inferno", alpha=0.65, interpolation="bilinear", **shown)
+            if place is not None:
+                row, column = token_at(place, values.shape)
+                axes.plot(column, row, "+", color="cyan", markersize=9, markeredgewidth=2)
+            axes.set_axis_off()
 
 
 def costs(
     added: Mapping[str, tuple[int | None, int | None]], path: pathlib.Path, *, title: str
-) -> pathlib.Path:
+) -> None:
     """Draws the parameters and operations that each scheme adds to a model, as bars.
 
     Args:
@@ -222,20 +313,18 @@ def costs(
         path: of the PNG file.
         title: of the picture.
     """
-    figure = _figure(7.2, 1.1 + 0.3 * len(added))
-    names = list(added)
-    for column, label in enumerate(("parameters", "operations per image")):
-        axes = figure.add_subplot(1, 2, column + 1)
-        numbers = [values[column] for values in added.values()]
-        bars = axes.barh(names, [number or 0 for number in numbers], color=COLOURS[0])
-        texts = ["not counted" if number is None else f"{number:,}" for number in numbers]
-        axes.bar_label(bars, texts, padding=3, fontsize=7)
-        axes.margins(x=0.3)
-        axes.invert_yaxis()
-        axes.tick_params(labelsize=8, labelleft=column == 0)
-        axes.set_xlabel(f"added {label}", fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    return _save(figure, path)
+    with picture(path, title, (7.2, 1.1 + 0.3 * len(added))) as figure:
+        every = figure.subplots(1, 2, sharey=True)
+        labels = ("added parameters", "added operations per image")
+        for axes, label, numbers in zip(
+            every, labels, np.transpose(list(added.values())), strict=True
+        ):
+            bars = axes.barh(list(added), [number or 0 for number in numbers], color=COLOURS[0])
+            texts = ["not counted" if number is None else f"{number:,}" for number in numbers]
+            axes.bar_label(bars, texts, padding=3, fontsize=7)
+            axes.margins(x=0.3)
+            axes.set_xlabel(label)
+        every[0].invert_yaxis()
 
 
 def frequencies_before_and_after(
@@ -244,7 +333,7 @@ def frequencies_before_and_after(
     path: pathlib.Path,
     *,
     title: str,
-) -> pathlib.Path:
+) -> None:
     """Draws frequencies before and after training, one panel per layer.
 
     Args:
@@ -253,73 +342,16 @@ def frequencies_before_and_after(
         title: of the picture.
     """
     names = [f"layer {layer + 1}" for layer in range(len(after))]
-    figure, every = _grid(title, names, columns=4, panel=(2.1, 2.1), margins=(1.2, 0.6))
     reach = 1.05 * max(abs(before).max(), abs(after).max())
-    styles = (
-        (before, {"label": "before", "marker": ".", "color": "0.6"}),
-        (after, {"label": "after", "marker": "x", "color": COLOURS[1]}),
-    )
-    for layer, axes in enumerate(every):
-        for values, style in styles:
-            y, x = np.moveaxis(values[layer], 1, 0)
-            axes.plot(x.ravel(), y.ravel(), linestyle="none", markersize=3.5, **style)
-        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-        axes.tick_params(labelsize=6)
-    named = axes.get_legend_handles_labels()
-    figure.legend(*named, loc="outside right center", frameon=False, fontsize=9)
-    figure.supxlabel("x, radians per token", fontsize=8)
-    figure.supylabel("y, radians per token", fontsize=8)
-    return _save(figure, path)
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _grid(
-    title: str,
-    names: Sequence[str],
-    *,
-    columns: int,
-    panel: tuple[float, float],
-    margins: tuple[float, float],
-) -> tuple[Any, list[Any]]:
-    """A figure with a panel for each name, in rows of at most so many; sizes in inches."""
-    across = min(columns, len(names))
-    down = -(-len(names) // across)
-    figure = _figure(max(panel[0] * across + margins[0], 4.0), panel[1] * down + margins[1])
-    figure.suptitle(title, fontsize=10)
-    every = [figure.add_subplot(down, across, number + 1) for number in range(len(names))]
-    for axes, name in zip(every, names, strict=True):
-        axes.set_title(name, fontsize=8)
-    return figure, every
-
-
-def _axes(width: float, height: float) -> tuple[Any, Any]:
-    """A figure with one diagram."""
-    figure = _figure(width, height)
-    return figure, figure.add_subplot()
-
-
-def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    write_file(path, content.getvalue())
-    return path
-
-
-def _label(axes: Any, title: str, x: str, y: str) -> None:
-    axes.set(xlabel=x, ylabel=y)
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _style(number: int) -> dict[str, Any]:
-    marker = MARKERS[number % len(MARKERS)]
-    return {"color": _colour(number), "marker": marker, "markersize": 5}
+    sizes = {"columns": 4, "panel": (2.1, 2.1), "margins": (1.2, 0.6)}
+    with _panels(path, title, names, **sizes) as every:
+        for axes, old, new in zip(every, before, after, strict=True):
+            for freqs, marker, colour, label in (
+                (old, ".", "0.6", "before"),
+                (new, "x", COLOURS[1], "after"),
+            ):
+                y, x = np.moveaxis(freqs, 1, 0).reshape(2, -1)
+                axes.plot(x, y, marker, color=colour, markersize=3.5, label=label)
+            axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+        axes.figure.supxlabel("x, radians per token")
+        axes.figure.supylabel("y, radians per token")

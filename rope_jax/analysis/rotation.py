@@ -1,7 +1,5 @@
 """Frequencies of rotary schemes, the maps that they reconstruct, and the decay of scores."""
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from jaxtyping import Float
@@ -10,12 +8,13 @@ from rope_jax.positions import PerLayer, Position
 from rope_jax.positions.frequencies import AXIAL_GENERATORS, deal
 from rope_jax.positions.grids import Grid
 
-# Frequency ladders of the thesis' figure C.1: 2-D RoPE's, and the three readings of Axial RoPE's.
+# Frequency ladders of the thesis' figure C.1, 2-D RoPE's and the three readings of Axial RoPE's,
+# and the formulas of their legends: the angle at coordinate 1 of rung t, from 0 up to 1.
 READINGS = {
-    "rope2d": AXIAL_GENERATORS["exponential"],
-    "hdit": AXIAL_GENERATORS["hdit"],
-    "eq35": AXIAL_GENERATORS["eq35"],
-    "table31": AXIAL_GENERATORS["table31"],
+    "rope2d": (AXIAL_GENERATORS["exponential"], r"2-D RoPE: $100^{-t}$"),
+    "hdit": (AXIAL_GENERATORS["hdit"], r"HDiT's code: $\pi \cdot 10^t$"),
+    "eq35": (AXIAL_GENERATORS["eq35"], r"thesis, equation 3.5: $10^t$"),
+    "table31": (AXIAL_GENERATORS["table31"], r"thesis, table 3.1: $\pi^{t \ln 10}$"),
 }
 
 
@@ -57,22 +56,22 @@ def frequencies(position: Position, grid: Grid) -> Float[np.ndarray, "layers N A
 
 
 def fourier_reconstruction(
-    freqs: Float[np.ndarray, "... A R"], grid: Grid, centre: Sequence[int] | None = None
+    freqs: Float[np.ndarray, "... A R"], grid: Grid
 ) -> Float[np.ndarray, "H W"]:
     """Reconstructs a point from the frequencies of a rotation (Heo et al., figure 1).
 
-    Returns the mean over frequencies F of cos(F . (p - centre)) at each token p. This is the
-    inverse Fourier transform of a single point, restricted to the frequencies of the scheme: the
-    sharper the peak, the better the scheme separates one position from the others.
+    Returns the mean over frequencies F of cos(F . (p - centre)) at each token p, where the centre
+    is the token (H // 2, W // 2). This is the inverse Fourier transform of a single point,
+    restricted to the frequencies of the scheme: the sharper the peak, the better the scheme
+    separates one position from the others.
 
     >>> wave = np.array([[0.0], [np.pi / 2]])  # along x, with a period of 4 tokens
-    >>> fourier_reconstruction(wave, (1, 4), (0, 0)).round(6).tolist()
-    [[1.0, 0.0, -1.0, -0.0]]
+    >>> fourier_reconstruction(wave, (1, 4)).round(6).tolist()
+    [[-1.0, 0.0, 1.0, 0.0]]
 
     Args:
         freqs: radians per token on two axes, from `frequencies`; of any layers and heads.
         grid: (H, W) in tokens.
-        centre: (y, x) of the point in tokens; None for (H // 2, W // 2).
 
     Returns:
         Values in [-1, 1], with 1 at the centre.
@@ -80,28 +79,26 @@ def fourier_reconstruction(
     Raises:
         ValueError: the frequencies have one axis.
     """
-    waves, centre = _waves(freqs), _centre(grid, centre)
-    places = np.stack(np.indices(grid), axis=-1).astype(np.float64)
-    offsets = places - centre
-    return np.mean([np.cos(offsets @ wave) for wave in waves], axis=0)
+    offsets = np.stack(np.indices(grid), axis=-1) - np.array(grid) // 2
+    return np.mean([np.cos(offsets @ wave) for wave in _waves(freqs)], axis=0)
 
 
 def fourier_mask_reconstruction(
-    freqs: Float[np.ndarray, "... A R"], grid: Grid, centre: Sequence[int] | None = None
+    freqs: Float[np.ndarray, "... A R"], grid: Grid
 ) -> Float[np.ndarray, "H W"]:
     """Reconstructs a point from the bins of its discrete Fourier transform near the frequencies.
 
     For each frequency the nearest bin and its opposite are kept. Scaled to 1 at the centre.
 
     >>> wave = np.array([[0.0], [np.pi / 2]])
-    >>> fourier_mask_reconstruction(wave, (1, 4), (0, 0)).tolist()
-    [[1.0, 0.0, -1.0, 0.0]]
+    >>> fourier_mask_reconstruction(wave, (1, 4)).tolist()
+    [[-1.0, 0.0, 1.0, 0.0]]
 
     Args:
-        freqs, grid, centre: as for `fourier_reconstruction`.
+        freqs, grid: as for `fourier_reconstruction`.
     """
     point, mask = np.zeros(grid), np.zeros(grid)
-    point[_centre(grid, centre)] = 1
+    point[grid[0] // 2, grid[1] // 2] = 1
     bins = np.rint(_waves(freqs) * grid / (2 * np.pi)).astype(int)
     for sign in (1, -1):
         mask[(sign * bins[:, 0]) % grid[0], (sign * bins[:, 1]) % grid[1]] = 1
@@ -115,19 +112,6 @@ def _waves(freqs: np.ndarray) -> Float[np.ndarray, "waves 2"]:
             "use a scheme of two axes"
         )
     return np.moveaxis(freqs, -2, -1).reshape(-1, 2)
-
-
-def _centre(grid: Grid, centre: Sequence[int] | None) -> tuple[int, ...]:
-    return (grid[0] // 2, grid[1] // 2) if centre is None else tuple(centre)
-
-
-# What the readings are, for legends: the angle at coordinate 1 of rung t, from 0 up to 1.
-FORMULAS = {
-    "rope2d": r"2-D RoPE: $100^{-t}$",
-    "hdit": r"HDiT's code: $\pi \cdot 10^t$",
-    "eq35": r"thesis, equation 3.5: $10^t$",
-    "table31": r"thesis, table 3.1: $\pi^{t \ln 10}$",
-}
 
 
 def rotation_angles(reading: str, width: int, *, heads: int = 1) -> Float[np.ndarray, " width"]:
@@ -151,7 +135,8 @@ def rotation_angles(reading: str, width: int, *, heads: int = 1) -> Float[np.nda
     if width % heads:
         raise ValueError(f"width={width} is not divisible by heads={heads}: change one of them")
     heads = 1 if reading == "rope2d" else heads
-    return READINGS[reading](deal(heads, width // heads)).ravel()
+    ladder, _ = READINGS[reading]
+    return ladder(deal(heads, width // heads)).ravel()
 
 
 def score_decay(

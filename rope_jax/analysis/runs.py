@@ -9,7 +9,7 @@ from typing import Any
 from rope_jax import plugins, seeds
 from rope_jax.config import Config, resolve_stored, settings
 from rope_jax.evaluate import read_evaluations, read_results
-from rope_jax.evaluate.results import Row
+from rope_jax.evaluate.results import Row, score_name
 from rope_jax.files import read_json
 from rope_jax.models.registry import find_model
 from rope_jax.workdir.metrics import read_metrics
@@ -46,6 +46,7 @@ class RunResults:
         return [row for row in self.rows if row not in self.compared] + list(self.others)
 
 
+Size = tuple[int, int]  # (height, width) in pixels
 Groups = Mapping[str, Sequence[RunResults]]  # label of a row -> its runs, one for each seed
 
 
@@ -94,8 +95,14 @@ def group_runs(runs: Sequence[RunResults]) -> dict[str, list[RunResults]]:
         ambiguous without.
 
     Raises:
-        ValueError: two runs have the same config and seed.
+        ValueError: two runs have the same config and seed, or are of different tasks.
     """
+    workdirs = {score_name(run.rows[0]): run.workdir for run in runs}
+    if len(workdirs) > 1:
+        (one, here), (other, there), *_ = workdirs.items()
+        raise ValueError(
+            f"{here} was evaluated by {one} and {there} by {other}: compare runs of one task"
+        )
     alike: dict[tuple, list[RunResults]] = {}
     for run in runs:
         group = alike.setdefault(_shared(run.config), [])
@@ -127,14 +134,13 @@ def _shared(config: Config) -> tuple:
     )
 
 
-def sizes_of(runs: Sequence[RunResults]) -> list[tuple[int, int]]:
-    """All resolutions, in the order of evaluation."""
-    return list(dict.fromkeys(tuple(row["resolution"]) for run in runs for row in run.compared))
-
-
-def rows_at(runs: Sequence[RunResults], size: tuple[int, int]) -> list[Row]:
-    """The rows of all runs at one resolution, of the first protocol of each run."""
-    return [row for run in runs for row in run.compared if tuple(row["resolution"]) == size]
+def rows_by_size(runs: Sequence[RunResults]) -> dict[Size, dict[int, Row]]:
+    """The rows of each run's first protocol, by resolution in the order of evaluation, and seed."""
+    rows: dict[Size, dict[int, Row]] = {}
+    for run in runs:
+        for row in run.compared:
+            rows.setdefault(tuple(row["resolution"]), {})[run.config.seed] = row
+    return rows
 
 
 def size_text(size: Sequence[int]) -> str:

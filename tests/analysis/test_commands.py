@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from rope_jax.analysis import __main__ as analysis_command
@@ -26,6 +27,14 @@ def command(tmp_path):
         return json.loads((tmp_path / f"{name}.json").read_text()), pictures
 
     return run
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures of pictures, whose files stay empty."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    return drawn
 
 
 @pytest.mark.slow
@@ -67,7 +76,7 @@ def test_images_of_the_test_split(tmp_path):
     save_run(tmp_path, 2)
     asked = _parser().parse_args(["maps", str(tmp_path), "--count=5", "--batch_size=3"])
     loaded = load_model(asked)
-    batches = list(_image_batches(loaded, asked))
+    batches = [pixels for pixels, _ in _image_batches(loaded, asked)]
     assert [len(batch) for batch in batches] == [3, 2]
     first = load_split(loaded.config, "test", (8, 8)).images[:5]
     np.testing.assert_array_equal(np.concatenate(batches), first)
@@ -122,20 +131,19 @@ def test_errors_are_one_line(arguments, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "crosses"),
-    [((0.5, 0.5), [(7, 5), (7, 5), (6, 6)]), ((1.0, 0.0), [(1, 7), (1, 7), (2, 6)])],
+    [((0.5, 0.5), [(3, 2), (3, 2), (1, 1)]), ((1.0, 0.0), [(0, 3), (0, 3), (0, 1)])],
 )
-def test_the_mark_is_in_the_middle_of_the_token(monkeypatch, tmp_path, place, crosses):
-    """On the image it is that of layer 1."""
-    figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
+def test_the_mark_is_in_the_middle_of_the_token(figures, tmp_path, place, crosses):
+    """On the image it is that of layer 1; places are in tokens of the map."""
     maps = {"layer 1": np.zeros((4, 6)), "layer 2": np.zeros((2, 3))}
-    plots.overlays(np.zeros((8, 12, 3), np.uint8), maps, tmp_path, title="", place=place)
+    path = tmp_path / "maps.png"
+    plots.overlays(np.zeros((8, 12, 3), np.uint8), maps, path, title="", place=place)
     assert [tuple(axes.lines[0].get_xydata()[0]) for axes in figures[0].axes] == crosses
+    for axes, (rows, columns) in zip(figures[0].axes, [(4, 6), (4, 6), (2, 3)], strict=True):
+        assert axes.images[0].get_extent() == [-0.5, columns - 0.5, rows - 0.5, -0.5]
 
 
-def test_panels_have_one_colour_bar_and_marked_tokens(monkeypatch, tmp_path):
-    figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
+def test_panels_have_one_colour_bar_and_marked_tokens(figures, tmp_path):
     main(["correlation", *DIGITS, "--position=lape(ape)", "--token=6", f"--out={tmp_path}"])
     main(["fourier", *DIGITS, "--position=rope_mixed", f"--out={tmp_path}"])
     lines = [[axes.lines[0] for axes in figure.axes if axes.lines] for figure in figures]

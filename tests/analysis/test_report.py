@@ -11,6 +11,8 @@ import pytest
 from rope_jax import config as cfg
 from rope_jax import plugins
 from rope_jax.analysis import expected, plots, report
+from rope_jax.analysis.comparison import score
+from rope_jax.analysis.intervals import student, wilson
 from rope_jax.evaluate import add_evaluation, write_results
 from rope_jax.models import list_models
 from rope_jax.positions import create_position
@@ -79,7 +81,8 @@ def test_one_table_one_picture_one_page(tmp_path, capsys):
     assert not re.search("<(script|link|iframe)", page.html)
     columns = re.findall('data-column="(.*?)"', page.html)
     assert columns[:5] == ["position", "seeds", "8x8", "8x12", "16x16"]
-    for low, high in (np.clip(report.student([0.95, 0.85]), 0, 1), report.wilson(0.9, 360)):
+    mean, half = student([0.95, 0.85])
+    for low, high in (np.clip([mean - half, mean + half], 0, 1), wilson(0.9, 360)):
         interval = f"[{100 * low:.1f}, {100 * high:.1f}]"  # of two seeds, of one run
         assert f"90.0 {interval}" in [row[2] for row in page.rows if len(row) > 2]
         assert f"90.0\n{interval}\n" in page.text
@@ -99,24 +102,24 @@ def detected(ap, by_class):
 
 
 @pytest.mark.parametrize(
-    ("made", "score", "further"),
+    ("made", "name", "further"),
     [
         (segmented, "mean IoU", ["12.5", "90.0"]),
         (detected, "average precision", [*["12.5"] * 4, "-", "-"]),
     ],
 )
 def test_runs_of_dense_prediction_are_compared_by_their_score(
-    tmp_path, capsys, made, score, further
+    tmp_path, capsys, made, name, further
 ):
     """A mean over classes is no share of images: of a single run it has no interval."""
     a = workdir(tmp_path / "a", "ape", made(0.25, [0.25, None]))
     b = workdir(tmp_path / "b", "rope2d", made(0.5, [0.5, 0.5]))
     add_evaluation(a / "evaluations.json", made(0.125, [0.125, None])[0] | {"asked": {}})
     report.main([str(a), str(b)])
-    assert f"{score} (%) at test resolution" in capsys.readouterr().out
+    assert f"{name} (%) at test resolution" in capsys.readouterr().out
     assert (tmp_path / "comparison.txt").read_text().splitlines()[-1].split() == ["rope2d", "+25.0"]
     page = Page(tmp_path)
-    assert f"{score[1:]} in percent (scenes test, 200 images)" in page.text
+    assert f"{name[1:]} in percent (scenes test, 200 images)" in page.text
     assert "a single run has none" in page.text
     assert "top-1" not in page.text
     first, second = made(0, [])[0]["class_names"]
@@ -124,7 +127,7 @@ def test_runs_of_dense_prediction_are_compared_by_their_score(
     assert [second, "-", "50.0"] in page.rows
     assert ["a", "scenes", "64x64", *further, "as it is"] in page.rows
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
-    with pytest.raises(SystemExit, match=f"by {score} and .* by top-1 accuracy: compare runs of"):
+    with pytest.raises(SystemExit, match=f"by {name} and .* by top-1 accuracy: compare runs of"):
         report.main([str(a), str(c)])
 
 
@@ -146,7 +149,7 @@ def test_classes_are_compared_where_all_runs_have_the_same(tmp_path, other, bloc
 
 def test_intervals_end_at_none_and_all():
     pair = [row | {"top1": top1} for row in rows(((8, 8), 0.0)) for top1 in (0.1, 0.9)]
-    assert report.percent_with_interval(pair) == "50.0 [0.0, 100.0]"
+    assert score(pair).text() == "50.0 [0.0, 100.0]"
 
 
 def test_settings_that_do_not_affect_results_do_not_divide_seeds(tmp_path, monkeypatch):
@@ -180,9 +183,7 @@ def test_the_crops_of_one_run_are_no_seeds(tmp_path):
     report.main([str(workdir(tmp_path / "a", "ape", first + second))])
     table = (tmp_path / "comparison.txt").read_text()
     assert table.splitlines()[-1].split() == ["ape", "90.0", "80.0"]
-    compared, listed = (
-        [report.percent_with_interval([row]) for row in own] for own in (first, second)
-    )
+    compared, listed = ([score([row]).text() for row in own] for own in (first, second))
     found = Page(tmp_path).rows
     assert ["ape", "1", *compared] in found
     others = [row[2:4] for row in found if row[-1] == "smaller <crop>"]

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rope_jax.analysis.correlation import layer_positions, position_correlation
+from rope_jax.analysis.correlation import (
+    layer_positions,
+    middle_token,
+    position_correlation,
+)
 from rope_jax.analysis.costs import scheme_costs
 from rope_jax.analysis.rotation import (
-    FORMULAS,
     READINGS,
     fourier_mask_reconstruction,
     fourier_reconstruction,
@@ -44,12 +47,10 @@ def test_angles_are_the_official_tables_head_by_head(name):
 def test_one_frequency_reconstructs_a_plane_wave():
     wave = 2 * np.pi * np.array([1 / 8, 2 / 8])  # one period down, two across
     y, x = np.mgrid[:8, :8]
-    wanted = np.cos((y - 3) * wave[0] + (x - 5) * wave[1])
+    wanted = np.cos((y - 4) * wave[0] + (x - 4) * wave[1])
     freqs = wave[None, None, :, None]  # [layers, N, A, R]
-    np.testing.assert_allclose(fourier_reconstruction(freqs, (8, 8), (3, 5)), wanted, atol=1e-12)
-    np.testing.assert_allclose(
-        fourier_mask_reconstruction(freqs, (8, 8), (3, 5)), wanted, atol=1e-12
-    )
+    np.testing.assert_allclose(fourier_reconstruction(freqs, (8, 8)), wanted, atol=1e-12)
+    np.testing.assert_allclose(fourier_mask_reconstruction(freqs, (8, 8)), wanted, atol=1e-12)
 
 
 def test_all_frequencies_of_a_grid_reconstruct_the_point():
@@ -99,8 +100,7 @@ def test_no_score_exceeds_its_bound(name):
 def test_every_reading_has_its_formula():
     t = np.arange(8) / 8
     values = [100**-t, np.pi * 10**t, 10**t, np.pi ** (t * np.log(10))]
-    assert set(FORMULAS) == set(READINGS)
-    for name, wanted in zip(FORMULAS, values, strict=True):
+    for name, wanted in zip(READINGS, values, strict=True):
         np.testing.assert_allclose(rotation_angles(name, 8), wanted, rtol=1e-12)
     heads = rotation_angles("rope2d", 8, heads=2)  # share one ladder
     np.testing.assert_allclose(heads, rotation_angles("rope2d", 8))
@@ -109,10 +109,9 @@ def test_every_reading_has_its_formula():
 def test_correlation_of_known_positions():
     rows = np.array([[[1.0, 0], [1, 1], [0, 1], [-1, 0]]])
     np.testing.assert_allclose(
-        position_correlation(rows, (2, 2)), [[[1, np.sqrt(0.5)], [0, -1]]], atol=1e-12
+        position_correlation(rows, (2, 2), 0), [[[1, np.sqrt(0.5)], [0, -1]]], atol=1e-12
     )
-    marked = np.eye(196)[None]
-    assert position_correlation(marked, (14, 14))[0].ravel().argmax() == 90  # the paper's code
+    assert middle_token((14, 14)) == 90  # the paper's code
     with pytest.raises(ValueError, match="token=4 is not on the map of 2x2"):
         position_correlation(rows, (2, 2), 4)
 

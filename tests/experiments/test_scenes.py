@@ -48,7 +48,7 @@ def test_differences_are_those_of_each_seed():
     (row,) = gains["rows"]
     assert row[:2] == ["`rope2d`", f"+2.0 ± {half:.1f}, not shown"]
     assert row[-1] == "+4.0 ± 0.0, above"
-    assert verdict([-3, -3.1]) == "-3.0 ± 0.6, below"
+    assert verdict([-3.0, -3.1]) == "-3.0 ± 0.6, below"
     assert verdict([5.0]) == "+5.0, not shown"
 
 
