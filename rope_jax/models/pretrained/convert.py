@@ -16,13 +16,12 @@ from rope_jax.models.pretrained.detrex import detrex
 from rope_jax.models.pretrained.heads import mask2former, mmseg, segmenter, vit_adapter
 from rope_jax.models.pretrained.hierarchical import nat, naver, swin
 from rope_jax.models.pretrained.isotropic import deit, dinov2, dinov3, lape, resformer
-from rope_jax.models.pretrained.layouts import Slot, rotary_of
+from rope_jax.models.pretrained.layouts import FIRST, Slot, rotary_of
 from rope_jax.models.pretrained.links import (
     CLASSIFIER,
     HEAD,
     Link,
     fit,
-    is_backbone,
     links_of,
     missing_head,
     named,
@@ -30,7 +29,7 @@ from rope_jax.models.pretrained.links import (
     slots_of,
 )
 from rope_jax.models.pretrained.other_stems import cat, cct, ceit, t2t
-from rope_jax.models.pretrained.own import OWN, own, stacked
+from rope_jax.models.pretrained.own import OWN, own
 from rope_jax.models.pretrained.tables import Table, begins, match_name
 from rope_jax.models.pretrained.timm import timm
 from rope_jax.positions.grids import Grid
@@ -224,9 +223,9 @@ def plan_conversion(
     fresh = _fresh(model, table, shapes, backbone)
     found, problems = links_of(model, table, source, fresh)
     found = [_as_stored(link, shapes) for link in found]
-    links, zeros, missing, frozen, grids = [], [], [], {}, grids or {}
+    links, zeros, missing, grids = [], [], [], grids or {}
     found, new_head = _without_head(found, shapes, new_head)
-    backbone = backbone or is_backbone(model, fresh)
+    backbone = backbone or (bool(fresh) and not model.num_classes)
     headless = new_head or not model.num_classes
     dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
     keys = {link.key for link in found}
@@ -251,30 +250,9 @@ def plan_conversion(
         problems.append(problem)
         missing = [link for link in missing if link.key not in heads]
     problems += [f"{x.key} is missing: it fills {x.slot.name} of the model" for x in missing]
-    unexpected = []
-    for key in sorted(shapes.keys() - keys - {*unused}):
-        shape, dtype = shapes[key]
-        if _matches_any(table.dropped, key):
-            continue
-        want = _frozen(model, table, key, tuple(shape))
-        if want is None:
-            unexpected.append(key)
-        elif want.shape != tuple(shape):
-            problems.append(
-                f"{key} has shape {list(shape)}, but what the model computes in its place has "
-                f"shape {list(want.shape)}"
-            )
-        elif not jnp.issubdtype(dtype, jnp.floating):
-            problems.append(not_floating(key, dtype))
-        else:
-            frozen[key] = want
-    schemes = _schemes_of(model, shapes) if unexpected else {}
-    advice = f'; create it with position="{"+".join(dict.fromkeys(schemes.values()))}"'
-    for key in unexpected:
-        problems.append(
-            f"{key} of shape {list(shapes[key][0])} is not expected: no parameter of this model "
-            f"takes it{advice if key in schemes else ''}"
-        )
+    left = shapes.keys() - keys - {*unused}
+    frozen, unexpected = _without_parameter(model, table, shapes, sorted(left))
+    problems += unexpected
     return Conversion(links, zeros, frozen, problems, new_head, unused, fresh, backbone)
 
 
@@ -302,10 +280,51 @@ def rotates(model: nnx.Module) -> bool:
     return any(rotary_of(part.position) is not None for part in model.parts().values())
 
 
+def _without_parameter(
+    model: nnx.Module, table: Table, shapes: Shapes, left: list[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What the model computes in place of tensors that fill no parameter, and problems of others.
+
+    Args:
+        model, table: that is filled, and the names of the source.
+        shapes: of all tensors.
+        left: those that fill no parameter.
+    """
+    frozen, problems, unexpected = {}, [], []
+    for key in left:
+        shape, dtype = shapes[key]
+        if _matches_any(table.dropped, key):
+            continue
+        want = _frozen(model, table, key, tuple(shape))
+        if want is None:
+            unexpected.append(key)
+        elif want.shape != tuple(shape):
+            problems.append(
+                f"{key} has shape {list(shape)}, but what the model computes in its place has "
+                f"shape {list(want.shape)}"
+            )
+        elif not jnp.issubdtype(dtype, jnp.floating):
+            problems.append(not_floating(key, dtype))
+        else:
+            frozen[key] = want
+    schemes = _schemes_of(model, shapes) if unexpected else {}
+    advice = f'; create it with position="{"+".join(dict.fromkeys(schemes.values()))}"'
+    for key in unexpected:
+        problems.append(
+            f"{key} of shape {list(shapes[key][0])} is not expected: no parameter of this model "
+            f"takes it{advice if key in schemes else ''}"
+        )
+    return frozen, problems
+
+
 def _as_stored(link: Link, shapes: Shapes) -> Link:
-    """The link to a tensor of a file in which blocks are stacked, if this is one."""
-    whole = None if link.key in shapes else stacked(link.key)
-    return link if whole is None or whole[0] not in shapes else Link(link.slot, *whole)
+    """The link to a layer of a tensor, in a file of before in which blocks are stacked."""
+    match = re.fullmatch(r"(.*\bblocks)\.(\d+)(\..*)", link.key)
+    if link.key in shapes or match is None or match[1] + match[3] not in shapes:
+        return link
+    layer = int(match[2])
+    rule = dataclasses.replace(FIRST, cut=slice(layer, layer + 1))
+    return Link(link.slot, match[1] + match[3], rule)
 
 
 def _is_of(table: Table, key: str, starts: tuple[str, ...]) -> bool:

@@ -103,11 +103,6 @@ def slots_of(model: nnx.Module) -> Iterator[Slot]:
                 yield dataclasses.replace(own, name=own_name(own))
 
 
-def is_backbone(model: nnx.Module, fresh: tuple[str, ...]) -> bool:
-    """Whether a model without a head is filled by a classifier, which has nothing for `fresh`."""
-    return bool(fresh) and not model.num_classes
-
-
 def missing_head(model: nnx.Module, head: Iterable[str], missing: Iterable[str]) -> str | None:
     """The problem of a classifier's weights that have no head at all; None for others.
 

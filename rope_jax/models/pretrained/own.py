@@ -5,14 +5,12 @@ blocks in a list; files in which they are stacked are read, too.
 """
 
 import dataclasses
-import re
 
 import jax
 import numpy as np
 from flax import nnx
 
 from rope_jax.models.pretrained.layouts import (
-    FIRST,
     SAME,
     TOKENS,
     Rule,
@@ -50,23 +48,6 @@ def own_rule(slot: Slot) -> Rule:
     return ROWS if isinstance(slot.scheme, Learned) else MAP
 
 
-def stacked(name: str) -> tuple[str, Rule] | None:
-    """The name of blocks' stacked parameters, and the layout of one of them; None for others.
-
-    >>> stacked("blocks.2.mlp.fc1.kernel")[0]
-    'blocks.mlp.fc1.kernel'
-    """
-    match = re.fullmatch(r"(.*\bblocks)\.(\d+)(\..*)", name)
-    if match is None:
-        return None
-    layer = int(match[2])
-    return match[1] + match[3], dataclasses.replace(FIRST, cut=slice(layer, layer + 1))
-
-
-def _same(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x
-
-
 def _unchanged(shape: tuple[int, ...], slot: Slot) -> bool:
     return shape == slot.shape and slot.grid in (None, slot.scheme.stage.grid)
 
@@ -92,7 +73,7 @@ def _grid_of_map(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     return grid if resized.shape == slot.shape else None
 
 
-ROWS = Rule(_read_rows, _same, _grid_of_rows)
+ROWS = Rule(_read_rows, SAME.write, _grid_of_rows)
 """An absolute embedding, [T, C], in which a class token that the model lacks may have an entry."""
-MAP = Rule(_same, _same, _grid_of_map)
+MAP = dataclasses.replace(SAME, grid=_grid_of_map)
 """Any other parameter of a scheme, which resizes it by a rule of its own."""
