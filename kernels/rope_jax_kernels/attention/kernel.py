@@ -40,9 +40,9 @@ class Kernel:
             [B, N, T], or more for whole tiles of tokens. Operands are q, k and v [B, T, heads, D],
             three times the same array if packed; the rotation (coords, freqs) or (); the bias
             ([N, entries],) or ().
-        backward: `backward(task, wanted, operands, turning, bias)` computes a list of the gradients
-            of the data, three or a packed one; a list of partial sums of that of freqs, each
-            [_, _, N, A, R], where it is wanted; and that of the bias, or None. Operands are q, k,
+        backward: `backward(task, wanted, operands, turning, bias)` computes the gradients of the
+            data, three or a packed one; partial sums of that of freqs, each [_, _, N, A, R], or ()
+            where it is not wanted; and that of the bias, or None. Operands are q, k,
             v, the output's gradient, lse and the output; turning are cosines and sines, and coords
             where the gradient of freqs is wanted.
     """

@@ -33,7 +33,7 @@ def forward(
 
 def backward(
     task: Task, wanted: Wanted, operands: tuple, turning: tuple, bias: tuple
-) -> tuple[list[Array], list[Array], None]:
+) -> tuple[tuple, tuple, Array | None]:
     """`Kernel.backward`, by the kernels that serve this number of tokens."""
     from rope_jax_kernels.attention import mosaic_backward, mosaic_launch
 

@@ -27,9 +27,7 @@ def forward(
     return in_sets(functools.partial(launch, task), 1, arrays, tuple(x[None] for x in rotation))
 
 
-def backward(
-    task: Task, arrays: tuple, tables: tuple, coords: tuple
-) -> tuple[tuple, list[Float[Array, "1 1 N A R"]]]:
+def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[tuple, tuple]:
     """Gradients of q, k and v, packed as these are, and of freqs.
 
     Args:
@@ -39,7 +37,8 @@ def backward(
         coords: ([L, A],), or () where no gradient of freqs is wanted.
 
     Returns:
-        The gradients, and that of freqs for each head, also where heads share them.
+        The gradients, and () or that of freqs [1, 1, N, A, R], for each head also where heads share
+        them.
     """
     table = ()
     if tables:
@@ -48,11 +47,11 @@ def backward(
     run = functools.partial(launch_backward, task, bool(coords))
     found = in_sets(run, 1, arrays, table, apart=bool(coords))
     if not coords:
-        return found, []
+        return found, ()
     *gradients, sums = found
     dtheta = sums.sum((0, 1))[:, None, : task.tokens]
     by_axis = coords[0].astype(jnp.float32).T[:, :, None] * dtheta
-    return tuple(gradients), [by_axis.sum(2)[None, None]]
+    return tuple(gradients), (by_axis.sum(2)[None, None],)
 
 
 def in_sets(

@@ -352,8 +352,6 @@ def bias_kernel(
     total_ref: Any,
     *,
     launch: Launch,
-    items: int,
-    groups: int,
 ) -> None:
     """The gradient of the bias of one pair of tile and block.
 
