@@ -229,6 +229,8 @@ def which(
         for name in (SOURCES if source is None else [source])
         if name in WHOLE or not hasattr(target, "backbone")
     ]
+    if len(candidates) == 1:
+        return candidates[0]
     counts = [count_named(target, name, file.shapes) for target, name in candidates]
     best = [pair for pair, count in zip(candidates, counts, strict=True) if count == max(counts)]
     if source is None and not any(max(counts)):
