@@ -113,7 +113,7 @@ class Part:
         found = {}
         for name, field in settings().items():
             value, usual = (operator.attrgetter(name)(one) for one in (config, Config()))
-            affects = not field.metadata["rule"].resumable or name == "eval.resolutions"
+            affects = not field.metadata["resumable"] or name == "eval.resolutions"
             ours = affects and value != usual and name not in ("model.position", "seed")
             if ours or name in ("model.name", "batch_size"):
                 found[name] = list(value) if isinstance(value, tuple) else value

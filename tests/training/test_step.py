@@ -119,7 +119,10 @@ def test_mixing_ends_after_its_last_epoch():
             "cannot be cut on the device: .* bilinear or bicubic",
         ),
         ({"data__augment": "erase+crop"}, "in another order than that of its stages"),
-        ({"data__augment": "rand_augment(m=20)"}, r"m 0 to 10.*\[--config.data.augment\]"),
+        (
+            {"data__augment": "rand_augment(m=20)"},
+            r"m must be .*, not 20 .*\[--config.data.augment\]",
+        ),
         (
             {"loss": "binary", "label_smoothing": 0.1},
             "label_smoothing=0.1 does not go with --config.loss=binary",
