@@ -15,7 +15,7 @@ class Argument:
     """The type of an argument that is not plain text, for `ArgumentParser.add_argument`.
 
     >>> Argument(int)("3"), str(Argument(float | None))
-    (3, 'a number or None')
+    (3, 'a number, or None')
     """
 
     annotation: Any

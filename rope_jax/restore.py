@@ -28,7 +28,7 @@ def create_model(
     name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
 ) -> nnx.Module:
     """As `rope_jax.models.create_model`; opens the workdir of a run, too."""
-    if pretrained is False and models.names_weights(os.fspath(name)):
+    if pretrained in (False, name) and models.names_weights(os.fspath(name)):
         weights = _of_run(name)
         if isinstance(weights, WeightsFile):
             name, pretrained = weights.description.name, weights

@@ -86,7 +86,7 @@ class DataConfig:
     mean: tuple[Probability, Probability, Probability] = _setting(
         (0.5, 0.5, 0.5),
         "mean per channel for normalisation, of values in [0, 1]",
-        hint="divide means of 0 to 255 by 255",
+        hint="values are in [0, 1]; divide means of 0 to 255 by 255",
     )
     std: tuple[Positive, Positive, Positive] = _setting(
         (0.5, 0.5, 0.5), "standard deviation per channel for normalisation"
@@ -283,7 +283,7 @@ class Config:
     epochs: Positive = _setting(
         1.0,
         "passes over the training images",
-        hint="to evaluate a trained run, use --mode=evaluate",
+        hint="to evaluate without training, use --mode=evaluate",
     )
     steps: Annotated[int, Range(low=1, high=2**31 - 1)] | None = _setting(
         None, "length of the run in steps, instead of epochs"

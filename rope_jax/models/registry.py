@@ -6,7 +6,7 @@ Each field of a family's `Options` declares its type and the values that it may 
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from rope_jax.models.pretrained.metadata import Description
-from rope_jax.names.options import CountOrZero, convert, convert_options, options_of
+from rope_jax.names.options import CountOrZero, Words, convert, convert_options, options_of
 from rope_jax.names.registry import Registry
 from rope_jax.text import closest, image_pair
 
@@ -216,7 +216,8 @@ def create_backbone(
     entry = find_model(name)
     default = described or entry
     position = default.position if position is None else position
-    convert(position, str, "position")
+    scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
+    convert(position, scheme, "position")
     num_classes = default.num_classes if num_classes is None else num_classes
     num_classes = convert(num_classes, CountOrZero, "num_classes")
     size = image_pair(default.image_size if image_size is None else image_size)

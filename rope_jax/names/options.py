@@ -90,17 +90,19 @@ def convert(value: Any, annotation: Any, where: str = "") -> Any:
     """
     converted = _fit(value, annotation)
     if converted is _MISFIT:
-        raise ValueError(f"{where} must be {describe(annotation)}, not {value!r}".lstrip())
+        raise ValueError(f"{where} must be {describe(annotation)}, not {value!r:.200}".lstrip())
     return converted
 
 
 def read(text: str, annotation: Any, where: str = "") -> Any:
     """`convert` for text, which may be the value itself or a literal of Python.
 
-    >>> read("2", float), read("2", str), read("None", int | None)
-    (2.0, '2', None)
+    >>> read("2", float), read("2", str), read("None", int | None), read("007", int)
+    (2.0, '2', None, 7)
     """
     value = literal(text) if _fit(text, annotation) is _MISFIT else text
+    if isinstance(value, str) and value.isdecimal() and _fit(value, annotation) is _MISFIT:
+        value = int(value)  # with leading zeros, which Python's literals may not have
     return convert(value, annotation, where)
 
 
@@ -147,15 +149,17 @@ def _fit_number(value: Any, kind: type) -> Any:
         number = kind(value)
     except (ValueError, OverflowError):  # not finite, or too large for a float
         return _MISFIT
-    fits = math.isfinite(number) if kind is float else number == value
-    return number if fits else _MISFIT
+    if kind is float:
+        return number if math.isfinite(number) else _MISFIT
+    whole = isinstance(value, numbers.Integral) or (kind is int and abs(value) <= 2**53)
+    return number if whole and number == value else _MISFIT
 
 
 def describe(annotation: Any) -> str:
     """The values that an annotation allows, in words.
 
     >>> describe(Annotated[float, Range(above=0)] | None), describe(Literal["near", "far"])
-    ('a number above 0 or None', 'one of near, far')
+    ('a number above 0, or None', 'one of near, far')
     """
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
@@ -163,12 +167,13 @@ def describe(annotation: Any) -> str:
         bounds = [str(rule) for rule in parts[1:] if isinstance(rule, Range)]
         return " ".join([*(own or [describe(parts[0])]), *bounds])
     if origin in _UNIONS:
-        return " or ".join(map(describe, parts))
+        words = " or ".join(describe(part) for part in parts if part is not type(None))
+        return f"{words}{', or None' * (type(None) in parts)}"
     if origin is Literal:
         words = ", ".join(str(word) for word in parts if word is not None)
-        return f"one of {words}{' or None' * (None in parts)}"
+        return f"one of {words}{', or None' * (None in parts)}"
     if origin is tuple:
-        number = "a tuple" if parts[-1] is ... else f"{len(parts)} values"
+        number = "a tuple of values" if parts[-1] is ... else f"{len(parts)} values"
         return f"{number}, each {describe(parts[0])}"
     if annotation in (None, type(None)):
         return "None"

@@ -59,6 +59,7 @@ class Registry[T](dict[str, T]):
         plugins.load_installed()
         if name in self:
             return self[name]
-        hint = self._elsewhere(name) or (nearest if self._listed_by else closest)(name, self)
+        text = str(name)
+        hint = self._elsewhere(text) or (nearest if self._listed_by else closest)(text, self)
         listing = f"; {self._listed_by} lists all" if self._listed_by else ""
         raise UnknownName(f"unknown {self._kind} {name!r}; {hint}{listing}")

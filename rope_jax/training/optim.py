@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.config import OptimConfig
+from rope_jax.config import ConfigError, OptimConfig
 
 Whole = Callable[[tuple[int, ...]], bool]
 
@@ -197,7 +197,12 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
             numbers = depth + np.arange(leaf.shape[0], dtype=np.float32)
             depth = numbers.reshape(-1, *(1,) * (len(leaf.shape) - 1))
         depths[path] = depth
-    top = 1 + max((int(np.max(depth)) for depth in depths.values()), default=0)
+    if not depths:
+        raise ConfigError(
+            f"--config.optim.layer_decay={layer_decay} needs a model whose parameters declare their "
+            "depth, see rope_jax.models.blocks.make_blocks; this one's do not: set it to 1"
+        )
+    top = 1 + max(int(np.max(depth)) for depth in depths.values())
     return _of_each(lambda path, leaf: layer_decay ** (top - depths.get(path, top)), params)
 
 

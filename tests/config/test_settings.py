@@ -41,8 +41,8 @@ def test_a_misspelt_key_is_refused_in_recipes():
         ({"data": {"image_size": (8, 8, 8)}}, "a number of pixels or a pair"),
         ({"data": {"std": (0.5, 0.0, 0.5)}}, "data.std must be 3 values, each a number above 0"),
         ({"data": {"mean": (0.5, 0.5)}}, "data.mean must be 3 values"),
-        ({"eval": {"resolutions": (8, "x")}}, "must be a tuple, each a number of pixels"),
-        ({"eval": {"frames": "centre"}}, "must be a tuple, each text"),
+        ({"eval": {"resolutions": (8, "x")}}, "must be a tuple of values, each a number of pixels"),
+        ({"eval": {"frames": "centre"}}, "must be a tuple of values, each text"),
         ({"model": {"name": None}}, "must be text"),
         ({"optim": {"b1": float("nan")}}, "optim.b1 must be a number .*, not nan"),
         ({"epochs": float("inf")}, "epochs must be a number .*, not inf"),
@@ -157,7 +157,7 @@ def test_every_setting_has_a_meaning_and_is_printed(capsys):
     said = capsys.readouterr().out
     assert said == cfg.settings_help() + "\n"
     assert max(map(len, said.splitlines())) <= 100
-    assert "--config.ema_decay: a number of at least 0 and below 1 or None; default: None\n" in said
+    assert "--config.ema_decay: a number of at least 0 and below 1, or None; default: None" in said
     assert "--config.log_every: a whole number of at least 1; default: 50; resumable\n" in said
     entries = [" ".join(entry.split()) for entry in said.split("--config.")[1:]]
     for entry, (name, field) in zip(entries, SETTINGS.items(), strict=True):

@@ -63,7 +63,7 @@ def test_what_is_exported_stays_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="image size 33x33 is not divisible by the patch size 16"):
         rope_jax.export(model, tmp_path / "other.bin", resolution=33)
     with pytest.raises(
-        ValueError, match=r"platforms must be a tuple, each one of cpu, cuda.*'gpu'"
+        ValueError, match=r"platforms must be a tuple of values, each one of cpu, cuda.*'gpu'"
     ):
         rope_jax.export(model, tmp_path / "other.bin", resolution=32, platforms=("gpu",))
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]

@@ -256,7 +256,7 @@ def test_weights_are_a_function_of_the_seed_and_of_the_initialisation_of_the_pap
         (
             "vit_s16",
             {"position": 3},
-            "position must be text, not 3",
+            "position must be the text of a scheme",
         ),
         ("vit_s16", {"position": "rope4d"}, "unknown positional scheme 'rope4d'; the nearest"),
     ],
@@ -309,10 +309,10 @@ def test_options_may_be_none_in_every_spelling():
     assert repr(options) == "PostponedOptions(scale=1.0, old=2.0, join='add', count=None)"
     assert options.override("mine", dict.fromkeys(("scale", "old", "join"))) == PostponedOptions()
     for name, value, advice in (
-        ("scale", "1", "mine: scale must be a number or None, not '1'"),
-        ("old", True, "mine: old must be a number or None, not True"),
-        ("join", "sum", "mine: join must be one of add, concat or None, not 'sum'"),
-        ("count", 0, "mine: count must be a whole number of at least 1 or None, not 0"),
+        ("scale", "1", "mine: scale must be a number, or None, not '1'"),
+        ("old", True, "mine: old must be a number, or None, not True"),
+        ("join", "sum", "mine: join must be one of add, concat, or None, not 'sum'"),
+        ("count", 0, "mine: count must be a whole number of at least 1, or None, not 0"),
     ):
         with pytest.raises(ValueError, match=re.escape(advice)):
             options.override("mine", {name: value})

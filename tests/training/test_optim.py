@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.config import OptimConfig
+from rope_jax.config import ConfigError, OptimConfig
 from rope_jax.models.blocks import declare, make_blocks
 from rope_jax.training import optim
 from rope_jax.workdir.trees import named_leaves
@@ -386,6 +386,12 @@ def test_what_is_beside_the_blocks_has_the_rate_of_the_head(model, options, name
     found = rates(model, "none", **{"depth": 2, "width": 24, "heads": 3} | options)
     with_head = {name.split(".")[0] for name, rate in found.items() if np.all(rate == 1)}
     assert with_head - {"norm", "head"} == names
+
+
+def test_layer_decay_needs_declared_depths():
+    params = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    with pytest.raises(ConfigError, match=r"layer_decay=0\.5 .*make_blocks"):
+        optim.layer_rates(params, 0.5)
 
 
 def test_layer_decay_scales_steps_and_weight_decay():

@@ -134,7 +134,7 @@ def test_mixing_ends_after_its_last_epoch():
             "cooldown_epochs=1.0 does not go with --config.optim.schedule=constant, which does not",
         ),
         ({"mix__prob": 1.5}, "mix.prob must be a number of at least 0 and at most 1, not 1.5"),
-        ({"optim__clip_norm": 0.0}, "clip_norm must be a number above 0 or None, not 0.0"),
+        ({"optim__clip_norm": 0.0}, "clip_norm must be a number above 0, or None, not 0.0"),
         (
             {"data__mean": (124.0, 116.0, 104.0)},
             r"data.mean must be .* at least 0 and at most 1, not \(124.0, 116.0, 104.0\)",

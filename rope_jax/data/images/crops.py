@@ -65,7 +65,7 @@ def resized_crop(
     scale_max: Share = 1.0,
     ratio_min: Positive = 3 / 4,
     ratio_max: Positive = 4 / 3,
-    interpolation: Interpolation | Literal["random"] = "bicubic",
+    interpolation: Literal[*INTERPOLATIONS, "random"] = "bicubic",
 ) -> Box:
     """A random box: uniform fraction of the area, uniform logarithm of width / height.
 
