@@ -199,8 +199,8 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
         depths[path] = depth
     if not depths:
         raise ConfigError(
-            f"--config.optim.layer_decay={layer_decay} needs a model whose parameters declare their "
-            "depth, see rope_jax.models.blocks.make_blocks; this one's do not: set it to 1"
+            f"--config.optim.layer_decay={layer_decay} needs a model whose parameters declare "
+            "their depth, see rope_jax.models.blocks.make_blocks; this one's do not: set it to 1"
         )
     top = 1 + max(int(np.max(depth)) for depth in depths.values())
     return _of_each(lambda path, leaf: layer_decay ** (top - depths.get(path, top)), params)
