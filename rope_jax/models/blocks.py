@@ -89,7 +89,12 @@ def drop_path_rates(rate: float, depth: int, schedule: str = "linear") -> tuple[
 
 
 def declare(module: nnx.Module, **metadata: Any) -> nnx.Module:
-    """Sets metadata of all variables of a module, which it returns; see `models.backbone`."""
+    """Sets metadata of all variables of a module, which it returns; see `models.backbone`.
+
+    >>> stem = declare(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), depth=0)
+    >>> stem.kernel.get_metadata("depth")
+    0
+    """
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         variable.set_metadata(**metadata)
     return module
@@ -114,6 +119,11 @@ def make_blocks(
     make: Callable[[], nnx.Module], depth: int, *, scan: bool, first: int = 1
 ) -> nnx.List | nnx.Module:
     """Creates `depth` blocks, with the same initial weights either way.
+
+    >>> rngs = nnx.Rngs(0)
+    >>> blocks = make_blocks(lambda: nnx.Linear(2, 2, rngs=rngs), depth=3, scan=False)
+    >>> [block.kernel.get_metadata("depth") for block in blocks]
+    [1, 2, 3]
 
     Args:
         make: creates one block.
