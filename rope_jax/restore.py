@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,12 @@ from rope_jax.text import image_pair, parse
 from rope_jax.workdir.checkpoint import Checkpoints
 
 
-@functools.wraps(models.create_model)
+def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], F]:
+    """`functools.wraps`, of which type checkers see the signature."""
+    return functools.wraps(function)
+
+
+@_like(models.create_model)
 def create_model(
     name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
 ) -> nnx.Module:

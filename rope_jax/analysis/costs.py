@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
+from jaxtyping import Array
 
 from rope_jax.models.attention import attended_pairs
 from rope_jax.models.cost import cost
 from rope_jax.models.create import create_model
+from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
 from rope_jax.text import image_pair
 
@@ -82,20 +84,27 @@ def _operations(
     acts = {part.acts for position, _ in stages for part in position.schemes()}
     if acts & {"between", "transform"}:
         return None
-    terms_of_stages = jax.eval_shape(
-        lambda: [position.terms(grid) for position, grid in create().positions(image_size)]
+    shapes = jax.eval_shape(
+        lambda: [_arrays(position.terms(grid)) for position, grid in create().positions(image_size)]
     )
     operations = 0
-    for index, ((position, grid), terms) in enumerate(zip(stages, terms_of_stages, strict=True)):
+    for index, ((position, grid), (freqs, bias, add)) in enumerate(
+        zip(stages, shapes, strict=True)
+    ):
         stage, area, patterns = position.stage, grid[0] * grid[1], model.patterns(index, grid)
         embeddings = sum(part.acts == "tokens" for part in position.schemes())
         operations += embeddings * (stage.embed_prefix + area) * stage.channels
-        if terms.rotation is not None:
-            (freqs,) = jax.tree.leaves(terms.rotation.freqs)
-            operations += 6 * 2 * freqs.shape[-1] * stage.heads * area * len(patterns)
-        if terms.bias is not None:
+        if freqs:
+            operations += 6 * 2 * freqs[0].shape[-1] * stage.heads * area * len(patterns)
+        if bias:
             logits = sum(attended_pairs(pattern, grid, stage.prefix) for pattern in patterns)
             operations += logits * stage.heads
-        if terms.add is not None:
+        if add:
             operations += (stage.prefix + area) * stage.channels * len(patterns)
     return operations
+
+
+def _arrays(terms: Terms) -> tuple[list[Array], list[Array], list[Array]]:
+    """The frequencies, the biases and what joins the tokens."""
+    freqs = None if terms.rotation is None else terms.rotation.freqs
+    return tuple(map(jax.tree.leaves, (freqs, terms.bias, terms.add)))

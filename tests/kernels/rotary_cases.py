@@ -256,7 +256,11 @@ def check_forward(case, implementation):
 
 
 def check_packed(case, implementation):
-    """rotate_qkv is rotate on the parts and leaves v alone, bit for bit."""
+    """rotate_qkv is rotate on the parts, bit for bit by kernels, and leaves v alone.
+
+    XLA may contract products with sums in one program and not in the other, which can round a
+    result to its neighbour.
+    """
     q, k, v = case.data(2, 3)
     coords, freqs = case.coords_and_freqs()
     out = jax.jit(lambda *args: run(case, implementation, *args))(q, k, coords, freqs)
@@ -266,8 +270,14 @@ def check_packed(case, implementation):
         )
     )
     packed = f(np.stack([q, k, v], axis=2), coords, freqs)
-    for i, x in enumerate((*out, v)):
-        assert np.array_equal(bits(packed)[:, :, i], bits(x))
+    assert np.array_equal(bits(packed)[:, :, 2], bits(v))
+    for i, x in enumerate(out):
+        if implementation == "xla":
+            eps = float(jnp.finfo(x.dtype).eps)
+            both = (np.asarray(y, np.float32) for y in (packed[:, :, i], x))
+            np.testing.assert_allclose(*both, rtol=eps, atol=1e-6)
+        else:
+            assert np.array_equal(bits(packed)[:, :, i], bits(x))
 
 
 def assert_turned(result, exact, case):
