@@ -94,8 +94,8 @@ test-aot: .venv-cuda/ready
 # constraints.txt: kernels, models, a training step, checkpoints, the wheel. All its programs are
 # compiled as users compile them, where other targets use what compiles fastest (tests/conftest.py).
 NEWEST = tests/test_packaging.py tests/kernels/test_dispatch.py tests/kernels/test_attention.py \
-	tests/models/test_definition.py tests/models/test_export.py tests/training/test_step.py \
-	tests/training/test_run.py tests/workdir/test_checkpoint.py
+	tests/models/test_definition.py tests/weights/test_export.py tests/training/test_step.py \
+	tests/runs/test_run.py tests/training/test_checkpoint.py
 # Forward and backward kernels of both backends, compiled for a GPU that need not be there.
 NEWEST_AOT = attention.py::test_machine_code[ViT-S] attention.py::test_machine_code[Swin] \
 	attention.py::test_machine_code[NAT] attention_mosaic.py::test_machine_code_backward[ViT-S] \

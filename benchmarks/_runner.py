@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rope_jax.files import write_file
+from rope_jax.system.files import write_file
 from rope_jax_kernels.tuning.choices import sources_of_kernels
 
 Result = dict[str, Any]

@@ -27,9 +27,9 @@ from PIL import Image
 from benchmarks._runner import Keep
 from rope_jax.data import batches, decode_image, load
 from rope_jax.data.images.crops import resized_crop
-from rope_jax.data.prepare import prepare
+from rope_jax.data.packing import prepare
 from rope_jax.data.sources.folder import Folder
-from rope_jax.text import format_table
+from rope_jax.names.text import format_table
 
 SIZE = (224, 224)
 CROP = "resized_crop+flip"

@@ -22,8 +22,15 @@ from flax import nnx
 
 from benchmarks._gpus import absent_gpus
 from benchmarks._runner import Keep, record
-from rope_jax import config, data, restore
-from rope_jax.sharding import make_mesh, split_batch, state_shardings, use_mesh, with_shardings
+from rope_jax import config, data
+from rope_jax.runs import restore
+from rope_jax.system.sharding import (
+    make_mesh,
+    split_batch,
+    state_shardings,
+    use_mesh,
+    with_shardings,
+)
 from rope_jax.training.setup import assemble, initial_state
 from rope_jax.training.step import make_step
 

@@ -55,7 +55,7 @@ from benchmarks import _layers, _models, _rotations
 from benchmarks._runner import Keep, earlier
 from benchmarks._timing import Case, Start, Timer, machine_limits, take_turns
 from rope_jax.analysis import expected
-from rope_jax.text import format_table
+from rope_jax.names.text import format_table
 from rope_jax_kernels.accuracy import error
 
 PARTS = {

@@ -18,7 +18,7 @@ import time
 import jax
 
 from benchmarks._runner import Keep
-from rope_jax.text import format_table
+from rope_jax.names.text import format_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 COLUMNS = ("caches", "seconds to the first step", "least", "most", "starts")

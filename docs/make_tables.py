@@ -19,8 +19,8 @@ from benchmarks._runner import Result
 from docs.results import ROOT, newest, origin, read_results
 from docs.scheme_options import scheme_options
 from rope_jax.analysis.costs import scheme_costs
-from rope_jax.positions.__main__ import markdown
-from rope_jax.text import markdown_table
+from rope_jax.commands.positions import markdown
+from rope_jax.names.text import markdown_table
 
 FILES = [ROOT / "README.md", ROOT / "kernels/README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)

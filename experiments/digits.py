@@ -11,7 +11,7 @@ import os
 import pathlib
 
 from benchmarks._runner import Keep
-from rope_jax import compare
+from rope_jax.commands import compare
 
 SCHEMES = ["none", "ape", "rpb", "rope2d", "rope_mixed", "axial_rope"]
 

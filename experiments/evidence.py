@@ -33,7 +33,7 @@ from benchmarks._runner import Keep
 from experiments._claims import Table, accuracy_table, claims_table
 from experiments._parts import PARTS, Run
 from experiments.extend import rules_table
-from rope_jax.text import markdown_table
+from rope_jax.names.text import markdown_table
 
 # backbone, position, seed, eval: rows of results.json, and rules: rows of `extend`, if any.
 Found = dict[str, Any]

@@ -21,18 +21,18 @@ from flax import nnx
 from benchmarks._runner import Keep, earlier
 from experiments._claims import Table, spread
 from rope_jax.analysis.intervals import student
-from rope_jax.compilation import keep_compiled
 from rope_jax.config import Config, resolve_stored
 from rope_jax.evaluate import at_resolution, evaluate_split
 from rope_jax.evaluate.accuracy import on_all_devices, protocol
 from rope_jax.evaluate.results import main_score
 from rope_jax.evaluate.segments import side_multiple
-from rope_jax.files import read_json
+from rope_jax.names.text import Call, markdown_table, parse
 from rope_jax.positions.extension import Extension
-from rope_jax.restore import read_checkpoint
-from rope_jax.seeds import seeds_of
-from rope_jax.sharding import make_mesh
-from rope_jax.text import Call, markdown_table, parse
+from rope_jax.runs.restore import read_checkpoint
+from rope_jax.system.compilation import keep_compiled
+from rope_jax.system.files import read_json
+from rope_jax.system.sharding import make_mesh
+from rope_jax.training.seeds import seeds_of
 from rope_jax.training.setup import load_split
 
 RULES = [

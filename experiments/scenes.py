@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmarks._runner import Keep
 from experiments._claims import Table, spread
-from rope_jax import compare
 from rope_jax.analysis.intervals import student
 from rope_jax.analysis.runs import read_runs
-from rope_jax.text import markdown_table
+from rope_jax.commands import compare
+from rope_jax.names.text import markdown_table
 
 SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "rope_mixed+ape", "axial_rope"]
 BASE = "ape"

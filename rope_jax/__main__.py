@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _unknown(words: list[str], known: dict) -> str:
-    from rope_jax.text import closest
+    from rope_jax.names.text import closest
 
     given = " ".join(words[: 1 + (known is not COMMANDS)])
     return f"{given!r} is not a command; {closest(given, known)}"

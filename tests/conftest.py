@@ -151,7 +151,7 @@ def pytest_collection_finish():
     what is frozen (from Python 3.14 on, where every dictionary is the collector's as soon as it is
     made).
     """
-    from rope_jax.sharding import start_devices  # annotations are checked from here on
+    from rope_jax.system.sharding import start_devices  # annotations are checked from here on
 
     start_devices()
     _draw()

@@ -4,9 +4,9 @@ import dataclasses
 
 from flax import nnx
 
-from rope_jax import restore
 from rope_jax.config import resolve
-from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.runs import restore
+from rope_jax.training.checkpoint import Checkpoints
 
 OPTIONS = "depth=1,width=16,heads=2"
 

@@ -10,8 +10,8 @@ from flax import nnx
 
 import rope_jax
 from docs import make_tables
+from rope_jax.names.text import parse
 from rope_jax.positions.scheme import SCHEMES
-from rope_jax.text import parse
 from tests.parity import official
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -11,10 +11,10 @@ from jaxtyping import Array
 
 from rope_jax.models.attention import attended_pairs
 from rope_jax.models.cost import cost
-from rope_jax.models.create import create_model
+from rope_jax.names.text import image_pair
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
-from rope_jax.text import image_pair
+from rope_jax.weights.create import create_model
 
 
 @dataclasses.dataclass(frozen=True)

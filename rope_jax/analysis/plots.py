@@ -16,7 +16,7 @@ from rope_jax.analysis.comparison import Estimates
 from rope_jax.analysis.intervals import Estimate
 from rope_jax.analysis.runs import Size, size_text
 from rope_jax.evaluate.results import Row, main_score, score_name
-from rope_jax.files import write_file
+from rope_jax.system.files import write_file
 
 # Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")

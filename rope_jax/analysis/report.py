@@ -26,7 +26,7 @@ from rope_jax.analysis.comparison import (
 from rope_jax.analysis.intervals import Estimate, percent
 from rope_jax.analysis.page import paragraph, picture, table, to_html
 from rope_jax.analysis.runs import Groups, RunResults, group_runs, read_runs, size_text
-from rope_jax.arguments import command_parser
+from rope_jax.commands.arguments import command_parser
 from rope_jax.config import ConfigError, differences
 from rope_jax.evaluate.results import (
     CLASS_SCORES,
@@ -37,7 +37,7 @@ from rope_jax.evaluate.results import (
     main_score,
     score_name,
 )
-from rope_jax.text import format_table
+from rope_jax.names.text import format_table
 
 # Pictures of `python -m rope_jax.analysis`, by file name, with captions.
 _PICTURES = {
@@ -241,7 +241,7 @@ def _runs(runs: Sequence[RunResults]) -> list[str]:
 
 def analyse(run: RunResults) -> None:
     """Draws all pictures of `python -m rope_jax.analysis` that the run's scheme has."""
-    from rope_jax.analysis import __main__ as command
+    from rope_jax.commands import analyse as command
 
     for name in command.OF_MODEL:
         try:

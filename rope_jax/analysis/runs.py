@@ -6,13 +6,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax import plugins, seeds
 from rope_jax.config import Config, resolve_stored, settings
 from rope_jax.evaluate import read_evaluations, read_results
 from rope_jax.evaluate.results import Row, score_name
-from rope_jax.files import read_json
 from rope_jax.models.registry import find_model
-from rope_jax.workdir.metrics import read_metrics
+from rope_jax.names import plugins
+from rope_jax.system.files import read_json
+from rope_jax.training import seeds
+from rope_jax.training.metrics import read_metrics
 
 
 @dataclasses.dataclass(frozen=True)

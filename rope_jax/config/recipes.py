@@ -7,7 +7,7 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.resolve import blame
-from rope_jax.text import assignments, closest
+from rope_jax.names.text import assignments, closest
 
 
 def _folder() -> pathlib.Path:

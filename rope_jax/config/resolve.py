@@ -18,9 +18,9 @@ from typing import Any, Literal
 import ml_collections
 
 from rope_jax.config.settings import Config
-from rope_jax.files import SaveFailed
 from rope_jax.names.options import convert, describe, read
-from rope_jax.text import Call, Value, assignments, closest, literal, parse
+from rope_jax.names.text import Call, Value, assignments, closest, literal, parse
+from rope_jax.system.files import SaveFailed
 
 # Arguments of `create_model` that other settings give.
 _NOT_OPTIONS = {"name", "position", "num_classes", "image_size", "seed", "dtype", "pretrained"}

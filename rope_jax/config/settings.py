@@ -251,7 +251,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Layout on the devices, see `rope_jax.sharding`. Batches are sharded over all of them."""
+    """Layout on the devices, see `rope_jax.system.sharding`. Batches are sharded over all of them."""
 
     fsdp: Count = _setting(
         1,
@@ -278,7 +278,7 @@ class Config:
     seeds: Count = _setting(
         1,
         "models trained at once, with the seeds seed, seed + 1, ...; each as if trained alone, up "
-        "to rounding; needs data.on_device, see rope_jax.seeds",
+        "to rounding; needs data.on_device, see rope_jax.training.seeds",
     )
     epochs: Positive = _setting(
         1.0,

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 
 from rope_jax.data.workers import Batch
-from rope_jax.files import warn
+from rope_jax.system.files import warn
 
 Waiting = Callable[[int], None]
 _SAY_EVERY = 60  # seconds

@@ -17,7 +17,7 @@ from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages, BadSet
 from rope_jax.data.workers import Batch
-from rope_jax.files import warn
+from rope_jax.system.files import warn
 
 BAD_IMAGES = ("error", "skip")
 MAX_BOXES = 100  # of an image, by default

@@ -11,11 +11,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from rope_jax.arguments import Argument
-from rope_jax.cores import cores
+from rope_jax.commands.arguments import Argument
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
 from rope_jax.names.options import CountOrZero
+from rope_jax.system.cores import cores
 
 
 def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int) -> Iterator[Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
-from rope_jax.cores import cores
 from rope_jax.data.ahead import Ahead, Waiting
 from rope_jax.data.examples import (
     BAD_IMAGES,
@@ -30,6 +29,7 @@ from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.boxes import check_boxes
 from rope_jax.data.workers import Batch, in_processes
 from rope_jax.names.options import CountOrZero, convert
+from rope_jax.system.cores import cores
 
 
 class Batches(Iterator[Batch], contextlib.AbstractContextManager):

@@ -1,5 +1,6 @@
 """Accuracy at any resolution: `python -m rope_jax.evaluate`, and the end of each training run."""
 
+from rope_jax.commands.evaluate import main
 from rope_jax.evaluate.accuracy import (
     accuracies,
     at_resolution,
@@ -10,7 +11,6 @@ from rope_jax.evaluate.accuracy import (
     protocol,
     resolutions,
 )
-from rope_jax.evaluate.command import main
 from rope_jax.evaluate.results import (
     add_evaluation,
     main_score,

@@ -1,5 +1,5 @@
 """The command `python -m rope_jax.evaluate`, see `rope_jax.evaluate.command`."""
 
-from rope_jax.evaluate.command import main
+from rope_jax.commands.evaluate import main
 
 main()

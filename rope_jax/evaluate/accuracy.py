@@ -11,19 +11,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from rope_jax import data, seeds
+from rope_jax import data
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate.results import Row
-from rope_jax.files import warn
-from rope_jax.models.pretrained import Preprocessing
+from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
-from rope_jax.sharding import put_batch, replicated, share, use_mesh
+from rope_jax.system.files import warn
+from rope_jax.system.sharding import put_batch, replicated, share, use_mesh
 from rope_jax.tasks import classification
-from rope_jax.text import image_pair
+from rope_jax.training import seeds
 from rope_jax.training.setup import Setup, State, batch_shapes, load_split
 from rope_jax.training.signals import Signals
+from rope_jax.weights import Preprocessing
 
 Apply = Callable[..., Any]  # (weights, normalised images [B, H, W, 3]) -> the model's outputs
 
@@ -46,7 +47,7 @@ def accuracies(
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
-    >>> from rope_jax.sharding import make_mesh
+    >>> from rope_jax.system.sharding import make_mesh
     >>> pixels, labels = np.zeros((4, 8, 8, 3), np.uint8), np.int32([0, 1, 1, 1])
     >>> (row,) = accuracies(
     ...     lambda weights, images: images.mean((1, 2)) @ weights,
@@ -347,7 +348,7 @@ def evaluate_split(
     """Evaluates on the test split of a run's data, loaded at one resolution: one row per seed.
 
     >>> import jax.numpy as jnp
-    >>> from rope_jax.sharding import make_mesh
+    >>> from rope_jax.system.sharding import make_mesh
     >>> apply = lambda weights, images: images.mean((1, 2)) @ weights
     >>> images = load_split(Config(), "test", (8, 8))
     >>> weights, mesh = jnp.zeros((3, 10)), make_mesh()
@@ -402,7 +403,7 @@ def evaluate_files(
     >>> import pathlib, tempfile
     >>> import rope_jax
     >>> from PIL import Image
-    >>> from rope_jax.sharding import make_mesh
+    >>> from rope_jax.system.sharding import make_mesh
     >>> folder = pathlib.Path(tempfile.mkdtemp())
     >>> (folder / "cat").mkdir()
     >>> Image.new("RGB", (10, 10)).save(folder / "cat" / "1.png")

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
-from rope_jax import seeds
 from rope_jax.config import Config
 from rope_jax.data import Images, Streamed, Truth
 from rope_jax.evaluate.accuracy import applied, counted, resolutions
 from rope_jax.evaluate.sheets import Colour, Panel, class_colours, draw_sheet, text_font
 from rope_jax.tasks.average_precision import Found
 from rope_jax.tasks.detection import found_in
+from rope_jax.training import seeds
 from rope_jax.training.setup import Setup, State, load_split
 
 SHOWN = 0.3  # least score of a box in a picture

@@ -33,13 +33,13 @@ from rope_jax.evaluate.box_pictures import detected_in, draw_detections
 from rope_jax.evaluate.pictures import draw_pictures
 from rope_jax.evaluate.results import Row
 from rope_jax.evaluate.segments import Views, segment_split, side_multiple
-from rope_jax.loading import LoadedModel
-from rope_jax.models.pretrained import Preprocessing
-from rope_jax.sharding import replicated, share, use_mesh
+from rope_jax.names.text import image_pair
+from rope_jax.runs.loading import LoadedModel
+from rope_jax.system.sharding import replicated, share, use_mesh
 from rope_jax.tasks import detection
 from rope_jax.tasks.average_precision import require_pycocotools
-from rope_jax.text import image_pair
 from rope_jax.training.setup import first_difference, load_split
+from rope_jax.weights import Preprocessing
 
 Split = data.Images | data.Streamed
 

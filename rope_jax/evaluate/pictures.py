@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt8
 
-from rope_jax import seeds
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate.accuracy import applied
 from rope_jax.evaluate.box_pictures import draw_detections, first_detected, sizes_of_pictures
 from rope_jax.evaluate.sheets import Panel, class_colours, draw_sheet, enlarged
 from rope_jax.tasks.segmentation import IGNORED
+from rope_jax.training import seeds
 from rope_jax.training.setup import Setup, State, load_split
 
 _SIDE = 256  # pixels: of a panel

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_jax.files import read_json, set_aside, write_file
-from rope_jax.text import format_table
+from rope_jax.names.text import format_table
+from rope_jax.system.files import read_json, set_aside, write_file
 
 Row = dict[str, Any]
 

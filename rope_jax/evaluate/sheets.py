@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from rope_jax.files import write_file
+from rope_jax.system.files import write_file
 
 _GAP, _LINE = 12, 22  # pixels: between panels, of a line of text
 _ENTRY = 150  # pixels: of a class in the legend

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rope_jax.positions.resample import bilinear_matrix
-from rope_jax.sharding import put_batch, replicated, share_of
+from rope_jax.system.sharding import put_batch, replicated, share_of
 
 Size = tuple[int, int]
 Apply = Callable[[Any, Float[Array, "B H W 3"]], Float[Array, "B H W K"]]

@@ -12,10 +12,10 @@ from rope_jax.models import (  # noqa: F401  (each family registers its models)
     vit,
     vit_adapter,
 )
-from rope_jax.models.create import create_model
-from rope_jax.models.export import export, load_exported
-from rope_jax.models.pretrained import convert_state_dict, save_pretrained
 from rope_jax.models.registry import list_models
+from rope_jax.weights import convert_state_dict, save_pretrained
+from rope_jax.weights.create import create_model
+from rope_jax.weights.export import export, load_exported
 
 __all__ = [
     "convert_state_dict",

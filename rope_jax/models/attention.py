@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.layers import LayerNorm, linear
 from rope_jax.positions import Position, Terms
-from rope_jax.sharding import over_batch
+from rope_jax.system.sharding import over_batch
 from rope_jax_kernels import (
     Global,
     Neighborhood,

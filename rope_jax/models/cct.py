@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import he_init
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import PatchEmbed, conv, dtypes_of, linear, output_size
 from rope_jax.models.registry import register
@@ -21,6 +20,7 @@ from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import he_init
 from rope_jax_kernels import Pattern
 
 _POOL = (3, 2, 1)  # kernel, stride and padding of the pooling

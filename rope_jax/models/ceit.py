@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import conv_init, fan_in_bias_init
 from rope_jax.models.attention import SelfAttention
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import (
@@ -30,6 +29,7 @@ from rope_jax.models.vit import LOCAL, SIZES, ViT, ViTOptions
 from rope_jax.names.options import Count, Rate
 from rope_jax.positions import Terms
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import conv_init, fan_in_bias_init
 from rope_jax_kernels import Global, Pattern
 
 _STEM_STRIDE = 4

@@ -25,11 +25,11 @@ from jax.extend import core
 from jaxtyping import Array
 
 from rope_jax.models.attention import ATTENTION_PRODUCT
-from rope_jax.models.create import create_model
 from rope_jax.models.layers import SUM_OF_PRODUCTS
 from rope_jax.models.registry import find_model
+from rope_jax.names.text import format_table, image_pair
 from rope_jax.positions.grids import Grid
-from rope_jax.text import format_table, image_pair
+from rope_jax.weights.create import create_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import conv_init, fan_in_bias_init, linear_init
 from rope_jax.positions.grids import Grid
-from rope_jax.sharding import by_example
+from rope_jax.positions.initializers import conv_init, fan_in_bias_init, linear_init
+from rope_jax.system.sharding import by_example
 
 STORED = (nnx.Param, nnx.BatchStat)
 """Variables stored in weight files: trained parameters and running statistics."""

@@ -38,10 +38,10 @@ from rope_jax.models.layers import (
 from rope_jax.models.registry import Options, check_divisible, register
 from rope_jax.models.vit import ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
+from rope_jax.names.text import image_pair
 from rope_jax.positions import Position, create_position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import Combined
-from rope_jax.text import image_pair
 from rope_jax_kernels import Neighborhood, Pattern, Window
 
 PATCH = 4  # pixels; the side of a token of the first stage of all hierarchical backbones

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import orthogonal_init
 from rope_jax.models.blocks import Block
 from rope_jax.models.layers import Mlp, dropout, layer_norm, linear, output_size
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import orthogonal_init
 
 # (kernel, stride, padding) of the three splits, in pixels, then in tokens of the previous map.
 _SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.models.attention import WINDOW_PADDING, check_windows, window_of
 from rope_jax.models.backbone import Backbone, patch_grid
 from rope_jax.models.blocks import (
@@ -38,6 +37,7 @@ from rope_jax.models.registry import Options, check_divisible, register
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Stage, create_position
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import normal_init
 from rope_jax_kernels import Global, Neighborhood, Pattern
 
 LOCAL = (

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.ceit import DepthwiseConv
 from rope_jax.models.deformable import DeformableAttention
@@ -33,6 +32,7 @@ from rope_jax.models.registry import register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import normal_init
 
 _LEVELS = 3  # strides 8, 16, 32
 

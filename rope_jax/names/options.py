@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from rope_jax.text import closest, literal
+from rope_jax.names.text import closest, literal
 
 
 @dataclasses.dataclass(frozen=True)

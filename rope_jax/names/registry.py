@@ -3,8 +3,8 @@
 import fnmatch
 from collections.abc import Callable, Mapping
 
-from rope_jax import plugins
-from rope_jax.text import closest, nearest
+from rope_jax.names import plugins
+from rope_jax.names.text import closest, nearest
 
 
 class UnknownName(ValueError):

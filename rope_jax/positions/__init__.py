@@ -41,6 +41,7 @@ from collections.abc import Sequence
 from flax import nnx
 
 from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.text import Call, parse
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -52,7 +53,6 @@ from rope_jax.positions import (  # noqa: F401  (importing a family registers it
     rotary_models,
 )
 from rope_jax.positions.scheme import SCHEMES, Combined, PerLayer, Position, Stage, Terms
-from rope_jax.text import Call, parse
 
 __all__ = ["PerLayer", "Position", "Stage", "Terms", "create_position", "list_positions"]
 

@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.names.options import Range, convert
 from rope_jax.positions import grids
 from rope_jax.positions.absolute import Absolute, check_channels, interleaved_waves
+from rope_jax.positions.initializers import normal_init
 from rope_jax.positions.scheme import (
     Grid,
     PerLayer,

@@ -34,7 +34,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.names.options import NotNegative, Positive, convert, convert_options, options_of
-from rope_jax.text import parse
+from rope_jax.names.text import parse
 
 RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 

@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.positions import frequencies, grids
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import normal_init
 from rope_jax.positions.rotary import whole_map
 from rope_jax.positions.scheme import (
     PerLayer,

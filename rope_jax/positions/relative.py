@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.names.options import Count
+from rope_jax.positions.initializers import normal_init
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import (
     Grid,

@@ -15,9 +15,9 @@ from flax import nnx
 
 import rope_jax_kernels
 from rope_jax.config import ConfigError, settings
-from rope_jax.processes import texts_of_all
+from rope_jax.system.processes import texts_of_all
 from rope_jax.training.setup import Setup, initial_state
-from rope_jax.workdir.trees import named_leaves, some_of, tree_hash
+from rope_jax.training.trees import named_leaves, some_of, tree_hash
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")

@@ -10,9 +10,9 @@ import pathlib
 import jax
 
 from rope_jax.config import Config, ConfigError
-from rope_jax.files import read_regular, warn, write_file
-from rope_jax.processes import decided_by_first
-from rope_jax.sharding import put_batch
+from rope_jax.system.files import read_regular, warn, write_file
+from rope_jax.system.processes import decided_by_first
+from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.step import make_step
 from rope_jax_kernels import Call, Choices, device, record, tune

@@ -5,13 +5,13 @@ import pathlib
 
 import jax
 
-from rope_jax.sharding import put_batch
+from rope_jax.system.sharding import put_batch
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.metrics import MetricsWriter
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.signals import Interrupted, Signals
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import MetricsWriter
 
 
 def train_loop(

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from rope_jax import data, seeds
-from rope_jax.cores import cores
-from rope_jax.files import warn
+from rope_jax import data
+from rope_jax.system.cores import cores
+from rope_jax.system.files import warn
+from rope_jax.training import seeds
+from rope_jax.training.checkpoint import Checkpoints, NonFinite
+from rope_jax.training.metrics import MetricsWriter, Profiler, Speedometer, progress_line
 from rope_jax.training.setup import Setup, State, batch_ids
 from rope_jax.training.signals import Interrupted, Signals
-from rope_jax.workdir.checkpoint import Checkpoints, NonFinite
-from rope_jax.workdir.metrics import MetricsWriter, Profiler, Speedometer, progress_line
-from rope_jax.workdir.trees import not_finite
+from rope_jax.training.trees import not_finite
 
 SLOW_DATA = 0.1  # share of the time spent waiting for images above which advice is printed
 MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run

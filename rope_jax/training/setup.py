@@ -18,13 +18,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from rope_jax import data, restore, seeds
+from rope_jax import data
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
+from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
-from rope_jax.sharding import (
+from rope_jax.runs import restore
+from rope_jax.system.sharding import (
     AnyMesh,
     make_mesh,
     on_every_device,
@@ -34,8 +36,7 @@ from rope_jax.sharding import (
     use_mesh,
 )
 from rope_jax.tasks import task_for, task_of
-from rope_jax.text import image_pair
-from rope_jax.training import optim
+from rope_jax.training import optim, seeds
 
 # step i32[], params, opt; ema if the config has ema_decay, stats if the model has batch norms.
 State = dict[str, Any]

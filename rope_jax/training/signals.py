@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from rope_jax.sharding import MaximumOverProcesses
+from rope_jax.system.sharding import MaximumOverProcesses
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ALONE_AFTER = 10  # seconds that one of several processes still waits after a signal

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from rope_jax import seeds
-from rope_jax.sharding import on_every_device, replicated, state_shardings
-from rope_jax.training import optim
+from rope_jax.system.sharding import on_every_device, replicated, state_shardings
+from rope_jax.training import optim, seeds
 from rope_jax.training.setup import Setup, State
 
 Metrics = dict[str, Array]

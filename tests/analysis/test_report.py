@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from rope_jax import config as cfg
-from rope_jax import plugins
 from rope_jax.analysis import expected, plots, report
 from rope_jax.analysis.comparison import score
 from rope_jax.analysis.intervals import student, wilson
 from rope_jax.evaluate import add_evaluation, write_results
 from rope_jax.models import list_models
+from rope_jax.names import plugins
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
 

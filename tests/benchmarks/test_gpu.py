@@ -13,7 +13,7 @@ import pytest
 import benchmarks
 from benchmarks import gpu
 from benchmarks._runner import main
-from rope_jax import tune
+from rope_jax.commands import tune
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 from PIL import Image
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
+from rope_jax.weights import export_state_dict
 
 SMALL = {"width": 48, "heads": 3, "depth": 2}
 CLASSES = ("blue", "green", "red")

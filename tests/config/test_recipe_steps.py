@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rope_jax import data, restore
+from rope_jax import data
 from rope_jax.evaluate import resolutions
-from rope_jax.sharding import make_mesh, put_batch
-from rope_jax.text import image_pair
+from rope_jax.names.text import image_pair
+from rope_jax.runs import restore
+from rope_jax.system.sharding import make_mesh, put_batch
 from rope_jax.training.setup import assemble, initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from tests.config.test_recipes import DENSE, RECIPES, resolved

@@ -8,7 +8,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.analysis import expected
 from rope_jax.training.optim import decay_mask
-from rope_jax.workdir.trees import named_leaves
+from rope_jax.training.trees import named_leaves
 from tests.config.test_recipes import DENSE, RECIPES, recipe, resolved
 
 

@@ -7,7 +7,7 @@ import beartype.door
 import pytest
 
 from rope_jax import config as cfg
-from rope_jax.files import SaveFailed
+from rope_jax.system.files import SaveFailed
 
 
 def test_defaults_are_those_of_the_dataclasses():

@@ -30,37 +30,29 @@ from flax import nnx
 from benchmarks import _runner, cpu
 from experiments import evidence
 from experiments._parts import PARTS
-from rope_jax import command as flags
-from rope_jax import (
-    compare,
-    config,
-    create_model,
-    data,
-    export_model,
-    loading,
-    main,
-    plugins,
-    restore,
-    tune,
-)
+from rope_jax import config, create_model, data
 from rope_jax.__main__ import COMMANDS
-from rope_jax.analysis import __main__ as analysis
 from rope_jax.analysis import plots, report
-from rope_jax.data import jobs, verify
-from rope_jax.data import prepare as packing
+from rope_jax.commands import analyse as analysis
+from rope_jax.commands import compare, models, positions, tune
+from rope_jax.commands import evaluate as evaluation
+from rope_jax.commands import export as export_model
+from rope_jax.commands import process as flags
+from rope_jax.commands import train as main
+from rope_jax.data import jobs, packing
+from rope_jax.data import verification as verify
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate import command as evaluation
 from rope_jax.evaluate import kinds
-from rope_jax.models import __main__ as models
-from rope_jax.models import cost, create
-from rope_jax.models.pretrained import convert, load, own
-from rope_jax.models.pretrained.files import WeightsFile
-from rope_jax.models.pretrained.links import links_of
-from rope_jax.models.pretrained.metadata import Metadata
-from rope_jax.positions import __main__ as positions
+from rope_jax.models import cost
+from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
-from rope_jax.seeds import single
+from rope_jax.runs import loading, restore
+from rope_jax.training.seeds import single
 from rope_jax.training.setup import prepare
+from rope_jax.weights import convert, create, load, own
+from rope_jax.weights.files import WeightsFile
+from rope_jax.weights.links import links_of
+from rope_jax.weights.metadata import Metadata
 from tests.docs import stand_ins
 
 ROOT = stand_ins.ROOT
@@ -165,7 +157,12 @@ rope_jax = 1
 
 
 def test_every_place_has_commands():
-    others = ("README.md", "docs/running.md", "rope_jax/tune.py", "colabs/load_weights.ipynb")
+    others = (
+        "README.md",
+        "docs/running.md",
+        "rope_jax/commands/tune.py",
+        "colabs/load_weights.ipynb",
+    )
     assert all(PAGES[page] for page in [*others, *(x for x in PAGES if x.startswith("configs/"))])
     assert {split(command)[0] for command, *_ in DISTINCT} == set(RUNNERS)
 
@@ -187,7 +184,7 @@ SAVED = {
     "docs/finetuning.md": "runs/flowers",
     "docs/segmentation.md": "runs/upernet",
     "docs/detection.md": "runs/dino",
-    "rope_jax/evaluate/command.py": "runs/upernet",
+    "rope_jax/commands/evaluate.py": "runs/upernet",
 }
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from docs import scheme_options
 from rope_jax.names.options import convert_options, options_of
+from rope_jax.names.text import parse
 from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES
-from rope_jax.text import parse
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"none"}))

@@ -17,12 +17,12 @@ from rope_jax.data.sources import scenes
 from rope_jax.evaluate.box_pictures import Detected, draw_detections
 from rope_jax.evaluate.kinds import OfBoxes
 from rope_jax.evaluate.sheets import class_colours
-from rope_jax.loading import LoadedModel
 from rope_jax.models.heads.detection import Detections
-from rope_jax.models.pretrained import Preprocessing
-from rope_jax.sharding import make_mesh
+from rope_jax.runs.loading import LoadedModel
+from rope_jax.system.sharding import make_mesh
 from rope_jax.tasks import detection
 from rope_jax.tasks.average_precision import Found
+from rope_jax.weights import Preprocessing
 from tests.images.coco_set import write_coco
 from tests.models.heads.test_dino import HEAD, VIT
 from tests.small_run import save_run

@@ -16,7 +16,7 @@ from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate import kinds
 from rope_jax.evaluate.segments import Views, segment_split, side_multiple
-from rope_jax.sharding import make_mesh
+from rope_jax.system.sharding import make_mesh
 from tests.small_run import save_run
 
 ZEROS = np.zeros(3, np.float32)

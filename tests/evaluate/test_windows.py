@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rope_jax.evaluate.windows import Windows, resize_image
-from rope_jax.sharding import make_mesh
+from rope_jax.system.sharding import make_mesh
 
 WEIGHTS = np.random.default_rng(5).standard_normal((3, 4)).astype(np.float32)
 

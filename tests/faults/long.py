@@ -27,12 +27,12 @@ import numpy as np
 
 from benchmarks._runner import Keep, call
 from rope_jax.config import resolve_stored
-from rope_jax.run import load_newest
+from rope_jax.runs.run import load_newest
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.metrics import read_metrics
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
-from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_metrics
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.faults.attacks import SMALL, Absent, all_attacks, durable, expect, last_logged
 from tests.faults.processes import Run
 

@@ -99,7 +99,7 @@ def _run(
     """The new process."""
     import jax
 
-    from rope_jax import main
+    from rope_jax.commands import train as main
 
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):

@@ -10,9 +10,10 @@ import pytest
 
 import rope_jax
 from rope_jax import config as cfg
-from rope_jax import data, evaluate, restore
+from rope_jax import data, evaluate
+from rope_jax.runs import restore
+from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import prepare
-from rope_jax.workdir.checkpoint import Checkpoints
 
 from ..training.recipe import tiny
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.convert import name_table
+from rope_jax.weights import export_state_dict
+from rope_jax.weights.convert import name_table
 from tests.parity.official import tensor
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.models.cat import cross_axis
 from rope_jax.models.cost import cost
-from rope_jax.models.pretrained import export_state_dict
+from rope_jax.weights import export_state_dict
 from rope_jax_kernels import Rotation, rotate
 from tests.models.definition import convolve, norm, value
 from tests.models.small import filled, pictures

@@ -11,9 +11,9 @@ from flax import nnx
 import rope_jax
 from rope_jax.models import attention
 from rope_jax.models.cost import cost
-from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.convert import name_table
 from rope_jax.training.optim import decay_mask
+from rope_jax.weights import export_state_dict
+from rope_jax.weights.convert import name_table
 from rope_jax_kernels import Global
 from tests.models.definition import (
     attend,

@@ -8,8 +8,8 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.layers import BatchNorm, dtypes_of
-from rope_jax.models.pretrained import export_state_dict
 from rope_jax.training.optim import decay_mask
+from rope_jax.weights import export_state_dict
 from tests.models.definition import attend, convolve, dense, gelu, mlp, norm, patches_of, value
 from tests.models.small import filled, pictures, run
 

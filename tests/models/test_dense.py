@@ -10,9 +10,9 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.heads import HEADS
-from rope_jax.models.pretrained import export_state_dict, load_pretrained
-from rope_jax.models.pretrained.own import OWN
 from rope_jax.models.registry import find_model
+from rope_jax.weights import export_state_dict, load_pretrained
+from rope_jax.weights.own import OWN
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64}
 CLASSES = {"num_classes": 3}

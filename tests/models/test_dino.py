@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
 from rope_jax.positions.resample import dinov2_matrix
 from rope_jax.training.optim import decay_mask
+from rope_jax.weights import export_state_dict
 from tests.models.definition import layers_of, places, vit
 from tests.models.small import pictures, some_slow
 from tests.parity.official import tensor

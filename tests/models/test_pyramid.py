@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import load_pretrained
 from rope_jax.models.pyramid import FeaturePyramid, PyramidBackbone
+from rope_jax.weights import load_pretrained
 from tests.models.small import SMALL, filled, pictures
 
 WINDOWS = {"class_token": False, "attention": "window", "last_norm": False}

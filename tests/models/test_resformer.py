@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
+from rope_jax.weights import export_state_dict
 from tests.models.definition import convolve, layers_of, vit
 from tests.models.small import pictures, run
 from tests.parity.official import tensor

@@ -10,9 +10,9 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained import export_state_dict
 from rope_jax.models.t2t import RandomFeatures
 from rope_jax.training.optim import decay_mask
+from rope_jax.weights import export_state_dict
 from tests.models.definition import attend, dense, mlp, norm, patches_of, sinusoids, value
 from tests.models.small import filled, pictures
 

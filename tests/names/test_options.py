@@ -17,7 +17,7 @@ from rope_jax.names.options import (
     describe,
     options_of,
 )
-from rope_jax.text import parse
+from rope_jax.names.text import parse
 from tests import postponed
 
 NUMBER, WORD = "a number, or None", "one of 4.4, D.1, or None"

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.convert import SOURCES
 from rope_jax.positions.resample import resample
+from rope_jax.weights import export_state_dict
+from rope_jax.weights.convert import SOURCES
 from tests.models.small import run, some_slow
 
 VIT = {"width": 48, "heads": 3, "depth": 2}

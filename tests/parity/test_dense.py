@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
+from rope_jax.weights import export_state_dict
 from tests.parity.dense import DATA, check_of, differences, goldens
 from tests.parity.dense.__main__ import main
 

@@ -17,15 +17,10 @@ import safetensors.numpy
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import (
-    Preprocessing,
-    export_state_dict,
-    load_pretrained,
-    save_pretrained,
-)
-from rope_jax.models.pretrained.convert import name_table
-from rope_jax.models.pretrained.files import open_weights
-from rope_jax.models.pretrained.metadata import Metadata
+from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained, save_pretrained
+from rope_jax.weights.convert import name_table
+from rope_jax.weights.files import open_weights
+from rope_jax.weights.metadata import Metadata
 
 SIZES = {"width": 48, "heads": 3, "depth": 2, "num_classes": 5, "image_size": 64}
 

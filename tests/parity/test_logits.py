@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.convert import SOURCES
 from rope_jax.models.registry import find_model
+from rope_jax.weights import export_state_dict
+from rope_jax.weights.convert import SOURCES
 from tests.parity import official
 
 # In float64; the source "cat" is in tests/models/test_cat.py.

@@ -11,13 +11,13 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained import export_state_dict, load_pretrained
-from rope_jax.models.pretrained.files import WeightsFile
-from rope_jax.models.pretrained.load import load_weights
-from rope_jax.models.pretrained.own import OWN
-from rope_jax.models.pretrained.tables import begins
-from rope_jax.restore import create
-from rope_jax.workdir.checkpoint import Checkpoints
+from rope_jax.runs.restore import create
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.weights import export_state_dict, load_pretrained
+from rope_jax.weights.files import WeightsFile
+from rope_jax.weights.load import load_weights
+from rope_jax.weights.own import OWN
+from rope_jax.weights.tables import begins
 from tests.models.small import some_slow
 
 VIT = {"width": 8, "heads": 1, "depth": 2}

@@ -13,11 +13,11 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.layers import STORED
-from rope_jax.models.pretrained import Preprocessing, export_state_dict, load_pretrained
-from rope_jax.models.pretrained.own import OWN
 from rope_jax.positions import Position
 from rope_jax.positions.resample import resample
 from rope_jax.positions.scheme import SCHEMES
+from rope_jax.weights import Preprocessing, export_state_dict, load_pretrained
+from rope_jax.weights.own import OWN
 from tests.parity.test_convert import VIT, assert_same, logits, small, weights_of
 
 # Every scheme whose parameters depend on the map, with each pattern of attention.

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rope_jax.commands.positions import HEADER, main, markdown, parameters, rows
 from rope_jax.positions import list_positions
-from rope_jax.positions.__main__ import HEADER, main, markdown, parameters, rows
 from rope_jax.positions.scheme import SCHEMES
 
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import rope_jax.run
+import rope_jax.runs.run
 from rope_jax import config as cfg
-from rope_jax import data, restore
+from rope_jax import data
+from rope_jax.runs import restore
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.metrics import read_metrics
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
 from rope_jax.training.signals import Interrupted
-from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_metrics
 
 TINY = "depth=1,width=16,heads=1"
 CEIT = {  # a model with batch statistics
@@ -50,7 +51,7 @@ def tiny(**changes) -> cfg.Config:
 def run(workdir: pathlib.Path, **changes) -> cfg.Config:
     """Trains the tiny recipe in `workdir`."""
     config = tiny(**changes)
-    rope_jax.run.train(config, workdir)
+    rope_jax.runs.run.train(config, workdir)
     return config
 
 
@@ -58,7 +59,7 @@ def final_state(workdir: pathlib.Path, **changes) -> dict:
     """The newest state in a workdir."""
     setup, model = prepare(tiny(**changes))
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        return rope_jax.run.load_newest(setup, model, checkpoints, workdir)
+        return rope_jax.runs.run.load_newest(setup, model, checkpoints, workdir)
 
 
 def replaced(config: cfg.Config, section: str, **changes) -> cfg.Config:

@@ -10,12 +10,12 @@ import rope_jax
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.evaluate import read_results
-from rope_jax.models.pretrained import export_state_dict
-from rope_jax.models.pretrained.own import OWN
-from rope_jax.sharding import put_batch
+from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.trees import named_leaves, tree_hash
+from rope_jax.training.trees import named_leaves, tree_hash
+from rope_jax.weights import export_state_dict
+from rope_jax.weights.own import OWN
 from tests.devices import run_on_devices
 from tests.training.recipe import CEIT, accuracy, final_state, run, run_in_two_parts, started, tiny
 
@@ -98,11 +98,11 @@ _ON_DEVICES = """
 import dataclasses, sys
 import jax, numpy as np
 from rope_jax import data
-from rope_jax.sharding import make_mesh, put_batch
-from rope_jax.sharding import put_batch
+from rope_jax.system.sharding import make_mesh, put_batch
+from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.trees import named_leaves
+from rope_jax.training.trees import named_leaves
 from tests.training.recipe import CEIT, tiny
 
 run, model = prepare(tiny(**CEIT | {"batch_size": 16}))

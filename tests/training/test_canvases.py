@@ -9,7 +9,7 @@ from rope_jax import evaluate
 from rope_jax.config import ConfigError
 from rope_jax.data import decode_image
 from rope_jax.training.setup import prepare, training_batches
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.images.coco_set import annotations, write_annotations, write_coco
 from tests.training.recipe import final_state, run, run_in_two_parts, tiny
 

@@ -8,8 +8,8 @@ import pytest
 
 import rope_jax
 from rope_jax.analysis.runs import read_runs
-from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_events
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.metrics import read_events
 from tests.devices import environment
 from tests.faults.processes import ROOT, Run
 from tests.training.recipe import interrupt_at, losses, run

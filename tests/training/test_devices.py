@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from rope_jax import sharding
 from rope_jax.evaluate import read_results
-from rope_jax.workdir.metrics import read_metrics
+from rope_jax.system import sharding
+from rope_jax.training.metrics import read_metrics
 from tests.devices import environment, run_on_devices
 from tests.faults.attacks import ended, said
 from tests.faults.attacks.several import start
@@ -55,9 +55,9 @@ import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 import rope_jax
-from rope_jax.workdir.trees import named_leaves
-from rope_jax.sharding import use_mesh, make_mesh, put_batch, split_parameter
-import rope_jax.sharding as sharding
+from rope_jax.training.trees import named_leaves
+from rope_jax.system.sharding import use_mesh, make_mesh, put_batch, split_parameter
+import rope_jax.system.sharding as sharding
 
 sharding.SMALLEST = 64
 jax.config.update("jax_disable_most_optimizations", True)
@@ -132,9 +132,9 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
-from rope_jax.sharding import make_mesh, put_batch, use_mesh
+from rope_jax.system.sharding import make_mesh, put_batch, use_mesh
 from rope_jax.tasks import detection
-from rope_jax.workdir.trees import named_leaves
+from rope_jax.training.trees import named_leaves
 from tests.models.heads.test_dino import CLASSES, HEAD, VIT
 from tests.models.small import filled
 
@@ -192,12 +192,12 @@ _RESTORED = """
 import dataclasses, pathlib, sys
 import jax, numpy as np
 from rope_jax import sharding
-from rope_jax.run import load_newest
-from rope_jax.sharding import put_batch
+from rope_jax.runs.run import load_newest
+from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.trees import tree_hash
 from tests.training.recipe import tiny
 
 sharding.SMALLEST = 64

@@ -12,7 +12,7 @@ from rope_jax.config import ConfigError, resolve
 from rope_jax.training import kernels
 from rope_jax.training.setup import initial_state, prepare
 from rope_jax.training.signals import Interrupted
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from rope_jax_kernels import Choices, dispatch
 from rope_jax_kernels.attention import reference
 from rope_jax_kernels.tuning.choices import Choice, Measured

@@ -9,7 +9,7 @@ from PIL import Image
 from rope_jax.config import ConfigError
 from rope_jax.tasks import classification, segmentation
 from rope_jax.training.setup import load_split, prepare
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.config.test_recipe_steps import masks
 from tests.training.recipe import final_state, replaced, run, run_in_two_parts, tiny
 

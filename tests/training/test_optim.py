@@ -12,7 +12,7 @@ import rope_jax
 from rope_jax.config import ConfigError, OptimConfig
 from rope_jax.models.blocks import declare, make_blocks
 from rope_jax.training import optim
-from rope_jax.workdir.trees import named_leaves
+from rope_jax.training.trees import named_leaves
 
 
 def schedule(epochs, steps_per_epoch, **options):

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import rope_jax.run
-from rope_jax import evaluate, seeds
+import rope_jax.runs.run
+from rope_jax import evaluate
 from rope_jax.analysis import report
 from rope_jax.analysis.intervals import student
 from rope_jax.config import ConfigError
-from rope_jax.sharding import put_batch
+from rope_jax.system.sharding import put_batch
+from rope_jax.training import seeds
+from rope_jax.training.checkpoint import NonFinite
+from rope_jax.training.metrics import progress_line, read_events, read_metrics
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.workdir.checkpoint import NonFinite
-from rope_jax.workdir.metrics import progress_line, read_events, read_metrics
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.devices import environment
 from tests.training.recipe import CEIT, final_state, run, run_in_two_parts, tiny
 
@@ -126,7 +127,7 @@ def test_every_seed_has_its_rows(together, alone):
 
 
 def test_a_finished_run_is_not_evaluated_again(together, monkeypatch):
-    monkeypatch.setattr(rope_jax.run, "evaluate_state", None)
+    monkeypatch.setattr(rope_jax.runs.run, "evaluate_state", None)
     run(together, **BOTH)
 
 
@@ -204,7 +205,9 @@ def broken(state):
 
 @pytest.mark.slow
 def test_a_seed_that_is_not_finite_is_skipped_alone_and_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rope_jax.run, "initial_state", lambda *given: broken(initial_state(*given)))
+    monkeypatch.setattr(
+        rope_jax.runs.run, "initial_state", lambda *given: broken(initial_state(*given))
+    )
     with pytest.raises(
         NonFinite,
         match=r"step 1 of seed 5: loss (nan|inf).*nothing was saved\. .* its examples: \d+, ",
@@ -230,7 +233,7 @@ def test_a_seed_that_is_not_finite_is_skipped_alone_and_named(tmp_path, monkeypa
 def test_all_seeds_start_from_the_same_weights(together, tmp_path):
     config = tiny(**BOTH | {"init_from": str(together), "model__num_classes": 20})
     setup, model = prepare(config)
-    state = rope_jax.run._fresh_state(setup, model, tmp_path)
+    state = rope_jax.runs.run._fresh_state(setup, model, tmp_path)
     first, second = seeds.split(state["params"], setup.config)
     loaded, _ = rope_jax.load_checkpoint(str(together))
     for each in (first, second):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import rope_jax
-import rope_jax.run
-from rope_jax import data, evaluate, seeds
+import rope_jax.runs.run
+from rope_jax import data, evaluate
 from rope_jax.analysis import report
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
+from rope_jax.training import seeds
 from rope_jax.training.setup import prepare
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.config.test_recipes import resolved
 from tests.training.recipe import (
     final_state,
@@ -179,7 +180,7 @@ def test_the_recipe_of_scenes_takes_mask2former(tmp_path, monkeypatch):
     )
     changes = {"batch_size": 8, "steps": 2, "eval__batch_size": 4, "data__on_device": False}
     config = resolved("scenes", f"head={head}", **changes, eval__resolutions=((64, 48),))
-    rope_jax.run.train(config, tmp_path)
+    rope_jax.runs.run.train(config, tmp_path)
     assert [row["resolution"] for row in rows_of(tmp_path)] == [[64, 64], [64, 48]]
     assert (tmp_path / "segments.png").stat().st_size > 0
     evaluate.main([str(tmp_path), "--resolutions=48", "--window=32", "--stride=16", "--flip"])

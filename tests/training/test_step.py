@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rope_jax.run
+import rope_jax.runs.run
 from rope_jax import data
 from rope_jax.config import ConfigError
 from rope_jax.data.device_batches import take
 from rope_jax.evaluate import read_results
-from rope_jax.sharding import put_batch
+from rope_jax.system.sharding import put_batch
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Signals
 from rope_jax.training.step import make_step
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.training.recipe import replaced, tiny
 
 AUGMENT = "crop(pad=1)+erase(p=0.5)"
@@ -79,7 +79,7 @@ def test_a_state_is_evaluated_anew_when_other_weights_are_asked_for(tmp_path):
     run, state, _ = start(ema_decay=0.9, eval__resolutions=())
     state["ema"] = jax.tree.map(jnp.zeros_like, state["params"])
     for averaged in (True, False):
-        rope_jax.run.finish(
+        rope_jax.runs.run.finish(
             dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged)),
             state,
             tmp_path,

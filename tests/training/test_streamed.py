@@ -9,13 +9,13 @@ from PIL import Image
 
 from rope_jax import data, evaluate
 from rope_jax.config import ConfigError
-from rope_jax.cores import cores
-from rope_jax.data.prepare import prepare as pack
+from rope_jax.data.packing import prepare as pack
 from rope_jax.data.sources.folder import Folder
+from rope_jax.system.cores import cores
 from rope_jax.training import report
+from rope_jax.training.metrics import read_metrics
 from rope_jax.training.setup import load_split, prepare
-from rope_jax.workdir.metrics import read_metrics
-from rope_jax.workdir.trees import tree_hash
+from rope_jax.training.trees import tree_hash
 from tests.training.recipe import final_state, run, run_in_two_parts, tiny
 
 

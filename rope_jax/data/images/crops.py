@@ -15,7 +15,7 @@ from PIL import Image
 from rope_jax.data.draws import scaled, uniform
 from rope_jax.data.images.decode import EncodedImage
 from rope_jax.names.options import Count, Positive, Probability, Share
-from rope_jax.text import image_pair
+from rope_jax.names.text import image_pair
 
 INTERPOLATIONS = {
     "nearest": Image.Resampling.NEAREST,

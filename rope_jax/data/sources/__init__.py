@@ -15,7 +15,7 @@ from rope_jax.data.sources.scenes import load_scene_boxes, load_scenes
 from rope_jax.data.sources.tfds import Tfds
 from rope_jax.names.options import convert
 from rope_jax.names.registry import Registry
-from rope_jax.text import image_pair
+from rope_jax.names.text import image_pair
 
 SPLITS = ("train", "test")
 # Drawn at any size, by what their labels are of; the first where others are asked for.

@@ -19,7 +19,7 @@ import numpy as np
 from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.sources.boxes import Annotations, StreamedBoxes
 from rope_jax.data.sources.folder import Files, listed
-from rope_jax.files import open_regular
+from rope_jax.system.files import open_regular
 
 _LARGEST = 1 << 32  # bytes of a file of annotations; the official ones have less than 500 MB
 _FILE = "annotated_{}.npy"  # an array of the index

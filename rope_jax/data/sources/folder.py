@@ -12,7 +12,7 @@ import numpy as np
 
 from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, write_index
-from rope_jax.files import read_regular
+from rope_jax.system.files import read_regular
 
 _HELD_OUT = 5  # every fifth image of a class, where the folder has no splits
 _ENDINGS = (".jpeg", ".jpg", ".png", ".webp")

@@ -11,7 +11,7 @@ import numpy as np
 
 from rope_jax.data.images.decode import MAX_BYTES
 from rope_jax.data.sources.index import Source, cached_index, write_index
-from rope_jax.files import open_regular, read_regular
+from rope_jax.system.files import open_regular, read_regular
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VALIDATION = "ILSVRC2012_img_val.tar"

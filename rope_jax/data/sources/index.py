@@ -30,7 +30,7 @@ from jaxtyping import Int32, UInt8
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.files import cache_folder, read_json
+from rope_jax.system.files import cache_folder, read_json
 
 
 class Source(abc.ABC):

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int32, UInt8
 
 from rope_jax.data.images.crops import Crop, crop_pixels
-from rope_jax.files import open_regular
-from rope_jax.npz import open_npz
+from rope_jax.system.files import open_regular
+from rope_jax.system.npz import open_npz
 
 # A head has a column for each class up to the largest label, which one damaged byte may set.
 MAX_CLASSES = 100_000

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from rope_jax.data.sources.index import Source
-from rope_jax.files import file_sha256
+from rope_jax.system.files import file_sha256
 
 FORMAT = 2
 

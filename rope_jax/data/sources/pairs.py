@@ -22,7 +22,7 @@ from rope_jax.data.images.decode import EncodedImage, decode_image
 from rope_jax.data.images.joint import IGNORED, crop_both
 from rope_jax.data.sources.folder import Files, listed
 from rope_jax.data.sources.index import Streamed
-from rope_jax.files import open_regular, read_regular
+from rope_jax.system.files import open_regular, read_regular
 
 _IMAGES = (".jpg", ".jpeg", ".webp")
 _THREADS = 8  # read labels in a check

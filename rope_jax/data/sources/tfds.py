@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rope_jax.data.sources.index import Source, cached_index, write_index
-from rope_jax.files import open_regular
+from rope_jax.system.files import open_regular
 
 # Features with the name of an image's file, in order of preference.
 _NAMES = ("file_name", "filename", "image/filename", "image_id", "id")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rope_jax.initializers import glorot_init, normal_init
 from rope_jax.models.heads.box_losses import box_losses, matched
 from rope_jax.models.heads.boxes import iou, to_corners
 from rope_jax.models.heads.denoising import Slots, allowed, disturb, real_first, slots_of
@@ -31,6 +30,7 @@ from rope_jax.models.layers import conv
 from rope_jax.models.registry import Options, check_divisible
 from rope_jax.names.options import Count, CountOrZero
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import glorot_init, normal_init
 
 
 @dataclasses.dataclass(frozen=True)

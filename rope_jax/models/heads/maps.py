@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.models.layers import BatchNorm, Linear, conv
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import normal_init
 from rope_jax.positions.resample import bilinear_matrix
 
 

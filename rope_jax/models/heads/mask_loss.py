@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 from rope_jax.models.deformable import corners_of, gather_sum
 from rope_jax.models.heads.masked_decoder import masks_of
 from rope_jax.models.heads.matching import match_layers
-from rope_jax.sharding import over_batch
+from rope_jax.system.sharding import over_batch
 
 CLASS, CROSS_ENTROPY, DICE = 2.0, 5.0, 5.0
 """Weights of the parts of the cost of a match, and of the loss."""

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.models.heads.maps import resize_maps
 from rope_jax.models.heads.queries import (
     EPSILON,
@@ -17,6 +16,7 @@ from rope_jax.models.heads.queries import (
     sine_positions,
 )
 from rope_jax.models.layers import layer_norm, torch_linear
+from rope_jax.positions.initializers import normal_init
 
 _LEVELS = 3  # maps, to which layers attend in turn
 

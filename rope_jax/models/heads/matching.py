@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax.sharding import gathered
+from rope_jax.system.sharding import gathered
 
 
 def match(costs: Float[Array, "M Q"], real: Bool[Array, " M"]) -> Int[Array, " M"]:

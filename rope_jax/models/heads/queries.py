@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from rope_jax.initializers import fan_in_bias_init, glorot_init, uniform_init
 from rope_jax.models.layers import Linear, Mlp, layer_norm
 from rope_jax.positions.grids import Grid
+from rope_jax.positions.initializers import fan_in_bias_init, glorot_init, uniform_init
 
 EPSILON = 1e-5
 """Of the norms: torch's default."""

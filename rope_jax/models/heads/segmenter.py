@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.models.blocks import Block, drop_path, drop_path_rates
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.layers import Linear, dropout, layer_norm, linear
@@ -16,6 +15,7 @@ from rope_jax.models.registry import Options, check_divisible
 from rope_jax.models.vit import ViTOptions
 from rope_jax.names.options import Count, Positive, Rate
 from rope_jax.positions import Terms
+from rope_jax.positions.initializers import normal_init
 from rope_jax_kernels import Global
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from rope_jax.initializers import conv_init, glorot_init, normal_init
 from rope_jax.models.deformable import DeformableAttention
 from rope_jax.models.heads.encoder import (
     EncoderLayer,
@@ -33,6 +32,7 @@ from rope_jax.models.heads.queries import (
     perceptron,
 )
 from rope_jax.models.layers import Linear, layer_norm, torch_linear
+from rope_jax.positions.initializers import conv_init, glorot_init, normal_init
 
 _NEAREST = 1e-3  # to 0 and 1 where the inverse sigmoid is taken
 

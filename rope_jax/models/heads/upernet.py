@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.initializers import normal_init
 from rope_jax.models.heads.head import Maps, PixelLogits, SegmentationHead, register_head
 from rope_jax.models.heads.maps import ConvNorm, average_bins, resize_maps
 from rope_jax.models.layers import Linear, dropout
 from rope_jax.models.registry import Options
 from rope_jax.names.options import Count, CountOrZero, Range, Rate
+from rope_jax.positions.initializers import normal_init
 
 _CHANNELS = (1, 2)  # the axes of a map that Dropout2d drops together
 

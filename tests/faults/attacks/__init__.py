@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rope_jax.workdir.checkpoint import Checkpoints
-from rope_jax.workdir.metrics import read_metrics
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.metrics import read_metrics
 from tests.faults.processes import ROOT, Run
 
 SMALL = [  # 36 steps; a later argument of the same name takes precedence

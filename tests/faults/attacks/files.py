@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from rope_jax.workdir import integrity
+from rope_jax.training import integrity
 from tests.faults.attacks import ENDLESS, SMALL, attack, durable, ended, expect, refused, said
 from tests.faults.processes import Run
 

@@ -19,8 +19,8 @@ from rope_jax.models.heads.dino import DinoPredictions
 from rope_jax.models.heads.encoder import padding_of
 from rope_jax.models.heads.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
-from rope_jax.models.pretrained import export_state_dict
 from rope_jax.tasks import detection
+from rope_jax.weights import export_state_dict
 from tests.models.small import filled
 
 SMALL = {

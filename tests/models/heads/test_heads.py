@@ -20,7 +20,7 @@ from rope_jax.models.heads import (
 from rope_jax.models.heads.linear import LinearOptions
 from rope_jax.models.heads.maps import average_bins, resize_maps
 from rope_jax.models.layers import Linear, dtypes_of
-from rope_jax.models.pretrained import export_state_dict
+from rope_jax.weights import export_state_dict
 
 SMALL = {"width": 16, "heads": 2, "depth": 4, "image_size": 32, "patch_size": 8}
 FLOAT = dtypes_of(jnp.dtype(jnp.float32))

@@ -13,8 +13,8 @@ from rope_jax.data.sources import scenes
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former import MaskPredictions
 from rope_jax.models.heads.masked_decoder import attended
-from rope_jax.models.pretrained import export_state_dict
 from rope_jax.tasks import segmentation
+from rope_jax.weights import export_state_dict
 
 SMALL = (
     "mask2former(width=16,heads=2,groups=4,pixel_depth=1,pixel_hidden=16,depth=3,hidden=32,"

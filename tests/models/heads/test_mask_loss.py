@@ -190,7 +190,7 @@ import re
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from rope_jax.models.heads.mask_loss import set_loss
-from rope_jax.sharding import make_mesh, split_batch, use_mesh
+from rope_jax.system.sharding import make_mesh, split_batch, use_mesh
 
 mesh, rng = make_mesh(), np.random.default_rng(0)
 layers, images = NamedSharding(mesh, P(None, ("data", "fsdp"))), split_batch(mesh)

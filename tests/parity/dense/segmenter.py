@@ -8,7 +8,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.evaluate.windows import Windows, resize_image
-from rope_jax.sharding import make_mesh
+from rope_jax.system.sharding import make_mesh
 from tests.parity.dense import images
 
 PATCH = 16

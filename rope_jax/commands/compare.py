@@ -1,0 +1,197 @@
+"""Which positional scheme is best on these images? Trains each and compares them.
+
+    python -m rope_jax.compare --path=IMAGES --positions=ape,rope_mixed,axial_rope --seeds=3
+    python -m rope_jax.compare --config=digits --positions=none,ape,rope_mixed --seeds=3
+
+The recipe, by default `own_images`, is trained with every scheme and seed; its other settings are
+given as --config.KEY=VALUE. The same command resumes what was interrupted and trains only what is
+missing. It ends with accuracies at all resolutions, the differences from the first scheme with
+their intervals, and a page: report.html. Several seeds are trained in one step where the images are
+held in memory and are augmented on the device, otherwise one after the other.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+
+import jax
+from flax import nnx
+
+from rope_jax import data
+from rope_jax.analysis.report import print_report
+from rope_jax.analysis.runs import group_runs, read_runs
+from rope_jax.commands.arguments import Argument, command_parser
+from rope_jax.commands.process import ended_at_once, exit_statuses, keep_going_unread
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    blame,
+    load_recipe,
+    resolve,
+    setting_called,
+    settings_help,
+    with_arguments,
+)
+from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.names import plugins
+from rope_jax.names.options import Count
+from rope_jax.names.text import image_pair, items, literal
+from rope_jax.runs import restore, run
+from rope_jax.system.compilation import keep_compiled
+from rope_jax.system.sharding import start_devices
+from rope_jax.training.setup import Split, load_split
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A run of the comparison: its folder and its settings."""
+
+    workdir: pathlib.Path
+    config: Config
+
+
+def command() -> None:
+    """Calls `main` with `sys.argv`, and ends the process."""
+    keep_going_unread()
+    asked = _parse(None)
+    with ended_at_once():
+        _compare(asked)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains what is missing, prints the tables, and writes the report."""
+    _compare(_parse(arguments))
+
+
+def _compare(asked: argparse.Namespace) -> None:
+    with exit_statuses(str(asked.out), distributed=False):
+        keep_compiled()
+        with blame("JAX_PLATFORMS"):
+            start_devices()
+        planned = plan(asked)
+        for number, one in enumerate(planned, 1):
+            config = one.config
+            seeds = f"seed {config.seed}" if config.seeds == 1 else f"{config.seeds} seeds"
+            print(f"\n[{number}/{len(planned)}] {config.model.position}, {seeds}: {one.workdir}")
+            run.train(config, one.workdir)
+        print()
+        groups = group_runs([found for one in planned for found in read_runs(one.workdir)])
+        print_report(groups, asked.out)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = command_parser("rope_jax.compare", __doc__)
+    parser.allow_abbrev = False  # --seed=3 is no abbreviation of --seeds=3
+    add = parser.add_argument
+    add("--path", help="of the images: a folder with train/CLASS and val/CLASS, or an .npz file")
+    add("--config", help="recipe by name or file, with its arguments; default: own_images")
+    add("--model", help="one of rope_jax.list_models(); default: the recipe's")
+    schemes = "schemes, comma-separated; the others are compared with the first"
+    add("--positions", default="ape,rope_mixed,axial_rope", help=schemes)
+    add("--seeds", type=Argument(Count), default=3, help="runs of each scheme")
+    add(
+        "--resolutions", help="evaluated after that of training: 160,224x320; default: the recipe's"
+    )
+    add("--out", type=pathlib.Path, default=pathlib.Path("runs/compare"), help="folder of the runs")
+    asked, rest = parser.parse_known_args(arguments)
+    if "--config.help" in rest:
+        print(settings_help())
+        parser.exit()
+    asked.settings = {}
+    for word in rest:
+        name, equals, value = word.removeprefix("--config.").partition("=")
+        if not word.startswith("--config.") or not equals:
+            hint = setting_called(name.lstrip("-")) or "settings are written --config.key=value"
+            parser.error(f"unexpected argument {word!r}; {hint}")
+        asked.settings[name] = literal(value)
+    return asked
+
+
+def plan(asked: argparse.Namespace) -> list[Planned]:
+    """The runs of a comparison, in the order of training.
+
+    Raises:
+        ConfigError: a setting, a scheme or the images do not go together.
+    """
+    if asked.config is None and asked.path is None:
+        raise ConfigError("--path is missing: the folder of the images, or name a --config")
+    if "seeds" in asked.settings:
+        raise ConfigError("--config.seeds is not a setting of a comparison: use --seeds")
+    configs = [_config(asked, position) for position in dict.fromkeys(items(asked.positions))]
+    schemes = {config.model.position for config in configs}
+    if len(schemes) < max(2, len(configs)):
+        raise ConfigError(
+            f"--positions={asked.positions} has nothing to compare: name two or more schemes, and "
+            "leave out --config.model.position, which replaces them"
+        )
+    images = load_split(configs[0], "train")
+    if asked.seeds > 1 and _in_one_step(asked, configs[0], images):
+        return [_together(asked, config) for config in configs]
+    seeds = range(configs[0].seed, configs[0].seed + asked.seeds)
+    return [_alone(asked, config, seed) for seed in seeds for config in configs]
+
+
+def _together(asked: argparse.Namespace, config: Config) -> Planned:
+    """All seeds of a scheme, trained in one step."""
+    images = dataclasses.replace(config.data, on_device=True)
+    config = dataclasses.replace(config, data=images, seeds=asked.seeds)
+    return Planned(asked.out / f"{config.model.position}-seeds{asked.seeds}", config)
+
+
+def _alone(asked: argparse.Namespace, config: Config, seed: int) -> Planned:
+    """One seed of a scheme; the folder of seed 0 has the name of the scheme."""
+    name = config.model.position + (f"-{seed}" if seed else "")
+    return Planned(asked.out / name, dataclasses.replace(config, seed=seed, seeds=1))
+
+
+def _config(asked: argparse.Namespace, position: str) -> Config:
+    """The settings of the first run of a scheme, of which a model can be created.
+
+    `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
+    """
+    with blame("--config"):
+        recipe = with_arguments(asked.config or "own_images", position=position)
+        raw = load_recipe(recipe).to_dict()
+    changes = {"data.path": asked.path, "model.name": asked.model}
+    if asked.path is not None and asked.path.endswith(".npz"):
+        changes["data.source"] = "npz"
+    if asked.resolutions is not None:
+        with blame("--resolutions"):
+            changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
+    given = {name: value for name, value in changes.items() if value is not None}
+    for name, value in (given | asked.settings).items():
+        section, _, key = name.rpartition(".")
+        inside = raw.setdefault(section, {}) if section else raw
+        if not isinstance(inside, dict):
+            raise ConfigError(f"--config.{name} is not a setting")
+        inside[key] = value
+    config = resolve(raw)
+    with blame("--config.plugins"):
+        plugins.load(config.plugins, wanted_by="of the recipe")
+    nnx.eval_shape(lambda: restore.create(config))
+    return config
+
+
+def _in_one_step(asked: argparse.Namespace, config: Config, images: Split) -> bool:
+    """Whether all seeds are trained in one step, with the images on the device.
+
+    Unless --config.data.on_device is given, they are if the recipe's augmentation runs on the
+    device and the images take at most half of its memory.
+    """
+    if (given := asked.settings.get("data.on_device")) is not None:
+        return given
+    loader = data.split_augment(config.data.augment).loader
+    try:
+        DeviceBatches(images, batch_size=1, seed=0, augment=loader)
+    except ValueError:
+        return False
+    devices = jax.local_devices()
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # of a CPU, whose devices have one memory
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
+    return images.images.nbytes <= limit / 2
+
+
+if __name__ == "__main__":
+    command()

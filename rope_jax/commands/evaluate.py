@@ -1,0 +1,202 @@
+"""Scores of a model at any list of resolutions, on a run's test split or a set of files.
+
+    python -m rope_jax.evaluate runs/digits --resolutions=8,12,16
+    python -m rope_jax.evaluate --model=deit_s16 --weights=deit_s.safetensors --dataset=real \\
+        --images=ILSVRC2012_val --resolutions=224,384
+    python -m rope_jax.evaluate runs/upernet --scales=0.5,0.75,1,1.25,1.5,1.75 --flip
+    python -m rope_jax.evaluate --model=WEIGHTS --dataset=ade20k --images=ADEChallengeData2016
+
+Each resolution is written to a row of `evaluations.json` as soon as it is evaluated; existing rows
+are not evaluated again.
+
+Segmentation is scored at the size at which labels are stored. Images of a set in memory are seen as
+they are, others are resized to a short side of the resolution and seen through windows of that
+size. A picture beside the rows, predictions_512x512.png, shows the first images, their labels and
+the predictions.
+
+Detection is scored at the size of the stored images. Those that differ in size keep their aspect:
+--resolutions=800x1333 fits each image into these pixels, upright or lying; without it, they are
+brought to the frame of the WORKDIR's own evaluation, or fit into 800x1333.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import pathlib
+import sys
+from typing import Annotated, Any
+
+from rope_jax.commands.arguments import Argument, command_parser
+from rope_jax.config import ConfigError, in_one_line
+from rope_jax.config.settings import EvalConfig
+from rope_jax.data.images.crops import INTERPOLATIONS
+from rope_jax.evaluate.accuracy import rules
+from rope_jax.evaluate.kinds import KINDS, Evaluation
+from rope_jax.evaluate.results import (
+    Row,
+    add_evaluation,
+    class_score,
+    class_table,
+    results_table,
+    usable_evaluations,
+)
+from rope_jax.names.options import Count, CountOrZero, Range, Share
+from rope_jax.names.text import image_pair
+from rope_jax.runs.loading import add_model_arguments, load_model
+from rope_jax.system.processes import decided_by_first
+from rope_jax.system.sharding import make_mesh, share, start_devices
+from rope_jax.tasks import task_of
+from rope_jax.training.kernels import kernels_of_run
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluates, prints and records.
+
+    >>> main(["runs/none"])
+    Traceback (most recent call last):
+    SystemExit: rope_jax.evaluate: runs/none is not a folder; pass the WORKDIR of a run of ...
+    """
+    asked = _parse(arguments)
+    try:
+        start_devices()
+        _evaluate(asked)
+    except (ConfigError, ValueError, OSError) as error:
+        sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = command_parser("rope_jax.evaluate", __doc__)
+    add_model_arguments(parser)
+    add, share = parser.add_argument, Argument(Share)
+    sets = [name for kind in KINDS.values() for name in kind.sets]
+    add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
+    add("--images", help="folder of the dataset")
+    add(
+        "--resolutions",
+        help="224,384,224x320; default: the training resolution, or of boxes in images that differ "
+        "in size the frame of the WORKDIR's evaluation or fit(short=800,long=1333)",
+    )
+    add("--crop", type=share, help="share of the resized image to keep; default: the weights' or 1")
+    add("--interpolation", choices=sorted(INTERPOLATIONS), help="default: the weights'")
+    add(
+        "--scale_windows",
+        action=argparse.BooleanOptionalAction,
+        help="Swin: windows of 1/32 of the image; default: as the WORKDIR's config, or not",
+    )
+    add("--rpb_shrink", choices=("bicubic", "crop"), help="rpb: resizing to a smaller map")
+    add("--extend", help="rotary: none, extrapolate, interpolate, ntk or yarn(alpha=1,beta=32)")
+    add(
+        "--log_scale",
+        action=argparse.BooleanOptionalAction,
+        help="rotary: scale logits by ln L / ln L_trained; default of these two: as the WORKDIR's "
+        "config, or as the scheme",
+    )
+    add("--scales", type=_scales, help="segmentation: 0.5,1,1.5, of the images, averaged")
+    add("--flip", action="store_true", help="segmentation: average with flipped images, too")
+    add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
+    stride = "segmentation: pixels from window to window; default: two thirds of the window"
+    add("--stride", type=Argument(Count), help=stride)
+    add("--pictures", type=Argument(CountOrZero), default=4, help="images in predictions_*.png")
+    add("--pycocotools", action="store_true", help="has no effect: it always scores detections")
+    in_step = "in a step; default: 128 images, of a segmentation 16 windows, of a detection 16"
+    add("--batch_size", type=Argument(Count), help=in_step)
+    add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
+    return parser.parse_args(arguments)
+
+
+def _scales(text: str) -> tuple[float, ...]:
+    return tuple(map(Argument(Annotated[float, Range(above=0, high=16)]), text.split(",")))
+
+
+def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -> None:
+    """Rejects incompatible arguments."""
+    if asked.dataset not in (None, *kind.sets):
+        raise ConfigError(
+            f"--dataset={asked.dataset} is of another task than the model: use one of "
+            f"{', '.join(kind.sets)}"
+        )
+    if (asked.dataset is None) != (asked.images is None) or not (asked.dataset or has_split):
+        raise ConfigError(
+            "name --dataset and the folder of its --images; only a WORKDIR has a test split of "
+            "its own"
+        )
+    for other in KINDS.values():
+        given = [name for name in other.flags if getattr(asked, name) and other is not kind]
+        if given:
+            raise ConfigError(
+                f"--{given[0]} is for models that {other.does}, and this one does not: leave it out"
+            )
+    if asked.dataset is None and (asked.crop or asked.interpolation):
+        raise ConfigError(
+            "--crop and --interpolation are of --images: a WORKDIR's test split is prepared as in "
+            "training"
+        )
+
+
+def _evaluate(asked: argparse.Namespace) -> None:
+    about = load_model(asked)
+    own = EvalConfig() if about.config is None else about.config.eval
+    for name, value in rules(own).items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
+    kind = KINDS[task_of(about.model).LABELS_OF]
+    _check(asked, about.config is not None, kind)
+    sizes = [about.image_size]
+    if asked.resolutions:
+        sizes = [image_pair(text) for text in asked.resolutions.split(",")]
+    given = {name: getattr(asked, name) for name in ("crop", "interpolation")}
+    given = {name: value for name, value in given.items() if value is not None}
+    preprocessing = dataclasses.replace(about.preprocessing, **given)
+    workdir = asked.workdir and pathlib.Path(asked.workdir)
+    out, mesh = asked.out or pathlib.Path(workdir or ".", "evaluations.json"), make_mesh()
+    with kernels_of_run(about.config, workdir):
+        rows = [
+            _row(kind(asked, about, size, preprocessing, mesh, out.parent), out) for size in sizes
+        ]
+    if share()[0] == 0:
+        print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
+        print(results_table(rows))
+        if class_score(rows[0]) is not None:
+            print(f"\n{class_table(rows)}")
+        print(f"\nrows: {out}")
+
+
+def _row(evaluation: Evaluation, out: pathlib.Path) -> Row:
+    """The row of an evaluation: from the file, or evaluated and added to it."""
+    identity = _identity(evaluation)
+    stored = lambda: [row for row in usable_evaluations(out) if row.get("asked") == identity]
+    row = next(iter(decided_by_first(stored)), None)
+    if row is None:
+        row = evaluation.row()
+        packages = ("rope_jax", "jax", "flax", "numpy", "pillow")
+        versions = {name: importlib.metadata.version(name) for name in packages}
+        row |= {"asked": identity, "versions": versions}
+        if share()[0] == 0:
+            add_evaluation(out, row)
+    return row
+
+
+def _identity(evaluation: Evaluation) -> dict[str, Any]:
+    """The settings that identify a row; rows with equal settings are not evaluated again."""
+    asked, about = evaluation.asked, evaluation.about
+    config = about.config
+    identity = {
+        "model": about.name,
+        "position": about.position,
+        "weights": about.weights,
+        "step": about.step,
+        "options": config.model.options if config else asked.options,
+        "dtype": config.dtype if config else asked.dtype or "float32",
+        "resolution": list(evaluation.size),
+        "dataset": asked.dataset or config.data.source,
+        "windows": "scaled" if asked.scale_windows else "kept",
+        "rpb_shrink": asked.rpb_shrink,
+        "resizing": "whole image",  # of rows without it, pixels of some sizes differed
+    }
+    if about.sha256 is not None:  # other weights may replace these under the same name
+        identity["sha256"] = about.sha256
+    if config is not None:
+        identity["seed"] = config.seed
+    if asked.extend is not None or asked.log_scale:
+        identity |= {"extend": asked.extend, "log_scale": asked.log_scale}
+    return identity | evaluation.identity()

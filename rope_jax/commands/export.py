@@ -1,0 +1,57 @@
+"""Writes a trained or converted model as a program that runs with jax alone.
+
+    python -m rope_jax.export_model runs/digits --out=digits.bin
+    python -m rope_jax.export_model --model=deit_s16 --weights=FILE --out=deit.bin --resolution=384
+
+In Python: `program = jax.export.deserialize(open("digits.bin", "rb").read())`, then
+`program.call(images)` with float32 images [B, H, W, 3], normalised as printed. The program of a
+model that detects objects is called with images on one canvas and their extents.
+"""
+
+import pathlib
+import sys
+
+from rope_jax.commands.arguments import Argument, command_parser
+from rope_jax.config import ConfigError, in_one_line
+from rope_jax.names.options import Count
+from rope_jax.names.text import image_pair
+from rope_jax.runs.loading import add_model_arguments, load_model
+from rope_jax.weights.export import PLATFORMS, export
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Loads the model and writes the file.
+
+    >>> main(["runs/none", "--out=model.bin"])
+    Traceback (most recent call last):
+    SystemExit: rope_jax.export_model: runs/none is not a folder; pass the WORKDIR of a run ...
+    """
+    parser = command_parser("rope_jax.export_model", __doc__)
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, required=True, help="file to write")
+    add("--resolution", help="224 or 224x320; default: that of training")
+    add("--batch", type=Argument(Count), help="images in a call; default: any number")
+    known = f"comma-separated, of {','.join(PLATFORMS)}"
+    add("--platforms", default=",".join(PLATFORMS), help=known)
+    asked = parser.parse_args(arguments)
+    try:
+        loaded = load_model(asked)
+        size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
+        platforms = tuple(asked.platforms.split(","))
+        export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        needs = ": pip install 'rope_jax[export]'" if isinstance(error, ImportError) else ""
+        sys.exit(f"rope_jax.export_model: {in_one_line(error)}{needs}")
+    mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
+    batch = "b" if asked.batch is None else asked.batch
+    print(f"{loaded.title}, {loaded.weights}: {asked.out}")
+    print(
+        f"images: float32 [{batch}, {size[0]}, {size[1]}, 3], in [0, 1], minus {mean}, over {std}"
+    )
+    if loaded.model.padded:
+        print(f"extent: int32 [{batch}, 2], rows and columns of each image; beyond them it is 0")
+
+
+if __name__ == "__main__":
+    main()

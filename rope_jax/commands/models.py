@@ -1,0 +1,60 @@
+"""Prints the models: default scheme, image size, classes and parameters.
+
+    python -m rope_jax.models 'deit3*'
+
+Without a pattern, all are listed.
+"""
+
+import math
+import sys
+
+from flax import nnx
+
+from rope_jax.commands.arguments import command_parser
+from rope_jax.models import create_model, list_models
+from rope_jax.models.registry import find_model
+from rope_jax.names.text import format_table
+
+HEADER = ("model", "position", "pixels", "classes")
+
+
+def rows(names: list[str]) -> list[tuple[str, ...]]:
+    """A row of `HEADER` for each model: its name and the defaults of `create_model`."""
+    entries = [(name, find_model(name)) for name in names]
+    return [(name, e.position, str(e.image_size), str(e.num_classes)) for name, e in entries]
+
+
+def parameters(name: str) -> str:
+    """The number of trainable parameters of a model, which is traced and not created."""
+    made = nnx.eval_shape(lambda: create_model(name))
+    params = nnx.to_flat_state(nnx.state(made, nnx.Param))
+    return f"{sum(math.prod(param.shape) for _, param in params):,}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the table.
+
+    >>> main(["vit_s16*"])
+    model       position    pixels  classes
+    ----------  ----------  ------  -------
+    vit_s16     axial_rope     224     1000
+    vit_s16_h6  axial_rope     224     1000
+    """
+    parser = command_parser("rope_jax.models", __doc__)
+    parser.add_argument("pattern", nargs="?", default="*", help="of names, with *, ? and [...]")
+    parser.add_argument("--parameters", action="store_true", help="count them; a second a model")
+    asked = parser.parse_args(arguments)
+    names = list_models(asked.pattern)
+    if not names:
+        sys.exit(
+            f"rope_jax.models: no model is called {asked.pattern!r}; without it, all are listed"
+        )
+    header, found = HEADER, rows(names)
+    if asked.parameters:
+        header = (*header, "parameters")
+        found = [(*row, parameters(row[0])) for row in found]
+    print(format_table(header, found))
+
+
+if __name__ == "__main__":
+    main()

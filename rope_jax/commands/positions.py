@@ -1,0 +1,89 @@
+"""Prints every positional scheme: formula, properties, source, and its parameters in a model.
+
+    python -m rope_jax.positions --model=deit3_s16
+
+Without a model, no parameters are counted.
+"""
+
+import functools
+import math
+import textwrap
+
+from flax import nnx
+
+from rope_jax.commands.arguments import command_parser
+from rope_jax.models import create_model
+from rope_jax.models.registry import find_model
+from rope_jax.names.text import markdown_table
+from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
+
+HEADER = ("scheme", "formula", "acts", "on another map", "source")
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Returns a row of `HEADER` for each scheme, sorted by name."""
+    found = []
+    for name, cls in sorted(SCHEMES.items()):
+        text = f"{name}(ape)" if cls.wraps else name
+        paper = vars(cls).get("paper", "")  # a base's paper is not that of a scheme of your own
+        found.append((text, cls.equation, ACTS[cls.acts], RESOLUTION[cls.resolution], paper))
+    return found
+
+
+def markdown() -> str:
+    """Returns the table as Markdown."""
+    return markdown_table(HEADER, [(f"`{name}`", *rest) for name, *rest in rows()])
+
+
+def parameters(model: str, position: str) -> str:
+    """Counts a scheme's trainable parameters in a model; "refused" if it is not defined there."""
+    try:
+        made = nnx.eval_shape(lambda: create_model(model, position=position))
+    except ValueError:
+        return "refused"
+    params = nnx.to_flat_state(nnx.state(made, nnx.Param))
+    return f"{sum(math.prod(param.shape) for path, param in params if 'position' in path):,}"
+
+
+def listing(model: str | None = None) -> str:
+    """The table as lines of at most 100 characters: what a scheme does, its formula, its source.
+
+    >>> print(listing().splitlines()[0])
+    alibi2d: added to the attention logits; on another map: extrapolated: the same step per patch
+
+    Args:
+        model: name of a model, in which the scheme's parameters are counted.
+    """
+    lines = []
+    for name, equation, acts, resolution, paper in rows():
+        counted = "" if model is None else f" ({parameters(model, name)} parameters)"
+        indented = functools.partial(textwrap.wrap, width=100, subsequent_indent=" " * 6)
+        lines += indented(f"{name}{counted}: {acts}; on another map: {resolution}")
+        lines += indented(equation, initial_indent=" " * 4)
+        lines += indented(paper, initial_indent=" " * 4)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = command_parser("rope_jax.positions", __doc__)
+    parser.add_argument(
+        "--model", help="count the scheme's parameters in this model, see rope_jax.list_models()"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of docs/schemes.md"
+    )
+    flags = parser.parse_args(arguments)
+    if flags.markdown:
+        print(markdown(), end="")
+        return
+    try:
+        if flags.model is not None:
+            find_model(flags.model)
+    except ValueError as error:
+        parser.error(str(error))
+    print(listing(flags.model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Flags, one-line errors and exit statuses of `python -m rope_jax.main`."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from absl import flags, logging
+from flax import nnx
+
+from rope_jax.commands.arguments import command_name
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    list_recipes,
+    recipe_path,
+    setting_called,
+    settings_help,
+)
+from rope_jax.data import BadImages, BadSet
+from rope_jax.data.workers import DeadWorker
+from rope_jax.runs.restore import create
+from rope_jax.system.files import SaveFailed
+from rope_jax.training.checkpoint import NonFinite
+from rope_jax.training.signals import Interrupted
+
+_BAD_IMAGES = (
+    "`python -m rope_jax.data.verify` lists all that cannot be used, and "
+    "--config.data.bad_images=skip goes on without them"
+)
+_LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"
+_LOST_PROCESS = (
+    "if the connection to another process was lost, that process has ended, and its own output has "
+    "the reason; the same command goes on from the newest checkpoint"
+)
+_ALONE = (
+    "without saving, as other processes wait for this one: the same command goes on from the "
+    "newest checkpoint"
+)
+# Seconds. When the first of several processes ends, jax aborts the others, which may have an error
+# to print.
+_LAST_WORDS = 2
+_OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
+
+
+def parse_flags(arguments: list[str]) -> list[str]:
+    """Parses absl's flags; every mistake ends in one line and status 2."""
+    if {"-h", "-help", "--help", "--config.help"} & set(arguments):
+        print(_help(settings_only="--config.help" in arguments))
+        sys.exit()
+    try:
+        rest = flags.FLAGS(_with_recipe_path(arguments))
+        if len(rest) > 1:
+            raise ConfigError(
+                f"unexpected argument {rest[1]!r}; settings are written --config.key=value"
+            )
+        flags.FLAGS.config.keys()  # a recipe that fails to load raises only when it is used
+        if flags.FLAGS["verbosity"].using_default_value:
+            flags.FLAGS.verbosity = logging.WARNING  # at INFO orbax logs every file
+        return rest
+    except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
+        words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
+        hint = setting_called(words.partition(" ")[0])
+        _refuse(f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
+    except flags.UnrecognizedFlagError as error:
+        hint = setting_called(error.flagname)
+        _refuse(f"there is no flag --{error.flagname}; {hint}" if hint else str(error))
+    except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
+        _refuse(str(error))
+
+
+def _refuse(mistake: str) -> None:
+    print(f"rope_jax: {' '.join(mistake.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _with_recipe_path(arguments: list[str]) -> list[str]:
+    """The arguments with the file of a recipe that is given by name."""
+    found = list(arguments)
+    for number, word in enumerate(arguments):
+        if word in ("--config", "-config") and number + 1 < len(arguments):
+            found[number + 1] = recipe_path(arguments[number + 1])
+        elif word.startswith(("--config=", "-config=")):
+            flag, _, recipe = word.partition("=")
+            found[number] = f"{flag}={recipe_path(recipe)}"
+    return found
+
+
+def _help(*, settings_only: bool) -> str:
+    """The flags of the command, the names of the recipes, and all settings."""
+    if settings_only:
+        return settings_help()
+    module = flags.FLAGS.find_module_defining_flag("workdir")
+    recipes = f"recipes that come with the package:\n    {', '.join(list_recipes())}"
+    parts = [sys.modules[module].__doc__, flags.FLAGS.module_help(module), recipes]
+    return "\n\n".join([*parts, f"settings:\n{settings_help()}"])
+
+
+# Exceptions -> exit status and sentence; the first row that fits.
+_ENDS = [
+    (ConfigError, 2, "{}"),
+    ((NonFinite, SaveFailed, DeadWorker, BadSet), 1, "{}"),
+    (BadImages, 1, f"{{}}; {_BAD_IMAGES}"),
+    (MemoryError, 1, f"there is too little memory ({{}}); {_LESS_MEMORY}"),
+]
+
+
+@contextlib.contextmanager
+def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
+    """Turns exceptions into one line and the exit statuses that `rope_jax.main` documents.
+
+    Args:
+        workdir: of the run.
+        distributed: whether this is one of several processes.
+    """
+    try:
+        yield
+        return
+    except (Exception, Interrupted) as error:
+        status, sentence = _end_of(error, workdir)
+        if sentence is None:
+            traceback.print_exc()
+            sentence = _LOST_PROCESS if distributed else None
+    if status == 0:
+        print(sentence)
+        return
+    if sentence is not None:
+        print(f"rope_jax: {' '.join(sentence.split())}", file=sys.stderr)
+    if distributed:
+        time.sleep(_LAST_WORDS)
+    sys.exit(status)
+
+
+def _end_of(error: BaseException, workdir: str) -> tuple[int, str | None]:
+    """The exit status and the sentence of an exception; None for one that needs its trace."""
+    if isinstance(error, Interrupted):
+        number = signal.Signals[str(error)]
+        if error.alone:
+            return 128 + number, f"stopped by {error} {_ALONE}"
+        if not error.saved:
+            return 128 + number, f"stopped by {error} before there was anything to save"
+        return 0, f"stopped by {error}; saved in {workdir}: run the same command to go on"
+    for kind, status, sentence in _ENDS:
+        if isinstance(error, kind):
+            return status, sentence.format(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        line = str(error).partition("\n")[0][:200]
+        return 1, f"the device has too little memory ({line}); {_LESS_MEMORY}"
+    return 1, None
+
+
+@contextlib.contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Ends the process after this context, with the status of a SystemExit in it.
+
+    A normal exit waits for threads and workers: for ever, if a file system does not answer.
+    """
+    status = 0
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code or 0
+    print(end="", flush=True)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
+
+
+class _Unread:
+    """A text stream that drops what it cannot write, after a terminal or a pipe was closed."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def keep_going_unread() -> None:
+    """Keeps the standard output and error from stopping the run: what they lose is in its files."""
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None, where the descriptor was closed before the start
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, _Unread(stream))
+
+
+def next_command(config: Config, workdir: pathlib.Path) -> str | None:
+    """This command with another scheme, in a folder beside this one.
+
+    None if there is no other, or if the run started from weights, which have their own scheme.
+    """
+    if config.init_from is not None:
+        return None
+    for other in _OTHERS:
+        model = dataclasses.replace(config.model, position=other)
+        with contextlib.suppress(ConfigError):
+            if other != config.model.position:
+                nnx.eval_shape(lambda m=model: create(dataclasses.replace(config, model=m)))
+                break
+    else:
+        return None
+    dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
+    kept = [word for word in sys.argv[1:] if not word.startswith(dropped)]
+    inside = sys.executable.startswith(os.getcwd())
+    python = os.path.relpath(sys.executable) if inside else "python"
+    command = command_name("rope_jax.main").replace("python", python, 1)
+    words = [*kept, f"--config.model.position={other}", f"--workdir={workdir}_{other}"]
+    return f"{command} {shlex.join(words)}"

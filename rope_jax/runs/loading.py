@@ -1,0 +1,184 @@
+"""Loads the model named on a command line: a run's checkpoint, or a model by name with weights."""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+
+from rope_jax.commands.arguments import Argument
+from rope_jax.config import Config, ConfigError, blame, model_overrides
+from rope_jax.names.options import CountOrZero
+from rope_jax.names.text import image_pair
+from rope_jax.runs.restore import create, read_checkpoint
+from rope_jax.system.files import file_sha256
+from rope_jax.weights import Preprocessing, load_pretrained
+from rope_jax.weights.create import create_model
+
+# Arguments that belong to a WORKDIR, and to --model.
+_OF_RUNS = ("step",)
+_OF_MODELS = (
+    "position", "weights", "source", "head", "num_classes", "image_size", "options", "dtype",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model and its origin.
+
+    Attributes:
+        model: with its weights.
+        create: creates the model with its initial weights.
+        name, position: as for `create_model`.
+        image_size: (height, width) in pixels, at training or creation.
+        preprocessing: resizing, crop and normalisation that the weights expect.
+        config: of the run that trained the model, or None.
+        weights: description of the weights' origin, for reports.
+        step: of the checkpoint, or None.
+        sha256: of the weights file or the checkpoint's manifest, or None without either.
+    """
+
+    model: nnx.Module
+    create: Callable[[], nnx.Module]
+    name: str
+    position: str
+    image_size: tuple[int, int]
+    preprocessing: Preprocessing
+    config: Config | None
+    weights: str
+    step: int | None = None
+    sha256: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Model and scheme, for tables and pictures."""
+        return f"{self.name} with {self.position}"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `load_model` to a parser."""
+    add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
+    add("workdir", nargs="?", help="of a run of rope_jax.main")
+    add("--step", type=Argument(CountOrZero), help="checkpoint step; default: the newest")
+    add(
+        "--model",
+        help="instead of a workdir: a name of rope_jax.list_models(), or what "
+        "rope_jax.save_pretrained wrote",
+    )
+    add("--position", help="scheme of --model; default: the model's own")
+    add(
+        "--weights",
+        help="of a named --model: .safetensors or .npz file, folder, or hub id; "
+        "default: fresh weights",
+    )
+    add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
+    add("--head", help="of dense prediction, for --model: upernet(width=512)")
+    add("--num_classes", type=Argument(CountOrZero), help="outputs of --model")
+    add("--image_size", help="pixels for which --model is created: 224 or 224x320")
+    add("--options", default="", help="overrides of --model: depth=6,window_size=8")
+    add(
+        "--seed",
+        type=Argument(CountOrZero),
+        help="of fresh weights (default: 0) or of a WORKDIR's (default: first)",
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="compute dtype of --model; default: float32")
+
+
+def load_model(arguments: argparse.Namespace) -> LoadedModel:
+    """Loads the model specified by parsed arguments of `add_model_arguments`.
+
+    Raises:
+        ConfigError: the arguments name no model or two, contradict each other, or name a model,
+            checkpoint or file that does not exist or does not fit.
+    """
+    if (arguments.workdir is None) == (arguments.model is None):
+        raise ConfigError("name either the WORKDIR of a run or a --model")
+    named = arguments.workdir is None
+    wanted, others = ("a WORKDIR", _OF_RUNS) if named else ("--model", _OF_MODELS)
+    if given := [name for name in others if getattr(arguments, name) not in (None, "")]:
+        raise ConfigError(f"--{given[0]} goes with {wanted}: leave it out")
+    return _load_named(arguments) if named else _load_run(arguments)
+
+
+def _load_run(arguments: argparse.Namespace) -> LoadedModel:
+    workdir = arguments.workdir
+    with blame("WORKDIR"):
+        model, config, step = read_checkpoint(workdir, step=arguments.step, seed=arguments.seed)
+    averaged = ", averaged weights (EMA)" if config.averaged else ""
+    return LoadedModel(
+        model,
+        functools.partial(create, config),
+        model.name,
+        model.notation,
+        model.image_size,
+        model.preprocessing,
+        config,
+        weights=f"{workdir}, seed {config.seed}, step {step}{averaged}",
+        step=step,
+        sha256=file_sha256(f"{workdir}/checkpoints/{step}/manifest.json"),
+    )
+
+
+def _load_named(arguments: argparse.Namespace) -> LoadedModel:
+    if arguments.source is not None and arguments.weights is None:
+        raise ConfigError(
+            f"--source={arguments.source} needs --weights: name them, or leave --source out"
+        )
+    for given in (arguments.model, arguments.weights):
+        if given is not None and pathlib.Path(given, "checkpoints").is_dir():
+            raise ConfigError(f"{given} is the workdir of a run: name it alone, without --model")
+    seed, size = arguments.seed or 0, arguments.image_size
+    dtype, options = jnp.dtype(arguments.dtype or "float32"), model_overrides(arguments.options)
+    with blame("--model"):
+        model = create_model(
+            arguments.model,
+            position=arguments.position,
+            num_classes=arguments.num_classes,
+            image_size=size and image_pair(size),
+            seed=seed,
+            dtype=dtype,
+            head=arguments.head,
+            **options,
+        )
+    saved = model.name != arguments.model  # --model names weights
+    weights = arguments.model if saved else f"fresh, seed {seed}"
+    if saved and arguments.weights is not None:
+        raise ConfigError(f"--model={arguments.model} has weights: leave --weights out")
+    if arguments.weights is not None:
+        with blame("--weights"):
+            load_pretrained(model, arguments.weights, source=arguments.source)
+        weights = arguments.weights
+    fresh = functools.partial(
+        create_model,
+        model.name,
+        position=model.notation,
+        num_classes=model.num_classes,
+        image_size=model.image_size,
+        seed=seed,
+        dtype=dtype,
+        head=model.head_notation,
+        blocks=None if model.head_notation is None else model.blocks,
+        **dataclasses.asdict(model.options),
+    )
+    return LoadedModel(
+        model,
+        fresh,
+        model.name,
+        model.notation,
+        model.image_size,
+        model.preprocessing or Preprocessing(),
+        None,
+        weights,
+        sha256=_sha256(weights),
+    )
+
+
+def _sha256(where: str) -> str | None:
+    """The hash of weights in a file or folder; None for those of a hub."""
+    path = pathlib.Path(where)
+    path = path / "model.safetensors" if path.is_dir() else path
+    return file_sha256(path) if path.is_file() else None

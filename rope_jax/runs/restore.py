@@ -1,0 +1,209 @@
+"""Models from files: a run's checkpoint, or initial weights for another run."""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rope_jax.config import Config, blame, model_overrides, resolve_stored
+from rope_jax.names import plugins
+from rope_jax.names.text import image_pair, parse
+from rope_jax.system.files import warn
+from rope_jax.system.sharding import make_mesh, replicated, with_shardings
+from rope_jax.training import seeds
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.weights import Preprocessing, export_state_dict
+from rope_jax.weights import create as models
+from rope_jax.weights.files import WeightsFile, open_weights
+from rope_jax.weights.load import load_weights
+from rope_jax.weights.metadata import Metadata
+from rope_jax.weights.own import OWN
+
+
+def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], F]:
+    """`functools.wraps`, of which type checkers see the signature."""
+    return functools.wraps(function)
+
+
+@_like(models.create_model)
+def create_model(
+    name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
+) -> nnx.Module:
+    """As `rope_jax.models.create_model`; opens the workdir of a run, too."""
+    if pretrained in (False, name) and models.names_weights(os.fspath(name)):
+        weights = _of_run(name)
+        if isinstance(weights, WeightsFile):
+            name, pretrained = weights.description.name, weights
+    elif not isinstance(pretrained, bool):
+        pretrained = _of_run(pretrained)
+    return models.create_model(name, pretrained=pretrained, **settings)
+
+
+def create(config: Config) -> nnx.Module:
+    """The model of a config, with fresh weights.
+
+    Raises:
+        ConfigError: name, position, options and image size are not compatible.
+    """
+    size, m = config.data.image_size, config.model
+    settings = {
+        "position": m.position,
+        "num_classes": m.num_classes,
+        "image_size": None if size is None else image_pair(size),
+        "seed": config.seed,
+        "dtype": jnp.dtype(config.dtype),
+        **model_overrides(m.options),
+    }
+    with blame("--config.model or --config.data.image_size"):
+        return models.create_model(m.name, head=m.head, **settings)
+
+
+def load_checkpoint(
+    path: str, *, step: int | None = None, ema: bool | None = None, seed: int | None = None
+) -> tuple[nnx.Module, Config]:
+    """Loads a model from a run's checkpoint.
+
+    >>> import dataclasses, tempfile
+    >>> from rope_jax.config import resolve
+    >>> config = resolve(
+    ...     {
+    ...         "model": {"num_classes": 10, "options": "depth=1,width=16,heads=2"},
+    ...         "data": {"image_size": 8},
+    ...     }
+    ... )
+    >>> trained, workdir = create(config), pathlib.Path(tempfile.mkdtemp())
+    >>> with Checkpoints(workdir / "checkpoints") as checkpoints:  # as a run does
+    ...     state = {"params": nnx.to_pure_dict(nnx.state(trained, nnx.Param))}
+    ...     checkpoints.save(1, state, about={"config": dataclasses.asdict(config)})
+    >>> model, config = load_checkpoint(str(workdir))
+    >>> config.model.name, model.head.kernel.shape
+    ('vit_digits', (16, 10))
+
+    Args:
+        path: the run's workdir.
+        step: of the checkpoint; None for the newest valid one.
+        ema: True for the averaged weights, False for the current ones; None for those that the run
+            evaluates (`eval.ema`). Batch statistics are the running ones either way.
+        seed: of the model, in a run that trained several seeds at once; None for the first.
+
+    Returns:
+        The model, and the run's config (for several seeds, that of a run with this seed alone).
+
+    Raises:
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: ema=True for a run without averages; an unknown seed; a damaged checkpoint; a
+            plug-in of the run that cannot be imported.
+    """
+    model, config, _ = read_checkpoint(path, step=step, ema=ema, seed=seed)
+    return model, config
+
+
+def read_checkpoint(
+    path: str, *, step: int | None = None, ema: bool | None = None, seed: int | None = None
+) -> tuple[nnx.Module, Config, int]:
+    """The model and config of `load_checkpoint`, and the checkpoint's step."""
+    folder = pathlib.Path(path) / "checkpoints"
+    if not folder.is_dir():
+        problem = "holds no checkpoints" if os.path.isdir(path) else "is not a folder"
+        raise FileNotFoundError(f"{path} {problem}; pass the WORKDIR of a run of rope_jax train")
+    with Checkpoints(folder) as checkpoints:
+        step = _valid_step(checkpoints, path, step)
+        about = checkpoints.about(step)
+        plugins.load(plugins.named_in(about["config"]), wanted_by=f"of the run {path}")
+        config = resolve_stored(about["config"])
+        if ema and config.ema_decay is None:
+            raise ValueError(
+                "ema=True, but this run kept no averaged weights (--config.ema_decay): use "
+                "ema=None or False"
+            )
+        averaged = config.averaged if ema is None else ema
+        own = seeds.single(config, seed)
+        model = create(own)
+        kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
+        states = {name: state for name, kind in kinds.items() if (state := _state(model, kind))}
+        shapes = jax.eval_shape(lambda: seeds.stack([states] * config.seeds))
+        loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
+        for state in seeds.take(loaded, config, own.seed - config.seed).values():
+            nnx.update(model, state)
+    model.preprocessing = preprocessing_of(own)
+    names = about.get("class_names")
+    model.class_names = None if names is None else tuple(names)
+    return model, own, step
+
+
+def _valid_step(checkpoints: Checkpoints, path: str, step: int | None) -> int:
+    """The step to load, verified; by default the newest valid one."""
+    if step is None:
+        step = checkpoints.newest_verified()
+        if step is None:
+            raise FileNotFoundError(f"{path} holds no checkpoints yet")
+    elif step not in checkpoints.steps():
+        there = checkpoints.steps()
+        raise FileNotFoundError(f"{path} has no checkpoint of step {step}; there are {there}")
+    elif problem := checkpoints.problem(step):
+        raise ValueError(f"checkpoint {step} of {path} is damaged: {problem}; leave the step out")
+    return step
+
+
+def start_from(model: nnx.Module, config: Config) -> None:
+    """Loads the weights of `config.init_from` into a fresh model.
+
+    It may be anything that `pretrained` of `create_model` takes. Position tables are resized by
+    their scheme's rule. A head for another number of classes keeps its initial weights. If options
+    or schemes differ from those of the weights, a warning says so.
+
+    Raises:
+        ConfigError: there are no weights, or their names or shapes are another model's.
+    """
+    where = config.init_from
+
+    def tell(message: str) -> None:
+        warn(f"WARNING: {message}")
+
+    with blame("--config.init_from"), open_weights(_of_run(where)) as file:
+        load_weights(model, file, new_head=True, other_model=tell)
+    expected = model.preprocessing
+    if expected is not None and (expected.mean, expected.std) != (
+        config.data.mean,
+        config.data.std,
+    ):
+        tell(
+            f"the weights of {where} expect images normalised with other numbers than this run's: "
+            f'--config.data.mean="{expected.mean}" --config.data.std="{expected.std}"'
+        )
+    print(f"starting from the weights of {where}")
+
+
+def preprocessing_of(config: Config) -> Preprocessing:
+    """The preprocessing of a run's test images.
+
+    >>> from rope_jax.config import resolve
+    >>> preprocessing_of(resolve({"eval": {"frame": "centre(crop=0.9)"}})).crop
+    0.9
+    """
+    (frame,) = parse(config.eval.frame, "--config.eval.frame")
+    options = {"crop": 1.0, "interpolation": "bicubic"}
+    # Frames of images with boxes, which keep their aspect, have other options.
+    options |= {name: value for name, value in frame.options if name in options}
+    return Preprocessing(config.data.mean, config.data.std, **options)
+
+
+def _of_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:
+    """The weights of a run's newest checkpoint, if this is a workdir; else what is given."""
+    if not os.path.isdir(where) or not os.path.isdir(os.path.join(where, "checkpoints")):
+        return where
+    model, _ = load_checkpoint(os.fspath(where))
+    weights = export_state_dict(model, source=OWN)
+    shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
+    metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), os.fspath(where))
+    return WeightsFile(shapes, weights.__getitem__, OWN, metadata, os.fspath(where))
+
+
+def _state(model: nnx.Module, kinds: Any) -> dict:
+    """The variables of some kinds as a pure dict of arrays."""
+    return nnx.to_pure_dict(nnx.state(model, kinds))

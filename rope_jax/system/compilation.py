@@ -1,0 +1,19 @@
+"""The cache of compiled programs."""
+
+import contextlib
+
+import jax
+
+from rope_jax.system.files import cache_folder
+
+
+def keep_compiled() -> None:
+    """Enables jax's persistent compilation cache, in `xla` of the cache folder.
+
+    The environment variables of jax take precedence: JAX_COMPILATION_CACHE_DIR sets another folder,
+    JAX_ENABLE_COMPILATION_CACHE=false disables the cache. Into a folder that cannot be written jax
+    stores nothing, with a warning.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        with contextlib.suppress(RuntimeError):  # a user without a home folder
+            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))

@@ -1,0 +1,404 @@
+"""Conversion between the weights of other code and a model's."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rope_jax.models.layers import STORED
+from rope_jax.names.text import closest
+from rope_jax.positions.grids import Grid
+from rope_jax.positions.scheme import SCHEMES
+from rope_jax.weights.dense import detectron2
+from rope_jax.weights.detrex import detrex
+from rope_jax.weights.heads import mask2former, mmseg, segmenter, vit_adapter
+from rope_jax.weights.hierarchical import nat, naver, swin
+from rope_jax.weights.isotropic import deit, dinov2, dinov3, lape, resformer
+from rope_jax.weights.layouts import FIRST, Slot, rotary_of
+from rope_jax.weights.links import (
+    CLASSIFIER,
+    HEAD,
+    Link,
+    fit,
+    links_of,
+    missing_head,
+    named,
+    not_floating,
+    slots_of,
+)
+from rope_jax.weights.other_stems import cat, cct, ceit, t2t
+from rope_jax.weights.own import OWN, own
+from rope_jax.weights.tables import Table, begins, match_name
+from rope_jax.weights.timm import timm
+
+# Of sources that name a file's tensors equally well the first is used: those with many models come
+# first.
+SOURCES: dict[str, Callable[[nnx.Module], Table]] = {
+    "deit": deit,
+    "swin": swin,
+    "nat": nat,
+    "lape": lape,
+    "naver": naver,
+    "timm": timm,
+    "dinov2": dinov2,
+    "dinov3": dinov3,
+    "resformer": resformer,
+    "t2t": t2t,
+    "ceit": ceit,
+    "cct": cct,
+    "cat": cat,
+    "mmseg": mmseg,
+    "segmenter": segmenter,
+    "detectron2": detectron2,
+    "vit_adapter": vit_adapter,
+    "detrex": detrex,
+    "mask2former": mask2former,
+    OWN: own,
+}
+
+WHOLE = (OWN, "mmseg", "segmenter", "detectron2", "vit_adapter", "detrex", "mask2former")
+"""Sources that name a model with its head of dense prediction, too; others name classifiers."""
+
+_ROUNDING = 2e-5  # of a sinusoid whose angle was rounded to float32, at the 200th token
+
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+Grids = Mapping[str, Grid]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A plan of a conversion, derived from names, shapes and dtypes alone.
+
+    Attributes:
+        links: which tensor fills which parameter.
+        zeros: parameters that the file lacks and that are 0 in its model.
+        frozen: expected values of tensors that the model computes, by name.
+        problems: everything that does not fit.
+        new_head: whether the model's head keeps its initial weights.
+        unused: tensors of a classifier that the model, which is none, has no place for.
+        fresh: starts of the names of parameters that keep their initial weights, as no classifier
+            has them.
+        backbone: whether the weights are those of a classifier, or of the backbone of another
+            model, and the model is for dense prediction.
+    """
+
+    links: list[Link]
+    zeros: list[Slot]
+    frozen: dict[str, np.ndarray]
+    problems: list[str]
+    new_head: bool
+    unused: list[str]
+    fresh: tuple[str, ...]
+    backbone: bool
+
+
+def name_table(model: nnx.Module, source: str) -> Table:
+    """The names of a source for a model; raises ValueError for an unknown source."""
+    if source not in SOURCES:
+        raise ValueError(f"source={source!r} is unknown; {closest(source, SOURCES)}")
+    return SOURCES[source](model)
+
+
+def fill(
+    model: nnx.Module, plan: Conversion, read: Callable[[str], np.ndarray], source: str
+) -> None:
+    """Fills a model by a plan.
+
+    Args:
+        model: of the plan.
+        plan: of `plan_conversion`.
+        read: reads a tensor by its name.
+        source: of the names, for error messages.
+
+    Raises:
+        ValueError: the plan has problems, or what the model computes is not what the file holds.
+    """
+    read, problems = functools.lru_cache(2)(read), list(plan.problems)  # layers follow each other
+    for key, want in plan.frozen.items():
+        array = read(key)
+        precision = float(jnp.finfo(array.dtype).eps)
+        if not np.allclose(array, want, rtol=precision, atol=_ROUNDING):
+            problems.append(
+                f"{key} is computed here, and is not what the file holds: create the model with "
+                "the position that these weights were trained with"
+            )
+    refuse(problems, source)
+    variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
+    values: dict[tuple, np.ndarray] = {}
+    for link in plan.links:
+        slot, variable = link.slot, variables[link.slot.path]
+        value = values.setdefault(slot.path, np.empty(variable.shape, variable.dtype))
+        array = read(link.key)
+        array = array if link.rule.cut is None else array[link.rule.cut]
+        array = link.rule.read(array.astype(variable.dtype), slot)
+        slot.of(value)[...] = array if slot.grid is None else slot.resized(array)
+    for slot in plan.zeros:
+        values[slot.path] = np.zeros(variables[slot.path].shape, variables[slot.path].dtype)
+    for path, value in values.items():
+        variables[path].set_value(jax.device_put(value))  # jnp.asarray compiles for each shape
+
+
+def report(model: nnx.Module, plan: Conversion, head: str | None = None, epsilon: str = "") -> None:
+    """Prints the parameters of a model that no weight of a file has filled, if there are any.
+
+    Args:
+        model: that was filled.
+        plan: by which it was.
+        head: the name of the head of the weights' own model; None for a classifier.
+        epsilon: what else to report.
+    """
+    new = [start.rstrip(".") for start in plan.fresh]
+    if plan.backbone:
+        stored = nnx.to_pure_dict(nnx.state(model, STORED))
+        new += [name for name in ("neck", "head") if stored.get(name)]
+    if new:
+        trained_as = "a classifier" if head is None else f"a model with the head {head!r}"
+        unused = f", not used {', '.join(sorted(plan.unused))}" if plan.unused else ""
+        print(f"weights of {trained_as}: new {', '.join(new)}{unused}{epsilon}")
+    if plan.new_head:
+        print(f"head: new, {model.num_classes} classes")
+    if plan.zeros:
+        print(f"not in the weights, and 0: {', '.join(slot.name for slot in plan.zeros)}")
+
+
+def export_state_dict(model: nnx.Module, *, source: str) -> dict[str, np.ndarray]:
+    """A model's weights with the names and layouts of a source.
+
+    `convert_state_dict` restores them bit for bit.
+
+    Args:
+        model: from `rope_jax.create_model`.
+        source: see `convert_state_dict`.
+
+    Raises:
+        ValueError: the source has no name for some of the parameters; the message lists them.
+    """
+    links, problems = links_of(model, name_table(model, source), source)
+    refuse(problems, source)
+    variables = dict(nnx.to_flat_state(nnx.state(model, STORED)))
+    pieces: dict[str, list[tuple[tuple[bool, int], np.ndarray]]] = {}
+    for link in links:
+        array = link.slot.of(np.asarray(variables[link.slot.path][...]))
+        start = 0 if link.rule.cut is None else link.rule.cut.start or 0
+        place = (start < 0, start)  # those that are counted from the end are the last
+        pieces.setdefault(link.key, []).append((place, link.rule.write(array, link.slot)))
+    exported = {}
+    for key, found in pieces.items():
+        arrays = [array for _, array in sorted(found, key=lambda piece: piece[0])]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        exported[key] = np.asarray(whole, order="C")
+    return exported
+
+
+def table_grids(model: nnx.Module, *, source: str) -> dict[str, Grid]:
+    """(rows, columns) of the map or window of each of a model's tables, by name in a file."""
+    links, _ = links_of(model, name_table(model, source), source)
+    return {link.key: link.slot.own_grid for link in links if link.rule.grid}
+
+
+def plan_conversion(
+    model: nnx.Module,
+    shapes: Shapes,
+    *,
+    source: str,
+    grids: Grids | None = None,
+    new_head: bool = False,
+    backbone: bool = False,
+) -> Conversion:
+    """Finds the tensor of each parameter and everything that does not fit, from shapes alone.
+
+    Args:
+        model: to be filled.
+        shapes: shape and dtype of each tensor.
+        source: see `convert_state_dict`.
+        grids, new_head: see `convert_state_dict`.
+        backbone: whether the model is that of a model of dense prediction.
+    """
+    table = name_table(model, source)
+    fresh = _fresh(model, table, shapes, backbone)
+    found, problems = links_of(model, table, source, fresh)
+    found = [_as_stored(link, shapes) for link in found]
+    links, zeros, missing, grids = [], [], [], grids or {}
+    found, new_head = _without_head(found, shapes, new_head)
+    backbone = backbone or (bool(fresh) and not model.num_classes)
+    headless = new_head or not model.num_classes
+    dropped = CLASSIFIER if backbone else (HEAD,) if headless else ()
+    keys = {link.key for link in found}
+    unused = [key for key in shapes.keys() - keys if _is_of(table, key, dropped)]
+    tables = {link.key for link in found if link.rule.grid}
+    for key in grids:
+        if key not in tables:
+            problems.append(f"grids has {key}, which is no table of this model: leave it out")
+    for link in found:
+        if link.key in shapes:
+            given = dataclasses.replace(link.slot, grid=grids.get(link.key))
+            grid, problem = fit(dataclasses.replace(link, slot=given), *shapes[link.key])
+            problems += [problem] if problem else []
+            slot = dataclasses.replace(link.slot, grid=grid)
+            links.append(dataclasses.replace(link, slot=slot))
+        elif _matches_any(table.zeros, link.key):
+            zeros.append(link.slot)
+        else:
+            missing.append(link)
+    heads = [link.key for link in found if link.slot.name.startswith(HEAD)]
+    if problem := missing_head(model, heads, [link.key for link in missing]):
+        problems.append(problem)
+        missing = [link for link in missing if link.key not in heads]
+    problems += [f"{x.key} is missing: it fills {x.slot.name} of the model" for x in missing]
+    left = shapes.keys() - keys - {*unused}
+    frozen, unexpected = _without_parameter(model, table, shapes, sorted(left))
+    problems += unexpected
+    return Conversion(links, zeros, frozen, problems, new_head, unused, fresh, backbone)
+
+
+def count_named(model: nnx.Module, source: str, shapes: Shapes) -> tuple[int, bool]:
+    """How many tensors of a file a source has a place for, 0 if none fills a parameter.
+
+    And whether it has rotations, if the model has: of equal counts, that is the larger one.
+    """
+    table = name_table(model, source)
+    links, _ = links_of(model, table, source)
+    keys = {link.key for link in links}
+    if keys.isdisjoint(shapes):
+        return 0, False
+    count = sum(
+        key in keys
+        or _matches_any(table.dropped, key)
+        or _frozen(model, table, key, tuple(shape)) is not None
+        for key, (shape, _) in shapes.items()
+    )
+    return count, table.pairing is not None or not rotates(model)
+
+
+def rotates(model: nnx.Module) -> bool:
+    """Whether some position of a model rotates queries and keys."""
+    return any(rotary_of(part.position) is not None for part in model.parts().values())
+
+
+def _without_parameter(
+    model: nnx.Module, table: Table, shapes: Shapes, left: list[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What the model computes in place of tensors that fill no parameter, and problems of others.
+
+    Args:
+        model, table: that is filled, and the names of the source.
+        shapes: of all tensors.
+        left: those that fill no parameter.
+    """
+    frozen, problems, unexpected = {}, [], []
+    for key in left:
+        shape, dtype = shapes[key]
+        if _matches_any(table.dropped, key):
+            continue
+        want = _frozen(model, table, key, tuple(shape))
+        if want is None:
+            unexpected.append(key)
+        elif want.shape != tuple(shape):
+            problems.append(
+                f"{key} has shape {list(shape)}, but what the model computes in its place has "
+                f"shape {list(want.shape)}"
+            )
+        elif not jnp.issubdtype(dtype, jnp.floating):
+            problems.append(not_floating(key, dtype))
+        else:
+            frozen[key] = want
+    schemes = _schemes_of(model, shapes) if unexpected else {}
+    advice = f'; create it with position="{"+".join(dict.fromkeys(schemes.values()))}"'
+    for key in unexpected:
+        problems.append(
+            f"{key} of shape {list(shapes[key][0])} is not expected: no parameter of this model "
+            f"takes it{advice if key in schemes else ''}"
+        )
+    return frozen, problems
+
+
+def _as_stored(link: Link, shapes: Shapes) -> Link:
+    """The link to a layer of a tensor, in a file of before in which blocks are stacked."""
+    match = re.fullmatch(r"(.*\bblocks)\.(\d+)(\..*)", link.key)
+    if link.key in shapes or match is None or match[1] + match[3] not in shapes:
+        return link
+    layer = int(match[2])
+    rule = dataclasses.replace(FIRST, cut=slice(layer, layer + 1))
+    return Link(link.slot, match[1] + match[3], rule)
+
+
+def _is_of(table: Table, key: str, starts: tuple[str, ...]) -> bool:
+    """Whether a tensor is that of a parameter whose name here has one of some starts."""
+    if table.rows is None:
+        return key.startswith(starts)
+    rows = (theirs for ours, theirs, _ in table.rows if ours.startswith(starts))
+    return any(match_name(theirs, key) is not None for theirs in rows)
+
+
+def _schemes_of(model: nnx.Module, shapes: Shapes) -> dict[str, str]:
+    """The positional schemes of tensors that any source has for such a model, by tensor."""
+    classifier = model.parts() and not hasattr(model, "backbone")  # of which all sources have names
+    rows = [
+        (match[1], theirs)
+        for source in (SOURCES if classifier else WHOLE)
+        for ours, theirs, _ in name_table(model, source).rows or ()
+        if (match := re.search(r"position\.(\w+)\.", ours)) and not SCHEMES[match[1]].wraps
+    ]
+    return {
+        key: scheme
+        for key in shapes
+        for scheme, theirs in rows
+        if match_name(theirs, key) is not None
+    }
+
+
+def _fresh(model: nnx.Module, table: Table, shapes: Shapes, backbone: bool) -> tuple[str, ...]:
+    """Starts of the names of what a model has beyond a classifier, where the file has none of it.
+
+    Of another head's backbone, the last norm may be missing.
+    """
+    starts = (*getattr(model, "beyond_classifier", ()), *(("norm.",) if backbone else ()))
+    slots = list(slots_of(model)) if starts else []
+
+    def there(start: str) -> bool:
+        own = [slot for slot in slots if begins(slot.name, (start,))]
+        return not own or any(link.key in shapes for slot in own for link in named(table, slot))
+
+    return tuple(start for start in starts if not there(start))
+
+
+def _without_head(links: list[Link], shapes: Shapes, allowed: bool) -> tuple[list[Link], bool]:
+    """The links without those of a head that stays new, and whether there is such a head."""
+    heads = [link for link in links if link.slot.name.startswith(HEAD)]
+    fits = all(
+        link.key in shapes
+        and tuple(shapes[link.key][0])
+        == link.rule.write(np.empty(link.slot.shape, np.bool_), link.slot).shape
+        for link in heads
+    )
+    if fits or not allowed:
+        return links, False
+    return [link for link in links if link not in heads], True
+
+
+def refuse(problems: list[str], source: str) -> None:
+    """Raises one ValueError with all problems, if there are any."""
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        details = "\n  ".join(problems)
+        raise ValueError(
+            f"the weights do not fit the model by the names of source={source!r}; {count}:"
+            f"\n  {details}"
+        )
+
+
+def _matches_any(templates: tuple[str, ...], key: str) -> bool:
+    return any(match_name(template, key) is not None for template in templates)
+
+
+def _frozen(model: nnx.Module, table: Table, key: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The expected value of a tensor that the model computes, or None."""
+    for template, compute in table.frozen:
+        if (numbers := match_name(template, key)) is not None:
+            return compute(model, numbers, shape)
+    return None

@@ -1,0 +1,206 @@
+"""Files of weights: safetensors and npz, from a path, a folder or a hub.
+
+Pickles are never loaded, because they can run any program. Names, shapes and dtypes are checked
+from the header before any array is read.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+
+from rope_jax.system.npz import open_npz
+from rope_jax.weights.convert import SOURCES
+from rope_jax.weights.metadata import Description, Metadata
+from rope_jax.weights.tables import Preprocessing
+
+_HUB_FILE = "model.safetensors"
+_HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Of paths; a hub id may contain dots, too.
+EXTENSIONS = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".pkl", ".ckpt", ".tar")
+_METADATA = "rope_jax"  # entry of a file's metadata that describes the model
+_FROM_PICKLE = (
+    "open it with torch.load(..., weights_only=True) and save its tensors with "
+    "safetensors.torch.save_file"
+)
+_INSTALL = "install the extra: pip install 'rope_jax[hub]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsFile:
+    """An open file of weights.
+
+    Attributes:
+        shapes: shape and dtype of each tensor by name.
+        read: reads one tensor.
+        source: naming convention, if the file was written by `save_pretrained`.
+        metadata: of the model, likewise.
+        where: path or hub id, for error messages.
+        preprocessing: of the hub repository's evaluation, where its config.json has timm's.
+    """
+
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]]
+    read: Callable[[str], np.ndarray]
+    source: str | None = None
+    metadata: Metadata | None = None
+    where: str = ""
+    preprocessing: Preprocessing | None = None
+
+    @property
+    def description(self) -> Description | None:
+        """All that creates the model of the weights again, if the file has it."""
+        return None if self.metadata is None else self.metadata.description
+
+
+@contextlib.contextmanager
+def open_weights(where: str | os.PathLike | WeightsFile) -> Iterator[WeightsFile]:
+    """Opens weights, see `load.load_pretrained`; those of an open file are left as they are.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has another format, or is damaged.
+        ImportError: the package that reads it is not installed.
+    """
+    if isinstance(where, WeightsFile):
+        yield where
+        return
+    where = os.fspath(where)
+    path, owner = _find(where)
+    with _open_file(path) as file:
+        source = file.source or _HUB_SOURCES.get(owner)
+        preprocessing = None if owner is None else _hub_preprocessing(where)
+        yield dataclasses.replace(file, source=source, where=where, preprocessing=preprocessing)
+
+
+@contextlib.contextmanager
+def _open_file(path: str) -> Iterator[WeightsFile]:
+    """Opens a .safetensors or .npz file."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"pretrained={path!r}: there is no such file")
+    kind = os.path.splitext(path)[1]
+    if kind == ".safetensors":
+        with _open_safetensors(path) as file:
+            yield file
+    elif kind == ".npz":
+        with open_npz(path) as file:
+            yield WeightsFile(file.shapes, file.read)
+    else:
+        raise ValueError(
+            f"pretrained={path!r}: weights are read from .safetensors and .npz only, because "
+            f"pickles (.pt, .pth, .bin) can run programs: {_FROM_PICKLE}"
+        )
+
+
+@contextlib.contextmanager
+def _open_safetensors(path: str) -> Iterator[WeightsFile]:
+    library = _safetensors()
+    try:
+        file = library.safe_open(path, framework="np")
+    except library.SafetensorError as error:
+        raise ValueError(
+            f"pretrained={path!r} is not a safetensors file, or damaged: {error}"
+        ) from None
+    with file:
+        names = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
+        shapes = {
+            key: (tuple(s.get_shape()), jnp.dtype(_DTYPES.get(s.get_dtype(), "int8")))
+            for key, s in slices.items()
+        }
+        entries = file.metadata() or {}
+        source = entries.get("source") if entries.get("source") in SOURCES else None
+        described = entries.get(_METADATA)
+        metadata = None if described is None else Metadata.from_json(described, path)
+        yield WeightsFile(shapes, file.get_tensor, source, metadata)
+
+
+def _find(where: str) -> tuple[str, str | None]:
+    """Path of a file, and the owner of the hub repository that it comes from."""
+    if os.path.isdir(where):
+        path = os.path.join(where, _HUB_FILE)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(
+                f"pretrained={where!r} is a folder without {_HUB_FILE}: name one that "
+                "rope_jax.save_pretrained wrote, or a file; rope_jax.create_model and "
+                "rope_jax.load_checkpoint open the WORKDIR of a run"
+            )
+        return path, None
+    hub_id = re.fullmatch(r"([\w-][\w.-]*)/[\w-][\w.-]*", where)
+    if os.path.exists(where) or not hub_id or os.path.splitext(where)[1] in EXTENSIONS:
+        return where, None
+    return _download(where), hub_id[1].lower()
+
+
+def _download(name: str) -> str:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"pretrained={name!r} is a hub id, which needs huggingface_hub: {_INSTALL}"
+        ) from error
+    try:
+        return huggingface_hub.hf_hub_download(name, _HUB_FILE)
+    except FileNotFoundError:  # the hub could not be reached
+        raise
+    except (
+        huggingface_hub.utils.EntryNotFoundError,
+        huggingface_hub.utils.RepositoryNotFoundError,
+    ) as error:
+        raise FileNotFoundError(
+            f"pretrained={name!r}: the hub has no such repository, or no {_HUB_FILE} in it. For "
+            f"weights that are published as a pickle only, as naver-ai's are, {_FROM_PICKLE}, and "
+            "pass the path of that file"
+        ) from error
+
+
+def write_safetensors(
+    path: str, state_dict: dict[str, np.ndarray], source: str, metadata: Metadata
+) -> None:
+    """Writes a .safetensors file, or model.safetensors into a folder, which may be new.
+
+    Args:
+        path: of the file or folder.
+        state_dict: tensors by name.
+        source: whose names these are.
+        metadata: of the model.
+    """
+    library = _safetensors()
+    if not path.endswith(".safetensors"):
+        os.makedirs(path, exist_ok=True)
+        path = os.path.join(path, _HUB_FILE)
+    entries = {"format": "pt", "source": source, _METADATA: metadata.to_json()}
+    temporary = f"{path}.tmp"
+    try:
+        library.numpy.save_file(state_dict, temporary, metadata=entries)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+
+
+def _hub_preprocessing(name: str) -> Preprocessing | None:
+    """The preprocessing in the config.json of a timm repository; None if there is none."""
+    import huggingface_hub
+
+    try:
+        with open(huggingface_hub.hf_hub_download(name, "config.json"), encoding="utf-8") as file:
+            about = json.load(file)["pretrained_cfg"]
+        mean, std = (tuple(map(float, about[key])) for key in ("mean", "std"))
+        return Preprocessing(mean, std, float(about["crop_pct"]), str(about["interpolation"]))
+    except (FileNotFoundError, huggingface_hub.utils.EntryNotFoundError):
+        return None
+    except (KeyError, TypeError, ValueError):  # another library's names
+        return None
+
+
+def _safetensors():
+    """The package, imported where it is used: `import rope_jax` stays fast."""
+    import safetensors.numpy
+
+    return safetensors

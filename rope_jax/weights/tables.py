@@ -1,0 +1,210 @@
+"""Name tables, which map parameters to the tensors of a source's files, and rows they share."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from flax import nnx
+
+from rope_jax.weights.layouts import CONV, DENSE, QKV_BIAS, QKV_WEIGHT, SAME, TOKENS, Rule
+from rope_jax_kernels.rotation import Pairing
+
+Row = tuple[str, str, Rule]
+APE: Row = ("position.ape.embedding", "pos_embed", TOKENS)
+Frozen = Callable[[nnx.Module, dict[str, int], tuple[int, ...]], np.ndarray | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """A source's preprocessing of images for evaluation.
+
+    With the preprocessing of another source, weights lose up to half a per cent of accuracy. The
+    image is resized so that its short side is `resized(size)` pixels, cropped to size x size at the
+    centre, scaled to 0..1, and normalised: (image - mean) / std.
+
+    >>> Preprocessing(crop=0.9).crop_notation
+    'centre(crop=0.9,interpolation=bicubic)'
+
+    Attributes:
+        mean, std: of the channels red, green, blue, in 0..1.
+        crop: fraction of the resized short side that the crop keeps.
+        interpolation: method of resizing.
+    """
+
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    crop: float = 0.875
+    interpolation: str = "bicubic"
+
+    @property
+    def crop_notation(self) -> str:
+        """The crop as written for `rope_jax.data.load`."""
+        return f"centre(crop={self.crop},interpolation={self.interpolation})"
+
+    def resized(self, size: int) -> int:
+        """The short side in pixels before the crop to `size`, rounded down as by timm and DeiT.
+
+        >>> Preprocessing(crop=0.9).resized(224)
+        248
+
+        Args:
+            size: side of the crop in pixels.
+        """
+        return math.floor(size / self.crop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The names of one source for one model.
+
+    A name may hold numbers in braces: "blocks.{i}.norm1.scale" is one row for all blocks. {s}
+    counts stages; a file's name may also use {next}, which is s + 1.
+
+    Attributes:
+        rows: (name here, name in the file, layout); None for the names that parameters have here.
+        pairing: channels that the source's rotations pair, or None where it has no rotations.
+        preprocessing: of the source's evaluation, where it has one.
+        dropped: names of tensors that follow from others and are ignored.
+        frozen: names of tensors that the model computes instead of storing them, each with a
+            function of the model, the name's numbers and the tensor's shape. It returns the
+            expected tensor, up to the rounding of float32, or None if there is none.
+        zeros: names of tensors that a file may lack; their parameters become 0.
+    """
+
+    rows: list[Row] | None
+    pairing: Pairing | None = None
+    preprocessing: Preprocessing | None = Preprocessing()
+    dropped: tuple[str, ...] = ()
+    frozen: tuple[tuple[str, Frozen], ...] = ()
+    zeros: tuple[str, ...] = ()
+
+
+def match_name(template: str, name: str) -> dict[str, int] | None:
+    """The numbers of a template's braces in `name`, or None if the name does not match."""
+    match = re.fullmatch(_pattern(template), name)
+    return match and {key: int(number) for key, number in match.groupdict().items()}
+
+
+def begins(name: str, templates: Sequence[str]) -> bool:
+    """Whether a name begins as one of some templates.
+
+    >>> begins("blocks.3.scale1.gamma", ["head.", "blocks.{i}.scale"])
+    True
+    """
+    return any(re.match(_pattern(template), name) for template in templates)
+
+
+def _pattern(template: str) -> str:
+    return re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(template))
+
+
+def fill_name(template: str, values: dict[str, int]) -> str:
+    """A template with its numbers filled in."""
+    return template.format(**values, next=values.get("s", 0) + 1)
+
+
+def within(theirs: str, rows: list[Row], ours: str) -> list[Row]:
+    """Rows of a module that is part of another."""
+    return [(f"{ours}{here}", f"{theirs}{there}", rule) for here, there, rule in rows]
+
+
+def norm(ours: str, theirs: str) -> list[Row]:
+    """Rows of a layer norm."""
+    return [(f"{ours}.scale", f"{theirs}.weight", SAME), (f"{ours}.bias", f"{theirs}.bias", SAME)]
+
+
+def batch_norm(ours: str, theirs: str) -> list[Row]:
+    """Rows of a batch norm, whose count of batches is dropped."""
+    return [
+        *norm(ours, theirs),
+        (f"{ours}.mean", f"{theirs}.running_mean", SAME),
+        (f"{ours}.variance", f"{theirs}.running_var", SAME),
+    ]
+
+
+def dense(ours: str, theirs: str, kernel: Rule = DENSE) -> list[Row]:
+    """Rows of a linear layer, with or without bias."""
+    return [
+        (f"{ours}.kernel", f"{theirs}.weight", kernel),
+        (f"{ours}.bias", f"{theirs}.bias", SAME),
+    ]
+
+
+def conv(ours: str, theirs: str) -> list[Row]:
+    """Rows of a convolution, with or without bias."""
+    return dense(ours, theirs, CONV)
+
+
+def halves(ours: str, first: str, second: str) -> list[Row]:
+    """Rows of a linear layer that a file stores as two, each with half of the outputs."""
+    rows = []
+    for one, other in zip(dense(ours, first), dense(ours, second), strict=True):
+        for i, (name, theirs, rule) in enumerate((one, other)):
+            rows.append((name, theirs, dataclasses.replace(rule, part=(i, 2))))
+    return rows
+
+
+def attention(ours: str, theirs: str) -> list[Row]:
+    """Rows of an attention layer."""
+    return [
+        (f"{ours}.qkv.kernel", f"{theirs}.qkv.weight", QKV_WEIGHT),
+        (f"{ours}.qkv.bias", f"{theirs}.qkv.bias", QKV_BIAS),
+        *dense(f"{ours}.proj", f"{theirs}.proj"),
+    ]
+
+
+def torch_attention(ours: str, theirs: str, width: int) -> list[Row]:
+    """Rows of torch's MultiheadAttention, which holds q, k and v, of `width` each, as one."""
+    rows: list[Row] = []
+    for place, name in enumerate("qkv"):
+        share = slice(place * width, (place + 1) * width)
+        kernel, bias = (dataclasses.replace(rule, cut=share) for rule in (DENSE, SAME))
+        rows += [
+            (f"{ours}.{name}.kernel", f"{theirs}.in_proj_weight", kernel),
+            (f"{ours}.{name}.bias", f"{theirs}.in_proj_bias", bias),
+        ]
+    return rows + dense(f"{ours}.out", f"{theirs}.out_proj")
+
+
+def block(ours: str, theirs: str, *, scales: tuple[str, str]) -> list[Row]:
+    """Rows of a transformer block; `scales` are the names of its two LayerScales."""
+    return [
+        *norm(f"{ours}.norm1", f"{theirs}.norm1"),
+        *attention(f"{ours}.attn", f"{theirs}.attn"),
+        *norm(f"{ours}.norm2", f"{theirs}.norm2"),
+        *dense(f"{ours}.mlp.fc1", f"{theirs}.mlp.fc1"),
+        *dense(f"{ours}.mlp.fc2", f"{theirs}.mlp.fc2"),
+        (f"{ours}.scale1.gamma", f"{theirs}.{scales[0]}", SAME),
+        (f"{ours}.scale2.gamma", f"{theirs}.{scales[1]}", SAME),
+    ]
+
+
+def isotropic(
+    *, blocks: str = "blocks.{i}", scales: tuple[str, str] = ("gamma_1", "gamma_2")
+) -> list[Row]:
+    """Rows of a ViT without its positions."""
+    return [
+        ("class_token", "cls_token", SAME),
+        *conv("patch_embed.proj", "patch_embed.proj"),
+        *norm("patch_embed.norm", "patch_embed.norm"),
+        *block("blocks.{i}", blocks, scales=scales),
+        *norm("norm", "norm"),
+        *dense("head", "head"),
+    ]
+
+
+def hierarchical(
+    *, stages: str = "layers.{s}", downsample: str = "layers.{s}.downsample", head: str = "head"
+) -> list[Row]:
+    """Rows of a hierarchical backbone without its positions: Swin's and NAT's."""
+    return [
+        *conv("patch_embed.proj", "patch_embed.proj"),
+        *conv("patch_embed.proj.{i}", "patch_embed.proj.{i}"),
+        *norm("patch_embed.norm", "patch_embed.norm"),
+        *block("stages.{s}.blocks.{j}", f"{stages}.blocks.{{j}}", scales=("gamma1", "gamma2")),
+        *norm("stages.{s}.downsample.norm", f"{downsample}.norm"),
+        *norm("norm", "norm"),
+        *dense("head", head),
+    ]

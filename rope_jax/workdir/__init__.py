@@ -1,1 +1,0 @@
-"""The folder of a run: lock, checkpoints, metrics."""

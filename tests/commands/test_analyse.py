@@ -1,0 +1,153 @@
+import json
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from rope_jax.analysis import plots
+from rope_jax.commands import analyse as analysis_command
+from rope_jax.commands.analyse import _image_batches, _parser, main
+from rope_jax.runs.loading import load_model
+from rope_jax.training.setup import load_split
+from rope_jax_kernels import Choices
+from tests.small_run import save_run
+
+DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs a command on a small model; returns its numbers and the pictures that it wrote."""
+
+    def run(name, *arguments):
+        main([name, *arguments, f"--out={tmp_path}"])
+        pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+        assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+        return json.loads((tmp_path / f"{name}.json").read_text()), pictures
+
+    return run
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures of pictures, whose files stay empty."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    return drawn
+
+
+@pytest.mark.slow
+def test_attention_of_files(command, tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(3):
+        image = Image.fromarray(np.full((10, 12, 3), 80 * number, np.uint8))
+        image.save(folder / f"{number}.png")
+    files = [f"--images={folder}", "--count=2", "--batch_size=1"]
+    found, pictures = command("attention", *DIGITS, *files)
+    assert (found["images"], found["grids"]) == (2, [[4, 4], [4, 4]])
+    assert found["model"] == "vit_digits with axial_rope"
+    assert np.shape(found["distance"]) == np.shape(found["entropy"]) == (2, 3)
+    assert pictures == ["attention_distance.png", "attention_entropy.png"]
+
+
+def test_a_workdir(command, tmp_path):
+    save_run(tmp_path, 2, position="rope_mixed", seed=5)
+    found, _ = command("maps", str(tmp_path), "--resolution=8x12", "--query=0.1,0.9")
+    assert np.shape(found["maps"]["layer 1"]) == (4, 6)
+    assert found["weights"] == f"{tmp_path}, seed 5, step 2"
+    found, pictures = command("learned", str(tmp_path))
+    assert np.shape(found["before"]) == (1, 2, 2, 4)
+    np.testing.assert_allclose(found["before"], found["after"])  # nothing was trained
+    assert pictures == ["learned.png", "maps.png"]
+
+
+def test_a_run_is_analysed_with_its_kernels(command, tmp_path, monkeypatch):
+    save_run(tmp_path, 2, position="rope_mixed")
+    used = []
+    asked = lambda config, workdir: used.append((config.model.position, workdir)) or Choices()
+    monkeypatch.setattr(analysis_command, "kernels_of_run", asked)
+    command("decay", str(tmp_path))
+    assert used == [("rope_mixed", tmp_path)]
+
+
+def test_images_of_the_test_split(tmp_path):
+    save_run(tmp_path, 2)
+    asked = _parser().parse_args(["maps", str(tmp_path), "--count=5", "--batch_size=3"])
+    loaded = load_model(asked)
+    batches = [pixels for pixels, _ in _image_batches(loaded, asked)]
+    assert [len(batch) for batch in batches] == [3, 2]
+    first = load_split(loaded.config, "test", (8, 8)).images[:5]
+    np.testing.assert_array_equal(np.concatenate(batches), first)
+
+
+def test_rotations(command):
+    found, _ = command("fourier", *DIGITS, "--position=rope_mixed")
+    assert list(found["maps"]) == ["all layers", "layer 1", "layer 2", "nearest bins"]
+    assert found["maps"]["all layers"][2][2] == pytest.approx(1)
+    found, pictures = command("decay", *DIGITS)
+    assert found["score"][0] == pytest.approx(1)
+    assert pictures == ["decay.png", "fourier.png"]
+
+
+def test_positions_and_costs(command, capsys):
+    found, _ = command("correlation", *DIGITS, "--position=lape(ape)", "--token=3")
+    assert found["maps"]["layer 1"][0][3] == pytest.approx(1)
+    schemes = ["--positions", "none", "rope2d", "--image_size=8"]
+    found, _ = command("costs", "--model=vit_digits", *schemes)
+    assert [row["position"] for row in found["rows"]] == ["none", "rope2d"]
+    assert "operations" in capsys.readouterr().out
+    found, pictures = command("angles", "--widths=16", "--heads=2")
+    assert len(found["table31, d=16"]) == 16
+    assert pictures == ["angles_16.png", "correlation.png", "costs.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["fourier", *DIGITS, "--position=ape"],
+            "rotates nothing by coordinates: use a rotary scheme",
+        ),
+        (["learned", *DIGITS], "axial_rope has no learned frequencies"),
+        (
+            ["learned", *DIGITS, "--position=rope_mixed", "--stage=2"],
+            "--stage=2 must be from 1 to 1",
+        ),
+        (
+            ["correlation", "--model=swin_t", "--options=depths=(1,1),heads=(2,2),width=8"],
+            "Swin has 2 stages with maps of different sizes",
+        ),
+        (["attention", *DIGITS], "--images is missing: pass a file or a folder"),
+        (["decay"], "name either the WORKDIR of a run or a --model"),
+        (["costs", "--model=vit"], "unknown model 'vit'"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, tmp_path):
+    with pytest.raises(SystemExit, match=f"^rope_jax.analysis: .*{message}"):
+        main([*arguments, f"--out={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("place", "crosses"),
+    [((0.5, 0.5), [(3, 2), (3, 2), (1, 1)]), ((1.0, 0.0), [(0, 3), (0, 3), (0, 1)])],
+)
+def test_the_mark_is_in_the_middle_of_the_token(figures, tmp_path, place, crosses):
+    """On the image it is that of layer 1; places are in tokens of the map."""
+    maps = {"layer 1": np.zeros((4, 6)), "layer 2": np.zeros((2, 3))}
+    path = tmp_path / "maps.png"
+    plots.overlays(np.zeros((8, 12, 3), np.uint8), maps, path, title="", place=place)
+    assert [tuple(axes.lines[0].get_xydata()[0]) for axes in figures[0].axes] == crosses
+    for axes, (rows, columns) in zip(figures[0].axes, [(4, 6), (4, 6), (2, 3)], strict=True):
+        assert axes.images[0].get_extent() == [-0.5, columns - 0.5, rows - 0.5, -0.5]
+
+
+def test_panels_have_one_colour_bar_and_marked_tokens(figures, tmp_path):
+    main(["correlation", *DIGITS, "--position=lape(ape)", "--token=6", f"--out={tmp_path}"])
+    main(["fourier", *DIGITS, "--position=rope_mixed", f"--out={tmp_path}"])
+    lines = [[axes.lines[0] for axes in figure.axes if axes.lines] for figure in figures]
+    crosses = [[tuple(line.get_xydata()[0]) for line in own] for own in lines]
+    assert crosses == [[(2, 1)] * 2, [(2, 2)] * 4]
+    for figure, label in zip(figures, ("cosine similarity", "relative to"), strict=True):
+        assert figure.axes[-1].get_ylabel().startswith(label)

@@ -1,0 +1,168 @@
+"""The command `rope_jax compare`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rope_jax.commands import compare
+from rope_jax.config import ConfigError
+from tests.faults.attacks.files import write_images
+
+POSITIONS = "--positions=ape,rope2d(base=50)+ape"
+TINY = ["--config.model.options=depth=1,width=16,heads=1", "--config.epochs=0.5"]
+
+
+def pictures(folder):
+    write_images(folder, np.random.default_rng(0))
+    return folder
+
+
+def plan(*arguments):
+    return compare.plan(compare._parse(list(arguments)))
+
+
+def test_seeds_of_images_in_memory_are_trained_in_one_step(tmp_path):
+    found = plan("--config=digits:seed=2", POSITIONS, f"--out={tmp_path}")
+    names = ["ape-seeds3", "rope2d(base=50)+ape-seeds3"]
+    assert [one.workdir for one in found] == [tmp_path / name for name in names]
+    assert [one.config.model.position for one in found] == ["ape", "rope2d(base=50)+ape"]
+    for one in found:
+        assert (one.config.seed, one.config.seeds, one.config.data.on_device) == (2, 3, True)
+
+
+def test_one_seed_is_the_run_of_the_recipe():
+    """Its folder is that of earlier versions of `make compare`, whose runs are found again."""
+    found = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
+    assert [str(one.workdir) for one in found] == ["runs/compare/none", "runs/compare/ape"]
+    assert not any(one.config.data.on_device for one in found)
+
+
+def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
+    folder = pictures(tmp_path / "images")
+    common = ["--positions=ape,none", "--seeds=2", f"--out={tmp_path}"]
+    common += ["--config.model.options=depth=1,width=24,heads=1"]
+    found = plan(f"--path={folder}", "--model=deit3_s16", "--resolutions=96,64x128", *common)
+    assert [one.workdir.name for one in found] == ["ape", "none", "ape-1", "none-1"]
+    assert [one.config.seed for one in found] == [0, 0, 1, 1]
+    config = found[0].config
+    assert (config.model.name, config.data.source, config.data.path) == (
+        "deit3_s16",
+        "folder",
+        str(folder),
+    )
+    assert config.eval.resolutions == ((96, 96), (64, 128))
+    assert plan(f"--path={folder}", *common)[0].config.eval.resolutions == (160, 288, 320)
+    given = plan(f"--path={folder}", "--config=deit3:variant=ti", "--config.optim.b1=0.8", *common)
+    assert (given[0].config.data.path, given[0].config.optim.b1) == (str(folder), 0.8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--path is missing"),
+        (["--config=digits", "--positions=ape"], "has nothing to compare: name two or more"),
+        (["--config=digit"], "--config=digit is not a recipe; did you mean 'digits'"),
+        (["--config=digits", "--config.optim.b3=1"], "optim.b3 is not a setting; known: name"),
+        (["--config=digits", "--config.opt.b1=1"], "--config.opt is not a setting"),
+        (["--config=digits", "--config.optim.lr=1"], "; use --config.optim.learning_rate"),
+        (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
+        (["--config=digits", "--resolutions=8y"], "--resolutions"),
+        (["--path=nowhere.npz"], "nowhere.npz"),
+        (["--path=no,where"], "no,where"),
+        (
+            ["--config=digits", "--positions=ape,rope_mixd"],
+            "scheme 'rope_mixd'; the nearest are 'rope_mixed'",
+        ),
+        (
+            ["--config=digits", "--config.seeds=2"],
+            "--config.seeds is not a setting of a comparison",
+        ),
+        (
+            ["--config=digits", "--config.model.position=ape"],
+            "leave out --config.model.position",
+        ),
+        (
+            ["--config=digits", "--config.plugins=('nothing',)"],
+            r"plug-in 'nothing' \(of the recipe",
+        ),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(*arguments)
+
+
+def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
+    folder = pictures(tmp_path / "my, images=1")
+    common = ["--model=vit_digits", "--positions=ape,none", "--seeds=1", *TINY]
+    for recipe in ([], ["--config=own_images"]):
+        found = plan(f"--path={folder}", *recipe, *common)
+        assert (found[0].config.data.source, found[0].config.data.path) == ("folder", str(folder))
+    (tmp_path / "images.zip").touch()
+    with pytest.raises(ConfigError, match=r"images\.zip"):
+        plan(f"--path={tmp_path / 'images.zip'}", *common)
+    (tmp_path / "images.npz").touch()
+    for recipe in ([], ["--config=digits"]):
+        with pytest.raises(ConfigError, match=r"images\.npz"):
+            plan(f"--path={tmp_path / 'images.npz'}", *recipe, *common)
+
+
+def test_images_stay_where_they_are_wanted_or_fit(monkeypatch):
+    asked = ("--config=digits", "--positions=ape,none", "--seeds=2", TINY[0])
+    apart = plan(*asked, "--config.data.on_device=False")
+    assert [(one.config.seed, one.config.data.on_device) for one in apart] == [
+        (seed, False) for seed in (0, 0, 1, 1)
+    ]
+
+    class Device:
+        bytes = 1437 * 8 * 8 * 3  # of the training images
+
+        def memory_stats(self):
+            return {"bytes_limit": self.bytes}
+
+    monkeypatch.setattr(compare.jax, "local_devices", lambda: [Device()])
+    assert len(plan(*asked)) == 4
+    monkeypatch.setattr(Device, "bytes", 2 * Device.bytes)
+    assert [one.config.seeds for one in plan(*asked)] == [2, 2]
+
+
+def test_all_settings_are_listed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        plan("--config.help")
+    assert caught.value.code in (None, 0)
+    assert "--config.optim.learning_rate: a number" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("--epochs=3", "use --config.epochs"),
+        ("--seed=3", "use --config.seed"),  # no abbreviation of --seeds
+        ("--frobnicate", "settings are written --config.key=value"),
+    ],
+)
+def test_other_arguments_are_refused(argument, hint, capsys):
+    with pytest.raises(SystemExit):
+        plan("--config=digits", argument)
+    assert f"unexpected argument {argument!r}; {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_comparison_is_trained_once_and_ends_with_its_tables(tmp_path, capsys):
+    out = tmp_path / "out"
+    asked = ["--config=digits", "--positions=ape,rope2d", "--seeds=2", f"--out={out}", *TINY]
+    compare.main(asked)
+    said = capsys.readouterr().out
+    assert "[2/2] rope2d, 2 seeds" in said
+    table = (out / "comparison.txt").read_text()
+    assert table in said
+    rows = json.loads((out / "ape-seeds2" / "results.json").read_text())["eval"]
+    assert {row["seed"] for row in rows} == {0, 1}
+    assert "difference from ape in percentage points [95 % interval]" in table
+    for name in ("report.html", "comparison.png", "differences.png"):
+        assert (out / name).stat().st_size > 1000
+    compare.main(asked)
+    again = capsys.readouterr().out
+    assert again.count(": training is complete") == 2
+    assert (out / "comparison.txt").read_text() == table

@@ -1,0 +1,196 @@
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+import rope_jax
+from rope_jax import evaluate
+from rope_jax.commands import evaluate as command_module
+from rope_jax.config import ConfigError
+from rope_jax.data import EvaluationSet
+from rope_jax.data.sources.evaluation_sets import real_labels, synsets
+from rope_jax.evaluate import kinds
+from rope_jax.system.sharding import make_mesh
+from rope_jax.weights import Preprocessing, save_pretrained
+from rope_jax_kernels.tuning import choices
+from tests.small_run import save_run
+
+SMALL = {"depth": 1, "width": 24, "heads": 2, "patch_size": 4}
+AS_THEY_ARE = Preprocessing(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), crop=1.0)
+
+
+class Reader(nnx.Module):
+    """Predicts the class that is the grey value of the image, then its neighbours."""
+
+    def __init__(self, classes, favourite=None):
+        self.classes, self.favourite = classes, favourite
+
+    def __call__(self, images):
+        value = jnp.round(images.mean((1, 2, 3)) * 255)
+        logits = -jnp.abs(jnp.arange(self.classes) - value[:, None])
+        return logits if self.favourite is None else logits.at[:, self.favourite].set(99)
+
+
+def grey_files(folder, values):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(folder / name)
+
+
+def score(model, found, size=(4, 4)):
+    return evaluate.evaluate_files(model, found, size, AS_THEY_ARE, make_mesh(), batch_size=2)
+
+
+def test_any_right_label_counts(tmp_path):
+    assert real_labels()[2] == (230, 231)
+    values = {3: 231, 4: 200, 1: 5}  # the right one of two, a wrong one, one without labels
+    name = "ILSVRC2012_val_{:08}.png".format
+    grey_files(tmp_path, {name(number): value for number, value in values.items()})
+    row = score(Reader(1000), EvaluationSet("real", tmp_path))
+    assert (row["count"], row["top1"], row["top5"]) == (2, 0.5, 0.5)
+    assert "reassessed" in row["protocol"]
+
+
+def test_only_the_classes_of_the_set_compete(tmp_path):
+    synset = synsets()
+    grey_files(tmp_path / synset[6], {"x.png": 6})
+    grey_files(
+        tmp_path / synset[11], {"x.png": 12}
+    )  # 11 and 13 are in ImageNet-A, 12 is not; the nearer of equals comes first
+    found = EvaluationSet("a", tmp_path)
+    assert 12 not in found.competing
+    row = score(Reader(1000, favourite=12), found)  # what is not in the set cannot win
+    assert (row["top1"], row["top5"]) == (1.0, 1.0)
+    everything = score(Reader(1000, favourite=12), EvaluationSet("imagenet", tmp_path))
+    assert (everything["top1"], everything["top5"]) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="the model has 10 classes, but imagenet_a has 1000"):
+        score(Reader(10), found)
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """Runs the command on weights and images of three classes."""
+    model = rope_jax.create_model("deit_ti16", num_classes=3, image_size=8, **SMALL)
+    save_pretrained(model, tmp_path / "w.safetensors", source="timm")
+    for number in range(3):
+        grey_files(
+            tmp_path / "set" / f"class{number}", {"a.png": 50 * number, "b.png": 60 * number}
+        )
+    own = {"model": "deit_ti16", "weights": tmp_path / "w.safetensors", "num_classes": 3}
+    own |= {"image_size": 8, "options": ",".join(f"{key}={value}" for key, value in SMALL.items())}
+    own |= {"dataset": "folder", "images": tmp_path / "set", "out": tmp_path / "rows.json"}
+
+    def run(*more):
+        evaluate.main([*(f"--{name}={value}" for name, value in own.items()), *more])
+        return json.loads((tmp_path / "rows.json").read_text())["rows"], capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_measures_every_row_once(command, monkeypatch):
+    (row,), out = command("--resolutions=8x12")
+    assert (row["resolution"], row["count"]) == ([8, 12], 6)
+    assert row["asked"]["weights"].endswith("w.safetensors")
+    assert row["protocol"].startswith("whole image resized to at least 8 x 13 pixels (bicubic")
+    assert "8x12" in out
+
+    measured = []
+    once = kinds.evaluate_files
+
+    def interrupted(model, found, size, *rest, **options):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(size)
+        return once(model, found, size, *rest, **options)
+
+    monkeypatch.setattr(kinds, "evaluate_files", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command("--resolutions=8x12,8,12")
+    rows, _ = command("--resolutions=8,8x12")  # nothing is left to measure
+    assert measured == [(8, 8)]
+    assert [row["resolution"] for row in rows] == [[8, 12], [8, 8]]
+
+
+def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
+    save_run(tmp_path, 2, kernels="xla")
+    used = []
+
+    def own_split(*_):
+        used.append(choices._IN_FORCE.value.everywhere)
+        about = {"dataset": "digits", "resolution": [8, 8], "count": 1, "protocol": "none"}
+        return about | {"top1": 1.0, "top5": 1.0}
+
+    monkeypatch.setattr(kinds.OfImages, "_own_split", own_split)
+    evaluate.main([str(tmp_path)])
+    assert used == ["xla"]
+    assert choices._IN_FORCE.value is None
+
+
+def test_other_weights_and_rows_of_earlier_versions_are_measured_anew(command, tmp_path):
+    for _ in range(2):
+        (row,), _ = command()
+    assert row["protocol"].startswith("whole image resized to a short side of 8 pixels (bicubic")
+    old = row | {"top1": -1.0, "protocol": "short side resized to 8 pixels"}
+    old["asked"] = {key: value for key, value in row["asked"].items() if key != "resizing"}
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [old]}))
+    rows, _ = command()
+    assert [found["top1"] for found in rows] == [-1.0, row["top1"]]
+    other = rope_jax.create_model("deit_ti16", num_classes=3, image_size=8, seed=1, **SMALL)
+    save_pretrained(other, tmp_path / "w.safetensors", source="timm")
+    rows, _ = command()
+    assert len({found["asked"]["sha256"] for found in rows[1:]}) == len(rows[1:]) == 2
+
+
+def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_module, "share", lambda: (1, 2))
+    with pytest.raises(FileNotFoundError, match=r"rows\.json"):
+        command("--batch_size=2")
+    monkeypatch.undo()
+    rows, _ = command()
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--resolutions=9", r"9x9 is not divisible by the patch size 4: .*\[--resolutions\]"),
+        ("--scale_windows", "--scale_windows needs a model with window attention"),
+        ("somewhere", "name either the WORKDIR of a run or a --model"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, argument, message):
+    with pytest.raises(SystemExit, match=message):
+        command(argument)
+
+
+def test_tables_of_offsets_shrink_as_asked():
+    options = {"depth": 1, "width": 24, "heads": 2, "image_size": 64, "num_classes": 2}
+    make = functools.partial(rope_jax.create_model, "vit_s16", **options)
+    model, wanted = make(position="rpb"), make(position="rpb(shrink=crop)")
+    wanted.resize((32, 48))
+    resized, cropped = (
+        evaluate.at_resolution(model, (32, 48), rpb_shrink=rule).position.offsets[...]
+        for rule in (None, "crop")
+    )
+    assert jnp.array_equal(cropped, wanted.position.offsets[...])
+    assert resized.shape == (1, 2, 3, 5)
+    assert not jnp.allclose(resized, cropped, atol=1e-3)
+    assert model.position.shrink == "bicubic"  # the model itself stays
+    with pytest.raises(ConfigError, match="--rpb_shrink=crop is for models with the scheme rpb"):
+        evaluate.at_resolution(make(position="none"), (32, 48), rpb_shrink="crop")
+
+
+def test_windows_grow_with_the_image():
+    model = rope_jax.create_model(
+        "swin_t", depths=(1,), heads=(2,), width=8, image_size=224, num_classes=2
+    )
+    scaled = evaluate.at_resolution(model, (256, 256), scale_windows=True)
+    assert scaled.patterns(0, (64, 64))[0].size == (8, 8)
+    assert scaled.stages[0].position.terms((64, 64)).layer(0).bias.shape == (2, 15 * 15)
+    assert model.patterns(0, (64, 64))[0].size == (7, 7)  # the model itself stays
+    assert jax.tree.structure(nnx.state(scaled)) == jax.tree.structure(nnx.state(model))

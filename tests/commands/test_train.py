@@ -1,0 +1,233 @@
+"""The command `python -m rope_jax.main`: its flags, exit statuses, messages and signals."""
+
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+from absl.testing import flagsaver
+
+from rope_jax.commands import process as command
+from rope_jax.config import ConfigError, resolve
+from rope_jax.data import BadImages, BadSet
+from rope_jax.system.files import SaveFailed
+from rope_jax.training.checkpoint import NonFinite
+from rope_jax.training.metrics import read_metrics
+from rope_jax.training.signals import Interrupted
+from tests import devices as cpu
+from tests.faults.processes import Run
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = [
+    "--config.model.options=depth=1,width=16,heads=1",
+    "--config.log_every=1",
+    "--config.eval.resolutions=((4, 6),)",
+]
+
+
+def stopped_by(name, *, saved, alone=False):
+    error = Interrupted(name)
+    error.saved, error.alone = saved, alone
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ConfigError("a mistake\n in two lines"), 2, "rope_jax: a mistake in two lines\n"),
+        (NonFinite("step 3"), 1, "rope_jax: step 3\n"),
+        (SaveFailed("disk full"), 1, "rope_jax: disk full\n"),
+        (stopped_by("SIGTERM", saved=False), 143, "before there was anything to save\n"),
+        (stopped_by("SIGTERM", saved=True, alone=True), 143, "without saving"),
+        (RuntimeError("a bug"), 1, "RuntimeError: a bug\n"),
+        (BadImages("image 3 is truncated"), 1, "3 is truncated; `python -m rope_jax.data.verify`"),
+        (BadSet("2 of 6 images cannot be used"), 1, "rope_jax: 2 of 6 images cannot be used\n"),
+        (MemoryError("Unable to allocate 9 TiB"), 1, "9 TiB); use a smaller --config.batch_size"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand a trace"),
+            1,
+            "Out of memory); use a smaller --config.batch_size",
+        ),
+    ],
+)
+def test_exit_statuses(error, status, words, capsys):
+    with pytest.raises(SystemExit) as caught, command.exit_statuses("runs/x", distributed=False):
+        raise error
+    assert caught.value.code == status
+    assert words in capsys.readouterr().err
+
+
+def test_a_saved_stop_is_no_failure(capsys):
+    with command.exit_statuses("runs/x", distributed=False):
+        raise stopped_by("SIGINT", saved=True)
+    told = "stopped by SIGINT; saved in runs/x: run the same command to go on\n"
+    assert capsys.readouterr().out == told
+
+
+def test_one_of_several_processes_names_the_others(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_LAST_WORDS", 0)
+    with pytest.raises(SystemExit) as caught, command.exit_statuses("runs/x", distributed=True):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset")
+    assert caught.value.code == 1
+    assert "another process was lost" in capsys.readouterr().err.splitlines()[-1]
+
+
+# ml_collections imports recipes by a method that Python deprecates.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
+        (["--confg=x"], "Unknown command line flag 'confg'"),
+        (["--epochs=3"], "there is no flag --epochs"),
+        (["--epochs=3"], "; use --config.epochs"),
+        (["--batch-size=3"], "; use --config.batch_size"),
+        (["--model=deit_s16"], "there is no flag --model; use --config.model.name"),
+        (["--config.optim.lr=0.1"], "lr"),
+        (["--config.data.img_size=9"], "; use --config.data.image_size"),
+        (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),
+        (["--config=configs/nothing.py"], "configs/nothing.py"),
+        (["--workdir="], None),
+    ],
+)
+def test_mistakes_in_flags_are_one_line(arguments, message, capsys, monkeypatch):
+    from rope_jax.commands import train as main  # defines the flags
+
+    given = [main.__name__, f"--config={ROOT}/configs/digits.py", "--workdir=runs/x", *arguments]
+    monkeypatch.setattr(sys, "argv", given)  # read by ml_collections
+    with flagsaver.flagsaver():
+        if message is None:
+            assert command.parse_flags(given) == given[:1]
+            return
+        with pytest.raises(SystemExit) as caught:
+            command.parse_flags(given)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) == 1
+
+
+def test_the_next_command_keeps_what_was_given(monkeypatch):
+    given = ["--config=configs/digits.py:position=none,seed=3", "--workdir=runs/a"]
+    given += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *given])
+    config = resolve({"model": {"position": "rope_mixed", "options": "depth=1"}})
+    words = shlex.split(command.next_command(config, pathlib.Path("runs/a")))
+    assert words[1:3] == ["-m", "rope_jax.main"]
+    assert words[3:] == [
+        "--config=configs/digits.py:position=none,seed=3",
+        "--config.epochs=2.0",
+        "--config.model.position=rope2d",
+        "--workdir=runs/a_rope2d",
+    ]
+
+
+def test_weights_have_one_scheme_so_that_no_other_is_next():
+    config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
+    assert command.next_command(config, pathlib.Path("runs/a")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [("depth=1,width=8,heads=2", "rope_mixed"), ("depth=1,width=6,heads=1", "ape")],
+)
+def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monkeypatch):
+    """Rotations along two axes need heads of a multiple of 4 channels."""
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
+    config = resolve({"model": {"position": "none", "options": options}})
+    assert command.next_command(config, pathlib.Path("runs/a")).endswith(
+        f"--workdir=runs/a_{other}"
+    )
+
+
+# ml_collections imports recipes by a method that Python deprecates.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_none_can_be_given_where_a_setting_may_be_none(monkeypatch):
+    from rope_jax.commands import train as main
+
+    given = [main.__name__, f"--config={ROOT}/configs/digits.py", "--workdir=runs/x"]
+    given += ["--config.optim.clip_norm=None", "--config.ema_decay=0.5", "--config.data.path=None"]
+    monkeypatch.setattr(sys, "argv", given)
+    with flagsaver.flagsaver():
+        command.parse_flags(given)
+        config = resolve(main._CONFIG.value)
+    assert (config.optim.clip_norm, config.ema_decay, config.data.path) == (None, 0.5, None)
+
+
+@pytest.mark.process
+def test_a_device_that_is_not_there_is_one_line(tmp_path):
+    arguments = ["--config=configs/digits.py", f"--workdir={tmp_path}/run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rope_jax.main", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()[-1:]
+    assert line.startswith("rope_jax: jax has no device")
+    assert "JAX_PLATFORMS=cpu" in line
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_ctrl_c_during_imports_is_one_line(tmp_path):
+    command = [sys.executable, "-v", "-m", "rope_jax", "train", f"--workdir={tmp_path}/run"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("import 'flax"):  # in the middle of the package's imports
+                process.send_signal(signal.SIGINT)
+                break
+        told = process.stderr.read()
+    assert process.returncode == 130
+    assert "rope_jax: stopped by Ctrl-C" in told
+    assert "Traceback" not in told
+
+
+@pytest.fixture
+def forked(tmp_path_factory):
+    """The same command in a process that need not import anything; it ends with the test."""
+    started = []
+
+    def start(workdir, *settings, devices=1, prepare=None):
+        log = tmp_path_factory.mktemp("said") / "log"
+        arguments = ["--config=configs/digits.py:epochs=1", f"--workdir={workdir}", *settings]
+        flags = cpu.environment(devices)
+        started.append(Run(arguments, log, environment=flags, prepare=prepare))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+@pytest.mark.process
+def test_a_mistake_ends_in_one_line(tmp_path, forked):
+    done = forked(tmp_path / "run", "--config.model.position=axial_rope(k_rope=16)")
+    assert done.wait(300) == 2
+    assert "k_rope=16 does not go with head dimension 16" in done.said()
+    assert len(done.said().strip().splitlines()) == 1
+    assert os.listdir(tmp_path / "run") == [".lock"]
+
+
+@pytest.mark.process
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, forked):
+    settings = [*SMALL, "--config.epochs=400.0"]
+    stopped = forked(tmp_path, *settings)
+    stopped.wait_for("\nstep ")
+    stopped.send(signal.SIGINT)
+    assert stopped.wait(120) == 0
+    assert "stopped by SIGINT; saved in" in stopped.said()
+    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir())
+    assert saved >= read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
+    again = forked(tmp_path, *settings)
+    again.wait_for("\nfound step")
+    again.send(signal.SIGTERM)
+    assert again.wait(120) == 0
+    assert f"found step {saved}" in again.said()

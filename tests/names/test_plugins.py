@@ -1,0 +1,216 @@
+"""Plug-ins: the documentation's scheme in every command, and names that lead nowhere."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+import rope_jax
+import rope_jax.runs.run
+from rope_jax.analysis.runs import read_runs
+from rope_jax.config import resolve, to_json
+from rope_jax.data import load, register_source
+from rope_jax.evaluate import write_results
+from rope_jax.models.registry import MODELS, find_model, register
+from rope_jax.names import plugins
+from rope_jax.positions.scheme import SCHEMES
+from tests.training.recipe import tiny
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = ROOT / "docs" / "examples" / "my_schemes.py"
+TINY = "--config.model.options=depth=1,width=16,heads=2"
+SHORT = ("--config.epochs=1.0", "--config.checkpoint_every=4", "--config.eval.resolutions=(6,)")
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """Registries and the list of plug-ins as before."""
+    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    plugins.load_installed.cache_clear()
+    with mock.patch.dict(SCHEMES), mock.patch.dict(MODELS), mock.patch.dict(sys.modules):
+        yield
+    plugins.load_installed.cache_clear()
+
+
+def test_the_page_shows_the_file_that_is_tested():
+    page = (ROOT / "docs" / "own_scheme.md").read_text()
+    assert f"```python\n{EXAMPLE.read_text()}```" in page
+
+
+def test_the_scheme_of_the_page_has_the_option_that_the_page_gives_it(clean, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    plugins.load(["my_schemes"])
+    page = (ROOT / "docs" / "own_scheme.md").read_text()
+    (notation,) = re.findall(r"`(rope_log\(.*?\))`", page)
+    models = [
+        rope_jax.create_model("vit_digits", position=name, depth=1)
+        for name in ("rope_log", notation)
+    ]
+    assert [model.position.base for model in models] == [100, 50]
+    plain, given = (model.position.freqs() for model in models)
+    assert plain.sum() < given.sum()
+
+
+def succeed(module, *arguments, folder):
+    """The output of a command that must succeed."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the example and a run of it, trained with --plugins."""
+    folder = tmp_path_factory.mktemp("mine")
+    shutil.copy(EXAMPLE, folder)
+    train = ("rope_jax.main", "--config=digits:position=rope_log", "--workdir=run", TINY, *SHORT)
+    succeed(*train, "--plugins=my_schemes", folder=folder)
+    return folder, train
+
+
+@pytest.mark.process
+def test_a_run_records_its_plug_ins_and_resumes_without_being_told(trained):
+    folder, train = trained
+    assert json.loads((folder / "run" / "config.json").read_text())["plugins"] == ["my_schemes"]
+    steps = sorted((folder / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    shutil.rmtree(steps[-1])
+    out = succeed(*train, folder=folder)
+    assert f"found step {steps[0].name} of" in out
+    assert steps[-1].exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        (("rope_jax.evaluate", "run", "--resolutions=10"), "10x10"),
+        (("rope_jax.analysis.report", "run", "--out=report"), "rope_log"),
+        (("rope_jax.analysis", "attention", "run"), "results are in run"),
+        (("rope_jax.export_model", "run", "--out=model.bin"), "vit_digits with rope_log"),
+        (("rope_jax.positions", "--plugins=my_schemes"), "log(1 + x) f or log(1 + y) f"),
+    ],
+    ids=["evaluate", "report", "analysis", "export", "positions"],
+)
+def test_commands_load_the_plug_ins_of_a_run(trained, arguments, out):
+    assert out in succeed(*arguments, folder=trained[0])
+
+
+def test_a_checkpoint_loads_with_the_module_that_defines_its_scheme(clean, tmp_path, monkeypatch):
+    from tests.small_run import save_run
+
+    (tmp_path / "mine.py").write_text(EXAMPLE.read_text().replace("rope_log", "rope_log_2"))
+    monkeypatch.chdir(tmp_path)
+    plugins.load(["mine"])
+    save_run(tmp_path / "run", 3, position="rope_log_2", plugins=plugins.loaded())
+    made = {"depth": 1, "width": 16, "heads": 2}
+    one = rope_jax.create_model("vit_digits", position="rope_log_2", **made)
+    rope_jax.save_pretrained(one, tmp_path / "saved")
+    del SCHEMES["rope_log_2"], sys.modules["mine"], plugins._loaded["mine"]
+    # A file of weights never imports anything.
+    message = r"unknown positional scheme 'rope_log_2'.* was saved with the plug-in mine: import it"
+    with pytest.raises(ValueError, match=message):
+        rope_jax.create_model(tmp_path / "saved")
+    with pytest.raises(
+        ValueError, match=r"num_classes must be a whole number of at least 0, not -1$"
+    ):
+        rope_jax.create_model(tmp_path / "saved", num_classes=-1)
+    model, config = rope_jax.load_checkpoint(str(tmp_path / "run"))
+    assert (model.notation, config.plugins) == ("rope_log_2", ("mine",))
+    assert rope_jax.create_model(str(tmp_path / "saved")).notation == "rope_log_2"
+
+
+def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, monkeypatch, capsys):
+    text = EXAMPLE.read_text()
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(text.replace("rope_log", f"rope_{name}"))
+    about = tmp_path / "schemes-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: schemes\nVersion: 1.0\n")
+    points = "[rope_jax.plugins]\nmine = one\nother = nowhere.schemes:anything\n"
+    (about / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    monkeypatch.setenv("ROPE_JAX_PLUGINS", "two, missing")
+    assert rope_jax.list_positions("rope_[ot]*") == ["rope_one", "rope_two"]
+    assert plugins.loaded() == ("two", "one")
+    # Of an installed package a run needs what it uses; what the environment names, always.
+    assert plugins.needed("rope2d+ape") == ("two",)
+    assert plugins.needed("vit_digits lape(rope_one)+ape") == ("two", "one")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "WARNING: plug-in 'missing' (ROPE_JAX_PLUGINS) cannot be imported" in first
+    assert "'nowhere.schemes' (entry point other of schemes) cannot" in second
+    rope_jax.create_model("vit_digits", position="rope_one", depth=1, width=16, heads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("my_schemes.py", None, "'my_schemes'; write my_schemes for a file my_schemes.py"),
+        ("../mine", None, "cannot be imported"),
+        ("mine", "import nothing_of_this_name", r"cannot be imported: ModuleNotFoundError: .*noth"),
+        ("mine", "1 / 0", r"plug-in 'mine' \(--plugins\) cannot be imported: ZeroDivisionError"),
+        ("mine", "x =", r"cannot be imported: SyntaxError"),
+        (
+            "mine",
+            EXAMPLE.read_text().replace("rope_log", "rope2d"),
+            "a positional scheme named 'rope2d' exists already",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(clean, tmp_path, monkeypatch, name, text, message):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        plugins.load([name])
+    assert plugins.loaded() == ()
+
+
+def test_models_and_sources_have_names_of_their_own(clean):
+    entry = find_model("vit_digits")
+    register("my_vit", entry.family, entry.options, position="rope2d", num_classes=3, depth=1)
+    assert rope_jax.create_model("my_vit", image_size=16).num_classes == 3
+    with pytest.raises(ValueError, match="a model named 'vit_digits' exists already"):
+        register("vit_digits", entry.family, entry.options, position="ape")
+    with pytest.raises(ValueError, match="a data source named 'digits' exists already"):
+        register_source("digits", load)
+
+
+def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):
+    (tmp_path / "model_of_mine.py").write_text(
+        "from rope_jax.models.registry import find_model, register\n"
+        "entry = find_model('vit_digits')\n"
+        "register('vit_of_mine', entry.family, entry.options, position='rope2d')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = resolve({"model": {"name": "vit_of_mine"}, "plugins": ["model_of_mine"]})
+    pathlib.Path("config.json").write_text(to_json(config))
+    row = {"dataset": "digits", "split": "test", "resolution": [8, 8], "count": 360}
+    write_results(tmp_path, 1, [row | {"top1": 0.9, "top5": 1.0, "protocol": "as it is"}])
+    (run,) = read_runs(tmp_path)
+    assert (run.config.model.position, plugins.loaded()) == ("rope2d", ("model_of_mine",))
+    pathlib.Path("config.json").write_text(to_json(dataclasses.replace(config, plugins=("none",))))
+    with pytest.raises(ValueError, match=r"plug-in 'none' \(of the run .*PYTHONPATH"):
+        read_runs(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"plugins": "abc"}', "null"])
+def test_a_damaged_config_of_a_run_names_no_plug_ins(clean, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert rope_jax.runs.run._with_plugins(tiny(), tmp_path).plugins == ()

@@ -1,0 +1,82 @@
+import argparse
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rope_jax.config import ConfigError
+from rope_jax.runs import loading
+from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.weights import save_pretrained
+from tests.small_run import OPTIONS, save_run
+
+
+def load(*arguments):
+    parser = argparse.ArgumentParser()
+    loading.add_model_arguments(parser)
+    return loading.load_model(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_a_workdir_is_loaded_and_its_checkpoint_verified_once(tmp_path, monkeypatch):
+    saved = save_run(tmp_path, 3)
+    verified, problem = [], Checkpoints.problem
+    monkeypatch.setattr(
+        Checkpoints, "problem", lambda self, step: verified.append(step) or problem(self, step)
+    )
+    loaded = load(tmp_path)
+    assert verified == [3]
+    assert (loaded.title, loaded.image_size, loaded.step) == (
+        "vit_digits with axial_rope",
+        (8, 8),
+        3,
+    )
+    assert jnp.array_equal(loaded.model.head.kernel, saved.head.kernel)
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 4; there are \[3\] \[WORKDIR\]"):
+        load(tmp_path, "--step=4")
+
+
+def test_the_origin_names_seed_step_and_weights(tmp_path):
+    hashes = set()
+    for number, (decay, ema, averaged) in enumerate(
+        [(None, True, ""), (0.9, True, ", averaged weights (EMA)"), (0.9, False, "")]
+    ):
+        workdir = tmp_path / str(number)
+        save_run(workdir, 8, seed=3, ema_decay=decay, eval={"ema": ema})
+        loaded = load(workdir, "--step=8")
+        assert loaded.weights == f"{workdir}, seed 3, step 8{averaged}"
+        hashes.add(loaded.sha256)
+    assert len(hashes) == 3  # the same step and weights, but of other runs
+
+
+def test_a_model_by_name(tmp_path):
+    arguments = ["--model=deit_ti16", f"--options={OPTIONS}", "--num_classes=3"]
+    fresh = load(*arguments, "--image_size=16x32", "--seed=2", "--dtype=bfloat16")
+    assert (fresh.image_size, fresh.position, fresh.weights) == ((16, 32), "ape", "fresh, seed 2")
+    images = jax.ShapeDtypeStruct((1, 16, 32, 3), jnp.float32)
+    assert jax.eval_shape(fresh.model, images).dtype == jnp.bfloat16
+    assert (fresh.sha256, fresh.step, fresh.config) == (None, None, None)
+    path = tmp_path / "weights.safetensors"
+    save_pretrained(fresh.model, path, source="timm")
+    loaded = load(*arguments, "--image_size=16x32", f"--weights={path}", "--source=timm")
+    assert jnp.array_equal(loaded.model.head.kernel, fresh.model.head.kernel)
+    assert loaded.preprocessing == loaded.model.preprocessing
+    assert len(loaded.sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name either the WORKDIR of a run or a --model"),
+        (["somewhere", "--model=vit_digits"], "name either the WORKDIR of a run or a --model"),
+        (["somewhere"], r"somewhere is not a folder; pass the WORKDIR .*\[WORKDIR\]"),
+        (["somewhere", "--position=ape"], "--position goes with --model"),
+        (["--model=vit_digits", "--step=1"], "--step goes with a WORKDIR"),
+        (["--model=vit_digits", "--source=timm"], "--source=timm needs --weights"),
+        (["--model=vit_digits", "--image_size=9y"], r"image size '9y' must be .*\[--model\]"),
+        (["--model=vit_digits", "--weights=none.npz"], r"none\.npz.*\[--weights\]"),
+        (["--model=vit"], r"unknown model 'vit'.*\[--model\]"),
+    ],
+)
+def test_mistakes_name_the_argument(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(*arguments)

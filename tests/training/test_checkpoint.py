@@ -1,0 +1,424 @@
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+import sys
+import tempfile
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rope_jax.system.files import SaveFailed
+from rope_jax.system.sharding import make_mesh, replicated, with_shardings
+from rope_jax.training import checkpoint, integrity
+from rope_jax.training.checkpoint import Checkpoints, NonFinite
+from rope_jax.training.integrity import Damaged
+from rope_jax.training.trees import tree_hash
+from tests.faults.long import DAMAGES, damage
+
+
+def state(scale=1.0):
+    params = {"blocks": {0: {"kernel": jnp.full((2, 3), scale)}, 1: {"kernel": jnp.ones((2, 3))}}}
+    return {
+        "count": jnp.array(3, jnp.int32),
+        "params": params,
+        "opt": optax.adamw(1e-3).init(params),
+    }
+
+
+def shapes(tree):
+    return with_shardings(tree, replicated(make_mesh()))
+
+
+def save(checkpoints, step, tree, about=None):
+    """Saves a state and waits until that has succeeded or failed."""
+    checkpoints.save(step, tree, about=about or {"seed": 1})
+    checkpoints.wait()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder of two steps that verify: 1 of `state(1.0)`, 2 of `state(2.0)`."""
+    folder = tmp_path_factory.mktemp("two")
+    with Checkpoints(folder) as checkpoints:
+        save(checkpoints, 1, state(1.0))
+        save(checkpoints, 2, state(2.0))
+    return folder
+
+
+@pytest.fixture
+def copy(two, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(two, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["plain", "lr[3e-3]", "a*b?", "link/..", "50%#é"])
+def test_what_is_saved_comes_back_whole_or_in_parts(tmp_path, name):
+    """Orbax looks for its own files by patterns, and tensorstore has its own idea of `..`."""
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    folder = tmp_path / name / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, state(2.5), about={"seed": 1})
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.newest_verified() == 3
+        assert checkpoints.about(3) == {"seed": 1}
+        assert tree_hash(checkpoints.load(3, shapes(state()))) == tree_hash(state(2.5))
+        part = checkpoints.load(3, {"params": shapes(state())["params"]})
+        assert set(part) == {"params"}
+        assert list(part["params"]["blocks"]) == [0, 1]
+    assert names(folder) == ["3"]
+
+
+def test_the_newest_are_kept_and_none_is_overwritten(tmp_path, monkeypatch):
+    (tmp_path / "0").touch()  # no checkpoint: neither counted nor removed
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 3):
+            checkpoints.save(step, state(float(step)), about={})
+        assert checkpoints.newest() == 3
+        checkpoints.save(3, state(9.0), about={})
+        checkpoints.wait()
+        assert checkpoints.steps() == [0, 2, 3]
+        assert tree_hash(checkpoints.load(3, shapes(state()))) == tree_hash(state(3.0))
+
+        def refuse(path, ignore_errors=False):
+            if not ignore_errors:
+                raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+        save(checkpoints, 4, state())  # an old one that cannot be removed is no failed save
+        assert checkpoints.newest_verified() == 4
+
+
+def test_numbers_that_are_not_finite_are_never_written(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(NonFinite, match=r"step 1 is not saved: params.blocks.0.kernel, not"):
+            checkpoints.save(1, state(np.nan), about={})
+        assert not names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["params"]["blocks"].pop(1), r"params.blocks.1.kernel is .*, not expected"),
+        (lambda s: s["params"].update(extra=jnp.ones(1)), "params.extra is missing"),
+        (
+            lambda s: s["params"]["blocks"].update({0: {"kernel": jnp.ones((3, 2))}}),
+            r"float32\[2, 3\], not float32\[3, 2\]",
+        ),
+        (
+            lambda s: s["params"]["blocks"].update({0: {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}),
+            "not bfloat16",
+        ),
+    ],
+)
+def test_another_tree_is_refused(two, change, message):
+    wanted = state()
+    change(wanted)
+    with Checkpoints(two) as checkpoints, pytest.raises(ValueError, match=message):
+        checkpoints.load(1, shapes(wanted))
+
+
+def test_the_hash_tells_bits_names_and_dtypes_apart():
+    a = np.array([1.0, 0.0], np.float32)
+    trees = [
+        {"a": a},
+        {"b": a},
+        {"a": a.astype(np.float64)},
+        {"a": a[None]},
+        {"a": np.array([1.0, -0.0], np.float32)},
+    ]
+    assert len({tree_hash(tree) for tree in trees}) == len(trees)
+    assert tree_hash({"a": a}) == tree_hash({"a": jnp.asarray(a)})
+
+
+def test_what_a_save_reports_is_there_and_verifies(tmp_path):
+    reported = []
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.on_saved = lambda step, size, seconds: reported.append(
+            (step, size, names(tmp_path), checkpoints.problem(step))
+        )
+        checkpoints.save(7, state(), about={"seed": 1})
+    assert reported == [(7, sum(x.nbytes for x in jax.tree.leaves(state())), ["7"], None)]
+
+
+def test_the_arrays_may_be_donated_while_they_are_written(tmp_path, monkeypatch):
+    begin = threading.Event()
+    write = checkpoint.ocp.save_checkpointables_async
+    monkeypatch.setattr(
+        checkpoint.ocp,
+        "save_checkpointables_async",
+        lambda *a, **k: begin.wait(30) and write(*a, **k),
+    )
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 9, tree), donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        first = jax.tree.map(jnp.copy, state(2.5))
+        checkpoints.save(1, first, about={})
+        assert jax.tree.all(jax.tree.map(lambda x: (x == 9).all(), update(first)))
+        assert checkpoints.steps() == []  # training has gone on before anything was written
+        begin.set()
+        checkpoints.wait()
+        assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(2.5))
+
+
+def moved(step):
+    """Moves a step, or a part of it, to another folder."""
+    return pathlib.Path(shutil.move(step, tempfile.mkdtemp()))
+
+
+def edited_manifest(step):
+    """A manifest that is right about itself, and names a file outside."""
+    path = step / "manifest.json"
+    files = json.loads(path.read_text())["files"] | {"../1/manifest.json": {"bytes": 1}}
+    path.write_text(integrity.manifest(2, files))
+
+
+def piped(path):
+    """A pipe, which waits for ever for its writer if it is opened."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def linked(path):
+    path.symlink_to(moved(path))
+
+
+def linked_to_nothing(path):
+    path.symlink_to("nowhere")
+
+
+FOREIGN = {
+    "a link to a file": lambda step: linked(step / "_CHECKPOINT_METADATA"),
+    "a link to a folder": lambda step: linked(step / "params"),
+    "a pipe": lambda step: piped(step / "pipe"),
+    "a pipe for a manifest": lambda step: piped(step / "manifest.json"),
+    "one file more": lambda step: (step / "sitecustomize.py").write_text("raise SystemExit"),
+    "a name that leads out": edited_manifest,
+    "a manifest that is no JSON": lambda step: (step / "manifest.json").write_text("{"),
+    "a link to the step": linked,
+    "a link to nothing": lambda step: (moved(step), linked_to_nothing(step)),
+    "a file for a step": lambda step: (moved(step), step.write_text("moved")),
+    "another step": lambda step: (moved(step), shutil.copytree(step.parent / "1", step)),
+}
+
+
+def check_fallback(folder, capsys):
+    """Step 2 must be seen to be damaged, and 1 be used."""
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.newest_verified() == 1
+        assert names(folder) == ["1", "2"]
+        with pytest.raises(Damaged, match=r"2 is damaged: .*; without --strict_restore"):
+            checkpoints.newest_verified(strict=True, rename=True)
+        assert checkpoints.newest_verified(rename=True) == 1
+        assert names(folder) == ["1", "2.corrupt"]
+        assert tree_hash(checkpoints.load(1, shapes(state()))) == tree_hash(state(1.0))
+    assert capsys.readouterr().err.endswith("It is kept as 2.corrupt\n")
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_does_not_belong_into_a_checkpoint_is_damage(copy, kind, capsys):
+    FOREIGN[kind](copy / "2")
+    check_fallback(copy, capsys)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_of_a_file_is_found_and_an_older_step_taken(tmp_path, two, kind, capsys):
+    names = ("manifest.json", "_CHECKPOINT_METADATA", "params/_METADATA", "opt/manifest.ocdbt")
+    for number, name in enumerate(names):
+        folder = shutil.copytree(two, tmp_path / str(number))
+        assert damage(folder / "2" / name, kind, np.random.default_rng(number))
+        check_fallback(folder, capsys)
+
+
+def test_every_bit_of_the_manifest_counts(copy):
+    path = copy / "2" / "manifest.json"
+    good = path.read_bytes()
+    with Checkpoints(copy) as checkpoints:
+        for place in np.random.default_rng(0).choice(8 * len(good), 100, replace=False):
+            bad = bytearray(good)
+            bad[place // 8] ^= 1 << place % 8
+            path.write_bytes(bad)
+            assert checkpoints.problem(2) is not None, (place, bytes(bad))
+        path.write_bytes(good)
+        assert checkpoints.problem(2) is None
+
+
+def test_nothing_is_silently_begun_anew_when_nothing_verifies(copy):
+    for step in ("1", "2"):
+        (copy / step / "manifest.json").write_text("{}")
+    with Checkpoints(copy) as checkpoints:
+        for rename, bad in ((False, "1, 2"), *2 * [(True, "1.corrupt, 2.corrupt")]):
+            with pytest.raises(Damaged, match=rf"no checkpoint in .* verifies \({bad}\): repair"):
+                checkpoints.newest_verified(rename=rename)
+
+
+def test_a_handler_named_in_a_checkpoint_is_not_looked_up(tmp_path, copy, monkeypatch):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w').close()\n")
+    path = copy / "2" / "_CHECKPOINT_METADATA"
+    about = json.loads(path.read_text())
+    about["item_handlers"] = dict.fromkeys(about["item_handlers"], "evil.Handler")
+    path.write_text(json.dumps(about))
+    files = json.loads((copy / "2" / "manifest.json").read_text())["files"]
+    files[path.name]["bytes"] = path.stat().st_size
+    files[path.name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (copy / "2" / "manifest.json").write_text(integrity.manifest(2, files))
+    monkeypatch.syspath_prepend(tmp_path)
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.newest_verified() == 2
+        with contextlib.suppress(OSError):
+            assert tree_hash(checkpoints.load(2, shapes(state()))) == tree_hash(state(2.0))
+    assert not (tmp_path / "marker").exists()
+    assert "evil" not in sys.modules
+
+
+MISSING = {
+    "no arrays": "params/manifest.ocdbt",
+    "no shapes": "params/_METADATA",
+    "no config": "_CHECKPOINT_METADATA",
+}
+
+
+# After an error orbax leaves reads behind, which find their event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("fault", ["another bit", "another dtype", *MISSING])
+def test_what_is_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monkeypatch, fault):
+    """The older ones stay, also where only the newest is to be kept."""
+    begin = checkpoint.ocp.save_checkpointables_async
+
+    def damaged(path, tree, **kwargs):
+        if fault.startswith("another"):  # 0.0 and -0.0 are equal, and have other bits
+            kernel = tree["params"]["blocks"][1]["kernel"]
+            other = np.copysign(kernel, -1) if fault == "another bit" else np.float16(kernel)
+            blocks = {**tree["params"]["blocks"], 1: {"kernel": other}}
+            return begin(path, {**tree, "params": {"blocks": blocks}}, **kwargs)
+        response = begin(path, tree, **kwargs)
+
+        def result():
+            response.result()
+            pathlib.Path(path, MISSING[fault]).unlink()
+
+        return types.SimpleNamespace(result=result)
+
+    zeros = state(0.0)
+    zeros["params"]["blocks"][1]["kernel"] = jnp.zeros((2, 3))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save(checkpoints, 1, zeros)
+        monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", damaged)
+        named = ".*params.blocks.1.kernel " if "another" in fault else ""
+        with pytest.raises(SaveFailed, match=f"step 2 could not be saved in .*: {named}"):
+            save(checkpoints, 2, zeros)
+        assert checkpoints.newest_verified(strict=True) == 1
+
+
+def test_a_save_that_fails_is_a_warning_until_none_follows(tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    failed = pytest.raises(SaveFailed, match=r"step 1 could not be saved in .*Input/output error")
+    with Checkpoints(tmp_path / "a") as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
+        checkpoints.save(1, state(), about={})
+        checkpoints.save(2, state(), about={})
+        assert checkpoints.newest() is None
+        assert capsys.readouterr().err.count("WARNING: step ") == 2
+        patch.undo()
+        checkpoints.save(2, state(), about={})  # tried again
+        checkpoints.save(3, state(), about={})
+    assert names(tmp_path / "a") == ["2", "3"]
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
+    with failed, Checkpoints(tmp_path / "b") as checkpoints:
+        checkpoints.save(1, state(), about={})
+    with contextlib.suppress(KeyError), Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(1, state(), about={})
+        raise KeyError  # what ended the run first is not hidden by what its end finds
+
+
+def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path):
+    # A limit on the size of files stands in for a full disk.
+    large = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)), jnp.float32)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 1, state())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(SaveFailed, match=r"step 2 could not be saved in .*too large"):
+                save(checkpoints, 2, {"params": large})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert checkpoints.newest_verified(strict=True) == 1
+        save(checkpoints, 3, {"params": large})
+        assert names(tmp_path) == ["1", "3"]  # and nothing of the attempt
+        assert checkpoints.newest_verified(strict=True) == 3
+
+
+LEFT = ["9.writing", "9.writing.orbax-checkpoint-tmp-3", "8.deleting"]  # by a crash
+OTHERS = ["x.writing", "9.writinge", "11.orbax-checkpoint-tmp-1", "7.corrupt", "notes", ".hidden"]
+OTHERS += ["007", "-1", "1e3", "12 ", "\u0663"]  # a digit of another script
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.mkdir, pathlib.Path.touch, linked_to_nothing])
+def test_only_folders_that_a_crash_has_left_are_removed(copy, make):
+    for name in (*LEFT, *OTHERS):
+        make(copy / name)
+    checkpoints = Checkpoints(copy)
+    checkpoints.clean()
+    kept = OTHERS if make is pathlib.Path.mkdir else LEFT + OTHERS
+    assert names(copy) == sorted(["1", "2", *kept])
+    assert checkpoints.newest_verified(strict=True) == 2
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_read_that_fails_stops_and_condemns_no_checkpoint(copy, monkeypatch, code):
+    def fail(path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(integrity, "file_sha256", fail)
+    failed = pytest.raises(OSError, match=f"cannot be read .*{os.strerror(code)}.* was not renam")
+    with Checkpoints(copy) as checkpoints, failed:
+        checkpoints.newest_verified(rename=True)
+    assert names(copy) == ["1", "2"]
+
+
+@pytest.mark.parametrize("failing", ["load_checkpointables", "checkpointables_metadata"])
+def test_files_that_verify_and_cannot_be_read_are_no_damage(two, monkeypatch, failing):
+    """Without file handles, orbax and tensorstore raise errors of any kind."""
+
+    def fail(*_):
+        raise TypeError("'NoneType' object is not iterable")
+
+    monkeypatch.setattr(checkpoint.ocp, failing, fail)
+    with (
+        Checkpoints(two) as checkpoints,
+        pytest.raises(OSError, match=r"cannot be read \('NoneType'.*ulimit -n"),
+    ):
+        checkpoints.load(2, shapes(state()))
+
+
+@pytest.mark.parametrize("lost", ["before", "while it is written"])
+def test_nothing_is_written_to_a_workdir_that_is_no_longer_ours(tmp_path, monkeypatch, lost):
+    begin, ours = checkpoint.ocp.save_checkpointables_async, [lost != "before"]
+
+    def lose(path, *args, **kwargs):
+        ours[:] = [False]
+        return begin(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, keep=2, still_ours=lambda: ours[0]) as checkpoints:
+        for step in (1, 2):
+            with pytest.raises(SaveFailed, match=f"{tmp_path} was deleted or moved"):
+                save(checkpoints, step, state())
+        assert names(folder) == ([] if lost == "before" else ["1.writing"])

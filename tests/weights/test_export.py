@@ -1,0 +1,98 @@
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import rope_jax
+from rope_jax.commands import export as export_model
+
+pytest.importorskip(
+    "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
+)
+
+# What a reader of the file needs: jax and numpy.
+ALONE = """
+import pathlib, sys
+import jax, jax.export, numpy as np
+program = jax.export.deserialize(pathlib.Path(sys.argv[1]).read_bytes())
+np.save(sys.argv[3], program.call(np.load(sys.argv[2])))
+assert not any(name.startswith(("rope_jax", "flax")) for name in sys.modules)
+"""
+
+
+def small(name, **options):
+    return rope_jax.create_model(name, image_size=32, num_classes=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(
+            "deit_ti16",
+            {"depth": 1, "width": 24, "heads": 2, "position": "rope_mixed+ape"},
+            marks=pytest.mark.process,
+        ),
+        pytest.param(
+            "swin_t", {"depths": (1, 1), "heads": (1, 2), "width": 8}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_program_runs_without_the_package(name, options, tmp_path):
+    """For any number of images."""
+    images = np.random.default_rng(0).standard_normal((3, 32, 64, 3)).astype(np.float32)
+    files = [tmp_path / name for name in ("model.bin", "images.npy", "program.npy")]
+    np.save(files[1], images)
+    model = small(name, **options)
+    rope_jax.export(model, files[0], resolution=(32, 64))
+    command = [sys.executable, "-c", ALONE, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    model.resize((32, 64))
+    np.testing.assert_allclose(np.load(files[2]), jax.jit(model)(images), atol=1e-5)
+
+
+def test_what_is_exported_stays_as_it_was(tmp_path):
+    model = small("deit_ti16", depth=1, width=24, heads=2)
+    before = model.position.embedding.shape
+    rope_jax.export(model, tmp_path / "model.bin", resolution=64, batch=2, platforms=("cpu",))
+    assert model.position.embedding.shape == before
+    program = jax.export.deserialize((tmp_path / "model.bin").read_bytes())
+    assert (program.platforms, program.in_avals[0].shape) == (("cpu",), (2, 64, 64, 3))
+    with pytest.raises(ValueError, match="image size 33x33 is not divisible by the patch size 16"):
+        rope_jax.export(model, tmp_path / "other.bin", resolution=33)
+    with pytest.raises(
+        ValueError, match=r"platforms must be a tuple of values, each one of cpu, cuda.*'gpu'"
+    ):
+        rope_jax.export(model, tmp_path / "other.bin", resolution=32, platforms=("gpu",))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+
+
+def test_a_changed_program_is_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    model = rope_jax.create_model("vit_digits", depth=1, width=16, heads=2)
+    rope_jax.export(model, path, resolution=8, batch=1, platforms=("cpu",))
+    good = path.read_bytes()
+    read, alone = rope_jax.load_exported(path), jax.export.deserialize(bytearray(good))
+    assert read.mlir_module_serialized == alone.mlir_module_serialized
+    rng = np.random.default_rng(0)
+    for place in rng.choice(8 * len(good), 50, replace=False).tolist():
+        damaged = bytearray(good)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.bin is damaged, or was not written by rope_"):
+            rope_jax.load_exported(path)
+    for damaged in (b"", good[:-1], good[: len(good) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="export it again"):
+            rope_jax.load_exported(path)
+
+
+def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch):
+    def without(*_, **__):
+        raise ImportError("Please install 'flatbuffers'")
+
+    monkeypatch.setattr(export_model, "export", without)
+    with pytest.raises(SystemExit, match=r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
+        export_model.main(["--model=vit_digits", f"--out={tmp_path / 'model.bin'}"])
