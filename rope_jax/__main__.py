@@ -11,19 +11,19 @@ import sys
 
 from rope_jax import __version__
 
-# Command -> module, its function, which reads `sys.argv`, and what the command does.
+# Command -> module of `rope_jax.commands`, its function, which reads `sys.argv`, and what it does.
 COMMANDS = {
-    "train": ("rope_jax.main", "command", "train a recipe, resume it, and evaluate it"),
-    "evaluate": ("rope_jax.evaluate.command", "main", "accuracy of a model at any resolution"),
-    "analyse": ("rope_jax.analysis.__main__", "main", "attention, frequencies, correlation, costs"),
-    "compare": ("rope_jax.compare", "command", "train several schemes and seeds on these images"),
-    "report": ("rope_jax.analysis.report", "main", "compare finished runs on one page"),
-    "export": ("rope_jax.export_model", "main", "write a model as a program that needs only jax"),
-    "tune": ("rope_jax.tune", "main", "measure the fastest kernels of a model on this GPU"),
-    "data verify": ("rope_jax.data.verify", "main", "list images that cannot be used"),
-    "data prepare": ("rope_jax.data.prepare", "main", "pack resized images for fast reading"),
-    "models": ("rope_jax.models.__main__", "main", "list the models"),
-    "positions": ("rope_jax.positions.__main__", "main", "list the positional schemes"),
+    "train": ("train", "command", "train a recipe, resume it, and evaluate it"),
+    "evaluate": ("evaluate", "main", "accuracy of a model at any resolution"),
+    "analyse": ("analyse", "main", "attention, frequencies, correlation, costs"),
+    "compare": ("compare", "command", "train several schemes and seeds on these images"),
+    "report": ("report", "main", "compare finished runs on one page"),
+    "export": ("export", "main", "write a model as a program that needs only jax"),
+    "tune": ("tune", "main", "measure the fastest kernels of a model on this GPU"),
+    "data verify": ("verify", "main", "list images that cannot be used"),
+    "data prepare": ("prepare", "main", "pack resized images for fast reading"),
+    "models": ("models", "main", "list the models"),
+    "positions": ("positions", "main", "list the positional schemes"),
 }
 _HELP = ("-h", "--help", "help")
 
@@ -39,7 +39,7 @@ def main() -> None:
         module, function, _ = COMMANDS[name]
         sys.argv = [f"rope_jax {name}", *words[name.count(" ") + 1 :]]
         try:
-            sys.exit(getattr(importlib.import_module(module), function)())
+            sys.exit(getattr(importlib.import_module(f"rope_jax.commands.{module}"), function)())
         except KeyboardInterrupt:
             print("rope_jax: stopped by Ctrl-C", file=sys.stderr)
             sys.exit(130)

@@ -1,0 +1,1 @@
+"""The commands: their arguments, what they print, and how they end."""

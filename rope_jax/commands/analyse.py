@@ -303,7 +303,3 @@ def main(arguments: list[str] | None = None) -> None:
     except (ConfigError, ValueError, OSError) as error:
         sys.exit(f"rope_jax.analysis: {in_one_line(error)}")
     print(f"{asked.command}: results are in {out}")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,10 @@ import pathlib
 import sys
 from typing import Any
 
+from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.names import plugins
-from rope_jax.names.options import describe, read
+from rope_jax.names.options import CountOrZero, describe, read
+from rope_jax.system.cores import cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +99,16 @@ def add_command(
     return _with_plugins(
         commands.add_parser(name, help=text, description=text, formatter_class=_Help)
     )
+
+
+def add_image_set(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the images and the number of processes."""
+    add = parser.add_argument
+    kind = "form of the images, see rope_jax.data.load"
+    streamed = SOURCES.keys() - MEMORY.keys() - DRAWN.keys()
+    add("--source", required=True, choices=sorted(streamed), help=kind)
+    add("--path", required=True, help="of the images")
+    both = ",".join(SPLITS)
+    add("--splits", default=both, help="train, test, or both with a comma")
+    number = "processes, by default one a core; 0 for none beside this one"
+    add("--workers", type=Argument(CountOrZero), default=cores(), help=number)

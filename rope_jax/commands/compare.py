@@ -191,7 +191,3 @@ def _in_one_step(asked: argparse.Namespace, config: Config, images: Split) -> bo
     if limit is None:  # of a CPU, whose devices have one memory
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
     return images.images.nbytes <= limit / 2
-
-
-if __name__ == "__main__":
-    command()

@@ -51,7 +51,3 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if loaded.model.padded:
         print(f"extent: int32 [{batch}, 2], rows and columns of each image; beyond them it is 0")
-
-
-if __name__ == "__main__":
-    main()

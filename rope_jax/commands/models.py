@@ -54,7 +54,3 @@ def main(arguments: list[str] | None = None) -> None:
         header = (*header, "parameters")
         found = [(*row, parameters(row[0])) for row in found]
     print(format_table(header, found))
-
-
-if __name__ == "__main__":
-    main()

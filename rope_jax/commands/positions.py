@@ -83,7 +83,3 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(listing(flags.model))
-
-
-if __name__ == "__main__":
-    main()

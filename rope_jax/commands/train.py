@@ -93,7 +93,3 @@ def command() -> None:
 
     keep_going_unread()
     app.run(run_and_end, flags_parser=parse_flags)
-
-
-if __name__ == "__main__":
-    command()

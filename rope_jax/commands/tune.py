@@ -106,7 +106,3 @@ def _row(measured: Measured, name: str, microseconds: float) -> tuple[str, str, 
     marks = {"choice": measured.choice.name, "default": measured.default}
     mark = ", ".join(word for word, marked in marks.items() if marked == name)
     return name, f"{microseconds:.1f}", gain, mark
-
-
-if __name__ == "__main__":
-    main()

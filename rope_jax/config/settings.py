@@ -251,7 +251,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Layout on the devices, see `rope_jax.system.sharding`. Batches are sharded over all of them."""
+    """Layout on the devices, see `rope_jax.system.sharding`; batches are sharded over all."""
 
     fsdp: Count = _setting(
         1,

@@ -1,6 +1,5 @@
 """Jobs over a whole image set in worker processes, for `prepare` and `verify`."""
 
-import argparse
 import functools
 import itertools
 import multiprocessing
@@ -11,11 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from rope_jax.commands.arguments import Argument
-from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
-from rope_jax.names.options import CountOrZero
-from rope_jax.system.cores import cores
 
 
 def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: int) -> Iterator[Any]:
@@ -46,19 +41,6 @@ def run_jobs(function: Callable[..., Any], jobs: Iterable[tuple], *, workers: in
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the images and the number of processes."""
-    add = parser.add_argument
-    kind = "form of the images, see rope_jax.data.load"
-    streamed = SOURCES.keys() - MEMORY.keys() - DRAWN.keys()
-    add("--source", required=True, choices=sorted(streamed), help=kind)
-    add("--path", required=True, help="of the images")
-    both = ",".join(SPLITS)
-    add("--splits", default=both, help="train, test, or both with a comma")
-    number = "processes, by default one a core; 0 for none beside this one"
-    add("--workers", type=Argument(CountOrZero), default=cores(), help=number)
 
 
 class ImageCounter:

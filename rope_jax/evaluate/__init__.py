@@ -1,6 +1,5 @@
 """Accuracy at any resolution: `python -m rope_jax.evaluate`, and the end of each training run."""
 
-from rope_jax.commands.evaluate import main
 from rope_jax.evaluate.accuracy import (
     accuracies,
     at_resolution,
@@ -30,7 +29,6 @@ __all__ = [
     "evaluate_files",
     "evaluate_split",
     "evaluate_state",
-    "main",
     "main_score",
     "planned_rows",
     "protocol",

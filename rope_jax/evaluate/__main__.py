@@ -1,5 +1,6 @@
-"""The command `python -m rope_jax.evaluate`, see `rope_jax.evaluate.command`."""
+"""`python -m rope_jax.evaluate`: see `rope_jax.commands.evaluate`."""
 
 from rope_jax.commands.evaluate import main
 
-main()
+if __name__ == "__main__":
+    main()

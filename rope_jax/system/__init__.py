@@ -1,0 +1,1 @@
+"""Files, devices and processes."""

@@ -1,0 +1,54 @@
+"""Decodes and resizes an image set once, into files that training only has to map.
+
+    python -m rope_jax.data.prepare --source=folder --path=PATH --out=PACKED
+    python -m rope_jax.data.prepare --source=imagenet --path=ARCHIVES --out=PACKED --side=256
+
+Sources are those of `rope_jax.data.load` that are read one image at a time. An interrupted run
+resumes; a split gets its final name once it is complete. Images that cannot be used are listed
+after all have been tried: repair them or add --bad_images=skip, and run the command again; the
+other files are kept. Train with `--config.data.source=packed --config.data.path=PACKED`.
+
+Crops that need more pixels than are stored are upsampled: for evaluation at 256 pixels and above,
+pack the test split separately, with `--splits=test` and a larger --side, or 0 for the original
+size.
+"""
+
+import sys
+from pathlib import Path
+
+from rope_jax.commands.arguments import Argument, add_image_set, command_parser
+from rope_jax.data.examples import BAD_IMAGES
+from rope_jax.data.images.crops import INTERPOLATIONS
+from rope_jax.data.packing import prepare
+from rope_jax.data.sources import open_source
+from rope_jax.data.workers import DeadWorker
+from rope_jax.names.options import Count, CountOrZero
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = command_parser("rope_jax.data.prepare", __doc__)
+    add_image_set(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the packed set")
+    pixels = "short side in pixels; 0: as it is"
+    add("--side", type=Argument(CountOrZero), default=256, help=pixels)
+    add("--square", action="store_true", help="keep only the centre, side x side")
+    add("--interpolation", default="bicubic", choices=INTERPOLATIONS, help="of resizing")
+    policy = "for images that cannot be used"
+    add("--bad_images", default="error", choices=BAD_IMAGES, help=policy)
+    add("--allow_empty", action="store_true", help="accept class folders without images")
+    number = "images in a file; 4096 are about a gigabyte"
+    add("--shard_images", type=Argument(Count), default=4096, help=number)
+    options = vars(parser.parse_args(argv))
+    kind, path, splits, out, allow_empty = (
+        options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")
+    )
+    try:
+        for split in splits.split(","):
+            source = open_source(kind, path, split, allow_empty=allow_empty)
+            print(f"written: {prepare(source, out, **options)}")
+    except (ValueError, OSError, DeadWorker) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
