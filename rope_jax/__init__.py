@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for editors and type checkers
     from rope_jax.data.images.decode import decode_image
-    from rope_jax.models import convert_state_dict, list_models, load_exported, save_pretrained
+    from rope_jax.models import list_models
     from rope_jax.positions import list_positions
     from rope_jax.runs.restore import create_model, load_checkpoint
-    from rope_jax.weights import export
+    from rope_jax.weights import convert_state_dict, save_pretrained
+    from rope_jax.weights.export import export, load_exported
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "convert_state_dict": "rope_jax.models",
+    "convert_state_dict": "rope_jax.weights",
     "create_model": "rope_jax.runs.restore",  # which opens workdirs, too
     "decode_image": "rope_jax.data.images.decode",
-    "export": "rope_jax.models",
+    "export": "rope_jax.weights.export",
     "list_models": "rope_jax.models",
     "list_positions": "rope_jax.positions",
     "load_checkpoint": "rope_jax.runs.restore",
-    "load_exported": "rope_jax.models",
-    "save_pretrained": "rope_jax.models",
+    "load_exported": "rope_jax.weights.export",
+    "save_pretrained": "rope_jax.weights",
 }
 
 __all__ = [

@@ -1,7 +1,9 @@
 """Parameters and multiply-adds of a model, per module, as `rope_jax.models.cost` counts them.
 
-python -m rope_jax.models.cost swin_t --position=rope_mixed --image_size=384 --depth=2
-python -m rope_jax.models.cost deit3_b16 --head=upernet --num_classes=150 --image_size=512
+    python -m rope_jax.models.cost swin_t --position=rope_mixed --image_size=384 --depth=2
+    python -m rope_jax.models.cost deit3_b16 --head=upernet --num_classes=150 --image_size=512
+
+Papers call the multiply-adds FLOPs.
 """
 
 from flax import nnx

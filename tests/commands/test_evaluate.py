@@ -86,7 +86,7 @@ def command(tmp_path, capsys):
     own |= {"dataset": "folder", "images": tmp_path / "set", "out": tmp_path / "rows.json"}
 
     def run(*more):
-        evaluate.main([*(f"--{name}={value}" for name, value in own.items()), *more])
+        command_module.main([*(f"--{name}={value}" for name, value in own.items()), *more])
         return json.loads((tmp_path / "rows.json").read_text())["rows"], capsys.readouterr().out
 
     return run
@@ -126,7 +126,7 @@ def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
         return about | {"top1": 1.0, "top5": 1.0}
 
     monkeypatch.setattr(kinds.OfImages, "_own_split", own_split)
-    evaluate.main([str(tmp_path)])
+    command_module.main([str(tmp_path)])
     assert used == ["xla"]
     assert choices._IN_FORCE.value is None
 

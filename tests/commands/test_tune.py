@@ -83,5 +83,5 @@ def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
 def test_mistakes_end_in_one_line(arguments, message):
     with pytest.raises(SystemExit) as caught:
         rope_jax.commands.tune.main(arguments)
-    assert str(caught.value).startswith("rope_jax.commands.tune: ")
+    assert str(caught.value).startswith("rope_jax.tune: ")
     assert message in str(caught.value)

@@ -34,16 +34,14 @@ from rope_jax import config, create_model, data
 from rope_jax.__main__ import COMMANDS
 from rope_jax.analysis import plots, report
 from rope_jax.commands import analyse as analysis
-from rope_jax.commands import compare, models, positions, tune
+from rope_jax.commands import arguments, compare, cost, models, positions, tune, verify
 from rope_jax.commands import evaluate as evaluation
 from rope_jax.commands import export as export_model
+from rope_jax.commands import prepare as packing
 from rope_jax.commands import process as flags
 from rope_jax.commands import train as main
-from rope_jax.data import jobs, packing
-from rope_jax.data import verification as verify
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import kinds
-from rope_jax.models import cost
 from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import loading, restore
@@ -98,8 +96,15 @@ def commands(text):
 
 
 PAGES = {str(path.relative_to(ROOT)): list(commands(text)) for path, text in sorted(texts())}
+_IMPORT = re.compile(r"^from rope_jax\.commands\.(\w+) import (?:main|command)$", re.MULTILINE)
+_NAMES = {module: name for name, (module, *_) in COMMANDS.items()}
+# Module that `python -m` runs -> command, of those that `rope_jax` has, too.
 MODULES = {
-    re.sub(r"\.(__main__|command)$", "", module): name for name, (module, *_) in COMMANDS.items()
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): _NAMES[
+        found[1]
+    ]
+    for path in (ROOT / "rope_jax").rglob("*.py")
+    if (found := _IMPORT.search(path.read_text())) and found[1] in _NAMES
 }
 
 
@@ -112,7 +117,8 @@ def split(command):
     if program == "python":
         package, _, module = words[1].partition(".")
         if package == "rope_jax":
-            return MODULES.get(words[1], words[1]), words[2:]
+            default = MODULES.get(f"{words[1]}.__main__", words[1])
+            return MODULES.get(words[1], default), words[2:]
         return package, [*filter(None, [module]), *words[2:]]
     return program, words
 
@@ -309,7 +315,7 @@ def run(folder, monkeypatch, capsys):
     for module, name, stand_in in (
         (scenes, "COUNTS", {"train": 64, "test": 8}),
         (data, "canvases_of", lambda *asked: CANVASES(*asked)[:1]),  # each takes seconds
-        (jobs, "cores", lambda: 0),
+        (arguments, "cores", lambda: 0),
         (load, "fill", lambda _, plan, read, source: convert.refuse(plan.problems, source)),
         (create, "open_weights", lambda _: open_weights(SAVED[page])),
         (loading, "create_model", shapes),

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from rope_jax import evaluate
+from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Truth, check_canvases, decode_image, load
 from rope_jax.data.sources import scenes
@@ -183,16 +184,16 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(tmp_path, caps
     model = {"name": "deit_ti16", "options": options, "head": HEAD, "num_classes": 10}
     save_run(tmp_path, 3, model=model, data={"source": "scenes", "image_size": 32})
     flags = [str(tmp_path), "--pictures=2", "--batch_size=2"]
-    evaluate.main(flags)
+    evaluate_command.main(flags)
     assert "\n    9  0." in capsys.readouterr().out  # the last class
-    evaluate.main([*flags, "--pycocotools"])  # is not evaluated again
+    evaluate_command.main([*flags, "--pycocotools"])  # is not evaluated again
     (first,) = json.loads((tmp_path / "evaluations.json").read_text())["rows"]
     assert (first["resolution"], first["count"], len(first["class_ap"])) == ([32, 32], 5, 10)
     assert 0 <= first["ap"] < 0.5
     picture = decode_image((tmp_path / "predictions_32x32.png").read_bytes())
     assert picture.shape == (22 + 2 * (480 + 22) + 12, 12 + 2 * (480 + 12), 3)
     with pytest.raises(SystemExit, match="--flip is for models that segment images, and this one"):
-        evaluate.main([*flags, "--flip"])
+        evaluate_command.main([*flags, "--flip"])
 
 
 def test_a_picture_has_boxes_in_the_colours_of_their_classes(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 import rope_jax
 from rope_jax import evaluate
+from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import ConfigError
 from rope_jax.models import attention as attention_module
 from rope_jax_kernels import attention_qkv
@@ -80,8 +81,8 @@ def test_a_resized_model_goes_on_from_the_size_of_training(tmp_path):
 def test_the_command_sets_the_rule_and_names_it(tmp_path, capsys):
     save_run(tmp_path, 1, position="rope2d")
     with pytest.raises(SystemExit, match=r"extend must be one of none, .*, yarn, not 'nkt'"):
-        evaluate.main([str(tmp_path), "--extend=nkt"])
-    evaluate.main([str(tmp_path), "--resolutions=16", "--extend=ntk", "--log_scale"])
+        evaluate_command.main([str(tmp_path), "--extend=nkt"])
+    evaluate_command.main([str(tmp_path), "--resolutions=16", "--extend=ntk", "--log_scale"])
     (row,) = evaluate.read_evaluations(tmp_path / "evaluations.json")
     assert "; rotations with extend=ntk and log_scale; " in row["protocol"]
     assert (row["asked"]["extend"], row["asked"]["log_scale"]) == ("ntk", True)

@@ -10,7 +10,8 @@ from flax import nnx
 from PIL import Image
 
 import rope_jax
-from rope_jax import data, evaluate
+from rope_jax import data
+from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
@@ -151,13 +152,13 @@ def run(tmp_path_factory):
 
 def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
-    evaluate.main([str(run), "--resolutions=12x20", "--scales=0.5,1", "--flip"])
+    evaluate_command.main([str(run), "--resolutions=12x20", "--scales=0.5,1", "--flip"])
     out = capsys.readouterr().out
     assert "mIoU" in out
     assert "background  0." in out
-    evaluate.main([str(run), "--resolutions=12x20"])  # other views are another row
+    evaluate_command.main([str(run), "--resolutions=12x20"])  # other views are another row
     # With windows of whole patches, images may have any size.
-    evaluate.main([str(run), "--resolutions=13", "--window=12", "--batch_size=3"])
+    evaluate_command.main([str(run), "--resolutions=13", "--window=12", "--batch_size=3"])
     rows = json.loads((run / "evaluations.json").read_text())["rows"]
     sizes = [(row["resolution"], row["count"]) for row in rows]
     assert sizes == [([12, 20], 6), ([12, 20], 6), ([13, 13], 6)]
@@ -184,7 +185,7 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
 def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
     with pytest.raises(SystemExit, match=message):
-        evaluate.main([str(run), *flags])
+        evaluate_command.main([str(run), *flags])
 
 
 def test_images_of_other_classes_are_refused(masks):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rope_jax.commands.verify import main as verify_main
 from rope_jax.data import BadImages, check_labels, load
-from rope_jax.data.verification import main as verify_main
 from tests.images.coco_set import OBJECTS, SIZES, annotations, write_annotations, write_coco
 
 

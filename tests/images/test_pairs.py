@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rope_jax.commands.prepare import main as prepare_main
+from rope_jax.commands.verify import main as verify_main
 from rope_jax.data import BadImages, Images, batches, check_labels, evaluation_batches, load
 from rope_jax.data.draws import example_draws
 from rope_jax.data.images.augment import parse_loader
-from rope_jax.data.packing import main as prepare_main
-from rope_jax.data.verification import main as verify_main
 from rope_jax.data.verification import verify
 from tests.images.test_decode import png
 

@@ -15,15 +15,15 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
+from rope_jax.commands.prepare import main as prepare_main
+from rope_jax.commands.verify import main as verify_main
 from rope_jax.data import BadImages, BadSet, batches, decode_image, evaluation_batches, load
 from rope_jax.data.images.crops import centre, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
-from rope_jax.data.packing import main as prepare_main
 from rope_jax.data.packing import prepare
 from rope_jax.data.sources.folder import Folder
 from rope_jax.data.sources.imagenet import ImageNet
 from rope_jax.data.sources.packed import Packed
-from rope_jax.data.verification import main as verify_main
 from rope_jax.data.verification import verify
 from tests.images.streams import same, take
 from tests.images.test_decode import encode

@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models import cost as module
+from rope_jax.commands import cost as command
 from rope_jax.models.cost import cost
 
 TINY = {"width": 8, "heads": 1, "depth": 4, "image_size": 64, "num_classes": 3}
@@ -90,7 +90,7 @@ def test_all_products_of_queries_are_counted():
 
 
 def test_the_command_counts_heads(capsys):
-    module.main(
+    command.main(
         ["deit_ti16", "--head=linear", "--num_classes=5", "--image_size=32x48", "--depth=2"]
     )
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:])

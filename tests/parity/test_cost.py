@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import rope_jax
-from rope_jax.models import cost as module
+from rope_jax.commands import cost as command
 from rope_jax.models.attention import attended_pairs
 from rope_jax.models.cost import cost
 from rope_jax_kernels import Global, Neighborhood, Window
@@ -73,7 +73,7 @@ def test_pairs_of_attention_are_counted_as_they_are():
 
 
 def test_the_command_prints_the_table(capsys):
-    module.main(
+    command.main(
         ["deit_ti16", "--position=none", "--image_size=32x48", "--num_classes=10", "--depth=1"]
     )
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -93,5 +93,5 @@ def test_the_command_prints_the_table(capsys):
 )
 def test_what_the_command_cannot_do_it_says(arguments, advice, capsys):
     with pytest.raises(SystemExit):
-        module.main(arguments)
+        command.main(arguments)
     assert advice in capsys.readouterr().err
