@@ -74,17 +74,14 @@ FLOORS = {
     "rope_jax": ("commands", ""),  # the public names, and `python -m` of the commands
     "configs": ("config", "ml_collections"),
 }
-LONGEST_STUB = 8  # statements
+PASSES_ON = re.compile(r"from |import |__all__ = |if __name__ == ")
 
 
 def is_stub(name):
-    """Whether a module only passes on: the public names, and what `python -m` runs."""
-    body = ast.walk(TREES[name])
-    docs = ast.get_docstring(TREES[name]) is not None
-    short = sum(isinstance(node, ast.stmt) for node in body) - docs <= LONGEST_STUB
-    rooms = {".".join(full.split(".")[:2]) for full in IMPORTS[name] if within(full, "rope_jax")}
-    loose = MODULES[name].parent == HOUSES["rope_jax"]
-    return short and (loose or rooms == {"rope_jax.commands"})
+    """Whether a module has nothing of its own: what `python -m` runs, or a name of before."""
+    body = TREES[name].body[1:]  # after the docstring
+    own = MODULES[name].name == "__init__.py" or not body
+    return not own and all(PASSES_ON.match(ast.unparse(node)) for node in body)
 
 
 def full_name(group):
@@ -98,7 +95,7 @@ def below(group):
 
 def floor_of(name):
     room = ".".join(name.split(".")[:2]) if within(name, "rope_jax") else name.split(".")[0]
-    if room in ("rope_jax", "rope_jax.__main__") or (name in MODULES and is_stub(name)):
+    if room in ("rope_jax", "rope_jax.__main__") or is_stub(name):
         return "rope_jax"
     assert room in FLOORS, f"{name} is new: give its room a floor"
     return room

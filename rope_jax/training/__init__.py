@@ -1,0 +1,1 @@
+"""Training: setup, step, loop, optimizers, checkpoints, metrics."""
