@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 import rope_jax.runs.run
-from rope_jax import evaluate
 from rope_jax.analysis import report
 from rope_jax.analysis.intervals import student
+from rope_jax.commands import evaluate
 from rope_jax.config import ConfigError
+from rope_jax.evaluate import results_table
 from rope_jax.system.sharding import put_batch
 from rope_jax.training import seeds
 from rope_jax.training.checkpoint import NonFinite
@@ -123,7 +124,7 @@ def test_every_seed_has_its_rows(together, alone):
     rows = rows_of(together)
     assert [(row["resolution"], row["seed"]) for row in rows] == [([8, 8], 4), ([8, 8], 5)]
     assert rows[1:] == [row | {"seed": 5} for row in rows_of(alone)]
-    assert evaluate.results_table(rows).splitlines()[2].split()[:2] == ["4", "8x8"]
+    assert results_table(rows).splitlines()[2].split()[:2] == ["4", "8x8"]
 
 
 def test_a_finished_run_is_not_evaluated_again(together, monkeypatch):
