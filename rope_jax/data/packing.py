@@ -16,7 +16,6 @@ size.
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stre
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
 from rope_jax.data.sources import open_source
-from rope_jax.data.sources.index import Source, write_index
+from rope_jax.data.sources.index import BadImages, Source, write_index
 from rope_jax.data.sources.packed import FORMAT
-from rope_jax.data.workers import DeadWorker
 from rope_jax.names.options import Count, CountOrZero
 from rope_jax.system.files import file_sha256, read_json, write_file
 
@@ -127,8 +125,8 @@ def prepare(
         The folder of the split.
 
     Raises:
-        ValueError: images that cannot be used, a square of no size, or a preparation with other
-            options in the same folder.
+        BadImages: images that cannot be used.
+        ValueError: a square of no size, or a preparation with other options in the same folder.
     """
     if source.labels_of != "images":
         raise ValueError(
@@ -184,7 +182,7 @@ def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
             place.with_suffix(".json").unlink()
     if bad:
         lines = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
-        raise ValueError(
+        raise BadImages(
             f"{len(bad)} of {count:,} images cannot be used; "
             f"mend them, or leave them out with --bad_images=skip:{lines}"
         )
@@ -225,8 +223,8 @@ def _write_packed_index(
     write_file(folder / "about.json", json.dumps(about, indent=1) + "\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command."""
     parser = command_parser("rope_jax.data.prepare", __doc__)
     add_arguments(parser)
     add = parser.add_argument
@@ -244,15 +242,11 @@ def main(argv: list[str] | None = None) -> int:
     kind, path, splits, out, allow_empty = (
         options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")
     )
-    try:
+    with parser.one_line_errors():
         for split in splits.split(","):
             source = open_source(kind, path, split, allow_empty=allow_empty)
             print(f"written: {prepare(source, out, **options)}")
-    except (ValueError, OSError, DeadWorker) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
