@@ -23,7 +23,6 @@ from flax import nnx
 from benchmarks._gpus import absent_gpus
 from benchmarks._runner import Keep, record
 from rope_jax import config, data
-from rope_jax.runs import restore
 from rope_jax.system.sharding import (
     make_mesh,
     split_batch,
@@ -31,6 +30,7 @@ from rope_jax.system.sharding import (
     use_mesh,
     with_shardings,
 )
+from rope_jax.training.model import create
 from rope_jax.training.setup import assemble, initial_state
 from rope_jax.training.step import make_step
 
@@ -99,7 +99,7 @@ def compile_step(
     """
     mesh, count = make_mesh(fsdp, devices=devices), batch * len(devices)
     settings = dataclasses.replace(settings, batch_size=count)
-    make = functools.partial(restore.create, settings)
+    make = functools.partial(create, settings)
     black = np.zeros((count, 8, 8, 3), np.uint8)  # the step does not use them
     classes = settings.model.num_classes
     images = data.Images(black, np.zeros(count, np.int32), "black", "train", classes)

@@ -20,8 +20,8 @@ from benchmarks._runner import Result
 from docs.results import ROOT, newest, read_results
 from experiments._claims import accuracies, claims, judge, sides
 from rope_jax.analysis.intervals import student
-from rope_jax.analysis.plots import COLOURS, RESOLUTION, draw_by_resolution, picture
 from rope_jax.analysis.runs import Size
+from rope_jax.evaluate.curves import COLOURS, RESOLUTION, draw_by_resolution, picture
 
 FOLDER = ROOT / "docs" / "images"
 CHECKSUM = "Results"  # key of the text field in a PNG file

@@ -5,8 +5,8 @@ import dataclasses
 from flax import nnx
 
 from rope_jax.config import resolve
-from rope_jax.runs import restore
 from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.model import create
 
 OPTIONS = "depth=1,width=16,heads=2"
 
@@ -15,7 +15,7 @@ def save_run(workdir, step, *, position=None, **settings):
     """Writes a checkpoint of the digits model with fresh weights; returns the model."""
     model = {"name": "vit_digits", "position": position, "options": OPTIONS}
     config = resolve({"model": model, "data": {"image_size": 8}, **settings})
-    created = restore.create(config)
+    created = create(config)
     params = nnx.to_pure_dict(nnx.state(created, nnx.Param))
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         about = {"config": dataclasses.asdict(config)}

@@ -67,7 +67,7 @@ FLOORS = {
     "rope_jax.weights": ("models", f"{ARRAYS} flax safetensors huggingface_hub"),
     "rope_jax.tasks": ("config data models", f"{ARRAYS} flax optax pycocotools PIL"),
     "rope_jax.training": ("tasks weights", f"{ARRAYS} flax optax orbax tensorboardX"),
-    "rope_jax.evaluate": ("training", f"{ARRAYS} flax"),
+    "rope_jax.evaluate": ("training", f"{ARRAYS} flax PIL matplotlib"),
     "rope_jax.runs": ("evaluate", f"{ARRAYS} flax"),
     "rope_jax.analysis": ("runs", f"{ARRAYS} flax matplotlib scipy.special"),
     "rope_jax.commands": ("analysis", f"{ARRAYS} absl flax ml_collections"),

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rope_jax.analysis.intervals import Estimate, newcombe, student, wilson
-from rope_jax.analysis.runs import Groups, Size, rows_by_size, size_text
+from rope_jax.analysis.runs import Groups, Size, rows_by_size
 from rope_jax.evaluate.results import SHARES, Row, main_score
+from rope_jax.names.text import size_text
 
 Estimates = Mapping[str, Mapping[Size, Estimate]]  # by group and resolution
 

@@ -8,8 +8,8 @@ the seeds of one workdir.
 """
 
 import collections
+import contextlib
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +25,10 @@ from rope_jax.analysis.comparison import (
 )
 from rope_jax.analysis.intervals import Estimate, percent
 from rope_jax.analysis.page import paragraph, picture, table, to_html
-from rope_jax.analysis.runs import Groups, RunResults, group_runs, read_runs, size_text
+from rope_jax.analysis.runs import Groups, RunResults, group_runs, read_runs
 from rope_jax.commands.arguments import command_parser
-from rope_jax.config import ConfigError, differences
+from rope_jax.config import differences
+from rope_jax.evaluate.curves import accuracy_against_resolution, available
 from rope_jax.evaluate.results import (
     CLASS_SCORES,
     SCORES,
@@ -37,7 +38,7 @@ from rope_jax.evaluate.results import (
     main_score,
     score_name,
 )
-from rope_jax.names.text import format_table
+from rope_jax.names.text import format_table, size_text
 
 # Pictures of `python -m rope_jax.analysis`, by file name, with captions.
 _PICTURES = {
@@ -59,7 +60,7 @@ def _drawn(
     caption: str, path: pathlib.Path, draw: Callable[..., Any], *given: Any, **options: Any
 ) -> list[str]:
     """The picture that a function of `plots` draws; none without matplotlib."""
-    if not plots.available():
+    if not available():
         return []
     draw(*given, path, **options)
     return [picture(path, caption)]
@@ -88,7 +89,7 @@ def _accuracy(groups: Groups, found: Estimates, out: pathlib.Path) -> list[str]:
         paragraph(text),
         *(paragraph(f"Not alike: {note}") for note in unlike(groups)),
         table([position, "seeds", *sizes], rows),
-        *_drawn(caption, out / "comparison.png", plots.accuracy_against_resolution, means),
+        *_drawn(caption, out / "comparison.png", accuracy_against_resolution, means),
     ]
 
 
@@ -244,25 +245,21 @@ def analyse(run: RunResults) -> None:
     from rope_jax.commands import analyse as command
 
     for name in command.OF_MODEL:
-        try:
+        with contextlib.suppress(SystemExit):  # after a line: no such picture of this scheme
             command.main([name, str(run.workdir)])
-        except SystemExit as error:  # no such picture of this scheme or model: show the reason
-            print(error, file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Reads the workdirs and writes the report."""
     parser = command_parser("rope_jax.analysis.report", __doc__)
     add, path = parser.add_argument, pathlib.Path
-    add("workdirs", nargs="+", type=path, help="of finished runs of rope_jax.main")
+    add("workdirs", nargs="+", type=path, help="of finished runs of rope_jax train")
     add("--out", type=path, help="folder to write to; default: the parent of the first workdir")
     add("--analyse", action="store_true", help="first draw the pictures of each row's first run")
     parsed = parser.parse_args(arguments)
     workdirs = dict.fromkeys(parsed.workdirs)  # a workdir given twice is not a second seed
-    try:
+    with parser.one_line_errors():
         groups = group_runs([run for workdir in workdirs for run in read_runs(workdir)])
-    except (OSError, ValueError, ConfigError) as error:
-        sys.exit(f"report: {error}")
     if parsed.analyse:
         for group in groups.values():
             analyse(group[0])
@@ -295,7 +292,7 @@ def print_report(groups: Groups, out: pathlib.Path) -> None:
     what = score_name(runs[0].rows[0])
     print(f"{what} (%) at test resolution; trained at the first one\n\n{text}\n")
     print(f"table: {out / 'comparison.txt'}")
-    if plots.available():
+    if available():
         print(f"picture: {out / 'comparison.png'}")
     else:
         print("no pictures: matplotlib is not installed (pip install 'rope_jax[plot]')")

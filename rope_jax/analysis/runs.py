@@ -63,9 +63,9 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
     """
     results = read_results(workdir)
     if results is None:
+        problem = "has no results.json" if workdir.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{workdir} has no results.json; "
-            f"run rope_jax.main with --workdir={workdir} to its end first"
+            f"{workdir} {problem}; complete its run first: rope_jax train --workdir={workdir} ..."
         )
     config = resolve_stored(read_json(workdir / "config.json"))
     plugins.load(config.plugins, wanted_by=f"of the run {workdir}")
@@ -142,8 +142,3 @@ def rows_by_size(runs: Sequence[RunResults]) -> dict[Size, dict[int, Row]]:
         for row in run.compared:
             rows.setdefault(tuple(row["resolution"]), {})[run.config.seed] = row
     return rows
-
-
-def size_text(size: Sequence[int]) -> str:
-    """A resolution in words: "224x320" for (224, 320)."""
-    return f"{size[0]}x{size[1]}"

@@ -38,13 +38,19 @@ from rope_jax.analysis.rotation import (
     rotation_angles,
     score_decay,
 )
-from rope_jax.commands.arguments import Argument, add_command, command_parser
-from rope_jax.config import ConfigError, in_one_line
+from rope_jax.commands.arguments import (
+    Argument,
+    CommandParser,
+    add_command,
+    add_model_arguments,
+    command_parser,
+)
+from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
-from rope_jax.names.options import Count, CountOrZero
+from rope_jax.names.options import Count, CountOrZero, Probability
 from rope_jax.names.text import format_table, image_pair
-from rope_jax.runs.loading import LoadedModel, add_model_arguments, load_model
+from rope_jax.runs.loading import LoadedModel, load_model
 from rope_jax.system.files import write_file
 from rope_jax.system.sharding import start_devices
 from rope_jax.training.kernels import kernels_of_run
@@ -153,7 +159,7 @@ def learned(loaded: LoadedModel, arguments: argparse.Namespace, out: pathlib.Pat
 def angles(arguments: argparse.Namespace, out: pathlib.Path) -> Results:
     """Rotation angle per dimension, for each reading of the thesis' formula (figure C.1)."""
     heads, found = arguments.heads, {}
-    for width in map(int, arguments.widths.split(",")):
+    for width in arguments.widths:
         curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
         found |= {f"{name}, d={width}": curve for name, curve in curves.items()}
         plots.lines(
@@ -227,18 +233,16 @@ def _images_of_files(
     return data.Streamed(files, size, loaded.preprocessing.crop_notation)
 
 
-def _place(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
-
-
 _COUNT = Argument(Count)
+_COUNTS = Argument(tuple[Count, ...])
 _IMAGES = {
     "--images": {"help": "file or folder; default: the test split of the WORKDIR's data"},
     "--resolution": {"help": "pixels, 224 or 224x320; default: that of training"},
     "--count": {"type": _COUNT, "default": 256, "help": "number of images"},
     "--batch_size": {"type": _COUNT, "default": 32, "help": "images in a step"},
 }
-_QUERY = "y,x of the query, from 0 to 1; default: the class token, or the centre"
+_PLACE = Argument(tuple[Probability, Probability])
+_QUERY = "y,x of the query; default: the class token, or the centre"
 _TOKEN = "index of the token; default: the centre (upper left of the middle four on an even map)"
 _SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
 # The analyses, and their arguments: of a model, which have its arguments as well, and of schemes.
@@ -247,13 +251,13 @@ OF_MODEL |= {"correlation": correlation, "decay": decay, "learned": learned}
 OF_SCHEMES = {"angles": angles, "costs": costs}
 ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "attention": _IMAGES,
-    "maps": _IMAGES | {"--query": {"type": _place, "metavar": "Y,X", "help": _QUERY}},
+    "maps": _IMAGES | {"--query": {"type": _PLACE, "metavar": "Y,X", "help": _QUERY}},
     "correlation": {"--token": {"type": Argument(CountOrZero), "help": _TOKEN}},
     "learned": {
         "--stage": {"type": _COUNT, "default": 1, "help": "stage of a hierarchical backbone"}
     },
     "angles": {
-        "--widths": {"default": "256,512", "help": "head dimensions, comma-separated"},
+        "--widths": {"type": _COUNTS, "default": "256,512", "help": "head dimensions"},
         "--heads": {"type": _COUNT, "default": 8, "help": "heads of Axial RoPE"},
     },
     "costs": {
@@ -264,7 +268,7 @@ ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = command_parser("rope_jax.analysis", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     out = "folder to write to; default: the WORKDIR, or the current folder"
@@ -287,19 +291,20 @@ def _analyse_model(asked: argparse.Namespace, out: pathlib.Path) -> Results:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one analysis from the command line."""
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
     out = asked.out or pathlib.Path(getattr(asked, "workdir", None) or ".")
-    try:
+    with parser.one_line_errors():
         start_devices()
-        out.mkdir(parents=True, exist_ok=True)
-        results = OF_SCHEMES.get(asked.command, _analyse_model)(asked, out)
+        if asked.out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        try:
+            results = OF_SCHEMES.get(asked.command, _analyse_model)(asked, out)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{error.name} is not installed; plots need matplotlib: "
+                "pip install 'rope_jax[plot]'"
+            ) from error
         text = json.dumps(results, default=np.ndarray.tolist)
         write_file(out / f"{asked.command}.json", text + "\n")
-    except ModuleNotFoundError as error:
-        sys.exit(
-            f"rope_jax.analysis: {error.name} is not installed; "
-            "plots need matplotlib: pip install 'rope_jax[plot]'"
-        )
-    except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.analysis: {in_one_line(error)}")
     print(f"{asked.command}: results are in {out}")

@@ -1,15 +1,22 @@
 """Command lines: parsers whose help lists what is allowed, and defaults."""
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import sys
-from typing import Any
+import typing
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
+from rope_jax.config import ConfigError, in_one_line
+from rope_jax.data import BadImages
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
+from rope_jax.data.workers import DeadWorker
 from rope_jax.names import plugins
 from rope_jax.names.options import CountOrZero, describe, read
 from rope_jax.system.cores import cores
+from rope_jax.system.files import SaveFailed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +25,18 @@ class Argument:
 
     >>> Argument(int)("3"), str(Argument(float | None))
     (3, 'a number, or None')
+    >>> Argument(tuple[int, ...])("256,512")
+    (256, 512)
     """
 
     annotation: Any
 
     def __call__(self, text: str) -> Any:
-        """The value; the parser adds the argument's name to an error."""
+        """The value, of a list the values between commas; the parser names the argument."""
         try:
+            parts = typing.get_args(self.annotation)
+            if parts[1:] == (...,):  # tuple[X, ...]
+                return tuple(read(word, parts[0]) for word in text.split(","))
             return read(text, self.annotation)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
@@ -48,7 +60,34 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help or ''}{added}".replace("%", "%%").strip()
 
 
-def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser of which a wrong command gets one line, and status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with its name and the message, on the standard error."""
+        self._end(2, " ".join(message.split()))
+
+    def _end(self, status: int, message: str) -> NoReturn:
+        self.exit(status, f"{self.prog.removeprefix('python -m ')}: {message}\n")
+
+    @contextlib.contextmanager
+    def one_line_errors(self, *, failed: int = 1) -> Iterator[None]:
+        """Turns errors into one line, and status 2 if the command is wrong, `failed` if the work.
+
+        >>> with command_parser("rope_jax.models", None).one_line_errors():
+        ...     raise FileNotFoundError("runs/none does not exist")
+        Traceback (most recent call last):
+        SystemExit: 2
+        """
+        try:
+            yield
+        except (SaveFailed, BadImages, DeadWorker) as error:
+            self._end(failed, str(error))  # which may list images, a line each
+        except (ConfigError, ValueError, OSError) as error:
+            self.error(in_one_line(error))
+
+
+def command_parser(module: str, description: str | None) -> CommandParser:
     """The parser of a command, `python -m MODULE` or a sub-command of `rope_jax`.
 
     >>> command_parser("rope_jax.evaluate", "Accuracy of a model.").prog
@@ -59,9 +98,7 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
         description: shown by `--help`, with its own line breaks.
     """
     name = command_name(module)
-    return _with_plugins(
-        argparse.ArgumentParser(prog=name, description=description, formatter_class=_Help)
-    )
+    return _with_plugins(CommandParser(prog=name, description=description, formatter_class=_Help))
 
 
 class _LoadPlugin(argparse.Action):
@@ -74,7 +111,7 @@ class _LoadPlugin(argparse.Action):
             parser.error(str(error))
 
 
-def _with_plugins(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _with_plugins(parser: CommandParser) -> CommandParser:
     """Adds --plugins."""
     parser.add_argument(
         "--plugins",
@@ -85,6 +122,36 @@ def _with_plugins(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     plugins.load_installed()
     return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `rope_jax.runs.loading.load_model` to a parser."""
+    add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
+    add("workdir", nargs="?", help="of a run of rope_jax train")
+    add("--step", type=Argument(CountOrZero), help="checkpoint step; default: the newest")
+    add(
+        "--model",
+        help="instead of a workdir: a name of rope_jax.list_models(), or what "
+        "rope_jax.save_pretrained wrote",
+    )
+    add("--position", help="scheme of --model; default: the model's own")
+    add(
+        "--weights",
+        help="of a named --model: .safetensors or .npz file, folder, or hub id; "
+        "default: fresh weights",
+    )
+    add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
+    add("--head", help="of dense prediction, for --model: upernet(width=512)")
+    add("--num_classes", type=Argument(CountOrZero), help="outputs of --model")
+    add("--image_size", help="pixels for which --model is created: 224 or 224x320")
+    add("--options", default="", help="overrides of --model: depth=6,window_size=8")
+    add(
+        "--seed",
+        type=Argument(CountOrZero),
+        help="of fresh weights (default: 0) or of a WORKDIR's (default: first)",
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="compute dtype of --model; default: float32")
 
 
 def command_name(module: str) -> str:

@@ -37,9 +37,10 @@ from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.names import plugins
 from rope_jax.names.options import Count
 from rope_jax.names.text import image_pair, items, literal
-from rope_jax.runs import restore, run
+from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.sharding import start_devices
+from rope_jax.training.model import create
 from rope_jax.training.setup import Split, load_split
 
 
@@ -169,7 +170,7 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
     config = resolve(raw)
     with blame("--config.plugins"):
         plugins.load(config.plugins, wanted_by="of the recipe")
-    nnx.eval_shape(lambda: restore.create(config))
+    nnx.eval_shape(lambda: create(config))
     return config
 
 

@@ -23,11 +23,10 @@ import argparse
 import dataclasses
 import importlib.metadata
 import pathlib
-import sys
 from typing import Annotated, Any
 
-from rope_jax.commands.arguments import Argument, command_parser
-from rope_jax.config import ConfigError, in_one_line
+from rope_jax.commands.arguments import Argument, CommandParser, add_model_arguments, command_parser
+from rope_jax.config import ConfigError
 from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import rules
@@ -42,7 +41,7 @@ from rope_jax.evaluate.results import (
 )
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
-from rope_jax.runs.loading import add_model_arguments, load_model
+from rope_jax.runs.loading import load_model
 from rope_jax.system.processes import decided_by_first
 from rope_jax.system.sharding import make_mesh, share, start_devices
 from rope_jax.tasks import task_of
@@ -50,21 +49,15 @@ from rope_jax.training.kernels import kernels_of_run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Evaluates, prints and records.
-
-    >>> main(["runs/none"])
-    Traceback (most recent call last):
-    SystemExit: rope_jax.evaluate: runs/none is not a folder; pass the WORKDIR of a run of ...
-    """
-    asked = _parse(arguments)
-    try:
+    """Evaluates, prints and records."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    with parser.one_line_errors():
         start_devices()
         _evaluate(asked)
-    except (ConfigError, ValueError, OSError) as error:
-        sys.exit(f"rope_jax.evaluate: {in_one_line(error)}")
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _parser() -> CommandParser:
     parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
     add, share = parser.add_argument, Argument(Share)
@@ -91,7 +84,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="rotary: scale logits by ln L / ln L_trained; default of these two: as the WORKDIR's "
         "config, or as the scheme",
     )
-    add("--scales", type=_scales, help="segmentation: 0.5,1,1.5, of the images, averaged")
+    scale = Annotated[float, Range(above=0, high=16)]
+    help_text = "segmentation: 0.5,1,1.5, of the images, averaged"
+    add("--scales", type=Argument(tuple[scale, ...]), help=help_text)
     add("--flip", action="store_true", help="segmentation: average with flipped images, too")
     add("--window", help="segmentation: pixels that the model sees at once, 512, 512x768 or whole")
     stride = "segmentation: pixels from window to window; default: two thirds of the window"
@@ -101,11 +96,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     in_step = "in a step; default: 128 images, of a segmentation 16 windows, of a detection 16"
     add("--batch_size", type=Argument(Count), help=in_step)
     add("--out", type=pathlib.Path, help="default: evaluations.json in the WORKDIR, or here")
-    return parser.parse_args(arguments)
-
-
-def _scales(text: str) -> tuple[float, ...]:
-    return tuple(map(Argument(Annotated[float, Range(above=0, high=16)]), text.split(",")))
+    return parser
 
 
 def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -> None:

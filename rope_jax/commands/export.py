@@ -9,23 +9,17 @@ model that detects objects is called with images on one canvas and their extents
 """
 
 import pathlib
-import sys
 
-from rope_jax.commands.arguments import Argument, command_parser
-from rope_jax.config import ConfigError, in_one_line
+from rope_jax.commands.arguments import Argument, add_model_arguments, command_parser
+from rope_jax.config import ConfigError
 from rope_jax.names.options import Count
 from rope_jax.names.text import image_pair
-from rope_jax.runs.loading import add_model_arguments, load_model
+from rope_jax.runs.loading import load_model
 from rope_jax.weights.export import PLATFORMS, export
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Loads the model and writes the file.
-
-    >>> main(["runs/none", "--out=model.bin"])
-    Traceback (most recent call last):
-    SystemExit: rope_jax.export_model: runs/none is not a folder; pass the WORKDIR of a run ...
-    """
+    """Loads the model and writes the file."""
     parser = command_parser("rope_jax.export_model", __doc__)
     add_model_arguments(parser)
     add = parser.add_argument
@@ -35,14 +29,14 @@ def main(arguments: list[str] | None = None) -> None:
     known = f"comma-separated, of {','.join(PLATFORMS)}"
     add("--platforms", default=",".join(PLATFORMS), help=known)
     asked = parser.parse_args(arguments)
-    try:
+    with parser.one_line_errors():
         loaded = load_model(asked)
         size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
         platforms = tuple(asked.platforms.split(","))
-        export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
-    except (ConfigError, ValueError, OSError, ImportError) as error:
-        needs = ": pip install 'rope_jax[export]'" if isinstance(error, ImportError) else ""
-        sys.exit(f"rope_jax.export_model: {in_one_line(error)}{needs}")
+        try:
+            export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
+        except ImportError as error:
+            raise ConfigError(f"{error}: pip install 'rope_jax[export]'") from error
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
     batch = "b" if asked.batch is None else asked.batch
     print(f"{loaded.title}, {loaded.weights}: {asked.out}")

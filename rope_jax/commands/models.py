@@ -6,7 +6,6 @@ Without a pattern, all are listed.
 """
 
 import math
-import sys
 
 from flax import nnx
 
@@ -46,9 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     names = list_models(asked.pattern)
     if not names:
-        sys.exit(
-            f"rope_jax.models: no model is called {asked.pattern!r}; without it, all are listed"
-        )
+        parser.error(f"no model is called {asked.pattern!r}; without it, all are listed")
     header, found = HEADER, rows(names)
     if asked.parameters:
         header = (*header, "parameters")

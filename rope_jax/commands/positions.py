@@ -77,9 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     if flags.markdown:
         print(markdown(), end="")
         return
-    try:
+    with parser.one_line_errors():
         if flags.model is not None:
             find_model(flags.model)
-    except ValueError as error:
-        parser.error(str(error))
     print(listing(flags.model))

@@ -13,7 +13,6 @@ pack the test split separately, with `--splits=test` and a larger --side, or 0 f
 size.
 """
 
-import sys
 from pathlib import Path
 
 from rope_jax.commands.arguments import Argument, add_image_set, command_parser
@@ -21,12 +20,11 @@ from rope_jax.data.examples import BAD_IMAGES
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.data.packing import prepare
 from rope_jax.data.sources import open_source
-from rope_jax.data.workers import DeadWorker
 from rope_jax.names.options import Count, CountOrZero
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command."""
     parser = command_parser("rope_jax.data.prepare", __doc__)
     add_image_set(parser)
     add = parser.add_argument
@@ -44,11 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     kind, path, splits, out, allow_empty = (
         options.pop(name) for name in ("source", "path", "splits", "out", "allow_empty")
     )
-    try:
+    with parser.one_line_errors():
         for split in splits.split(","):
             source = open_source(kind, path, split, allow_empty=allow_empty)
             print(f"written: {prepare(source, out, **options)}")
-    except (ValueError, OSError, DeadWorker) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    return 0

@@ -28,13 +28,14 @@ from rope_jax.config import (
 )
 from rope_jax.data import BadImages, BadSet
 from rope_jax.data.workers import DeadWorker
-from rope_jax.runs.restore import create
+from rope_jax.names.text import other_command
 from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
+from rope_jax.training.model import create
 from rope_jax.training.signals import Interrupted
 
 _BAD_IMAGES = (
-    "`python -m rope_jax.data.verify` lists all that cannot be used, and "
+    f"`{other_command('rope_jax.data.verify')}` lists all that cannot be used, and "
     "--config.data.bad_images=skip goes on without them"
 )
 _LESS_MEMORY = "use a smaller --config.batch_size (or more --config.accumulate), model or image"

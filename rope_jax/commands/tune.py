@@ -8,14 +8,13 @@ kind of GPU with this version of jax. Training with `--config.kernels=tuned` mea
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rope_jax.commands.arguments import Argument, command_parser
+from rope_jax.commands.arguments import Argument, CommandParser, command_parser
 from rope_jax.config import ConfigError, blame, model_overrides
 from rope_jax.models.registry import find_model
 from rope_jax.names.options import Count, Positive
@@ -28,8 +27,9 @@ from rope_jax_kernels.tuning.measure import nothing_to_tune, on_one_device
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints the table, and saves the choices."""
-    asked = parse(arguments)
-    try:
+    parser = make_parser()
+    asked = parser.parse_args(arguments)
+    with parser.one_line_errors():
         calls = calls_of_model(asked)
         if reason := nothing_to_tune():
             print(reason)
@@ -37,17 +37,18 @@ def main(arguments: list[str] | None = None) -> None:
         choices = tune(calls, seconds=asked.seconds)
         print(table(choices))
         if asked.out is None:
-            path = choices.remember()
+            try:
+                path = choices.remember()
+            except RuntimeError as error:  # a user without a home folder
+                raise ConfigError(f"{error}: name a file by --out") from error
         else:
             path = asked.out
             choices.save(path)
         print(f"\nchoices: {path}")
-    except (ConfigError, ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"rope_jax.tune: {' '.join(str(error).split())}")
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command's arguments."""
+def make_parser() -> CommandParser:
+    """The parser of the command's arguments."""
     parser = command_parser("rope_jax.tune", __doc__)
     add = parser.add_argument
     add("--model", required=True, help="one of rope_jax.list_models()")
@@ -60,7 +61,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--train", action="store_true", help="measure training steps, not evaluation")
     add("--seconds", type=Argument(Positive), default=60.0, help="for everything")
     add("--out", type=pathlib.Path, help="file for the choices; default: the cache folder")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def calls_of_model(asked: argparse.Namespace) -> list[Call]:

@@ -2,19 +2,17 @@
 
     python -m rope_jax.data.verify --source=folder --path=PATH
 
-The exit status is 0 if all images can be used, 1 if some cannot, and 2 if the set cannot be opened.
+The exit status is 0 if all images can be used, 1 if some cannot, and 2 if they cannot be verified.
 `--report` writes the result as JSON.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from rope_jax.commands.arguments import add_image_set, command_parser
 from rope_jax.data.sources import open_source
 from rope_jax.data.verification import verify
-from rope_jax.data.workers import DeadWorker
 from rope_jax.system.files import write_file
 
 
@@ -24,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     add_image_set(parser)
     parser.add_argument("--report", type=Path, help="a JSON file to write")
     asked = parser.parse_args(argv)
-    try:
+    with parser.one_line_errors(failed=2):  # 1 is of bad images
         sources = [
             open_source(asked.source, asked.path, split, allow_empty=True)
             for split in asked.splits.split(",")
@@ -32,9 +30,6 @@ def main(argv: list[str] | None = None) -> int:
         results = [verify(source, workers=asked.workers) for source in sources]
         if asked.report is not None:
             write_file(asked.report, json.dumps(results, indent=1) + "\n")
-    except (ValueError, OSError, DeadWorker) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
     bad = sum(map(_print_result, results))
     print(f"{sum(result['images'] for result in results):,} images, {bad} found bad")
     return int(bad > 0)

@@ -17,6 +17,7 @@ from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages, BadSet
 from rope_jax.data.workers import Batch
+from rope_jax.names.text import other_command
 from rope_jax.system.files import warn
 
 BAD_IMAGES = ("error", "skip")
@@ -288,7 +289,7 @@ def too_many(skipped: Iterable[int], count: int) -> BadSet:
     return BadSet(
         f"{len(ids)} of {count} images cannot be used, more than {allowed(count)} (one in "
         f"{_BAD_SHARE}): {', '.join(map(str, ids[:8]))}, ...; "
-        "python -m rope_jax.data.verify lists them with the reasons"
+        f"{other_command('rope_jax.data.verify')} lists them with the reasons"
     )
 
 

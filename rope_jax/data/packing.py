@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from rope_jax.data.images.crops import centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, run_jobs
-from rope_jax.data.sources.index import Source, write_index
+from rope_jax.data.sources.index import BadImages, Source, write_index
 from rope_jax.data.sources.packed import FORMAT
 from rope_jax.system.files import file_sha256, read_json, write_file
 
@@ -111,8 +111,8 @@ def prepare(
         The folder of the split.
 
     Raises:
-        ValueError: images that cannot be used, a square of no size, or a preparation with other
-            options in the same folder.
+        BadImages: images that cannot be used.
+        ValueError: a square of no size, or a preparation with other options in the same folder.
     """
     if source.labels_of != "images":
         raise ValueError(
@@ -168,7 +168,7 @@ def _refuse_bad(facts: dict[Path, dict[str, Any]], count: int) -> None:
             place.with_suffix(".json").unlink()
     if bad:
         lines = "".join(f"\n  {example} {name}: {reason}" for example, name, reason in bad[:20])
-        raise ValueError(
+        raise BadImages(
             f"{len(bad)} of {count:,} images cannot be used; "
             f"mend them, or leave them out with --bad_images=skip:{lines}"
         )

@@ -1,8 +1,6 @@
 """`python -m rope_jax.data.prepare`: see `rope_jax.commands.prepare`."""
 
-import sys
-
 from rope_jax.commands.prepare import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

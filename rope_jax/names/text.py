@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import numbers
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -163,15 +164,32 @@ def image_pair(size: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
+def size_text(size: Sequence[int]) -> str:
+    """A resolution in words: "224x320" for (224, 320)."""
+    return f"{size[0]}x{size[1]}"
+
+
+def other_command(module: str) -> str:
+    """How the user calls a command that is not running, for hints.
+
+    >>> other_command("rope_jax.data.verify")  # or "rope_jax data verify", under `rope_jax`
+    'python -m rope_jax.data.verify'
+    """
+    called = sys.argv[0].startswith("rope_jax ")
+    return module.replace(".", " ") if called else f"python -m {module}"
+
+
 def closest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: the closest known one, or one that it begins, then all of them.
+    """A hint for an unknown word: one that it begins, or the closest one, then all of them.
 
     >>> closest("appe", ["ape", "none"])
     "did you mean 'ape'? known: ape, none"
+    >>> closest("pos", ["epochs", "position"])
+    "did you mean 'position'? known: epochs, position"
     """
     known = list(known)
     begun = [name for name in known if word and name.startswith(word)]
-    close = difflib.get_close_matches(word, known, 1) or begun
+    close = begun or difflib.get_close_matches(word, known, 1)
     return (
         f"did you mean {close[0]!r}? " if close else ""
     ) + f"known: {', '.join(known) or 'none'}"

@@ -9,12 +9,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from flax import nnx
 
-from rope_jax.commands.arguments import Argument
 from rope_jax.config import Config, ConfigError, blame, model_overrides
-from rope_jax.names.options import CountOrZero
 from rope_jax.names.text import image_pair
-from rope_jax.runs.restore import create, read_checkpoint
+from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.files import file_sha256
+from rope_jax.training.model import create
 from rope_jax.weights import Preprocessing, load_pretrained
 from rope_jax.weights.create import create_model
 
@@ -58,38 +57,8 @@ class LoadedModel:
         return f"{self.name} with {self.position}"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `load_model` to a parser."""
-    add = parser.add_argument_group("model", "a WORKDIR, or --model and its options").add_argument
-    add("workdir", nargs="?", help="of a run of rope_jax.main")
-    add("--step", type=Argument(CountOrZero), help="checkpoint step; default: the newest")
-    add(
-        "--model",
-        help="instead of a workdir: a name of rope_jax.list_models(), or what "
-        "rope_jax.save_pretrained wrote",
-    )
-    add("--position", help="scheme of --model; default: the model's own")
-    add(
-        "--weights",
-        help="of a named --model: .safetensors or .npz file, folder, or hub id; "
-        "default: fresh weights",
-    )
-    add("--source", help="naming convention of --weights, see rope_jax.convert_state_dict")
-    add("--head", help="of dense prediction, for --model: upernet(width=512)")
-    add("--num_classes", type=Argument(CountOrZero), help="outputs of --model")
-    add("--image_size", help="pixels for which --model is created: 224 or 224x320")
-    add("--options", default="", help="overrides of --model: depth=6,window_size=8")
-    add(
-        "--seed",
-        type=Argument(CountOrZero),
-        help="of fresh weights (default: 0) or of a WORKDIR's (default: first)",
-    )
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="compute dtype of --model; default: float32")
-
-
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Loads the model specified by parsed arguments of `add_model_arguments`.
+    """Loads the model specified by parsed arguments of `rope_jax.arguments.add_model_arguments`.
 
     Raises:
         ConfigError: the arguments name no model or two, contradict each other, or name a model,

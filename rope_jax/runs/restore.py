@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from rope_jax.config import Config, blame, model_overrides, resolve_stored
+from rope_jax.config import Config, blame, resolve_stored
 from rope_jax.names import plugins
-from rope_jax.names.text import image_pair, parse
+from rope_jax.names.text import parse
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
 from rope_jax.training import seeds
 from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.model import create
 from rope_jax.weights import Preprocessing, export_state_dict
 from rope_jax.weights import create as models
 from rope_jax.weights.files import WeightsFile, open_weights
@@ -42,25 +42,6 @@ def create_model(
     elif not isinstance(pretrained, bool):
         pretrained = _of_run(pretrained)
     return models.create_model(name, pretrained=pretrained, **settings)
-
-
-def create(config: Config) -> nnx.Module:
-    """The model of a config, with fresh weights.
-
-    Raises:
-        ConfigError: name, position, options and image size are not compatible.
-    """
-    size, m = config.data.image_size, config.model
-    settings = {
-        "position": m.position,
-        "num_classes": m.num_classes,
-        "image_size": None if size is None else image_pair(size),
-        "seed": config.seed,
-        "dtype": jnp.dtype(config.dtype),
-        **model_overrides(m.options),
-    }
-    with blame("--config.model or --config.data.image_size"):
-        return models.create_model(m.name, head=m.head, **settings)
 
 
 def load_checkpoint(
@@ -109,7 +90,8 @@ def read_checkpoint(
     """The model and config of `load_checkpoint`, and the checkpoint's step."""
     folder = pathlib.Path(path) / "checkpoints"
     if not folder.is_dir():
-        problem = "holds no checkpoints" if os.path.isdir(path) else "is not a folder"
+        problem = "is not a folder" if os.path.exists(path) else "does not exist"
+        problem = "holds no checkpoints" if os.path.isdir(path) else problem
         raise FileNotFoundError(f"{path} {problem}; pass the WORKDIR of a run of rope_jax train")
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)

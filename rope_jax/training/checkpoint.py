@@ -56,15 +56,13 @@ class Checkpoints:
         keep: int | None = None,
         still_ours: Callable[[], bool] = lambda: True,
     ):
-        """Opens the folder (created if missing).
-
+        """
         Args:
-            folder: of all steps; one that `paths.require_storable` does not reject.
+            folder: of all steps, created by `clean`; `paths.require_storable` must accept it.
             keep: only the newest `keep` steps are kept; None for all.
             still_ours: whether this process may write there, see `rope_jax.system.files.locked`.
         """
         self._folder, self._keep, self._still_ours = folder.absolute(), keep, still_ours
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._pending: concurrent.futures.Future | None = None
         self.on_saved: Callable[[int, int, float], None] = lambda step, size, seconds: None
@@ -134,8 +132,12 @@ class Checkpoints:
             return problem_of(self._folder / str(step), step)
 
     def clean(self) -> None:
-        """Removes unfinished saves and deletions. Only for the process that holds the lock."""
+        """Creates the folder, or removes unfinished saves and deletions in it.
+
+        Only for the process that holds the lock.
+        """
         if jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.glob("*"):
                 if _UNFINISHED.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)

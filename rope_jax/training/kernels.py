@@ -78,7 +78,7 @@ def kernels_of_run(
 
 
 def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> Choices:
-    """The choices for a run's steps: the stored ones, or measured now by the first process.
+    """The choices for a run: the stored ones, or measured by the first process if steps are left.
 
     Raises:
         ConfigError: the file in the workdir is damaged.
@@ -88,7 +88,7 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
     choices = stored_choices(setup.config, workdir)
     if choices is not None:
         return choices
-    if nothing_to_tune():
+    if int(state["step"]) >= setup.total_steps or nothing_to_tune():
         return Choices()
     choices = _measured(setup, state)
     # An error here ends the first process, and thereby the others, which wait for its choices.

@@ -1,28 +1,19 @@
 """The training loop."""
 
 import contextlib
-import pathlib
 
 import jax
 
 from rope_jax.system.sharding import put_batch
-from rope_jax.training.checkpoint import Checkpoints
-from rope_jax.training.metrics import MetricsWriter
+from rope_jax.training.folder import Run
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import Setup, State, training_batches
 from rope_jax.training.signals import Interrupted, Signals
 from rope_jax.training.step import make_step
 
 
-def train_loop(
-    setup: Setup,
-    state: State,
-    checkpoints: Checkpoints,
-    writer: MetricsWriter,
-    signals: Signals,
-    workdir: pathlib.Path,
-) -> State:
-    """Runs the remaining steps and returns the final state, which is saved.
+def train_loop(setup: Setup, state: State, run: Run, signals: Signals) -> State:
+    """Runs the remaining steps, if any, and returns the final state, which is saved.
 
     The metrics of a step are fetched while the next one runs, and checkpoints are written in the
     background. A signal ends the run after the current step, or while a batch is awaited; before
@@ -34,9 +25,10 @@ def train_loop(
         SaveFailed: the last checkpoint could not be written, or the workdir is not this run's.
     """
     first, last = int(state["step"]), setup.total_steps
+    if first >= last:
+        return state
     train_step = make_step(setup)
-    reporter = Reporter(setup, first, checkpoints, writer, signals, workdir)
-    with reporter, contextlib.ExitStack() as stack:
+    with Reporter(setup, first, run, signals) as reporter, contextlib.ExitStack() as stack:
         batches, resident = training_batches(setup, first, waiting=signals.waiting)
         stack.callback(batches.close)
         done = first
@@ -64,10 +56,9 @@ def train_loop(
                 if pending is not None:
                     reporter.report(*pending)
                 reporter.save(done, state)
-                checkpoints.wait()
-                signals.saved = True
+                run.checkpoints.wait()
             raise
-        checkpoints.wait()
-    signals.at_once = signals.saved = True
+        run.checkpoints.wait()
+    signals.at_once = True
     signals()  # a signal may have arrived in the meantime
     return state

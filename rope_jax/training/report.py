@@ -1,53 +1,44 @@
-"""Reports and checks of the training loop: metrics, events, values that are not finite."""
+"""Reports of the training loop: metrics, events, profiles."""
 
 import contextlib
-import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from rope_jax import data
+from rope_jax.names.text import other_command
 from rope_jax.system.cores import cores
-from rope_jax.system.files import warn
 from rope_jax.training import seeds
-from rope_jax.training.checkpoint import Checkpoints, NonFinite
-from rope_jax.training.metrics import MetricsWriter, Profiler, Speedometer, progress_line
-from rope_jax.training.setup import Setup, State, batch_ids
+from rope_jax.training.checkpoint import NonFinite
+from rope_jax.training.finite import FiniteGuard
+from rope_jax.training.folder import Run
+from rope_jax.training.metrics import Profiler, Speedometer, progress_line
+from rope_jax.training.setup import Setup, State
 from rope_jax.training.signals import Interrupted, Signals
-from rope_jax.training.trees import not_finite
 
 SLOW_DATA = 0.1  # share of the time spent waiting for images above which advice is printed
-MAX_SKIPPED = 10  # steps in a row that non_finite="skip" skips before it stops the run
 
 
 class Reporter:
-    """Writes and prints metrics and events of a training loop; stops it on non-finite values.
+    """Writes and prints metrics and events of a training loop, and saves its states.
 
     As a context manager around the loop, it writes the events "start" and "stop".
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        first: int,
-        checkpoints: Checkpoints,
-        writer: MetricsWriter,
-        signals: Signals,
-        workdir: pathlib.Path,
-    ):
+    def __init__(self, setup: Setup, first: int, run: Run, signals: Signals):
         """`first` is the last step that has already been done."""
         config = setup.config
         self._setup, self._first, self._step = setup, first, first
-        self._checkpoints, self._writer, self._signals = checkpoints, writer, signals
+        self._checkpoints, self._signals = run.checkpoints, signals
+        self._writer = run.metrics(first, tensorboard=config.tensorboard)
+        self._guard = FiniteGuard(setup, run.checkpoints, self._writer)
         self._speed = Speedometer(setup.total_steps, config.batch_size * config.seeds)
-        self._profiler = Profiler(workdir)
-        self._skipped = dict.fromkeys(seeds.seeds_of(config), 0)  # in a row
+        self._profiler = Profiler(run.workdir)
         self._told_to_read_faster = False
-        checkpoints.on_saved = self._on_saved
+        self._checkpoints.on_saved = self._on_saved
 
     def __enter__(self) -> "Reporter":
         last = self._writer.last_event
@@ -56,20 +47,21 @@ class Reporter:
         self._writer.event(
             self._first,
             "start",
-            resumes_from=self._first if self._signals.saved else None,
+            resumes_from=self._first or None,
             total_steps=self._setup.total_steps,
             devices=self._setup.mesh.size,
         )
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        try:
-            if error is None:
-                self._writer.event(self._step, "stop", why="complete", resumes_from=self._step)
-            else:
-                self._stopped(error)
-        finally:
-            self._profile(self._profiler.close())
+        with self._writer:
+            try:
+                if error is None:
+                    self._writer.event(self._step, "stop", why="complete", resumes_from=self._step)
+                else:
+                    self._stopped(error)
+            finally:
+                self._profile(self._profiler.close())
 
     def _stopped(self, error: BaseException) -> None:
         last = self._checkpoints.newest()
@@ -103,7 +95,7 @@ class Reporter:
         """
         config, total = self._setup.config, self._setup.total_steps
         values = jax.device_get(metrics)
-        if not self._check(step, values):
+        if not self._guard.check(step, values):
             return
         due = step % config.log_every == 0 or step == total
         speed = self._speed.at(step) if due or step == self._first + 1 else {}
@@ -126,38 +118,9 @@ class Reporter:
         print(
             f"the steps wait for images, which {used or 'no'} worker processes decode on {most} "
             f"cores: --config.data.workers={most} (with the extra `data`), or store them resized "
-            "with python -m rope_jax.data.prepare",
+            f"with {other_command('rope_jax.data.prepare')}",
             flush=True,
         )
-
-    def _check(self, step: int, values: dict[str, np.ndarray]) -> bool:
-        """Whether the metrics of all seeds are finite."""
-        config, all_finite = self._setup.config, True
-        each = zip(
-            self._skipped,
-            seeds.row_labels(config),
-            np.ravel(values["loss"]),
-            np.ravel(values["grad_norm"]),
-            strict=True,
-        )
-        for seed, label, loss, norm in each:
-            if np.isfinite(loss) and np.isfinite(norm):
-                self._skipped[seed] = 0
-                continue
-            all_finite = False
-            self._skipped[seed] += 1
-            count = self._skipped[seed]
-            of_seed = f" of seed {seed}" if label else ""
-            told = f"step {step}{of_seed}: loss {loss}, gradient norm {norm}"
-            if config.non_finite == "stop" or count > MAX_SKIPPED:
-                before = f", after {count - 1} skipped steps in a row" if count > 1 else ""
-                raise self._lost(step, seed, told + before)
-            warn(
-                f"WARNING: {told}; its update is skipped ({count} in a row). "
-                f"Its examples: {self._examples(step, seed)}"
-            )
-            self._writer.event(step, "skipped", loss=str(loss), grad_norm=str(norm), **label)
-        return all_finite
 
     def save(self, step: int, state: State) -> None:
         """Starts to save the state.
@@ -165,25 +128,10 @@ class Reporter:
         Raises:
             NonFinite: the state has a value that is not finite; nothing is saved.
         """
-        config = self._setup.config
         try:
             self._checkpoints.save(step, state, about=self._setup.about())
         except NonFinite as error:
-            trees = zip(seeds.seeds_of(config), seeds.split(state, config), strict=True)
-            seed = next((seed for seed, tree in trees if not_finite(tree)), config.seed)
-            of_seed = f" (seed {seed})" if config.seeds > 1 else ""
-            raise self._lost(step, seed, f"{error}{of_seed}") from None
-
-    def _lost(self, step: int, seed: int, told: str) -> NonFinite:
-        last = self._checkpoints.newest()
-        saved = "nothing was saved" if last is None else f"the newest checkpoint is of step {last}"
-        return NonFinite(
-            f"{told}; {saved}. Lower --config.optim.learning_rate, or look at its examples: "
-            f"{self._examples(step, seed)}"
-        )
-
-    def _examples(self, step: int, seed: int) -> str:
-        return ", ".join(map(str, batch_ids(self._setup, step, seed)[:8])) + ", ..."
+            raise self._guard.lost_state(step, state, error) from None
 
     def _on_saved(self, step: int, size: int, seconds: float) -> None:
         print(f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)

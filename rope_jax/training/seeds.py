@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import UInt32
 
 from rope_jax.config import Config
@@ -73,18 +72,6 @@ def take(tree: Tree, config: Config, number: int = 0) -> Tree:
 def split(tree: Tree, config: Config) -> list[Tree]:
     """The inverse of `stack`: the trees of all seeds."""
     return [take(tree, config, number) for number in range(config.seeds)]
-
-
-def create_models(config: Config, create: Callable[[Config], nnx.Module]) -> nnx.Module:
-    """The model of `create(config)`; for several seeds, one module with stacked variables.
-
-    A stacked module can be split into graph and state, but not called.
-    """
-    if config.seeds == 1:
-        return create(config)
-    models = [create(single(config, seed)) for seed in seeds_of(config)]
-    graph, _ = nnx.split(models[0])
-    return nnx.merge(graph, stack([nnx.state(model) for model in models]))
 
 
 def vmap(function: Callable, config: Config, in_axes: Any, out_axes: Any = 0) -> Callable:

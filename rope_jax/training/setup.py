@@ -25,7 +25,6 @@ from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
 from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
-from rope_jax.runs import restore
 from rope_jax.system.sharding import (
     AnyMesh,
     make_mesh,
@@ -37,6 +36,7 @@ from rope_jax.system.sharding import (
 )
 from rope_jax.tasks import task_for, task_of
 from rope_jax.training import optim, seeds
+from rope_jax.training.model import create_seeds
 
 # step i32[], params, opt; ema if the config has ema_decay, stats if the model has batch norms.
 State = dict[str, Any]
@@ -116,7 +116,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     task_for(config.model.head).check(config, images)
     _check_data(config, images, held_out)
     config = _complete(config, images)
-    model = seeds.create_models(config, restore.create)
+    model = create_seeds(config)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
 

@@ -38,11 +38,10 @@ class Signals:
 
     Attributes:
         at_once: whether a signal raises Interrupted immediately, as there is nothing to save.
-        saved: whether the workdir holds a checkpoint.
     """
 
     def __init__(self) -> None:
-        self.at_once, self.saved = True, False
+        self.at_once = True
         self._stop: int | None = None
         self._since = 0.0  # time of the signal to stop
         self._profile = False
@@ -130,8 +129,4 @@ def stop_signals() -> Iterator[Signals]:
             stack.callback(os.close, sender)
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender))
             threading.Thread(target=_end_at_second, args=(receiver,), daemon=True).start()
-        try:
-            yield signals
-        except Interrupted as error:
-            error.saved = signals.saved
-            raise
+        yield signals

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from rope_jax import config as cfg
-from rope_jax.analysis import expected, plots, report
+from rope_jax.analysis import expected, report
 from rope_jax.analysis.comparison import score
 from rope_jax.analysis.intervals import student, wilson
-from rope_jax.evaluate import add_evaluation, write_results
+from rope_jax.evaluate import add_evaluation, curves, write_results
 from rope_jax.models import list_models
 from rope_jax.names import plugins
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
+from tests.refusals import refused
 
 
 def rows(*pairs, dataset="digits"):
@@ -127,7 +128,7 @@ def test_runs_of_dense_prediction_are_compared_by_their_score(
     assert [second, "-", "50.0"] in page.rows
     assert ["a", "scenes", "64x64", *further, "as it is"] in page.rows
     c = workdir(tmp_path / "c", "rope2d", rows(((8, 8), 0.95)), seed=1)
-    with pytest.raises(SystemExit, match=f"by {name} and .* by top-1 accuracy: compare runs of"):
+    with refused(capsys, f"by {name} and .* by top-1 accuracy: compare runs of"):
         report.main([str(a), str(c)])
 
 
@@ -202,15 +203,15 @@ def test_workdirs_of_one_name_stay_apart(tmp_path):
     assert next(row[1] for row in Page(tmp_path / "out").rows if row[0] == "ape") == "2"
 
 
-def test_a_run_counts_once_and_damaged_or_unfinished_ones_are_refused(tmp_path):
+def test_a_run_counts_once_and_damaged_or_unfinished_ones_are_refused(tmp_path, capsys):
     a, b, damaged = (workdir(tmp_path / name, "ape", rows(((8, 8), 0.9))) for name in "abc")
     (damaged / "config.json").write_text('{"sead": 1}')
     for given, message in (
-        ([a, b], f"report: {a} and {b} hold the same run, of seed 0"),
+        ([a, b], f"^rope_jax.analysis.report: {a} and {b} hold the same run, of seed 0"),
         ([damaged], r"report: --config\.sead is not a setting"),
-        ([tmp_path / "nothing"], "nothing has no results.json"),
+        ([tmp_path / "nothing"], "nothing does not exist; complete its run first"),
     ):
-        with pytest.raises(SystemExit, match=message):
+        with refused(capsys, message):
             report.main(list(map(str, given)))
 
 
@@ -235,9 +236,9 @@ def test_accuracy_stands_beside_that_of_the_paper(tmp_path):
 
 
 def test_without_matplotlib_there_is_a_page_without_pictures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(curves.importlib.util, "find_spec", lambda name: None)
     assert (
-        plots.accuracy_against_resolution({"ape": rows(((8, 8), 0.9))}, tmp_path / "a.png") is None
+        curves.accuracy_against_resolution({"ape": rows(((8, 8), 0.9))}, tmp_path / "a.png") is None
     )
     report.main([str(workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)), losses=(1.0,)))])
     assert "<img" not in (tmp_path / "report.html").read_text()

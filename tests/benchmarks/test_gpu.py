@@ -43,7 +43,7 @@ def test_tests_choices_and_speed_follow_each_other_and_what_is_done_is_not_repea
     assert modules == ["pytest", *["rope_jax.tune"] * len(gpu.MODELS), "benchmarks"]
     assert started.commands[-1] == ["benchmarks", "speed", f"--out={tmp_path}/speed_gpu.json"]
     for command in started.commands[1:-1]:
-        tune.parse(command[1:])
+        tune.make_parser().parse_args(command[1:])
     started.commands.clear()
     started.failing = "none"
     assert main(benchmarks, argv) == 0

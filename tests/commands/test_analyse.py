@@ -11,6 +11,7 @@ from rope_jax.commands.analyse import _image_batches, _parser, main
 from rope_jax.runs.loading import load_model
 from rope_jax.training.setup import load_split
 from rope_jax_kernels import Choices
+from tests.refusals import refused
 from tests.small_run import save_run
 
 DIGITS = ["--model=vit_digits", "--options=depth=2,width=48,heads=3"]
@@ -124,8 +125,8 @@ def test_positions_and_costs(command, capsys):
         (["costs", "--model=vit"], "unknown model 'vit'"),
     ],
 )
-def test_errors_are_one_line(arguments, message, tmp_path):
-    with pytest.raises(SystemExit, match=f"^rope_jax.analysis: .*{message}"):
+def test_errors_are_one_line(arguments, message, tmp_path, capsys):
+    with refused(capsys, f"^rope_jax.analysis: .*{message}"):
         main([*arguments, f"--out={tmp_path}"])
 
 

@@ -18,6 +18,7 @@ from rope_jax.evaluate import kinds
 from rope_jax.system.sharding import make_mesh
 from rope_jax.weights import Preprocessing, save_pretrained
 from rope_jax_kernels.tuning import choices
+from tests.refusals import refused
 from tests.small_run import save_run
 
 SMALL = {"depth": 1, "width": 24, "heads": 2, "patch_size": 4}
@@ -163,8 +164,8 @@ def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
         ("somewhere", "name either the WORKDIR of a run or a --model"),
     ],
 )
-def test_mistakes_are_told_in_one_line(command, argument, message):
-    with pytest.raises(SystemExit, match=message):
+def test_mistakes_are_told_in_one_line(command, argument, message, capsys):
+    with refused(capsys, message):
         command(argument)
 
 

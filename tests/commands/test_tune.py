@@ -6,12 +6,15 @@ import pytest
 import rope_jax.commands.tune
 from rope_jax_kernels import Choices
 from rope_jax_kernels.tuning.choices import Choice, Measured
+from tests.refusals import refused
 
 SMALL = ["--model=vit_digits", "--options=depth=2,width=16,heads=1", "--batch=4"]
 
 
 def calls(*arguments):
-    return rope_jax.commands.tune.calls_of_model(rope_jax.commands.tune.parse([*SMALL, *arguments]))
+    return rope_jax.commands.tune.calls_of_model(
+        rope_jax.commands.tune.make_parser().parse_args([*SMALL, *arguments])
+    )
 
 
 def test_on_a_cpu_it_says_that_there_is_nothing_to_do(capsys, tmp_path, monkeypatch):
@@ -77,11 +80,9 @@ def test_choices_are_saved(tmp_path, monkeypatch, capsys, out):
     ("arguments", "message"),
     [
         (["--model=vit_digit"], "vit_digits"),
-        ([*SMALL, "--resolution=x"], "[--model"),
+        ([*SMALL, "--resolution=x"], r"\[--model"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments, message):
-    with pytest.raises(SystemExit) as caught:
+def test_mistakes_end_in_one_line(arguments, message, capsys):
+    with refused(capsys, rf"^rope_jax.tune: .*{message}"):
         rope_jax.commands.tune.main(arguments)
-    assert str(caught.value).startswith("rope_jax.tune: ")
-    assert message in str(caught.value)

@@ -11,8 +11,8 @@ from PIL import Image
 from rope_jax import data
 from rope_jax.evaluate import resolutions
 from rope_jax.names.text import image_pair
-from rope_jax.runs import restore
 from rope_jax.system.sharding import make_mesh, put_batch
+from rope_jax.training.model import create
 from rope_jax.training.setup import assemble, initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from tests.config.test_recipes import DENSE, RECIPES, resolved
@@ -43,7 +43,7 @@ def trace(config, count, classes):
     setups = []
 
     def step(batch):
-        model = restore.create(config)
+        model = create(config)
         for resolution in resolutions(config):
             model.grids(resolution)  # refuses those that cannot be evaluated
         setups.append(assemble(config, make_mesh(), images, images, model))

@@ -18,6 +18,7 @@ from rope_jax.data.sources.index import BadImages
 from rope_jax.evaluate import kinds
 from rope_jax.evaluate.segments import Views, segment_split, side_multiple
 from rope_jax.system.sharding import make_mesh
+from tests.refusals import refused
 from tests.small_run import save_run
 
 ZEROS = np.zeros(3, np.float32)
@@ -182,9 +183,9 @@ def test_the_command_writes_rows_a_table_of_classes_and_a_picture(run, capsys, m
         (["--crop=0.9"], "--crop is for models that classify images, and this one does not"),
     ],
 )
-def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch):
+def test_what_does_not_go_together_is_refused(run, flags, message, monkeypatch, capsys):
     monkeypatch.setitem(scenes.COUNTS, "test", 6)
-    with pytest.raises(SystemExit, match=message):
+    with refused(capsys, message):
         evaluate_command.main([str(run), *flags])
 
 

@@ -27,8 +27,7 @@ import numpy as np
 
 from benchmarks._runner import Keep, call
 from rope_jax.config import resolve_stored
-from rope_jax.runs.run import load_newest
-from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.folder import Run as Workdir
 from rope_jax.training.metrics import read_metrics
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
@@ -70,8 +69,8 @@ def complete(workdir: pathlib.Path, log: pathlib.Path) -> float:
 def restored(workdir: pathlib.Path, config: pathlib.Path, **options: Any) -> dict[str, Any]:
     """The newest state in a workdir that verifies, of a run with this config.json."""
     setup, model = prepare(resolve_stored(json.loads(config.read_text())))
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        return load_newest(setup, model, checkpoints, workdir, **options)
+    with Workdir.open(workdir, "evaluate") as opened:
+        return opened.resume(setup, model, **options)
 
 
 def outcome(workdir: pathlib.Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rope_jax.data.sources.packed import Packed
 from rope_jax.data.verification import verify
 from tests.images.streams import same, take
 from tests.images.test_decode import encode
+from tests.refusals import refused
 
 AUGMENT = "resized_crop(scale_min=0.3,interpolation=random)+crop(pad=1)+flip"
 
@@ -370,8 +371,8 @@ def verify_packed(folder):
 def test_an_index_whose_entries_are_swapped_is_refused(packed, name, capsys):
     """Of the same length and with the same values, in another order."""
     np.save(packed / name, np.load(packed / name)[::-1])
-    assert verify_packed(packed) == 2
-    assert f"{name} was changed after it was written" in capsys.readouterr().err
+    with refused(capsys, f"{name} was changed after it was written"):
+        verify_packed(packed)
 
 
 def test_packed_refuses_what_is_not_whole(packed, capsys):
@@ -428,15 +429,17 @@ def test_verify_lists_every_bad_image(tmp_path, capsys):
     train, test = json.loads((tmp_path / "report.json").read_text())
     bad = [one["name"] for one in train["bad"] + test["bad"]]
     assert bad == ["n00000001/n00000001_1.JPEG", "n00000002/n00000002_0.JPEG"]
-    assert verify_main(["--source=folder", f"--path={tmp_path / 'nothing'}"]) == 2
+    with refused(capsys, "nothing has no folder for the train split"):
+        verify_main(["--source=folder", f"--path={tmp_path / 'nothing'}"])
     # What verify lists is what prepare refuses, and leaves out where it is told to.
     packing = [*arguments, f"--out={tmp_path / 'packed'}"]
-    assert prepare_main(packing) == 1
-    assert "train/empty has no images" in capsys.readouterr().err
+    with refused(capsys, "train/empty has no images"):
+        prepare_main(packing)
     packing.append("--allow_empty")
-    assert prepare_main(packing) == 1
+    with pytest.raises(SystemExit, match="1"):
+        prepare_main(packing)
     assert "1 of 6 images cannot be used" in capsys.readouterr().err
-    assert prepare_main([*packing, "--bad_images=skip"]) == 0  # goes on from there
+    prepare_main([*packing, "--bad_images=skip"])  # goes on from there
     packed = Packed(str(tmp_path / "packed"), "train")
     assert (len(packed.labels), packed.about["skipped"][0][1]) == (5, bad[0])
 

@@ -22,6 +22,7 @@ from rope_jax.evaluate import write_results
 from rope_jax.models.registry import MODELS, find_model, register
 from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
+from rope_jax.training.folder import Run
 from tests.training.recipe import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -213,4 +214,5 @@ def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"plugins": "abc"}', "null"])
 def test_a_damaged_config_of_a_run_names_no_plug_ins(clean, tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    assert rope_jax.runs.run._with_plugins(tiny(), tmp_path).plugins == ()
+    with Run.open(tmp_path, "train") as opened:
+        assert opened.with_plugins(tiny()).plugins == ()

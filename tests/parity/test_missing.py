@@ -11,8 +11,8 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.layers import STORED
-from rope_jax.runs.restore import create
 from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.model import create
 from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rope_jax.commands.arguments import add_model_arguments
 from rope_jax.config import ConfigError
 from rope_jax.runs import loading
 from rope_jax.training.checkpoint import Checkpoints
@@ -13,7 +14,7 @@ from tests.small_run import OPTIONS, save_run
 
 def load(*arguments):
     parser = argparse.ArgumentParser()
-    loading.add_model_arguments(parser)
+    add_model_arguments(parser)
     return loading.load_model(parser.parse_args([str(argument) for argument in arguments]))
 
 
@@ -68,7 +69,7 @@ def test_a_model_by_name(tmp_path):
     [
         ([], "name either the WORKDIR of a run or a --model"),
         (["somewhere", "--model=vit_digits"], "name either the WORKDIR of a run or a --model"),
-        (["somewhere"], r"somewhere is not a folder; pass the WORKDIR .*\[WORKDIR\]"),
+        (["somewhere"], r"somewhere does not exist; pass the WORKDIR .*\[WORKDIR\]"),
         (["somewhere", "--position=ape"], "--position goes with --model"),
         (["--model=vit_digits", "--step=1"], "--step goes with a WORKDIR"),
         (["--model=vit_digits", "--source=timm"], "--source=timm needs --weights"),

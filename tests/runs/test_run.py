@@ -17,6 +17,8 @@ import optax
 import pytest
 
 import rope_jax.runs.run
+import rope_jax.training.folder
+import rope_jax.training.model
 from rope_jax import data
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
@@ -170,7 +172,7 @@ def test_what_is_trained_is_needed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no checkpoints yet"):
         rope_jax.load_checkpoint(str(tmp_path))
-    with pytest.raises(ConfigError, match="holds no checkpoints: train first"):
+    with pytest.raises(ConfigError, match="does not exist: train first"):
         rope_jax.runs.run.evaluate_newest(tiny(), tmp_path / "nothing")
 
 
@@ -449,7 +451,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_if_it_is_the_last(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(rope_jax.runs.restore, "create"), (loop, "make_step")]
+    ("owner", "name"), [(rope_jax.training.model, "create"), (loop, "make_step")]
 )
 def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypatch, owner, name):
     (tmp_path / "checkpoints" / "8.writing").mkdir(parents=True)  # half a checkpoint is none
@@ -519,7 +521,7 @@ def test_files_that_cannot_be_read_are_told_with_the_workdir(tmp_path, finished,
     for owner, name, workdir in (
         (metrics, "open_regular", tmp_path),
         (rope_jax.runs.run, "usable_results", finished[0]),
-        (rope_jax.runs.run, "read_json", finished[0]),
+        (rope_jax.training.folder, "read_json", finished[0]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)

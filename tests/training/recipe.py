@@ -13,8 +13,9 @@ import rope_jax.runs.run
 from rope_jax import config as cfg
 from rope_jax import data
 from rope_jax.runs import restore
-from rope_jax.training.checkpoint import Checkpoints
+from rope_jax.training.folder import Run
 from rope_jax.training.metrics import read_metrics
+from rope_jax.training.model import create
 from rope_jax.training.report import Reporter
 from rope_jax.training.setup import prepare
 from rope_jax.training.signals import Interrupted
@@ -58,8 +59,8 @@ def run(workdir: pathlib.Path, **changes) -> cfg.Config:
 def final_state(workdir: pathlib.Path, **changes) -> dict:
     """The newest state in a workdir."""
     setup, model = prepare(tiny(**changes))
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        return rope_jax.runs.run.load_newest(setup, model, checkpoints, workdir)
+    with Run.open(workdir, "evaluate") as opened:
+        return opened.resume(setup, model)
 
 
 def replaced(config: cfg.Config, section: str, **changes) -> cfg.Config:
@@ -73,7 +74,7 @@ def started(source: pathlib.Path | str, **changes) -> nnx.Module:
     """A model of the tiny recipe (8 x 8 pixels, ten classes) with the weights of `init_from`."""
     complete = {"data__image_size": (8, 8), "model__num_classes": 10, "init_from": str(source)}
     config = tiny(**complete | changes)
-    model = restore.create(config)
+    model = create(config)
     restore.start_from(model, config)
     return model
 

@@ -417,6 +417,7 @@ def test_nothing_is_written_to_a_workdir_that_is_no_longer_ours(tmp_path, monkey
 
     monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lose)
     folder = tmp_path / "checkpoints"
+    folder.mkdir()
     with Checkpoints(folder, keep=2, still_ours=lambda: ours[0]) as checkpoints:
         for step in (1, 2):
             with pytest.raises(SaveFailed, match=f"{tmp_path} was deleted or moved"):

@@ -192,11 +192,10 @@ _RESTORED = """
 import dataclasses, pathlib, sys
 import jax, numpy as np
 from rope_jax import sharding
-from rope_jax.runs.run import load_newest
 from rope_jax.system.sharding import put_batch
+from rope_jax.training.folder import Run
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
-from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.trees import tree_hash
 from tests.training.recipe import tiny
 
@@ -222,14 +221,15 @@ halved = lambda x: x.addressable_shards[0].data.size == x.size // 2
 divided = {x.sharding for x in jax.tree.leaves(state["ema"]) if halved(x)}
 assert divided and divided <= {x.sharding for x in jax.tree.leaves(state["opt"])}
 found = {}
-with Checkpoints(workdir / "checkpoints") as checkpoints:
-    checkpoints.save(3, state, about=run.about())
-    checkpoints.wait()
+with Run.open(workdir, "train") as opened:
+    opened.checkpoints.clean()
+    opened.checkpoints.save(3, state, about=run.about())
+    opened.checkpoints.wait()
     saved = tree_hash(state)
     for count, fsdp in ((2, 1), (8, 4), (4, 2), (1, 1)):
         mesh = sharding.make_mesh(fsdp, devices=jax.devices()[:count])
         part = dataclasses.replace(run, mesh=mesh)
-        again = load_newest(part, model, checkpoints, workdir)
+        again = opened.resume(part, model)
         assert tree_hash(again) == saved, (count, fsdp)
         assert len(again["step"].sharding.device_set) == count
         if (count, fsdp) in ((4, 2), (1, 1)):

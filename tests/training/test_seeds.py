@@ -24,6 +24,7 @@ from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from rope_jax.training.trees import tree_hash
 from tests.devices import environment
+from tests.refusals import refused
 from tests.training.recipe import CEIT, final_state, run, run_in_two_parts, tiny
 
 RECIPE = {
@@ -155,7 +156,7 @@ def test_the_command_of_evaluation_takes_a_seed(together, capsys):
     assert [row["top1"] for row in found] == [row["top1"] for row in rows_of(together)]
     assert [row["asked"]["seed"] for row in found] == [4, 5]
     assert "seed 5, step 8" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"seed=1, but the run has seeds 4 to 5.*\[WORKDIR\]"):
+    with refused(capsys, r"seed=1, but the run has seeds 4 to 5.*\[WORKDIR\]"):
         evaluate.main([str(together), "--seed=1"])
 
 
@@ -231,10 +232,10 @@ def test_a_seed_that_is_not_finite_is_skipped_alone_and_named(tmp_path, monkeypa
     assert "step 3 of seed 5: loss" in capsys.readouterr().err
 
 
-def test_all_seeds_start_from_the_same_weights(together, tmp_path):
+def test_all_seeds_start_from_the_same_weights(together):
     config = tiny(**BOTH | {"init_from": str(together), "model__num_classes": 20})
     setup, model = prepare(config)
-    state = rope_jax.runs.run._fresh_state(setup, model, tmp_path)
+    state = rope_jax.runs.run.start(setup, model)
     first, second = seeds.split(state["params"], setup.config)
     loaded, _ = rope_jax.load_checkpoint(str(together))
     for each in (first, second):

@@ -13,6 +13,7 @@ from rope_jax.config import ConfigError
 from rope_jax.data.device_batches import take
 from rope_jax.evaluate import read_results
 from rope_jax.system.sharding import put_batch
+from rope_jax.training.folder import Run
 from rope_jax.training.setup import initial_state, prepare, training_batches
 from rope_jax.training.signals import Signals
 from rope_jax.training.step import make_step
@@ -79,12 +80,11 @@ def test_a_state_is_evaluated_anew_when_other_weights_are_asked_for(tmp_path):
     run, state, _ = start(ema_decay=0.9, eval__resolutions=())
     state["ema"] = jax.tree.map(jnp.zeros_like, state["params"])
     for averaged in (True, False):
-        rope_jax.runs.run.finish(
-            dataclasses.replace(run, config=replaced(run.config, "eval", ema=averaged)),
-            state,
-            tmp_path,
-            Signals(),
-        )
+        config = replaced(run.config, "eval", ema=averaged)
+        with Run.open(tmp_path, "train") as opened:
+            rope_jax.runs.run.finish(
+                dataclasses.replace(run, config=config), state, opened, Signals()
+            )
         (row,) = read_results(tmp_path)["eval"]
         assert row["protocol"].endswith(
             "averaged weights (EMA)" if averaged else "weights of the last step"

@@ -7,6 +7,7 @@ import pytest
 
 import rope_jax
 from rope_jax.commands import export as export_model
+from tests.refusals import refused
 
 pytest.importorskip(
     "flatbuffers", reason="jax.export needs flatbuffers to write a program as bytes"
@@ -89,10 +90,10 @@ def test_a_changed_program_is_refused(tmp_path):
             rope_jax.load_exported(path)
 
 
-def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch):
+def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch, capsys):
     def without(*_, **__):
         raise ImportError("Please install 'flatbuffers'")
 
     monkeypatch.setattr(export_model, "export", without)
-    with pytest.raises(SystemExit, match=r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
+    with refused(capsys, r"'flatbuffers': pip install 'rope_jax\[export\]'$"):
         export_model.main(["--model=vit_digits", f"--out={tmp_path / 'model.bin'}"])

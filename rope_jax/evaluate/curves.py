@@ -1,0 +1,147 @@
+"""Pictures of scores over resolution, and what all pictures with axes share.
+
+matplotlib is imported inside the functions, so that nothing else needs it.
+"""
+
+import contextlib
+import importlib.util
+import io
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rope_jax.evaluate.results import Row, main_score, score_name
+from rope_jax.names.text import size_text
+from rope_jax.system.files import write_file
+
+# Okabe and Ito's palette, which colour-blind readers and black-and-white prints can distinguish.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = list("osD^vPX*")
+_STYLE = {
+    "axes.labelsize": 9,
+    "axes.prop_cycle": f"cycler(color={COLOURS}, marker={MARKERS})",
+    "axes.titlesize": 8,
+    "errorbar.capsize": 2,
+    "figure.labelsize": 9,
+    "figure.titlesize": 10,
+    "grid.alpha": 0.3,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "lines.markersize": 5,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+RESOLUTION = "test resolution (pixels; grey: training resolution)"
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextlib.contextmanager
+def picture(
+    path: pathlib.Path,
+    title: str,
+    size: tuple[float, float],
+    *,
+    legend: str | None = None,
+    dpi: int = 150,
+) -> Iterator[Any]:
+    """Yields a matplotlib figure, and writes it to a PNG file at the end.
+
+    What has a label in the first diagram is in the legend, at the right.
+
+    Args:
+        path: of the PNG file.
+        title: of the picture.
+        size: (width, height) in inches.
+        legend: title of the legend.
+        dpi: pixels per inch.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title)
+        yield figure
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        if labels:
+            figure.legend(handles, labels, loc="outside right center", title=legend)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=dpi)
+    write_file(path, content.getvalue())
+
+
+@contextlib.contextmanager
+def diagram(
+    path: pathlib.Path,
+    title: str,
+    x: str,
+    y: str,
+    *,
+    height: float = 3.8,
+    legend: str | None = None,
+) -> Iterator[Any]:
+    """The axes of a picture with one diagram; `x` and `y` are their labels, with units."""
+    with picture(path, title, (7.2, height), legend=legend) as figure:
+        axes = figure.add_subplot(xlabel=x, ylabel=y)
+        axes.grid()
+        yield axes
+
+
+def accuracy_against_resolution(
+    runs: Mapping[str, Sequence[Row]], path: pathlib.Path
+) -> pathlib.Path | None:
+    """Draws the main score, as top-1 accuracy, over test resolution, one line per run.
+
+    Args:
+        runs: name -> rows as in `results.json`, the training resolution first.
+        path: of the PNG file.
+
+    Returns:
+        The path, or None if matplotlib is not installed.
+    """
+    if not available():
+        return None
+    first = next(iter(runs.values()))[0]
+    curves = {
+        name: {tuple(row["resolution"]): (100 * row[main_score(row)],) for row in rows}
+        for name, rows in runs.items()
+    }
+    title = f"{first['dataset']} {first['split']}, {first['count']:,} images"
+    with diagram(path, title, RESOLUTION, f"{score_name(first)} (%)", height=4.2) as axes:
+        draw_by_resolution(axes, curves)
+    return path
+
+
+def draw_by_resolution(
+    axes: Any,
+    curves: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
+    *,
+    aside: float = 0.0,
+) -> None:
+    """Draws scores over test resolution, a line for each name.
+
+    Resolutions that are not square stand at the square root of their area. A grey band marks the
+    training resolution.
+
+    Args:
+        axes: of matplotlib.
+        curves: name -> resolution, that of training first -> (score, half the width of its
+            interval), or (score,) alone.
+        aside: pixels between neighbouring lines, so that their intervals do not overlap.
+    """
+    ticks = {}
+    for number, (name, curve) in enumerate(curves.items()):
+        sides = {size: math.sqrt(math.prod(size)) for size in curve}
+        shift = aside * (number - (len(curves) - 1) / 2)
+        points = sorted((sides[size] + shift, *point) for size, point in curve.items())
+        axes.errorbar(*np.transpose(points), label=name, elinewidth=0.8)
+        axes.axvline(next(iter(sides.values())), color="0.85", linewidth=8, zorder=0)
+        ticks |= {side: str(h) if h == w else size_text((h, w)) for (h, w), side in sides.items()}
+    axes.set_xticks(list(ticks), ticks.values())

@@ -1,0 +1,15 @@
+"""Commands that end with one line."""
+
+import contextlib
+import re
+
+import pytest
+
+
+@contextlib.contextmanager
+def refused(capsys, message, status=2):
+    """Expects a command to end with this status, and a last line in which the pattern is found."""
+    with pytest.raises(SystemExit) as caught:
+        yield
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert (caught.value.code, bool(re.search(message, line))) == (status, True), line
