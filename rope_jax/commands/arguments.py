@@ -2,12 +2,16 @@
 
 import argparse
 import dataclasses
+import inspect
 import pathlib
+import re
 import sys
+import typing
+from collections.abc import Callable
 from typing import Any
 
 from rope_jax.names import plugins
-from rope_jax.names.options import describe, read
+from rope_jax.names.options import describe, options_of, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Argument:
         return describe(self.annotation)
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
+class Help(argparse.RawDescriptionHelpFormatter):
     """Adds the type, the range and the default to the help of each argument."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -40,8 +44,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             kinds = {None: "text", pathlib.Path: "a path"}
             facts.append(kinds.get(action.type, str(action.type)))
         if action.default not in (None, False, "", argparse.SUPPRESS):
-            is_list = isinstance(action.default, list)
-            facts.append(f"default: {' '.join(action.default) if is_list else action.default}")
+            is_list = isinstance(action.default, list | tuple)
+            words = map(str, action.default if is_list else [action.default])
+            facts.append(f"default: {' '.join(words)}")
         added = f" ({'; '.join(facts)})" if facts else ""
         return f"{action.help or ''}{added}".replace("%", "%%").strip()
 
@@ -58,7 +63,7 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
     """
     name = command_name(module)
     return _with_plugins(
-        argparse.ArgumentParser(prog=name, description=description, formatter_class=_Help)
+        argparse.ArgumentParser(prog=name, description=description, formatter_class=Help)
     )
 
 
@@ -95,5 +100,40 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a sub-command with the same form of help to `ArgumentParser.add_subparsers()`."""
     return _with_plugins(
-        commands.add_parser(name, help=text, description=text, formatter_class=_Help)
+        commands.add_parser(name, help=text, description=text, formatter_class=Help)
     )
+
+
+def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str = "_") -> None:
+    """Adds the keyword-only parameters of a function, by their annotations and defaults.
+
+    A parameter without a default is required. Its help is the line `name: sentence` of the
+    function's docstring.
+
+    Args:
+        parser: to add to.
+        function: whose parameters become arguments.
+        dash: between the words of an argument's name.
+    """
+    parameters = inspect.signature(function).parameters
+    sentences = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
+    for name, annotation in options_of(function).items():
+        default = parameters[name].default
+        given = {"required": True} if default is inspect.Parameter.empty else {"default": default}
+        given |= {"help": sentences.get(name), **reads(annotation)}
+        parser.add_argument(f"--{name.replace('_', dash)}", **given)
+
+
+def reads(annotation: Any) -> dict[str, Any]:
+    """How an argument is read: as a flag, several words, or one; for `add_argument`.
+
+    >>> reads(list[str] | None)["nargs"], reads(bool)
+    ('+', {'action': 'store_true'})
+    """
+    kinds = (annotation, *typing.get_args(annotation))
+    if annotation is bool:
+        return {"action": "store_true"}
+    for kind in kinds:
+        if typing.get_origin(kind) is list:
+            return reads(*typing.get_args(kind)) | {"nargs": "+"}
+    return {"type": pathlib.Path if pathlib.Path in kinds else Argument(annotation)}

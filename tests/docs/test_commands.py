@@ -318,7 +318,7 @@ def run(folder, monkeypatch, capsys):
         (loading, "file_sha256", str),
         (evaluation, "_row", row),
         (evaluation, "results_table", compute),
-        (analysis, "OF_MODEL", dict.fromkeys(analysis.OF_MODEL, compute)),
+        (analysis, "analyse_model", compute),
         (report, "read_runs", lambda workdir: training_words(str(workdir), page) and []),
         (report, "print_report", compute),
         (export_model, "export", lambda model, _, **asked: model.check_size(asked["resolution"])),
