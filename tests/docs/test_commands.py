@@ -439,7 +439,7 @@ def test_documented_commands_run(command, inline, page, run):
         ("rope_jax compare --path=IMAGES --positions=ape", "has nothing to compare"),
         ("python -m benchmarks cpus", "invalid choice"),
         ("python -m benchmarks cpu -- model.name=vit_s17", "unknown model 'vit_s17'"),
-        ("python -m experiments evidence mnist --data FILE.npz", "invalid choice: 'mnist'"),
+        ("python -m experiments evidence mnist --data FILE.npz", "not 'mnist'"),
         ("make trian", "the Makefile has no trian"),
         ("make train DIR=runs/x", "the Makefile has no DIR=runs/x"),
     ],
