@@ -102,7 +102,7 @@ class Kernel:
         task = task_of(arrays, tile=tile, **terms)
         turning = () if rotation is None else (rotation.coords, rotation.freqs)
         added = () if bias is None else (bias.reshape(task.heads, -1),)
-        out = attend(self, task, *vary_alike(arrays, turning, added))
+        out = attend(self, task, Operands(*vary_alike(arrays, turning, added)))
         return out.reshape(arrays[0].shape[0], *task.places, task.heads, task.head_dim)
 
     def once(self, launch: Callable, *static: Any) -> Callable:
@@ -122,10 +122,10 @@ class Kernel:
         return once
 
 
-def views(task: Task, arrays: tuple) -> tuple:
-    """q, k and v as [B, T, heads, D], three times the same array if packed."""
-    shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in arrays]
-    return tuple(shaped * 3 if task.packed else shaped)
+def views(task: Task, operands: Operands, *others: Array) -> Operands:
+    """The operands with q, k and v [B, T, heads, D], and others behind them, as their data."""
+    shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in operands.data]
+    return operands._replace(data=(*(shaped * 3 if task.packed else shaped), *others))
 
 
 def tables(
@@ -145,18 +145,14 @@ def tables(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(
-    kernel: Kernel, task: Task, arrays: tuple, rotation: tuple, bias: tuple
-) -> Float[Array, "B T N D"]:
-    """Attention of (qkv,) or (q, k, v), with (coords, freqs) or (), and ([N, entries],) or ()."""
-    operands = Operands(views(task, arrays), rotation, bias)
-    return kernel.once(kernel.forward, task)(operands)[0]
+def attend(kernel: Kernel, task: Task, operands: Operands) -> Float[Array, "B T N D"]:
+    """Attention of (qkv,) or (q, k, v), the data, in the shapes of the public functions."""
+    return kernel.once(kernel.forward, task)(views(task, operands))[0]
 
 
-def attend_forward(
-    kernel: Kernel, task: Task, arrays: tuple, rotation: tuple, bias: tuple
-) -> tuple[Array, tuple]:
+def attend_forward(kernel: Kernel, task: Task, operands: Operands) -> tuple[Array, tuple]:
     """Saves the operands, the output and lse."""
+    _, rotation, bias = operands
     if rotation and rotation[0].perturbed:
         raise ValueError(
             f"implementation={kernel.name!r} of attention has no gradient of rotation.coords; use "
@@ -165,20 +161,20 @@ def attend_forward(
     wanted = Wanted(
         freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed
     )
-    arrays, rotation, bias = (tuple(x.value for x in group) for group in (arrays, rotation, bias))
-    operands = Operands(views(task, arrays), rotation, bias)
-    out, lse = kernel.once(kernel.forward, task)(operands)
-    return out, (arrays, rotation, bias, out, lse, wanted)
+    operands = Operands(*(tuple(x.value for x in group) for group in operands))
+    out, lse = kernel.once(kernel.forward, task)(views(task, operands))
+    return out, (operands, out, lse, wanted)
 
 
 def attend_backward(kernel: Kernel, task: Task, residuals: tuple, dout: Any) -> tuple:
     """The gradients of the data, the frequencies and the bias."""
-    arrays, rotation, bias, out, lse, wanted = residuals
+    operands, out, lse, wanted = residuals
+    arrays, rotation, bias = operands
     _, dout = vary_alike(arrays, without_symbolic_zeros(dout))  # new zeros do not vary yet
     turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
-    operands = Operands((*views(task, arrays), dout, lse, out), turning, bias)
+    inputs = views(task, operands._replace(turning=turning), dout, lse, out)
     backward = dispatch.backward_pass(kernel.name, task)
-    gradients, partial, of_bias = kernel.once(backward, task, wanted)(operands)
+    gradients, partial, of_bias = kernel.once(backward, task, wanted)(inputs)
     gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
     of_rotation = (None,) * len(rotation)
     if wanted.freqs:
@@ -187,7 +183,7 @@ def attend_backward(kernel: Kernel, task: Task, residuals: tuple, dout: Any) -> 
         dfreqs = dfreqs.sum(0, keepdims=True) if freqs.shape[0] == 1 else dfreqs
         of_rotation = None, dfreqs.astype(freqs.dtype)
     of_bias = (of_bias.astype(bias[0].dtype),) if wanted.bias else (None,) * len(bias)
-    return gradients, of_rotation, of_bias
+    return (Operands(gradients, of_rotation, of_bias),)
 
 
 attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
@@ -211,10 +207,8 @@ def refusal_of_call(
         return "q, k and v have different dtypes: " + ", ".join(
             f"{name} {x.dtype}" for name, x in arrays.items()
         )
+    if not isinstance(scale, numbers.Real | None):
+        return "scale is an array; numbers are served"
     others = {} if rotation is None else named_angles(rotation)
     others |= {} if bias is None else {"bias": bias}
-    if reason := refusal_of_arrays(arrays, dtypes) or refusal_of_arrays(others):
-        return reason
-    return (
-        None if isinstance(scale, numbers.Real | None) else "scale is an array; numbers are served"
-    )
+    return refusal_of_arrays(arrays, dtypes) or refusal_of_arrays(others)
