@@ -1,11 +1,11 @@
 """Command line and result file of a benchmark or experiment.
 
 A benchmark is a function `run(keep, ...)`. Its other parameters define the command line:
-keyword-only parameters become options, the others positional arguments, and `*flags` receives the
-arguments after `--`. `keep(**figures)` adds machine, versions, date and settings to the figures,
-writes them to the file of `--out`, and returns the result; benchmarks call it after every part, and
-`earlier` reads what an interrupted call has written there. `columns` and `rows` among the figures
-are the table of the result; `note` is a line under it.
+keyword-only parameters become options (`rope_jax.arguments.add_options`), the others positional
+arguments, and `*flags` receives the arguments after `--`. `keep(**figures)` adds machine, versions,
+date and settings to the figures, writes them to the file of `--out`, and returns the result;
+benchmarks call it after every part, and `earlier` reads what an interrupted call has written there.
+`columns` and `rows` among the figures are the table of the result; `note` is a line under it.
 """
 
 import argparse
@@ -17,15 +17,15 @@ import os
 import pathlib
 import pkgutil
 import platform
-import re
 import types
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from rope_jax.commands.arguments import Help, add_options, reads
+from rope_jax.names.options import options_of
 from rope_jax.system.files import write_file
 from rope_jax_kernels.tuning.choices import sources_of_kernels
 
@@ -77,45 +77,6 @@ def earlier(out: pathlib.Path | None, benchmark: str, settings: dict[str, Any]) 
     return result if all(one == other for one, other in same) else {}
 
 
-def parser_of(function: Callable, command: str) -> argparse.ArgumentParser:
-    """Creates a parser for a function's parameters after `keep`, and for --out."""
-    description = inspect.getmodule(function).__doc__
-    parser = argparse.ArgumentParser(
-        prog=command,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    helps = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
-    for parameter in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
-        if parameter.kind is parameter.VAR_POSITIONAL or parameter.name == "out":
-            continue
-        kind = _without_none(parameter.annotation)
-        options: dict[str, Any] = {"help": helps.get(parameter.name, "").replace("%", "%%")}
-        if typing.get_origin(kind) is list:
-            options["nargs"] = "*"
-            (kind,) = typing.get_args(kind)
-        if typing.get_origin(kind) is typing.Literal:
-            words = [word for word in typing.get_args(kind) if word is not None]
-            options |= {"choices": words, "type": str}
-        else:
-            options |= {"action": "store_true"} if kind is bool else {"type": kind}
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            required = parameter.default is parameter.empty
-            options |= {"required": True} if required else {"default": parameter.default}
-            parser.add_argument("--" + parameter.name.replace("_", "-"), **options)
-        else:
-            parser.add_argument(parameter.name, **options)
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
-    return parser
-
-
-def _without_none(annotation: Any) -> Any:
-    """X of `X | None`; other annotations as they are."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        (annotation,) = {*typing.get_args(annotation)} - {type(None)}
-    return annotation
-
-
 def call(name: str, function: Callable, argv: Sequence[str], command: str) -> None:
     """Runs a benchmark with the arguments of a command line.
 
@@ -127,26 +88,31 @@ def call(name: str, function: Callable, argv: Sequence[str], command: str) -> No
     """
     # Other libraries need memory on the GPU, too. jax reads this when it first lists devices.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    split = argv.index("--") if "--" in argv else len(argv)
+    description, split = inspect.getmodule(function).__doc__, [*argv, "--"].index("--")
+    parser = argparse.ArgumentParser(prog=command, description=description, formatter_class=Help)
+    _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
+    positional = [x for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    for parameter in positional:
+        parser.add_argument(parameter.name, **reads(parameter.annotation))
+    add_options(parser, function, dash="-")
+    named = options_of(function)
+    if "out" not in named:
+        parser.add_argument("--out", type=pathlib.Path, help="the JSON file to write")
     flags = argv[split + 1 :]
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    parser = parser_of(function, command)
     if flags and not any(x.kind is x.VAR_POSITIONAL for x in parameters):
         parser.error(f"unexpected arguments {' '.join(flags)}")
     options = vars(parser.parse_args(argv[:split]))
-    out = options["out"]
     settings = {key: value for key, value in options.items() if key != "out"}
 
     def keep(**figures: Any) -> Result:
         result = record(name, **{"settings": settings} | figures)
-        if out is not None:
+        if (out := options["out"]) is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_file(out, json.dumps(result, indent=1, default=str) + "\n")
         return result
 
-    positional = [options[x.name] for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    named = {x.name: options[x.name] for x in parameters if x.kind is x.KEYWORD_ONLY}
-    function(keep, *positional, *flags, **named)
+    first = [options[x.name] for x in positional]
+    function(keep, *first, *flags, **{x: options[x] for x in named})
 
 
 def main(package: types.ModuleType, argv: Sequence[str]) -> int:

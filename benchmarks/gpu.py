@@ -54,10 +54,8 @@ def run(keep: Keep, *, out: pathlib.Path) -> None:
 
     Args:
         keep: unused, because `out` is a folder.
-        out: folder for results.
+        out: folder for results
     """
-    if out is None:
-        raise SystemExit("--out must name a folder for results")
     if jax.default_backend() != "gpu":
         raise SystemExit(f"jax runs on {jax.default_backend()}, not on a GPU")
     out.mkdir(parents=True, exist_ok=True)

@@ -194,7 +194,7 @@ def versions() -> dict[str, str]:
 def run(
     keep: Keep,
     *,
-    out: pathlib.Path | None,
+    out: pathlib.Path | None = None,
     parts: list[Literal[*PARTS]] = ALL_PARTS,
     only: str = "",
     table: Literal["A.1", "A.2", "4.4", "D.1"] | None = None,
@@ -204,7 +204,7 @@ def run(
 
     Args:
         keep: saves the result.
-        out: of an earlier call.
+        out: the JSON file to write; what it has is not measured again
         parts: parts to measure
         only: measure only cases with this in their name
         table: a table of the thesis

@@ -75,6 +75,10 @@ PREFERENCE: dict[str, dict[str, range]] = {
     "attention_qkv": {"cudnn": FROM_AMPERE, "triton": HOPPER},
 }
 
+# Implementation of attention -> those whose backward pass follows its forward pass: the first that
+# serves the task, or else the last.
+BACKWARD = {"triton": ("triton",), "mosaic": ("mosaic", "triton")}
+
 # Implementations that XLA can partition over devices; it gathers the operands of the others.
 PARTITIONED = ("xla", "cudnn")
 
@@ -191,6 +195,12 @@ def refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str
     if implementation not in PARTITIONED and device.may_be_partitioned():
         return "XLA would have to partition it over devices"
     return refusal(op, implementation, arguments)
+
+
+def backward_pass(implementation: str, task: Any) -> Callable:
+    """The backward pass of `attention.kernel` after the forward pass of an implementation."""
+    *others, last = (module_of("attention", name) for name in BACKWARD[implementation])
+    return next((module for module in others if module.serves_backward(task)), last).backward
 
 
 def module_of(op: str, implementation: str) -> Any:

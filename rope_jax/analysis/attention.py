@@ -242,8 +242,7 @@ class _Probed(Position):
 
     def terms(self, grid: Grid, key: Array | None = None) -> Terms:
         terms = self.inner.terms(grid, key)
-        probe = functools.partial(_probe, self.note, self.stage.prefix, grid)
-        transform = jax.tree_util.Partial(probe, terms.transform)
+        transform = jax.tree_util.Partial(functools.partial(self.probe, grid), terms.transform)
         return dataclasses.replace(terms, transform=transform)
 
     def mix_after(self, depth: int) -> tuple[int, ...]:
@@ -252,40 +251,36 @@ class _Probed(Position):
     def mix(self, tokens: Tokens, grid: Grid, layer: int) -> Tokens:
         return self.inner.mix(tokens, grid, layer)
 
+    def probe(
+        self,
+        grid: Grid,
+        inner: Callable | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        attend: Callable[..., Array],
+    ) -> Array:
+        """A `Terms.transform` that passes the layer's attention to `note`, then runs the scheme's.
 
-def _probe(
-    note: Callable[[AttentionLayer], None],
-    prefix: int,
-    grid: Grid,
-    inner: Callable | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    attend: Callable[..., Array],
-) -> Array:
-    """A `Terms.transform` that passes the layer's attention to `note`, then runs the scheme's own.
+        Args:
+            grid: (H, W) of the map.
+            inner: the scheme's transform, or None.
+            q, k, v, attend: of `Terms.transform`.
+        """
+        transform = inner or (lambda q, k, v, attend: attend(q, k, v))
+        zeros = jnp.zeros_like(v)
 
-    Args:
-        note: called with the layer.
-        prefix: number of tokens before the map.
-        grid: (H, W) of the map.
-        inner: the scheme's transform, or None.
-        q, k, v, attend: of `Terms.transform`.
-    """
-    transform = inner or (lambda q, k, v, attend: attend(q, k, v))
-    zeros = jnp.zeros_like(v)
+        def attend_to(values: Array) -> Array:
+            # A scheme may also convolve the values, and may call attention once per image. So the
+            # scheme receives zeros, attention receives `values`, and the output for zeros is
+            # subtracted.
+            def replaced(q: Array, k: Array, v: Array, *bias: Array) -> Array:
+                more = v.shape[-1] - values.shape[-1]  # channels that the scheme appended
+                padded = jnp.pad(values[: len(v)], [*[(0, 0)] * (v.ndim - 1), (0, more)])
+                return attend(q, k, padded, *bias)
 
-    def attend_to(values: Array) -> Array:
-        # A scheme may also convolve the values, and may call attention once per image. So the
-        # scheme receives zeros, attention receives `values`, and the output for zeros is
-        # subtracted.
-        def replaced(q: Array, k: Array, v: Array, *bias: Array) -> Array:
-            more = v.shape[-1] - values.shape[-1]  # channels that the scheme appended
-            padded = jnp.pad(values[: len(v)], [*[(0, 0)] * (v.ndim - 1), (0, more)])
-            return attend(q, k, padded, *bias)
+            out = transform(q, k, zeros, replaced)
+            return out if inner is None else out - transform(q, k, zeros, attend)
 
-        out = transform(q, k, zeros, replaced)
-        return out if inner is None else out - transform(q, k, zeros, attend)
-
-    note(AttentionLayer(attend_to, q.shape, grid, prefix, q.dtype))
-    return transform(q, k, v, attend)
+        self.note(AttentionLayer(attend_to, q.shape, grid, self.stage.prefix, q.dtype))
+        return transform(q, k, v, attend)

@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import pathlib
+import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from rope_jax.config import ConfigError, in_one_line
@@ -14,7 +16,7 @@ from rope_jax.data import BadImages
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
 from rope_jax.names import plugins
-from rope_jax.names.options import CountOrZero, describe, read
+from rope_jax.names.options import CountOrZero, describe, options_of, read
 from rope_jax.system.cores import cores
 from rope_jax.system.files import SaveFailed
 
@@ -45,7 +47,7 @@ class Argument:
         return describe(self.annotation)
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
+class Help(argparse.RawDescriptionHelpFormatter):
     """Adds the type, the range and the default to the help of each argument."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -54,8 +56,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             kinds = {None: "text", pathlib.Path: "a path"}
             facts.append(kinds.get(action.type, str(action.type)))
         if action.default not in (None, False, "", argparse.SUPPRESS):
-            is_list = isinstance(action.default, list)
-            facts.append(f"default: {' '.join(action.default) if is_list else action.default}")
+            is_list = isinstance(action.default, list | tuple)
+            words = map(str, action.default if is_list else [action.default])
+            facts.append(f"default: {' '.join(words)}")
         added = f" ({'; '.join(facts)})" if facts else ""
         return f"{action.help or ''}{added}".replace("%", "%%").strip()
 
@@ -98,7 +101,7 @@ def command_parser(module: str, description: str | None) -> CommandParser:
         description: shown by `--help`, with its own line breaks.
     """
     name = command_name(module)
-    return _with_plugins(CommandParser(prog=name, description=description, formatter_class=_Help))
+    return _with_plugins(CommandParser(prog=name, description=description, formatter_class=Help))
 
 
 class _LoadPlugin(argparse.Action):
@@ -164,7 +167,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a sub-command with the same form of help to `ArgumentParser.add_subparsers()`."""
     return _with_plugins(
-        commands.add_parser(name, help=text, description=text, formatter_class=_Help)
+        commands.add_parser(name, help=text, description=text, formatter_class=Help)
     )
 
 
@@ -179,3 +182,38 @@ def add_image_set(parser: argparse.ArgumentParser) -> None:
     add("--splits", default=both, help="train, test, or both with a comma")
     number = "processes, by default one a core; 0 for none beside this one"
     add("--workers", type=Argument(CountOrZero), default=cores(), help=number)
+
+
+def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str = "_") -> None:
+    """Adds the keyword-only parameters of a function, by their annotations and defaults.
+
+    A parameter without a default is required. Its help is the line `name: sentence` of the
+    function's docstring.
+
+    Args:
+        parser: to add to.
+        function: whose parameters become arguments.
+        dash: between the words of an argument's name.
+    """
+    parameters = inspect.signature(function).parameters
+    sentences = dict(re.findall(r"^ +(\w+): (.+)$", function.__doc__ or "", re.MULTILINE))
+    for name, annotation in options_of(function).items():
+        default = parameters[name].default
+        given = {"required": True} if default is inspect.Parameter.empty else {"default": default}
+        given |= {"help": sentences.get(name), **reads(annotation)}
+        parser.add_argument(f"--{name.replace('_', dash)}", **given)
+
+
+def reads(annotation: Any) -> dict[str, Any]:
+    """How an argument is read: as a flag, several words, or one; for `add_argument`.
+
+    >>> reads(list[str] | None)["nargs"], reads(bool)
+    ('+', {'action': 'store_true'})
+    """
+    kinds = (annotation, *typing.get_args(annotation))
+    if annotation is bool:
+        return {"action": "store_true"}
+    for kind in kinds:
+        if typing.get_origin(kind) is list:
+            return reads(*typing.get_args(kind)) | {"nargs": "+"}
+    return {"type": pathlib.Path if pathlib.Path in kinds else Argument(annotation)}

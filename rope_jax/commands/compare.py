@@ -19,7 +19,7 @@ import jax
 from flax import nnx
 
 from rope_jax import data
-from rope_jax.analysis.report import print_report
+from rope_jax.analysis.comparison_page import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.commands.arguments import Argument, command_parser
 from rope_jax.commands.process import ended_at_once, exit_statuses, keep_going_unread

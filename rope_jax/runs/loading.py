@@ -70,13 +70,19 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     wanted, others = ("a WORKDIR", _OF_RUNS) if named else ("--model", _OF_MODELS)
     if given := [name for name in others if getattr(arguments, name) not in (None, "")]:
         raise ConfigError(f"--{given[0]} goes with {wanted}: leave it out")
-    return _load_named(arguments) if named else _load_run(arguments)
+    if named:
+        return _load_named(arguments)
+    return load_run(arguments.workdir, step=arguments.step, seed=arguments.seed)
 
 
-def _load_run(arguments: argparse.Namespace) -> LoadedModel:
-    workdir = arguments.workdir
+def load_run(workdir: str, *, step: int | None = None, seed: int | None = None) -> LoadedModel:
+    """Loads the model of a run: of its newest checkpoint, or of a step; of its first seed, or one.
+
+    Raises:
+        ConfigError: the folder holds no such checkpoint.
+    """
     with blame("WORKDIR"):
-        model, config, step = read_checkpoint(workdir, step=arguments.step, seed=arguments.seed)
+        model, config, step = read_checkpoint(workdir, step=step, seed=seed)
     averaged = ", averaged weights (EMA)" if config.averaged else ""
     return LoadedModel(
         model,

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from rope_jax import config as cfg
-from rope_jax.analysis import expected, report
+from rope_jax.analysis import comparison_page, expected
 from rope_jax.analysis.comparison import score
 from rope_jax.analysis.intervals import student, wilson
+from rope_jax.commands import report
 from rope_jax.evaluate import add_evaluation, curves, write_results
 from rope_jax.models import list_models
 from rope_jax.names import plugins
 from rope_jax.positions import create_position
 from rope_jax.positions.scheme import Stage
 from tests.refusals import refused
+from tests.small_run import save_run
 
 
 def rows(*pairs, dataset="digits"):
@@ -145,7 +147,7 @@ def test_classes_are_compared_where_all_runs_have_the_same(tmp_path, other, bloc
     """Of other kinds of runs, and of sets with other classes, there is no such table."""
     found = {"a": segmented(0.5, [0.6, 0.4]), "b": other}
     runs = {name: report.read_runs(workdir(tmp_path / name, "ape", x)) for name, x in found.items()}
-    assert len(report._classes(runs)) == blocks
+    assert len(comparison_page._classes(runs)) == blocks
 
 
 def test_intervals_end_at_none_and_all():
@@ -168,7 +170,7 @@ def test_what_differs_beside_the_position_is_named(tmp_path):
     a = workdir(tmp_path / "a", "ape", rows(((8, 8), 0.9)))
     b = workdir(tmp_path / "b", "rope2d", rows(((8, 8), 0.8)), seed=3)
     groups = report.group_runs([*report.read_runs(a), *report.read_runs(b)])
-    assert report.unlike(groups) == []
+    assert comparison_page.unlike(groups) == []
     write_config(b, "rope2d", epochs=2.0)
     write_results(b, 1674, rows(((8, 8), 0.8)))
     report.main([str(a), str(b)])
@@ -233,6 +235,15 @@ def test_accuracy_stands_beside_that_of_the_paper(tmp_path):
     assert ["deit3_s16", "rope_mixed", "384x384", "81.0 [76.6, 84.7]", "81.80", source] in page.rows
     assert ["a", "imagenet_a", "224x224"] in [row[:3] for row in page.rows]
     assert "deit3_s16 with rope_mixed: how scores fall with distance" in page.text
+
+
+def test_the_pictures_of_a_run_are_drawn_if_its_scheme_has_them(tmp_path, capsys):
+    a = workdir(tmp_path / "a", "rope_mixed", rows(((8, 8), 0.9)))
+    save_run(a, 1, position="rope_mixed")
+    report.main([str(a), "--analyse"])
+    assert {"attention_distance.png", "decay.png", "learned.png"} <= {x.name for x in a.iterdir()}
+    assert "correlation: RopeMixed adds no embedding" in capsys.readouterr().err
+    assert "vit_digits with rope_mixed: how scores fall with distance" in Page(tmp_path).text
 
 
 def test_without_matplotlib_there_is_a_page_without_pictures(tmp_path, monkeypatch, capsys):

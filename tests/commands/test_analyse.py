@@ -6,9 +6,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from rope_jax.analysis import plots
+from rope_jax.analysis.analyses import image_batches
 from rope_jax.commands import analyse as analysis_command
-from rope_jax.commands.analyse import _image_batches, _parser, main
-from rope_jax.runs.loading import load_model
+from rope_jax.commands.analyse import main
+from rope_jax.runs.loading import load_run
 from rope_jax.training.setup import load_split
 from rope_jax_kernels import Choices
 from tests.refusals import refused
@@ -75,9 +76,8 @@ def test_a_run_is_analysed_with_its_kernels(command, tmp_path, monkeypatch):
 
 def test_images_of_the_test_split(tmp_path):
     save_run(tmp_path, 2)
-    asked = _parser().parse_args(["maps", str(tmp_path), "--count=5", "--batch_size=3"])
-    loaded = load_model(asked)
-    batches = [pixels for pixels, _ in _image_batches(loaded, asked)]
+    loaded = load_run(str(tmp_path))
+    batches = [pixels for pixels, _ in image_batches(loaded, None, None, 5, 3)]
     assert [len(batch) for batch in batches] == [3, 2]
     first = load_split(loaded.config, "test", (8, 8)).images[:5]
     np.testing.assert_array_equal(np.concatenate(batches), first)

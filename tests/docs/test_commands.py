@@ -32,9 +32,9 @@ from experiments import evidence
 from experiments._parts import PARTS
 from rope_jax import config, create_model, data
 from rope_jax.__main__ import COMMANDS
-from rope_jax.analysis import plots, report
+from rope_jax.analysis import plots
 from rope_jax.commands import analyse as analysis
-from rope_jax.commands import arguments, compare, cost, models, positions, tune, verify
+from rope_jax.commands import arguments, compare, cost, models, positions, report, tune, verify
 from rope_jax.commands import evaluate as evaluation
 from rope_jax.commands import export as export_model
 from rope_jax.commands import prepare as packing
@@ -324,7 +324,7 @@ def run(folder, monkeypatch, capsys):
         (loading, "file_sha256", str),
         (evaluation, "_row", row),
         (evaluation, "results_table", compute),
-        (analysis, "OF_MODEL", dict.fromkeys(analysis.OF_MODEL, compute)),
+        (analysis, "analyse_model", compute),
         (report, "read_runs", lambda workdir: training_words(str(workdir), page) and []),
         (report, "print_report", compute),
         (export_model, "export", lambda model, _, **asked: model.check_size(asked["resolution"])),
@@ -445,7 +445,7 @@ def test_documented_commands_run(command, inline, page, run):
         ("rope_jax compare --path=IMAGES --positions=ape", "has nothing to compare"),
         ("python -m benchmarks cpus", "invalid choice"),
         ("python -m benchmarks cpu -- model.name=vit_s17", "unknown model 'vit_s17'"),
-        ("python -m experiments evidence mnist --data FILE.npz", "invalid choice: 'mnist'"),
+        ("python -m experiments evidence mnist --data FILE.npz", "not 'mnist'"),
         ("make trian", "the Makefile has no trian"),
         ("make train DIR=runs/x", "the Makefile has no DIR=runs/x"),
     ],

@@ -349,3 +349,13 @@ def test_a_jax_without_pallas_serves_everything_else():
         "assert 'pallas' in reasons['triton']\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(256, "mosaic"), (257, "triton")])
+def test_the_backward_pass_after_mosaic_is_that_of_triton_for_many_tokens(tokens, name):
+    x = jax.ShapeDtypeStruct((1, tokens, 3, 2, 64), jnp.bfloat16)
+    attend = functools.partial(attention_qkv, pattern=Global(), implementation="mosaic")
+    with jax.sharding.use_abstract_mesh(mesh_of()):
+        gradient = jax.make_jaxpr(jax.grad(lambda x: attend(x).astype(jnp.float32).sum()))(x)
+    assert ("attention_query_kernel" in str(gradient)) == (name == "triton")
+    assert ("attention_mosaic_backward" in str(gradient)) == (name == "mosaic")

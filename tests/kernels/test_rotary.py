@@ -103,7 +103,7 @@ def test_a_program_streams_many_batch_items(check, bytes_in_flight, interpreted,
     monkeypatch.setattr(tile_sizes, "PROGRAMS", 1)
     monkeypatch.setattr(tile_sizes, "BYTES_IN_FLIGHT", bytes_in_flight)
     case = Case(batch=19, tokens=49, heads=1, head_dim=32, pairs=8, dtype="bfloat16")
-    tile = tile_sizes.streamed_tile(1, 19, 49, 1, 8, 2, copies=2)
+    tile = tile_sizes.streamed_tile(19, 49, 1, 8, 2, copies=2)
     assert (tile.tokens, tile.batch, tile.slots) == (64, 32, 2 if bytes_in_flight == 0 else 8)
     check(case, "mosaic")
 
@@ -147,15 +147,15 @@ def test_any_shape(data, a_kernel):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        # sets, batch, tokens, heads, pairs, item size, copies ->
+        # batch, tokens, heads, pairs, item size, copies ->
         # tokens, pairs of an access, threads along a row, items, slots
-        ((1, 128, 196, 12, 8, 2, 2), (128, 8, 1, 2, 2)),
-        ((1, 512, 49, 3, 8, 2, 2), (64, 4, 2, 1, 1)),
-        ((1, 2048, 3136, 12, 16, 2, 2), (64, 8, 2, 32, 4)),
-        ((1, 4, 1, 2, 16, 4, 2), (8, 1, 16, 1, 1)),
-        ((1, 64, 785, 12, 128, 4, 4), (8, 4, 32, 32, 2)),
-        ((1, 64, 197, 4, 120, 2, 2), (16, 1, 8, 2, 2)),
-        ((3, 11, 49, 2, 4, 2, 2), (64, 2, 2, 1, 1)),
+        ((128, 196, 12, 8, 2, 2), (128, 8, 1, 2, 2)),
+        ((512, 49, 3, 8, 2, 2), (64, 4, 2, 1, 1)),
+        ((2048, 3136, 12, 16, 2, 2), (64, 8, 2, 32, 4)),
+        ((4, 1, 2, 16, 4, 2), (8, 1, 16, 1, 1)),
+        ((64, 785, 12, 128, 4, 4), (8, 4, 32, 32, 2)),
+        ((64, 197, 4, 120, 2, 2), (16, 1, 8, 2, 2)),
+        ((11, 49, 6, 4, 2, 2), (64, 2, 2, 1, 1)),
     ],
 )
 def test_streamed_tiles(args, expected):

@@ -8,6 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import cache_folder
+from rope_jax_kernels.tuning import choices
 
 
 @pytest.fixture
@@ -48,3 +49,12 @@ def test_tests_do_not_fill_the_users_cache():
     folder = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     assert jax.config.jax_compilation_cache_dir == str(folder)
     assert folder != cache_folder() / "xla"
+
+
+def test_the_kernels_which_stand_alone_have_the_same_cache_folder(tmp_path, monkeypatch):
+    for name in ("ROPE_JAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert choices.cache_folder() == cache_folder() / "kernels"
+    for name in ("XDG_CACHE_HOME", "ROPE_JAX_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert choices.cache_folder() == cache_folder() / "kernels"

@@ -11,9 +11,8 @@ import pytest
 from flax import nnx
 
 import rope_jax.runs.run
-from rope_jax.analysis import report
 from rope_jax.analysis.intervals import student
-from rope_jax.commands import evaluate
+from rope_jax.commands import evaluate, report
 from rope_jax.config import ConfigError
 from rope_jax.evaluate import results_table
 from rope_jax.system.sharding import put_batch

@@ -10,7 +10,7 @@ import pytest
 import rope_jax
 import rope_jax.runs.run
 from rope_jax import data, evaluate
-from rope_jax.analysis import report
+from rope_jax.commands import report
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
 from rope_jax.training import seeds

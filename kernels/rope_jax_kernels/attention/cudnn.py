@@ -7,7 +7,6 @@ cuDNN writes for the padding neither reaches the result nor receives a gradient.
 """
 
 import functools
-import numbers
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxtyping import Array, Float
 
 from rope_jax_kernels import device, dispatch
 from rope_jax_kernels.attention.dense import turn_tokens
+from rope_jax_kernels.attention.kernel import refusal_of_call
 from rope_jax_kernels.attention.patterns import Global, Pattern
 from rope_jax_kernels.rotary import unpack_and_rotate
 from rope_jax_kernels.rotary.reference import pad_tokens
@@ -118,13 +118,11 @@ def refusal(
     """Why cuDNN cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):
         return f"the pattern is {type(pattern).__name__}; only Global is served"
-    if reason := device.refusal_of_arrays(arrays, tuple(EXCLUDED)):
+    if reason := refusal_of_call(arrays, None, None, scale, tuple(EXCLUDED)):
         return reason
     x = next(iter(arrays.values()))
     if x.shape[-1] % 8:
         return f"the head dimension is {x.shape[-1]}; multiples of 8 are served"
-    if not isinstance(scale, numbers.Real | None):
-        return "scale is an array; numbers are served"
     if not device.is_gpu():
         return "it needs a GPU"
     largest = 256 if device.refusal("Hopper") is None else 128

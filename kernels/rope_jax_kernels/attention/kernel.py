@@ -1,23 +1,30 @@
 """The common base of the attention kernels: their operands, gradients and operations.
 
 The backward pass needs only the operands, the output, and the logarithm of each query's sum of
-exponentials (lse). Queries and keys are rotated by tables of cosines and sines that XLA computes
-before (`tables`), or by coordinates and frequencies.
+exponentials (lse); `dispatch` has whose it is. Queries and keys are rotated by tables of cosines
+and sines that XLA computes before (`tables`), or by coordinates and frequencies.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from rope_jax_kernels import dispatch
 from rope_jax_kernels.attention.patterns import Pattern
 from rope_jax_kernels.attention.task import Task, task_of
-from rope_jax_kernels.device import vary_alike, without_symbolic_zeros
-from rope_jax_kernels.dispatch import TileSizes
+from rope_jax_kernels.device import (
+    DTYPES,
+    refusal_of_arrays,
+    vary_alike,
+    without_symbolic_zeros,
+)
+from rope_jax_kernels.rotary.kernel import named_angles
 from rope_jax_kernels.rotation import Rotation
 
 
@@ -30,26 +37,39 @@ class Wanted:
     bias: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The attention operations by the kernels of a forward and a backward pass.
+class Operands(NamedTuple):
+    """The arrays that a pass reads; also their refs in a kernel.
 
     Attributes:
-        name: of the implementation, for errors.
-        forward: `forward(task, operands, rotation, bias)` computes the output [B, T, N, D] and lse
-            [B, N, T], or more for whole tiles of tokens. Operands are q, k and v [B, T, heads, D],
-            three times the same array if packed; the rotation (coords, freqs) or (); the bias
-            ([N, entries],) or ().
-        backward: `backward(task, wanted, operands, turning, bias)` computes the gradients of the
-            data, three or a packed one; partial sums of that of freqs, each [_, _, N, A, R], or ()
-            where it is not wanted; and that of the bias, or None. Operands are q, k,
-            v, the output's gradient, lse and the output; turning are cosines and sines, and coords
-            where the gradient of freqs is wanted.
+        data: q, k and v [B, T, heads, D], three times the same array if packed; in a backward pass
+            also the output's gradient, lse and the output.
+        turning: coords and freqs; in a backward pass cosines and sines of the angles, and coords
+            where the gradient of freqs is wanted. () without rotation.
+        bias: ([N, entries],) or ().
+    """
+
+    data: tuple
+    turning: tuple
+    bias: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The attention operations by the kernels of an implementation, and of its backward pass.
+
+    Attributes:
+        name: of the implementation.
+        forward: `forward(task, operands)` computes the output [B, T, N, D] and lse [B, N, T], or
+            more for whole tiles of tokens.
+
+    The backward pass is a function of the module that `dispatch.BACKWARD` has for the task:
+    `backward(task, wanted, operands)` computes the gradients of the data, three or a packed one;
+    partial sums of that of freqs, each [_, _, N, A, R], or () where it is not wanted; and that of
+    the bias, or None.
     """
 
     name: str
     forward: Callable
-    backward: Callable
 
     def attention(
         self,
@@ -75,14 +95,14 @@ class Kernel:
         rotation: Rotation | None,
         bias: Float[Array, "N ..."] | None,
         scale: float | None,
-        tile: TileSizes = (),
+        tile: dispatch.TileSizes = (),
     ) -> Float[Array, "B *places N D"]:
         """Attention of (qkv,) or (q, k, v) in the shapes of the public functions."""
         terms = {"pattern": pattern, "rotation": rotation, "bias": bias, "scale": scale}
         task = task_of(arrays, tile=tile, **terms)
         turning = () if rotation is None else (rotation.coords, rotation.freqs)
         added = () if bias is None else (bias.reshape(task.heads, -1),)
-        out = attend(self, task, *vary_alike(arrays, turning, added))
+        out = attend(self, task, Operands(*vary_alike(arrays, turning, added)))
         return out.reshape(arrays[0].shape[0], *task.places, task.heads, task.head_dim)
 
     def once(self, launch: Callable, *static: Any) -> Callable:
@@ -102,10 +122,10 @@ class Kernel:
         return once
 
 
-def views(task: Task, arrays: tuple) -> tuple:
-    """q, k and v as [B, T, heads, D], three times the same array if packed."""
-    shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in arrays]
-    return tuple(shaped * 3 if task.packed else shaped)
+def views(task: Task, operands: Operands, *others: Array) -> Operands:
+    """The operands with q, k and v [B, T, heads, D], and others behind them, as their data."""
+    shaped = [x.reshape(x.shape[0], task.tokens, -1, task.head_dim) for x in operands.data]
+    return operands._replace(data=(*(shaped * 3 if task.packed else shaped), *others))
 
 
 def tables(
@@ -125,17 +145,14 @@ def tables(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(
-    kernel: Kernel, task: Task, arrays: tuple, rotation: tuple, bias: tuple
-) -> Float[Array, "B T N D"]:
-    """Attention of (qkv,) or (q, k, v), with (coords, freqs) or (), and ([N, entries],) or ()."""
-    return kernel.once(kernel.forward, task)(views(task, arrays), rotation, bias)[0]
+def attend(kernel: Kernel, task: Task, operands: Operands) -> Float[Array, "B T N D"]:
+    """Attention of (qkv,) or (q, k, v), the data, in the shapes of the public functions."""
+    return kernel.once(kernel.forward, task)(views(task, operands))[0]
 
 
-def attend_forward(
-    kernel: Kernel, task: Task, arrays: tuple, rotation: tuple, bias: tuple
-) -> tuple[Array, tuple]:
+def attend_forward(kernel: Kernel, task: Task, operands: Operands) -> tuple[Array, tuple]:
     """Saves the operands, the output and lse."""
+    _, rotation, bias = operands
     if rotation and rotation[0].perturbed:
         raise ValueError(
             f"implementation={kernel.name!r} of attention has no gradient of rotation.coords; use "
@@ -144,19 +161,20 @@ def attend_forward(
     wanted = Wanted(
         freqs=bool(rotation) and rotation[1].perturbed, bias=bool(bias) and bias[0].perturbed
     )
-    arrays, rotation, bias = (tuple(x.value for x in group) for group in (arrays, rotation, bias))
-    out, lse = kernel.once(kernel.forward, task)(views(task, arrays), rotation, bias)
-    return out, (arrays, rotation, bias, out, lse, wanted)
+    operands = Operands(*(tuple(x.value for x in group) for group in operands))
+    out, lse = kernel.once(kernel.forward, task)(views(task, operands))
+    return out, (operands, out, lse, wanted)
 
 
 def attend_backward(kernel: Kernel, task: Task, residuals: tuple, dout: Any) -> tuple:
     """The gradients of the data, the frequencies and the bias."""
-    arrays, rotation, bias, out, lse, wanted = residuals
+    operands, out, lse, wanted = residuals
+    arrays, rotation, bias = operands
     _, dout = vary_alike(arrays, without_symbolic_zeros(dout))  # new zeros do not vary yet
     turning = (*tables(rotation), *(rotation[:1] if wanted.freqs else ()))
-    operands = (*views(task, arrays), dout, lse, out)
-    backward = kernel.once(kernel.backward, task, wanted)
-    gradients, partial, of_bias = backward(operands, turning, bias)
+    inputs = views(task, operands._replace(turning=turning), dout, lse, out)
+    backward = dispatch.backward_pass(kernel.name, task)
+    gradients, partial, of_bias = kernel.once(backward, task, wanted)(inputs)
     gradients = tuple(g.reshape(x.shape) for g, x in zip(gradients, arrays, strict=True))
     of_rotation = (None,) * len(rotation)
     if wanted.freqs:
@@ -165,7 +183,32 @@ def attend_backward(kernel: Kernel, task: Task, residuals: tuple, dout: Any) -> 
         dfreqs = dfreqs.sum(0, keepdims=True) if freqs.shape[0] == 1 else dfreqs
         of_rotation = None, dfreqs.astype(freqs.dtype)
     of_bias = (of_bias.astype(bias[0].dtype),) if wanted.bias else (None,) * len(bias)
-    return gradients, of_rotation, of_bias
+    return (Operands(gradients, of_rotation, of_bias),)
 
 
 attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
+
+
+def refusal_of_call(
+    arrays: Mapping[str, Array],
+    rotation: Rotation | None,
+    bias: Array | None,
+    scale: Any,
+    dtypes: Sequence = DTYPES,
+) -> str | None:
+    """Why no kernel for q, k and v of these dtypes can serve a call, or None.
+
+    Args:
+        arrays: q, k and v, or qkv.
+        rotation, bias, scale: of the call.
+        dtypes: of the arrays.
+    """
+    if len({x.dtype for x in arrays.values()}) > 1:
+        return "q, k and v have different dtypes: " + ", ".join(
+            f"{name} {x.dtype}" for name, x in arrays.items()
+        )
+    if not isinstance(scale, numbers.Real | None):
+        return "scale is an array; numbers are served"
+    others = {} if rotation is None else named_angles(rotation)
+    others |= {} if bias is None else {"bias": bias}
+    return refusal_of_arrays(arrays, dtypes) or refusal_of_arrays(others)

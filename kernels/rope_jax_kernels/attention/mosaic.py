@@ -1,7 +1,7 @@
 """Global attention by Pallas kernels for Mosaic GPU on Hopper, launched by `mosaic_launch`.
 
-The backward pass is that of `triton` where a program cannot hold all tokens of a head. Mosaic GPU
-takes a second to import, and refusals do not need it: functions import it when they are called.
+The backward pass serves heads whose tokens a program can hold. Mosaic GPU takes a second to import,
+and refusals do not need it: functions import it when they are called.
 """
 
 from typing import Any
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
-from rope_jax_kernels.attention import triton
-from rope_jax_kernels.attention.kernel import Kernel, Wanted
+from rope_jax_kernels.attention.kernel import Kernel, Operands, Wanted, refusal_of_call
 from rope_jax_kernels.attention.patterns import Global, Pattern
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.rotation import Rotation
@@ -22,28 +21,30 @@ AXES = 4  # most coordinates of a token: with heads of 128, more do not fit into
 
 
 def forward(
-    task: Task, operands: tuple, rotation: tuple, bias: tuple
+    task: Task, operands: Operands
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B N _"]]:
     """`Kernel.forward`; there is no bias."""
     from rope_jax_kernels.attention import mosaic_launch
 
-    del bias
-    return mosaic_launch.forward(task, operands, rotation)
+    return mosaic_launch.forward(task, operands.data, operands.turning)
 
 
-def backward(
-    task: Task, wanted: Wanted, operands: tuple, turning: tuple, bias: tuple
-) -> tuple[tuple, tuple, Array | None]:
-    """`Kernel.backward`, by the kernels that serve this number of tokens."""
-    from rope_jax_kernels.attention import mosaic_backward, mosaic_launch
+def serves_backward(task: Task) -> bool:
+    """Whether `backward` serves this number of tokens."""
+    from rope_jax_kernels.attention import mosaic_backward
 
-    if not mosaic_backward.serves(task):
-        return triton.backward(task, wanted, operands, turning, bias)
-    *data, lse, out = operands
+    return mosaic_backward.serves(task)
+
+
+def backward(task: Task, wanted: Wanted, operands: Operands) -> tuple[tuple, tuple, Array | None]:
+    """The backward pass of `Kernel`; there is no bias."""
+    from rope_jax_kernels.attention import mosaic_launch
+
+    (*data, lse, out), turning, _ = operands
     return *mosaic_launch.backward(task, (*data, out, lse), turning[:2], turning[2:]), None
 
 
-KERNEL = Kernel("mosaic", forward, backward)
+KERNEL = Kernel("mosaic", forward)
 attention, attention_qkv = KERNEL.attention, KERNEL.attention_qkv
 
 
@@ -60,7 +61,7 @@ def refusal(
         return f"the pattern is {type(pattern).__name__}; only Global is served"
     if bias is not None:
         return "there is a bias, which it does not read"
-    if reason := device.refusal_of_arrays(arrays, DTYPES):
+    if reason := refusal_of_call(arrays, rotation, bias, scale, DTYPES):
         return reason
     head_dim = next(iter(arrays.values())).shape[-1]
     if head_dim not in HEAD_DIMS:
@@ -79,9 +80,7 @@ def refusal(
             )
         if axes > AXES:
             return f"rotation.coords has {axes} axes; up to {AXES} are served"
-    reason = triton.refusal(
-        pattern=pattern, rotation=rotation, bias=bias, scale=scale, **arrays
-    ) or device.refusal("Hopper")
+    reason = device.refusal("Hopper")
     if reason is None and device.is_gpu() and device.refusal("Blackwell") is None:
         return (
             "it needs the matrix instructions of Hopper (compute capability 9.0), which newer GPUs "

@@ -39,6 +39,7 @@ from rope_jax_kernels.attention.mosaic_kernel import (
     MOST_GROUPS,
     ROWS,
     TILE,
+    add_products,
     joined,
     load_rows,
     product,
@@ -236,39 +237,13 @@ class Program:
 
         return pl.run_scoped(multiply, *[plgpu.ACC((ROWS, WIDTH), jnp.float32)] * len(pairs))
 
-    def add_products(
-        self, sums: list[list[Array]], terms: list[tuple[Array, int]], queries: Array, half: Any
-    ) -> list[list[Array]]:
-        """Adds products of [64, 32] and half a block of rows to each sum's pieces."""
-        views = [(a, self.rows[which][1].at[queries]) for a, which in terms]
-        if self.task.interpret:
-            return [
-                [x + product(a, b[i, half]) for i, x in enumerate(pieces)]
-                for pieces, (a, b) in zip(sums, views, strict=True)
-            ]
-
-        def multiply(totals: list) -> None:
-            for pieces, (a, b) in zip(totals, views, strict=True):
-                for i, total in enumerate(pieces):
-                    plgpu.wgmma(total, a, b.at[i, half])
-
-        return pl.run_state(multiply)([[plgpu.ACC.init(x) for x in pieces] for pieces in sums])
-
     def query_products(self, slot: Array) -> Float[Array, "64 D"]:
         """Gradients of the logits of a block of queries times all keys."""
-        keys = self.rows[1][1]
 
         def body(block: Array, sums: list[Array]) -> list[Array]:
-            if self.task.interpret:
-                dlogits = self.dlogits[slot, block].T
-                return [x + product(dlogits, keys[block, i]) for i, x in enumerate(sums)]
-
-            def multiply(totals: list) -> None:
-                for i, total in enumerate(totals):
-                    dlogits = self.dlogits.at[slot, block].transpose((1, 0))
-                    plgpu.wgmma(total, dlogits, keys.at[block, i])
-
-            return pl.run_state(multiply)([plgpu.ACC.init(x) for x in sums])
+            dlogits = self.dlogits.at[slot, block].transpose((1, 0))
+            (sums,) = add_products(self.task, [sums], [(dlogits, self.rows[1][1].at[block])])
+            return sums
 
         return joined(
             jax.lax.fori_loop(np.int32(0), np.int32(self.plan.blocks), body, self.zeros())
@@ -301,9 +276,9 @@ class Program:
                 logits = jnp.minimum(logits, 0)
             weights = jnp.exp2(logits)
             dlogits = (weights * (dweights - of_query(self.delta))).astype(dtype)
-            sums = self.add_products(
-                sums, [(weights.astype(dtype), 3), (dlogits, 0)], queries, half
-            )
+            dout, q = (self.rows[which][1].at[queries] for which in (3, 0))
+            terms = [(weights.astype(dtype), dout), (dlogits, q)]
+            sums = add_products(self.task, sums, terms, half)
             self.dlogits.at[slot, here, :, half][...] = dlogits
             return sums
 

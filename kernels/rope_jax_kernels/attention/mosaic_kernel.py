@@ -123,18 +123,29 @@ def logits_of(task: Task, q: Float[Array, "64 D"], k_ref: Any) -> Float[Array, "
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
-def add_values(
-    task: Task, out: list[Float[Array, "64 width"]], weights: Float[Array, "64 64"], v_ref: Any
-) -> list[Float[Array, "64 width"]]:
-    """Adds the weights times the values of one block to the pieces of the output."""
+def add_products(
+    task: Task, sums: list[list[Array]], terms: list[tuple[Any, Any]], some: Any = slice(None)
+) -> list[list[Float[Array, "64 width"]]]:
+    """Adds the product of a term to each sum.
+
+    Args:
+        task: the problem.
+        sums: each in pieces [64, width].
+        terms: (a, b), where a [64, _] is in registers or a ref, and b a ref of pieces of rows.
+        some: which rows of b are multiplied.
+    """
     if task.interpret:
-        return [x + product(weights, v_ref[i]) for i, x in enumerate(out)]
+        return [
+            [x + product(a[...], b[i, some]) for i, x in enumerate(pieces)]
+            for pieces, (a, b) in zip(sums, terms, strict=True)
+        ]
 
     def multiply(totals: list) -> None:
-        for i, total in enumerate(totals):
-            plgpu.wgmma(total, weights, v_ref.at[i])
+        for pieces, (a, b) in zip(totals, terms, strict=True):
+            for i, total in enumerate(pieces):
+                plgpu.wgmma(total, a, b.at[i, some])
 
-    return pl.run_state(multiply)([plgpu.ACC.init(x) for x in out])
+    return pl.run_state(multiply)([[plgpu.ACC.init(x) for x in pieces] for pieces in sums])
 
 
 class Program:
@@ -269,8 +280,9 @@ class Program:
         weights = jnp.exp2(logits - spread(higher, logits))
         shrink = jnp.exp2(top - higher)
         total = total * shrink + jnp.sum(weights, axis=1)
-        out, values = [x * spread(shrink, x) for x in out], self.v[1].at[slot, place]
-        return higher, total, add_values(self.task, out, weights.astype(q.dtype), values)
+        out, term = [x * spread(shrink, x) for x in out], weights.astype(q.dtype)
+        (out,) = add_products(self.task, [out], [(term, self.v[1].at[slot, place])])
+        return higher, total, out
 
     def attend_stage(self, q: Array, stage: Array | int, step: Array, carry: tuple) -> tuple:
         """Adds a stage of turned keys and its values to the online softmax."""

@@ -122,7 +122,7 @@ def launch(
         jax.ShapeDtypeStruct((batch, task.heads, cut.tiles * groups * ROWS), jnp.float32),
     ]
     grid = task.heads * cut.tiles * pl.cdiv(batch, cut.items)
-    run = program_grid(task, kernel, "attention_mosaic", outputs, scratch, grid, groups)
+    run = program_grid(kernel, "attention_mosaic", outputs, scratch, grid)
     return vary_alike(arrays, tuple(run(*arrays, *rotation)))[1]
 
 
@@ -162,25 +162,18 @@ def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tu
         summed=wanted,
     )
     grid = task.heads * sets * cut.chunks
-    run = program_grid(
-        task, kernel, "attention_mosaic_backward", outputs, scratch, grid, cut.groups
-    )
+    run = program_grid(kernel, "attention_mosaic_backward", outputs, scratch, grid)
     return vary_alike(arrays, tuple(run(*arrays, *table)))[1]
 
 
 def program_grid(
-    task: Task,
-    kernel: Callable,
-    name: str,
-    outputs: list,
-    scratch: list,
-    programs: int,
-    groups: int,
+    kernel: functools.partial, name: str, outputs: list, scratch: list, programs: int
 ) -> Callable[..., list]:
-    """A kernel on a grid of programs of `groups` warpgroups.
+    """A kernel of a task and a plan on a grid of programs.
 
     Its results do not vary over manual mesh axes, whatever the types of its outputs say.
     """
+    task, groups = kernel.keywords["task"], kernel.keywords["plan"].groups
     return plgpu.kernel(
         kernel,
         out_type=outputs,

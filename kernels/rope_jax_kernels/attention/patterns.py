@@ -4,6 +4,7 @@ Patterns are hashable settings, static under jit, and hold no arrays. Sizes, shi
 are (rows, columns). `places` is the shape of the tokens of one example: (L,) or (H, W).
 """
 
+import abc
 import dataclasses
 import math
 import numbers
@@ -28,7 +29,7 @@ def pair_of(name: str, value: Any, lowest: int) -> Pair:
     return int(value[0]), int(value[1])
 
 
-class _Pattern:
+class _Pattern(abc.ABC):
     """The interface of all patterns."""
 
     def rotated_tokens(self, places: Places) -> int:
@@ -40,13 +41,13 @@ class _Pattern:
         del places
         return name
 
+    @abc.abstractmethod
     def bias_shape(self, heads: int, places: Places) -> tuple[int, ...]:
         """Shape of the bias for an example of this shape."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def bias_layout(self, places: Places) -> str:
         """The dimensions of the bias, in error messages."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

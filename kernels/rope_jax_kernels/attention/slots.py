@@ -8,6 +8,7 @@ partitioned, rolled, padded or gathered in memory.
 Backward passes also need tiles of keys with blocks of queries: `transposed()`.
 """
 
+import abc
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def padded_size(n: int) -> int:
     return power_of_two(n, at_least=16)
 
 
-class Tiles:
+class Tiles(abc.ABC):
     """The tiles of a pattern on a map; base of the classes of all patterns.
 
     Attributes:
@@ -84,33 +85,33 @@ class Tiles:
     entries: int
     repeats: int
 
+    @abc.abstractmethod
     def tile(self, index: Int[Array, ""]) -> Slots:
         """The slots of a tile."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def block(self, index: Int[Array, ""], step: Int[Array, ""]) -> Slots:
         """The slots of the step-th block of a tile."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def sees(self, q: Slots, k: Slots) -> Bool[Array, "#rows columns"]:
         """Whether queries attend to keys, which exist; anything for queries that do not."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def transposed(self) -> "Tiles":
         """Tiles of keys with blocks of queries."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def by_slot(self, bias: Float[Array, "N entries"]) -> Float[Array, "N queries keys"]:
         """The bias of each pair of slots, by their `Slots.line`.
 
         Any entry for pairs that do not attend.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fold(self, gradient: Float[Array, "N _ _"]) -> Float[Array, "N entries"]:
         """Sums the gradient of a bias by slot to that of its entries.
 
         Args:
             gradient: [N, tiles / repeats * rows, blocks * columns].
         """
-        raise NotImplementedError

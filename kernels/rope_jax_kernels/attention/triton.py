@@ -19,7 +19,6 @@ a separate kernel, unless a window is one block, heads are narrow and maps are s
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from rope_jax_kernels import device
-from rope_jax_kernels.attention.kernel import Kernel, Wanted, tables
+from rope_jax_kernels.attention.kernel import Kernel, Operands, Wanted, refusal_of_call, tables
 from rope_jax_kernels.attention.patterns import Neighborhood, Pattern
 from rope_jax_kernels.attention.plans import bias_groups, plan, with_examples
 from rope_jax_kernels.attention.task import Launch, Task
@@ -41,7 +40,6 @@ from rope_jax_kernels.attention.triton_kernels import (
     key_kernel,
     query_kernel,
 )
-from rope_jax_kernels.rotary.kernel import named_angles
 from rope_jax_kernels.rotation import Rotation
 
 HEAD_DIMS = (16, 128)  # smallest and largest
@@ -55,7 +53,7 @@ def run(
     launch: Launch,
     grid: tuple,
     outputs: tuple,
-    *operands: tuple,
+    *operands: Any,
     aliases: dict[int, int] | None = None,
 ) -> tuple:
     """Launches a kernel that takes trees of operands and of these outputs; returns the outputs."""
@@ -71,40 +69,40 @@ def run(
 
 
 def forward(
-    task: Task, operands: tuple, rotation: tuple, bias: tuple
+    task: Task, operands: Operands
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B N T"]]:
     """`Kernel.forward`."""
-    q, turning = operands[0], tables(rotation)
+    (q, *_), rotation, bias = operands
+    turning = tables(rotation)
     batch, tokens = q.shape[:2]
     launch = plan(task, q.dtype.itemsize, "forward", batch)
     out = (batch, tokens, task.heads, task.head_dim), q.dtype
     outputs = device.shapes_like(q, out, ((batch, task.heads, tokens), jnp.float32))
     by_slot = tuple(map(launch.tiles.by_slot, bias))
-    return run(forward_kernel, launch, launch.grid(batch), outputs, operands, turning, by_slot)
+    operands = Operands(operands.data, turning, by_slot)
+    return run(forward_kernel, launch, launch.grid(batch), outputs, operands)
 
 
-def backward(
-    task: Task, wanted: Wanted, operands: tuple, turning: tuple, bias: tuple
-) -> tuple[tuple, tuple, Array | None]:
-    """`Kernel.backward`, by one to three kernels."""
-    q = operands[0]
+def backward(task: Task, wanted: Wanted, operands: Operands) -> tuple[tuple, tuple, Array | None]:
+    """The backward pass of `Kernel`, by one to three kernels."""
+    q = operands.data[0]
     launch = plan(task, q.dtype.itemsize, "queries", q.shape[0])
     of_data = _closed_backward if launch.closed else _open_backward
-    gradients, partial, of_bias = of_data(launch, operands, turning, bias, wanted)
+    gradients, partial, of_bias = of_data(launch, operands, wanted)
     if wanted.bias and of_bias is None:
-        of_bias = _bias_gradient(task, operands, turning, bias)
+        of_bias = _bias_gradient(task, operands)
     return gradients, partial, of_bias
 
 
 def _closed_backward(
-    launch: Launch, operands: tuple, turning: tuple, bias: tuple, wanted: Wanted
+    launch: Launch, operands: Operands, wanted: Wanted
 ) -> tuple[tuple, tuple, Array | None]:
     """Gradients of the data, partial ones of the frequencies, and that of the bias, by one kernel.
 
     None for the bias where it is not wanted, a window has several blocks, or its sums would need
     too many registers or, for a map of many windows, too much memory.
     """
-    task, tiles, q = launch.task, launch.tiles, operands[0]
+    task, tiles, q = launch.task, launch.tiles, operands.data[0]
     batch = q.shape[0]
     many = with_examples(launch, batch, batch)
     heads, *groups = many.grid(batch)
@@ -115,57 +113,49 @@ def _closed_backward(
     outputs = (
         device.shapes_like(q, *[(q.shape, q.dtype)] * (1 if task.packed else 3)),
         device.shapes_like(q, total) if summed else (),
-        _sums(q, launch, turning, wanted),
+        _sums(launch, operands, wanted),
     )
-    by_key = tuple(tiles.by_slot(x).mT for x in bias)
-    grid = launch.grid(batch)
-    gradients, totals, partial = run(
-        closed_kernel, launch, grid, outputs, operands, turning, by_key
-    )
+    by_key = operands._replace(bias=tuple(tiles.by_slot(x).mT for x in operands.bias))
+    gradients, totals, partial = run(closed_kernel, launch, launch.grid(batch), outputs, by_key)
     of_bias = tiles.fold(totals[0].sum((0, 1)).mT) if summed else None
     return gradients, partial, of_bias
 
 
-def _open_backward(
-    launch: Launch, operands: tuple, turning: tuple, bias: tuple, wanted: Wanted
-) -> tuple[tuple, tuple, None]:
+def _open_backward(launch: Launch, operands: Operands, wanted: Wanted) -> tuple[tuple, tuple, None]:
     """As `_closed_backward`, by two kernels and without the gradient of the bias."""
-    task, (*inputs, _), q = launch.task, operands, operands[0]
+    task, (*inputs, _), q = launch.task, operands.data, operands.data[0]
     batch, lse = q.shape[0], inputs[-1]
     of_q, of_lse = device.shapes_like(q, (q.shape, q.dtype), (lse.shape, jnp.float32))
-    outputs = of_q, of_lse, _sums(q, launch, turning, wanted)
-    by_query = tuple(map(launch.tiles.by_slot, bias))
-    dq, delta, by_queries = run(
-        query_kernel, launch, launch.grid(batch), outputs, operands, turning, by_query
-    )
+    outputs = of_q, of_lse, _sums(launch, operands, wanted)
+    by_query = operands._replace(bias=tuple(map(launch.tiles.by_slot, operands.bias)))
+    dq, delta, by_queries = run(query_kernel, launch, launch.grid(batch), outputs, by_query)
     launch = plan(task, q.dtype.itemsize, "keys", batch)
     launch = dataclasses.replace(launch, tiles=launch.tiles.transposed())
-    by_key = tuple(launch.tiles.by_slot(x).mT for x in bias)
-    operands = ((*inputs, delta), turning, by_key, (dq,) if task.packed else ())
-    outputs = (of_q,) * (1 if task.packed else 2), _sums(q, launch, turning, wanted)
+    outputs = (of_q,) * (1 if task.packed else 2), _sums(launch, operands, wanted)
+    by_slot = tuple(launch.tiles.by_slot(x).mT for x in operands.bias)
+    by_key = Operands((*inputs, delta), operands.turning, by_slot)
     # The packed gradient, the last operand, is written in place.
-    aliases = {len(jax.tree.leaves(operands)) - 1: 0} if task.packed else {}
+    written = (dq,) if task.packed else ()
+    aliases = {len(jax.tree.leaves(by_key)): 0} if task.packed else {}
     gradients, by_keys = run(
-        key_kernel, launch, launch.grid(batch), outputs, *operands, aliases=aliases
+        key_kernel, launch, launch.grid(batch), outputs, by_key, written, aliases=aliases
     )
     return gradients if task.packed else (dq, *gradients), (*by_queries, *by_keys), None
 
 
-def _sums(q: Array, launch: Launch, turning: tuple, wanted: Wanted) -> tuple:
+def _sums(launch: Launch, operands: Operands, wanted: Wanted) -> tuple:
     """The output of partial gradients of the frequencies, if they are wanted."""
     if not wanted.freqs:
         return ()
-    cos, _, coords = turning
+    q, (cos, _, coords) = operands.data[0], operands.turning
     of_tile = launch.task.heads, coords.shape[1], cos.shape[2]
     _, tiles, groups = launch.grid(q.shape[0])
     return device.shapes_like(q, ((groups, tiles, *of_tile), jnp.float32))
 
 
-def _bias_gradient(
-    task: Task, operands: tuple, turning: tuple, bias: tuple
-) -> Float[Array, "N entries"]:
+def _bias_gradient(task: Task, operands: Operands) -> Float[Array, "N entries"]:
     """The gradient of the bias, by a kernel of its own."""
-    q = operands[0]
+    q = operands.data[0]
     launch = plan(task, q.dtype.itemsize, "bias", q.shape[0])
     tiles = launch.tiles
     shares = tiles.tiles // tiles.repeats
@@ -173,12 +163,12 @@ def _bias_gradient(
     shape = groups, task.heads, shares * tiles.rows, tiles.blocks * tiles.columns
     outputs = device.shapes_like(q, (shape, jnp.float32))
     grid = (task.heads, shares * tiles.blocks, groups)
-    by_query = tuple(map(tiles.by_slot, bias))
-    (partial,) = run(bias_kernel, launch, grid, outputs, operands, turning, by_query)
+    by_query = operands._replace(bias=tuple(map(tiles.by_slot, operands.bias)))
+    (partial,) = run(bias_kernel, launch, grid, outputs, by_query)
     return tiles.fold(partial.sum(0))
 
 
-KERNEL = Kernel("triton", forward, backward)
+KERNEL = Kernel("triton", forward)
 attention, attention_qkv = KERNEL.attention, KERNEL.attention_qkv
 
 
@@ -191,15 +181,7 @@ def refusal(
     **arrays: Float[Array, "..."],
 ) -> str | None:
     """Why these kernels cannot serve a call with these arguments, or None."""
-    dtypes = {name: x.dtype for name, x in arrays.items()}
-    if len(set(dtypes.values())) > 1:
-        return "q, k and v have different dtypes: " + ", ".join(
-            f"{name} {dtype}" for name, dtype in dtypes.items()
-        )
-    angles = {} if rotation is None else named_angles(rotation)
-    if reason := device.refusal_of_arrays(
-        arrays | angles | ({} if bias is None else {"bias": bias})
-    ):
+    if reason := refusal_of_call(arrays, rotation, bias, scale):
         return reason
     smallest, largest = HEAD_DIMS
     head_dim = next(iter(arrays.values())).shape[-1]
@@ -207,6 +189,4 @@ def refusal(
         return f"the head dimension is {head_dim}; {smallest} to {largest} are served"
     if isinstance(pattern, Neighborhood) and max(pattern.size) > NEIGHBORS:
         return f"the neighbourhood is {pattern.size}; up to ({NEIGHBORS}, {NEIGHBORS}) are served"
-    if not isinstance(scale, numbers.Real | None):
-        return "scale is an array; numbers are served"
     return device.refusal()

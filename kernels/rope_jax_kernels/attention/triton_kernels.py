@@ -4,7 +4,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,42 @@ from rope_jax_kernels.attention.arithmetic import (
     kept,
     negative,
 )
+from rope_jax_kernels.attention.kernel import Operands
 from rope_jax_kernels.attention.rows import Turner, load, store, whole_row
 from rope_jax_kernels.attention.slots import Slots, padded_size
 from rope_jax_kernels.attention.task import Launch
 
 
+class Queries(NamedTuple):
+    """A tile or block of queries.
+
+    Attributes:
+        slots: their tokens.
+        q: turned, in pieces.
+        dout: the output's gradient; None in the forward pass, like the rest.
+        lse: infinite for a missing query, whose weights then are 0.
+        delta: the sum over channels of the output times its gradient.
+    """
+
+    slots: Slots
+    q: list[Array]
+    dout: Float[Array, "slots D"] | None = None
+    lse: Float[Array, " slots"] | None = None
+    delta: Float[Array, " slots"] | None = None
+
+
+class Keys(NamedTuple):
+    """A tile or block of keys: their tokens, the turned keys in pieces, and their values."""
+
+    slots: Slots
+    k: list[Array]
+    v: Float[Array, "slots D"]
+
+
 def logits_of(
     launch: Launch,
-    q: list[Array],
-    k: list[Array],
-    q_slots: Slots,
-    k_slots: Slots,
+    queries: Queries,
+    keys: Keys,
     bias: tuple,
     head: Int[Array, ""],
     *,
@@ -45,11 +70,13 @@ def logits_of(
     logits. With `by_key`, keys are in rows, also of the bias.
     """
     task, tiles = launch.task, launch.tiles
+    q_slots, k_slots = queries.slots, keys.slots
     if bias:  # before the products: Triton then computes the softmax in their layout
         rows, columns = (k_slots, q_slots) if by_key else (q_slots, k_slots)
         added = plt.load(bias[0].at[head, rows.line[:, None], columns.line[None, :]])
     products = [
-        dot(b, a, (1, 1)) if by_key else dot(a, b, (1, 1)) for a, b in zip(q, k, strict=True)
+        dot(b, a, (1, 1)) if by_key else dot(a, b, (1, 1))
+        for a, b in zip(queries.q, keys.k, strict=True)
     ]
     # Not `sum`, which begins with an addition of 0.
     logits, unit = functools.reduce(operator.add, products), np.float32(1)
@@ -80,25 +107,24 @@ def over_examples(
     return jax.lax.fori_loop(0, rounds, lambda i, carry: body(first + i, carry), carry)
 
 
-def forward_kernel(
-    operands: tuple, turning: tuple, bias: tuple, out_ref: Any, lse_ref: Any, *, launch: Launch
-) -> None:
+def forward_kernel(operands: Operands, out_ref: Any, lse_ref: Any, *, launch: Launch) -> None:
     """One tile of queries, of several examples: the output and lse."""
-    (q_ref, k_ref, v_ref), task, tiles = operands, launch.task, launch.tiles
+    (q_ref, k_ref, v_ref), turning, bias = operands
+    task, tiles = launch.task, launch.tiles
     head, tile = pl.program_id(0), pl.program_id(1)
     q_head, k_head, v_head = (head + offset for offset in task.offsets())
     turner, row = Turner(task, turning, head), whole_row(task)
     q_slots = tiles.tile(tile)
 
     def attend(item: Int[Array, ""], nothing: tuple) -> tuple:
-        q = turner.load(q_ref, item, q_slots, q_head)
+        queries = Queries(q_slots, turner.load(q_ref, item, q_slots, q_head))
 
         def step(block: Int[Array, ""], carry: tuple) -> tuple:
             top, total, out = carry
             k_slots = tiles.block(tile, block)
             k = turner.load(k_ref, item, k_slots, k_head)
             v = load(v_ref, item, k_slots, v_head, row)
-            logits, unit = logits_of(launch, q, k, q_slots, k_slots, bias, head)
+            logits, unit = logits_of(launch, queries, Keys(k_slots, k, v), bias, head)
             higher = jnp.maximum(top, unit * jnp.max(logits, axis=1))
             weights = exp2(task, fma(task, logits, unit, negative(higher)[:, None]))
             shrink = exp2(task, top - higher)
@@ -123,13 +149,13 @@ def forward_kernel(
 class Backward:
     """The operands of a backward kernel, and the gradients of one block of logits.
 
-    Operands are q, k, v, the output's gradient, lse, and the output or delta (for each query the
-    sum over channels of the output times its gradient); turning are the refs of `Turner`.
+    The data are q, k, v, the output's gradient, lse, and the output or delta.
     """
 
-    def __init__(self, operands: tuple, turning: tuple, bias: tuple, launch: Launch):
-        self.launch, self.tiles, self.task, self.bias = launch, launch.tiles, launch.task, bias
-        self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = operands
+    def __init__(self, operands: Operands, launch: Launch):
+        self.launch, self.tiles, self.task = launch, launch.tiles, launch.task
+        data, turning, self.bias = operands
+        self.q, self.k, self.v, self.dout, self.lse, self.out_or_delta = data
         self.head, self.tile = pl.program_id(0), pl.program_id(1)
         self.q_head, self.k_head, self.v_head = (
             self.head + offset for offset in self.task.offsets()
@@ -142,52 +168,43 @@ class Backward:
         here.item = item
         return here
 
-    def queries(self, slots: Slots) -> tuple:
-        """(turned q, gradient of the output) of a tile or block."""
+    def queries(self, slots: Slots) -> Queries:
+        """A tile or block of queries, without their sums."""
         q = self.turner.load(self.q, self.item, slots, self.q_head)
-        return q, load(self.dout, self.item, slots, self.head, self.row)
+        return Queries(slots, q, load(self.dout, self.item, slots, self.head, self.row))
 
-    def keys(self, slots: Slots) -> tuple:
-        """(turned k, v) of a tile or block."""
+    def with_sums(self, queries: Queries, *, delta: bool = False) -> Queries:
+        """The queries with lse, and with delta, which is read or computed from the output."""
+        slots = queries.slots
+        lse = self.of_query(self.lse, slots, np.inf)
+        if delta:
+            return queries._replace(lse=lse, delta=self.of_query(self.out_or_delta, slots))
+        out = load(self.out_or_delta, self.item, slots, self.head, self.row)
+        product = out.astype(jnp.float32) * queries.dout.astype(jnp.float32)
+        return queries._replace(lse=lse, delta=jnp.sum(product, axis=1))
+
+    def keys(self, slots: Slots) -> Keys:
+        """A tile or block of keys."""
         k = self.turner.load(self.k, self.item, slots, self.k_head)
-        return k, load(self.v, self.item, slots, self.v_head, self.row)
+        return Keys(slots, k, load(self.v, self.item, slots, self.v_head, self.row))
 
     def of_query(self, ref: Any, slots: Slots, missing: float = 0) -> Float[Array, " slots"]:
         """One number of each query, lse or delta."""
         place = ref.at[self.item, self.head, slots.token]
         return plt.load(place, mask=slots.exists, other=missing)
 
-    def lse_of(self, slots: Slots) -> Float[Array, " slots"]:
-        """lse of each query; infinite for a missing one, whose weights then are 0."""
-        return self.of_query(self.lse, slots, np.inf)
-
-    def delta(self, slots: Slots, dout: Float[Array, "slots D"]) -> Float[Array, " slots"]:
-        """Delta of each query, from the output."""
-        out = load(self.out_or_delta, self.item, slots, self.head, self.row)
-        return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=1)
-
-    def of_logits(
-        self,
-        q: list,
-        dout: Array,
-        k: list,
-        v: Array,
-        q_slots: Slots,
-        k_slots: Slots,
-        lse: Array,
-        delta: Array,
-        *,
-        by_key: bool = False,
-    ) -> tuple:
+    def of_logits(self, queries: Queries, keys: Keys, *, by_key: bool = False) -> tuple:
         """(weights, gradient of the scaled logits), float32 [queries, keys].
 
         With `by_key` [keys, queries].
         """
-        terms = q, k, q_slots, k_slots, self.bias, self.head
+        terms = queries, keys, self.bias, self.head
         logits, unit = logits_of(self.launch, *terms, by_key=by_key)
         axis = 0 if by_key else 1
-        lse, delta = jnp.expand_dims(negative(lse), axis), jnp.expand_dims(delta, axis)
+        lse = jnp.expand_dims(negative(queries.lse), axis)
+        delta = jnp.expand_dims(queries.delta, axis)
         weights = exp2(self.task, fma(self.task, logits, unit, lse))
+        v, dout = keys.v, queries.dout
         dweights = dot(v, dout, (1, 1)) if by_key else dot(dout, v, (1, 1))
         return weights, weights * (dweights - delta)
 
@@ -214,21 +231,14 @@ class Backward:
 
 
 def closed_kernel(
-    operands: tuple,
-    turning: tuple,
-    bias: tuple,
-    gradients: tuple,
-    totals: tuple,
-    sums: tuple,
-    *,
-    launch: Launch,
+    operands: Operands, gradients: tuple, totals: tuple, sums: tuple, *, launch: Launch
 ) -> None:
     """All gradients of a tile whose queries are all those that attend to its keys.
 
     Where there is a ref for totals, also the tile's part of the bias' gradient; it has one block
     then.
     """
-    b = Backward(operands, turning, bias, launch)
+    b = Backward(operands, launch)
     shape = launch.tiles.columns, launch.tiles.rows
     start = b.turner.no_gradient(), [jnp.zeros(shape, jnp.float32) for _ in totals]
     of_example = functools.partial(closed_gradients, b, gradients)
@@ -246,15 +256,14 @@ def closed_gradients(b: Backward, gradients: tuple, item: Int[Array, ""], carry:
     """
     b, (of_freqs, of_bias) = b.of(item), carry
     dq_ref, dk_ref, dv_ref = gradients * 3 if b.task.packed else gradients
-    q_slots = b.tiles.tile(b.tile)
-    q, dout = b.queries(q_slots)
-    lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
+    queries = b.with_sums(b.queries(b.tiles.tile(b.tile)))
+    q_slots, q, dout, *_ = queries
 
     def step(block: Int[Array, ""], carry: tuple) -> tuple:
         dq, of_freqs, of_bias = carry
-        k_slots = b.tiles.block(b.tile, block)
-        k, v = b.keys(k_slots)
-        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta, by_key=True)
+        keys = b.keys(b.tiles.block(b.tile, block))
+        k_slots, k, _ = keys
+        weights, dlogits = b.of_logits(queries, keys, by_key=True)
         of_bias = added(of_bias, [dlogits] * len(of_bias))
         weights, dlogits = kept([x.astype(dout.dtype) for x in (weights, dlogits)])
         dv = dot(weights, dout, (1, 0))
@@ -277,28 +286,18 @@ def added(sums: list[Array], terms: list[Array]) -> list[Array]:
 
 
 def query_kernel(
-    operands: tuple,
-    turning: tuple,
-    bias: tuple,
-    dq_ref: Any,
-    delta_ref: Any,
-    sums: tuple,
-    *,
-    launch: Launch,
+    operands: Operands, dq_ref: Any, delta_ref: Any, sums: tuple, *, launch: Launch
 ) -> None:
     """The gradient of a tile of queries, and delta."""
-    b = Backward(operands, turning, bias, launch).of(pl.program_id(2))
-    q_slots = b.tiles.tile(b.tile)
-    q, dout = b.queries(q_slots)
-    lse, delta = b.lse_of(q_slots), b.delta(q_slots, dout)
+    b = Backward(operands, launch).of(pl.program_id(2))
+    queries = b.with_sums(b.queries(b.tiles.tile(b.tile)))
+    q_slots, q, dout, _, delta = queries
     plt.store(delta_ref.at[b.item, b.head, q_slots.token], delta, mask=q_slots.exists)
 
     def step(block: Int[Array, ""], dq: list) -> list:
-        k_slots = b.tiles.block(b.tile, block)
-        k, v = b.keys(k_slots)
-        _, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)
-        dlogits = dlogits.astype(dout.dtype)
-        return [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dq, k, strict=True)]
+        keys = b.keys(b.tiles.block(b.tile, block))
+        dlogits = b.of_logits(queries, keys)[1].astype(dout.dtype)
+        return [x + dot(dlogits, piece, (1, 0)) for x, piece in zip(dq, keys.k, strict=True)]
 
     dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
     b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
@@ -306,32 +305,24 @@ def query_kernel(
 
 
 def key_kernel(
-    operands: tuple,
-    turning: tuple,
-    bias: tuple,
-    dq: tuple,
-    gradients: tuple,
-    sums: tuple,
-    *,
-    launch: Launch,
+    operands: Operands, dq: tuple, gradients: tuple, sums: tuple, *, launch: Launch
 ) -> None:
     """The gradients of a tile of keys and its values; `launch.tiles` is transposed, delta given.
 
     A packed gradient is an input, with dq in it, and an output.
     """
-    b = Backward(operands, turning, bias, launch).of(pl.program_id(2))
+    b = Backward(operands, launch).of(pl.program_id(2))
     dk_ref, dv_ref = gradients * 2 if dq else gradients
-    k_slots = b.tiles.tile(b.tile)
-    k, v = b.keys(k_slots)
+    keys = b.keys(b.tiles.tile(b.tile))
+    k_slots, k, _ = keys
 
     def step(block: Int[Array, ""], carry: tuple) -> tuple:
         dk, dv = carry
-        q_slots = b.tiles.block(b.tile, block)
-        q, dout = b.queries(q_slots)
-        lse, delta = b.lse_of(q_slots), b.of_query(b.out_or_delta, q_slots)
-        weights, dlogits = b.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta, by_key=True)
+        queries = b.with_sums(b.queries(b.tiles.block(b.tile, block)), delta=True)
+        dout = queries.dout
+        weights, dlogits = b.of_logits(queries, keys, by_key=True)
         dlogits = dlogits.astype(dout.dtype)
-        dk = [total + dot(dlogits, piece, (1, 0)) for total, piece in zip(dk, q, strict=True)]
+        dk = [x + dot(dlogits, piece, (1, 0)) for x, piece in zip(dk, queries.q, strict=True)]
         return dk, dv + dot(weights.astype(dout.dtype), dout, (1, 0))
 
     start = (
@@ -345,19 +336,12 @@ def key_kernel(
     b.finish(sums, b.turner.gradient(k_slots, k, dk))
 
 
-def bias_kernel(
-    operands: tuple,
-    turning: tuple,
-    bias: tuple,
-    total_ref: Any,
-    *,
-    launch: Launch,
-) -> None:
+def bias_kernel(operands: Operands, total_ref: Any, *, launch: Launch) -> None:
     """The gradient of the bias of one pair of tile and block.
 
     Summed over a group of examples, and over the tiles that share this part of the bias.
     """
-    b, tiles = Backward(operands, turning, bias, launch), launch.tiles
+    b, tiles = Backward(operands, launch), launch.tiles
     items, groups = b.q.shape[0] * tiles.repeats, total_ref.shape[0]
     shares, each, group = tiles.tiles // tiles.repeats, -(-items // groups), pl.program_id(2)
     share, block = divide(b.tile, tiles.blocks)
@@ -368,9 +352,8 @@ def bias_kernel(
         tile, here = repeat * shares + share, b.of(item)
         q_slots, k_slots = tiles.tile(tile), tiles.block(tile, block)
         q_slots = q_slots._replace(exists=q_slots.exists & (work < items))
-        (q, dout), (k, v) = here.queries(q_slots), here.keys(k_slots)
-        lse, delta = here.lse_of(q_slots), here.delta(q_slots, dout)
-        return total + here.of_logits(q, dout, k, v, q_slots, k_slots, lse, delta)[1]
+        queries, keys = here.queries(q_slots), here.keys(k_slots)
+        return total + here.of_logits(here.with_sums(queries), keys)[1]
 
     total = jax.lax.fori_loop(0, each, step, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
     row = share * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)

@@ -51,31 +51,26 @@ def rotary_kernel(
     *refs: Any,
     rows: Rows,
     tile: tile_sizes.StreamedTile,
-    pairs: int,
-    arrays: int,
-    angles: int,
-    saved: int,
+    counts: tuple[int, int, int],
     in_place: bool,
 ) -> None:
     """One program: a tile of tokens of one head, of `tile.batch` batch items of one set.
 
     Args:
-        *refs: `arrays` arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S or 1 times
-            L * A] and freqs [S or 1, N or 1, A, R], or theta [S or 1, N or 1, L, R]; `saved` inputs
-            of the forward pass. Then the outputs: the turned arrays unless `in_place`, and with
+        *refs: arrays [S, B, L, N, D] to turn (or [S, B, N, L, D]); coords [S or 1 times L * A] and
+            freqs [S or 1, N or 1, A, R], or theta [S or 1, N or 1, L, R]; saved inputs of the
+            forward pass, if any. Then the outputs: the turned arrays unless `in_place`, and with
             saved inputs the gradient of theta summed over this program's batch items,
             [S, G, L, N, R] (or [S, G, N, L, R]). Then shared memory: slots of data and of saved
             data, of the angles, of the sums, and barriers of both kinds of slots.
         rows: meaning of the rows.
         tile: size of the tile.
-        pairs: R.
-        arrays: how many arrays turn.
-        angles: how many refs describe the angles.
-        saved: `arrays`, or 0.
+        counts: how many arrays turn, refs describe the angles, and inputs are saved.
         in_place: whether the turned arrays take the place of the arrays.
     """
     take = iter(refs).__next__
-    sources, angle_refs, inputs = ([take() for _ in range(n)] for n in (arrays, angles, saved))
+    sources, angles, saved = ([take() for _ in range(n)] for n in counts)
+    pairs = angles[-1].shape[-1]
     targets = sources if in_place else [take() for _ in sources]
     sums = [take()] if saved else []
     slots, angle_slot, *sum_slot, ready, angles_ready = (
@@ -106,22 +101,21 @@ def rotary_kernel(
 
     heads = [head, rows.heads + head] if rows.order == "L3N" else [head]
     spans, width = slots[0][0].shape[2], slots[0][0].shape[4]
-    places = list(itertools.product(range(arrays), range(len(heads)), range(spans)))
+    places = list(itertools.product(range(len(sources)), range(len(heads)), range(spans)))
     batch = np.int32(min(tile.batch, sources[0].shape[1]))
 
     def start(i: Array | int) -> None:
         """Starts the copies of the i-th batch item and of its saved inputs."""
         _, slot = divide(i, tile.slots)
-        for refs, their_slots in zip((sources, inputs), slots, strict=True):
+        for refs, their_slots in zip((sources, saved), slots, strict=True):
             for a, h, span in places if refs else []:
                 item = window(refs[a], chunk * tile.batch + i, heads[h], span * width, width)
                 plgpu.copy_gmem_to_smem(item, their_slots[a].at[slot, h, span], ready.at[slot])
 
     for i in range(min(tile.slots, batch)):
         start(jnp.int32(i))
-    theta = tile_angles(
-        rows, tile, pairs, angle_refs, angle_slot, angles_ready, the_set, head, token
-    )
+    place = (the_set, head, token)
+    theta = tile_angles(rows, tile, angles, angle_slot, angles_ready, place)
     cos, sin = mosaic.turns(theta)
     sin = rows.direction * sin
 
@@ -139,7 +133,7 @@ def rotary_kernel(
     def step(i: Array, dtheta: Array | None) -> Array | None:
         _, slot = divide(i, tile.slots)
         plgpu.barrier_wait(ready.at[slot])
-        for a, h in itertools.product(range(arrays), range(len(heads))):
+        for a, h in itertools.product(range(len(sources)), range(len(heads))):
             halves = members(slots[0][a], slot, h)
             x, y = load(halves)
             x, y = x * cos - y * sin, y * cos + x * sin
@@ -185,16 +179,20 @@ def rotary_kernel(
 def tile_angles(
     rows: Rows,
     tile: tile_sizes.StreamedTile,
-    pairs: int,
     refs: Sequence,
     slot: Any,
     ready: Any,
-    the_set: Array,
-    head: Array,
-    token: Array,
+    place: tuple[Array, Array, Array],
 ) -> Array:
-    """Theta of a tile in float32, from refs of (coords, freqs) or of (theta,)."""
-    last = refs[-1]
+    """Theta of a tile in float32, from refs of (coords, freqs) or of (theta,).
+
+    Args:
+        rows, tile: of the kernel.
+        refs: of the angles.
+        slot, ready: shared memory for what is copied there, and its barrier.
+        place: set, head and first token of the tile.
+    """
+    (the_set, head, token), last = place, refs[-1]
     place = (the_set if last.shape[0] > 1 else 0, head if last.shape[1] > 1 else 0)
     if len(refs) == 1:
         plgpu.copy_gmem_to_smem(last.at[*place, pl.ds(token, tile.tokens)], slot, ready)
@@ -215,7 +213,7 @@ def tile_angles(
             )
         slot = slot.at[pl.ds(0, tile.tokens * axes)].reshape(tile.tokens, axes)
     plgpu.barrier_wait(ready)
-    return mosaic.angles(slot, freqs, place, (tile.tokens, pairs), layouts(tile))
+    return mosaic.angles(slot, freqs, place, (tile.tokens, freqs.shape[3]), layouts(tile))
 
 
 def pieces(count: int) -> list[tuple[int, int]]:
@@ -279,9 +277,8 @@ def launch_one(
 
     turning = 2 if rows.order == "L3N" else 1  # heads of one array that turn by the same angles
     copies = turning * len(arrays + saved)
-    tile = tile_sizes.streamed_tile(
-        sets, items, rows.tokens, rows.heads, pairs, max(x.dtype.itemsize for x in arrays), copies
-    )
+    itemsize = max(x.dtype.itemsize for x in arrays)
+    tile = tile_sizes.streamed_tile(items, rows.tokens, sets * rows.heads, pairs, itemsize, copies)
     chunks, tiles = pl.cdiv(items, tile.batch), pl.cdiv(rows.tokens, tile.tokens)
 
     # Mosaic GPU writes a tile that is contiguous in memory as one run of bytes, past the last token
@@ -321,10 +318,7 @@ def launch_one(
             rotary_kernel,
             rows=rows,
             tile=tile,
-            pairs=pairs,
-            arrays=len(arrays),
-            angles=len(angles),
-            saved=len(saved),
+            counts=(len(arrays), len(angles), len(saved)),
             in_place=in_place,
         ),
         out_type=list(device.shapes_like(arrays[0], *out)),

@@ -118,15 +118,14 @@ class StreamedTile:
 
 
 def streamed_tile(
-    sets: int, batch: int, tokens: int, heads: int, pairs: int, itemsize: int, copies: int
+    batch: int, tokens: int, heads: int, pairs: int, itemsize: int, copies: int
 ) -> StreamedTile:
-    """The tile for `sets` times [batch, tokens, heads] rows, of which `pairs` pairs turn.
+    """The tile for [batch, tokens, heads] rows, of which `pairs` pairs turn.
 
     Args:
-        sets: arrays beside each other, each with angles of its own.
-        batch: B of one set.
+        batch: B.
         tokens: L.
-        heads: N.
+        heads: N, of all arrays beside each other that have angles of their own.
         pairs: R.
         itemsize: bytes of a number.
         copies: copies to shared memory that one batch item of a tile takes.
@@ -152,7 +151,7 @@ def streamed_tile(
         sizes.append(2 * sizes[-1])
 
     def programs(size: int, items: int) -> int:
-        return -(-tokens // size) * heads * sets * -(-batch // items)
+        return -(-tokens // size) * heads * -(-batch // items)
 
     # The largest tile that leaves no multiprocessor idle, with no more than an eighth of its work
     # after the last token if others have less.

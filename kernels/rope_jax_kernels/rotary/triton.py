@@ -104,26 +104,19 @@ class Turns:
 
 
 def rotary_kernel(
-    sources: tuple,
-    angles: tuple,
-    saved: tuple,
-    targets: tuple,
-    sums: tuple,
-    *,
-    rows: Rows,
-    tile: tile_sizes.Tile,
+    operands: tuple, targets: tuple, sums: tuple, *, rows: Rows, tile: tile_sizes.Tile
 ) -> None:
     """One program: a tile of rows of `tile.batch` batch items.
 
     Args:
-        sources: refs of arrays to turn.
-        angles: of (coords, freqs) or (theta,).
-        saved: of the inputs of the forward pass, or ().
+        operands: refs of the arrays to turn, of (coords, freqs) or (theta,), and of the inputs of
+            the forward pass or ().
         targets: of the turned arrays.
         sums: with saved inputs, of the gradient of theta summed over this program's batch items.
         rows: meaning of the rows.
         tile: size of the tile.
     """
+    sources, angles, saved = operands
     batch, pairs = sources[0].shape[0], angles[-1].shape[-1]
     first = pl.program_id(1) * tile.batch
     turns = Turns(rows, tile, angles)
@@ -182,7 +175,7 @@ def launch(
         compiler_params=plt.CompilerParams(num_warps=warps),
         interpret=rows.interpret,
         name="rotary",
-    )(arrays, angles, saved)
+    )((arrays, angles, saved))
     return turned, sums[0] if saved else None
 
 

@@ -48,26 +48,19 @@ def tile_of(
 
 
 def moving_kernel(
-    sources: tuple,
-    angles: tuple,
-    saved: tuple,
-    targets: tuple,
-    sums: tuple,
-    *,
-    rows: Rows,
-    tile: tile_sizes.Tile,
+    operands: tuple, targets: tuple, sums: tuple, *, rows: Rows, tile: tile_sizes.Tile
 ) -> None:
     """One program: a tile of rows of `tile.batch` batch items, of q, k and v.
 
     Args:
-        sources: refs of arrays, one packed or three apart.
-        angles: of (coords, freqs).
-        saved: of the inputs of the forward pass, packed or apart as its sources were, or ().
+        operands: refs of the arrays, one packed or three apart; of (coords, freqs); and of the
+            inputs of the forward pass, packed or apart as its arrays were, or ().
         targets: of three arrays or one.
         sums: with saved inputs, of the gradient of theta summed over this program's batch items.
         rows: meaning of the rows; they turn q and k.
         tile: size of the tile.
     """
+    sources, angles, saved = operands
     (batch, _, head_dim), pairs = sources[0].shape, angles[-1].shape[-1]
     first = pl.program_id(1) * tile.batch
     turns = Turns(rows, tile, angles)
@@ -163,7 +156,7 @@ def launch(
         compiler_params=plt.CompilerParams(num_warps=tile_sizes.WARPS),
         interpret=rows.interpret,
         name="rotary_unpack" if len(arrays) == 1 else "rotary_pack",
-    )(arrays, angles, saved)
+    )((arrays, angles, saved))
     return moved, sums[0] if saved else None
 
 

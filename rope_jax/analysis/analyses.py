@@ -1,0 +1,309 @@
+"""The analyses of a model and of schemes: each draws its pictures, and returns its figures.
+
+Those of OF_MODEL take a loaded model, those of OF_SCHEMES take none; all take the folder of their
+pictures. Keyword-only parameters are the options of `python -m rope_jax.analysis`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from rope_jax import data
+from rope_jax.analysis import plots
+from rope_jax.analysis.attention import attention_maps, attention_statistics
+from rope_jax.analysis.correlation import layer_positions, middle_token, position_correlation
+from rope_jax.analysis.costs import scheme_costs
+from rope_jax.analysis.rotation import (
+    READINGS,
+    fourier_mask_reconstruction,
+    fourier_reconstruction,
+    frequencies,
+    rotation_angles,
+    score_decay,
+)
+from rope_jax.config import ConfigError
+from rope_jax.data.images.device import normalise
+from rope_jax.data.sources.folder import Files, image_files
+from rope_jax.names.options import Count, CountOrZero, Probability
+from rope_jax.names.text import format_table, image_pair
+from rope_jax.runs.loading import LoadedModel
+from rope_jax.system.files import write_file
+from rope_jax.training.setup import load_split
+
+Results = dict[str, Any]
+SCHEMES = ["none", "ape", "rope2d", "rope_mixed", "axial_rope"]
+
+
+def attention(
+    loaded: LoadedModel,
+    out: pathlib.Path,
+    *,
+    images: str | None = None,
+    resolution: str | None = None,
+    count: Count = 256,
+    batch_size: Count = 32,
+) -> Results:
+    """Attention distance (tokens) and entropy (nats) of each layer.
+
+    Args:
+        loaded: the model.
+        out: folder to write to.
+        images: file or folder; default: the test split of the WORKDIR's data
+        resolution: pixels, 224 or 224x320; default: that of training
+        count: number of images
+        batch_size: images in a step
+    """
+    read = image_batches(loaded, images, resolution, count, batch_size)
+    found = attention_statistics(loaded.model, (batch for _, batch in read))
+    labels = {"distance": "attention distance (tokens)", "entropy": "entropy of attention (nats)"}
+    for name, label in labels.items():
+        path = out / f"attention_{name}.png"
+        plots.values_by_layer(getattr(found, name), path, label=label, title=loaded.title)
+    return dataclasses.asdict(found)
+
+
+def maps(
+    loaded: LoadedModel,
+    out: pathlib.Path,
+    *,
+    images: str | None = None,
+    resolution: str | None = None,
+    count: Count = 256,
+    batch_size: Count = 32,
+    query: tuple[Probability, Probability] | None = None,
+) -> Results:
+    """Attention map of one token on the first image, in each layer (mean over heads).
+
+    Args:
+        loaded: the model.
+        out: folder to write to.
+        images: file or folder; default: the test split of the WORKDIR's data
+        resolution: pixels, 224 or 224x320; default: that of training
+        count: number of images
+        batch_size: images in a step
+        query: y,x of the query; default: the class token, or the centre
+    """
+    pixels, batch = next(image_batches(loaded, images, resolution, count, batch_size))
+    layers = attention_maps(loaded.model, batch[:1], query=query)
+    shown = _by_layer(heads[0].mean(0) for heads in layers)
+    (position, _), *_ = loaded.model.positions(loaded.image_size)
+    of_class_token = query is None and position.stage.prefix > 0
+    plots.overlays(
+        pixels[0],
+        shown,
+        out / "maps.png",
+        title=f"{loaded.title}: attention of the {'class' if of_class_token else 'marked'} token",
+        place=None if of_class_token else query or (0.5, 0.5),
+    )
+    return {"query": query, "maps": shown}
+
+
+def fourier(loaded: LoadedModel, out: pathlib.Path) -> Results:
+    """Reconstruction of a point from the frequencies of a rotary scheme (Heo et al., figure 1)."""
+    stages = loaded.model.positions(loaded.image_size)
+    shown = {}
+    for number, (position, grid) in enumerate(stages, 1):
+        stage = f"stage {number}, " if len(stages) > 1 else ""
+        freqs = frequencies(position, grid)
+        parts = {"all layers": freqs} | (_by_layer(freqs) if len(freqs) > 1 else {})
+        for name, part in parts.items():
+            shown[f"{stage}{name}"] = fourier_reconstruction(part, grid)
+        shown[f"{stage}nearest bins"] = fourier_mask_reconstruction(freqs, grid)
+    plots.panels(
+        shown,
+        out / "fourier.png",
+        title=f"{loaded.title}: the marked token, reconstructed",
+        label="relative to the marked token",
+    )
+    return {"maps": shown}
+
+
+def correlation(
+    loaded: LoadedModel, out: pathlib.Path, *, token: CountOrZero | None = None
+) -> Results:
+    """Cosine similarity of one token's position to all others, in each layer (LaPE, figure 3).
+
+    Args:
+        loaded: the model.
+        out: folder to write to.
+        token: its index; default: the centre (upper left of the middle four on an even map)
+    """
+    grid = loaded.model.grids(loaded.image_size)[0]
+    token = middle_token(grid) if token is None else token
+    shown = _by_layer(position_correlation(layer_positions(loaded.model, grid), grid, token))
+    plots.panels(
+        shown,
+        out / "correlation.png",
+        title=f"{loaded.title}: position of the marked token and of the others",
+        label="cosine similarity",
+        mark=divmod(token, grid[1]),
+    )
+    return {"maps": shown}
+
+
+def decay(loaded: LoadedModel, out: pathlib.Path) -> Results:
+    """Decay of attention scores with the distance between query and key."""
+    position, grid = loaded.model.positions(loaded.image_size)[0]
+    distances = np.arange(2 * max(grid) + 1, dtype=float)
+    score, bound = score_decay(frequencies(position, grid), distances)
+    plots.lines(
+        {"query and key of ones": (distances, score), "RoFormer's bound on it": (distances, bound)},
+        out / "decay.png",
+        x="distance (tokens)",
+        y="relative to the score at distance 0",
+        title=f"{loaded.title}, {grid[0]}x{grid[1]} tokens",
+    )
+    return {"distances": distances, "score": score, "bound": bound}
+
+
+def learned(loaded: LoadedModel, out: pathlib.Path, *, stage: Count = 1) -> Results:
+    """Learned frequencies before and after training, in radians per token.
+
+    Args:
+        loaded: the model.
+        out: folder to write to.
+        stage: stage of a hierarchical backbone
+    """
+    stages = loaded.model.positions(loaded.image_size)
+    if stage > len(stages):
+        raise ConfigError(f"--stage={stage} must be from 1 to {len(stages)}, the model's stages")
+    trained, grid = stages[stage - 1]
+    if not trained.learnable:
+        raise ConfigError(
+            f"{loaded.position} has no learned frequencies: use rope_mixed or axial_rope_v1"
+        )
+    initial, _ = loaded.create().positions(loaded.image_size)[stage - 1]
+    before, after = frequencies(initial, grid), frequencies(trained, grid)
+    title = f"{loaded.title}: frequencies before and after training"
+    plots.frequencies_before_and_after(before, after, out / "learned.png", title=title)
+    return {"before": before, "after": after}
+
+
+def angles(
+    out: pathlib.Path, *, widths: tuple[Count, ...] = (256, 512), heads: Count = 8
+) -> Results:
+    """Rotation angle per dimension, for each reading of the thesis' formula (figure C.1).
+
+    Args:
+        out: folder to write to.
+        widths: head dimensions
+        heads: heads of Axial RoPE
+    """
+    found = {}
+    for width in widths:
+        curves = {name: rotation_angles(name, width, heads=heads) for name in READINGS}
+        found |= {f"{name}, d={width}": curve for name, curve in curves.items()}
+        plots.lines(
+            {READINGS[name][1]: (np.arange(width), curve) for name, curve in curves.items()},
+            out / f"angles_{width}.png",
+            x="dimension (on each ladder t goes from 0 to 1)",
+            y="angle at coordinate 1 (radians)",
+            title=f"2-D RoPE and the readings of Axial RoPE ({heads} heads), {width} dimensions",
+            yscale="log",
+        )
+    return found
+
+
+def costs(
+    out: pathlib.Path, *, model: str, positions: list[str] = SCHEMES, image_size: str = "224"
+) -> Results:
+    """Number of parameters and operations that each scheme adds to a model.
+
+    Args:
+        out: folder to write to.
+        model: one of rope_jax.list_models()
+        positions: schemes to compare
+        image_size: pixels: 224 or 224x320
+    """
+    size = image_pair(image_size)
+    rows = scheme_costs(model, positions, size)
+    header = ("position", "parameters", "model's parameters", "multiply-adds", "operations")
+    cells = [
+        (position, *("-" if n is None else f"{n:,}" for n in numbers))
+        for position, *numbers in map(dataclasses.astuple, rows)
+    ]
+    print(format_table(header, cells))
+    added = {row.position: (row.parameters, row.operations) for row in rows}
+    plots.costs(added, out / "costs.png", title=f"{model} at {size[0]}x{size[1]} pixels")
+    return {"model": model, "image_size": size, "rows": list(map(dataclasses.asdict, rows))}
+
+
+OF_MODEL = {
+    "attention": attention,
+    "maps": maps,
+    "fourier": fourier,
+    "correlation": correlation,
+    "decay": decay,
+    "learned": learned,
+}
+OF_SCHEMES = {"angles": angles, "costs": costs}
+
+
+def keep(name: str, out: pathlib.Path, results: Results) -> None:
+    """Writes the figures of an analysis to NAME.json, and prints where they are."""
+    write_file(out / f"{name}.json", json.dumps(results, default=np.ndarray.tolist) + "\n")
+    print(f"{name}: results are in {out}")
+
+
+def analyse_model(name: str, loaded: LoadedModel, out: pathlib.Path, **options: Any) -> None:
+    """Runs the analysis of a model that OF_MODEL has by this name, and keeps its figures.
+
+    Raises:
+        ValueError: it is not defined for this model or its scheme.
+    """
+    results = OF_MODEL[name](loaded, out, **options)
+    keep(name, out, {"model": loaded.title, "weights": loaded.weights} | results)
+
+
+def _by_layer(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"layer {number}": value for number, value in enumerate(values, 1)}
+
+
+def image_batches(
+    loaded: LoadedModel,
+    images: str | None,
+    resolution: str | None,
+    count: int,
+    batch_size: int,
+) -> Iterator[tuple[UInt8[np.ndarray, "B H W 3"], Float[Array, "B H W 3"]]]:
+    """Batches of `images` or of the run's test split, `count` images in total.
+
+    Yields:
+        The images, and the normalised ones.
+    """
+    size = image_pair(resolution) if resolution else loaded.image_size
+    if images is not None:
+        source = _images_of_files(pathlib.Path(images), loaded, size)
+    elif loaded.config is not None:
+        source = load_split(loaded.config, "test", size)
+    else:
+        raise ConfigError(
+            "--images is missing: pass a file or a folder (only a WORKDIR has a test split)"
+        )
+    left, preprocessing = count, loaded.preprocessing
+    with data.evaluation_batches(source, batch_size=batch_size) as batches:
+        for batch in batches:
+            pixels = batch["image"][batch["mask"]][:left]
+            yield pixels, normalise(jnp.asarray(pixels), preprocessing.mean, preprocessing.std)
+            left -= len(pixels)
+            print(f"{count - left:,} images", file=sys.stderr)
+            if left <= 0:
+                return
+
+
+def _images_of_files(
+    path: pathlib.Path, loaded: LoadedModel, size: tuple[int, int]
+) -> data.Streamed:
+    """One image file or all in a folder, cropped as the weights expect."""
+    root, names = (path.parent, [path.name]) if path.is_file() else (path, image_files(path))
+    if not names:
+        raise ConfigError(f"--images={path} contains no image files: pass a file or another folder")
+    files = Files(root, names, [0] * len(names), ["any"], name=path.name, split="files")
+    return data.Streamed(files, size, loaded.preprocessing.crop_notation)

@@ -1,0 +1,283 @@
+"""The page that compares finished runs: tables and pictures of their scores, and their differences.
+
+Runs that differ only in their seed share a row, with the mean and its 95 % confidence interval; so
+do the seeds of one workdir.
+"""
+
+import collections
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rope_jax.analysis import expected, plots
+from rope_jax.analysis.analyses import OF_MODEL, analyse_model
+from rope_jax.analysis.comparison import (
+    Estimates,
+    paired_differences,
+    score,
+    scores,
+    table_by_size,
+)
+from rope_jax.analysis.intervals import Estimate, percent
+from rope_jax.analysis.page import paragraph, picture, table, to_html
+from rope_jax.analysis.runs import Groups, RunResults
+from rope_jax.config import ConfigError, differences, in_one_line
+from rope_jax.evaluate.curves import accuracy_against_resolution, available
+from rope_jax.evaluate.results import (
+    CLASS_SCORES,
+    SCORES,
+    SHARES,
+    class_names,
+    class_score,
+    main_score,
+    score_name,
+)
+from rope_jax.names.text import format_table, size_text
+from rope_jax.runs.loading import load_run
+from rope_jax.training.kernels import kernels_of_run
+
+# Pictures of `python -m rope_jax.analysis`, by file name, with captions.
+_PICTURES = {
+    "attention_distance": "mean distance of attention in tokens, by layer",
+    "attention_entropy": "entropy of attention in nats, by layer",
+    "maps": "attention of one token on an image, by layer",
+    "fourier": "a point reconstructed from the frequencies of the rotation",
+    "decay": "how scores fall with distance",
+    "learned": "learned frequencies before and after training",
+    "correlation": "cosine similarity of one position with all others, by layer",
+}
+
+
+def _all_runs(groups: Groups) -> list[RunResults]:
+    return [run for group in groups.values() for run in group]
+
+
+def _drawn(
+    caption: str, path: pathlib.Path, draw: Callable[..., Any], *given: Any, **options: Any
+) -> list[str]:
+    """The picture that a function of `plots` draws; none without matplotlib."""
+    if not available():
+        return []
+    draw(*given, path, **options)
+    return [picture(path, caption)]
+
+
+def _accuracy(groups: Groups, found: Estimates, out: pathlib.Path) -> list[str]:
+    """Table and picture of accuracy at each resolution."""
+    first = _all_runs(groups)[0].rows[0]
+    what, name = score_name(first), main_score(first)
+    over_images = ", Wilson's over images for a single run"
+    alone = over_images if name in SHARES else "; a single run has none"
+    text = (
+        f"{_sentence(what)} in percent ({first['dataset']} {first['split']}, "
+        f"{first['count']:,} images). The first resolution is that of training. Of several "
+        f"evaluation crops the first counts; the others are below. Intervals are of 95 %: "
+        f"Student's t over runs with several seeds{alone}."
+    )
+    (position, *sizes), rows = table_by_size(found, Estimate.text)
+    rows = [[group, str(len(groups[group])), *cells] for group, *cells in rows]
+    means = {
+        group: [first | {"resolution": size, name: one.mean} for size, one in own.items()]
+        for group, own in found.items()
+    }
+    caption = f"{what} over test resolution, a line per scheme, training resolution in grey"
+    return [
+        paragraph(text),
+        *(paragraph(f"Not alike: {note}") for note in unlike(groups)),
+        table([position, "seeds", *sizes], rows),
+        *_drawn(caption, out / "comparison.png", accuracy_against_resolution, means),
+    ]
+
+
+def _sentence(name: str) -> str:
+    """The name of a score at the start of a sentence."""
+    return name[0].upper() + name[1:]
+
+
+def unlike(groups: Groups) -> list[str]:
+    """What else than the position differs from the first row: settings, and the steps of training.
+
+    Returns:
+        One sentence for each row that differs.
+    """
+    (name, (first, *_)), *others = groups.items()
+    sentences = []
+    for label, (run, *_) in others:
+        changed = differences(first.config, run.config, allowed=("model.position", "seed"))
+        if run.step != first.step:
+            changed.append(f"steps: {first.step:,} -> {run.step:,}")
+        if changed:
+            sentences.append(f"{name} -> {label}: {'; '.join(changed)}.")
+    return sentences
+
+
+def _differences(groups: Groups, found: Estimates, out: pathlib.Path) -> list[str]:
+    """Table and picture of the differences in accuracy from the first row."""
+    if not found:
+        return []
+    base, first = next(iter(groups)), _all_runs(groups)[0].rows[0]
+    what = score_name(first)
+    single = "Newcombe's over images, as if each run had been tested on images of its own"
+    text = (
+        f"Difference in {what} from {base}, in percentage points, with intervals of 95 %: of "
+        "several seeds Student's t over the differences of equal seeds, for these test images; of "
+        f"one seed {single if main_score(first) in SHARES else 'none'}. They are not widened for "
+        "the number of comparisons."
+    )
+    caption, path = f"difference in {what} from {base}, with intervals", out / "differences.png"
+    return [
+        paragraph(text),
+        table(*_table_of_differences(found)),
+        *_drawn(caption, path, plots.differences, found, base=base, score=what),
+    ]
+
+
+def _table_of_differences(found: Estimates) -> tuple[list[str], list[list[str]]]:
+    return table_by_size(found, lambda one: one.text("+"))
+
+
+def _training(groups: Groups, out: pathlib.Path) -> list[str]:
+    """Loss over steps, and speed, of the first seed of each group."""
+    metrics = {name: group[0].metrics for name, group in groups.items() if group[0].metrics}
+    if not metrics:
+        return []
+    curves = {
+        name: ([line["step"] for line in lines], [line["loss"] for line in lines])
+        for name, lines in metrics.items()
+    }
+    rows = [
+        (name, f"{steps[-1]:,}", f"{losses[-1]:.4f}", _median_speed(metrics[name]))
+        for name, (steps, losses) in curves.items()
+    ]
+    caption, path = "training loss over steps, a line per scheme", out / "loss.png"
+    axes = {"x": "step", "y": "training loss", "title": "Training loss (first seeds)"}
+    return [
+        *_drawn(caption, path, plots.lines, curves, **axes),
+        table(("position", "steps", "last loss", "images per second (median)"), rows),
+    ]
+
+
+def _median_speed(lines: Sequence[dict[str, Any]]) -> str:
+    speeds = [line["images_per_second"] for line in lines if "images_per_second" in line]
+    return f"{np.median(speeds):,.0f}" if speeds else "-"
+
+
+def _papers(groups: Groups, found: Estimates) -> list[str]:
+    """Accuracy beside the papers' numbers for the same model, scheme, data and resolution."""
+    rows = []
+    for name, group in groups.items():
+        model, dataset = group[0].config.model, group[0].rows[0]["dataset"]
+        asked = {"model": model.name, "position": model.position, "dataset": dataset}
+        for size, one in found[name].items():
+            own = (model.name, model.position, size_text(size), one.text())
+            numbers = expected.find(**asked, resolution=list(size))
+            rows += [(*own, f"{entry['top1']:.2f}", entry["source"]) for entry in numbers]
+    if not rows:
+        return []
+    text = paragraph("Accuracy in percent, for the same model, scheme and resolution.")
+    return [text, table(("model", "position", "resolution", "ours", "paper", "source"), rows)]
+
+
+def _classes(groups: Groups) -> list[str]:
+    """The score of each class at the training resolution, of the first seeds.
+
+    Nothing, unless all are evaluated by the same score on the same classes.
+    """
+    rows = {name: group[0].rows[0] for name, group in groups.items()}
+    first = next(iter(rows.values()))
+    name = class_score(first)
+    alike = lambda row: name in row and class_names(row) == class_names(first)
+    if name is None or not all(map(alike, rows.values())):
+        return []
+    columns = [map(percent, row[name]) for row in rows.values()]
+    text = paragraph(f"{_sentence(CLASS_SCORES[name])} in percent, at the training resolution.")
+    return [text, table(("class", *rows), list(zip(class_names(first), *columns, strict=True)))]
+
+
+def _evaluations(runs: Sequence[RunResults]) -> list[str]:
+    """Results with further crops, and of `python -m rope_jax.evaluate`."""
+    seeds_of = collections.Counter(run.workdir for run in runs)
+    _, *others = titles = [name for name in SCORES if name in runs[0].rows[0]]
+    rows = []
+    for run in runs:
+        seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
+        for row in run.listed:
+            numbers = (score([row]).text(), *(percent(row[name]) for name in others))
+            about = (f"{run.workdir.name}{seed}", row["dataset"], size_text(row["resolution"]))
+            rows.append((*about, *numbers, row["protocol"]))
+    header = ("workdir", "data", "resolution", *(SCORES[name] for name in titles), "protocol")
+    return [table(header, rows)] if rows else []
+
+
+def _analyses(runs: Sequence[RunResults], out: pathlib.Path) -> list[str]:
+    """The pictures of `python -m rope_jax.analysis` in the workdirs, copied into `out`."""
+    of_workdir = {run.workdir: run.config.model for run in runs}
+    names = collections.Counter(workdir.name for workdir in of_workdir)
+    blocks = []
+    for number, (workdir, model) in enumerate(of_workdir.items(), 1):
+        label = workdir.name if names[workdir.name] == 1 else f"{workdir.name}_{number}"
+        for name, caption in _PICTURES.items():
+            copy = out / f"{label}_{name}.png"
+            if (drawn := workdir / f"{name}.png").exists():
+                copy.write_bytes(drawn.read_bytes())
+                blocks.append(picture(copy, f"{model.name} with {model.position}: {caption}"))
+    return blocks
+
+
+def _runs(runs: Sequence[RunResults]) -> list[str]:
+    """The runs and the protocols of their evaluation."""
+    models = [(run.config.model.name, run.config.model.position) for run in runs]
+    rows = [
+        (run.workdir.name, *model, str(run.config.seed), f"{run.step:,}")
+        for run, model in zip(runs, models, strict=True)
+    ]
+    protocols = dict.fromkeys(row["protocol"] for run in runs for row in run.rows)
+    header = ("workdir", "model", "position", "seed", "step")
+    return [table(header, rows), *(paragraph(f"Protocol: {how}.") for how in protocols)]
+
+
+def analyse(run: RunResults) -> None:
+    """Draws all pictures of `analyses` that the run's scheme has, into its workdir."""
+    loaded = load_run(str(run.workdir))
+    with kernels_of_run(loaded.config, run.workdir):
+        for name in OF_MODEL:
+            try:
+                analyse_model(name, loaded, run.workdir)
+            except (ConfigError, ValueError, OSError) as error:  # not of this scheme or model
+                print(f"{name}: {in_one_line(error)}", file=sys.stderr)
+
+
+def print_report(groups: Groups, out: pathlib.Path) -> None:
+    """Writes comparison.txt, report.html and its pictures, and prints the first and their names."""
+    out.mkdir(parents=True, exist_ok=True)
+    runs, found, gains = _all_runs(groups), scores(groups), paired_differences(groups)
+    text = format_table(*table_by_size(found, lambda one: percent(one.mean)))
+    text += "".join(f"\nnot alike: {note}" for note in unlike(groups))
+    if gains:
+        title = f"difference from {next(iter(groups))} in percentage points [95 % interval]"
+        text += f"\n\n{title}\n\n{format_table(*_table_of_differences(gains))}"
+    (out / "comparison.txt").write_text(text + "\n")
+    sections = {
+        "Accuracy": _accuracy(groups, found, out),
+        "Differences": _differences(groups, gains, out),
+        "Training": _training(groups, out),
+        "Beside the papers": _papers(groups, found),
+        "Classes": _classes(groups),
+        "Further evaluations": _evaluations(runs),
+        "Attention and position": _analyses(runs, out),
+        "Runs": _runs(runs),
+    }
+    models = ", ".join(dict.fromkeys(run.config.model.name for run in runs))
+    page = to_html(f"Positional schemes compared: {models}", sections)
+    (out / "report.html").write_text(page)
+    what = score_name(runs[0].rows[0])
+    print(f"{what} (%) at test resolution; trained at the first one\n\n{text}\n")
+    print(f"table: {out / 'comparison.txt'}")
+    if available():
+        print(f"picture: {out / 'comparison.png'}")
+    else:
+        print("no pictures: matplotlib is not installed (pip install 'rope_jax[plot]')")
+    print(f"report: {out / 'report.html'}")
