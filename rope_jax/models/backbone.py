@@ -23,10 +23,10 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.description import Preprocessing
 from rope_jax.names.text import image_pair
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
-from rope_jax.weights.tables import Preprocessing
 from rope_jax_kernels import Pattern
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rope_jax.models.backbone import Backbone
+from rope_jax.models.description import Description
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import NECKS, StageNorms
@@ -18,7 +19,6 @@ from rope_jax.models.registry import Options, create_backbone, find_model
 from rope_jax.names.options import CountOrZero, convert
 from rope_jax.names.text import Call, parse
 from rope_jax.positions.grids import Grid
-from rope_jax.weights.metadata import Description
 from rope_jax_kernels import Pattern
 
 _STRIDES = (4, 8, 16, 32)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rope_jax.models.description import Description
 from rope_jax.names.options import CountOrZero, Words, convert, convert_options, options_of
 from rope_jax.names.registry import Registry
 from rope_jax.names.text import closest, image_pair
-from rope_jax.weights.metadata import Description
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rope_jax.models.dense import create_dense
+from rope_jax.models.description import Description
 from rope_jax.models.registry import MODELS, create_backbone, name_here
 from rope_jax.names import plugins
 from rope_jax.names.registry import UnknownName
 from rope_jax.weights.files import WeightsFile, open_weights
 from rope_jax.weights.load import load_weights
-from rope_jax.weights.metadata import Description
 
 
 def create_model(

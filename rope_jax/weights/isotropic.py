@@ -3,9 +3,10 @@
 import numpy as np
 from flax import nnx
 
+from rope_jax.models.description import Preprocessing
 from rope_jax.positions.absolute import Absolute, Learned
 from rope_jax.weights.layouts import DEPTHWISE, QV_BIAS, SAME, square
-from rope_jax.weights.tables import APE, Preprocessing, Row, Table, dense, halves, isotropic
+from rope_jax.weights.tables import APE, Row, Table, dense, halves, isotropic
 
 _DINO_SCALES = ("ls1.gamma", "ls2.gamma")
 
