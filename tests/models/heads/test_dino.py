@@ -13,11 +13,11 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
-from rope_jax.models.heads.denoising import slots_of
 from rope_jax.models.heads.detection import Targets, best_detections
-from rope_jax.models.heads.dino import DinoPredictions
-from rope_jax.models.heads.encoder import padding_of
-from rope_jax.models.heads.transformer import Transformer, inverse_sigmoid
+from rope_jax.models.heads.dino.denoising import slots_of
+from rope_jax.models.heads.dino.head import DinoPredictions
+from rope_jax.models.heads.dino.levels import padding_of
+from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
 from rope_jax.tasks import detection
 from rope_jax.weights import export_state_dict

@@ -6,8 +6,8 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.heads.encoder import map_positions, padding_of
-from rope_jax.models.heads.transformer import Transformer
+from rope_jax.models.heads.dino.levels import map_positions, padding_of
+from rope_jax.models.heads.dino.transformer import Transformer
 from rope_jax.models.layers import dtypes_of
 from tests.parity.dense import noise
 

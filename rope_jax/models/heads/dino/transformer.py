@@ -16,8 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.heads.encoder import (
-    EncoderLayer,
+from rope_jax.models.heads.dino.levels import (
     Levels,
     map_positions,
     sines,
@@ -27,6 +26,7 @@ from rope_jax.models.heads.maps import flatten
 from rope_jax.models.heads.queries import (
     EPSILON,
     Attention,
+    EncoderLayer,
     FeedForward,
     glorot_linear,
     perceptron,

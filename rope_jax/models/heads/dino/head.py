@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rope_jax.models.heads.box_losses import box_losses, matched
 from rope_jax.models.heads.boxes import iou, to_corners
-from rope_jax.models.heads.denoising import Slots, allowed, disturb, real_first, slots_of
 from rope_jax.models.heads.detection import Detections, Targets, best_detections, extents
-from rope_jax.models.heads.encoder import padding_of
-from rope_jax.models.heads.head import Head, Maps, register_head
-from rope_jax.models.heads.maps import group_norm
-from rope_jax.models.heads.transformer import (
+from rope_jax.models.heads.dino.denoising import Slots, allowed, disturb, real_first, slots_of
+from rope_jax.models.heads.dino.levels import padding_of
+from rope_jax.models.heads.dino.losses import box_losses, matched
+from rope_jax.models.heads.dino.transformer import (
     Started,
     Transformer,
     check_tokens,
     inverse_sigmoid,
 )
+from rope_jax.models.heads.head import Head, Maps, register_head
+from rope_jax.models.heads.maps import group_norm
 from rope_jax.models.layers import conv
 from rope_jax.models.registry import Options, check_divisible
 from rope_jax.names.options import Count, CountOrZero

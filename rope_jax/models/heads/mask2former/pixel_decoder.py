@@ -8,9 +8,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.heads.encoder import EncoderLayer
 from rope_jax.models.heads.maps import centres, flatten, group_norm, resize_maps, unflatten
-from rope_jax.models.heads.queries import sine_positions
+from rope_jax.models.heads.queries import EncoderLayer, sine_positions
 from rope_jax.models.layers import Linear, conv
 from rope_jax.positions.initializers import glorot_init, normal_init, uniform_init
 

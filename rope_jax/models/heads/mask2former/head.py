@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.heads.head import Maps, SegmentationHead, register_head
 from rope_jax.models.heads.maps import resize_maps
-from rope_jax.models.heads.mask_loss import set_loss
-from rope_jax.models.heads.masked_decoder import MaskedDecoder, masks_of
-from rope_jax.models.heads.pixel_decoder import PixelDecoder
+from rope_jax.models.heads.mask2former.decoder import MaskedDecoder, masks_of
+from rope_jax.models.heads.mask2former.loss import set_loss
+from rope_jax.models.heads.mask2former.pixel_decoder import PixelDecoder
 from rope_jax.models.heads.pixels import pixel_accuracy
 from rope_jax.models.registry import Options, check_divisible
 from rope_jax.names.options import Count

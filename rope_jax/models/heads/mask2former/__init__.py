@@ -1,0 +1,5 @@
+"""Mask2Former: a head of segmentation."""
+
+from rope_jax.models.heads.mask2former.head import Mask2Former, Mask2FormerOptions
+
+__all__ = ["Mask2Former", "Mask2FormerOptions"]
