@@ -110,7 +110,7 @@ def declare_tables(position: Position, first: int, *, shared: int) -> Position:
     """
     for _, table in nnx.to_flat_state(nnx.state(position, nnx.Param)):
         declared = table.get_metadata()
-        of_layers = declared.get("layers", True) or "layer" in declared
+        of_layers = declared["layers"] or "layer" in declared
         table.set_metadata(depth=first + declared.get("layer", 0) if of_layers else shared)
     return position
 

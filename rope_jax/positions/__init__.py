@@ -87,7 +87,10 @@ def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
             the stage.
     """
     # Every scheme consumes one draw, so that the rest of a model has the same weights with any.
-    return _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
+    made = _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
+    for _, table in nnx.to_flat_state(nnx.state(made, nnx.Param)):
+        table.set_metadata(layers=table.get_metadata().get("layers", True))
+    return made
 
 
 def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:
