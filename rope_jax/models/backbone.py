@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.description import Preprocessing
+from rope_jax.models.registry import check_blocks
 from rope_jax.names.text import image_pair
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
@@ -121,11 +122,7 @@ class Backbone(nnx.Module):
         depths = [part.position.stage.depth for part in self.parts().values()]
         final = sum(depths) - 1
         blocks = [n - 1 for n in itertools.accumulate(depths)] if blocks is None else [*blocks]
-        if not blocks or sorted({*blocks}) != blocks or not 0 <= blocks[0] <= blocks[-1] <= final:
-            raise ValueError(
-                f"blocks={tuple(blocks)} must be numbers of this model's {final + 1} blocks in "
-                f"ascending order, from 0 to {final}"
-            )
+        check_blocks("blocks", blocks, final + 1, max(1, len(blocks)))
         if norm and blocks[0] <= final - depths[-1]:
             raise ValueError(
                 f"norm=True is the norm after the last stage, but blocks={tuple(blocks)} has block "

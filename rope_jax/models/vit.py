@@ -33,7 +33,7 @@ from rope_jax.models.layers import (
     layer_norm,
     make_head,
 )
-from rope_jax.models.registry import Options, check_divisible, register
+from rope_jax.models.registry import Options, check_blocks, check_divisible, register
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Stage, create_position
 from rope_jax.positions.grids import Grid
@@ -134,12 +134,7 @@ class ViTOptions(Options):
                 f"pooling={self.pooling!r} reads a class token, and there is none: "
                 "set class_token=True or pooling='mean'"
             )
-        ascending = sorted({*self.global_blocks}) == [*self.global_blocks]
-        if not ascending or not {*self.global_blocks} <= {*range(self.depth)}:
-            raise ValueError(
-                f"global_blocks={self.global_blocks} must be numbers of blocks in ascending order, "
-                f"from 0 to {self.depth - 1}"
-            )
+        check_blocks("global_blocks", self.global_blocks, self.depth)
 
     def stage(self, grid: Grid, pattern: Pattern, dtype: np.dtype) -> Stage:
         """The stage described by these options, for its positional scheme."""

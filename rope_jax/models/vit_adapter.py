@@ -28,7 +28,7 @@ from rope_jax.models.layers import (
     layer_norm,
     linear,
 )
-from rope_jax.models.registry import register
+from rope_jax.models.registry import check_blocks, register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions.grids import Grid
@@ -66,11 +66,9 @@ class ViTAdapterOptions(ViTOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if sorted({*self.groups}) != [*self.groups] or self.groups[-1:] != (self.depth - 1,):
-            raise ValueError(
-                f"groups={self.groups} must be numbers of blocks in ascending order, of which the "
-                f"last is {self.depth - 1}"
-            )
+        check_blocks("groups", self.groups, self.depth)
+        if self.groups[-1:] != (self.depth - 1,):
+            raise ValueError(f"groups={self.groups} must end with the last block, {self.depth - 1}")
         if self.added == "groups" and len(self.groups) != 4:
             raise ValueError(
                 f"added='groups' takes a map of each of four groups, but groups={self.groups}: "

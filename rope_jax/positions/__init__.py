@@ -40,8 +40,8 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from rope_jax.names.notation import Call, parse
 from rope_jax.names.options import convert_options, options_of
-from rope_jax.names.text import Call, parse
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,

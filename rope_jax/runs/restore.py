@@ -11,7 +11,7 @@ from flax import nnx
 
 from rope_jax.config import Config, blame, resolve_stored
 from rope_jax.names import plugins
-from rope_jax.names.text import parse
+from rope_jax.names.notation import parse
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
 from rope_jax.training import seeds

@@ -103,29 +103,23 @@ class EncoderLayer(nnx.Module):
     """Deformable attention of all tokens to all maps, and a feed-forward layer; norms after both.
 
     Args:
+        attn: of `width` channels.
         width: channels.
-        levels: number of maps.
-        heads, points: of the attention, points on each map.
         hidden: channels of the feed-forward layer.
     """
 
     def __init__(
         self,
+        attn: DeformableAttention,
         width: int,
-        *,
-        levels: int,
-        heads: int,
-        points: int,
         hidden: int,
+        *,
         rngs: nnx.Rngs,
         dtypes: dict,
     ):
-        settings = {"rngs": rngs, "dtypes": dtypes}
-        self.attn = DeformableAttention(
-            width, levels=levels, heads=heads, points=points, **settings
-        )
-        self.norm = layer_norm(width, EPSILON, **settings)
-        self.mlp = FeedForward(width, hidden, **settings)
+        self.attn = attn
+        self.norm = layer_norm(width, EPSILON, rngs=rngs, dtypes=dtypes)
+        self.mlp = FeedForward(width, hidden, rngs=rngs, dtypes=dtypes)
 
     def __call__(
         self,
