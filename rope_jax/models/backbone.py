@@ -137,6 +137,14 @@ class Backbone(nnx.Module):
         maps = zip(blocks, self.maps(images, blocks, train, key), strict=True)
         return [self.norm(x) if block in normed else x for block, x in maps]
 
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        """Creates what a family has beyond its base, as the last step of the constructor.
+
+        Args:
+            rngs: for the initial weights.
+            dtypes: of activations and parameters, see `layers.dtypes_of`.
+        """
+
     @property
     def norms_tokens(self) -> bool:
         """Whether the classifier applies the last layer norm to the tokens of the last block."""

@@ -4,11 +4,10 @@ The only family with batch normalisation, see `BatchNorm`.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -19,7 +18,6 @@ from rope_jax.models.layers import (
     BatchNorm,
     PatchProjection,
     conv,
-    dtypes_of,
     gelu,
     layer_norm,
     torch_linear,
@@ -166,11 +164,9 @@ class CeiT(ViT):
 
     block = LocalBlock
 
-    def __init__(self, options: CeiTOptions, *, rngs: nnx.Rngs, dtype: np.dtype, **settings: Any):
-        super().__init__(options, rngs=rngs, dtype=dtype, **settings)
-        dtypes = dtypes_of(dtype)
-        self.lca = Block(options, rngs=rngs, dtypes=dtypes)
-        shape = (1, options.depth, options.width)
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        self.lca = Block(self.options, rngs=rngs, dtypes=dtypes)
+        shape = (1, self.options.depth, self.options.width)
         self.layer_embedding = nnx.Param(jnp.zeros(shape, dtypes["param_dtype"]))
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:

@@ -90,13 +90,19 @@ class Description:
         if model.name is None:
             return None
         head = model.head_notation
-        blocks = None if head is None else model.blocks
-        options = dataclasses.asdict(model.options)
-        about = (model.num_classes, model.image_size, options, model.preprocessing)
-        needed = plugins.needed(f"{model.name} {model.notation} {head or ''}")
-        named = {"plugins": needed, "head": head, "blocks": blocks}
-        named |= {"class_names": model.class_names, "trained_size": model.trained_size}
-        return cls(model.name, model.notation, *about, **named)
+        return cls(
+            model.name,
+            model.notation,
+            model.num_classes,
+            model.image_size,
+            dataclasses.asdict(model.options),
+            model.preprocessing,
+            model.class_names,
+            plugins.needed(f"{model.name} {model.notation} {head or ''}"),
+            head,
+            None if head is None else model.blocks,
+            model.trained_size,
+        )
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> "Description":

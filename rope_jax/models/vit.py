@@ -200,6 +200,7 @@ class ViT(Backbone):
         )
         pooled = width * (2 if options.pooling == "class_mean" else 1)
         self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
+        self.add_modules(rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the patch embedding: images [B, H, W, 3] to tokens [B, h, w, width]."""
@@ -258,11 +259,9 @@ class ViT(Backbone):
         patches = self.tokenize(images, train, keys[1])
         x = self.embed(patches, grid, keys[0])
         run = prepare_blocks(
-            self.blocks,
+            self,
             grid,
             self.patterns(0, grid),
-            self.position,
-            self.rates,
             position_key=keys[0],
             key=keys[-1],
             extras=self.block_arguments(patches, train),

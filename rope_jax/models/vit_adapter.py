@@ -7,11 +7,10 @@ injected into the ViT's tokens, and after it the ViT's tokens into them, by defo
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -24,7 +23,6 @@ from rope_jax.models.layers import (
     Deconv,
     LayerScale,
     Linear,
-    dtypes_of,
     layer_norm,
     linear,
 )
@@ -68,7 +66,10 @@ class ViTAdapterOptions(ViTOptions):
         super().__post_init__()
         check_blocks("groups", self.groups, self.depth)
         if self.groups[-1:] != (self.depth - 1,):
-            raise ValueError(f"groups={self.groups} must end with the last block, {self.depth - 1}")
+            raise ValueError(
+                f"groups={self.groups} must be numbers of blocks, of which the last is "
+                f"{self.depth - 1}"
+            )
         if self.added == "groups" and len(self.groups) != 4:
             raise ValueError(
                 f"added='groups' takes a map of each of four groups, but groups={self.groups}: "
@@ -190,11 +191,8 @@ class ViTAdapter(ViT):
     # LayerScale begins at 1, where it is none.
     beyond_classifier = ("prior", "levels", "interactions", "up", "map_norms", "blocks.{i}.scale")
 
-    def __init__(
-        self, options: ViTAdapterOptions, *, dtype: np.dtype, rngs: nnx.Rngs, **settings: Any
-    ):
-        super().__init__(options, dtype=dtype, rngs=rngs, **settings)
-        dtypes, width = dtypes_of(dtype), options.width
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        options, width = self.options, self.options.width
         made = {"rngs": rngs, "dtypes": dtypes}
         self.prior = SpatialPrior(options.prior_width, width, **made)
         levels = jax.random.normal(rngs.params(), (_LEVELS, width), dtypes["param_dtype"])
