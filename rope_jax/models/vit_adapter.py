@@ -7,7 +7,7 @@ injected into the ViT's tokens, and after it the ViT's tokens into them, by defo
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,8 @@ class ViTAdapterOptions(ViTOptions):
     adapter_ratio: Positive = 0.25
     added: Literal["last", "groups"] = "groups"
 
+    fixed: ClassVar[tuple[str, ...]] = ("patch_size",)  # of which 16 make maps of strides 4 to 32
+
     def __post_init__(self):
         super().__post_init__()
         check_blocks("groups", self.groups, self.depth)
@@ -74,11 +76,6 @@ class ViTAdapterOptions(ViTOptions):
             raise ValueError(
                 f"added='groups' takes a map of each of four groups, but groups={self.groups}: "
                 "change either"
-            )
-        if self.patch_size != 16:
-            raise ValueError(
-                f"patch_size={self.patch_size} is not possible: the strides of the four maps, 4 to "
-                "32 pixels, go with patches of 16"
             )
 
 
