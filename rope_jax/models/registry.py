@@ -235,25 +235,22 @@ def describe(
         ValueError: there is no such model, or a value that it cannot have.
     """
     entry = find_model(name)
-    own = {} if described is None else {"head": described.head, "blocks": described.blocks}
-    if given["head"] is not None:
-        own = {}
-    asked = {**own, **{key: value for key, value in given.items() if value is not None}}
+    default = described or entry
+    asked = {key: value for key, value in given.items() if value is not None}
+    if described is not None and "head" not in asked:
+        asked = {"head": described.head, "blocks": described.blocks} | asked
     head, blocks = asked.get("head"), asked.get("blocks")
     if head is None and blocks is not None:
         raise ValueError(f"blocks={tuple(blocks)} are those of a head: name it, or leave them out")
-    default = described or entry
-    position = asked.get("position", default.position)
-    scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
-    options = {} if described is None else {**described.options}
-    classes = default.num_classes
-    if head is not None and (described is None or described.head is None):  # of a classifier
-        classes = 0
+    classes, options = default.num_classes, {} if described is None else {**described.options}
+    if head is not None and (described is None or described.head is None):
+        classes = 0  # those of a classifier are not the head's
         options.pop("last_norm", None)
+    scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
     size = image_pair(asked.get("image_size", default.image_size))
     return Description(
         name,
-        convert(position, scheme, "position"),
+        convert(asked.get("position", default.position), scheme, "position"),
         convert(asked.get("num_classes", classes), CountOrZero, "num_classes"),
         size,
         {**options, **overrides},
