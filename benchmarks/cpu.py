@@ -25,7 +25,8 @@ import jax
 from benchmarks._runner import Keep
 from rope_jax.config import Config, load_recipe, resolve
 from rope_jax.models.vit import ViT
-from rope_jax.names.text import format_table, literal
+from rope_jax.names.notation import literal
+from rope_jax.names.text import format_table
 from rope_jax.system.cores import cores
 from rope_jax.system.sharding import put_batch, start_devices
 from rope_jax.training.model import create

@@ -26,7 +26,8 @@ from rope_jax.evaluate import at_resolution, evaluate_split
 from rope_jax.evaluate.accuracy import on_all_devices, protocol
 from rope_jax.evaluate.results import main_score
 from rope_jax.evaluate.segments import side_multiple
-from rope_jax.names.text import Call, markdown_table, parse
+from rope_jax.names.notation import Call, parse
+from rope_jax.names.text import markdown_table
 from rope_jax.positions.extension import Extension
 from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.compilation import keep_compiled

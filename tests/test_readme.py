@@ -10,7 +10,7 @@ from flax import nnx
 
 import rope_jax
 from docs import make_tables
-from rope_jax.names.text import parse
+from rope_jax.names.notation import parse
 from rope_jax.positions.scheme import SCHEMES
 from tests.parity import official
 

@@ -35,8 +35,9 @@ from rope_jax.config import (
 )
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.names import plugins
+from rope_jax.names.notation import items, literal
 from rope_jax.names.options import Count
-from rope_jax.names.text import image_pair, items, literal
+from rope_jax.names.text import image_pair
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.sharding import start_devices

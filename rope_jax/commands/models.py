@@ -10,9 +10,10 @@ import math
 from flax import nnx
 
 from rope_jax.commands.arguments import command_parser
-from rope_jax.models import create_model, list_models
+from rope_jax.models import list_models
 from rope_jax.models.registry import find_model
 from rope_jax.names.text import format_table
+from rope_jax.weights.create import create_model
 
 HEADER = ("model", "position", "pixels", "classes")
 

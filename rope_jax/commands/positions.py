@@ -12,10 +12,10 @@ import textwrap
 from flax import nnx
 
 from rope_jax.commands.arguments import command_parser
-from rope_jax.models import create_model
 from rope_jax.models.registry import find_model
 from rope_jax.names.text import markdown_table
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
+from rope_jax.weights.create import create_model
 
 HEADER = ("scheme", "formula", "acts", "on another map", "source")
 

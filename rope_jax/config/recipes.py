@@ -7,7 +7,8 @@ from typing import Any
 import ml_collections
 
 from rope_jax.config.resolve import blame
-from rope_jax.names.text import assignments, closest
+from rope_jax.names.notation import assignments
+from rope_jax.names.text import closest
 
 
 def _folder() -> pathlib.Path:

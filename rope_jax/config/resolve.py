@@ -18,8 +18,9 @@ from typing import Any, Literal
 import ml_collections
 
 from rope_jax.config.settings import Config
+from rope_jax.names.notation import Call, Value, assignments, literal, parse
 from rope_jax.names.options import convert, describe, read
-from rope_jax.names.text import Call, Value, assignments, closest, literal, parse
+from rope_jax.names.text import closest
 from rope_jax.system.files import SaveFailed
 
 # Arguments of `create_model` that other settings give.

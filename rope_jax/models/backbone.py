@@ -23,10 +23,11 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.description import Preprocessing
+from rope_jax.models.registry import check_blocks
 from rope_jax.names.text import image_pair
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
-from rope_jax.weights.tables import Preprocessing
 from rope_jax_kernels import Pattern
 
 
@@ -121,11 +122,7 @@ class Backbone(nnx.Module):
         depths = [part.position.stage.depth for part in self.parts().values()]
         final = sum(depths) - 1
         blocks = [n - 1 for n in itertools.accumulate(depths)] if blocks is None else [*blocks]
-        if not blocks or sorted({*blocks}) != blocks or not 0 <= blocks[0] <= blocks[-1] <= final:
-            raise ValueError(
-                f"blocks={tuple(blocks)} must be numbers of this model's {final + 1} blocks in "
-                f"ascending order, from 0 to {final}"
-            )
+        check_blocks("blocks", blocks, final + 1, max(1, len(blocks)))
         if norm and blocks[0] <= final - depths[-1]:
             raise ValueError(
                 f"norm=True is the norm after the last stage, but blocks={tuple(blocks)} has block "
@@ -139,6 +136,14 @@ class Backbone(nnx.Module):
         normed = {*blocks} if norm else {final} if norm is None and self.norms_tokens else set()
         maps = zip(blocks, self.maps(images, blocks, train, key), strict=True)
         return [self.norm(x) if block in normed else x for block, x in maps]
+
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        """Creates what a family has beyond its base, as the last step of the constructor.
+
+        Args:
+            rngs: for the initial weights.
+            dtypes: of activations and parameters, see `layers.dtypes_of`.
+        """
 
     @property
     def norms_tokens(self) -> bool:

@@ -5,8 +5,6 @@ patches (`rpb(prefix=True)`). q and v have a bias, k has none; the head takes th
 the patches. Weights are named as in timm and in the official code.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -21,8 +19,8 @@ class BEiT(ViT):
     Output projections of layer l are divided by sqrt(2 l), and the head's weights by 1000.
     """
 
-    def __init__(self, options: ViTOptions, **settings: Any):
-        super().__init__(options, **settings)
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        options = self.options
         layers = np.arange(1, options.depth + 1)
         if options.scan_layers:
             blocks = [(self.blocks, layers[:, None, None])]
@@ -31,7 +29,7 @@ class BEiT(ViT):
         for block, layer in blocks:
             _multiply(block.attn.proj.kernel, (2 * layer) ** -0.5)
             _multiply(block.mlp.fc2.kernel, (2 * layer) ** -0.5)
-        if settings["num_classes"]:
+        if self.num_classes:
             _multiply(self.head.kernel, 1e-3)
 
 

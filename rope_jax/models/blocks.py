@@ -110,7 +110,7 @@ def declare_tables(position: Position, first: int, *, shared: int) -> Position:
     """
     for _, table in nnx.to_flat_state(nnx.state(position, nnx.Param)):
         declared = table.get_metadata()
-        of_layers = declared.get("layers", True) or "layer" in declared
+        of_layers = declared["layers"] or "layer" in declared
         table.set_metadata(depth=first + declared.get("layer", 0) if of_layers else shared)
     return position
 
@@ -159,33 +159,35 @@ RunBlocks = Callable[[Float[Array, "B L C"], range], Float[Array, "B L C"]]
 
 
 def prepare_blocks(
-    blocks: nnx.List | nnx.Module,
+    part: nnx.Module,
     grid: Grid,
     patterns: Sequence[Pattern],
-    position: Position,
-    rates: Sequence[float],
     *,
     position_key: Array | None,
     key: Array | None,
     extras: Sequence[tuple] | None = None,
 ) -> RunBlocks:
-    """Computes what the blocks of a stage share, and returns a function that runs some of them.
+    """Computes what the blocks of a part share, and returns a function that runs some of them.
 
     Args:
-        blocks: from `make_blocks`; they are called as `Block` is.
+        part: of a backbone, with `blocks` from `make_blocks`, which are called as `Block` is, their
+            `position`, and `rates`, the drop-path rate of each.
         grid: (H, W).
         patterns: attention pattern of each layer.
-        position: positional scheme of the stage.
-        rates: drop-path rate of each layer.
         position_key: for schemes that augment coordinates in training, or None.
         key: for drop path, or None.
         extras: additional arguments of each block; only for blocks in a list.
     """
-    terms = terms_of_patterns(position, grid, patterns, position_key)
-    depth = len(rates)
-    keys = None if key is None else jax.random.split(key, depth)
+    blocks, position, rates = part.blocks, part.position, part.rates
+    # Windows that differ in their shift, and neighbourhoods in their dilation, have the same terms.
+    kinds = {type(pattern): pattern for pattern in patterns}
+    terms = {
+        kind: position.with_pattern(pattern).terms(grid, position_key)
+        for kind, pattern in kinds.items()
+    }
+    keys = None if key is None else jax.random.split(key, len(rates))
     if not isinstance(blocks, nnx.List):
-        return _scanned(blocks, grid, patterns, position, terms, rates, keys)
+        return _scanned(part, grid, patterns, terms, keys)
 
     def run(x: Array, layers: range) -> Array:
         for layer in layers:
@@ -210,32 +212,18 @@ def run_blocks(
         yield x
 
 
-def terms_of_patterns(
-    position: Position, grid: Grid, patterns: Sequence[Pattern], key: Array | None
-) -> dict[type, Terms]:
-    """A scheme's terms for all layers, by kind of attention pattern.
-
-    Windows that differ in their shift, and neighbourhoods in their dilation, have the same terms.
-    """
-    kinds = {type(pattern): pattern for pattern in patterns}
-    return {
-        kind: position.with_pattern(pattern).terms(grid, key) for kind, pattern in kinds.items()
-    }
-
-
 def _scanned(
-    block: nnx.Module,
+    part: nnx.Module,
     grid: Grid,
     patterns: Sequence[Pattern],
-    position: Position,
     terms: Mapping[type, Terms],
-    rates: Sequence[float],
     keys: Array | None,
 ) -> RunBlocks:
     """`prepare_blocks` of stacked blocks; the scan is split wherever the scheme mixes tokens."""
-    graph, state = nnx.split(block)
+    graph, state = nnx.split(part.blocks)
+    position, depth = part.position, len(part.rates)
     per_layer = [of_kind.per_layer() for of_kind in terms.values()]
-    inputs = (state, per_layer, jnp.asarray(rates, jnp.float32), keys)
+    inputs = (state, per_layer, jnp.asarray(part.rates, jnp.float32), keys)
 
     def run_layer(x: Array, inputs: Any, pattern: Pattern) -> Array:
         state, values, rate, key = inputs
@@ -245,7 +233,7 @@ def _scanned(
 
     def run(x: Array, layers: range) -> Array:
         first = layers[0]
-        for end in sorted({*position.mix_after(len(rates)), layers[-1]} & {*layers}):
+        for end in sorted({*position.mix_after(depth), layers[-1]} & {*layers}):
             own = slice(first, end + 1)
             x = _scan_layers(
                 run_layer, x, jax.tree.map(operator.itemgetter(own), inputs), patterns[own]

@@ -23,7 +23,7 @@ Source: Erickson, Cross-Axis Transformer, arXiv 2311.07184.
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import declare, drop_path
-from rope_jax.models.layers import Mlp, dtypes_of, make_head, torch_linear
+from rope_jax.models.layers import Mlp, make_head, torch_linear
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, Positive
@@ -290,30 +290,21 @@ class CAT(ViT):
     block = CrossAxisBlock
     softmax = False
 
-    def __init__(
-        self,
-        options: CATOptions,
-        *,
-        image_size: Grid,
-        num_classes: int,
-        dtype: np.dtype,
-        rngs: nnx.Rngs,
-        **settings: Any,
-    ):
-        settings |= {"image_size": image_size, "num_classes": num_classes, "dtype": dtype}
-        super().__init__(options, rngs=rngs, **settings)
-        dtypes = dtypes_of(dtype)
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        options = self.options
         self.norm = declare(
             _norm(options, rngs=rngs, dtypes=dtypes), depth=options.depth, last_norm=True
         )
         self.head = make_head(
-            options.width, num_classes, rngs=rngs, dtypes=dtypes, make=torch_linear
+            options.width, self.num_classes, rngs=rngs, dtypes=dtypes, make=torch_linear
         )
         if options.imprint_token:
             self.imprint_token = self.learned_tokens(1, rngs=rngs, dtypes=dtypes)
             self.imprint_token.set_metadata(depth=None)  # it acts in every layer
         # Rejects a scheme with a bias now rather than at the first call.
-        jax.eval_shape(self.__call__, jax.ShapeDtypeStruct((1, *image_size, 3), dtype))
+        height, width = (n * options.patch_size for n in self.position.stage.grid)
+        images = jax.ShapeDtypeStruct((1, height, width, 3), dtypes["dtype"])
+        jax.eval_shape(self.__call__, images)
 
     def grids(self, image_size: Grid) -> list[Grid]:
         ((height, width),) = super().grids(image_size)

@@ -5,16 +5,15 @@ CVT pools the sequence instead of using a class token; CCT's tokens also come fr
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.blocks import Block, drop_path
-from rope_jax.models.layers import PatchEmbed, conv, dtypes_of, linear, output_size
+from rope_jax.models.layers import PatchEmbed, conv, linear, output_size
 from rope_jax.models.registry import register
 from rope_jax.models.vit import LOCAL, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
@@ -136,12 +135,11 @@ class CCT(ViT):
 
     block = CompactBlock
 
-    def __init__(self, options: CCTOptions, *, rngs: nnx.Rngs, dtype: np.dtype, **settings: Any):
-        super().__init__(options, rngs=rngs, dtype=dtype, **settings)
-        if options.class_token:
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        if self.options.class_token:
             self.class_token.set_value(jnp.zeros_like(self.class_token[...]))
         else:
-            self.attention_pool = linear(options.width, 1, rngs=rngs, dtypes=dtypes_of(dtype))
+            self.attention_pool = linear(self.options.width, 1, rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         options, settings = self.options, {"rngs": rngs, "dtypes": dtypes}

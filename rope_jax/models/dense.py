@@ -1,7 +1,7 @@
 """Dense prediction: a backbone, a neck that makes the maps a head takes, and the head."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,15 +10,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rope_jax.models.backbone import Backbone
+from rope_jax.models.description import Description
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
 from rope_jax.models.necks import NECKS, StageNorms
 from rope_jax.models.pyramid import FeaturePyramid
-from rope_jax.models.registry import Options, create_backbone, find_model
-from rope_jax.names.options import CountOrZero, convert
-from rope_jax.names.text import Call, parse
+from rope_jax.models.registry import Options, check_blocks, create_backbone, find_model
+from rope_jax.names.notation import Call, parse
 from rope_jax.positions.grids import Grid
-from rope_jax.weights.metadata import Description
 from rope_jax_kernels import Pattern
 
 _STRIDES = (4, 8, 16, 32)
@@ -182,59 +181,36 @@ def third_blocks(depth: int) -> tuple[int, ...]:
     return tuple(max(place, depth * share // 6 - 1) for place, share in enumerate((2, 3, 4, 6)))
 
 
-def create_dense(
-    name: str,
-    described: Description | None = None,
-    *,
-    head: str,
-    blocks: Sequence[int] | None = None,
-    num_classes: Any = None,
-    seed: int = 0,
-    dtype: Any = jnp.float32,
-    overrides: Mapping[str, Any] = {},
-    **settings: Any,
-) -> DenseModel:
-    """A backbone with a head, with initial weights. Arguments as in `create_model`.
-
-    Arguments that are None are taken from `described`, the description stored with the weights.
-    """
-    call = head_call(head)
+def create_dense(wanted: Description, *, seed: int, dtype: Any) -> DenseModel:
+    """A backbone with a head, with initial weights."""
+    call = head_call(wanted.head)
     entry = find_head(call.name)
-    wanted = entry.family
-    if num_classes is None and described is not None and described.head is not None:
-        num_classes = described.num_classes
-    if not (num_classes := convert(num_classes or 0, CountOrZero, "num_classes")):
+    family = entry.family
+    if not wanted.num_classes:
         raise ValueError(
             f"the head {call.name!r} needs num_classes: how many there are, 150 in ADE20k"
         )
-    norm, last_norm = _norms(call.name, name, described, overrides)
-    backbone = create_backbone(
-        name,
-        described,
-        num_classes=0,
-        seed=seed,
-        dtype=dtype,
-        overrides={**overrides, "last_norm": last_norm},
-        **settings,
-    )
-    if problem := _problem(wanted, backbone):
-        families = {other: entry.family for other, entry in HEADS.items()}
+    norm, last_norm = _norms(call.name, wanted)
+    options = {**wanted.options, "last_norm": last_norm}
+    classless = dataclasses.replace(wanted, num_classes=0, options=options)
+    backbone = create_backbone(classless, seed=seed, dtype=dtype)
+    if problem := _problem(family, backbone):
         serving = [
-            other
-            for other, family in families.items()
-            if family.task == wanted.task and not _problem(family, backbone)
+            name
+            for name, other in HEADS.items()
+            if other.family.task == family.task and not _problem(other.family, backbone)
         ]
         raise ValueError(
-            f"the head {call.name!r} takes {problem} of {name}: use {' or '.join(serving)}, or "
-            "another model"
+            f"the head {call.name!r} takes {problem} of {wanted.name}: use "
+            f"{' or '.join(serving)}, or another model"
         )
     rngs, dtypes = nnx.Rngs(seed + 1), dtypes_of(jnp.dtype(dtype))
     options = entry.options.override(f"the head {call.name!r}", dict(call.options))
-    taken = _taken(wanted, options, backbone, blocks, rngs=rngs, dtypes=dtypes)
+    taken = _taken(family, options, backbone, wanted.blocks, rngs=rngs, dtypes=dtypes)
     made = create_head(
         call.name,
         channels=taken.channels,
-        num_classes=num_classes,
+        num_classes=wanted.num_classes,
         dtype=dtypes["dtype"],
         rngs=rngs,
         overrides=dict(call.options),
@@ -242,24 +218,21 @@ def create_dense(
     # Maps of every stage have norms of their own, of the neck or the backbone.
     norm = False if taken.blocks is None else norm
     model = DenseModel(backbone, taken.neck, made, taken.blocks, norm, taken.stages)
-    model.name, model.notation, model.image_size = name, backbone.notation, backbone.image_size
-    model.head_notation, model.trained_size = head, backbone.trained_size
+    model.name, model.notation, model.image_size = wanted.name, wanted.position, wanted.image_size
+    model.head_notation, model.trained_size = wanted.head, wanted.trained_size
     return model
 
 
-def _norms(
-    head: str, name: str, described: Description | None, overrides: Mapping[str, Any]
-) -> tuple[bool | None, bool]:
+def _norms(head: str, wanted: Description) -> tuple[bool | None, bool]:
     """Which maps of blocks are normalised, as `norm` of `Backbone.features`, and `last_norm`.
 
     With last_norm=True a head of maps that are not normalised takes the last one normalised
     (mmsegmentation's "ln" models).
     """
-    normalised, entry = find_head(head).family.normalised, find_model(name)
+    normalised, entry = find_head(head).family.normalised, find_model(wanted.name)
     if "last_norm" in entry.options.fixed:  # it takes no part where maps are not normalised
-        return normalised, overrides.get("last_norm", True)
-    own = {} if described is None or described.head is None else described.options
-    last_norm = {**own, **overrides}.get("last_norm", normalised)
+        return normalised, wanted.options.get("last_norm", True)
+    last_norm = wanted.options.get("last_norm", normalised)
     if normalised and not last_norm:
         raise ValueError(
             f"last_norm=False does not go with the head {head!r}, which takes normalised maps: "
@@ -269,8 +242,8 @@ def _norms(
         return normalised, last_norm
     if entry.family.hierarchical or entry.family.own_maps:
         raise ValueError(
-            f"last_norm=True does not go with the head {head!r} on {name}, whose maps have norms "
-            "of their own: leave it out"
+            f"last_norm=True does not go with the head {head!r} on {wanted.name}, whose maps have "
+            "norms of their own: leave it out"
         )
     return None, True
 
@@ -357,11 +330,5 @@ def _blocks(
         )
     if blocks is None:
         blocks = (depth - 1,) if single else third_blocks(depth)
-    blocks = tuple(blocks)
-    ascending = sorted({*blocks}) == [*blocks]
-    if len(blocks) != count or not ascending or blocks[0] < 0 or blocks[-1] >= depth:
-        words = "one number" if single else "four different numbers in ascending order"
-        raise ValueError(
-            f"blocks={blocks} must be {words}, from 0 to {depth - 1}, as {name} has {depth} blocks"
-        )
-    return blocks
+    check_blocks("blocks", blocks, depth, count)
+    return tuple(blocks)

@@ -4,7 +4,7 @@ The -s forms have Swin's stem and downsampling.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -76,15 +76,14 @@ class ConvDownsampler(nnx.Module):
 class NAT(Hierarchy):
     """Neighbourhood attention transformer (arXiv 2204.07143; dilated: 2209.15001)."""
 
-    def __init__(self, options: NATOptions, *, position: str, **settings: Any):
-        super().__init__(options, position=position, **settings)
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
         modules = nnx.iter_modules(self)
         acts = {module.acts for _, module in modules if isinstance(module, Position)}
-        if options.pad_compat and acts & {"rotation", "transform"}:
+        if self.options.pad_compat and acts & {"rotation", "transform"}:
             raise ValueError(
-                f"position={position!r} does not go with pad_compat=True, which reproduces NATTEN "
-                "0.14: padding has no place on the map that a rotation or transform could use; "
-                "leave pad_compat out, or use rpb, none or absolute positions"
+                "pad_compat=True reproduces NATTEN 0.14, whose padding has no place on the map "
+                "that this position's rotation or transform could use: leave pad_compat out, or "
+                "use rpb, none or absolute positions"
             )
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:

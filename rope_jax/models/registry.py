@@ -5,7 +5,7 @@ Each field of a family's `Options` declares its type and the values that it may 
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rope_jax.models.description import Description
 from rope_jax.names.options import CountOrZero, Words, convert, convert_options, options_of
 from rope_jax.names.registry import Registry
 from rope_jax.names.text import closest, image_pair
-from rope_jax.weights.metadata import Description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,24 @@ def check_divisible(owner: str, width: int, divisors: Mapping[str, int]) -> None
                 f"{owner} has width={width}, which is not divisible by {name}={divisor}: change "
                 "one of them"
             )
+
+
+def check_blocks(name: str, blocks: Sequence[int], depth: int, count: int | None = None) -> None:
+    """Raises ValueError unless an argument has ascending numbers of a model's blocks.
+
+    Args:
+        name: of the argument.
+        blocks: its value.
+        depth: number of the model's blocks.
+        count: how many numbers there must be; None for any.
+    """
+    ascending = sorted({*blocks}) == [*blocks] and {*blocks} <= {*range(depth)}
+    if not ascending or count not in (None, len(blocks)):
+        few = "numbers" if count is None else "one number" if count == 1 else f"{count} numbers"
+        raise ValueError(
+            f"{name}={tuple(blocks)} must be {few} of blocks in ascending order, from 0 to "
+            f"{depth - 1}, as the model has {depth} blocks"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,39 +216,63 @@ def find_model(name: str) -> Entry:
     return MODELS[name]
 
 
-def create_backbone(
+def describe(
     name: str,
-    described: Description | None = None,
-    *,
-    position: Any = None,
-    num_classes: Any = None,
-    image_size: Any = None,
-    seed: int = 0,
-    dtype: Any = jnp.float32,
-    overrides: Mapping[str, Any] = {},
-) -> nnx.Module:
-    """A model with initial weights, without a head of dense prediction.
+    described: Description | None,
+    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> Description:
+    """What `create_model` is asked for, complete.
 
-    None selects what `described` has, or the model's default. Arguments as in `create_model`.
+    Args:
+        name: of the model.
+        described: the description of weights of that model, if they have one.
+        given: position, num_classes, image_size, head and blocks; None for what `described` has, or
+            the model's default.
+        overrides: options of the model.
+
+    Raises:
+        ValueError: there is no such model, or a value that it cannot have.
     """
     entry = find_model(name)
     default = described or entry
-    position = default.position if position is None else position
+    asked = {key: value for key, value in given.items() if value is not None}
+    if described is not None and "head" not in asked:
+        asked = {"head": described.head, "blocks": described.blocks} | asked
+    head, blocks = asked.get("head"), asked.get("blocks")
+    if head is None and blocks is not None:
+        raise ValueError(f"blocks={tuple(blocks)} are those of a head: name it, or leave them out")
+    classes, options = default.num_classes, {} if described is None else {**described.options}
+    if head is not None and (described is None or described.head is None):
+        classes = 0  # those of a classifier are not the head's
+        options.pop("last_norm", None)
     scheme = Annotated[str, Words("the text of a scheme, such as 'rope2d(base=50)'")]
-    convert(position, scheme, "position")
-    num_classes = default.num_classes if num_classes is None else num_classes
-    num_classes = convert(num_classes, CountOrZero, "num_classes")
-    size = image_pair(default.image_size if image_size is None else image_size)
-    options = {} if described is None else described.options
-    made = entry.options.override(name, {**options, **overrides})
-    settings = {"position": position, "num_classes": num_classes, "dtype": _compute_dtype(dtype)}
+    size = image_pair(asked.get("image_size", default.image_size))
+    return Description(
+        name,
+        convert(asked.get("position", default.position), scheme, "position"),
+        convert(asked.get("num_classes", classes), CountOrZero, "num_classes"),
+        size,
+        {**options, **overrides},
+        head=head,
+        blocks=blocks,
+        trained_size=size if described is None else described.trained_size,
+    )
+
+
+def create_backbone(wanted: Description, *, seed: int, dtype: Any) -> nnx.Module:
+    """A model with initial weights, without its head of dense prediction."""
+    entry, size = find_model(wanted.name), wanted.image_size
+    made = entry.options.override(wanted.name, wanted.options)
+    settings = {"num_classes": wanted.num_classes, "dtype": _compute_dtype(dtype)}
+    settings["position"] = wanted.position
 
     def make(image_size: tuple[int, int]) -> nnx.Module:
         return entry.family(made, **settings, image_size=image_size, rngs=nnx.Rngs(seed))
 
     model = make(size)
-    model.name, model.notation, model.image_size = name, position, size
-    model.trained_size = size if described is None else described.trained_size
+    model.name, model.notation, model.image_size = wanted.name, wanted.position, size
+    model.trained_size = wanted.trained_size
     if model.trained_size != size:  # rotations extend from the map of training
         there = dict(nnx.iter_modules(nnx.eval_shape(lambda: make(model.trained_size))))
         for path, module in nnx.iter_modules(model):

@@ -150,15 +150,7 @@ class HierarchyStage(nnx.Module):
         grid = x.shape[1:3]
         tokens = x.reshape(x.shape[0], -1, x.shape[3])
         tokens = self.position.embed(tokens, grid, position_key)
-        run = prepare_blocks(
-            self.blocks,
-            grid,
-            patterns,
-            self.position,
-            self.rates,
-            position_key=position_key,
-            key=key,
-        )
+        run = prepare_blocks(self, grid, patterns, position_key=position_key, key=key)
         for outputs in run_blocks(run, tokens, wanted):
             yield outputs.reshape(x.shape)
 
@@ -212,6 +204,7 @@ class Hierarchy(Backbone):
         )
         self.norm = declare(norm(), depth=last, last_norm=True) if options.last_norm else Identity()
         self.head = make_head(block.width, num_classes, rngs=rngs, dtypes=dtypes)
+        self.add_modules(rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the patch embedding: images [B, H, W, 3] to tokens of the first stage."""

@@ -33,7 +33,7 @@ from rope_jax.models.layers import (
     layer_norm,
     make_head,
 )
-from rope_jax.models.registry import Options, check_divisible, register
+from rope_jax.models.registry import Options, check_blocks, check_divisible, register
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions import Stage, create_position
 from rope_jax.positions.grids import Grid
@@ -134,12 +134,7 @@ class ViTOptions(Options):
                 f"pooling={self.pooling!r} reads a class token, and there is none: "
                 "set class_token=True or pooling='mean'"
             )
-        ascending = sorted({*self.global_blocks}) == [*self.global_blocks]
-        if not ascending or not {*self.global_blocks} <= {*range(self.depth)}:
-            raise ValueError(
-                f"global_blocks={self.global_blocks} must be numbers of blocks in ascending order, "
-                f"from 0 to {self.depth - 1}"
-            )
+        check_blocks("global_blocks", self.global_blocks, self.depth)
 
     def stage(self, grid: Grid, pattern: Pattern, dtype: np.dtype) -> Stage:
         """The stage described by these options, for its positional scheme."""
@@ -205,6 +200,7 @@ class ViT(Backbone):
         )
         pooled = width * (2 if options.pooling == "class_mean" else 1)
         self.head = make_head(pooled, num_classes, rngs=rngs, dtypes=dtypes)
+        self.add_modules(rngs=rngs, dtypes=dtypes)
 
     def stem(self, *, rngs: nnx.Rngs, dtypes: dict) -> nnx.Module:
         """Creates the patch embedding: images [B, H, W, 3] to tokens [B, h, w, width]."""
@@ -263,11 +259,9 @@ class ViT(Backbone):
         patches = self.tokenize(images, train, keys[1])
         x = self.embed(patches, grid, keys[0])
         run = prepare_blocks(
-            self.blocks,
+            self,
             grid,
             self.patterns(0, grid),
-            self.position,
-            self.rates,
             position_key=keys[0],
             key=keys[-1],
             extras=self.block_arguments(patches, train),

@@ -7,11 +7,10 @@ injected into the ViT's tokens, and after it the ViT's tokens into them, by defo
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -24,11 +23,10 @@ from rope_jax.models.layers import (
     Deconv,
     LayerScale,
     Linear,
-    dtypes_of,
     layer_norm,
     linear,
 )
-from rope_jax.models.registry import register
+from rope_jax.models.registry import check_blocks, register
 from rope_jax.models.vit import SIZES, ViT, ViTOptions
 from rope_jax.names.options import Count, CountOrZero, Positive, Rate
 from rope_jax.positions.grids import Grid
@@ -64,22 +62,20 @@ class ViTAdapterOptions(ViTOptions):
     adapter_ratio: Positive = 0.25
     added: Literal["last", "groups"] = "groups"
 
+    fixed: ClassVar[tuple[str, ...]] = ("patch_size",)  # of which 16 make maps of strides 4 to 32
+
     def __post_init__(self):
         super().__post_init__()
-        if sorted({*self.groups}) != [*self.groups] or self.groups[-1:] != (self.depth - 1,):
+        check_blocks("groups", self.groups, self.depth)
+        if self.groups[-1:] != (self.depth - 1,):
             raise ValueError(
-                f"groups={self.groups} must be numbers of blocks in ascending order, of which the "
-                f"last is {self.depth - 1}"
+                f"groups={self.groups} must be numbers of blocks, of which the last is "
+                f"{self.depth - 1}"
             )
         if self.added == "groups" and len(self.groups) != 4:
             raise ValueError(
                 f"added='groups' takes a map of each of four groups, but groups={self.groups}: "
                 "change either"
-            )
-        if self.patch_size != 16:
-            raise ValueError(
-                f"patch_size={self.patch_size} is not possible: the strides of the four maps, 4 to "
-                "32 pixels, go with patches of 16"
             )
 
 
@@ -192,11 +188,8 @@ class ViTAdapter(ViT):
     # LayerScale begins at 1, where it is none.
     beyond_classifier = ("prior", "levels", "interactions", "up", "map_norms", "blocks.{i}.scale")
 
-    def __init__(
-        self, options: ViTAdapterOptions, *, dtype: np.dtype, rngs: nnx.Rngs, **settings: Any
-    ):
-        super().__init__(options, dtype=dtype, rngs=rngs, **settings)
-        dtypes, width = dtypes_of(dtype), options.width
+    def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
+        options, width = self.options, self.options.width
         made = {"rngs": rngs, "dtypes": dtypes}
         self.prior = SpatialPrior(options.prior_width, width, **made)
         levels = jax.random.normal(rngs.params(), (_LEVELS, width), dtypes["param_dtype"])

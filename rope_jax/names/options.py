@@ -16,7 +16,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from rope_jax.names.text import closest, literal
+from rope_jax.names.notation import literal
+from rope_jax.names.text import closest
 
 
 @dataclasses.dataclass(frozen=True)

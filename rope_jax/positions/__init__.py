@@ -40,8 +40,8 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from rope_jax.names.notation import Call, parse
 from rope_jax.names.options import convert_options, options_of
-from rope_jax.names.text import Call, parse
 from rope_jax.positions import (  # noqa: F401  (importing a family registers its schemes)
     absolute,
     conditional,
@@ -87,7 +87,10 @@ def create_position(text: str, stage: Stage, *, rngs: nnx.Rngs) -> Position:
             the stage.
     """
     # Every scheme consumes one draw, so that the rest of a model has the same weights with any.
-    return _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
+    made = _create(parse(text, "position"), stage, nnx.Rngs(rngs.params()))
+    for _, table in nnx.to_flat_state(nnx.state(made, nnx.Param)):
+        table.set_metadata(layers=table.get_metadata().get("layers", True))
+    return made
 
 
 def _create(calls: Sequence[Call], stage: Stage, rngs: nnx.Rngs) -> Position:

@@ -102,16 +102,17 @@ class Decomposed(Position):
                 "share: use a ViT with windows or global attention, or rpb"
             )
         self.side = side
-        far = stage.global_layers or ()
         self.rows, self.columns = nnx.List([]), nnx.List([])
         for layer in range(stage.depth):
-            own = dataclasses.replace(stage, pattern=Global()) if layer in far else stage
-            for tables, length in zip((self.rows, self.columns), self._sides(own), strict=True):
+            for tables, length in zip((self.rows, self.columns), self._sides(layer), strict=True):
                 zeros = jnp.zeros((2 * length - 1, stage.head_dim), stage.dtype)
                 tables.append(nnx.Param(zeros, decay=False, layers=False, layer=layer))
 
-    def _sides(self, stage: Stage) -> Grid:
+    def _sides(self, layer: int) -> Grid:
         """Rows and columns that the tables of a layer are of."""
+        stage = self.stage
+        if layer in (stage.global_layers or ()):
+            stage = dataclasses.replace(stage, pattern=Global())
         on_map = isinstance(stage.pattern, Global) and self.side > 0
         return (self.side, self.side) if on_map else stage.region(stage.grid)
 
@@ -135,9 +136,7 @@ class Decomposed(Position):
     def resize(self, grid: Grid) -> None:
         super().resize(grid)
         for layer in range(self.stage.depth):
-            far = layer in (self.stage.global_layers or ())
-            own = dataclasses.replace(self.stage, pattern=Global()) if far else self.stage
-            for tables, length in zip((self.rows, self.columns), self._sides(own), strict=True):
+            for tables, length in zip((self.rows, self.columns), self._sides(layer), strict=True):
                 tables[layer].set_value(_resampled(tables[layer][...], 2 * length - 1))
 
 

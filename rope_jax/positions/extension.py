@@ -33,8 +33,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.names.notation import parse
 from rope_jax.names.options import NotNegative, Positive, convert, convert_options, options_of
-from rope_jax.names.text import parse
 
 RULES = ("none", "extrapolate", "interpolate", "ntk", "yarn")
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from rope_jax.config import Config, blame, resolve_stored
 from rope_jax.names import plugins
-from rope_jax.names.text import parse
+from rope_jax.names.notation import parse
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
 from rope_jax.training import seeds
@@ -34,7 +34,7 @@ def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], 
 def create_model(
     name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
 ) -> nnx.Module:
-    """As `rope_jax.models.create_model`; opens the workdir of a run, too."""
+    """As `rope_jax.weights.create.create_model`; opens the workdir of a run, too."""
     if pretrained in (False, name) and models.names_weights(os.fspath(name)):
         weights = _of_run(name)
         if isinstance(weights, WeightsFile):

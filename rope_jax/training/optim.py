@@ -142,7 +142,7 @@ def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
     norms = {path[:-1] for path, _ in nnx.to_flat_state(params) if path[-1] == "scale"}
 
     def decays(path: tuple, leaf: nnx.Variable) -> bool:
-        matrix = len(leaf.shape) - _stacked(path, leaf) > 1
+        matrix = len(leaf.shape) - _stacked(leaf) > 1
         declared = leaf.get_metadata().get("decay")
         return {
             "declared": matrix if declared is None else declared,
@@ -156,12 +156,12 @@ def decay_mask(params: nnx.State, exempt: str = "declared") -> Any:
 
 def stacked(params: nnx.State) -> Any:
     """Which parameters have a leading axis of layers, as a pure dict of booleans."""
-    return _of_each(_stacked, params)
+    return _of_each(lambda path, leaf: _stacked(leaf), params)
 
 
-def _stacked(path: tuple, leaf: nnx.Variable) -> bool:
-    """Blocks in a scan are marked; parameters of a scheme have it unless marked `layers=False`."""
-    return bool(leaf.get_metadata().get("layers", "position" in path))
+def _stacked(leaf: nnx.Variable) -> bool:
+    """Whether a parameter declares that its first axis is that of layers."""
+    return leaf.get_metadata().get("layers", False)
 
 
 def _of_each(function: Callable[[tuple, nnx.Variable], Any], params: nnx.State) -> Any:
@@ -193,7 +193,7 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
         depth, is_norm = declared.get("depth"), declared.get("last_norm", False)
         if depth is None or (is_norm and last_norm == "head"):
             continue
-        if _stacked(path, leaf):
+        if _stacked(leaf):
             numbers = depth + np.arange(leaf.shape[0], dtype=np.float32)
             depth = numbers.reshape(-1, *(1,) * (len(leaf.shape) - 1))
         depths[path] = depth

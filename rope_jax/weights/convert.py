@@ -18,7 +18,17 @@ from rope_jax.weights.dense import detectron2
 from rope_jax.weights.detrex import detrex
 from rope_jax.weights.heads import mask2former, mmseg, segmenter, vit_adapter
 from rope_jax.weights.hierarchical import nat, naver, swin
-from rope_jax.weights.isotropic import deit, dinov2, dinov3, lape, resformer
+from rope_jax.weights.isotropic import (
+    cat,
+    cct,
+    ceit,
+    deit,
+    dinov2,
+    dinov3,
+    lape,
+    resformer,
+    t2t,
+)
 from rope_jax.weights.layouts import FIRST, Slot, rotary_of
 from rope_jax.weights.links import (
     CLASSIFIER,
@@ -31,7 +41,6 @@ from rope_jax.weights.links import (
     not_floating,
     slots_of,
 )
-from rope_jax.weights.other_stems import cat, cct, ceit, t2t
 from rope_jax.weights.own import OWN, own
 from rope_jax.weights.tables import Table, begins, match_name
 from rope_jax.weights.timm import timm

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rope_jax.models.dense import create_dense
-from rope_jax.models.registry import MODELS, create_backbone, name_here
+from rope_jax.models.registry import MODELS, create_backbone, describe, name_here
 from rope_jax.names import plugins
 from rope_jax.names.registry import UnknownName
 from rope_jax.weights.files import WeightsFile, open_weights
 from rope_jax.weights.load import load_weights
-from rope_jax.weights.metadata import Description
 
 
 def create_model(
@@ -94,6 +93,8 @@ def create_model(
             "'timm/deit_tiny_patch16_224.fb_in1k'"
         )
     name = os.fspath(name)
+    given = {"position": position, "num_classes": num_classes, "image_size": image_size}
+    given |= {"head": head, "blocks": blocks}
     if pretrained is False and names_weights(name):
         pretrained = name
     opened = contextlib.nullcontext() if pretrained is False else open_weights(pretrained)
@@ -109,18 +110,9 @@ def create_model(
             name = described.name
         same = described if described is not None and described.name == name else None
         try:
-            model = _create(
-                name,
-                same,
-                position=position,
-                num_classes=num_classes,
-                image_size=image_size,
-                seed=seed,
-                dtype=dtype,
-                head=head,
-                blocks=blocks,
-                overrides=overrides,
-            )
+            wanted = describe(name, same, given, overrides)
+            create = create_backbone if wanted.head is None else create_dense
+            model = create(wanted, seed=seed, dtype=dtype)
         except UnknownName as error:
             missing = [] if described is None else {*described.plugins} - {*plugins.loaded()}
             if not missing:
@@ -144,21 +136,3 @@ def names_weights(name: str) -> bool:
     if name in MODELS:
         return False
     return "/" in name or name.endswith(".safetensors") or os.path.exists(name)
-
-
-def _create(
-    name: str,
-    described: Description | None,
-    *,
-    head: str | None,
-    blocks: Sequence[int] | None,
-    **settings: Any,
-) -> nnx.Module:
-    """A model with initial weights; None selects what `described` has, or the model's default."""
-    if head is None and described is not None:
-        head, blocks = described.head, described.blocks if blocks is None else blocks
-    if head is not None:
-        return create_dense(name, described, head=head, blocks=blocks, **settings)
-    if blocks is not None:
-        raise ValueError(f"blocks={tuple(blocks)} are those of a head: name it, or leave them out")
-    return create_backbone(name, described, **settings)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from rope_jax.models.description import Description, Preprocessing
 from rope_jax.system.npz import open_npz
 from rope_jax.weights.convert import SOURCES
-from rope_jax.weights.metadata import Description, Metadata
-from rope_jax.weights.tables import Preprocessing
+from rope_jax.weights.metadata import Metadata
 
 _HUB_FILE = "model.safetensors"
 _HUB_SOURCES = {"timm": "timm"}  # source of the files of an organisation

@@ -1,11 +1,35 @@
-"""Name tables of isotropic ViTs: one function per source."""
+"""Name tables of isotropic ViTs, also those with stems or blocks of their own, by source."""
 
 import numpy as np
 from flax import nnx
 
-from rope_jax.positions.absolute import Absolute, Learned
-from rope_jax.weights.layouts import DEPTHWISE, QV_BIAS, SAME, square
-from rope_jax.weights.tables import APE, Preprocessing, Row, Table, dense, halves, isotropic
+from rope_jax.models.description import Preprocessing
+from rope_jax.positions.absolute import Absolute, Learned, SinCos1D
+from rope_jax.weights.layouts import (
+    DEPTHWISE,
+    POINTWISE,
+    QKV_WEIGHT,
+    QV_BIAS,
+    SAME,
+    TOKENS,
+    Rule,
+    Slot,
+    rotary_of,
+    square,
+)
+from rope_jax.weights.tables import (
+    APE,
+    Row,
+    Table,
+    attention,
+    batch_norm,
+    block,
+    conv,
+    dense,
+    halves,
+    isotropic,
+    norm,
+)
 
 _DINO_SCALES = ("ls1.gamma", "ls2.gamma")
 
@@ -102,3 +126,146 @@ def resformer(model: nnx.Module) -> Table:
         ("position.lpe.bias.{i}", "blocks.{i}.attn.get_v.bias", SAME),
     ]
     return Table(rows)
+
+
+def _sinusoids(
+    model: nnx.Module, numbers: dict[str, int], shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """A file's table of 1-D sinusoids, [1, T, C]; see `Table.frozen`."""
+    scheme = getattr(model, "position", None)
+    if not isinstance(scheme, SinCos1D) or len(shape) != 3 or shape[0] != 1:
+        return None
+    table = absolute_table(scheme, *shape[1:])
+    return None if table is None else table[None]
+
+
+_CIFAR = {  # by the number of classes
+    10: Preprocessing((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), crop=1.0),
+    100: Preprocessing((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761), crop=1.0),
+}
+
+
+def cct(model: nnx.Module) -> Table:
+    """SHI-Labs/Compact-Transformers: ViT-Lite, CVT and CCT.
+
+    Its norm1 is the second norm of a block; the first is pre_norm. Sinusoids are stored in its
+    files. Images are prepared for CIFAR where the head has 10 or 100 classes, else for ImageNet.
+    """
+    layer = "classifier.blocks.{i}"
+    rows = [
+        *conv("patch_embed.proj", "tokenizer.conv_layers.0.0"),
+        *conv("patch_embed.convs.{i}", "tokenizer.conv_layers.{i}.0"),
+        ("class_token", "classifier.class_emb", SAME),
+        ("position.ape.embedding", "classifier.positional_emb", TOKENS),
+        *norm("blocks.{i}.norm1", f"{layer}.pre_norm"),
+        *attention("blocks.{i}.attn", f"{layer}.self_attn"),
+        *norm("blocks.{i}.norm2", f"{layer}.norm1"),
+        *dense("blocks.{i}.mlp.fc1", f"{layer}.linear1"),
+        *dense("blocks.{i}.mlp.fc2", f"{layer}.linear2"),
+        *norm("norm", "classifier.norm"),
+        *dense("attention_pool", "classifier.attention_pool"),
+        *dense("head", "classifier.fc"),
+    ]
+    preprocessing = _CIFAR.get(model.num_classes, Preprocessing(crop=0.9))
+    frozen = (("classifier.positional_emb", _sinusoids),)
+    return Table(rows, preprocessing=preprocessing, frozen=frozen)
+
+
+def t2t(model: nnx.Module) -> Table:
+    """yitu-opensource/T2T-ViT; sinusoids are stored in its files.
+
+    Those published first need `logit_scale="width"`, which the files do not show.
+    """
+    ours, theirs = "patch_embed.attention{n}", "tokens_to_token.attention{n}"
+    rows: list[Row] = [(f"{ours}.w", f"{theirs}.w", SAME)]
+    for name in ("norm1", "norm2"):
+        rows += norm(f"{ours}.{name}", f"{theirs}.{name}")
+    for name in ("kqv", "proj"):
+        rows += dense(f"{ours}.{name}", f"{theirs}.{name}")
+    rows += [
+        *dense(f"{ours}.mlp.fc1", f"{theirs}.mlp.0"),
+        *dense(f"{ours}.mlp.fc2", f"{theirs}.mlp.2"),
+        *dense("patch_embed.project", "tokens_to_token.project"),
+        APE,
+        *isotropic(),
+    ]
+    frozen = (("pos_embed", _sinusoids),)
+    return Table(rows, preprocessing=Preprocessing(crop=0.9), frozen=frozen)
+
+
+def ceit(model: nnx.Module) -> Table:
+    """coeusguo/ceit; the batch counts of its batch norms are ignored."""
+    leff = "blocks.{i}.leff"
+    batch_norms = {f"{leff}.bn{n}": f"{leff}.bn{n}" for n in (1, 2, 3)}
+    batch_norms["patch_embed.bn"] = "i2t.backbone.bn"
+    rows = [
+        *conv("patch_embed.conv", "i2t.backbone.conv"),
+        *conv("patch_embed.proj", "i2t.proj"),
+        *dense(f"{leff}.conv1", f"{leff}.conv1", POINTWISE),
+        *conv(f"{leff}.conv2", f"{leff}.conv2"),
+        *dense(f"{leff}.conv3", f"{leff}.conv3", POINTWISE),
+        *dense("lca.mlp.fc1", "lca.feedforward.fc1"),
+        *dense("lca.mlp.fc2", "lca.feedforward.fc2"),
+        *block("lca", "lca", scales=("", "")),
+        ("layer_embedding", "pos_layer_embed", SAME),
+        APE,
+        *isotropic(),
+    ]
+    for ours, theirs in batch_norms.items():
+        rows += batch_norm(ours, theirs)
+    counts = tuple(f"{theirs}.num_batches_tracked" for theirs in batch_norms.values())
+    return Table(rows, dropped=counts)
+
+
+def _swap_k_and_v(x: np.ndarray) -> np.ndarray:
+    q, one, other = np.split(x, 3)
+    return np.concatenate([q, other, one])
+
+
+def _read_qvk(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return QKV_WEIGHT.read(_swap_k_and_v(x), slot)
+
+
+def _write_qvk(x: np.ndarray, slot: Slot) -> np.ndarray:
+    return _swap_k_and_v(QKV_WEIGHT.write(x, slot))
+
+
+# A projection whose rows are those of q, v, k.
+_QVK_WEIGHT = Rule(_read_qvk, _write_qvk)
+
+
+def cat(model: nnx.Module) -> Table:
+    """ElleLeonne/Cross-Axis-Transformer.
+
+    Its weights need operator="released", imprint="decayed" and position="cat_rope(mode=released)",
+    whose tables are in its files. Its images are resized to a square and not normalised.
+
+    Raises:
+        ValueError: the model pairs other channels for its rotation and adds an imprint to q and k,
+            so that their channels cannot be permuted.
+    """
+    pairing = "half"
+    decayed = getattr(model.options, "imprint", None) == "decayed"
+    rotary = rotary_of(model.position) if decayed else None
+    if rotary is not None and rotary.pairing != pairing:
+        raise ValueError(
+            f"pairing={rotary.pairing} does not go with weights for pairing={pairing} and "
+            "imprint='decayed', which adds to channels of q and k as they are: create the model "
+            f"with a position of pairing={pairing}"
+        )
+    layer = "cv_head.layers.{i}"
+    rows = [
+        *conv("patch_embed.proj", "cv_head.embed_image"),
+        *norm("blocks.{i}.norm1", f"{layer}.norm_in"),
+        ("blocks.{i}.attn.qkv.kernel", f"{layer}.self_attn.qkv_proj.weight", _QVK_WEIGHT),
+        *norm("blocks.{i}.attn.norm", f"{layer}.self_attn.g_norm"),
+        *dense("blocks.{i}.attn.proj", f"{layer}.self_attn.o_proj"),
+        *norm("blocks.{i}.norm2", f"{layer}.norm_out"),
+        *dense("blocks.{i}.mlp.fc1", f"{layer}.ffn.in_proj"),
+        *dense("blocks.{i}.mlp.fc2", f"{layer}.ffn.out_proj"),
+        *norm("norm", "cv_head.out_norm"),
+        *dense("head", "logits"),
+    ]
+    tables = tuple(f"{layer}.self_attn.pos.{name}" for name in ("cos", "sin"))
+    preprocessing = Preprocessing((0.0,) * 3, (1.0,) * 3, crop=1.0, interpolation="bilinear")
+    return Table(rows, pairing, preprocessing, dropped=tables)

@@ -119,14 +119,6 @@ def rotary_of(position: Position) -> Rotary | None:
     return next((module for module in modules if isinstance(module, Rotary)), None)
 
 
-def _same(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x
-
-
-def _transposed(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.T
-
-
 def _channel_order(slot: Slot) -> np.ndarray | None:
     """Index in a file of each of the model's q, k, v channels; None for the same order.
 
@@ -155,14 +147,6 @@ def _write_channels(x: np.ndarray, slot: Slot) -> np.ndarray:
     return x if order is None else x[..., np.argsort(order[: x.shape[-1]])]
 
 
-def _read_qkv(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return _read_channels(x.T, slot)
-
-
-def _write_qkv(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return _write_channels(x, slot).T
-
-
 def _read_qv_bias(x: np.ndarray, slot: Slot) -> np.ndarray:
     q, _, v = np.split(x, 3)
     return np.concatenate([_read_channels(q, slot), v])
@@ -173,34 +157,6 @@ def _write_qv_bias(x: np.ndarray, slot: Slot) -> np.ndarray:
     return np.concatenate([_write_channels(q, slot), np.zeros_like(q), v])
 
 
-def _read_conv(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.transpose(2, 3, 1, 0)
-
-
-def _write_conv(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.transpose(3, 2, 0, 1)
-
-
-def _read_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[:, :, 0, 0].T
-
-
-def _write_pointwise(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.T[:, :, None, None]
-
-
-def _deconv(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.transpose(2, 3, 0, 1)
-
-
-def _read_depthwise(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[:, 0].transpose(1, 2, 0)
-
-
-def _write_depthwise(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x.transpose(2, 0, 1)[:, None]
-
-
 def square(tokens: int) -> Grid | None:
     """Rows and columns of a square map of `tokens` tokens, or None."""
     side = math.isqrt(max(tokens, 0))
@@ -208,14 +164,10 @@ def square(tokens: int) -> Grid | None:
 
 
 def _read_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
-    if slot.scheme is None or slot.scheme.stage.prefix:
+    if slot.scheme.stage.prefix:
         return x[0]
     height, width = slot.grid or slot.own_grid  # without the entry of a class token
     return x[0, -height * width :]
-
-
-def _write_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[None]
 
 
 def _grid_of_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
@@ -227,14 +179,6 @@ def _grid_of_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     if not slot.grid:
         candidates.append(square(count - 1))
     return next((g for n in counts for g in candidates if g and g[0] * g[1] == n), None)
-
-
-def _read_patch_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return x[0, 1:]
-
-
-def _write_patch_tokens(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return np.concatenate([np.zeros_like(x[:1]), x])[None]
 
 
 def _grid_of_patch_tokens(shape: tuple[int, ...], slot: Slot) -> Grid | None:
@@ -285,10 +229,6 @@ def _read_flat_offsets(x: np.ndarray, slot: Slot) -> np.ndarray:
     return _query_minus_key(x.T.reshape(-1, 2 * h - 1, 2 * w - 1), slot)
 
 
-def _write_flat_offsets(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return _query_minus_key(x, slot).reshape(len(x), -1).T
-
-
 def _read_freqs(x: np.ndarray, slot: Slot) -> np.ndarray:
     """From [2, N, R], x first, to [N, (y, x), R]; with layers [2, depth, N, R] or flattened."""
     x = x.reshape(2, *slot.shape[:-2], slot.shape[-1])
@@ -299,35 +239,49 @@ def _write_freqs(x: np.ndarray, slot: Slot) -> np.ndarray:
     return np.moveaxis(x, -2, 0)[::-1]
 
 
-def _write_flat_freqs(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return _write_freqs(x, slot).reshape(2, x.shape[0], -1)
+def _axes(*order: int) -> Rule:
+    """The layout of tensors whose axes have another order in files; `order` is theirs, as here."""
+    back = np.argsort(order)
+    return Rule(lambda x, slot: x.transpose(order), lambda x, slot: x.transpose(back))
 
 
-SAME = Rule(_same, _same)
-DENSE = Rule(_transposed, _transposed)
-CONV = Rule(_read_conv, _write_conv)
-POINTWISE = Rule(_read_pointwise, _write_pointwise)
+SAME = Rule(lambda x, slot: x, lambda x, slot: x)
+DENSE = _axes(1, 0)
+CONV = _axes(2, 3, 1, 0)
+POINTWISE = Rule(lambda x, slot: x[:, :, 0, 0].T, lambda x, slot: x.T[:, :, None, None])
 """A 1 x 1 convolution, [O, I, 1, 1], which is a linear layer here."""
-FIRST = Rule(_read_tokens, _write_tokens)
+FIRST = Rule(lambda x, slot: x[0], lambda x, slot: x[None])
 """A tensor with a leading axis of length 1 in files."""
-DECONV = Rule(_deconv, _deconv)
+DECONV = _axes(2, 3, 0, 1)
 """A transposed convolution, [I, O, kh, kw] in files and [kh, kw, I, O] here."""
-DEPTHWISE = Rule(_read_depthwise, _write_depthwise)
+DEPTHWISE = Rule(
+    lambda x, slot: x[:, 0].transpose(1, 2, 0), lambda x, slot: x.transpose(2, 0, 1)[:, None]
+)
 """A depthwise convolution, [C, 1, kh, kw] in files and [kh, kw, C] here."""
-QKV_WEIGHT = Rule(_read_qkv, _write_qkv)
+QKV_WEIGHT = Rule(
+    lambda x, slot: _read_channels(x.T, slot), lambda x, slot: _write_channels(x, slot).T
+)
 QKV_BIAS = Rule(_read_channels, _write_channels)
 Q_BIAS, V_BIAS = dataclasses.replace(QKV_BIAS, part=(0, 2)), dataclasses.replace(SAME, part=(1, 2))
 QV_BIAS = Rule(_read_qv_bias, _write_qv_bias)
 """The bias of q, k and v, [3C], of which k's is ignored and written as 0."""
-TOKENS = Rule(_read_tokens, _write_tokens, _grid_of_tokens)
+TOKENS = Rule(_read_tokens, FIRST.write, _grid_of_tokens)
 """An absolute embedding, [1, T, C]."""
-PATCH_TOKENS = Rule(_read_patch_tokens, _write_patch_tokens, _grid_of_patch_tokens)
+PATCH_TOKENS = Rule(
+    lambda x, slot: x[0, 1:],
+    lambda x, slot: np.concatenate([np.zeros_like(x[:1]), x])[None],
+    _grid_of_patch_tokens,
+)
 """The same of a backbone without class token, in a file with an entry for it, written as 0."""
-WINDOW_OFFSETS = Rule(_read_flat_offsets, _write_flat_offsets, _grid_of_flat_offsets)
+WINDOW_OFFSETS = Rule(
+    _read_flat_offsets,
+    lambda x, slot: _query_minus_key(x, slot).reshape(len(x), -1).T,
+    _grid_of_flat_offsets,
+)
 """Swin's bias table [(2h-1)*(2w-1), N], query minus key."""
 OFFSETS = Rule(_key_minus_query, _key_minus_query, _grid_of_offsets)
 """NAT's bias table [N, 2h-1, 2w-1], key minus query."""
 FREQS = Rule(_read_freqs, _write_freqs)
 """RoPE-Mixed's frequencies [2, ..., N, R], x first: timm's for all layers, Swin's for one."""
-FLAT_FREQS = Rule(_read_freqs, _write_flat_freqs)
+FLAT_FREQS = Rule(_read_freqs, lambda x, slot: _write_freqs(x, slot).reshape(2, x.shape[0], -1))
 """The same with heads and pairs in one axis, [2, depth, N * R]: RoPE-ViT's."""

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from rope_jax.names.text import parse
+from rope_jax.names.notation import parse
 from rope_jax.weights.convert import (
     SOURCES,
     WHOLE,
+    Conversion,
     Grids,
     count_named,
     export_state_dict,
@@ -82,10 +83,9 @@ def convert_state_dict(
         )
     arrays = {key: np.asarray(array) for key, array in state_dict.items()}
     shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
-    target, source = which(model, WeightsFile(shapes, arrays.__getitem__), source)
-    how = {"grids": grids, "new_head": new_head, "backbone": target is not model}
-    plan = plan_conversion(target, shapes, source=source, **how)
-    fill(target, plan, arrays.__getitem__, source)
+    file = WeightsFile(shapes, arrays.__getitem__)
+    target, source, plan = _plan(model, file, source, new_head=new_head, grids=grids)
+    fill(target, plan, file.read, source)
     report(model, plan)
 
 
@@ -143,9 +143,7 @@ def load_weights(
     """
     there, _ = _heads(model, file)
     file = _backbone_of(model, file)
-    target, source = which(model, file, source)
-    how = {"grids": _grids(target, file, source), "new_head": new_head}
-    plan = plan_conversion(target, file.shapes, source=source, backbone=target is not model, **how)
+    target, source, plan = _plan(model, file, source, new_head=new_head)
     if file.metadata is not None and (message := _other_model(target, file, plan.backbone)):
         if other_model is None:
             raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
@@ -195,17 +193,56 @@ def _epsilon(model: nnx.Module, file: WeightsFile) -> str:
     return "" if trained in (None, own) else f", norm_epsilon={own:g}, trained with {trained:g}"
 
 
-def which(
-    model: nnx.Module, file: WeightsFile, source: str | None = None
-) -> tuple[nnx.Module, str]:
-    """What weights are for, the model or its backbone, and the source of their names.
+def _plan(
+    model: nnx.Module,
+    file: WeightsFile,
+    source: str | None,
+    *,
+    new_head: bool,
+    grids: Grids | None = None,
+) -> tuple[nnx.Module, str, Conversion]:
+    """What weights are for, the model or its backbone, the source of their names, and the plan.
 
-    The source is the given one, else that of the file or of its hub's owner, else the one that
-    names most of the tensors, of equal ones the first of `SOURCES`.
+    `grids` are those of the file, or as given. If several sources name the weights equally well,
+    but pair channels for rotation differently, one that has other problems is as good as any: these
+    are told.
 
     Raises:
-        ValueError: they are those of another head, or of no known source; or several sources name
-            them, and pair channels for rotation differently.
+        ValueError: the names fit several such sources, one of them without any problem.
+    """
+    candidates = _candidates(model, file, source)
+    pairings = {name_table(target, name).pairing for target, name in candidates if rotates(target)}
+    unclear = source is None and len(pairings) > 1
+    plans = [
+        plan_conversion(
+            target,
+            file.shapes,
+            source=name,
+            grids=_grids(target, file, name) if grids is None else grids,
+            new_head=new_head,
+            backbone=target is not model,
+        )
+        for target, name in (candidates if unclear else candidates[:1])
+    ]
+    if unclear and not all(plan.problems for plan in plans):
+        raise ValueError(
+            f"the names of these weights fit the sources "
+            f"{', '.join(name for _, name in candidates)}, which pair channels differently: say "
+            "which by source= of rope_jax.convert_state_dict, or --source"
+        )
+    return *candidates[0], plans[0]
+
+
+def _candidates(
+    model: nnx.Module, file: WeightsFile, source: str | None
+) -> list[tuple[nnx.Module, str]]:
+    """What weights may be for, the model or its backbone, each with a source of their names.
+
+    The source is the given one, else that of the file or of its hub's owner, else all that name
+    most of the tensors, in the order of `SOURCES`.
+
+    Raises:
+        ValueError: they are those of another head, or of no known source.
     """
     there, here = _heads(model, file)
     if there not in (None, here):
@@ -225,23 +262,15 @@ def which(
         if name in WHOLE or not hasattr(target, "backbone")
     ]
     if len(candidates) == 1:
-        return candidates[0]
+        return candidates
     counts = [count_named(target, name, file.shapes) for target, name in candidates]
-    best = [pair for pair, count in zip(candidates, counts, strict=True) if count == max(counts)]
     if source is None and not any(max(counts)):
         names = ", ".join(sorted(file.shapes)[:3]) or "nothing"
         raise ValueError(
             f"{file.where!r} has no name that a parameter of this model has in a known source "
             f"({', '.join(SOURCES)}), but {names}: take the file of such a source"
         )
-    pairings = {name_table(target, name).pairing for target, name in best if rotates(target)}
-    if source is None and len(pairings) > 1:
-        raise ValueError(
-            f"the names of these weights fit the sources {', '.join(name for _, name in best)}, "
-            "which pair channels differently: say which by source= of "
-            "rope_jax.convert_state_dict, or --source"
-        )
-    return best[0]
+    return [pair for pair, count in zip(candidates, counts, strict=True) if count == max(counts)]
 
 
 def _grids(model: nnx.Module, file: WeightsFile, source: str) -> Grids:

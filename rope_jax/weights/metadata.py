@@ -10,11 +10,10 @@ from typing import Any
 
 from flax import nnx
 
-from rope_jax.names import plugins
+from rope_jax.models.description import Description
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.scheme import SCHEMES
-from rope_jax.weights.tables import Preprocessing
 
 # Options of models and schemes that weights do not depend on.
 _IGNORED = {"attention_dropout", "drop_path", "drop_path_schedule", "performer_dropout"}
@@ -31,88 +30,6 @@ CLASSIFIER_OPTIONS = ("class_token", "last_norm")
 _OF_CLASSIFIERS = {*CLASSIFIER_OPTIONS}
 _OF_CLASSIFIERS |= {"attention", "global_blocks", "window_padding", "window_box"}
 _OF_CLASSIFIERS |= {"norm_epsilon"}  # Segmenter's code has 1e-5 with weights trained with 1e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class Description:
-    """The arguments of `create_model` that create a model again, and what goes with its weights.
-
-    Attributes:
-        name: of the model.
-        position: text of its scheme.
-        num_classes: outputs of the head; 0 without one.
-        image_size: (height, width) in pixels, for which its position tables are.
-        options: all options of its family.
-        preprocessing: what the weights expect of images, where known.
-        class_names: of the logits, where known.
-        plugins: modules that it may need (`rope_jax.plugins`).
-        head: text of its head of dense prediction; None for a classifier.
-        blocks: whose maps that head takes; None for the last of every stage.
-        trained_size: (height, width) in pixels from which its rotations extend.
-    """
-
-    name: str
-    position: str
-    num_classes: int
-    image_size: Grid
-    options: Mapping[str, Any]
-    preprocessing: Preprocessing | None = None
-    class_names: tuple[str, ...] | None = None
-    plugins: tuple[str, ...] = ()
-    head: str | None = None
-    blocks: tuple[int, ...] | None = None
-    trained_size: Grid | None = None
-
-    def __post_init__(self):
-        if self.trained_size is None:
-            object.__setattr__(self, "trained_size", self.image_size)
-
-    @classmethod
-    def of(cls, model: nnx.Module) -> "Description | None":
-        """The description of a model; None for one that `create_model` did not create."""
-        if model.name is None:
-            return None
-        head = model.head_notation
-        blocks = None if head is None else model.blocks
-        options = dataclasses.asdict(model.options)
-        about = (model.num_classes, model.image_size, options, model.preprocessing)
-        needed = plugins.needed(f"{model.name} {model.notation} {head or ''}")
-        named = {"plugins": needed, "head": head, "blocks": blocks}
-        named |= {"class_names": model.class_names, "trained_size": model.trained_size}
-        return cls(model.name, model.notation, *about, **named)
-
-    @classmethod
-    def from_entries(cls, entries: Mapping[str, Any]) -> "Description":
-        """The description stored as JSON; KeyError, TypeError or ValueError for anything else."""
-        height, width = map(int, entries["image_size"])
-        how, names = entries["preprocessing"], entries["class_names"]
-        head, blocks = entries.get("head"), entries.get("blocks")  # older files have none
-        trained = entries.get("trained_size")
-        if how is not None:
-            how = Preprocessing(
-                tuple(map(float, how["mean"])),
-                tuple(map(float, how["std"])),
-                float(how["crop"]),
-                str(how["interpolation"]),
-            )
-        return cls(
-            str(entries["name"]),
-            str(entries["position"]),
-            int(entries["num_classes"]),
-            (height, width),
-            {name: _as_option(value) for name, value in dict(entries["options"]).items()},
-            how,
-            None if names is None else tuple(map(str, names)),
-            tuple(map(str, entries["plugins"])),
-            None if head is None else str(head),
-            None if blocks is None else tuple(map(int, blocks)),
-            None if trained is None else (int(trained[0]), int(trained[1])),
-        )
-
-
-def _as_option(value: Any) -> Any:
-    """The value of an option, whose sequences are tuples."""
-    return tuple(map(_as_option, value)) if isinstance(value, list) else value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ blocks in a list; files in which they are stacked are read, too.
 import dataclasses
 
 import jax
-import numpy as np
 from flax import nnx
 
 from rope_jax.positions.absolute import Learned
@@ -45,10 +44,6 @@ def _unchanged(shape: tuple[int, ...], slot: Slot) -> bool:
     return shape == slot.shape and slot.grid in (None, slot.scheme.stage.grid)
 
 
-def _read_rows(x: np.ndarray, slot: Slot) -> np.ndarray:
-    return TOKENS.read(x[None], slot)
-
-
 def _grid_of_rows(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     return slot.own_grid if _unchanged(shape, slot) else TOKENS.grid((1, *shape), slot)
 
@@ -66,7 +61,7 @@ def _grid_of_map(shape: tuple[int, ...], slot: Slot) -> Grid | None:
     return grid if resized.shape == slot.shape else None
 
 
-ROWS = Rule(_read_rows, SAME.write, _grid_of_rows)
+ROWS = Rule(lambda x, slot: TOKENS.read(x[None], slot), SAME.write, _grid_of_rows)
 """An absolute embedding, [T, C], in which a class token that the model lacks may have an entry."""
 MAP = dataclasses.replace(SAME, grid=_grid_of_map)
 """Any other parameter of a scheme, which resizes it by a rule of its own."""

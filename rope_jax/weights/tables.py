@@ -1,58 +1,19 @@
 """Name tables, which map parameters to the tensors of a source's files, and rows they share."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from flax import nnx
 
+from rope_jax.models.description import Preprocessing
 from rope_jax.weights.layouts import CONV, DENSE, QKV_BIAS, QKV_WEIGHT, SAME, TOKENS, Rule
 from rope_jax_kernels.rotation import Pairing
 
 Row = tuple[str, str, Rule]
 APE: Row = ("position.ape.embedding", "pos_embed", TOKENS)
 Frozen = Callable[[nnx.Module, dict[str, int], tuple[int, ...]], np.ndarray | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Preprocessing:
-    """A source's preprocessing of images for evaluation.
-
-    With the preprocessing of another source, weights lose up to half a per cent of accuracy. The
-    image is resized so that its short side is `resized(size)` pixels, cropped to size x size at the
-    centre, scaled to 0..1, and normalised: (image - mean) / std.
-
-    >>> Preprocessing(crop=0.9).crop_notation
-    'centre(crop=0.9,interpolation=bicubic)'
-
-    Attributes:
-        mean, std: of the channels red, green, blue, in 0..1.
-        crop: fraction of the resized short side that the crop keeps.
-        interpolation: method of resizing.
-    """
-
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    crop: float = 0.875
-    interpolation: str = "bicubic"
-
-    @property
-    def crop_notation(self) -> str:
-        """The crop as written for `rope_jax.data.load`."""
-        return f"centre(crop={self.crop},interpolation={self.interpolation})"
-
-    def resized(self, size: int) -> int:
-        """The short side in pixels before the crop to `size`, rounded down as by timm and DeiT.
-
-        >>> Preprocessing(crop=0.9).resized(224)
-        248
-
-        Args:
-            size: side of the crop in pixels.
-        """
-        return math.floor(size / self.crop)
 
 
 @dataclasses.dataclass(frozen=True)

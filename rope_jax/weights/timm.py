@@ -7,10 +7,11 @@ import dataclasses
 
 from flax import nnx
 
+from rope_jax.models.description import Preprocessing
 from rope_jax.positions.rotary_models import DinoV3
 from rope_jax.weights.hierarchical import SWIN_DROPPED, swin_rows
 from rope_jax.weights.layouts import DENSE, FREQS, Q_BIAS, SAME, V_BIAS, WINDOW_OFFSETS, rotary_of
-from rope_jax.weights.tables import APE, Preprocessing, Row, Table, halves, isotropic, norm
+from rope_jax.weights.tables import APE, Row, Table, halves, isotropic, norm
 
 
 def timm(model: nnx.Module) -> Table:

@@ -5,8 +5,8 @@ import inspect
 import pytest
 
 from docs import scheme_options
+from rope_jax.names.notation import parse
 from rope_jax.names.options import convert_options, options_of
-from rope_jax.names.text import parse
 from rope_jax.positions.rotary import Rotary
 from rope_jax.positions.scheme import SCHEMES
 

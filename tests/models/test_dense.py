@@ -113,8 +113,8 @@ def test_every_backbone_serves_heads_or_the_message_names_those_that_it_serves(n
         (
             "deit_ti16",
             {"head": "upernet", "blocks": (3, 2, 1, 0)},
-            r"blocks=\(3, 2, 1, 0\) must be four different numbers in ascending order, from 0 to "
-            "11, as deit_ti16 has 12 blocks",
+            r"blocks=\(3, 2, 1, 0\) must be 4 numbers of blocks in ascending order, from 0 to 11, "
+            "as the model has 12 blocks",
         ),
         ("deit_ti16", {"head": "upernet", "depth": 3}, "4 blocks, and deit_ti16 has 3"),
         ("swin_t", {"head": "upernet", "blocks": (1,)}, "are of isotropic models"),

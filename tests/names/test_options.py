@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Optional, Union
 import numpy as np
 import pytest
 
+from rope_jax.names.notation import parse
 from rope_jax.names.options import (
     Count,
     Positive,
@@ -17,7 +18,6 @@ from rope_jax.names.options import (
     describe,
     options_of,
 )
-from rope_jax.names.text import parse
 from tests import postponed
 
 NUMBER, WORD = "a number, or None", "one of 4.4, D.1, or None"

@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_jax.names.text import (
-    Call,
-    assignments,
-    closest,
-    format_table,
-    image_pair,
-    markdown_table,
-    parse,
-)
+from rope_jax.names.notation import Call, assignments, parse
+from rope_jax.names.text import closest, format_table, image_pair, markdown_table
 
 
 def one(name, *inner, **options):

@@ -335,9 +335,12 @@ def test_a_source_may_be_given(tmp_path):
 
 
 def test_weights_whose_pairing_cannot_be_told_are_not_guessed(tmp_path):
-    """nat_s has the names of naver's Swin, which pairs channels differently."""
-    make = lambda position, **options: rope_jax.create_model(
-        "nat_s_tiny", position=position, image_size=32, depths=(1, 1), heads=(3, 6), **options
+    """nat_s has the names of naver's Swin, which pairs channels differently.
+
+    Of weights that fit by neither of them, the reason is told.
+    """
+    make = lambda position, depths=(1, 1), **options: rope_jax.create_model(
+        "nat_s_tiny", position=position, image_size=32, depths=depths, heads=(3, 6), **options
     )
     for position in ("none", "rope2d"):
         path = tmp_path / f"{position}.npz"
@@ -349,6 +352,8 @@ def test_weights_whose_pairing_cannot_be_told_are_not_guessed(tmp_path):
                 ValueError, match=r"fit the sources .*naver.*pair channels differently"
             ):
                 make(position, pretrained=path)
+            with pytest.raises(ValueError, match=r"layers\.0\.blocks\.1\..* is missing"):
+                make(position, depths=(2, 1), pretrained=path)
 
 
 NAT = {"width": 16, "depths": (2, 1), "heads": (1, 2), "num_classes": 5, "image_size": 32}

@@ -9,6 +9,7 @@ import pytest
 import rope_jax
 from rope_jax.config import ConfigError
 from rope_jax.system.npz import open_npz
+from rope_jax.weights.create import create_model
 from tests.training.recipe import logits, run, started
 
 APE = {"model__position": "ape"}
@@ -36,7 +37,7 @@ def test_at_the_same_resolution(trained):
 def test_only_the_public_create_model_opens_a_workdir(trained):
     for given in ({"name": trained}, {"name": "vit_digits", "pretrained": trained}):
         with pytest.raises(FileNotFoundError, match=r"rope_jax\.load_checkpoint open the WORKDIR"):
-            rope_jax.models.create_model(**given)
+            create_model(**given)
 
 
 def test_position_tables_follow_to_another_resolution(trained):

@@ -10,7 +10,7 @@ import importlib.resources
 import json
 from typing import Any
 
-from rope_jax.names.text import Call, parse
+from rope_jax.names.notation import Call, parse
 
 NAMES = ("thesis", "heo", "lape", "cat")
 Entry = dict[str, Any]

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rope_jax.data.images import crops, device, device_colours, device_crops, fits, joint
+from rope_jax.names.notation import Call, parse
 from rope_jax.names.options import convert_options, options_of
 from rope_jax.names.registry import Registry
-from rope_jax.names.text import Call, parse
 
 CROP, LOADER, STEP, ERASING = range(4)  # stages
 

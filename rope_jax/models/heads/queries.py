@@ -5,12 +5,14 @@ Layers are post-norm: a norm follows every sum of tokens and a branch.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from rope_jax.models.deformable import DeformableAttention
 from rope_jax.models.layers import Linear, Mlp, layer_norm
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import fan_in_bias_init, glorot_init, uniform_init
@@ -95,6 +97,48 @@ class FeedForward(Mlp):
 
     def __call__(self, x: Float[Array, "B L C"]) -> Float[Array, "B L C"]:
         return self.norm(x + super().__call__(x))
+
+
+class EncoderLayer(nnx.Module):
+    """Deformable attention of all tokens to all maps, and a feed-forward layer; norms after both.
+
+    Args:
+        attn: of `width` channels.
+        width: channels.
+        hidden: channels of the feed-forward layer.
+    """
+
+    def __init__(
+        self,
+        attn: DeformableAttention,
+        width: int,
+        hidden: int,
+        *,
+        rngs: nnx.Rngs,
+        dtypes: dict,
+    ):
+        self.attn = attn
+        self.norm = layer_norm(width, EPSILON, rngs=rngs, dtypes=dtypes)
+        self.mlp = FeedForward(width, hidden, rngs=rngs, dtypes=dtypes)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S C"],
+        positions: Float[Array, "#B S C"],
+        references: Float[Array, "#B S levels 2"],
+        sizes: Sequence[Grid],
+        padding: Bool[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S C"]:
+        """Returns the tokens after this layer.
+
+        Args:
+            x: tokens.
+            positions: of the tokens.
+            references: the place of every token on all maps, see `DeformableAttention`.
+            sizes: (rows, columns) of each map.
+            padding: True for tokens that count as 0.
+        """
+        return self.mlp(self.norm(x + self.attn(x + positions, references, x, sizes, padding)))
 
 
 def perceptron(layers: nnx.List, x: Float[Array, "... I"]) -> Float[Array, "... O"]:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rope_jax.models.heads.boxes import to_corners
-from rope_jax.models.heads.denoising import allowed, disturb, real_first, slots_of
 from rope_jax.models.heads.detection import Targets
+from rope_jax.models.heads.dino.denoising import allowed, disturb, real_first, slots_of
 
 CLASSES = 4
 

@@ -13,11 +13,12 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.boxes import generalised_iou, to_corners
-from rope_jax.models.heads.denoising import slots_of
 from rope_jax.models.heads.detection import Targets, best_detections
-from rope_jax.models.heads.dino import DinoPredictions
-from rope_jax.models.heads.encoder import padding_of
-from rope_jax.models.heads.transformer import Transformer, inverse_sigmoid
+from rope_jax.models.heads.dino.denoising import slots_of
+from rope_jax.models.heads.dino.head import DinoPredictions
+from rope_jax.models.heads.dino.levels import padding_of
+from rope_jax.models.heads.dino.options import DinoOptions
+from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
 from rope_jax.tasks import detection
 from rope_jax.weights import export_state_dict
@@ -248,17 +249,18 @@ def test_parts_of_a_batch_have_the_mean_loss_of_the_whole(head):
 @pytest.fixture(scope="module")
 def transformer():
     def make():
-        return Transformer(
-            16,
+        options = DinoOptions(
+            width=16,
+            groups=1,
             levels=2,
             queries=5,
-            num_classes=CLASSES,
             encoder_depth=1,
             decoder_depth=2,
-            layer={"heads": 2, "points": 2, "hidden": 16},
-            rngs=nnx.Rngs(0),
-            dtypes=FLOAT,
+            heads=2,
+            points=2,
+            hidden=16,
         )
+        return Transformer(options, CLASSES, rngs=nnx.Rngs(0), dtypes=FLOAT)
 
     return filled(nnx.eval_shape(make))
 

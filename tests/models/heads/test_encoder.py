@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax.models.heads.encoder import Levels, map_positions, padding_of
-from rope_jax.models.heads.transformer import proposals
+from rope_jax.models.heads.dino.levels import Levels, map_positions, padding_of
+from rope_jax.models.heads.dino.transformer import proposals
 
 IMAGE = (40, 64)
 EXTENT = np.array([[40, 64], [23, 40]])

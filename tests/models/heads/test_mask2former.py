@@ -11,8 +11,8 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.data.sources import scenes
 from rope_jax.models.heads import create_head
-from rope_jax.models.heads.mask2former import MaskPredictions
-from rope_jax.models.heads.masked_decoder import attended
+from rope_jax.models.heads.mask2former.decoder import attended
+from rope_jax.models.heads.mask2former.head import MaskPredictions
 from rope_jax.tasks import segmentation
 from rope_jax.weights import export_state_dict
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from rope_jax.models.heads import mask_loss as ml
+from rope_jax.models.heads.mask2former import loss as ml
 from tests.devices import environment
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -189,7 +189,7 @@ _DEVICES = """
 import re
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from rope_jax.models.heads.mask_loss import set_loss
+from rope_jax.models.heads.mask2former.loss import set_loss
 from rope_jax.system.sharding import make_mesh, split_batch, use_mesh
 
 mesh, rng = make_mesh(), np.random.default_rng(0)

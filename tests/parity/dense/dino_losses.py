@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rope_jax.models.heads.box_losses import box_losses, costs, matched
 from rope_jax.models.heads.detection import Targets
+from rope_jax.models.heads.dino.losses import box_losses, costs, matched
 from rope_jax.models.heads.matching import match
 from tests.parity.dense import noise
 

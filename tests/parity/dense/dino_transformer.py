@@ -6,8 +6,9 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
-from rope_jax.models.heads.encoder import map_positions, padding_of
-from rope_jax.models.heads.transformer import Transformer
+from rope_jax.models.heads.dino.levels import map_positions, padding_of
+from rope_jax.models.heads.dino.options import DinoOptions
+from rope_jax.models.heads.dino.transformer import Transformer
 from rope_jax.models.layers import dtypes_of
 from tests.parity.dense import noise
 
@@ -16,17 +17,17 @@ LIMITS = {"float64": 2e-5}  # the official code makes positions in float32
 
 def created(case, weights, dtype):
     """The transformer of a case, without its weights."""
-    return Transformer(
-        case["channels"],
+    options = DinoOptions(
+        width=case["channels"],
         levels=len(case["maps"]),
         queries=case["queries"],
-        num_classes=case["classes"],
         encoder_depth=case["encoder"],
         decoder_depth=case["decoder"],
-        layer={"heads": case["heads"], "points": 4, "hidden": case["hidden"]},
-        rngs=nnx.Rngs(0),
-        dtypes=dtypes_of(jnp.dtype(dtype)),
+        heads=case["heads"],
+        hidden=case["hidden"],
     )
+    dtypes = dtypes_of(jnp.dtype(dtype))
+    return Transformer(options, case["classes"], rngs=nnx.Rngs(0), dtypes=dtypes)
 
 
 def inputs_of(case, dtype):

@@ -6,7 +6,7 @@ from flax import nnx
 
 import rope_jax
 from rope_jax.models.heads import create_head
-from rope_jax.models.heads.mask2former import semantic_scores
+from rope_jax.models.heads.mask2former.head import semantic_scores
 from tests.parity.dense import noise
 
 LIMITS = {"float64": 2e-5}  # the official positions are float32

@@ -16,17 +16,18 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.heads.encoder import (
-    EncoderLayer,
+from rope_jax.models.heads.dino.levels import (
     Levels,
     map_positions,
     sines,
 )
+from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.head import Maps
 from rope_jax.models.heads.maps import flatten
 from rope_jax.models.heads.queries import (
     EPSILON,
     Attention,
+    EncoderLayer,
     FeedForward,
     glorot_linear,
     perceptron,
@@ -48,30 +49,15 @@ def inverse_sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 class DecoderLayer(nnx.Module):
-    """Self-attention, deformable attention to the maps, and a feed-forward layer; norms after all.
+    """Self-attention, deformable attention to the maps, a feed-forward layer; norms after all."""
 
-    Arguments as of `EncoderLayer`.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        levels: int,
-        heads: int,
-        points: int,
-        hidden: int,
-        rngs: nnx.Rngs,
-        dtypes: dict,
-    ):
-        settings = {"rngs": rngs, "dtypes": dtypes}
+    def __init__(self, options: DinoOptions, *, rngs: nnx.Rngs, dtypes: dict):
+        settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
         norm = functools.partial(layer_norm, width, EPSILON, **settings)
-        self.attn, self.norm1 = Attention(width, heads, **settings), norm()
-        self.cross = DeformableAttention(
-            width, levels=levels, heads=heads, points=points, **settings
-        )
+        self.attn, self.norm1 = Attention(width, options.heads, **settings), norm()
+        self.cross = _deformable(options, **settings)
         self.norm2 = norm()
-        self.mlp = FeedForward(width, hidden, **settings)
+        self.mlp = FeedForward(width, options.hidden, **settings)
 
     def __call__(
         self,
@@ -86,6 +72,12 @@ class DecoderLayer(nnx.Module):
         x = self.norm1(x + self.attn(placed, placed, x, mask))
         branch = self.cross(x + positions, references, tokens, levels.sizes, levels.padding)
         return self.mlp(self.norm2(x + branch))
+
+
+def _deformable(options: DinoOptions, *, rngs: nnx.Rngs, dtypes: dict) -> DeformableAttention:
+    """The attention of a layer to the maps."""
+    shape = {"levels": options.levels, "heads": options.heads, "points": options.points}
+    return DeformableAttention(options.width, **shape, rngs=rngs, dtypes=dtypes)
 
 
 class BoxMlp(nnx.Module):
@@ -140,43 +132,33 @@ class Transformer(nnx.Module):
     """From maps of several sizes to states and boxes of queries.
 
     Args:
-        width: channels.
-        levels: number of maps.
-        queries: that are chosen among all tokens.
+        options: of the head.
         num_classes: of the classifiers.
-        encoder_depth, decoder_depth: numbers of layers.
-        layer: other arguments of the layers: heads, points, hidden.
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        levels: int,
-        queries: int,
-        num_classes: int,
-        encoder_depth: int,
-        decoder_depth: int,
-        layer: dict[str, int],
-        rngs: nnx.Rngs,
-        dtypes: dict,
-    ):
+    def __init__(self, options: DinoOptions, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict):
         settings = {"rngs": rngs, "dtypes": dtypes}
-        own = {"levels": levels, **layer, **settings}
         # Classes and boxes are as precise as parameters: their differences are small.
         wide = {"rngs": rngs, "dtypes": dtypes | {"dtype": dtypes["param_dtype"]}}
         param = dtypes["param_dtype"]
+        width, queries = options.width, options.queries
         norm = functools.partial(layer_norm, width, EPSILON, **settings)
         self.num_classes, self.width, self.queries = num_classes, width, queries
-        self.level_embed = nnx.Param(normal_init(1.0)(rngs.params(), (levels, width), param))
-        self.encoder = nnx.List(EncoderLayer(width, **own) for _ in range(encoder_depth))
+        self.level_embed = nnx.Param(
+            normal_init(1.0)(rngs.params(), (options.levels, width), param)
+        )
+        self.encoder = nnx.List(
+            EncoderLayer(_deformable(options, **settings), width, options.hidden, **settings)
+            for _ in range(options.encoder_depth)
+        )
         self.choice, self.choice_norm = glorot_linear(width, width, **settings), norm()
         self.content = nnx.Param(glorot_init(rngs.params(), (queries, width), param))
-        self.decoder = nnx.List(DecoderLayer(width, **own) for _ in range(decoder_depth))
+        depth = options.decoder_depth
+        self.decoder = nnx.List(DecoderLayer(options, **settings) for _ in range(depth))
         self.position = nnx.List(glorot_linear(n * width, width, **settings) for n in (2, 1))
         self.norm = norm()
         # One each for the layers of the decoder, and the last for the choice of queries.
-        heads, rare = range(decoder_depth + 1), jax.nn.initializers.constant(-np.log(99))
+        heads, rare = range(depth + 1), jax.nn.initializers.constant(-np.log(99))
         # The first probabilities are about 0.01 (arXiv 1708.02002).
         classifier = {"kernel_init": conv_init, "bias_init": rare, "rngs": rngs}
         self.classes = nnx.List(

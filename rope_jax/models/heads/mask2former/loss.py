@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from rope_jax.models.deformable import corners_of, gather_sum
-from rope_jax.models.heads.masked_decoder import masks_of
+from rope_jax.models.heads.mask2former.decoder import masks_of
 from rope_jax.models.heads.matching import match_layers
 from rope_jax.system.sharding import over_batch
 

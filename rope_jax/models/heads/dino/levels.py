@@ -1,4 +1,4 @@
-"""The deformable encoder of maps of several sizes, with sine positions.
+"""The tokens of maps of several sizes, their padding and their sine positions.
 
 Images of a batch may be padded at the bottom and right: their extents are their own rows and
 columns. Coordinates are 0 to 1 within the extent.
@@ -13,12 +13,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from rope_jax.models.deformable import DeformableAttention
-from rope_jax.models.heads.queries import EPSILON, FeedForward
-from rope_jax.models.layers import layer_norm
 from rope_jax.positions.grids import Grid
 
 
@@ -115,51 +111,3 @@ class Levels:
     def places(self) -> Float[Array, "B S levels 2"]:
         """x and y of every token on every map, of which padding takes other shares."""
         return self.centres()[:, :, None] * self.shares[:, None]
-
-
-class EncoderLayer(nnx.Module):
-    """Deformable attention of all tokens to all maps, and a feed-forward layer; norms after both.
-
-    Args:
-        width: channels.
-        levels: number of maps.
-        heads, points: of the attention, points on each map.
-        hidden: channels of the feed-forward layer.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        levels: int,
-        heads: int,
-        points: int,
-        hidden: int,
-        rngs: nnx.Rngs,
-        dtypes: dict,
-    ):
-        settings = {"rngs": rngs, "dtypes": dtypes}
-        self.attn = DeformableAttention(
-            width, levels=levels, heads=heads, points=points, **settings
-        )
-        self.norm = layer_norm(width, EPSILON, **settings)
-        self.mlp = FeedForward(width, hidden, **settings)
-
-    def __call__(
-        self,
-        x: Float[Array, "B S C"],
-        positions: Float[Array, "#B S C"],
-        references: Float[Array, "#B S levels 2"],
-        sizes: Sequence[Grid],
-        padding: Bool[Array, "B S"] | None = None,
-    ) -> Float[Array, "B S C"]:
-        """Returns the tokens after this layer.
-
-        Args:
-            x: tokens.
-            positions: of the tokens.
-            references: the place of every token on all maps, see `DeformableAttention`.
-            sizes: (rows, columns) of each map.
-            padding: True for tokens that count as 0.
-        """
-        return self.mlp(self.norm(x + self.attn(x + positions, references, x, sizes, padding)))

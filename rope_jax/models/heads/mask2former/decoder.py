@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from rope_jax.models.heads.maps import resize_maps
+from rope_jax.models.heads.mask2former.options import Mask2FormerOptions
 from rope_jax.models.heads.queries import (
     EPSILON,
     Attention,
@@ -49,13 +50,13 @@ def attended(logits: Float[Array, "B h w Q"]) -> Bool[Array, "B Q L"]:
 class MaskedLayer(nnx.Module):
     """Masked attention to a map, attention of the queries to each other, and two dense layers."""
 
-    def __init__(self, width: int, hidden: int, heads: int, *, rngs: nnx.Rngs, dtypes: dict):
-        settings = {"rngs": rngs, "dtypes": dtypes}
-        self.cross = Attention(width, heads, **settings)
+    def __init__(self, options: Mask2FormerOptions, *, rngs: nnx.Rngs, dtypes: dict):
+        settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
+        self.cross = Attention(width, options.heads, **settings)
         self.cross_norm = layer_norm(width, EPSILON, **settings)
-        self.attn = Attention(width, heads, **settings)
+        self.attn = Attention(width, options.heads, **settings)
         self.norm = layer_norm(width, EPSILON, **settings)
-        self.mlp = FeedForward(width, hidden, **settings)
+        self.mlp = FeedForward(width, options.hidden, **settings)
 
     def __call__(
         self,
@@ -95,25 +96,18 @@ class MaskedDecoder(nnx.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        depth: int,
-        heads: int,
-        queries: int,
-        num_classes: int,
-        rngs: nnx.Rngs,
-        dtypes: dict,
+        self, options: Mask2FormerOptions, num_classes: int, *, rngs: nnx.Rngs, dtypes: dict
     ):
+        width = options.width
+
         def learned(count: int) -> nnx.Param:
             drawn = normal_init(1.0)(rngs.params(), (count, width), dtypes["param_dtype"])
             return nnx.Param(drawn, decay=False)
 
         settings = {"rngs": rngs, "dtypes": dtypes}
-        self.queries, self.positions = learned(queries), learned(queries)
+        self.queries, self.positions = learned(options.queries), learned(options.queries)
         self.levels = learned(_LEVELS)
-        self.layers = nnx.List(MaskedLayer(width, hidden, heads, **settings) for _ in range(depth))
+        self.layers = nnx.List(MaskedLayer(options, **settings) for _ in range(options.depth))
         self.norm = layer_norm(width, EPSILON, **settings)
         self.classify = torch_linear(width, num_classes + 1, **settings)
         self.embed = nnx.List(torch_linear(width, width, **settings) for _ in range(3))

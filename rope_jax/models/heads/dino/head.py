@@ -13,58 +13,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rope_jax.models.heads.box_losses import box_losses, matched
 from rope_jax.models.heads.boxes import iou, to_corners
-from rope_jax.models.heads.denoising import Slots, allowed, disturb, real_first, slots_of
 from rope_jax.models.heads.detection import Detections, Targets, best_detections, extents
-from rope_jax.models.heads.encoder import padding_of
-from rope_jax.models.heads.head import Head, Maps, register_head
-from rope_jax.models.heads.maps import group_norm
-from rope_jax.models.heads.transformer import (
+from rope_jax.models.heads.dino.denoising import Slots, allowed, disturb, real_first, slots_of
+from rope_jax.models.heads.dino.levels import padding_of
+from rope_jax.models.heads.dino.losses import box_losses, matched
+from rope_jax.models.heads.dino.options import DinoOptions
+from rope_jax.models.heads.dino.transformer import (
     Started,
     Transformer,
     check_tokens,
     inverse_sigmoid,
 )
+from rope_jax.models.heads.head import Head, Maps, register_head
+from rope_jax.models.heads.maps import group_norm
 from rope_jax.models.layers import conv
-from rope_jax.models.registry import Options, check_divisible
-from rope_jax.names.options import Count, CountOrZero
 from rope_jax.positions.grids import Grid
 from rope_jax.positions.initializers import glorot_init, normal_init
-
-
-@dataclasses.dataclass(frozen=True)
-class DinoOptions(Options):
-    """Options of DINO.
-
-    Attributes:
-        width: channels, also of the feature pyramid of a plain ViT.
-        levels: number of maps; those that the backbone lacks are made from its last one.
-        groups: of channels that are normalised together in projected maps.
-        heads: of every attention.
-        points: of deformable attention, on each map.
-        encoder_depth, decoder_depth: numbers of layers.
-        hidden: channels of feed-forward layers.
-        queries: that are decoded, at least as many as an image has boxes.
-        denoising: pairs of queries of denoising in training, of all groups; 0 for none. The number
-            of groups follows from the image with most boxes in the batch, or in each of the parts
-            that the setting `accumulate` divides it into; detrex chooses it on each GPU.
-        detections: number of detections in an image.
-    """
-
-    width: Count = 256
-    levels: Count = 4
-    groups: Count = 32
-    heads: Count = 8
-    points: Count = 4
-    encoder_depth: Count = 6
-    decoder_depth: Count = 6
-    hidden: Count = 2048
-    queries: Count = 900
-    denoising: CountOrZero = 100
-    detections: Count = 300
-
-    draws: ClassVar[tuple[str, ...]] = ("denoising",)
 
 
 class Projection(nnx.Module):
@@ -162,26 +127,12 @@ class Dino(Head):
         rngs: nnx.Rngs,
         dtypes: dict,
     ):
-        divisors = {
-            "heads": options.heads,
-            "groups": options.groups,
-            "sines of x, y": 4,
-        }
-        check_divisible("the head 'dino'", options.width, divisors)
         self.options, self.out_features = options, num_classes
-        settings, width = {"rngs": rngs, "dtypes": dtypes}, options.width
+        settings = {"rngs": rngs, "dtypes": dtypes}
         self.neck = ChannelNeck(channels, options, **settings)
-        self.transformer = Transformer(
-            width,
-            levels=options.levels,
-            queries=options.queries,
-            num_classes=num_classes,
-            encoder_depth=options.encoder_depth,
-            decoder_depth=options.decoder_depth,
-            layer={"heads": options.heads, "points": options.points, "hidden": options.hidden},
-            **settings,
-        )
-        labels = normal_init(1.0)(rngs.params(), (num_classes, width), dtypes["param_dtype"])
+        self.transformer = Transformer(options, num_classes, **settings)
+        shape = (num_classes, options.width)
+        labels = normal_init(1.0)(rngs.params(), shape, dtypes["param_dtype"])
         self.label_embed = nnx.Param(labels)
 
     def __call__(

@@ -1,5 +1,6 @@
 """Mask2Former's pixel decoder: features of pixels, and maps that queries attend to."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.heads.encoder import EncoderLayer
+from rope_jax.models.deformable import DeformableAttention
 from rope_jax.models.heads.maps import centres, flatten, group_norm, resize_maps, unflatten
-from rope_jax.models.heads.queries import sine_positions
+from rope_jax.models.heads.mask2former.options import Mask2FormerOptions
+from rope_jax.models.heads.queries import EncoderLayer, sine_positions
 from rope_jax.models.layers import Linear, conv
 from rope_jax.positions.initializers import glorot_init, normal_init, uniform_init
 
@@ -37,28 +39,25 @@ class PixelDecoder(nnx.Module):
 
     def __init__(
         self,
+        options: Mask2FormerOptions,
         channels: Sequence[int],
         *,
-        width: int,
-        hidden: int,
-        depth: int,
-        heads: int,
-        groups: int,
         rngs: nnx.Rngs,
         dtypes: dict,
     ):
         settings, coarse = {"rngs": rngs, "dtypes": dtypes}, channels[:0:-1]
+        width, groups = options.width, options.groups
         self.projections = nnx.List(
             Linear(inputs, width, kernel_init=glorot_init, rngs=rngs, **dtypes) for inputs in coarse
         )
         self.norms = nnx.List(group_norm(width, groups, **settings) for _ in coarse)
         shape = (len(coarse), width)
         self.levels = nnx.Param(normal_init(1.0)(rngs.params(), shape, dtypes["param_dtype"]))
+        points = {"levels": len(coarse), "heads": options.heads, "points": _POINTS}
+        attend = functools.partial(DeformableAttention, width, **points, **settings)
         self.layers = nnx.List(
-            EncoderLayer(
-                width, levels=len(coarse), heads=heads, points=_POINTS, hidden=hidden, **settings
-            )
-            for _ in range(depth)
+            EncoderLayer(attend(), width, options.pixel_hidden, **settings)
+            for _ in range(options.pixel_depth)
         )
         self.lateral = Linear(
             channels[0],

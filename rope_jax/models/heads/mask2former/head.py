@@ -11,45 +11,12 @@ from jaxtyping import Array, Float
 
 from rope_jax.models.heads.head import Maps, SegmentationHead, register_head
 from rope_jax.models.heads.maps import resize_maps
-from rope_jax.models.heads.mask_loss import set_loss
-from rope_jax.models.heads.masked_decoder import MaskedDecoder, masks_of
-from rope_jax.models.heads.pixel_decoder import PixelDecoder
+from rope_jax.models.heads.mask2former.decoder import MaskedDecoder, masks_of
+from rope_jax.models.heads.mask2former.loss import set_loss
+from rope_jax.models.heads.mask2former.options import Mask2FormerOptions
+from rope_jax.models.heads.mask2former.pixel_decoder import PixelDecoder
 from rope_jax.models.heads.pixels import pixel_accuracy
-from rope_jax.models.registry import Options, check_divisible
-from rope_jax.names.options import Count
 from rope_jax.positions.grids import Grid
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask2FormerOptions(Options):
-    """Options of Mask2Former.
-
-    Attributes:
-        width: channels of both decoders.
-        heads: of every attention.
-        groups: of channels that are normalised together in the pixel decoder.
-        pixel_depth, pixel_hidden: layers of the pixel decoder, and the hidden channels of each.
-        depth, hidden: of the decoder of queries.
-        queries: masks that are predicted, each with a class.
-        loss_points: points at which the loss compares masks.
-    """
-
-    width: Count = 256
-    heads: Count = 8
-    groups: Count = 32
-    pixel_depth: Count = 6
-    pixel_hidden: Count = 1024
-    depth: Count = 9
-    hidden: Count = 2048
-    queries: Count = 100
-    loss_points: Count = 12_544
-
-    draws: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        divisors = {"heads": self.heads, "groups": self.groups, "sines of x, y": 4}
-        check_divisible("the head 'mask2former'", self.width, divisors)
 
 
 @jax.tree_util.register_dataclass
@@ -111,21 +78,8 @@ class Mask2Former(SegmentationHead):
         dtypes: dict,
     ):
         self.options, self.out_features = options, num_classes
-        shared = {"width": options.width, "heads": options.heads, "rngs": rngs, "dtypes": dtypes}
-        self.pixel_decoder = PixelDecoder(
-            channels,
-            hidden=options.pixel_hidden,
-            depth=options.pixel_depth,
-            groups=options.groups,
-            **shared,
-        )
-        self.decoder = MaskedDecoder(
-            hidden=options.hidden,
-            depth=options.depth,
-            queries=options.queries,
-            num_classes=num_classes,
-            **shared,
-        )
+        self.pixel_decoder = PixelDecoder(options, channels, rngs=rngs, dtypes=dtypes)
+        self.decoder = MaskedDecoder(options, num_classes, rngs=rngs, dtypes=dtypes)
 
     def __call__(
         self, maps: Maps, *, train: bool = False, key: Array | None = None
