@@ -38,13 +38,7 @@ from rope_jax.analysis.rotation import (
     rotation_angles,
     score_decay,
 )
-from rope_jax.commands.arguments import (
-    Argument,
-    CommandParser,
-    add_command,
-    add_model_arguments,
-    command_parser,
-)
+from rope_jax.commands.arguments import Argument, CommandParser, add_model_arguments, command_parser
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
 from rope_jax.data.sources.folder import Files, image_files
@@ -273,7 +267,8 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     out = "folder to write to; default: the WORKDIR, or the current folder"
     for name, analysis in (OF_MODEL | OF_SCHEMES).items():
-        command = add_command(commands, name, analysis.__doc__)
+        about = analysis.__doc__
+        command = commands.add_parser(name, help=about, description=about)
         command.add_argument("--out", type=pathlib.Path, help=out)
         if name in OF_MODEL:
             add_model_arguments(command)
