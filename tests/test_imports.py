@@ -78,7 +78,7 @@ FLOORS = {
         f"{ARRAYS} flax optax safetensors huggingface_hub",
     ),
     "rope_jax.models.__main__": ("models arguments", "flax"),
-    "rope_jax.positions.__main__": ("models arguments", "flax"),  # counts parameters in a model
+    "rope_jax.positions.__main__": ("models.__main__", ""),  # counts parameters in a model
     "rope_jax.data": (
         "names npz cores",
         f"{ARRAYS} PIL absl grain scipy sklearn tensorflow_datasets",

@@ -16,7 +16,7 @@ from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
 from rope_jax.training import seeds
 from rope_jax.training.checkpoint import Checkpoints
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, export_state_dict
 from rope_jax.weights import create as models
 from rope_jax.weights.files import WeightsFile, open_weights
@@ -145,9 +145,7 @@ def start_from(model: nnx.Module, config: Config) -> None:
     """
     where = config.init_from
 
-    def tell(message: str) -> None:
-        warn(f"WARNING: {message}")
-
+    tell = lambda message: warn(f"WARNING: {message}")
     with blame("--config.init_from"), open_weights(_of_run(where)) as file:
         load_weights(model, file, new_head=True, other_model=tell)
     expected = model.preprocessing
