@@ -29,8 +29,7 @@ from rope_jax.names.notation import literal
 from rope_jax.names.text import format_table
 from rope_jax.system.cores import cores
 from rope_jax.system.sharding import put_batch, start_devices
-from rope_jax.training.model import create
-from rope_jax.training.setup import initial_state, prepare, training_batches
+from rope_jax.training.setup import create, initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 
 BATCHES = 16

@@ -30,8 +30,7 @@ from rope_jax.system.sharding import (
     use_mesh,
     with_shardings,
 )
-from rope_jax.training.model import create
-from rope_jax.training.setup import assemble, initial_state
+from rope_jax.training.setup import assemble, create, initial_state
 from rope_jax.training.step import make_step
 
 # Autotuning is off, so that the program is the same on every machine.

@@ -6,7 +6,7 @@ from flax import nnx
 
 from rope_jax.config import resolve
 from rope_jax.training.checkpoint import Checkpoints
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 
 OPTIONS = "depth=1,width=16,heads=2"
 

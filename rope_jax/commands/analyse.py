@@ -14,7 +14,6 @@ import pathlib
 from rope_jax.analysis.analyses import OF_MODEL, OF_SCHEMES, analyse_model, keep
 from rope_jax.commands.arguments import (
     CommandParser,
-    add_command,
     add_model_arguments,
     add_options,
     command_parser,
@@ -31,7 +30,8 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     out = "folder to write to; default: the WORKDIR, or the current folder"
     for name, analysis in (OF_MODEL | OF_SCHEMES).items():
-        command = add_command(commands, name, analysis.__doc__.partition("\n")[0])
+        about = analysis.__doc__.partition("\n")[0]
+        command = commands.add_parser(name, help=about, description=about)
         command.add_argument("--out", type=pathlib.Path, help=out)
         if name in OF_MODEL:
             add_model_arguments(command)

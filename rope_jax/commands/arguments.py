@@ -63,8 +63,29 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return f"{action.help or ''}{added}".replace("%", "%%").strip()
 
 
+class _LoadPlugin(argparse.Action):
+    """Imports the module that the argument names."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            plugins.load([values])
+        except ValueError as error:
+            parser.error(str(error))
+
+
 class CommandParser(argparse.ArgumentParser):
-    """A parser of which a wrong command gets one line, and status 2."""
+    """A parser with --plugins, and one line and status 2 for a wrong command."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=Help, **options)
+        self.add_argument(
+            "--plugins",
+            action=_LoadPlugin,
+            default=argparse.SUPPRESS,
+            metavar="MODULE",
+            help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
+        )
+        plugins.load_installed()
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with its name and the message, on the standard error."""
@@ -100,31 +121,7 @@ def command_parser(module: str, description: str | None) -> CommandParser:
         module: of the command.
         description: shown by `--help`, with its own line breaks.
     """
-    name = command_name(module)
-    return _with_plugins(CommandParser(prog=name, description=description, formatter_class=Help))
-
-
-class _LoadPlugin(argparse.Action):
-    """Imports the module that the argument names."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        try:
-            plugins.load([values])
-        except ValueError as error:
-            parser.error(str(error))
-
-
-def _with_plugins(parser: CommandParser) -> CommandParser:
-    """Adds --plugins."""
-    parser.add_argument(
-        "--plugins",
-        action=_LoadPlugin,
-        default=argparse.SUPPRESS,
-        metavar="MODULE",
-        help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
-    )
-    plugins.load_installed()
-    return parser
+    return CommandParser(prog=command_name(module), description=description)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,15 +157,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def command_name(module: str) -> str:
     """What the user typed to start the command: "python -m MODULE", or "rope_jax evaluate"."""
     return sys.argv[0] if sys.argv[0].startswith("rope_jax ") else f"python -m {module}"
-
-
-def add_command(
-    commands: argparse._SubParsersAction, name: str, text: str | None
-) -> argparse.ArgumentParser:
-    """Adds a sub-command with the same form of help to `ArgumentParser.add_subparsers()`."""
-    return _with_plugins(
-        commands.add_parser(name, help=text, description=text, formatter_class=Help)
-    )
 
 
 def add_image_set(parser: argparse.ArgumentParser) -> None:

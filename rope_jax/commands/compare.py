@@ -41,8 +41,7 @@ from rope_jax.names.text import image_pair
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.sharding import start_devices
-from rope_jax.training.model import create
-from rope_jax.training.setup import Split, load_split
+from rope_jax.training.setup import Split, create, load_split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,11 @@ def rows(names: list[str]) -> list[tuple[str, ...]]:
     return [(name, e.position, str(e.image_size), str(e.num_classes)) for name, e in entries]
 
 
-def parameters(name: str) -> str:
-    """The number of trainable parameters of a model, which is traced and not created."""
-    made = nnx.eval_shape(lambda: create_model(name))
+def parameters(name: str, *, position: str | None = None, part: str | None = None) -> str:
+    """The number of trainable parameters of a model or of a part of it; nothing is created."""
+    made = nnx.eval_shape(lambda: create_model(name, position=position))
     params = nnx.to_flat_state(nnx.state(made, nnx.Param))
-    return f"{sum(math.prod(param.shape) for _, param in params):,}"
+    return f"{sum(math.prod(x.shape) for path, x in params if part is None or part in path):,}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,16 +6,13 @@ Without a model, no parameters are counted.
 """
 
 import functools
-import math
 import textwrap
 
-from flax import nnx
-
 from rope_jax.commands.arguments import command_parser
+from rope_jax.commands.models import parameters
 from rope_jax.models.registry import find_model
 from rope_jax.names.text import markdown_table
 from rope_jax.positions.scheme import ACTS, RESOLUTION, SCHEMES
-from rope_jax.weights.create import create_model
 
 HEADER = ("scheme", "formula", "acts", "on another map", "source")
 
@@ -35,14 +32,12 @@ def markdown() -> str:
     return markdown_table(HEADER, [(f"`{name}`", *rest) for name, *rest in rows()])
 
 
-def parameters(model: str, position: str) -> str:
+def parameters_of_scheme(model: str, position: str) -> str:
     """Counts a scheme's trainable parameters in a model; "refused" if it is not defined there."""
     try:
-        made = nnx.eval_shape(lambda: create_model(model, position=position))
+        return parameters(model, position=position, part="position")
     except ValueError:
         return "refused"
-    params = nnx.to_flat_state(nnx.state(made, nnx.Param))
-    return f"{sum(math.prod(param.shape) for path, param in params if 'position' in path):,}"
 
 
 def listing(model: str | None = None) -> str:
@@ -56,7 +51,7 @@ def listing(model: str | None = None) -> str:
     """
     lines = []
     for name, equation, acts, resolution, paper in rows():
-        counted = "" if model is None else f" ({parameters(model, name)} parameters)"
+        counted = "" if model is None else f" ({parameters_of_scheme(model, name)} parameters)"
         indented = functools.partial(textwrap.wrap, width=100, subsequent_indent=" " * 6)
         lines += indented(f"{name}{counted}: {acts}; on another map: {resolution}")
         lines += indented(equation, initial_indent=" " * 4)

@@ -31,7 +31,7 @@ from rope_jax.data.workers import DeadWorker
 from rope_jax.names.text import other_command
 from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 from rope_jax.training.signals import Interrupted
 
 _BAD_IMAGES = (

@@ -13,7 +13,7 @@ from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.names.text import image_pair
 from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.files import file_sha256
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, load_pretrained
 from rope_jax.weights.create import create_model
 

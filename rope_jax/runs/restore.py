@@ -16,7 +16,7 @@ from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
 from rope_jax.training import seeds
 from rope_jax.training.checkpoint import Checkpoints
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, export_state_dict
 from rope_jax.weights import create as models
 from rope_jax.weights.files import WeightsFile, open_weights
@@ -107,7 +107,8 @@ def read_checkpoint(
         own = seeds.single(config, seed)
         model = create(own)
         kinds = {"ema" if averaged else "params": nnx.Param, "stats": nnx.BatchStat}
-        states = {name: state for name, kind in kinds.items() if (state := _state(model, kind))}
+        all_states = {name: nnx.state(model, kind) for name, kind in kinds.items()}
+        states = {name: nnx.to_pure_dict(state) for name, state in all_states.items() if state}
         shapes = jax.eval_shape(lambda: seeds.stack([states] * config.seeds))
         loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
         for state in seeds.take(loaded, config, own.seed - config.seed).values():
@@ -144,9 +145,7 @@ def start_from(model: nnx.Module, config: Config) -> None:
     """
     where = config.init_from
 
-    def tell(message: str) -> None:
-        warn(f"WARNING: {message}")
-
+    tell = lambda message: warn(f"WARNING: {message}")
     with blame("--config.init_from"), open_weights(_of_run(where)) as file:
         load_weights(model, file, new_head=True, other_model=tell)
     expected = model.preprocessing
@@ -184,8 +183,3 @@ def _of_run(where: str | os.PathLike) -> str | os.PathLike | WeightsFile:
     shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
     metadata = Metadata.from_json(Metadata.of(model, {}).to_json(), os.fspath(where))
     return WeightsFile(shapes, weights.__getitem__, OWN, metadata, os.fspath(where))
-
-
-def _state(model: nnx.Module, kinds: Any) -> dict:
-    """The variables of some kinds as a pure dict of arrays."""
-    return nnx.to_pure_dict(nnx.state(model, kinds))

@@ -93,10 +93,12 @@ def _prepare(
     with told_to_all():
         setup, model = prepare(run.with_plugins(config))
     if jax.process_count() > 1:
-        flags = {"mode": run.mode, "strict_restore": strict_restore}
-        flags |= {"resume_override": resume_override}
-        facts = {f"--{name}": str(value) for name, value in flags.items()}
-        agree(facts | about(setup, model), run.workdir)
+        flags = {
+            "--mode": run.mode,
+            "--strict_restore": str(strict_restore),
+            "--resume_override": str(resume_override),
+        }
+        agree(flags | about(setup, model), run.workdir)
     return setup, model
 
 

@@ -57,13 +57,16 @@ def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
     value = lambda name: repr(functools.reduce(getattr, name.split("."), setup.config))
     shapes = jax.eval_shape(lambda: initial_state(setup, model))
     leaves = "\n".join(f"{name} {x.dtype} {x.shape}" for name, x in named_leaves(shapes))
-    found = {f"--config.{name}": value(name) for name in settings()}
-    found |= {f"the images of the {name} split": x for name, x in setup.fingerprint.items()}
-    found |= {"python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in _PACKAGES}
-    found |= {name: str(getattr(jax.config, name)) for name in _OPTIONS}
-    found |= {"the sources of rope_jax": _sources(), "the state": _digest(leaves.encode())}
-    return found | {"the kind of device": jax.local_devices()[0].device_kind}
+    return {
+        **{f"--config.{name}": value(name) for name in settings()},
+        **{f"the images of the {name} split": x for name, x in setup.fingerprint.items()},
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        **{name: str(getattr(jax.config, name)) for name in _OPTIONS},
+        "the sources of rope_jax": _sources(),
+        "the state": _digest(leaves.encode()),
+        "the kind of device": jax.local_devices()[0].device_kind,
+    }
 
 
 def require_equal(mine: dict[str, str]) -> None:

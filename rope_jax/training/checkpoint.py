@@ -10,6 +10,7 @@ survives any crash. A step is valid only if its files match its manifest; a dama
 import concurrent.futures
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -33,6 +34,8 @@ _STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
 # Leftovers of a crash: the only names that are ever deleted.
 _UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
 _READ_WITHIN = 300  # seconds that processes wait for the slowest, as in orbax
+# A save that fails is reported in one line; orbax's threads would log a trace each.
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run()" not in str(record.msg))
 
 
 class NonFinite(ArithmeticError):

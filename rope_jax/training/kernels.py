@@ -113,10 +113,8 @@ def _measured(setup: Setup, state: State) -> Choices:
 def calls_of_step(setup: Setup, state: State) -> list[Call]:
     """The calls of kernels in a training step, as each device makes them."""
     batches, resident = training_batches(setup, int(state["step"]))
-    try:
+    with contextlib.closing(batches):
         batch = put_batch(next(batches), setup.mesh) | resident
-    finally:
-        batches.close()
     with record() as calls:
         jax.eval_shape(make_step(setup), state, batch)
     return calls

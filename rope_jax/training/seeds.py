@@ -105,11 +105,6 @@ class InterleavedBatches(Iterator[dict[str, np.ndarray]]):
         """Nothing to close; iterators of batches have this method."""
 
 
-def interleave(streams: Sequence[Iterator]) -> Iterator[dict[str, np.ndarray]]:
-    """The batches of all seeds; a single stream is returned unchanged."""
-    return streams[0] if len(streams) == 1 else InterleavedBatches(streams)
-
-
 def summary(metrics: dict[str, np.ndarray], config: Config) -> dict[str, float]:
     """The metrics of a step as numbers for `metrics.jsonl`.
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rope_jax import data
-from rope_jax.config import Config, ConfigError, blame
+from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
@@ -36,7 +36,7 @@ from rope_jax.system.sharding import (
 )
 from rope_jax.tasks import task_for, task_of
 from rope_jax.training import optim, seeds
-from rope_jax.training.model import create_seeds
+from rope_jax.weights.create import create_model
 
 # step i32[], params, opt; ema if the config has ema_decay, stats if the model has batch norms.
 State = dict[str, Any]
@@ -119,6 +119,37 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     model = create_seeds(config)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
+
+
+def create(config: Config) -> nnx.Module:
+    """The model of a config, with fresh weights.
+
+    Raises:
+        ConfigError: name, position, options and image size are not compatible.
+    """
+    size, m = config.data.image_size, config.model
+    settings = {
+        "position": m.position,
+        "num_classes": m.num_classes,
+        "image_size": None if size is None else image_pair(size),
+        "seed": config.seed,
+        "dtype": jnp.dtype(config.dtype),
+        **model_overrides(m.options),
+    }
+    with blame("--config.model or --config.data.image_size"):
+        return create_model(m.name, head=m.head, **settings)
+
+
+def create_seeds(config: Config) -> nnx.Module:
+    """The model of a config; for several seeds, one module with stacked variables.
+
+    A stacked module can be split into graph and state, but not called.
+    """
+    if config.seeds == 1:
+        return create(config)
+    models = [create(seeds.single(config, seed)) for seed in seeds.seeds_of(config)]
+    graph, _ = nnx.split(models[0])
+    return nnx.merge(graph, seeds.stack([nnx.state(model) for model in models]))
 
 
 def check_batch_size(config: Config, mesh: AnyMesh) -> None:
@@ -319,7 +350,8 @@ def training_batches(
     if config.data.on_device:
         streams = [DeviceBatches(images, seed=seed, **options) for seed in seeds.seeds_of(config)]
         resident = jax.device_put((images.images, images.labels), replicated(setup.mesh))
-        return seeds.interleave(streams), {"set": resident}
+        stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
+        return stream, {"set": resident}
     stream = data.batches(
         images,
         seed=config.seed,

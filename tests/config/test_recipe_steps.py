@@ -12,8 +12,7 @@ from rope_jax import data
 from rope_jax.evaluate import resolutions
 from rope_jax.names.text import image_pair
 from rope_jax.system.sharding import make_mesh, put_batch
-from rope_jax.training.model import create
-from rope_jax.training.setup import assemble, initial_state, prepare, training_batches
+from rope_jax.training.setup import assemble, create, initial_state, prepare, training_batches
 from rope_jax.training.step import make_step
 from tests.config.test_recipes import DENSE, RECIPES, resolved
 from tests.images.coco_set import write_coco

@@ -66,11 +66,17 @@ def complete(workdir: pathlib.Path, log: pathlib.Path) -> float:
     return time.monotonic() - begun
 
 
-def restored(workdir: pathlib.Path, config: pathlib.Path, **options: Any) -> dict[str, Any]:
+def restored(
+    workdir: pathlib.Path,
+    config: pathlib.Path,
+    *,
+    mode: Literal["train", "evaluate"] = "evaluate",
+    strict: bool = False,
+) -> dict[str, Any]:
     """The newest state in a workdir that verifies, of a run with this config.json."""
     setup, model = prepare(resolve_stored(json.loads(config.read_text())))
-    with Workdir.open(workdir, "evaluate") as opened:
-        return opened.resume(setup, model, **options)
+    with Workdir.open(workdir, mode) as opened:
+        return opened.resume(setup, model, strict=strict)
 
 
 def outcome(workdir: pathlib.Path) -> dict[str, Any]:
@@ -173,7 +179,7 @@ def corruptions(
                 continue
             silent = io.StringIO()
             with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-                state = restored(copy, config, rename=True)
+                state = restored(copy, config, mode="train")
             what = f"{kind} of {name}"
             expect(int(state["step"]) == int(older), f"{what} was not detected")
             expect(tree_hash(state) == expected, f"after {what} another state was restored")

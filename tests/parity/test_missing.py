@@ -12,7 +12,7 @@ import rope_jax
 from rope_jax.config import resolve
 from rope_jax.models.layers import STORED
 from rope_jax.training.checkpoint import Checkpoints
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 from rope_jax.weights import export_state_dict, load_pretrained
 from rope_jax.weights.files import WeightsFile
 from rope_jax.weights.load import load_weights

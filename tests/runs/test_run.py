@@ -18,7 +18,6 @@ import pytest
 
 import rope_jax.runs.run
 import rope_jax.training.folder
-import rope_jax.training.model
 from rope_jax import data
 from rope_jax.config import ConfigError
 from rope_jax.data.images.device import normalise
@@ -451,7 +450,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_if_it_is_the_last(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(rope_jax.training.model, "create"), (loop, "make_step")]
+    ("owner", "name"), [(rope_jax.training.setup, "create"), (loop, "make_step")]
 )
 def test_before_the_first_step_a_signal_ends_the_run_at_once(tmp_path, monkeypatch, owner, name):
     (tmp_path / "checkpoints" / "8.writing").mkdir(parents=True)  # half a checkpoint is none

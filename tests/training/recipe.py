@@ -15,9 +15,8 @@ from rope_jax import data
 from rope_jax.runs import restore
 from rope_jax.training.folder import Run
 from rope_jax.training.metrics import read_metrics
-from rope_jax.training.model import create
 from rope_jax.training.report import Reporter
-from rope_jax.training.setup import prepare
+from rope_jax.training.setup import create, prepare
 from rope_jax.training.signals import Interrupted
 
 TINY = "depth=1,width=16,heads=1"
