@@ -14,7 +14,6 @@ import numpy as np
 from benchmarks._timing import (
     Case,
     Maker,
-    Start,
     Timer,
     compile_loop,
     copies_beyond_cache,
@@ -126,7 +125,14 @@ def sizes(
         of_features = math.prod(problem.shape) * jnp.dtype(PRECISIONS[precision][0]).itemsize
         copies = 1 if hot else copies_beyond_cache(of_features)
         makers: dict[str, Maker] = {
-            form: functools.partial(_loop, problem, form, copies) for form in ("xla", "triton")
+            form: functools.partial(
+                compile_loop,
+                step_of(problem, form),
+                functools.partial(operands, problem, form, copies),
+                problem.moved_bytes,
+                in_place=True,
+            )
+            for form in ("xla", "triton")
         }
         if hot:
             makers["eager"] = lambda problem=problem: functools.partial(eager, problem)
@@ -140,8 +146,3 @@ def sizes(
         batch, heads, side, channels = size
         name = f"{batch} x {heads} x {side}x{side} x {channels}"
         yield Case(group, name, makers, problem.moved_bytes)
-
-
-def _loop(problem: Problem, form: str, copies: int) -> Start:
-    arguments = functools.partial(operands, problem, form, copies)
-    return compile_loop(step_of(problem, form), arguments, problem.moved_bytes, in_place=True)

@@ -24,7 +24,7 @@ def forward(
 
     The rotation is (coords [L, A], freqs [N or 1, A, R]) or ().
     """
-    return in_sets(functools.partial(launch, task), 1, arrays, tuple(x[None] for x in rotation))
+    return in_sets(functools.partial(launch, task), arrays, tuple(x[None] for x in rotation))
 
 
 def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[tuple, tuple]:
@@ -45,7 +45,7 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
         both, missing = jnp.concatenate(tables, axis=2), -task.tokens % ROWS
         table = (jnp.pad(both, ((0, 0), (0, missing), (0, 0)))[None],)
     run = functools.partial(launch_backward, task, bool(coords))
-    found = in_sets(run, 1, arrays, table, apart=bool(coords))
+    found = in_sets(run, arrays, table, apart=bool(coords))
     if not coords:
         return found, ()
     *gradients, sums = found
@@ -56,7 +56,6 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
 
 def in_sets(
     launch: Callable[[tuple, tuple], tuple],
-    sets: int,
     arrays: tuple,
     rotation: tuple,
     *,
@@ -77,11 +76,10 @@ def in_sets(
         size: int, is_batched: Any, arrays: tuple, rotation: tuple
     ) -> tuple[tuple, tuple]:
         of_arrays, of_rotation = is_batched
-        if any(of_rotation) or sets > 1 or apart:
+        if any(of_rotation) or any(x.shape[0] > 1 for x in rotation) or apart:
             rotation = merge_mapped(size, rotation, of_rotation)
-        total = len(rotation) and rotation[0].shape[0]
         arrays = merge_mapped(size, arrays, of_arrays)
-        out = in_sets(launch, total, arrays, rotation, apart=apart)
+        out = in_sets(launch, arrays, rotation, apart=apart)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
     return run(arrays, rotation)
