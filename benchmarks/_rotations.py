@@ -72,15 +72,11 @@ def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
 
 
-def rotate_back_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Gradient of `rotate_by_tables` in the same form; autodiff would add two padded halves."""
-    return rotate_by_tables(x, cos, -sin)
-
-
 def step_of(problem: Problem, form: str) -> Callable:
     """Returns a function of (features, *angles): the rotation, or its gradient."""
-    if form == "xla":
-        return rotate_by_tables if problem.direction == "forward" else rotate_back_by_tables
+    if form == "xla":  # backward in the same form: autodiff would add two padded halves
+        back = lambda x, cos, sin: rotate_by_tables(x, cos, -sin)
+        return rotate_by_tables if problem.direction == "forward" else back
     kernel = "xla" if form == "eager" else form
     forward = functools.partial(rotate_by_angles, layout="BNLD", implementation=kernel)
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.attention import mosaic_backward
-from rope_jax_kernels.attention.mosaic_kernel import ROWS, forward_kernel, plan
+from rope_jax_kernels.attention.mosaic_kernel import ROWS, Program, plan
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import vary_alike
 from rope_jax_kernels.mosaic import merge_mapped
@@ -114,13 +114,13 @@ def launch(
         plgpu.Barrier(num_arrivals=groups * cut.pieces, num_barriers=slots),
         plgpu.Barrier(num_arrivals=groups),
     ]
-    kernel = functools.partial(forward_kernel, task=task, plan=cut, rotated=bool(rotation))
+    program = functools.partial(Program, task=task, plan=cut, rotated=bool(rotation))
     outputs = [
         jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), q.dtype),
         jax.ShapeDtypeStruct((batch, task.heads, cut.tiles * groups * ROWS), jnp.float32),
     ]
     grid = task.heads * cut.tiles * pl.cdiv(batch, cut.items)
-    run = program_grid(kernel, "attention_mosaic", outputs, scratch, grid)
+    run = program_grid(program, "attention_mosaic", outputs, scratch, grid)
     return vary_alike(arrays, tuple(run(*arrays, *rotation)))[1]
 
 
@@ -152,28 +152,28 @@ def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tu
         plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=blocks),
         plgpu.Barrier(num_arrivals=cut.groups),
     ]
-    kernel = functools.partial(
-        mosaic_backward.backward_kernel,
+    program = functools.partial(
+        mosaic_backward.Program,
         task=task,
         plan=cut,
         rotated=bool(table),
         summed=wanted,
     )
     grid = task.heads * sets * cut.chunks
-    run = program_grid(kernel, "attention_mosaic_backward", outputs, scratch, grid)
+    run = program_grid(program, "attention_mosaic_backward", outputs, scratch, grid)
     return vary_alike(arrays, tuple(run(*arrays, *table)))[1]
 
 
 def program_grid(
-    kernel: functools.partial, name: str, outputs: list, scratch: list, programs: int
+    program: functools.partial, name: str, outputs: list, scratch: list, programs: int
 ) -> Callable[..., list]:
-    """A kernel of a task and a plan on a grid of programs.
+    """A kernel on a grid of programs, each of whose warpgroups is a `Program`.
 
     Its results do not vary over manual mesh axes, whatever the types of its outputs say.
     """
-    task, groups = kernel.keywords["task"], kernel.keywords["plan"].groups
+    task, groups = program.keywords["task"], program.keywords["plan"].groups
     return plgpu.kernel(
-        kernel,
+        lambda *refs: program(refs).run(),
         out_type=outputs,
         scratch_types=scratch,
         grid=(programs,),
