@@ -1,75 +1,26 @@
 """GPUs that need not be there: their data sheets, as XLA's target descriptions."""
 
-import functools
 import os
 import pathlib
-import re
 
 import jax
 from jax.experimental import topologies
 
-H200, A100, L4, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Tesla T4"
-_TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
-# How others differ from the H200 of tests/data: NVIDIA's data sheets, and "Technical specifications
-# per compute capability" in the CUDA programming guide.
-_OTHERS = {
-    A100: {
-        "major": 8,
-        "core_count": 108,
-        "fpus_per_core": 64,
-        "shared_memory_per_core": 167936,
-        "shared_memory_per_block_optin": 166912,
-        "l2_cache_size": 41943040,
-        "memory_bandwidth": 2039000000000,
-        "device_memory_size": 85899345920,
-        "clock_rate_ghz": 1.41,
-    },
-    L4: {
-        "major": 8,
-        "minor": 9,
-        "core_count": 58,
-        "threads_per_core_limit": 1536,
-        "shared_memory_per_core": 102400,
-        "shared_memory_per_block_optin": 101376,
-        "l2_cache_size": 50331648,
-        "memory_bandwidth": 300000000000,
-        "device_memory_size": 24000000000,
-        "clock_rate_ghz": 2.04,
-    },
-    T4: {
-        "major": 7,
-        "minor": 5,
-        "core_count": 40,
-        "fpus_per_core": 64,
-        "threads_per_core_limit": 1024,
-        "shared_memory_per_core": 65536,
-        "shared_memory_per_block_optin": 65536,
-        "l2_cache_size": 4194304,
-        "memory_bandwidth": 320000000000,
-        "device_memory_size": 16000000000,
-        "clock_rate_ghz": 1.59,
-    },
-}
+H200 = "NVIDIA H200"
+TARGET = pathlib.Path(__file__).parents[1] / "tests" / "data" / "h200.txtpb"
 
 
-@functools.cache
-def target(kind: str) -> str:
-    """XLA's description of a GPU, in the text format of its GpuTargetConfig."""
-    text = _TARGET.read_text()
-    for name, value in _OTHERS.get(kind, {}).items():
-        # The capability's major and minor precede cuDNN's.
-        text, found = re.subn(rf"\b{name}: [\d.]+", f"{name}: {value}", text, count=1)
-        assert found, name
-    return text.replace(H200, kind)
-
-
-def absent_gpus(hosts: int = 1, gpus_per_host: int = 1, kind: str = H200) -> list[jax.Device]:
+def absent_gpus(
+    hosts: int = 1, gpus_per_host: int = 1, *, kind: str = H200, target: str | None = None
+) -> list[jax.Device]:
     """Devices to compile for; needs jax's CUDA plugin, but no GPU.
 
     Args:
         hosts: number of hosts.
         gpus_per_host: number of GPUs of each host.
-        kind: of the GPUs: H200, A100, L4 or T4 of this module.
+        kind: of the GPUs.
+        target: XLA's description of this kind, in the text format of its GpuTargetConfig; None for
+            that of an H200.
 
     Raises:
         RuntimeError: if JAX_SKIP_CUDA_CONSTRAINTS_CHECK is not set to 1.
@@ -83,5 +34,5 @@ def absent_gpus(hosts: int = 1, gpus_per_host: int = 1, kind: str = H200) -> lis
         platform="cuda",
         topology_name=kind.replace(" ", "_"),
         topology=f"1x{hosts}x{gpus_per_host}",
-        target_config=target(kind),
+        target_config=target or TARGET.read_text(),
     ).devices

@@ -14,7 +14,6 @@ import numpy as np
 from benchmarks._timing import (
     Case,
     Maker,
-    Start,
     Timer,
     compile_loop,
     copies_beyond_cache,
@@ -73,15 +72,11 @@ def rotate_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
 
 
-def rotate_back_by_tables(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Gradient of `rotate_by_tables` in the same form; autodiff would add two padded halves."""
-    return rotate_by_tables(x, cos, -sin)
-
-
 def step_of(problem: Problem, form: str) -> Callable:
     """Returns a function of (features, *angles): the rotation, or its gradient."""
-    if form == "xla":
-        return rotate_by_tables if problem.direction == "forward" else rotate_back_by_tables
+    if form == "xla":  # backward in the same form: autodiff would add two padded halves
+        back = lambda x, cos, sin: rotate_by_tables(x, cos, -sin)
+        return rotate_by_tables if problem.direction == "forward" else back
     kernel = "xla" if form == "eager" else form
     forward = functools.partial(rotate_by_angles, layout="BNLD", implementation=kernel)
 
@@ -126,7 +121,14 @@ def sizes(
         of_features = math.prod(problem.shape) * jnp.dtype(PRECISIONS[precision][0]).itemsize
         copies = 1 if hot else copies_beyond_cache(of_features)
         makers: dict[str, Maker] = {
-            form: functools.partial(_loop, problem, form, copies) for form in ("xla", "triton")
+            form: functools.partial(
+                compile_loop,
+                step_of(problem, form),
+                functools.partial(operands, problem, form, copies),
+                problem.moved_bytes,
+                in_place=True,
+            )
+            for form in ("xla", "triton")
         }
         if hot:
             makers["eager"] = lambda problem=problem: functools.partial(eager, problem)
@@ -140,8 +142,3 @@ def sizes(
         batch, heads, side, channels = size
         name = f"{batch} x {heads} x {side}x{side} x {channels}"
         yield Case(group, name, makers, problem.moved_bytes)
-
-
-def _loop(problem: Problem, form: str, copies: int) -> Start:
-    arguments = functools.partial(operands, problem, form, copies)
-    return compile_loop(step_of(problem, form), arguments, problem.moved_bytes, in_place=True)

@@ -1,7 +1,6 @@
 """Timing on a GPU: cases and their forms, compiled loops, turns, and the limits of the machine."""
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import statistics
@@ -146,14 +145,6 @@ def torch_on_gpu() -> bool:
     return importlib.import_module("torch").cuda.is_available()
 
 
-def _scaled(x: jax.Array) -> jax.Array:
-    return x * 1.0000001  # prevents XLA from removing or merging steps
-
-
-def _ones(*shape: int) -> tuple:
-    return ((jnp.ones(shape),),)
-
-
 def machine_limits(turns: int) -> dict[str, float]:
     """Measures the limits of this machine, in this process.
 
@@ -162,9 +153,11 @@ def machine_limits(turns: int) -> dict[str, float]:
         written.
     """
     size = 2**30 if device.is_gpu() else 2**26
+    scaled = lambda x: x * 1.0000001  # prevents XLA from removing or merging steps
+    ones = lambda *shape: ((jnp.ones(shape),),)
     starts = {
-        "copy": compile_loop(_scaled, functools.partial(_ones, size // 4), 2 * size, in_place=True),
-        "launch_us": compile_loop(_scaled, _ones, 8, in_place=True),
+        "copy": compile_loop(scaled, lambda: ones(size // 4), 2 * size, in_place=True),
+        "launch_us": compile_loop(scaled, ones, 8, in_place=True),
     }
     figures = take_turns({name: start()[1] for name, start in starts.items()}, turns)
     return {"copy_gb_per_s": 2 * size / figures.pop("copy") / 1e3} | figures

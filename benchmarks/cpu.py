@@ -10,6 +10,7 @@ after `--` are settings of the recipe. Both take steps in turns, so that other l
 affects both, and the ratio is of times within a turn. Batches are drawn before the time is taken.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -152,14 +153,17 @@ def run(
         turns: of each
         seconds: of each turn
     """
-    config, processes = config_of(recipe, flags), []
-    try:
+    config = config_of(recipe, flags)
+    with contextlib.ExitStack() as stack:
         takers = {OURS: ours(config)}
         if torch is not None:
             script = str(pathlib.Path(__file__).with_name("_torch_vit.py"))
             command, pipes = [torch, script, json.dumps(asked_of_peer(config))], subprocess.PIPE
-            processes = [subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)]
-            takers[PEER] = peer(*processes)
+            other = stack.enter_context(
+                subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)
+            )
+            stack.callback(other.kill)
+            takers[PEER] = peer(other)
         if len(parameters := {count for count, _ in takers.values()}) > 1:
             raise SystemExit(f"the models differ: they have {parameters} parameters")
         takes = {name: take for name, (_, take) in takers.items()}
@@ -167,10 +171,6 @@ def run(
         times: dict[str, list[float]] = {name: [] for name in takes}
         for _, (name, take) in itertools.product(range(turns), takes.items()):
             times[name].append(take(steps[name]) / steps[name] / config.batch_size)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()  # closes its pipes
     asked = {"recipe": recipe, "changed": " ".join(flags), "turns": turns}
     note = ", ".join([f"`{recipe}`", *flags, f"{cores()} cores."])
     rows = rows_of(times)

@@ -18,7 +18,7 @@ import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,22 +38,21 @@ DRAWS = np.random.default_rng(0).integers(0, 2**64, 100_000, dtype=np.uint64).to
 COLUMNS = ("loader", "images/s per core", "relative to Pillow's decoding")
 
 
-def by_pillow(files: Sequence[bytes]) -> None:
-    """Decodes with Pillow."""
-    for data in files:
-        np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+def pillow(data: bytes) -> Image.Image:
+    """Decodes an image with Pillow."""
+    return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def by_decode_image(files: Sequence[bytes]) -> None:
-    """Decodes with rope_jax.decode_image."""
+def by(decode: Callable[[bytes], Any], files: Sequence[bytes]) -> None:
+    """Decodes images into arrays."""
     for data in files:
-        decode_image(data)
+        np.asarray(decode(data))
 
 
 def by_hand(files: Sequence[bytes]) -> None:
     """Decodes, crops and resizes with Pillow."""
     for data, draw in zip(files, DRAWS, strict=False):
-        image = Image.open(io.BytesIO(data)).convert("RGB")
+        image = pillow(data)
         box = resized_crop(*image.size, SIZE, draw)
         np.asarray(image.resize(SIZE, box.interpolation, box=box.edges))
 
@@ -109,8 +108,8 @@ def run(
         if tfds:
             sets["tfds"] = ("tfds", tfds)
         ways: dict[str, Any] = {
-            PILLOW: by_pillow,
-            "decode_image": by_decode_image,
+            PILLOW: functools.partial(by, pillow),
+            "decode_image": functools.partial(by, decode_image),
             "by hand": by_hand,
             **{f"{name}: {CROP}": functools.partial(epoch, *of, CROP) for name, of in sets.items()},
             "folder: centre": functools.partial(epoch, *sets["folder"], "none"),

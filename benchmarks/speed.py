@@ -185,12 +185,6 @@ def table_of(table: str | None, measured: Sequence[Mapping[str, Any]]) -> dict[s
     return {"columns": columns, "rows": rows}
 
 
-def versions() -> dict[str, str]:
-    """Versions of the other libraries that are installed."""
-    installed = filter(importlib.util.find_spec, PEERS)
-    return {name: importlib.metadata.version(name) for name in installed}
-
-
 def run(
     keep: Keep,
     *,
@@ -220,7 +214,9 @@ def run(
         if (case.group, case.name) not in known and only in f"{case.group}, {case.name}"
     ]
     limits = machine_limits(turns)
-    about = {"settings": settings, "limits": limits, "versions": versions()}
+    installed = filter(importlib.util.find_spec, PEERS)
+    versions = {name: importlib.metadata.version(name) for name in installed}
+    about = {"settings": settings, "limits": limits, "versions": versions}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for group in itertools.batched(todo, TOGETHER):
             compiling = [

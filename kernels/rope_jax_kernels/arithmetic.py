@@ -21,12 +21,9 @@ def power_of_two(n: int, at_least: int = 1) -> int:
     return max(at_least, 1 << (n - 1).bit_length())
 
 
-def _round(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    return jnp.floor(x + np.float32(0.5))
-
-
 def cos_sin(
-    theta: Float[Array, "*n"], nearest: Callable[[Array], Array] = _round
+    theta: Float[Array, "*n"],
+    nearest: Callable[[Array], Array] = lambda x: jnp.floor(x + np.float32(0.5)),
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
     """Cosine and sine of float32 radians, within 2e-7 of the exact values up to 10^4 radians.
 

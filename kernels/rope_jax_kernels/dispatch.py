@@ -7,10 +7,10 @@ and falls back to "xla"; where its arrays turn out to be elsewhere than on a GPU
 "xla" too.
 
 An implementation is a module with a function for each of its operations, called with the
-operation's arguments by name, and (except "xla") `refusal`, which takes the same arguments and
-returns a sentence or None. Where tiles of a kernel were measured, the function is also called with
-`tile`. Modules are imported when a call first needs them, so programs on a CPU
-import no Pallas.
+operation's arguments by name, and (except "xla") `refusal`, which takes the arrays of data by name,
+the other arguments as keywords, and returns a sentence or None. Where tiles of a kernel were
+measured, the function of an operation is also called with `tile`. Modules are imported when a call
+first needs them, so programs on a CPU import no Pallas.
 """
 
 import functools
@@ -47,6 +47,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "attention_qkv": _ATTENTION,
 }
 
+DATA = ("q", "k", "v", "qkv", "x")  # arguments whose first axis is the batch
 FROM_AMPERE, HOPPER = range(80, 1000), range(90, 100)  # compute capabilities, times 10
 
 # Operation -> kernels that `implementation=None` tries, best first -> compute capabilities on which
@@ -187,7 +188,13 @@ def refusal(op: str, implementation: str, arguments: dict[str, Any]) -> str | No
         module = module_of(op, implementation)
     except ImportError as error:
         return f"jax {jax.__version__} does not have what it needs ({error})"
-    return module.refusal(**arguments)
+    data = data_of(arguments)
+    return module.refusal(data, **{x: y for x, y in arguments.items() if x not in data})
+
+
+def data_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arrays that an operation rotates or attends to, among its arguments by name."""
+    return {name: arguments[name] for name in DATA if name in arguments}
 
 
 def refusal_here(op: str, implementation: str, arguments: dict[str, Any]) -> str | None:

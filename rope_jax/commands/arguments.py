@@ -188,8 +188,8 @@ def add_options(parser: argparse.ArgumentParser, function: Callable, dash: str =
     for name, annotation in options_of(function).items():
         default = parameters[name].default
         given = {"required": True} if default is inspect.Parameter.empty else {"default": default}
-        given |= {"help": sentences.get(name), **reads(annotation)}
-        parser.add_argument(f"--{name.replace('_', dash)}", **given)
+        flag, sentence = f"--{name.replace('_', dash)}", sentences.get(name)
+        parser.add_argument(flag, help=sentence, **given, **reads(annotation))
 
 
 def reads(annotation: Any) -> dict[str, Any]:

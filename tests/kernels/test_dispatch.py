@@ -77,7 +77,8 @@ def fakes(monkeypatch):
     names = {"xla": None, "first": "it is the first", "second": None}
     for name, reason in names.items():
         module = types.ModuleType(f"rope_jax_kernels.{name}")
-        module.refusal = lambda name=name, reason=reason, **_: (asked.append(name), reason)[1]
+        refuse = lambda name, reason, *_, **__: (asked.append(name), reason)[1]
+        module.refusal = functools.partial(refuse, name, reason)
         module.attention = lambda name=name, **arguments: (used.append(name), arguments["q"])[1]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention", {name: name for name in names})

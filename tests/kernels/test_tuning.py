@@ -62,7 +62,7 @@ def fakes(monkeypatch, interpreted):
                 out += computed_by(lambda: time.sleep(seconds), arguments["q"])
                 return out if change is None else change(out)
 
-            module.attention, module.refusal = attend, lambda **_: None
+            module.attention, module.refusal = attend, lambda *_, **__: None
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention", {name: name for name in own})
         return traced

@@ -32,7 +32,7 @@ def other(monkeypatch):
         return reference.attention_qkv(qkv * 1.0001, **terms)
 
     module = types.ModuleType("rope_jax_kernels.other")
-    module.attention_qkv, module.refusal = attention_qkv, lambda **_: None
+    module.attention_qkv, module.refusal = attention_qkv, lambda *_, **__: None
     monkeypatch.setitem(sys.modules, module.__name__, module)
     own = {"xla": "attention.reference", "triton": "other"}
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "attention_qkv", own)

@@ -7,6 +7,7 @@ cuDNN writes for the padding neither reaches the result nor receives a gradient.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +109,12 @@ def missing() -> str | None:
 
 
 def refusal(
+    arrays: dict[str, Any],
     *,
     pattern: Pattern,
     rotation: Rotation | None,
     bias: Float[Array, "..."] | None,
     scale: object,
-    **arrays: Float[Array, "..."],
 ) -> str | None:
     """Why cuDNN cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):

@@ -49,12 +49,12 @@ attention, attention_qkv = KERNEL.attention, KERNEL.attention_qkv
 
 
 def refusal(
+    arrays: dict[str, Any],
     *,
     pattern: Pattern,
     rotation: Rotation | None,
     bias: Float[Array, "..."] | None,
     scale: Any,
-    **arrays: Float[Array, "..."],
 ) -> str | None:
     """Why this kernel cannot serve a call with these arguments, or None."""
     if not isinstance(pattern, Global):

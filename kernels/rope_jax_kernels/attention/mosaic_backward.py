@@ -93,7 +93,20 @@ def plan(task: Task, batch: int, sets: int) -> Plan:
 
 
 class Program:
-    """One warpgroup of one program."""
+    """One warpgroup of one program: its gradients.
+
+    Args:
+        refs: q, k and v [B, L, N or 3 N, D]; the output's gradient and the output [B, L, N, D];
+            lse [B, N, >= 64 blocks]; where q and k turn, cosines and sines of their angles
+            [S, N or 1, 64 blocks, 2 R], the b-th of S sets turning the b-th part of the examples.
+            Then the gradients of q, k and v, [B, L, N, D], or one array [B, L, 3 N, D]; where
+            summed, the gradient of the angles, [S, chunks, N, 64 blocks, R]. Then shared memory
+            and barriers.
+        task: the problem.
+        plan: its programs.
+        rotated: whether q and k turn.
+        summed: whether the gradient of the angles is wanted.
+    """
 
     def __init__(self, refs: tuple, *, task: Task, plan: Plan, rotated: bool, summed: bool):
         take = iter(refs).__next__
@@ -345,21 +358,3 @@ class Program:
             self.example(i)
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def backward_kernel(*refs: Any, task: Task, plan: Plan, rotated: bool, summed: bool) -> None:
-    """The gradients of one program.
-
-    Args:
-        *refs: q, k and v [B, L, N or 3 N, D]; the output's gradient and the output [B, L, N, D];
-            lse [B, N, >= 64 blocks]; where q and k turn, cosines and sines of their angles
-            [S, N or 1, 64 blocks, 2 R], the b-th of S sets turning the b-th part of the examples.
-            Then the gradients of q, k and v, [B, L, N, D], or one array [B, L, 3 N, D]; where
-            summed, the gradient of the angles, [S, chunks, N, 64 blocks, R]. Then shared memory
-            and barriers.
-        task: the problem.
-        plan: its programs.
-        rotated: whether q and k turn.
-        summed: whether the gradient of the angles is wanted.
-    """
-    Program(refs, task=task, plan=plan, rotated=rotated, summed=summed).run()

@@ -149,7 +149,17 @@ def add_products(
 
 
 class Program:
-    """One warpgroup of one program."""
+    """One warpgroup of one program: the output and lse.
+
+    Args:
+        refs: q, k and v [B, L, N or 3 N, D]; where q and k turn, coords [S * L * A] ([S * L, A]
+            interpreted) and freqs [S, N or 1, A, R], the b-th of S sets turning the b-th part of
+            the examples; then the output [B, L, N, D] and lse [B, N, tiles of 64]; then shared
+            memory and barriers.
+        task: the problem.
+        plan: its tiles.
+        rotated: whether q and k turn.
+    """
 
     def __init__(self, refs: tuple, *, task: Task, plan: Plan, rotated: bool):
         take = iter(refs).__next__
@@ -359,18 +369,3 @@ class Program:
             self.attend_example(i)
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def forward_kernel(*refs: Any, task: Task, plan: Plan, rotated: bool) -> None:
-    """The output and lse of one program.
-
-    Args:
-        *refs: q, k and v [B, L, N or 3 N, D]; where q and k turn, coords [S * L * A] ([S * L, A]
-            interpreted) and freqs [S, N or 1, A, R], the b-th of S sets turning the b-th part of
-            the examples; then the output [B, L, N, D] and lse [B, N, tiles of 64]; then shared
-            memory and barriers.
-        task: the problem.
-        plan: its tiles.
-        rotated: whether q and k turn.
-    """
-    Program(refs, task=task, plan=plan, rotated=rotated).run()

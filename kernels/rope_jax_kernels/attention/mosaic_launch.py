@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from rope_jax_kernels.attention import mosaic_backward
-from rope_jax_kernels.attention.mosaic_kernel import ROWS, forward_kernel, plan
+from rope_jax_kernels.attention.mosaic_kernel import ROWS, Program, plan
 from rope_jax_kernels.attention.task import Task
 from rope_jax_kernels.device import vary_alike
 from rope_jax_kernels.mosaic import merge_mapped
@@ -24,7 +24,7 @@ def forward(
 
     The rotation is (coords [L, A], freqs [N or 1, A, R]) or ().
     """
-    return in_sets(functools.partial(launch, task), 1, arrays, tuple(x[None] for x in rotation))
+    return in_sets(functools.partial(launch, task), arrays, tuple(x[None] for x in rotation))
 
 
 def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[tuple, tuple]:
@@ -45,7 +45,7 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
         both, missing = jnp.concatenate(tables, axis=2), -task.tokens % ROWS
         table = (jnp.pad(both, ((0, 0), (0, missing), (0, 0)))[None],)
     run = functools.partial(launch_backward, task, bool(coords))
-    found = in_sets(run, 1, arrays, table, apart=bool(coords))
+    found = in_sets(run, arrays, table, apart=bool(coords))
     if not coords:
         return found, ()
     *gradients, sums = found
@@ -56,7 +56,6 @@ def backward(task: Task, arrays: tuple, tables: tuple, coords: tuple) -> tuple[t
 
 def in_sets(
     launch: Callable[[tuple, tuple], tuple],
-    sets: int,
     arrays: tuple,
     rotation: tuple,
     *,
@@ -77,11 +76,10 @@ def in_sets(
         size: int, is_batched: Any, arrays: tuple, rotation: tuple
     ) -> tuple[tuple, tuple]:
         of_arrays, of_rotation = is_batched
-        if any(of_rotation) or sets > 1 or apart:
+        if any(of_rotation) or any(x.shape[0] > 1 for x in rotation) or apart:
             rotation = merge_mapped(size, rotation, of_rotation)
-        total = len(rotation) and rotation[0].shape[0]
         arrays = merge_mapped(size, arrays, of_arrays)
-        out = in_sets(launch, total, arrays, rotation, apart=apart)
+        out = in_sets(launch, arrays, rotation, apart=apart)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
     return run(arrays, rotation)
@@ -116,13 +114,13 @@ def launch(
         plgpu.Barrier(num_arrivals=groups * cut.pieces, num_barriers=slots),
         plgpu.Barrier(num_arrivals=groups),
     ]
-    kernel = functools.partial(forward_kernel, task=task, plan=cut, rotated=bool(rotation))
+    program = functools.partial(Program, task=task, plan=cut, rotated=bool(rotation))
     outputs = [
         jax.ShapeDtypeStruct((batch, task.tokens, task.heads, task.head_dim), q.dtype),
         jax.ShapeDtypeStruct((batch, task.heads, cut.tiles * groups * ROWS), jnp.float32),
     ]
     grid = task.heads * cut.tiles * pl.cdiv(batch, cut.items)
-    run = program_grid(kernel, "attention_mosaic", outputs, scratch, grid)
+    run = program_grid(program, "attention_mosaic", outputs, scratch, grid)
     return vary_alike(arrays, tuple(run(*arrays, *rotation)))[1]
 
 
@@ -154,28 +152,28 @@ def launch_backward(task: Task, wanted: bool, arrays: tuple, table: tuple) -> tu
         plgpu.Barrier(num_arrivals=5 * cut.pieces + 1, num_barriers=blocks),
         plgpu.Barrier(num_arrivals=cut.groups),
     ]
-    kernel = functools.partial(
-        mosaic_backward.backward_kernel,
+    program = functools.partial(
+        mosaic_backward.Program,
         task=task,
         plan=cut,
         rotated=bool(table),
         summed=wanted,
     )
     grid = task.heads * sets * cut.chunks
-    run = program_grid(kernel, "attention_mosaic_backward", outputs, scratch, grid)
+    run = program_grid(program, "attention_mosaic_backward", outputs, scratch, grid)
     return vary_alike(arrays, tuple(run(*arrays, *table)))[1]
 
 
 def program_grid(
-    kernel: functools.partial, name: str, outputs: list, scratch: list, programs: int
+    program: functools.partial, name: str, outputs: list, scratch: list, programs: int
 ) -> Callable[..., list]:
-    """A kernel of a task and a plan on a grid of programs.
+    """A kernel on a grid of programs, each of whose warpgroups is a `Program`.
 
     Its results do not vary over manual mesh axes, whatever the types of its outputs say.
     """
-    task, groups = kernel.keywords["task"], kernel.keywords["plan"].groups
+    task, groups = program.keywords["task"], program.keywords["plan"].groups
     return plgpu.kernel(
-        kernel,
+        lambda *refs: program(refs).run(),
         out_type=outputs,
         scratch_types=scratch,
         grid=(programs,),

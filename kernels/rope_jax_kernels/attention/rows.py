@@ -135,19 +135,14 @@ class Turner:
             return []
         (a, b), (da, db) = (x.astype(jnp.float32) for x in turned[:2]), gradients[:2]
         dtheta = fma(self.task, db, a, negative(da) * b)
-        (coords,) = self.coords
-        return [
-            jnp.sum(self._along(coords, axis, slots)[:, None] * dtheta, axis=0)
-            for axis in range(coords.shape[1])
-        ]
+        (coords,), sums = self.coords, []
+        for axis in range(coords.shape[1]):
+            place = coords.at[slots.coord, axis]
+            along = plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)
+            sums.append(jnp.sum(along[:, None] * dtheta, axis=0))
+        return sums
 
     def no_gradient(self) -> list[Array]:
         """Zeros of the shapes of `gradient`; empty where that is not wanted."""
         axes = self.coords[0].shape[1] if self.coords else 0
         return [jnp.zeros(self.columns[0].channel.shape, jnp.float32)] * axes
-
-    @staticmethod
-    def _along(coords: Any, axis: int, slots: Slots) -> Float[Array, " slots"]:
-        """One coordinate of each slot, float32."""
-        place = coords.at[slots.coord, axis]
-        return plt.load(place, mask=slots.exists, other=0).astype(jnp.float32)

@@ -69,7 +69,7 @@ def padded_size(n: int) -> int:
 class Tiles(abc.ABC):
     """The tiles of a pattern on a map; base of the classes of all patterns.
 
-    Attributes:
+    Attributes, all of them integers:
         rows: slots of a tile.
         columns: slots of a block.
         tiles: tiles of a map.
@@ -77,13 +77,6 @@ class Tiles(abc.ABC):
         entries: numbers of a head's bias.
         repeats: tiles of a map that share the same part of the bias.
     """
-
-    rows: int
-    columns: int
-    tiles: int
-    blocks: int
-    entries: int
-    repeats: int
 
     @abc.abstractmethod
     def tile(self, index: Int[Array, ""]) -> Slots:

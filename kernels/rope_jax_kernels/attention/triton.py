@@ -173,12 +173,12 @@ attention, attention_qkv = KERNEL.attention, KERNEL.attention_qkv
 
 
 def refusal(
+    arrays: dict[str, Any],
     *,
     pattern: Pattern,
     rotation: Rotation | None,
     bias: Float[Array, "..."] | None,
     scale: Any,
-    **arrays: Float[Array, "..."],
 ) -> str | None:
     """Why these kernels cannot serve a call with these arguments, or None."""
     if reason := refusal_of_call(arrays, rotation, bias, scale):

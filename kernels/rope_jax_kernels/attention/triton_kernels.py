@@ -215,12 +215,15 @@ class Backward:
             for columns in self.turner.columns
         ]
 
-    def scaled(self, pieces: list[Array]) -> list[Array]:
-        """Gradients of rows, from products with the gradients of scaled logits.
+    def write(self, ref: Any, slots: Slots, head: Int[Array, ""], sums: list[Array]) -> list[Array]:
+        """Writes the gradient of rows before their rotation; returns that of the turned rows.
 
-        Scaling these first would make them subnormal in float16.
+        Sums are products with the gradients of scaled logits. Scaling these first would make them
+        subnormal in float16.
         """
-        return [piece * np.float32(self.task.scale) for piece in pieces]
+        pieces = [piece * np.float32(self.task.scale) for piece in sums]
+        self.turner.store_back(ref, self.item, slots, head, pieces)
+        return pieces
 
     def finish(self, sums: tuple, of_freqs: list[Array]) -> None:
         """Writes this program's part of the gradient of the frequencies, where it is wanted."""
@@ -268,15 +271,14 @@ def closed_gradients(b: Backward, gradients: tuple, item: Int[Array, ""], carry:
         weights, dlogits = kept([x.astype(dout.dtype) for x in (weights, dlogits)])
         dv = dot(weights, dout, (1, 0))
         store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
-        dk = b.scaled([dot(dlogits, piece, (1, 0)) for piece in q])
-        b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
+        sums = [dot(dlogits, piece, (1, 0)) for piece in q]
+        dk = b.write(dk_ref, k_slots, b.k_head, sums)
         of_freqs = added(of_freqs, b.turner.gradient(k_slots, k, dk))
         return added(dq, [dot(dlogits, piece, (0, 0)) for piece in k]), of_freqs, of_bias
 
     start = b.zeros(q_slots), of_freqs, of_bias
     dq, of_freqs, of_bias = over_blocks(b.tiles.blocks, step, start)
-    dq = b.scaled(dq)
-    b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
+    dq = b.write(dq_ref, q_slots, b.q_head, dq)
     return added(of_freqs, b.turner.gradient(q_slots, q, dq)), of_bias
 
 
@@ -299,8 +301,8 @@ def query_kernel(
         dlogits = b.of_logits(queries, keys)[1].astype(dout.dtype)
         return [x + dot(dlogits, piece, (1, 0)) for x, piece in zip(dq, keys.k, strict=True)]
 
-    dq = b.scaled(over_blocks(b.tiles.blocks, step, b.zeros(q_slots)))
-    b.turner.store_back(dq_ref, b.item, q_slots, b.q_head, dq)
+    dq = over_blocks(b.tiles.blocks, step, b.zeros(q_slots))
+    dq = b.write(dq_ref, q_slots, b.q_head, dq)
     b.finish(sums, b.turner.gradient(q_slots, q, dq))
 
 
@@ -330,8 +332,7 @@ def key_kernel(
         jnp.zeros((k_slots.token.shape[0], b.row.channel.shape[0]), jnp.float32),
     )
     dk, dv = over_blocks(b.tiles.blocks, step, start)
-    dk = b.scaled(dk)
-    b.turner.store_back(dk_ref, b.item, k_slots, b.k_head, dk)
+    dk = b.write(dk_ref, k_slots, b.k_head, dk)
     store(dv_ref, b.item, k_slots, b.v_head, b.row, dv)
     b.finish(sums, b.turner.gradient(k_slots, k, dk))
 

@@ -32,12 +32,12 @@ rotate, rotate_qkv, rotate_by_angles = KERNEL.rotate, KERNEL.rotate_qkv, KERNEL.
 
 
 def refusal(
+    arrays: dict[str, Any],
     *,
     rotation: Rotation | None = None,
     theta: Array | None = None,
     pairing: Pairing | None = None,
     layout: str | None = None,
-    **arrays: Any,
 ) -> str | None:
     """Why the kernel cannot serve a call with these arguments, or None.
 

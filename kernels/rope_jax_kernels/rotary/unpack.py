@@ -202,8 +202,12 @@ def rotate_back_and_pack(
 
 
 def refusal(
-    *, rotation: Rotation, backward: str | None = None, padding: int = 0, **arrays: Any
+    arrays: dict[str, Any],
+    *,
+    rotation: Rotation,
+    backward: str | None = None,
+    padding: int = 0,
 ) -> str | None:
     """Why the kernel cannot serve a call with these arguments, or None."""
     del backward, padding
-    return triton.refusal(rotation=rotation, **arrays)
+    return triton.refusal(arrays, rotation=rotation)

@@ -37,7 +37,6 @@ NO_CALLS = (
 )
 NO_TIME = "no time was left"
 XLA, EXACT = Choice("xla"), Choice("exact")  # the latter stands for `Problem.compile_exact`
-DATA = ("q", "k", "v", "qkv", "x")  # arguments whose first axis is the batch
 # Operation -> the operands whose places its outputs take, as a kernel in place writes them.
 IN_PLACE = {"rotate": ("q", "k"), "rotate_qkv": ("qkv",), "rotate_by_angles": ("x",)}
 ENDS = 4  # examples at either end of the batch whose results are compared
@@ -214,7 +213,7 @@ class Problem:
 
 def _compared(operands: Named, cotangents: tuple) -> tuple[Named, tuple]:
     """Operands and cotangents of the examples that are compared."""
-    few = {name: _ends(x) if name in DATA else x for name, x in operands.items()}
+    few = {name: _ends(x) if name in dispatch.DATA else x for name, x in operands.items()}
     return few, tuple(map(_ends, cotangents))
 
 
@@ -241,7 +240,7 @@ class Trial:
         operands, cotangents = jax.tree.map(draw, problem.shapes)
         middle = slice(ENDS, -ENDS)  # without gradients, so that sums over examples compare
         self.arguments = operands, tuple(x.at[middle].set(0) for x in cotangents)
-        self.dtype = next(x.dtype for name, x in operands.items() if name in DATA)
+        self.dtype = next(iter(dispatch.data_of(operands).values())).dtype
         few = _compared(*self.arguments)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda x: np.asarray(x, np.float64), few)

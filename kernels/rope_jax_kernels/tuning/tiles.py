@@ -11,7 +11,7 @@ from typing import Any
 
 from rope_jax_kernels.attention.plans import EXAMPLES, SMALLEST, Sizes, plan, planned_sizes
 from rope_jax_kernels.attention.task import Launch, task_of
-from rope_jax_kernels.dispatch import TileSizes
+from rope_jax_kernels.dispatch import TileSizes, data_of
 from rope_jax_kernels.rotary.kernel import named_angles
 from rope_jax_kernels.rotary.tile_sizes import WARPS, spread_tile_of
 
@@ -29,7 +29,7 @@ CHANGES: tuple[Callable[[Sizes], Sizes], ...] = (
 def of_attention(training: bool, arguments: dict[str, Any]) -> list[TileSizes]:
     """Sizes near the planned ones, one part at a time, but for those that change no program."""
     terms = {name: arguments[name] for name in ("pattern", "rotation", "bias", "scale")}
-    arrays = tuple(arguments[name] for name in ("qkv", "q", "k", "v") if name in arguments)
+    arrays = tuple(data_of(arguments).values())
     task, itemsize, batch = task_of(arrays, **terms), arrays[0].dtype.itemsize, arrays[0].shape[0]
     found = {}
 
@@ -55,7 +55,7 @@ def of_attention(training: bool, arguments: dict[str, Any]) -> list[TileSizes]:
 def of_rotation(training: bool, arguments: dict[str, Any]) -> list[TileSizes]:
     """(rows, items, steps, warps); the backward pass has the tile of the forward pass."""
     del training
-    x = next(arguments[name] for name in ("q", "qkv", "x") if name in arguments)
+    x = next(iter(data_of(arguments).values()))
     angles = named_angles(arguments.get("rotation"), arguments.get("theta"))
     pairs, head_dim = list(angles.values())[-1].shape[-1], x.shape[-1]
     pairing = arguments["pairing"] if "pairing" in arguments else arguments["rotation"].pairing
