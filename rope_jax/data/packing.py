@@ -28,6 +28,7 @@ from rope_jax.data.examples import BAD_IMAGES
 from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, add_arguments, run_jobs
+from rope_jax.data.labels import find_labels
 from rope_jax.data.sources import open_source
 from rope_jax.data.sources.index import Source, write_index
 from rope_jax.data.sources.packed import FORMAT
@@ -130,7 +131,7 @@ def prepare(
         ValueError: images that cannot be used, a square of no size, or a preparation with other
             options in the same folder.
     """
-    if source.labels_of != "images":
+    if find_labels(source.labels_of).placed:
         raise ValueError(
             f"{source.name} has classes of {source.labels_of}, which a packed set cannot hold: "
             "train on the set as it is"
