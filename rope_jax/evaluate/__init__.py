@@ -2,10 +2,9 @@
 
 from rope_jax.commands.evaluate import main
 from rope_jax.evaluate.accuracy import (
-    accuracies,
+    at_any_resolution,
     at_resolution,
-    evaluate_files,
-    evaluate_split,
+    draw_predictions,
     evaluate_state,
     planned_rows,
     protocol,
@@ -22,13 +21,14 @@ from rope_jax.evaluate.results import (
     usable_results,
     write_results,
 )
+from rope_jax.tasks.evaluator import Evaluator
 
 __all__ = [
-    "accuracies",
+    "Evaluator",
     "add_evaluation",
+    "at_any_resolution",
     "at_resolution",
-    "evaluate_files",
-    "evaluate_split",
+    "draw_predictions",
     "evaluate_state",
     "main",
     "main_score",

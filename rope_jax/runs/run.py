@@ -25,6 +25,7 @@ from rope_jax.config import (
 )
 from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
+    draw_predictions,
     evaluate_state,
     main_score,
     planned_rows,
@@ -34,7 +35,6 @@ from rope_jax.evaluate import (
     usable_results,
     write_results,
 )
-from rope_jax.evaluate.pictures import RUN_PICTURES
 from rope_jax.names import plugins
 from rope_jax.names.text import closest
 from rope_jax.runs import restore
@@ -285,13 +285,10 @@ def finish(setup: Setup, state: State, workdir: pathlib.Path, signals: Signals) 
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
-    images = setup.held_out
-    if images.labels_of in RUN_PICTURES and jax.process_count() == 1:
-        name, first_found, draw = RUN_PICTURES[images.labels_of]
-        pictures.append(workdir / name)
+    if setup.task.picture is not None and jax.process_count() == 1:
+        pictures.append(workdir / setup.task.picture)
         if evaluated or not pictures[-1].is_file():
-            found = first_found(setup, state)
-            draw(found, images.class_names, images.classes, pictures[-1])
+            draw_predictions(setup, state, pictures[-1])
     if evaluated and config.tensorboard:
         accuracies = {
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[
