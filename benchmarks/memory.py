@@ -119,7 +119,7 @@ def compile_step(
         },
     }
     arrays = {"image": array(size, size, 3, dtype=jnp.uint8), "epoch": array(), "index": array()}
-    arrays |= labels[run.task.LABELS_OF]
+    arrays |= labels[run.task.labels.labels_of]
     with use_mesh(mesh):
         placed = with_shardings(state, state_shardings(state, mesh))
         traced = make_step(run).trace(placed, with_shardings(arrays, split_batch(mesh)))

@@ -16,23 +16,24 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from benchmarks._runner import Keep, earlier
 from experiments._claims import Table, spread
 from rope_jax.analysis.intervals import student
 from rope_jax.config import Config, resolve_stored
-from rope_jax.evaluate import at_resolution, evaluate_split
-from rope_jax.evaluate.accuracy import on_all_devices, protocol
+from rope_jax.evaluate import Evaluator, at_any_resolution
 from rope_jax.evaluate.results import main_score
-from rope_jax.evaluate.segments import side_multiple
 from rope_jax.names.notation import Call, parse
 from rope_jax.names.text import markdown_table
 from rope_jax.positions.extension import Extension
 from rope_jax.runs.restore import read_checkpoint
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.files import read_json
-from rope_jax.system.sharding import make_mesh
+from rope_jax.system.sharding import make_mesh, replicated
+from rope_jax.tasks import task_of
+from rope_jax.tasks.dense import side_multiple
 from rope_jax.training.seeds import seeds_of
 from rope_jax.training.setup import load_split
 
@@ -93,7 +94,7 @@ def rows_of(
         todo = [row for row in rows if not any(row.items() <= other.items() for other in found)]
         images = first_images(config, size, count) if todo else None
         for row in todo:
-            yield row | score(model, config, images, size, row["rule"])
+            yield row | score(model, config, images, row["rule"])
 
 
 def first_images(config: Config, size: Size, count: int | None) -> Any:
@@ -106,13 +107,22 @@ def first_images(config: Config, size: Size, count: int | None) -> Any:
     return dataclasses.replace(images, images=images.images[:count], labels=images.labels[:count])
 
 
-def score(model: nnx.Module, config: Config, images: Any, size: Size, rule: str) -> Row:
-    """The main score of a model at a size and with a rule, a fraction, and its number of images."""
+def score(model: nnx.Module, config: Config, images: Any, rule: str) -> Row:
+    """The main score of a model on images with a rule, a fraction, and the number of images."""
     windows = config.eval.scale_windows
-    copy = at_resolution(model, size, scale_windows=windows, extend=whole(rule))
     mesh = make_mesh()
-    how = protocol(images, config, copy.window_rule())
-    (row,) = evaluate_split(*on_all_devices(copy, mesh), config, images, mesh, how)
+    graph, *weights = nnx.split(model)
+    evaluator = Evaluator(
+        at_any_resolution(graph, mesh, scale_windows=windows, extend=whole(rule)),
+        jax.device_put(weights, replicated(mesh)),
+        task_of(model),
+        mean=config.data.mean,
+        std=config.data.std,
+        batch_size=config.eval.batch_size,
+        mesh=mesh,
+        config=config,
+    )
+    (row,) = evaluator.score(images)
     return {"score": row[main_score(row)], "count": row["count"]}
 
 

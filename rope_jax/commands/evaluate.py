@@ -21,7 +21,7 @@ brought to the frame of the WORKDIR's own evaluation, or fit into 800x1333.
 
 import argparse
 import dataclasses
-import importlib.metadata
+import functools
 import pathlib
 from typing import Annotated, Any
 
@@ -30,21 +30,13 @@ from rope_jax.config import ConfigError
 from rope_jax.config.settings import EvalConfig
 from rope_jax.data.images.crops import INTERPOLATIONS
 from rope_jax.evaluate.accuracy import rules
-from rope_jax.evaluate.kinds import KINDS, Evaluation
-from rope_jax.evaluate.results import (
-    Row,
-    add_evaluation,
-    class_score,
-    class_table,
-    results_table,
-    usable_evaluations,
-)
+from rope_jax.evaluate.evaluation import Evaluation
+from rope_jax.evaluate.results import class_score, class_table, results_table
 from rope_jax.names.options import Count, CountOrZero, Range, Share
 from rope_jax.names.text import image_pair
-from rope_jax.runs.loading import load_model
-from rope_jax.system.processes import decided_by_first
+from rope_jax.runs.loading import LoadedModel, load_model
 from rope_jax.system.sharding import make_mesh, share, start_devices
-from rope_jax.tasks import task_of
+from rope_jax.tasks import TASKS, Task, task_of
 from rope_jax.training.kernels import kernels_of_run
 
 
@@ -61,7 +53,7 @@ def _parser() -> CommandParser:
     parser = command_parser("rope_jax.evaluate", __doc__)
     add_model_arguments(parser)
     add, share = parser.add_argument, Argument(Share)
-    sets = [name for kind in KINDS.values() for name in kind.sets]
+    sets = [name for task in TASKS.values() for name in task.sets]
     add("--dataset", choices=sets, help="default: test split of the WORKDIR's data")
     add("--images", help="folder of the dataset")
     add(
@@ -99,20 +91,20 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _check(asked: argparse.Namespace, has_split: bool, kind: type[Evaluation]) -> None:
+def _check(asked: argparse.Namespace, has_split: bool, task: Task) -> None:
     """Rejects incompatible arguments."""
-    if asked.dataset not in (None, *kind.sets):
+    if asked.dataset not in (None, *task.sets):
         raise ConfigError(
             f"--dataset={asked.dataset} is of another task than the model: use one of "
-            f"{', '.join(kind.sets)}"
+            f"{', '.join(task.sets)}"
         )
     if (asked.dataset is None) != (asked.images is None) or not (asked.dataset or has_split):
         raise ConfigError(
             "name --dataset and the folder of its --images; only a WORKDIR has a test split of "
             "its own"
         )
-    for other in KINDS.values():
-        given = [name for name in other.flags if getattr(asked, name) and other is not kind]
+    for other in TASKS.values():
+        given = [name for name in other.flags if getattr(asked, name) and other is not task]
         if given:
             raise ConfigError(
                 f"--{given[0]} is for models that {other.does}, and this one does not: leave it out"
@@ -130,8 +122,7 @@ def _evaluate(asked: argparse.Namespace) -> None:
     for name, value in rules(own).items():
         if getattr(asked, name) is None:
             setattr(asked, name, value)
-    kind = KINDS[task_of(about.model).LABELS_OF]
-    _check(asked, about.config is not None, kind)
+    _check(asked, about.config is not None, task_of(about.model))
     sizes = [about.image_size]
     if asked.resolutions:
         sizes = [image_pair(text) for text in asked.resolutions.split(",")]
@@ -139,11 +130,18 @@ def _evaluate(asked: argparse.Namespace) -> None:
     given = {name: value for name, value in given.items() if value is not None}
     preprocessing = dataclasses.replace(about.preprocessing, **given)
     workdir = asked.workdir and pathlib.Path(asked.workdir)
-    out, mesh = asked.out or pathlib.Path(workdir or ".", "evaluations.json"), make_mesh()
+    out = asked.out or pathlib.Path(workdir or ".", "evaluations.json")
+    evaluation = functools.partial(
+        Evaluation,
+        asked=vars(asked),
+        model=about.model,
+        config=about.config,
+        preprocessing=preprocessing,
+        mesh=make_mesh(),
+        folder=out.parent,
+    )
     with kernels_of_run(about.config, workdir):
-        rows = [
-            _row(kind(asked, about, size, preprocessing, mesh, out.parent), out) for size in sizes
-        ]
+        rows = [evaluation(size=size).recorded(_identity(asked, about), out) for size in sizes]
     if share()[0] == 0:
         print(f"{about.title}, {about.weights}\n{rows[0]['dataset']}: {rows[0]['protocol']}\n")
         print(results_table(rows))
@@ -152,24 +150,8 @@ def _evaluate(asked: argparse.Namespace) -> None:
         print(f"\nrows: {out}")
 
 
-def _row(evaluation: Evaluation, out: pathlib.Path) -> Row:
-    """The row of an evaluation: from the file, or evaluated and added to it."""
-    identity = _identity(evaluation)
-    stored = lambda: [row for row in usable_evaluations(out) if row.get("asked") == identity]
-    row = next(iter(decided_by_first(stored)), None)
-    if row is None:
-        row = evaluation.row()
-        packages = ("rope_jax", "jax", "flax", "numpy", "pillow")
-        versions = {name: importlib.metadata.version(name) for name in packages}
-        row |= {"asked": identity, "versions": versions}
-        if share()[0] == 0:
-            add_evaluation(out, row)
-    return row
-
-
-def _identity(evaluation: Evaluation) -> dict[str, Any]:
-    """The settings that identify a row; rows with equal settings are not evaluated again."""
-    asked, about = evaluation.asked, evaluation.about
+def _identity(asked: argparse.Namespace, about: LoadedModel) -> dict[str, Any]:
+    """The settings of all tasks and sizes that identify a row."""
     config = about.config
     identity = {
         "model": about.name,
@@ -178,7 +160,6 @@ def _identity(evaluation: Evaluation) -> dict[str, Any]:
         "step": about.step,
         "options": config.model.options if config else asked.options,
         "dtype": config.dtype if config else asked.dtype or "float32",
-        "resolution": list(evaluation.size),
         "dataset": asked.dataset or config.data.source,
         "windows": "scaled" if asked.scale_windows else "kept",
         "rpb_shrink": asked.rpb_shrink,
@@ -190,4 +171,4 @@ def _identity(evaluation: Evaluation) -> dict[str, Any]:
         identity["seed"] = config.seed
     if asked.extend is not None or asked.log_scale:
         identity |= {"extend": asked.extend, "log_scale": asked.log_scale}
-    return identity | evaluation.identity()
+    return identity

@@ -41,7 +41,7 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         Raises:
             ValueError: the set is not in memory, or an augmentation cannot run on the device.
         """
-        if not images.in_memory or images.labels_of == "boxes":
+        if not images.in_memory or images.labels_kind.ragged:
             raise ValueError(
                 f"on_device=True is for sets in memory without boxes, and {images.name} is none: "
                 "set it to False"
@@ -49,7 +49,7 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         augmentations = parse_loader(augment)
         for one in augmentations:
             crop = one.entry.stage == CROP
-            if one.entry.on_device is None or (crop and images.labels_of == "pixels"):
+            if one.entry.on_device is None or (crop and images.labels_kind.placed):
                 known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
                 raise ValueError(
                     f"on_device=True goes with {known} and what the step does, not with {one.name} "

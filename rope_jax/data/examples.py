@@ -9,10 +9,15 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from rope_jax.data.draws import epoch_draws, example_draws
-from rope_jax.data.images.augment import CROP, Augmentation, parse_crop, parse_loader
+from rope_jax.data.images.augment import (
+    AUGMENTATIONS,
+    CROP,
+    Augmentation,
+    parse_crop,
+    parse_loader,
+)
 from rope_jax.data.images.fits import smallest_canvas
 from rope_jax.data.images.joint import crop_both
-from rope_jax.data.labels import blank, moved, padded
 from rope_jax.data.order import batch_examples
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.index import BadImages, BadSet
@@ -64,12 +69,12 @@ class Training:
         bad: list[int] = []
         examples = zip((indices % count).tolist(), crop_draws.tolist(), strict=True)
         rows = [self._usable(example, crop, draw, canvas, bad) for example, draw in examples]
-        if images.labels_of == "boxes" or (crop is not None and crop.entry.joint is not None):
+        if images.labels_kind.ragged or (crop is not None and crop.entry.joint is not None):
             parts = []  # sizes or numbers of labels differ
             for k, row in enumerate(rows):
                 own = [(one, draws[k : k + 1]) for one, draws in others]
                 part = self._changed(_stacked([row]), own)
-                parts.append(padded(part, images.labels_of, canvas, self.max_boxes))
+                parts.append(_padded(part, images, canvas, self.max_boxes))
             batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         else:
             batch = self._changed(_stacked(rows), others)
@@ -148,7 +153,8 @@ class Training:
     def _changed(self, batch: Batch, drawn: Sequence[Drawn]) -> Batch:
         """A batch after the augmentations that keep the size of images."""
         for augmentation, draws in drawn:
-            batch = moved(batch, self.images.labels_of, augmentation, draws)
+            labels = self.images.labels_kind.moved(batch, augmentation, draws)
+            batch = batch | {"image": augmentation(batch["image"], draws)} | labels
         return batch
 
 
@@ -216,14 +222,20 @@ def check_augmentations(augmentations: Sequence[Augmentation], images: Images | 
         ValueError: they do not suit the labels of the set, or options contradict each other.
     """
     black, none = np.zeros((*images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
+    kind = images.labels_kind
     for one in augmentations:
-        one.check_moves(images.labels_of)
-        if one.entry.joint == "boxes":
-            one(images.size, 0)
-        elif one.entry.stage == CROP:
-            crop_both(black, none, one, images.size)
-        else:
+        if not kind.serves(one.entry):
+            able = ", ".join(name for name, other in AUGMENTATIONS.items() if kind.serves(other))
+            raise ValueError(
+                f"{one.name} changes images, but not the labels of their {kind.labels_of}: leave "
+                f"it out; {able} change both"
+            )
+        if one.entry.stage != CROP:
             one(black[None], np.zeros(1, np.uint64))
+        elif kind.ragged:
+            one(images.size, 0)
+        else:
+            crop_both(black, none, one, images.size)
 
 
 def canvases_of(images: Images | Streamed, canvases: Sequence[Size]) -> tuple[Size, ...]:
@@ -251,7 +263,7 @@ def check_canvases(images: Images | Streamed, augment: str, canvases: Sequence[S
     if not crops and not images.one_size:
         crops = [parse_crop(images.crop)]
     for one in crops:
-        if one.entry.joint == "boxes":  # others do not suit any set with boxes
+        if images.labels_kind.ragged and images.labels_kind.serves(one.entry):
             longest = one.option("long")
             smallest_canvas(np.array([[longest, longest]]), canvases_of(images, canvases))
 
@@ -272,6 +284,12 @@ def check_labels(images: Images | Streamed, bad_images: str = "error") -> None:
     if len(errors) > (allowed(len(images.labels)) if bad_images == "skip" else 0):
         more = f" ({len(errors)} of {len(images.labels)} images have such)" if errors[1:] else ""
         raise ValueError(f"{errors[0]}{more}")
+
+
+def _padded(row: Batch, images: Images | Streamed, canvas: Size, max_boxes: int) -> Batch:
+    """An example in a batch of its own, padded to a size, with its `extent` before."""
+    extent = np.array([row["image"].shape[1:3]], np.int32)
+    return row | images.labels_kind.padded(row, canvas, max_boxes) | {"extent": extent}
 
 
 def _stacked(rows: Sequence[Batch]) -> Batch:
@@ -326,15 +344,16 @@ class Evaluation:
         canvas = images.size if images.one_size else self.canvas(step)
 
         def read(example: int) -> tuple[Batch, bool]:
-            row, usable = blank(images, canvas), False
+            row = {"image": np.zeros((*canvas, 3), np.uint8)}
+            row, usable = row | images.labels_kind.blank(images.labels, canvas), False
             if example < len(images.labels):
                 try:
                     row, usable = images.example(example), True
                 except BadImages:
                     if self.bad_images == "error":
                         raise
-            if images.labels_of == "boxes":
-                row = padded(_stacked([row]), images.labels_of, canvas, self.max_boxes)
+            if images.labels_kind.ragged:
+                row = _padded(_stacked([row]), images, canvas, self.max_boxes)
                 row = {name: array[0] for name, array in row.items()}
             return row, usable
 

@@ -1,78 +1,109 @@
-"""What is done to the labels of a batch, by what they are of: images, pixels or boxes."""
+"""Labels: a class of each image, classes of its pixels, or boxes with classes.
 
-from collections.abc import Callable
+Each kind is one object, which knows what augmentations and batches do to such labels. The names of
+the kinds, "images", "pixels" and "boxes", are values of the parameter `labels_of`. Each has
+
+- `placed`: whether labels have places in the image, and move with its pixels;
+- `ragged`: whether images differ in their number of labels, so that each is padded by itself;
+- `serves(entry)`: whether the loader can change such labels as an augmentation changes the images;
+- `moved(batch, augmentation, draws)`: the labels after an augmentation that keeps the size;
+- `padded(row, canvas, max_boxes)`: an image and its labels, in a batch of their own, padded to a
+  size: images at the bottom and on the right with 0, classes of pixels with 255, boxes with rows of
+  0 whose class is -1;
+- `blank(labels, size)`: the labels of a black image, which stands for one that cannot be used.
+"""
 
 import numpy as np
 from jaxtyping import UInt64
 
-from rope_jax.data.images.augment import Augmentation
+from rope_jax.data.images.augment import CROP, LOADER, Augmentation, Entry
 from rope_jax.data.images.joint import padded as padded_maps
-from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.workers import Batch
 
 Size = tuple[int, int]
+Draws = UInt64[np.ndarray, " B"]
 
 
-def moved(
-    batch: Batch, labels_of: str, augmentation: Augmentation, draws: UInt64[np.ndarray, " B"]
-) -> Batch:
-    """A batch of images of one size after an augmentation that keeps it."""
-    image = augmentation(batch["image"], draws)
-    return batch | {"image": image} | _MOVED[labels_of](batch, augmentation, draws)
+class ClassLabels:
+    """`label` int32 [B], or [B, M] where up to M classes are right: of whole images."""
+
+    labels_of = "images"
+    placed = ragged = False
+
+    def serves(self, entry: Entry) -> bool:
+        return entry.stage == LOADER or (entry.stage == CROP and entry.joint is None)
+
+    def moved(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+        return {}
+
+    def blank(self, labels: np.ndarray, size: Size) -> Batch:
+        return {"label": np.zeros_like(labels[0])}
 
 
-def _moved_boxes(batch: Batch, augmentation: Augmentation, draws: np.ndarray) -> Batch:
-    return {"boxes": augmentation.moved_boxes(batch["boxes"], batch["image"].shape[2], draws)}
+class PixelLabels:
+    """`label` uint8 [B, H, W]: the class of each pixel, 255 for none."""
+
+    labels_of = "pixels"
+    placed, ragged = True, False
+
+    def serves(self, entry: Entry) -> bool:
+        if entry.stage == CROP:
+            return entry.joint in (None, self.labels_of)
+        return entry.stage == LOADER and entry.moves
+
+    def moved(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+        return {"label": augmentation.moved_labels(augmentation, batch["label"], draws)}
+
+    def padded(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
+        image, label = padded_maps(row["image"], row["label"], canvas)
+        return {"image": image, "label": label}
+
+    def blank(self, labels: np.ndarray, size: Size) -> Batch:
+        return {"label": np.zeros(size, np.uint8)}
 
 
-_MOVED: dict[str, Callable[..., Batch]] = {
-    "images": lambda batch, augmentation, draws: {},
-    "pixels": lambda batch, augmentation, draws: {
-        "label": augmentation.moved_labels(augmentation, batch["label"], draws)
-    },
-    "boxes": _moved_boxes,
+class BoxLabels:
+    """`boxes` float32 [B, M, 4], x1 y1 x2 y2 in pixels, and `label` int32 [B, M], -1 for none."""
+
+    labels_of = "boxes"
+    placed = ragged = True
+
+    def serves(self, entry: Entry) -> bool:
+        if entry.stage == CROP:
+            return entry.joint == self.labels_of
+        return entry.stage == LOADER and entry.boxes is not None
+
+    def moved(self, batch: Batch, augmentation: Augmentation, draws: Draws) -> Batch:
+        return {"boxes": augmentation.moved_boxes(batch["boxes"], batch["image"].shape[2], draws)}
+
+    def padded(self, row: Batch, canvas: Size, max_boxes: int) -> Batch:
+        height, width = row["image"].shape[1:3]
+        image = np.zeros((1, *canvas, 3), np.uint8)
+        image[:, :height, :width] = row["image"]
+        boxes = np.zeros((1, max_boxes, 4), np.float32)
+        label = np.full((1, max_boxes), -1, np.int32)
+        count = row["label"].shape[1]
+        boxes[:, :count], label[:, :count] = row["boxes"], row["label"]
+        return {"image": image, "boxes": boxes, "label": label}
+
+    def blank(self, labels: np.ndarray, size: Size) -> Batch:
+        return {
+            "boxes": np.zeros((0, 4), np.float32),
+            "label": np.zeros(0, np.int32),
+            "original": np.array(size, np.int32),
+        }
+
+
+Labels = ClassLabels | PixelLabels | BoxLabels
+_KINDS: dict[str, Labels] = {
+    kind.labels_of: kind for kind in (ClassLabels(), PixelLabels(), BoxLabels())
 }
 
 
-def padded(row: Batch, labels_of: str, canvas: Size, max_boxes: int) -> Batch:
-    """An example in a batch of its own, padded to a size, with its `extent` before.
+def find_labels(labels_of: str) -> Labels:
+    """The kind of labels of "images", "pixels" or "boxes".
 
-    Images are padded at the bottom and on the right with 0, classes of pixels with 255, boxes with
-    rows of 0 whose class is -1.
+    >>> find_labels("pixels").placed, find_labels("pixels").ragged
+    (True, False)
     """
-    extent = np.array([row["image"].shape[1:3]], np.int32)
-    return row | _PADDED[labels_of](row, canvas, max_boxes) | {"extent": extent}
-
-
-def _padded_pixels(row: Batch, canvas: Size, max_boxes: int) -> Batch:
-    image, label = padded_maps(row["image"], row["label"], canvas)
-    return {"image": image, "label": label}
-
-
-def _padded_boxes(row: Batch, canvas: Size, max_boxes: int) -> Batch:
-    height, width = row["image"].shape[1:3]
-    image = np.zeros((1, *canvas, 3), np.uint8)
-    image[:, :height, :width] = row["image"]
-    boxes, label = np.zeros((1, max_boxes, 4), np.float32), np.full((1, max_boxes), -1, np.int32)
-    count = row["label"].shape[1]
-    boxes[:, :count], label[:, :count] = row["boxes"], row["label"]
-    return {"image": image, "boxes": boxes, "label": label}
-
-
-_PADDED: dict[str, Callable[..., Batch]] = {"pixels": _padded_pixels, "boxes": _padded_boxes}
-
-
-def blank(images: Images | Streamed, size: Size) -> Batch:
-    """A black example, in the place of one that does not exist or cannot be used."""
-    return {"image": np.zeros((*size, 3), np.uint8)} | _BLANK[images.labels_of](images, size)
-
-
-_BLANK: dict[str, Callable[..., Batch]] = {
-    "images": lambda images, size: {"label": images.labels[0] * 0},
-    "pixels": lambda images, size: {"label": np.zeros(size, np.uint8)},
-    "boxes": lambda images, size: {
-        "boxes": np.zeros((0, 4), np.float32),
-        "label": np.zeros(0, np.int32),
-        "original": np.array(size, np.int32),
-    },
-}
+    return _KINDS[labels_of]

@@ -15,6 +15,7 @@ from jaxtyping import UInt8
 from rope_jax.data.images.crops import centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, run_jobs
+from rope_jax.data.labels import find_labels
 from rope_jax.data.sources.index import BadImages, Source, write_index
 from rope_jax.data.sources.packed import FORMAT
 from rope_jax.system.files import file_sha256, read_json, write_file
@@ -114,7 +115,7 @@ def prepare(
         BadImages: images that cannot be used.
         ValueError: a square of no size, or a preparation with other options in the same folder.
     """
-    if source.labels_of != "images":
+    if find_labels(source.labels_of).placed:
         raise ValueError(
             f"{source.name} has classes of {source.labels_of}, which a packed set cannot hold: "
             "train on the set as it is"

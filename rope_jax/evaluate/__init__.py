@@ -1,10 +1,9 @@
 """Accuracy at any resolution: `python -m rope_jax.evaluate`, and the end of each training run."""
 
 from rope_jax.evaluate.accuracy import (
-    accuracies,
+    at_any_resolution,
     at_resolution,
-    evaluate_files,
-    evaluate_split,
+    draw_predictions,
     evaluate_state,
     planned_rows,
     protocol,
@@ -21,13 +20,14 @@ from rope_jax.evaluate.results import (
     usable_results,
     write_results,
 )
+from rope_jax.tasks.evaluator import Evaluator
 
 __all__ = [
-    "accuracies",
+    "Evaluator",
     "add_evaluation",
+    "at_any_resolution",
     "at_resolution",
-    "evaluate_files",
-    "evaluate_split",
+    "draw_predictions",
     "evaluate_state",
     "main_score",
     "planned_rows",

@@ -7,8 +7,7 @@ from typing import Any
 
 from rope_jax.names.text import format_table
 from rope_jax.system.files import read_json, set_aside, write_file
-
-Row = dict[str, Any]
+from rope_jax.tasks.evaluator import Row
 
 # The numbers of a row that a table shows, with their titles. The first of a row is its main score.
 SCORES = {

@@ -12,6 +12,7 @@ from flax import nnx
 from rope_jax.config import Config, blame
 from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
+    draw_predictions,
     evaluate_state,
     main_score,
     planned_rows,
@@ -22,7 +23,6 @@ from rope_jax.evaluate import (
     write_results,
 )
 from rope_jax.evaluate.curves import accuracy_against_resolution
-from rope_jax.evaluate.pictures import RUN_PICTURES
 from rope_jax.runs import restore
 from rope_jax.system.processes import decided_by_first
 from rope_jax.training import seeds
@@ -141,13 +141,10 @@ def finish(setup: Setup, state: State, run: Run, signals: Signals) -> None:
     print(results_table(rows))
     lines = rows_by_line(config.model.position, rows)
     pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
-    images = setup.held_out
-    if images.labels_of in RUN_PICTURES and jax.process_count() == 1:
-        name, first_found, draw = RUN_PICTURES[images.labels_of]
-        pictures.append(workdir / name)
+    if setup.task.picture is not None and jax.process_count() == 1:
+        pictures.append(workdir / setup.task.picture)
         if evaluated or not pictures[-1].is_file():
-            found = first_found(setup, state)
-            draw(found, images.class_names, images.classes, pictures[-1])
+            draw_predictions(setup, state, pictures[-1])
     if evaluated and config.tensorboard:
         accuracies = {
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[

@@ -1,55 +1,76 @@
-"""What models are trained for, one module a task.
+"""What models are trained for, one object a task.
 
-The training step and the evaluation call a task through five functions:
+Training calls
 
 - `check(config, images)`: raises ConfigError for settings and images that do not suit the task.
 - `prepare_batch(batch, config, *, seed, key)`: augments and normalises a batch of the loader in the
-  step, and adds the targets of the loss. The result has `image`, float32 [B, H, W, 3].
+  step, and adds the targets of the loss. `seed` is of the run and `key` of the step; augmentation
+  is a function of (seed, epoch, index). The result has `image`, float32 [B, H, W, 3].
 - `loss(model, batch, config, *, key)`: the loss of a prepared batch, and a metric for the progress
   line. It calls the model, so that a task may give it more than images.
+
+An `Evaluator` calls
+
 - `count(outputs, batch, images)`: what the scores need of an evaluation batch: a tree of arrays,
   from the outputs of the model for its images. `mask` of the batch is False for padding, and
   `index` is the number of each image.
 - `scores(parts, images)`: the scores of a set by name, from these trees of all its batches.
 
-A module also has `LABELS_OF`, what its labels are of ("images", "pixels" or "boxes"), and documents
-the fields of its batches. The task of a model is that of its head.
-"""
+`python -m rope_jax.evaluate` calls
 
-from types import ModuleType
+- `open(dataset, folder, size, crop)`: the images of one of `sets`, the task's names for --dataset.
+- `framed(images, size, config)`, of images that differ in size: these, or the test split of a run
+  with this config, as they are evaluated; `size` is the one that is asked for, or None.
+- `identity(images, folder, model, preprocessing, asked)`: what identifies a row, next to the
+  settings of all tasks. `asked` has the arguments that are for the task alone (`flags`).
+- `evaluate(evaluator, model, images, pictures, asked)`: a row, and what was predicted for the
+  first images. `protocol` of the row says how images were seen, and `note`, where there is one,
+  what its protocol ends with.
+- `draw(found, class_names, classes, path)`: writes a picture of these predictions.
+
+At its end, a run of a task with a `picture`, which is the name of a file, calls `predict(evaluator,
+images, count)`, what is predicted for the first images of a set, for `draw`.
+
+A task also has `labels`, the kind of labels that it needs, `does`, words for what its models do,
+and the `batch_size` of the command. It documents the fields of its batches. The task of a model is
+that of its head.
+"""
 
 from flax import nnx
 
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 from rope_jax.names.registry import Registry
-from rope_jax.tasks import classification, detection, segmentation
+from rope_jax.tasks.classification import Classification
+from rope_jax.tasks.detection import Detection
+from rope_jax.tasks.segmentation import Segmentation
 
-TASKS: Registry[ModuleType] = Registry(
+Task = Classification | Segmentation | Detection
+TASKS: Registry[Task] = Registry(
     "task",
     {
-        "classification": classification,
-        "detection": detection,
-        "segmentation": segmentation,
+        "classification": Classification(),
+        "segmentation": Segmentation(),
+        "detection": Detection(),
     },
 )
 
 
-def task_of(model: nnx.Module) -> ModuleType:
+def task_of(model: nnx.Module) -> Task:
     """The task that a model is for.
 
     >>> import rope_jax
-    >>> task_of(rope_jax.create_model("vit_digits", depth=1)).__name__
-    'rope_jax.tasks.classification'
+    >>> task_of(rope_jax.create_model("vit_digits", depth=1))
+    Classification()
     """
     return TASKS[model.task]
 
 
-def task_for(head: str | None) -> ModuleType:
+def task_for(head: str | None) -> Task:
     """The task that models with a head are for.
 
-    >>> task_for("upernet(width=64)").LABELS_OF, task_for(None).LABELS_OF
-    ('pixels', 'images')
+    >>> task_for("upernet(width=64)"), task_for(None)
+    (Segmentation(), Classification())
 
     Args:
         head: as for `create_model`; None for models that classify images.

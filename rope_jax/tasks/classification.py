@@ -1,11 +1,14 @@
 """Image classification: losses, augmentation and mixing in the step, accuracy.
 
-A batch from the loader has `image`, `label`, `epoch` and `index`; `prepare_batch` returns `image`
-(normalised), `label` and `target` (soft labels) for the model.
+A batch from the loader has `image` uint8 [B, H, W, 3], `label`, `epoch` and `index` int32 [B];
+`prepare_batch` returns `image` (normalised), `label` and `target` (soft labels, float32 [B,
+classes]) for the model.
 """
 
+import dataclasses
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rope_jax.config import Config, ConfigError
-from rope_jax.data import Images, Streamed, split_augment
-from rope_jax.data.device_batches import take
+from rope_jax.data import EVALUATION_SETS, EvaluationSet, Images, Streamed, split_augment
 from rope_jax.data.images import device, mixing
+from rope_jax.data.labels import find_labels
+from rope_jax.tasks.augmented import Batch, augmented
+from rope_jax.tasks.evaluator import Evaluator, Row, weights_rule
+from rope_jax.weights import Preprocessing
 
 
 def softmax_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> Float[Array, ""]:
@@ -46,7 +52,6 @@ def binary_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> 
     return optax.sigmoid_binary_cross_entropy(logits, (targets > 0).astype(logits.dtype)).mean()
 
 
-LABELS_OF = "images"
 LOSSES = {"softmax": softmax_loss, "binary": binary_loss}
 
 
@@ -75,113 +80,137 @@ def soft_targets(
     return optax.smooth_labels(share * first + (1 - share) * second, smoothing)
 
 
-Batch = dict[str, Array]
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """Images have a class each; scored by accuracy. See `rope_jax.tasks`."""
 
+    labels = find_labels("images")
+    does = "classify images"
+    sets = EVALUATION_SETS
+    flags = ("crop", "interpolation")
+    batch_size = 128
+    picture = None
 
-def check(config: Config, images: Images | Streamed) -> None:
-    """Rejects images whose pixels or boxes have classes.
+    def check(self, config: Config, images: Images | Streamed) -> None:
+        """Rejects images whose pixels or boxes have classes."""
+        if images.labels_kind != self.labels:
+            raise ConfigError(
+                f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
+                f"{config.model.name} without a head of dense prediction has one class for each "
+                "image: add one with --config.model.head"
+            )
 
-    Raises:
-        ConfigError: with the flag to change.
-    """
-    if images.labels_of != LABELS_OF:
-        raise ConfigError(
-            f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
-            f"{config.model.name} without a head of dense prediction has one class for each image: "
-            "add one with --config.model.head"
+    def prepare_batch(
+        self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
+    ) -> Batch:
+        """Augments, normalises and mixes images; `key` is for mixing."""
+        augment, m = split_augment(config.data.augment), config.mix
+        batch = augmented(batch, config, seed=seed)
+        images, labels = batch["image"], batch["label"]
+        others, share = labels, 1.0
+
+        def erased(images: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
+            keys = device.example_keys(seed, batch["epoch"], batch["index"])
+            return device.apply_erasing(images, keys, augment.erasing)
+
+        if augment.erasing and not m.before_erasing:
+            images = erased(images)
+        if m.mixup or m.cutmix:
+            images, others, share = mixing.mix_groups(
+                images,
+                labels,
+                jax.random.fold_in(key, zlib.crc32(b"mix")),
+                m.groups,
+                mixup=m.mixup,
+                cutmix=m.cutmix,
+                prob=m.prob,
+                switch_prob=m.switch_prob,
+                enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
+            )
+        if augment.erasing and m.before_erasing:
+            images = erased(images)
+        smoothing, classes = config.label_smoothing, config.model.num_classes
+        targets = soft_targets(labels, others, share, classes, smoothing)
+        return {"image": images, "label": labels, "target": targets}
+
+    def loss(
+        self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The training loss, and the accuracy on the (mixed) images of the batch."""
+        logits = model(batch["image"], train=True, key=key).astype(jnp.float32)
+        accuracy = (logits.argmax(-1) == batch["label"]).mean()
+        return LOSSES[config.loss](logits, batch["target"]), accuracy
+
+    def count(
+        self, logits: Float[Array, "B K"], batch: Batch, images: Images | Streamed
+    ) -> Int[Array, "3"]:
+        """`count_correct` of an evaluation batch, among the classes that compete in that set.
+
+        Raises:
+            ValueError: the model has fewer classes than the images.
+        """
+        if logits.shape[-1] < images.classes:
+            raise ValueError(
+                f"the model has {logits.shape[-1]} classes, but {images.name} has "
+                f"{images.classes}: use weights for as many"
+            )
+        if images.competing is not None:
+            logits = logits[:, jnp.asarray(images.competing)]
+        return count_correct(logits, batch["label"], batch["mask"])
+
+    def scores(
+        self, parts: Sequence[Int[np.ndarray, "3"]], images: Images | Streamed
+    ) -> dict[str, Any]:
+        """Accuracies, as fractions, and the number of images.
+
+        >>> from rope_jax import data
+        >>> parts = [np.array([1, 2, 2]), np.array([2, 2, 2])]
+        >>> Classification().scores(parts, data.load("digits", split="test"))
+        {'top1': 0.75, 'top5': 1.0, 'count': 4}
+        """
+        top1, top5, number = np.sum(parts, axis=0, dtype=np.int64).tolist()
+        return {"top1": top1 / number, "top5": top5 / number, "count": number}
+
+    def open(self, dataset: str, folder: str, size: tuple[int, int], crop: str) -> Streamed:
+        return Streamed(EvaluationSet(dataset, folder), size, crop)
+
+    def identity(
+        self,
+        images: Images | Streamed,
+        folder: str | None,
+        model: nnx.Module,
+        preprocessing: Preprocessing,
+        asked: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        if folder is None:
+            return {}
+        return {"images": folder} | json.loads(json.dumps(dataclasses.asdict(preprocessing)))
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        model: nnx.Module,
+        images: Images | Streamed,
+        pictures: int,
+        asked: Mapping[str, Any],
+    ) -> tuple[Row, list[Any]]:
+        """Of a run's own split (without a `crop`), or of image files."""
+        if asked["crop"] is None:
+            (row,) = evaluator.score(images)
+            note = weights_rule(evaluator.config)
+            return row | {"protocol": images.protocol, "note": note}, []
+        (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
+        preprocessing = Preprocessing(evaluator.mean, evaluator.std, **asked)
+        height, width = map(preprocessing.resized, images.size)
+        square = images.size[0] == images.size[1]
+        resized = (
+            f"a short side of {height} pixels" if square else f"at least {height} x {width} pixels"
         )
-
-
-def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:
-    """Augments, normalises and mixes the images of a training batch, and computes soft targets.
-
-    Args:
-        batch: `image` uint8 [B, H, W, 3], `label`, `epoch`, `index` int32 [B]; or, for a data set
-            on the device, `set`, `draws`, `epoch`, `index`.
-        config: of the run; `model.num_classes` must be set.
-        seed: of the run. Augmentation is a function of (seed, epoch, index).
-        key: of this step, for mixing.
-
-    Returns:
-        `image` float32 [B, H, W, 3], `label` int32 [B], `target` float32 [B, classes].
-    """
-    augment, m = split_augment(config.data.augment), config.mix
-    if "set" in batch:
-        batch = take(*batch["set"], batch, augment.loader)
-    images, labels = batch["image"], batch["label"]
-    keys = None
-    if augment.pixels or augment.erasing:
-        keys = device.example_keys(seed, batch["epoch"], batch["index"])
-    if augment.pixels:
-        fill = tuple(round(255 * x) for x in config.data.mean)
-        images = device.apply(images, keys, augment.pixels, fill)
-    images = device.normalise(images, config.data.mean, config.data.std)
-    others, share = labels, 1.0
-    if augment.erasing and not m.before_erasing:
-        images = device.apply_erasing(images, keys, augment.erasing)
-    if m.mixup or m.cutmix:
-        images, others, share = mixing.mix_groups(
-            images,
-            labels,
-            jax.random.fold_in(key, zlib.crc32(b"mix")),
-            m.groups,
-            mixup=m.mixup,
-            cutmix=m.cutmix,
-            prob=m.prob,
-            switch_prob=m.switch_prob,
-            enabled=True if m.off_epoch is None else batch["epoch"][0] < m.off_epoch,
+        row["protocol"] = (
+            f"whole image resized to {resized} ({preprocessing.interpolation}, antialiased), "
+            f"centre cropped (ratio {preprocessing.crop:g})"
         )
-    if augment.erasing and m.before_erasing:
-        images = device.apply_erasing(images, keys, augment.erasing)
-    targets = soft_targets(labels, others, share, config.model.num_classes, config.label_smoothing)
-    return {"image": images, "label": labels, "target": targets}
-
-
-def loss_and_accuracy(
-    logits: Float[Array, "B K"], batch: Batch, config: Config
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss, and the accuracy on the (mixed) images of the batch."""
-    logits = logits.astype(jnp.float32)
-    accuracy = (logits.argmax(-1) == batch["label"]).mean()
-    return LOSSES[config.loss](logits, batch["target"]), accuracy
-
-
-def loss(
-    model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss and accuracy of a model for a batch of `prepare_batch`."""
-    return loss_and_accuracy(model(batch["image"], train=True, key=key), batch, config)
-
-
-def count(logits: Float[Array, "B K"], batch: Batch, images: Images | Streamed) -> Int[Array, "3"]:
-    """`count_correct` of an evaluation batch, among the classes that compete in that set.
-
-    Raises:
-        ValueError: the model has fewer classes than the images.
-    """
-    if logits.shape[-1] < images.classes:
-        raise ValueError(
-            f"the model has {logits.shape[-1]} classes, but {images.name} has "
-            f"{images.classes}: use weights for as many"
-        )
-    if images.competing is not None:
-        logits = logits[:, jnp.asarray(images.competing)]
-    return count_correct(logits, batch["label"], batch["mask"])
-
-
-def scores(parts: Sequence[Int[np.ndarray, "3"]], images: Images | Streamed) -> dict[str, Any]:
-    """Accuracies, as fractions, and the number of images.
-
-    >>> from rope_jax import data
-    >>> scores([np.array([1, 2, 2]), np.array([2, 2, 2])], data.load("digits", split="test"))
-    {'top1': 0.75, 'top5': 1.0, 'count': 4}
-
-    Args:
-        parts: from `count`, of the batches of a set.
-        images: the set; not used.
-    """
-    top1, top5, number = np.sum(parts, axis=0, dtype=np.int64).tolist()
-    return {"top1": top1 / number, "top5": top5 / number, "count": number}
+        return row | {"note": images.note} | dataclasses.asdict(preprocessing), []
 
 
 def count_correct(

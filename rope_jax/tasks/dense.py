@@ -1,20 +1,27 @@
 """What the tasks of dense prediction share."""
 
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
 from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data import Images, Streamed, split_augment
+from rope_jax.data.labels import Labels
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 
 
 def check_dense(
-    config: Config, images: Images | Streamed, *, labels_of: str, sources: str, moved: str
+    config: Config, images: Images | Streamed, *, labels: Labels, sources: str, moved: str
 ) -> None:
     """Rejects images with other labels, and settings for classes of whole images.
 
     Args:
         config: of the run, with a head.
         images: the training images.
-        labels_of: what the head needs classes of, "pixels" or "boxes".
+        labels: what the head needs.
         sources: words for the error: sources that have them.
         moved: likewise: what augmentations would have to change with the images.
 
@@ -22,15 +29,17 @@ def check_dense(
         ConfigError: with the flag to change.
     """
     head, mix = f"--config.model.head={config.model.head}", config.mix
-    if images.labels_of != labels_of:
+    if images.labels_kind != labels:
         raise ConfigError(
-            f"{head} needs classes of {labels_of}, but --config.data.source={config.data.source} "
-            f"has classes of {images.labels_of}: use {sources}, or another head"
+            f"{head} needs classes of {labels.labels_of}, but --config.data.source="
+            f"{config.data.source} has classes of {images.labels_of}: use {sources}, or another "
+            "head"
         )
     if config.model.num_classes not in (None, images.classes):
         raise ConfigError(
             f"--config.model.num_classes={config.model.num_classes}, but {images.name} has "
-            f"{images.classes} classes of {labels_of}: use {images.classes}, or None for as many"
+            f"{images.classes} classes of {labels.labels_of}: use {images.classes}, or None for as "
+            "many"
         )
     whole = {
         "mix.mixup": (mix.mixup, 0),
@@ -58,3 +67,61 @@ def check_dense(
                 f"--config.data.augment: {one.name} changes images, but not {moved}: leave it out "
                 f"with {head}"
             )
+
+
+def dense_identity(model: nnx.Module, folder: str | None) -> dict[str, Any]:
+    """What identifies a row of a model with a head."""
+    blocks = model.blocks and list(model.blocks)
+    return {"head": model.head_notation, "blocks": blocks, "images": folder}
+
+
+def check_classes(model: nnx.Module, images: Images | Streamed) -> None:
+    """Rejects images of other classes than the model's, by their names where both are known."""
+    if model.num_classes != images.classes:
+        raise ConfigError(
+            f"the model has {model.num_classes} classes, and {images.name} has {images.classes}: "
+            "use images of the same classes, or weights for as many"
+        )
+    if (difference := first_difference(model.class_names, images.class_names)) is not None:
+        label, own, there = difference
+        raise ConfigError(
+            f"the model has other classes than {images.name}: label {label} is {own!r} for the "
+            f"model and {there!r} in the images: use images of the same classes"
+        )
+
+
+def side_multiple(grids: Callable[[tuple[int, int]], Any]) -> int:
+    """The least number of pixels whose multiples are sides of images that a model takes.
+
+    >>> import rope_jax
+    >>> side_multiple(rope_jax.create_model("vit_digits", depth=1).grids)
+    2
+
+    Args:
+        grids: `Backbone.grids`.
+
+    Raises:
+        ConfigError: there is no such number up to 128.
+    """
+    for side in range(1, 129):
+        try:
+            for times in (6, 7, 11):
+                grids((side * times, side * (times + 1)))
+        except ValueError:
+            continue
+        return side
+    raise ConfigError("the model takes images of few sizes only: name a --window that it takes")
+
+
+def first_difference(
+    here: Sequence[str] | None, there: Sequence[str] | None
+) -> tuple[int, str | None, str | None] | None:
+    """The first label whose class has two names, and both; None without one, or without names.
+
+    >>> first_difference(("cat", "dog"), ("cat",))
+    (1, 'dog', None)
+    """
+    if here is None or there is None:
+        return None
+    pairs = enumerate(itertools.zip_longest(here, there))
+    return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)

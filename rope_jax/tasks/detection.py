@@ -3,12 +3,17 @@
 A batch from the loader has `image`, padded at the bottom and on the right; `extent` int32 [B, 2],
 the rows and columns before padding; `boxes` float32 [B, M, 4], corners x1, y1, x2, y2 in pixels;
 `label` int32 [B, M], their classes, -1 in rows that are padding; `epoch` and `index`.
-`prepare_batch` returns them for the model, with boxes as in `Targets`, and `share` [B].
+`prepare_batch` returns them for the model: `image` float32, 0 where padded; `boxes`, centres and
+sizes, 0 to 1 within the extent; and `share` float32 [B], the number of images divided by that of
+boxes in the whole batch, which weighs the sums of losses of each image: so parts of a batch are as
+good as the whole.
 
 An evaluation batch has `image`, `extent`, `index`, `mask` and `original` [B, 2], the rows and
 columns of the image as it is stored. The objects themselves are read from the images.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,99 +23,161 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from rope_jax.config import Config, ConfigError
-from rope_jax.data import Images, Streamed, split_augment
-from rope_jax.data.images import device
+from rope_jax.data import Images, Streamed, check_objects, load
+from rope_jax.data.images.augment import parse_crop
+from rope_jax.data.labels import find_labels
 from rope_jax.models.dense import head_call
 from rope_jax.models.heads import find_head
 from rope_jax.models.heads.detection import Targets, scaled_boxes
+from rope_jax.tasks.augmented import Batch, augmented
 from rope_jax.tasks.average_precision import Found, average_precision, require_pycocotools
-from rope_jax.tasks.dense import check_dense
-
-LABELS_OF = "boxes"
-Batch = dict[str, Array]
-
-
-def check(config: Config, images: Images | Streamed) -> None:
-    """Rejects images without boxes, and settings for classes of whole images.
-
-    Raises:
-        ConfigError: with the flag to change, or the package to install.
-    """
-    require_pycocotools()
-    check_dense(config, images, labels_of=LABELS_OF, sources="scenes or coco", moved="their boxes")
-    head = head_call(config.model.head)
-    options = find_head(head.name).options.override(f"the head {head.name!r}", dict(head.options))
-    queries = getattr(options, "queries", None)
-    if queries is not None and config.data.max_boxes > queries:
-        raise ConfigError(
-            f"--config.data.max_boxes={config.data.max_boxes} is more than the head's {queries} "
-            f"queries, each of which can find one object: use at most {queries}, or --config.model."
-            f"head={head.name}(queries={config.data.max_boxes})"
-        )
+from rope_jax.tasks.box_pictures import Detected, draw_detections
+from rope_jax.tasks.dense import check_classes, check_dense, dense_identity, side_multiple
+from rope_jax.tasks.evaluator import Evaluator, Row, description
+from rope_jax.weights import Preprocessing
 
 
-def prepare_batch(batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]) -> Batch:
-    """Augments and normalises the images of a training batch, and scales its boxes.
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    """Boxes with classes. See `rope_jax.tasks`."""
 
-    Args:
-        batch: of the loader.
-        config: of the run.
-        seed: of the run. Augmentation is a function of (seed, epoch, index).
-        key: of this step; not used.
+    labels = find_labels("boxes")
+    does = "detect objects"
+    sets = ("coco",)
+    flags = ()
+    batch_size = 16
+    picture = "detections.png"
 
-    Returns:
-        `image` float32 [B, H, W, 3], 0 where padded; `extent`; `boxes` [B, M, 4], centres and
-        sizes, 0 to 1 within the extent; `label`; and `share` float32 [B], the number of images
-        divided by that of boxes in the whole batch, which weighs the sums of losses of each image:
-        so parts of a batch are as good as the whole.
-    """
-    augment = split_augment(config.data.augment)
-    images, extent, label = batch["image"], batch["extent"], batch["label"]
-    if augment.pixels:
-        keys = device.example_keys(seed, batch["epoch"], batch["index"])
-        fill = tuple(round(255 * x) for x in config.data.mean)
-        images = device.apply(images, keys, augment.pixels, fill)
-    images = device.normalise(images, config.data.mean, config.data.std, extent)
-    share = jnp.full(len(label), len(label) / jnp.maximum((label >= 0).sum(), 1), jnp.float32)
-    boxes = scaled_boxes(batch["boxes"], extent)
-    return {"image": images, "extent": extent, "boxes": boxes, "label": label, "share": share}
+    def check(self, config: Config, images: Images | Streamed) -> None:
+        """Rejects images without boxes, and settings for classes of whole images."""
+        require_pycocotools()
+        sources = "scenes or coco"
+        check_dense(config, images, labels=self.labels, sources=sources, moved="their boxes")
+        head = head_call(config.model.head)
+        kind = find_head(head.name).options
+        options = kind.override(f"the head {head.name!r}", dict(head.options))
+        queries = getattr(options, "queries", None)
+        if queries is not None and config.data.max_boxes > queries:
+            raise ConfigError(
+                f"--config.data.max_boxes={config.data.max_boxes} is more than the head's "
+                f"{queries} queries, each of which can find one object: use at most {queries}, or "
+                f"--config.model.head={head.name}(queries={config.data.max_boxes})"
+            )
+
+    def prepare_batch(
+        self, batch: Batch, config: Config, *, seed: int | Array, key: Key[Array, ""]
+    ) -> Batch:
+        """Augments and normalises images, and scales their boxes; `key` is not used."""
+        batch = augmented(batch, config, seed=seed)
+        extent, label = batch["extent"], batch["label"]
+        share = jnp.full(len(label), len(label) / jnp.maximum((label >= 0).sum(), 1), jnp.float32)
+        boxes = scaled_boxes(batch["boxes"], extent)
+        own = {"extent": extent, "boxes": boxes, "label": label, "share": share}
+        return {"image": batch["image"]} | own
+
+    def loss(
+        self, model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The training loss of the model's head, and the share of boxes that are found."""
+        targets = Targets(batch["boxes"], batch["label"])
+        given = {"extent": batch["extent"], "targets": targets}
+        found = model.predict(batch["image"], **given, train=True, key=key)
+        return model.head.loss(found, batch)
+
+    def count(self, outputs: Any, batch: Batch, images: Images | Streamed) -> dict[str, Array]:
+        """The detections of an evaluation batch, in pixels of the images as they are stored.
+
+        Args:
+            outputs: `Detections` of the batch.
+            batch: with `extent`, `original`, `index` and `mask`.
+            images: the set; its classes are those of the model.
+
+        Returns:
+            `boxes` [B, D, 4], corners x1, y1, x2, y2 within the image; `scores`, `classes` [B, D];
+            `index` and `mask` [B].
+        """
+        ends = batch["original"][:, None, ::-1].astype(jnp.float32)  # width, height
+        corners = outputs.boxes.reshape(*outputs.boxes.shape[:2], 2, 2)
+        corners = corners * (ends / batch["extent"][:, None, ::-1])[:, :, None]
+        boxes = jnp.clip(corners, 0, ends[:, :, None]).reshape(outputs.boxes.shape)
+        own = {"boxes": boxes, "scores": outputs.scores, "classes": outputs.classes}
+        return own | {"index": batch["index"], "mask": batch["mask"]}
+
+    def scores(
+        self, parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
+    ) -> dict[str, Any]:
+        """Average precision, see `rope_jax.tasks.average_precision`, and `count` of images.
+
+        The objects of the set are those that are annotated, crowds included.
+        """
+        found = found_in(parts)
+        truths = [images.truth(index) for index in found]
+        own = average_precision(list(found.values()), truths, images.classes)
+        return {**own, "count": len(found)}
+
+    def open(
+        self, dataset: str, folder: str, size: tuple[int, int], crop: str
+    ) -> Images | Streamed:
+        return load(dataset, folder, "test", size)
+
+    def framed(
+        self, images: Images | Streamed, size: tuple[int, int] | None, config: Config | None
+    ) -> Images | Streamed:
+        """Images fit into the size that is asked for, into the frame of the run's own evaluation,
+        or into that of the set."""
+        if size is not None:
+            return dataclasses.replace(images, crop=f"fit(short={min(size)},long={max(size)})")
+        if config is not None and self.labels.serves(parse_crop(config.eval.frame).entry):
+            return dataclasses.replace(images, crop=config.eval.frame)
+        return dataclasses.replace(images, size=_sides(images.crop))
+
+    def identity(
+        self,
+        images: Images | Streamed,
+        folder: str | None,
+        model: nnx.Module,
+        preprocessing: Preprocessing,
+        asked: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return dense_identity(model, folder) | {"frame": images.protocol}
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        model: nnx.Module,
+        images: Images | Streamed,
+        pictures: int,
+        asked: Mapping[str, Any],
+    ) -> tuple[Row, list[Detected]]:
+        """On canvases of the run, or that hold all images of the frame."""
+        require_pycocotools()
+        check_classes(model, images)
+        check_objects(images)
+        config = evaluator.config
+        if not images.one_size and images.crop != config.eval.frame:
+            multiple = side_multiple(model.grids)
+            short, long = (-(-side // multiple) * multiple for side in _sides(images.crop))
+            canvases = ((short, long), (long, short), (long, long))  # portrait, landscape or both
+            changed = dataclasses.replace(config.data, canvases=canvases)
+            config = dataclasses.replace(config, data=changed)
+        (parts,), used = dataclasses.replace(evaluator, config=config).count(images)
+        row = description(images) | {"count": used} | self.scores(parts, images)
+        return row | {"protocol": images.protocol}, detected_in(parts, images, pictures)
+
+    def predict(
+        self, evaluator: Evaluator, images: Images | Streamed, count: int
+    ) -> list[Detected]:
+        """The first images with their detections, by the program of the evaluation."""
+        (parts,), _ = evaluator.count(images, steps=1)
+        return detected_in(parts, images, count)
+
+    draw = staticmethod(draw_detections)
 
 
-def loss(
-    model: nnx.Module, batch: Batch, config: Config, *, key: Key[Array, ""]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss of the model's head, and the share of boxes that are found.
-
-    Args:
-        model: with a head of detection.
-        batch: from `prepare_batch`.
-        config: of the run; not used.
-        key: of this step.
-    """
-    targets = Targets(batch["boxes"], batch["label"])
-    given = {"extent": batch["extent"], "targets": targets}
-    found = model.predict(batch["image"], **given, train=True, key=key)
-    return model.head.loss(found, batch)
-
-
-def count(outputs: Any, batch: Batch, images: Images | Streamed) -> dict[str, Array]:
-    """The detections of an evaluation batch, in pixels of the images as they are stored.
-
-    Args:
-        outputs: `Detections` of the batch.
-        batch: with `extent`, `original`, `index` and `mask`.
-        images: the set; its classes are those of the model.
-
-    Returns:
-        `boxes` [B, D, 4], corners x1, y1, x2, y2 within the image; `scores`, `classes` [B, D];
-        `index` and `mask` [B].
-    """
-    ends = batch["original"][:, None, ::-1].astype(jnp.float32)  # width, height
-    corners = outputs.boxes.reshape(*outputs.boxes.shape[:2], 2, 2)
-    corners = corners * (ends / batch["extent"][:, None, ::-1])[:, :, None]
-    boxes = jnp.clip(corners, 0, ends[:, :, None]).reshape(outputs.boxes.shape)
-    own = {"boxes": boxes, "scores": outputs.scores, "classes": outputs.classes}
-    return own | {"index": batch["index"], "mask": batch["mask"]}
+def _sides(frame: str) -> tuple[int, int]:
+    """The shorter and the longer side, in pixels, that images of a frame fit into."""
+    crop = parse_crop(frame)
+    return crop.option("short"), crop.option("long")
 
 
 def found_in(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, Found]:
@@ -129,16 +196,15 @@ def found_in(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[int, Found]:
     return found
 
 
-def scores(
-    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed
-) -> Mapping[str, Any]:
-    """Average precision of a set, see `rope_jax.tasks.average_precision`, and `count` of images.
+def detected_in(
+    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed, count: int
+) -> list[Detected]:
+    """The first images of a set with their detections.
 
     Args:
-        parts: from `count`, of the batches of the set.
-        images: the set, whose objects are those that are annotated, crowds included.
+        parts: from `Detection.count`, of the set's batches.
+        images: the set.
+        count: of images.
     """
-    found = found_in(parts)
-    truths = [images.truth(index) for index in found]
-    own = average_precision(list(found.values()), truths, images.classes)
-    return {**own, "count": len(found)}
+    first = itertools.islice(found_in(parts).items(), count)
+    return [Detected(images.pixels(k), images.truth(k), found) for k, found in first]

@@ -7,9 +7,7 @@ follow from the step, so an interrupted run ends in the same state as an uninter
 import dataclasses
 import functools
 import importlib.util
-import itertools
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +32,8 @@ from rope_jax.system.sharding import (
     state_shardings,
     use_mesh,
 )
-from rope_jax.tasks import task_for, task_of
+from rope_jax.tasks import Task, task_for, task_of
+from rope_jax.tasks.dense import first_difference
 from rope_jax.training import optim, seeds
 from rope_jax.weights.create import create_model
 
@@ -56,7 +55,7 @@ class Setup:
         optimizer, schedule: of the parameters, and of the learning rate.
         total_steps: of the whole run.
         windows: the size of windows in evaluation, in words; None for models without windows.
-        task: of the model, a module of `rope_jax.tasks`.
+        task: of the model.
     """
 
     config: Config
@@ -69,7 +68,7 @@ class Setup:
     schedule: optax.Schedule
     total_steps: int
     windows: str | None
-    task: ModuleType
+    task: Task
 
     def apply(
         self, function: Callable[[nnx.Module], Any], params: Any, stats: Any, rest: Any
@@ -177,7 +176,7 @@ def load_split(
         size = image_pair(config.data.image_size)
     crop = {"crop": config.eval.frame} if split == "test" else {}
     with blame("--config.model.head"):
-        labels_of = task_for(config.model.head).LABELS_OF
+        labels_of = task_for(config.model.head).labels.labels_of
     options = {"allow_empty": config.data.allow_empty, "labels_of": labels_of} | crop
     with blame("--config.data"):
         return data.load(config.data.source, config.data.path, split, size, **options)
@@ -218,8 +217,7 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
     with blame("--config.data.repeats"):
         data.epoch_length(len(images.labels), config.data.repeats)
     classes = config.model.num_classes
-    # Of classes of pixels, the task requires exactly as many.
-    if classes is not None and classes < images.classes and images.labels_of != "pixels":
+    if classes is not None and classes < images.classes:
         raise ConfigError(
             f"--config.model.num_classes={classes}, but {images.name} has {images.classes} "
             "classes: use at least that many"
@@ -264,20 +262,6 @@ def _check_class_names(images: Split, held_out: Split) -> None:
             f"the training split and {test!r} in the test split ({len(here)} and {len(there)} "
             "classes): prepare both with the same list of classes"
         )
-
-
-def first_difference(
-    here: Sequence[str] | None, there: Sequence[str] | None
-) -> tuple[int, str | None, str | None] | None:
-    """The first label whose class has two names, and both; None without one, or without names.
-
-    >>> first_difference(("cat", "dog"), ("cat",))
-    (1, 'dog', None)
-    """
-    if here is None or there is None:
-        return None
-    pairs = enumerate(itertools.zip_longest(here, there))
-    return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)
 
 
 def _complete(config: Config, images: Split) -> Config:

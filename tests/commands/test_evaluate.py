@@ -9,13 +9,14 @@ from flax import nnx
 from PIL import Image
 
 import rope_jax
-from rope_jax import evaluate
+from rope_jax import data, evaluate
 from rope_jax.commands import evaluate as command_module
 from rope_jax.config import ConfigError
 from rope_jax.data import EvaluationSet
 from rope_jax.data.sources.evaluation_sets import real_labels, synsets
-from rope_jax.evaluate import kinds
+from rope_jax.evaluate import evaluation as evaluation_module
 from rope_jax.system.sharding import make_mesh
+from rope_jax.tasks import TASKS
 from rope_jax.weights import Preprocessing, save_pretrained
 from rope_jax_kernels.tuning import choices
 from tests.refusals import refused
@@ -44,7 +45,13 @@ def grey_files(folder, values):
 
 
 def score(model, found, size=(4, 4)):
-    return evaluate.evaluate_files(model, found, size, AS_THEY_ARE, make_mesh(), batch_size=2)
+    task, how = TASKS["classification"], vars(AS_THEY_ARE)
+    options = {"mean": how["mean"], "std": how["std"], "batch_size": 2, "mesh": make_mesh()}
+    evaluator = evaluate.Evaluator(lambda _, images: model(images), (), task, **options)
+    images = data.Streamed(found, size, AS_THEY_ARE.crop_notation)
+    asked = {"crop": how["crop"], "interpolation": how["interpolation"]}
+    row, _ = task.evaluate(evaluator, model, images, 0, asked)
+    return row
 
 
 def test_any_right_label_counts(tmp_path):
@@ -54,7 +61,7 @@ def test_any_right_label_counts(tmp_path):
     grey_files(tmp_path, {name(number): value for number, value in values.items()})
     row = score(Reader(1000), EvaluationSet("real", tmp_path))
     assert (row["count"], row["top1"], row["top5"]) == (2, 0.5, 0.5)
-    assert "reassessed" in row["protocol"]
+    assert "reassessed" in row["note"]
 
 
 def test_only_the_classes_of_the_set_compete(tmp_path):
@@ -101,15 +108,15 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert "8x12" in out
 
     measured = []
-    once = kinds.evaluate_files
+    once = evaluate.Evaluator.score
 
-    def interrupted(model, found, size, *rest, **options):
+    def interrupted(evaluator, images):
         if measured:
             raise KeyboardInterrupt
-        measured.append(size)
-        return once(model, found, size, *rest, **options)
+        measured.append(images.size)
+        return once(evaluator, images)
 
-    monkeypatch.setattr(kinds, "evaluate_files", interrupted)
+    monkeypatch.setattr(evaluate.Evaluator, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command("--resolutions=8x12,8,12")
     rows, _ = command("--resolutions=8,8x12")  # nothing is left to measure
@@ -121,12 +128,12 @@ def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
     save_run(tmp_path, 2, kernels="xla")
     used = []
 
-    def own_split(*_):
+    def score(*_):
         used.append(choices._IN_FORCE.value.everywhere)
-        about = {"dataset": "digits", "resolution": [8, 8], "count": 1, "protocol": "none"}
-        return about | {"top1": 1.0, "top5": 1.0}
+        about = {"dataset": "digits", "resolution": [8, 8], "count": 1}
+        return [about | {"top1": 1.0, "top5": 1.0}]
 
-    monkeypatch.setattr(kinds.OfImages, "_own_split", own_split)
+    monkeypatch.setattr(evaluate.Evaluator, "score", score)
     command_module.main([str(tmp_path)])
     assert used == ["xla"]
     assert choices._IN_FORCE.value is None
@@ -148,7 +155,8 @@ def test_other_weights_and_rows_of_earlier_versions_are_measured_anew(command, t
 
 
 def test_of_several_processes_the_first_writes(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(command_module, "share", lambda: (1, 2))
+    for module in (command_module, evaluation_module):
+        monkeypatch.setattr(module, "share", lambda: (1, 2))
     with pytest.raises(FileNotFoundError, match=r"rows\.json"):
         command("--batch_size=2")
     monkeypatch.undo()

@@ -41,10 +41,11 @@ from rope_jax.commands import prepare as packing
 from rope_jax.commands import process as flags
 from rope_jax.commands import train as main
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate import kinds
+from rope_jax.evaluate import evaluation as one_evaluation
 from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import loading, restore
+from rope_jax.tasks import evaluator, segmentation
 from rope_jax.training.seeds import single
 from rope_jax.training.setup import prepare
 from rope_jax.weights import convert, create, load, own
@@ -267,22 +268,22 @@ def compute(*_, **__):
 
 CANVASES = data.canvases_of
 COMPUTATIONS = [
-    *((kinds, name) for name in ("evaluate_files", "evaluate_split", "segment_split", "counted")),
+    (evaluator.Evaluator, "count"),
+    (segmentation, "segment_split"),
     (plots, "costs"),
     (positions, "parameters"),
 ]
 
 
-def row(asked, _):
+def row(asked, *_):
     """A row of `evaluate`, up to its computation."""
 
     def begin(model):
-        about = dataclasses.replace(asked.about, model=model)
-        dataclasses.replace(asked, about=about).row()
+        dataclasses.replace(asked, model=model).row()
 
     asked.identity()
     with contextlib.suppress(Reached):
-        nnx.eval_shape(begin, asked.about.model)
+        nnx.eval_shape(begin, asked.model)
     return {"dataset": "", "protocol": ""}
 
 
@@ -322,7 +323,7 @@ def run(folder, monkeypatch, capsys):
         (loading, "load_pretrained", load_pretrained),
         (loading, "read_checkpoint", read_checkpoint),
         (loading, "file_sha256", str),
-        (evaluation, "_row", row),
+        (one_evaluation.Evaluation, "recorded", row),
         (evaluation, "results_table", compute),
         (analysis, "analyse_model", compute),
         (report, "read_runs", lambda workdir: training_words(str(workdir), page) and []),

@@ -1,6 +1,5 @@
 """Detections of a set: scores at the size of the stored images, seeds, pictures."""
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -15,20 +14,21 @@ from rope_jax.commands import evaluate as evaluate_command
 from rope_jax.config import Config, ConfigError
 from rope_jax.data import Truth, check_canvases, decode_image, load
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate.box_pictures import Detected, draw_detections
-from rope_jax.evaluate.kinds import OfBoxes
-from rope_jax.evaluate.sheets import class_colours
+from rope_jax.evaluate.evaluation import Evaluation
 from rope_jax.models.heads.detection import Detections
-from rope_jax.runs.loading import LoadedModel
 from rope_jax.system.sharding import make_mesh
-from rope_jax.tasks import detection
+from rope_jax.tasks import TASKS
 from rope_jax.tasks.average_precision import Found
+from rope_jax.tasks.box_pictures import Detected, draw_detections
+from rope_jax.tasks.detection import found_in
+from rope_jax.tasks.sheets import class_colours
 from rope_jax.weights import Preprocessing
 from tests.images.coco_set import write_coco
 from tests.models.heads.test_dino import HEAD, VIT
 from tests.refusals import refused
 from tests.small_run import save_run
 
+task = TASKS["detection"]
 CANVASES = ((80, 136), (136, 80), (136, 136))
 AS_THEY_ARE = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 
@@ -54,8 +54,8 @@ def settings(seeds=1, **changes):
 
 
 def score(images, weight=-0.1, **options):
-    options = {"config": settings(), "batch_size": 4, "task": detection, **AS_THEY_ARE} | options
-    return evaluate.accuracies(by_colour, np.float32(weight), images, mesh=make_mesh(), **options)
+    options = {"config": settings(), "batch_size": 4, "mesh": make_mesh(), **AS_THEY_ARE} | options
+    return evaluate.Evaluator(by_colour, np.float32(weight), task, **options).score(images)
 
 
 @pytest.fixture
@@ -116,18 +116,18 @@ def test_boxes_are_cut_at_the_image_and_those_without_area_left_out(images):
     batch |= {"index": jnp.array([3]), "mask": jnp.array([True])}
     boxes = jnp.array([[[10.0, 5, 60, 70], [100, 0, 120, 50], [20, 20, 20, 30]]])
     outputs = Detections(boxes, jnp.array([[0.9, 0.8, 0.7]]), jnp.array([[2, 0, 1]]))
-    part = {name: np.asarray(x) for name, x in detection.count(outputs, batch, images).items()}
-    found = detection.found_in([part])
+    part = {name: np.asarray(x) for name, x in task.count(outputs, batch, images).items()}
+    found = found_in([part])
     assert list(found) == [3]
     np.testing.assert_array_equal(found[3].boxes, [[40, 10, 240, 100]])
     assert found[3].classes.tolist() == [2]
-    assert detection.found_in([part | {"mask": np.array([False])}]) == {}
+    assert found_in([part | {"mask": np.array([False])}]) == {}
 
 
 class Cells(nnx.Module):
     """Takes images whose sides are multiples of 16."""
 
-    class_names, head_notation, blocks = None, "dino", (2,)
+    class_names, head_notation, blocks, task = None, "dino", (2,), "detection"
 
     def __init__(self, num_classes):
         self.num_classes = num_classes
@@ -140,14 +140,20 @@ class Cells(nnx.Module):
 def of_coco(folder, *, config=None, resolutions=None, size=(224, 224), classes=3):
     """The evaluation of --dataset=coco by a model without names of classes."""
     given = {"dataset": "coco", "images": str(folder), "resolutions": resolutions}
-    model = Cells(classes)
-    about = LoadedModel(
-        model, lambda: model, "cells", "ape", size, Preprocessing(), config, weights="fresh"
-    )
-    return OfBoxes(argparse.Namespace(**given), about, size, Preprocessing(), make_mesh(), folder)
+    given |= {"batch_size": None, "pictures": 0, "extend": None, "log_scale": False}
+    given |= {"scale_windows": False, "rpb_shrink": None}
+    about = (Cells(classes), config, size, Preprocessing(), make_mesh(), folder)
+    return Evaluation(given, *about)
 
 
-def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_path):
+def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_path, monkeypatch):
+    used = []
+
+    def count(evaluator, images):
+        used.append(evaluator.config.data.canvases)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate.Evaluator, "count", count)
     folder = write_coco(tmp_path / "set")
     options = dataclasses.replace(Config().eval, frame="fit(short=80,long=133)")
     run = dataclasses.replace(settings(), eval=options)
@@ -161,7 +167,11 @@ def test_the_frame_is_that_of_the_run_of_the_size_asked_for_or_of_the_set(tmp_pa
     ):
         one = of_coco(folder, **given)
         assert one.images.crop == "fit(short={},long={})".format(*frame)
-        assert (one.images.size, one._config().data.canvases) == (size, canvases)
+        assert one.images.size == size
+        with pytest.raises(KeyboardInterrupt):
+            one.row()
+        assert used == [canvases]
+        used.clear()
         check_canvases(one.images, "none", canvases)
         identity = {"head": "dino", "blocks": [2], "images": str(folder)}
         assert one.identity() == identity | {"frame": one.images.protocol}  # rows of others differ

@@ -6,9 +6,9 @@ import pytest
 
 from rope_jax.data import decode_image
 from rope_jax.data.sources import scenes
-from rope_jax.evaluate.accuracy import applied
-from rope_jax.evaluate.pictures import Segmented, draw_pictures, first_images
-from rope_jax.evaluate.sheets import class_colours
+from rope_jax.evaluate.accuracy import draw_predictions, state_evaluator
+from rope_jax.tasks.pictures import Segmented, draw_pictures
+from rope_jax.tasks.sheets import class_colours
 from rope_jax.training.setup import initial_state, prepare
 from tests.training.recipe import tiny
 
@@ -32,15 +32,18 @@ def test_a_picture_has_a_row_for_each_image(tmp_path, names, number):
     assert (sheet[-22 + 4, [17, 167, 317]] == colours[:3]).all()
 
 
-def test_weights_are_arguments_of_the_program(monkeypatch):
+def test_weights_are_arguments_of_the_program(tmp_path, monkeypatch):
     """Constants would be copied into it: of a large model, gigabytes."""
     monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 2})
     changes = {"data__source": "scenes", "data__image_size": 16, "data__augment": "none"}
     changes |= {"model__head": "linear", "eval__resolutions": (), "batch_size": 8}
     setup, model = prepare(tiny(**changes))
-    apply, weights = applied(setup, initial_state(setup, model))
-    traced = jax.jit(apply).trace(weights, np.zeros((2, 16, 16, 3), np.float32))
+    state = initial_state(setup, model)
+    evaluator = state_evaluator(setup, state)
+    traced = jax.jit(evaluator.apply).trace(evaluator.weights, np.zeros((2, 16, 16, 3), np.float32))
     sizes = [np.size(x) for x in traced.jaxpr.consts]
     assert max(sizes, default=0) < 16 * 16 * 3
-    (first, _) = first_images(setup, initial_state(setup, model))
+    (first, _) = setup.task.predict(evaluator, setup.held_out, 2)
     assert first.predicted.shape == (16, 16)
+    draw_predictions(setup, state, tmp_path / "p.png")
+    assert decode_image((tmp_path / "p.png").read_bytes()).shape[1] == 816

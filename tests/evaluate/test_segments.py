@@ -1,6 +1,7 @@
 """Segmentation of sets: scores by definition, views, programs, pictures, and the command."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ from PIL import Image
 import rope_jax
 from rope_jax import data
 from rope_jax.commands import evaluate as evaluate_command
-from rope_jax.config import ConfigError
+from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources import scenes
 from rope_jax.data.sources.index import BadImages
-from rope_jax.evaluate import kinds
-from rope_jax.evaluate.segments import Views, segment_split, side_multiple
 from rope_jax.system.sharding import make_mesh
+from rope_jax.tasks import TASKS
+from rope_jax.tasks.dense import check_classes, side_multiple
+from rope_jax.tasks.evaluator import Evaluator
+from rope_jax.tasks.segments import Views
 from tests.refusals import refused
 from tests.small_run import save_run
 
@@ -30,10 +33,24 @@ def by_colour(weights, images):
     return -jnp.square(red - jnp.array([0.0, 0.4, 0.8])) * 50 + weights
 
 
-def split(images, views, apply=by_colour, weights=ZEROS, **changes):
-    settings = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, "multiple": 4}
-    settings |= {"probabilities": jax.nn.softmax}
-    return segment_split(apply, weights, images, views, mesh=make_mesh(), **settings | changes)
+class Patches(nnx.Module):
+    """What is asked of a model of three classes and patches of 4 pixels."""
+
+    num_classes, class_names, head = 3, None, types.SimpleNamespace(probabilities=jax.nn.softmax)
+
+    def grids(self, size):
+        if size[0] % 4 or size[1] % 4:
+            raise ValueError("no multiples of 4")
+
+
+def split(images, views, apply=by_colour, weights=ZEROS, pictures=0, bad_images="error"):
+    config = resolve({"data": {"bad_images": bad_images}})
+    task, steps = TASKS["segmentation"], {"batch_size": 2, "mesh": make_mesh(), "config": config}
+    evaluator = Evaluator(apply, weights, task, mean=(0.0,) * 3, std=(1.0,) * 3, **steps)
+    window = "whole" if views.window is None else "x".join(map(str, views.window))
+    asked = {"scales": views.scales, "flip": views.flip, "window": window}
+    stride = views.stride if views.window else None
+    return task.evaluate(evaluator, Patches(), images, pictures, asked | {"stride": stride})
 
 
 @pytest.fixture
@@ -193,4 +210,4 @@ def test_images_of_other_classes_are_refused(masks):
     model = nnx.Module()
     model.num_classes, model.class_names = 3, ("low", "high", "middle")
     with pytest.raises(ConfigError, match="other classes than set: label 1"):
-        kinds.check_classes(model, masks)
+        check_classes(model, masks)

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rope_jax.evaluate.windows import Windows, resize_image
 from rope_jax.system.sharding import make_mesh
+from rope_jax.tasks.windows import Windows, resize_image
 
 WEIGHTS = np.random.default_rng(5).standard_normal((3, 4)).astype(np.float32)
 

@@ -10,6 +10,7 @@ import rope_jax
 from benchmarks._runner import call
 from experiments import extend
 from rope_jax.config import Config
+from rope_jax.evaluate import accuracy
 from rope_jax.positions.extension import Extension, extend_rotations
 from rope_jax.training.setup import load_split
 from tests.small_run import save_run
@@ -40,15 +41,15 @@ def test_the_first_images_are_scored_with_the_rule(monkeypatch):
     images = extend.first_images(Config(), (8, 8), 30)
     assert len(images.images) == 30
     assert (images.labels == load_split(Config(), "test", (8, 8)).labels[:30]).all()
-    seen, original = [], extend.at_resolution
+    seen, original = [], accuracy.at_resolution
 
     def at_resolution(*arguments, **options):
         seen.append(original(*arguments, **options))
         return seen[-1]
 
-    monkeypatch.setattr(extend, "at_resolution", at_resolution)
+    monkeypatch.setattr(accuracy, "at_resolution", at_resolution)
     model = create("rope2d(extend=interpolate)")
-    row = extend.score(model, Config(), images, (8, 8), "ntk")
+    row = extend.score(model, Config(), images, "ntk")
     assert row["count"] == 30
     assert 0 <= row["score"] <= 1
     (scheme,) = (m for _, m in nnx.iter_modules(seen[0]) if hasattr(m, "extension"))
@@ -61,8 +62,8 @@ def test_rows_are_evaluated_once_and_continue(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"seed": 0, "seeds": 1}))
     asked, out = [], tmp_path / "out.json"
 
-    def score(model, config, images, size, rule):
-        asked.append((model.notation, len(images.labels), size, rule))
+    def score(model, config, images, rule):
+        asked.append((model.notation, len(images.labels), images.size, rule))
         if len(asked) == 2:
             raise KeyboardInterrupt
         return {"score": 0.5 if rule == "none" else 0.75, "count": len(images.labels)}

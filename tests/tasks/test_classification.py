@@ -2,10 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rope_jax.config import resolve
 from rope_jax.data.images.device import normalise
-from rope_jax.tasks.classification import count_correct, loss_and_accuracy, prepare_batch
+from rope_jax.tasks.classification import Classification, count_correct
 
 
 @pytest.mark.parametrize("before_erasing", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -18,7 +19,8 @@ def test_labels_are_mixed_as_their_images(before_erasing):
     label = rng.integers(0, 10, 120, dtype=np.int32)
     batch = {"image": images, "label": label, "epoch": np.zeros(120, np.int32)}
     batch["index"] = np.arange(120, dtype=np.int32)
-    prepare = jax.jit(lambda batch: prepare_batch(batch, config, seed=0, key=jax.random.key(1)))
+    options = {"seed": 0, "key": jax.random.key(1)}
+    prepare = jax.jit(lambda batch: Classification().prepare_batch(batch, config, **options))
     mixed, other = prepare(batch), label[::-1]
     target = (np.asarray(mixed["target"]) - 0.2 / 10) / 0.8
     row = np.flatnonzero(label != other)[0]
@@ -32,11 +34,19 @@ def test_labels_are_mixed_as_their_images(before_erasing):
     assert (0.75 < same < 0.95) if before_erasing else (0.5 < same < 0.75)
 
 
+class Same(nnx.Module):
+    """Its logits are its images."""
+
+    def __call__(self, images, **_):
+        return images
+
+
 def test_the_accuracy_is_that_of_the_own_labels():
     config = resolve({"loss": "softmax"})
     batch = {"label": jnp.array([0, 1, 1]), "target": jnp.full((3, 2), 0.5)}
     logits = jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], jnp.bfloat16)
-    loss, accuracy = loss_and_accuracy(logits, batch, config)
+    batch["image"] = logits
+    loss, accuracy = Classification().loss(Same(), batch, config, key=jax.random.key(0))
     assert float(accuracy) == pytest.approx(2 / 3)
     assert loss.dtype == jnp.float32
     assert float(loss) == pytest.approx(float(np.log1p(np.exp(-1)) + 0.5), rel=1e-6)

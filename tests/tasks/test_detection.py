@@ -8,8 +8,9 @@ import pytest
 from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources.boxes import BoxImages
 from rope_jax.data.sources.scenes import LabelMaps
-from rope_jax.tasks import detection as task
+from rope_jax.tasks import TASKS
 
+task = TASKS["detection"]
 PIXELS, LABELS = np.zeros((1, 8, 8, 3), np.uint8), np.zeros(1, np.int32)
 BOXES = BoxImages(PIXELS, LABELS, "some", "train", 10)
 MAPS = LabelMaps(PIXELS, PIXELS[..., 0], "maps", "train", 10)

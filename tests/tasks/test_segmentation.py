@@ -10,7 +10,10 @@ from rope_jax.config import ConfigError, resolve
 from rope_jax.data.sources.scenes import LabelMaps
 from rope_jax.models.heads import PixelLogits, SegmentationHead
 from rope_jax.models.heads.pixels import pixel_loss
-from rope_jax.tasks import segmentation as task
+from rope_jax.tasks import TASKS
+from rope_jax.tasks.segments import count_pixels
+
+task = TASKS["segmentation"]
 
 
 def some_maps(classes):
@@ -59,7 +62,7 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
     padded = [jnp.asarray(np.pad(x, [(0, 3), (0, 0), (0, 0)])) for x in (predicted, label)]
     for first in range(0, 12, 4):  # the last batch has one image and three of padding
         batch = [x[first : first + 4] for x in padded]
-        counts = task.count_pixels(*batch, first + jnp.arange(4) < 9, classes)
+        counts = count_pixels(*batch, first + jnp.arange(4) < 9, classes)
         parts.append(np.asarray(counts))
     found, valid = task.scores(parts, some_maps(classes)), label != 255
     said, there = (np.arange(classes)[:, None] == x[valid] for x in (predicted, label))

@@ -133,7 +133,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.system.sharding import make_mesh, put_batch, use_mesh
-from rope_jax.tasks import detection
+from rope_jax.tasks import TASKS
 from rope_jax.training.trees import named_leaves
 from tests.models.heads.test_dino import CLASSES, HEAD, VIT
 from tests.models.small import filled
@@ -161,10 +161,11 @@ for count in (1, 2):
     def step(params, batch):
         def loss(params, batch, key):
             with use_mesh(mesh):
-                return detection.loss(nnx.merge(graph, params, rest), batch, config, key=key)
+                model = nnx.merge(graph, params, rest)
+                return TASKS["detection"].loss(model, batch, config, key=key)
 
         key = jax.random.key(0)
-        prepared = detection.prepare_batch(batch, config, seed=0, key=key)
+        prepared = TASKS["detection"].prepare_batch(batch, config, seed=0, key=key)
         return jax.value_and_grad(loss, has_aux=True)(params, prepared, key)
 
     (value, hits), gradients = step(nnx.to_pure_dict(params), put_batch(batch, mesh))

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from rope_jax.config import ConfigError
-from rope_jax.tasks import classification, segmentation
+from rope_jax.tasks import TASKS
 from rope_jax.training.setup import load_split, prepare
 from rope_jax.training.trees import tree_hash
 from tests.config.test_recipe_steps import masks
@@ -64,11 +64,11 @@ def test_files_that_are_no_pairs_or_have_other_classes_are_named(folder):
 def test_settings_of_another_task_are_refused(folder):
     config = tiny(**MASKS, data__path=str(folder))
     images = load_split(config, "train")
-    segmentation.check(config, images)
+    TASKS["segmentation"].check(config, images)
     digits = load_split(tiny(), "train")
-    classification.check(tiny(), digits)
+    TASKS["classification"].check(tiny(), digits)
     with pytest.raises(ConfigError, match=r"head=linear needs classes of pixels, but .*source=mas"):
-        segmentation.check(config, digits)
+        TASKS["segmentation"].check(config, digits)
     changes = {
         "--config.mix.mixup=0.8 is for classes of whole": replaced(config, "mix", mixup=0.8),
         "label_smoothing=0.1 is for": dataclasses.replace(config, label_smoothing=0.1),
@@ -78,7 +78,7 @@ def test_settings_of_another_task_are_refused(folder):
     }
     for message, changed in changes.items():
         with pytest.raises(ConfigError, match=message):
-            segmentation.check(changed, images)
+            TASKS["segmentation"].check(changed, images)
 
 
 @pytest.mark.slow

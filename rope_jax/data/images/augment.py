@@ -48,13 +48,6 @@ class Entry:
     boxes: Callable[..., Any] | None = None
     colours: bool = False
 
-    def serves(self, labels_of: str) -> bool:
-        """Whether the loader can change labels of "pixels" or "boxes" with it as it does images."""
-        if self.stage == CROP:
-            return self.joint == labels_of or (self.joint is None and labels_of != "boxes")
-        moved = {"images": True, "pixels": self.moves, "boxes": self.boxes is not None}
-        return self.stage == LOADER and moved[labels_of]
-
 
 AUGMENTATIONS = Registry(
     "augmentation",
@@ -105,15 +98,6 @@ class Augmentation:
     def moved_boxes(self, boxes: Any, width: int, draws: Any) -> Any:
         """The boxes of images of some width, [B, n, 4], when the images are changed."""
         return self.entry.boxes(boxes, width, draws, **dict(self.options))
-
-    def check_moves(self, labels_of: str) -> None:
-        """Raises ValueError unless the loader can change such labels as it changes images."""
-        if not self.entry.serves(labels_of):
-            able = ", ".join(name for name, one in AUGMENTATIONS.items() if one.serves(labels_of))
-            raise ValueError(
-                f"{self.name} changes images, but not the labels of their {labels_of}: leave it "
-                f"out; {able} change both"
-            )
 
     def __str__(self) -> str:
         return str(Call(self.name, options=self.options))

@@ -207,7 +207,7 @@ class StreamedBoxes(Boxed, Streamed):
 
     def __post_init__(self):
         entry = parse_crop(self.crop).entry
-        if entry.joint != self.labels_of or entry.random:
+        if not self.labels_kind.serves(entry) or entry.random:
             raise ValueError(
                 f"{self.crop} is not for the evaluation of images with boxes, which keep their "
                 "aspect: use fit(short=800,long=1333)"
@@ -243,7 +243,7 @@ def check_boxes(images: Images | Streamed, max_boxes: int) -> None:
     Raises:
         ValueError: an image has more objects to train on.
     """
-    if images.labels_of != Boxed.labels_of:
+    if not images.labels_kind.ragged:
         return
     counts = images.annotations.counts()
     if counts.max(initial=0) > max_boxes:
@@ -263,7 +263,7 @@ def check_objects(images: Images | Streamed) -> None:
     Raises:
         ValueError: no image has an object that is no crowd.
     """
-    if images.labels_of == Boxed.labels_of and images.annotations.crowd.all():
+    if images.labels_kind.ragged and images.annotations.crowd.all():
         raise ValueError(
             f"no image of {images.name}, {images.split} split, has an object that is no crowd, of "
             "which average precision could be computed: use others"

@@ -30,6 +30,7 @@ from jaxtyping import Int32, UInt8
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
+from rope_jax.data.labels import Labels, find_labels
 from rope_jax.system.files import cache_folder, read_json
 
 
@@ -278,6 +279,11 @@ class Streamed:
         if "resized" in about:
             text += f"; images packed beforehand: {about['resized']} ({about['interpolation']})"
         return text
+
+    @property
+    def labels_kind(self) -> Labels:
+        """What the labels are."""
+        return find_labels(self.labels_of)
 
     def fingerprint(self) -> str:
         """Size of the images, and number, classes, labels and names of their files."""

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int32, UInt8
 
 from rope_jax.data.images.crops import Crop, crop_pixels
+from rope_jax.data.labels import Labels, find_labels
 from rope_jax.system.files import open_regular
 from rope_jax.system.npz import open_npz
 
@@ -107,6 +108,11 @@ class Images:
     ) -> dict[str, np.ndarray]:
         """An image with its labels, `image` and `label`. Arguments as of `read`."""
         return {"image": self.read(example, crop, draw), "label": self.labels[example]}
+
+    @property
+    def labels_kind(self) -> Labels:
+        """What the labels are."""
+        return find_labels(self.labels_of)
 
     def fingerprint(self) -> str:
         """Shape of the images, number of classes, and a checksum of pixels and labels."""

@@ -50,6 +50,10 @@ class LabelMaps(Images):
             image, classes = crop_both(image, classes, crop, self.size, draw)
         return {"image": image, "label": classes}
 
+    def original(self, example: int) -> tuple[UInt8[np.ndarray, "h w 3"], UInt8[np.ndarray, "h w"]]:
+        """An image and the classes of its pixels; 255 for none."""
+        return self.images[example], self.labels[example]
+
     def check_labels(self) -> None:
         """Raises ValueError for labels of another dtype, size or range."""
         if self.labels.dtype != np.uint8 or self.labels.shape != self.images.shape[:3]:

@@ -20,7 +20,7 @@ from rope_jax.models.heads.dino.levels import padding_of
 from rope_jax.models.heads.dino.options import DinoOptions
 from rope_jax.models.heads.dino.transformer import Transformer, inverse_sigmoid
 from rope_jax.models.layers import dtypes_of
-from rope_jax.tasks import detection
+from rope_jax.tasks import TASKS
 from rope_jax.weights import export_state_dict
 from tests.models.small import filled
 
@@ -117,7 +117,7 @@ def gradient(model):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, batch, key):
-        return detection.loss(nnx.merge(graph, params, rest), batch, resolve({}), key=key)
+        return TASKS["detection"].loss(nnx.merge(graph, params, rest), batch, resolve({}), key=key)
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return lambda batch, key: run(params, batch, key)

@@ -10,7 +10,7 @@ from flax import nnx
 import rope_jax
 from rope_jax.config import resolve
 from rope_jax.data.sources import scenes
-from rope_jax.tasks import detection
+from rope_jax.tasks import TASKS
 
 HEAD = (
     "dino(width=64,groups=8,heads=4,encoder_depth=1,decoder_depth=2,hidden=128,queries=24,"
@@ -39,14 +39,14 @@ def batch_of(images):
 
 def precision(model, images, batch, config):
     """The scores of a model on the images that it was trained on."""
-    prepared = detection.prepare_batch(batch, config, seed=0, key=jax.random.key(0))
+    prepared = TASKS["detection"].prepare_batch(batch, config, seed=0, key=jax.random.key(0))
     graph, state = nnx.split(model)
     found = jax.jit(lambda state, *x: nnx.merge(graph, state)(*x))(
         state, prepared["image"], prepared["extent"]
     )
     whole = batch | {"original": batch["extent"], "mask": jnp.ones(SCENES, bool)}
-    part = jax.tree.map(np.asarray, detection.count(found, whole, images))
-    return detection.scores([part], images)
+    part = jax.tree.map(np.asarray, TASKS["detection"].count(found, whole, images))
+    return TASKS["detection"].scores([part], images)
 
 
 @pytest.mark.slow
@@ -71,10 +71,12 @@ def test_it_finds_the_digits_of_sixteen_scenes(monkeypatch):
 
     @jax.jit
     def step(params, state, key):
-        prepared = detection.prepare_batch(batch, config, seed=0, key=key)
+        prepared = TASKS["detection"].prepare_batch(batch, config, seed=0, key=key)
 
         def loss(params):
-            return detection.loss(nnx.merge(graph, params, rest), prepared, config, key=key)
+            return TASKS["detection"].loss(
+                nnx.merge(graph, params, rest), prepared, config, key=key
+            )
 
         (value, found), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, state = optimizer.update(grads, state, params)

@@ -13,7 +13,7 @@ from rope_jax.data.sources import scenes
 from rope_jax.models.heads import create_head
 from rope_jax.models.heads.mask2former.decoder import attended
 from rope_jax.models.heads.mask2former.head import MaskPredictions
-from rope_jax.tasks import segmentation
+from rope_jax.tasks import TASKS
 from rope_jax.weights import export_state_dict
 
 SMALL = (
@@ -101,7 +101,7 @@ def step():
     optimizer, config = optax.adam(4e-3), resolve({})
 
     def loss(params, batch, key):
-        return segmentation.loss(nnx.merge(graph, params, rest), batch, config, key=key)
+        return TASKS["segmentation"].loss(nnx.merge(graph, params, rest), batch, config, key=key)
 
     @jax.jit
     def step(params, state, batch, key):

@@ -7,8 +7,8 @@ import numpy as np
 from flax import nnx
 
 import rope_jax
-from rope_jax.evaluate.windows import Windows, resize_image
 from rope_jax.system.sharding import make_mesh
+from rope_jax.tasks.windows import Windows, resize_image
 from tests.parity.dense import images
 
 PATCH = 16

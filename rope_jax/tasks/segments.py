@@ -2,29 +2,23 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from rope_jax.config import ConfigError
-from rope_jax.data import Images, Streamed, StreamedMaps
+from rope_jax.config import ConfigError, blame
+from rope_jax.data import BadImages, Images, Streamed
 from rope_jax.data.images.joint import scaled_size
-from rope_jax.data.sources.index import BadImages
-from rope_jax.evaluate.accuracy import description
-from rope_jax.evaluate.pictures import Segmented
-from rope_jax.evaluate.results import Row
-from rope_jax.evaluate.windows import Apply, Size, Windows, resize_image
-from rope_jax.tasks import segmentation
-from rope_jax.tasks.segmentation import IGNORED
+from rope_jax.models.heads.pixels import IGNORED
+from rope_jax.names.text import image_pair
+from rope_jax.tasks.evaluator import Evaluator
+from rope_jax.tasks.pictures import Segmented
+from rope_jax.tasks.windows import Size, Windows, resize_image
 
 _LONG = 4  # an image's longer side is at most this many times the size, as in mmsegmentation
-
-Pair = tuple[UInt8[np.ndarray, "_h _w 3"], UInt8[np.ndarray, "_h _w"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,92 +76,107 @@ class Views:
                 yield view[:, ::-1], True
 
 
+def asked_views(
+    images: Images | Streamed,
+    *,
+    scales: tuple[float, ...] | None = None,
+    flip: bool = False,
+    window: str | None = None,
+    stride: int | None = None,
+) -> Views:
+    """The views that the command asks for; by default windows of the size of evaluation, or the
+    whole images of a set in memory.
+
+    Args:
+        images: to be segmented.
+        scales, flip: see `Views`.
+        window: "512", "512x768" or "whole".
+        stride: see `Views`.
+
+    Raises:
+        ConfigError: with the argument to change.
+    """
+    scales = scales or (1.0,)
+    window = window or ("whole" if images.in_memory else None)
+    if window == "whole":
+        if stride is not None:
+            raise ConfigError("--stride is from window to window: name a --window, or leave it out")
+        return Views(scales, flip)
+    with blame("--window"):
+        size = images.size if window is None else image_pair(window)
+    if stride is not None and stride > min(size):
+        raise ConfigError(
+            f"--stride={stride} leaves out pixels between windows of "
+            f"{size[0]}x{size[1]}: use at most {min(size)}"
+        )
+    return Views(scales, flip, size, stride or max(1, 2 * min(size) // 3))
+
+
 def segment_split(
-    apply: Apply,
-    weights: Any,
+    evaluator: Evaluator,
     images: Images | Streamed,
     views: Views,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    batch_size: int,
     multiple: int,
-    mesh: Mesh,
-    probabilities: Callable[[jax.Array], jax.Array],
+    probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
+    *,
     pictures: int = 0,
-    bad_images: str = "error",
-    poll: Callable[[int], None] = lambda images: None,
-) -> tuple[Row, list[Segmented]]:
-    """Scores a model on a split, each image compared with its labels at its own size.
+) -> tuple[list[Int[np.ndarray, "_K 3"]], list[Segmented], str]:
+    """Counts the pixels of a split, each image compared with its labels at its own size.
 
     Logits of windows are averaged and resized to the image, and the softmaxes of views averaged
     (mmsegmentation). Mask2Former's scores are averaged as they are, as in its code.
 
     Args:
-        apply: (weights, normalised windows) -> logits of every pixel.
-        weights: of the model.
+        evaluator: of a model that gives logits of every pixel; its steps are of windows.
         images: of a source whose pixels have classes. Those that are read one at a time are resized
             to a short side of the split's size, and at most four times that.
         views: of each image.
-        mean, std: normalisation per channel.
-        batch_size: windows in a step on all devices together.
         multiple: of the sides of whole images, which are padded to it.
-        mesh: the devices.
         probabilities: see `Windows`.
         pictures: number of images that are kept with their classes.
-        bad_images: "error", or "skip" for images that cannot be used.
-        poll: called after each image with the number of images so far.
 
     Returns:
-        The row of scores, and the first images with their labels and the predicted classes.
+        `count_pixels` of each image; the first images with their labels and the predicted classes;
+        and the resizing in words.
 
     Raises:
         BadImages: an image or its labels cannot be used.
     """
     short = None if images.in_memory else min(images.size)
     windows = Windows(
-        apply,
+        evaluator.apply,
         size=views.window,
         stride=views.stride,
-        batch=batch_size,
+        batch=evaluator.batch_size,
         multiple=multiple,
         exact=images.in_memory,
-        mesh=mesh,
+        mesh=evaluator.mesh,
         probabilities=probabilities,
     )
     count = jax.jit(_count, static_argnames="number")
-    skipped = (BadImages,) if bad_images == "skip" else ()
-    parts, kept, used = [np.zeros((images.classes, 3), np.int64)], [], 0
+    skipped = (BadImages,) if evaluator.config.data.bad_images == "skip" else ()
+    mean, std = np.float32(evaluator.mean), np.float32(evaluator.std)
+    fit = None if short is None else (short, _LONG * short)
+    parts, kept = [], []
     for number in range(len(images.labels)):
         try:
-            image, label = _pair(images, number)
+            image, label = images.original(number)
         except skipped:
             continue
-        normalised = (image / np.float32(255) - np.float32(mean)) / np.float32(std)
-        fit = None if short is None else (short, _LONG * short)
-        scores = windows.scores(weights, views.of(normalised, fit), label.shape)
+        seen = views.of((image / np.float32(255) - mean) / std, fit)
+        scores = windows.scores(evaluator.weights, seen, label.shape)
         wide = np.full(scores.shape[:2], IGNORED, np.uint8)
         wide[: label.shape[0], : label.shape[1]] = label
         found, counts = count(scores, wide, number=images.classes)
         parts.append(np.asarray(counts))
-        used += 1
         if len(kept) < pictures:
             predicted = np.asarray(found)[: label.shape[0], : label.shape[1]]
             kept.append(Segmented(image, label, predicted))
-        poll(number + 1)
-    resized = "images at their own size"
-    if short is not None:
-        resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
-    row = description(images) | {"count": used} | segmentation.scores(parts, images)
-    row["protocol"] = f"{resized}, labels at their own size; {views}"
-    return row, kept
-
-
-def _pair(images: Images | Streamed, number: int) -> Pair:
-    """An image and its labels, at the size at which they are stored."""
-    if isinstance(images, StreamedMaps):
-        return images.original(number)
-    return images.images[number], images.labels[number]
+        evaluator.poll(number + 1)
+    if short is None:
+        return parts, kept, "images at their own size"
+    resized = f"images resized to a short side of {short} pixels, at most {_LONG * short} long"
+    return parts, kept, resized
 
 
 def _count(
@@ -176,28 +185,34 @@ def _count(
     """The classes of the pixels, and `count_pixels` of them."""
     found = scores.argmax(-1)
     mask = jnp.ones(1, bool)
-    counts = segmentation.count_pixels(found[None], label[None], mask, number)
+    counts = count_pixels(found[None], label[None], mask, number)
     return found.astype(jnp.uint8), counts
 
 
-def side_multiple(grids: Callable[[Size], Any]) -> int:
-    """The least number of pixels whose multiples are sides of images that a model takes.
-
-    >>> import rope_jax
-    >>> side_multiple(rope_jax.create_model("vit_digits", depth=1).grids)
-    2
+def count_pixels(
+    classes: Int[Array, "B H W"], label: UInt8[Array, "B H W"], mask: Bool[Array, " B"], number: int
+) -> Int[Array, "K 3"]:
+    """Counts the pixels of each class in an evaluation batch.
 
     Args:
-        grids: `Backbone.grids`.
+        classes: predicted.
+        label: 0 to number - 1, or 255.
+        mask: False for padding of the batch.
+        number: K, of classes.
 
-    Raises:
-        ConfigError: there is no such number up to 128.
+    Returns:
+        Per class: pixels of that class that are predicted, pixels predicted as it, pixels of it.
     """
-    for side in range(1, 129):
-        try:
-            for times in (6, 7, 11):
-                grids((side * times, side * (times + 1)))
-        except ValueError:
-            continue
-        return side
-    raise ConfigError("the model takes images of few sizes only: name a --window that it takes")
+    valid = (label != IGNORED) & mask[:, None, None]
+
+    def histogram(values: Array, chosen: Array) -> Array:
+        # Integers, whose sum does not depend on the order in which they are added.
+        return jnp.bincount(jnp.where(chosen, values, number).ravel(), length=number + 1)[:number]
+
+    predicted, label = classes.astype(jnp.int32), label.astype(jnp.int32)
+    counts = [
+        histogram(label, valid & (predicted == label)),
+        histogram(predicted, valid),
+        histogram(label, valid),
+    ]
+    return jnp.stack(counts, axis=-1).astype(jnp.int32)

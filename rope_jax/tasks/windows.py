@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from rope_jax.positions.resample import bilinear_matrix
 from rope_jax.system.sharding import put_batch, replicated, share_of
+from rope_jax.tasks.evaluator import Apply
 
 Size = tuple[int, int]
-Apply = Callable[[Any, Float[Array, "B H W 3"]], Float[Array, "B H W K"]]
 
 
 def window_starts(length: int, window: int, stride: int) -> list[int]:

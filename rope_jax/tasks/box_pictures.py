@@ -1,8 +1,6 @@
 """Pictures of images with boxes: those that are annotated beside those that a model finds."""
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,14 +8,9 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
-from rope_jax.config import Config
-from rope_jax.data import Images, Streamed, Truth
-from rope_jax.evaluate.accuracy import applied, counted, resolutions
-from rope_jax.evaluate.sheets import Colour, Panel, class_colours, draw_sheet, text_font
+from rope_jax.data import Truth
 from rope_jax.tasks.average_precision import Found
-from rope_jax.tasks.detection import found_in
-from rope_jax.training import seeds
-from rope_jax.training.setup import Setup, State, load_split
+from rope_jax.tasks.sheets import Colour, Panel, class_colours, draw_sheet, text_font
 
 SHOWN = 0.3  # least score of a box in a picture
 _LEAST, _MOST, _TIMES = 480, 768, 4  # widths of panels in pixels, and of small images times theirs
@@ -37,52 +30,6 @@ class _Box(NamedTuple):
     corners: list[float]
     text: str
     colour: Colour
-
-
-def sizes_of_pictures(config: Config) -> list[tuple[int, int]]:
-    """The training resolution and the largest, without duplicates."""
-    sizes = resolutions(config)
-    return list(dict.fromkeys((sizes[0], max(sizes[1:] or sizes, key=math.prod))))
-
-
-def first_detected(setup: Setup, state: State, *, count: int = 2) -> list[Detected]:
-    """The first test images of a run at its training resolution and at the largest.
-
-    Of several seeds, the first one predicts. Arguments as of `pictures.first_images`.
-    """
-    config = setup.config
-    apply, weights = applied(setup, state)
-    detected = []
-    for size in sizes_of_pictures(config):
-        images = load_split(config, "test", size)
-        (parts,), _ = counted(
-            apply,
-            seeds.take(weights, config),
-            images,
-            mean=config.data.mean,
-            std=config.data.std,
-            batch_size=config.eval.batch_size,  # the program of the evaluation, compiled once
-            mesh=setup.mesh,
-            task=setup.task,
-            config=seeds.single(config),
-            steps=1,
-        )
-        detected += detected_in(parts, images, count)
-    return detected
-
-
-def detected_in(
-    parts: Sequence[Mapping[str, np.ndarray]], images: Images | Streamed, count: int
-) -> list[Detected]:
-    """The first images of a set with their detections.
-
-    Args:
-        parts: from the `count` of `rope_jax.tasks.detection`, of the set's batches.
-        images: the set.
-        count: of images.
-    """
-    first = itertools.islice(found_in(parts).items(), count)
-    return [Detected(images.pixels(k), images.truth(k), found) for k, found in first]
 
 
 def draw_detections(
