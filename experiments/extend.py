@@ -34,7 +34,7 @@ from rope_jax.system.files import read_json
 from rope_jax.system.sharding import make_mesh, replicated
 from rope_jax.tasks import task_of
 from rope_jax.tasks.dense import side_multiple
-from rope_jax.training.seeds import seeds_of
+from rope_jax.tasks.seeds import seeds_of
 from rope_jax.training.setup import load_split
 
 RULES = [

@@ -12,7 +12,7 @@ from rope_jax.evaluate.results import Row, score_name
 from rope_jax.models.registry import find_model
 from rope_jax.names import plugins
 from rope_jax.system.files import read_json
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.metrics import read_metrics
 
 

@@ -278,7 +278,7 @@ class Config:
     seeds: Count = _setting(
         1,
         "models trained at once, with the seeds seed, seed + 1, ...; each as if trained alone, up "
-        "to rounding; needs data.on_device, see rope_jax.training.seeds",
+        "to rounding; needs data.on_device, see rope_jax.tasks.seeds",
     )
     epochs: Positive = _setting(
         1.0,

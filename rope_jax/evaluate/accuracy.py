@@ -18,8 +18,8 @@ from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import replicated, use_mesh
+from rope_jax.tasks import seeds
 from rope_jax.tasks.evaluator import Apply, Evaluator, weights_rule
-from rope_jax.training import seeds
 from rope_jax.training.setup import Setup, State, load_split
 from rope_jax.training.signals import Signals
 

@@ -14,7 +14,7 @@ from rope_jax.names import plugins
 from rope_jax.names.notation import parse
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, export_state_dict

@@ -25,7 +25,7 @@ from rope_jax.evaluate import (
 from rope_jax.evaluate.curves import accuracy_against_resolution
 from rope_jax.runs import restore
 from rope_jax.system.processes import decided_by_first
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.agreement import about, agree, require_equal_weights, told_to_all
 from rope_jax.training.folder import Run
 from rope_jax.training.kernels import choices_for_training, kernels_of_run

@@ -22,9 +22,9 @@ from rope_jax.config import Config, ConfigError
 from rope_jax.data import EVALUATION_SETS, EvaluationSet, Images, Streamed, split_augment
 from rope_jax.data.images import device, mixing
 from rope_jax.data.labels import find_labels
+from rope_jax.models.description import Preprocessing
 from rope_jax.tasks.augmented import Batch, augmented
 from rope_jax.tasks.evaluator import Evaluator, Row, weights_rule
-from rope_jax.weights import Preprocessing
 
 
 def softmax_loss(logits: Float[Array, "*B K"], targets: Float[Array, "*B K"]) -> Float[Array, ""]:

@@ -27,6 +27,7 @@ from rope_jax.data import Images, Streamed, check_objects, load
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.data.labels import find_labels
 from rope_jax.models.dense import head_call
+from rope_jax.models.description import Preprocessing
 from rope_jax.models.heads import find_head
 from rope_jax.models.heads.detection import Targets, scaled_boxes
 from rope_jax.tasks.augmented import Batch, augmented
@@ -34,7 +35,6 @@ from rope_jax.tasks.average_precision import Found, average_precision, require_p
 from rope_jax.tasks.box_pictures import Detected, draw_detections
 from rope_jax.tasks.dense import check_classes, check_dense, dense_identity, side_multiple
 from rope_jax.tasks.evaluator import Evaluator, Row, description
-from rope_jax.weights import Preprocessing
 
 
 @dataclasses.dataclass(frozen=True)

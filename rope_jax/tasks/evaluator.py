@@ -14,7 +14,7 @@ from rope_jax.config import Config
 from rope_jax.data.images.device import normalise
 from rope_jax.names.text import image_pair
 from rope_jax.system.sharding import put_batch, replicated, share
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 
 Apply = Callable[..., Any]  # (weights, normalised images [B, H, W, 3]) -> the model's outputs
 Row = dict[str, Any]

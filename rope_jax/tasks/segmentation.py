@@ -21,12 +21,12 @@ from rope_jax.config import Config, ConfigError, blame
 from rope_jax.data import BadImages, Images, Streamed, load
 from rope_jax.data.images.device import normalise
 from rope_jax.data.labels import find_labels
+from rope_jax.models.description import Preprocessing
 from rope_jax.tasks.augmented import Batch, augmented
 from rope_jax.tasks.dense import check_classes, check_dense, dense_identity, side_multiple
 from rope_jax.tasks.evaluator import Evaluator, Row, description
 from rope_jax.tasks.pictures import Segmented, draw_pictures
 from rope_jax.tasks.segments import asked_views, count_pixels, segment_split
-from rope_jax.weights import Preprocessing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rope_jax import data
 from rope_jax.names.text import other_command
 from rope_jax.system.cores import cores
 from rope_jax.system.files import warn
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import Checkpoints, NonFinite
 from rope_jax.training.folder import Run
 from rope_jax.training.metrics import MetricsWriter, Profiler, Speedometer, progress_line

@@ -32,9 +32,9 @@ from rope_jax.system.sharding import (
     state_shardings,
     use_mesh,
 )
-from rope_jax.tasks import Task, task_for, task_of
+from rope_jax.tasks import Task, seeds, task_for, task_of
 from rope_jax.tasks.dense import first_difference
-from rope_jax.training import optim, seeds
+from rope_jax.training import optim
 from rope_jax.weights.create import create_model
 
 # step i32[], params, opt; ema if the config has ema_decay, stats if the model has batch norms.

@@ -10,7 +10,8 @@ import optax
 from jaxtyping import Array
 
 from rope_jax.system.sharding import on_every_device, replicated, state_shardings
-from rope_jax.training import optim, seeds
+from rope_jax.tasks import seeds
+from rope_jax.training import optim
 from rope_jax.training.setup import Setup, State
 
 Metrics = dict[str, Array]

@@ -46,7 +46,7 @@ from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.runs import loading, restore
 from rope_jax.tasks import evaluator, segmentation
-from rope_jax.training.seeds import single
+from rope_jax.tasks.seeds import single
 from rope_jax.training.setup import prepare
 from rope_jax.weights import convert, create, load, own
 from rope_jax.weights.files import WeightsFile

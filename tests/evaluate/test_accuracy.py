@@ -8,7 +8,7 @@ from flax import nnx
 
 from rope_jax import evaluate
 from rope_jax.config import ConfigError
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.setup import initial_state, load_split, prepare
 from rope_jax.training.signals import Signals
 from tests.models.small import filled

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rope_jax import evaluate
+from rope_jax.commands import evaluate
 from rope_jax.config import ConfigError
 from rope_jax.data import decode_image
 from rope_jax.training.setup import prepare, training_batches

@@ -16,7 +16,7 @@ from rope_jax.commands import evaluate, report
 from rope_jax.config import ConfigError
 from rope_jax.evaluate import results_table
 from rope_jax.system.sharding import put_batch
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import NonFinite
 from rope_jax.training.metrics import progress_line, read_events, read_metrics
 from rope_jax.training.setup import initial_state, prepare, training_batches

@@ -9,11 +9,11 @@ import pytest
 
 import rope_jax
 import rope_jax.runs.run
-from rope_jax import data, evaluate
-from rope_jax.commands import report
+from rope_jax import data
+from rope_jax.commands import evaluate, report
 from rope_jax.config import ConfigError
 from rope_jax.data.sources import scenes
-from rope_jax.training import seeds
+from rope_jax.tasks import seeds
 from rope_jax.training.setup import prepare
 from rope_jax.training.trees import tree_hash
 from tests.config.test_recipes import resolved
