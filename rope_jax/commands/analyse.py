@@ -289,17 +289,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     asked = parser.parse_args(arguments)
     out = asked.out or pathlib.Path(getattr(asked, "workdir", None) or ".")
-    with parser.one_line_errors():
+    with parser.one_line_errors(extra="plot"):
         start_devices()
         if asked.out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        try:
-            results = OF_SCHEMES.get(asked.command, _analyse_model)(asked, out)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{error.name} is not installed; plots need matplotlib: "
-                "pip install 'rope_jax[plot]'"
-            ) from error
+        results = OF_SCHEMES.get(asked.command, _analyse_model)(asked, out)
         text = json.dumps(results, default=np.ndarray.tolist)
         write_file(out / f"{asked.command}.json", text + "\n")
     print(f"{asked.command}: results are in {out}")
