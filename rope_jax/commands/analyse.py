@@ -18,7 +18,6 @@ from rope_jax.commands.arguments import (
     add_options,
     command_parser,
 )
-from rope_jax.config import ConfigError
 from rope_jax.names.options import options_of
 from rope_jax.runs.loading import load_model
 from rope_jax.system.sharding import start_devices
@@ -46,19 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
     name, workdir = asked.command, getattr(asked, "workdir", None)
     out = asked.out or pathlib.Path(workdir or ".")
     options = {x: getattr(asked, x) for x in options_of((OF_MODEL | OF_SCHEMES)[name])}
-    with parser.one_line_errors():
+    with parser.one_line_errors(extra="plot"):
         start_devices()
         if asked.out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        try:
-            if name in OF_SCHEMES:
-                keep(name, out, OF_SCHEMES[name](out, **options))
-            else:
-                loaded = load_model(asked)
-                with kernels_of_run(loaded.config, workdir and pathlib.Path(workdir)):
-                    analyse_model(name, loaded, out, **options)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{error.name} is not installed; plots need matplotlib: "
-                "pip install 'rope_jax[plot]'"
-            ) from error
+        if name in OF_SCHEMES:
+            keep(name, out, OF_SCHEMES[name](out, **options))
+        else:
+            loaded = load_model(asked)
+            with kernels_of_run(loaded.config, workdir and pathlib.Path(workdir)):
+                analyse_model(name, loaded, out, **options)

@@ -95,8 +95,10 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(status, f"{self.prog.removeprefix('python -m ')}: {message}\n")
 
     @contextlib.contextmanager
-    def one_line_errors(self, *, failed: int = 1) -> Iterator[None]:
+    def one_line_errors(self, *, failed: int = 1, extra: str | None = None) -> Iterator[None]:
         """Turns errors into one line, and status 2 if the command is wrong, `failed` if the work.
+
+        Of a missing package it names the `extra`, if any, that installs it.
 
         >>> with command_parser("rope_jax.models", None).one_line_errors():
         ...     raise FileNotFoundError("runs/none does not exist")
@@ -109,6 +111,9 @@ class CommandParser(argparse.ArgumentParser):
             self._end(failed, str(error))  # which may list images, a line each
         except (ConfigError, ValueError, OSError) as error:
             self.error(in_one_line(error))
+        except ImportError as error:
+            hint = "" if extra is None else f": pip install 'rope_jax[{extra}]'"
+            self.error(f"{error}{hint}")
 
 
 def command_parser(module: str, description: str | None) -> CommandParser:

@@ -11,7 +11,6 @@ model that detects objects is called with images on one canvas and their extents
 import pathlib
 
 from rope_jax.commands.arguments import Argument, add_model_arguments, command_parser
-from rope_jax.config import ConfigError
 from rope_jax.names.options import Count
 from rope_jax.names.text import image_pair
 from rope_jax.runs.loading import load_model
@@ -29,14 +28,11 @@ def main(arguments: list[str] | None = None) -> None:
     known = f"comma-separated, of {','.join(PLATFORMS)}"
     add("--platforms", default=",".join(PLATFORMS), help=known)
     asked = parser.parse_args(arguments)
-    with parser.one_line_errors():
+    with parser.one_line_errors(extra="export"):
         loaded = load_model(asked)
         size = image_pair(asked.resolution) if asked.resolution else loaded.image_size
         platforms = tuple(asked.platforms.split(","))
-        try:
-            export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
-        except ImportError as error:
-            raise ConfigError(f"{error}: pip install 'rope_jax[export]'") from error
+        export(loaded.model, asked.out, resolution=size, batch=asked.batch, platforms=platforms)
     mean, std = loaded.preprocessing.mean, loaded.preprocessing.std
     batch = "b" if asked.batch is None else asked.batch
     print(f"{loaded.title}, {loaded.weights}: {asked.out}")
