@@ -61,8 +61,8 @@ def create_model(
         dtype: of activations. Parameters are float32, or float64 with dtype=float64 (which needs
             jax_enable_x64).
         pretrained: False, or weights: a .safetensors or .npz file, a folder of `save_pretrained`,
-            or a hub id, see `pretrained.load_pretrained`; in `rope_jax.create_model` the workdir of
-            a run, too. Their position tables are resized by the scheme's rule.
+            or a hub id, see `rope_jax.weights.load_pretrained`; in `rope_jax.create_model` the
+            workdir of a run, too. Their position tables are resized by the scheme's rule.
             `model.preprocessing` then holds the preprocessing that they expect. Weights of a
             classifier are those of the backbone of a model with a `head`, whose other weights stay
             new.
