@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import dataclasses
 import pathlib
+import re
 import sys
 import typing
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from rope_jax.config import ConfigError, in_one_line
+from rope_jax.config import ConfigError, in_one_line, read_settings, settings_help
 from rope_jax.data import BadImages
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
@@ -53,7 +54,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         if action.nargs != 0 and action.choices is None:  # flags and choices show their values
             kinds = {None: "text", pathlib.Path: "a path"}
             facts.append(kinds.get(action.type, str(action.type)))
-        if action.default not in (None, False, "", argparse.SUPPRESS):
+        if action.default not in (None, False, "", [], argparse.SUPPRESS):
             is_list = isinstance(action.default, list)
             facts.append(f"default: {' '.join(action.default) if is_list else action.default}")
         added = f" ({'; '.join(facts)})" if facts else ""
@@ -62,6 +63,23 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 class CommandParser(argparse.ArgumentParser):
     """A parser of which a wrong command gets one line, and status 2."""
+
+    def parse_with_settings(self, words: list[str] | None) -> tuple[argparse.Namespace, dict]:
+        """The arguments of the command, and the settings that are given as --config.KEY=VALUE.
+
+        `-flag` is `--flag`, and only whole names are flags: --seed is not short for --seeds.
+        """
+        self.allow_abbrev = False
+        words = sys.argv[1:] if words is None else words
+        words = [re.sub(r"^-(?=[a-z]\w)", "--", word) for word in words]
+        if "--config.help" in words:
+            print(settings_help())
+            self.exit()
+        asked, rest = self.parse_known_args(words)
+        try:
+            return asked, read_settings(rest)
+        except ConfigError as error:
+            self.error(str(error))
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with its name and the message, on the standard error."""
@@ -87,7 +105,19 @@ class CommandParser(argparse.ArgumentParser):
             self.error(in_one_line(error))
 
 
-def command_parser(module: str, description: str | None) -> CommandParser:
+def add_switch(parser: argparse.ArgumentParser, name: str, help: str) -> None:
+    """Adds --NAME, --NAME=True or False, and --noNAME."""
+    parser.add_argument(
+        f"--{name}", nargs="?", const=True, default=False, type=Argument(bool), help=help
+    )
+    parser.add_argument(
+        f"--no{name}", dest=name, action="store_false", default=False, help=argparse.SUPPRESS
+    )
+
+
+def command_parser(
+    module: str, description: str | None, *, load_plugins: bool = True
+) -> CommandParser:
     """The parser of a command, `python -m MODULE` or a sub-command of `rope_jax`.
 
     >>> command_parser("rope_jax.evaluate", "Accuracy of a model.").prog
@@ -96,9 +126,12 @@ def command_parser(module: str, description: str | None) -> CommandParser:
     Args:
         module: of the command.
         description: shown by `--help`, with its own line breaks.
+        load_plugins: add --plugins, which imports them at once. Not for a command whose processes
+            are to join first.
     """
     name = command_name(module)
-    return _with_plugins(CommandParser(prog=name, description=description, formatter_class=_Help))
+    parser = CommandParser(prog=name, description=description, formatter_class=_Help)
+    return _with_plugins(parser) if load_plugins else parser
 
 
 class _LoadPlugin(argparse.Action):
