@@ -39,7 +39,7 @@ from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.sharding import start_devices
 from rope_jax.training.model import create
-from rope_jax.training.setup import Split, load_split
+from rope_jax.training.setup import Split, complete, load_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,8 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
             "leave out --config.model.position, which replaces them"
         )
     images = load_split(configs[0], "train")
+    for config in configs:
+        nnx.eval_shape(lambda config=config: create(complete(config, images)))
     if asked.seeds > 1 and _in_one_step(asked, configs[0], images):
         return [_together(asked, config) for config in configs]
     seeds = range(configs[0].seed, configs[0].seed + asked.seeds)
@@ -134,7 +136,7 @@ def _alone(asked: argparse.Namespace, config: Config, seed: int) -> Planned:
 
 
 def _config(asked: argparse.Namespace, position: str) -> Config:
-    """The settings of the first run of a scheme, of which a model can be created.
+    """The settings of the first run of a scheme.
 
     `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
     """
@@ -150,7 +152,6 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
     config = resolve(load_recipe(recipe, given | asked.settings))
     with blame("--config.plugins"):
         plugins.load(config.plugins, wanted_by="of the recipe")
-    nnx.eval_shape(lambda: create(config))
     return config
 
 

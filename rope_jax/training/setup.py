@@ -115,7 +115,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     images, held_out = (load_split(config, split) for split in ("train", "test"))
     task_for(config.model.head).check(config, images)
     _check_data(config, images, held_out)
-    config = _complete(config, images)
+    config = complete(config, images)
     model = create_seeds(config)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
@@ -249,7 +249,7 @@ def first_difference(
     return next(((label, *pair) for label, pair in pairs if pair[0] != pair[1]), None)
 
 
-def _complete(config: Config, images: Split) -> Config:
+def complete(config: Config, images: Split) -> Config:
     """The config, with values that depend on the data and the model filled in."""
     with blame("--config.model.name"):
         position = config.model.position or find_model(config.model.name).position

@@ -7,6 +7,7 @@ import pytest
 
 from rope_jax.commands import compare
 from rope_jax.config import ConfigError
+from rope_jax.data.sources import scenes
 from tests.faults.attacks.files import write_images
 
 POSITIONS = "--positions=ape,rope2d(base=50)+ape"
@@ -36,6 +37,13 @@ def test_one_seed_is_the_run_of_the_recipe():
     found = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
     assert [str(one.workdir) for one in found] == ["runs/compare/none", "runs/compare/ape"]
     assert not any(one.config.data.on_device for one in found)
+
+
+def test_the_head_of_segmentation_has_the_classes_of_the_images(monkeypatch):
+    monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 8})
+    found = plan("--config=scenes", "--positions=none,ape", "--seeds=1")
+    assert [one.config.model.position for one in found] == ["none", "ape"]
+    assert found[0].config.model.num_classes is None  # as in the config of `rope_jax train`
 
 
 def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
