@@ -116,7 +116,10 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
     images = load_split(configs[0], "train")
     for config in configs:
         nnx.eval_shape(lambda config=config: create(complete(config, images)))
-    if asked.seeds > 1 and _in_one_step(asked, configs[0], images):
+    on_device = asked.settings.get("data.on_device")
+    if asked.seeds > 1 and on_device is None:
+        on_device = _fit_on_device(images, configs[0].data.augment)
+    if asked.seeds > 1 and on_device:
         return [_together(asked, config) for config in configs]
     seeds = range(configs[0].seed, configs[0].seed + asked.seeds)
     return [_alone(asked, config, seed) for seed in seeds for config in configs]
@@ -155,17 +158,10 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
     return config
 
 
-def _in_one_step(asked: argparse.Namespace, config: Config, images: Split) -> bool:
-    """Whether all seeds are trained in one step, with the images on the device.
-
-    Unless --config.data.on_device is given, they are if the recipe's augmentation runs on the
-    device and the images take at most half of its memory.
-    """
-    if (given := asked.settings.get("data.on_device")) is not None:
-        return given
-    loader = data.split_augment(config.data.augment).loader
+def _fit_on_device(images: Split, augment: str) -> bool:
+    """Whether the images can be augmented on the device and take at most half of its memory."""
     try:
-        DeviceBatches(images, batch_size=1, seed=0, augment=loader)
+        DeviceBatches(images, batch_size=1, seed=0, augment=data.split_augment(augment).loader)
     except ValueError:
         return False
     devices = jax.local_devices()

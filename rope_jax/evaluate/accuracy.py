@@ -120,8 +120,10 @@ def counted(
         inputs = normalise(batch["image"], mean, std, **given)
         return task.count(apply(weights, inputs, **given), batch, images), batch["mask"].sum()
 
-    count = jax.jit(seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh))
-    parts: list[list[Any]] = [[] for _ in seeds.seeds_of(config)]
+    count = jax.jit(
+        seeds.vmap(count, config.seeds, in_axes=(0, None)), out_shardings=replicated(mesh)
+    )
+    parts: list[list[Any]] = [[] for _ in config.all_seeds]
     seen, used = 0, 0
     batch_size = -(-batch_size // mesh.size) * mesh.size  # the last batch is padded anyway
     batches = data.evaluation_batches(
@@ -137,7 +139,7 @@ def counted(
         for batch in itertools.islice(batches, steps):
             tree, usable = jax.device_get(count(weights, put_batch(batch, mesh)))
             used += int(usable.flat[0])  # the same for every seed
-            for own, part in zip(parts, seeds.split(tree, config), strict=True):
+            for own, part in zip(parts, seeds.split(tree, config.seeds), strict=True):
                 own.append(part)
             seen = min(seen + batch_size, len(images.labels))
             poll(seen)
@@ -234,7 +236,7 @@ def planned_rows(setup: Setup) -> list[Row]:
         {"resolution": list(size), "protocol": how} | label
         for how, config in protocols(setup).items()
         for size in resolutions(config)
-        for label in seeds.row_labels(config)
+        for label in seeds.row_labels(config.all_seeds)
     ]
 
 
@@ -372,7 +374,7 @@ def evaluate_split(
         poll=lambda images: signals(),
         waiting=signals.waiting,
     )
-    labels = seeds.row_labels(config)
+    labels = seeds.row_labels(config.all_seeds)
     return [row | {"protocol": how} | label for row, label in zip(rows, labels, strict=True)]
 
 

@@ -57,7 +57,7 @@ def first_detected(setup: Setup, state: State, *, count: int = 2) -> list[Detect
         images = load_split(config, "test", size)
         (parts,), _ = counted(
             apply,
-            seeds.take(weights, config),
+            seeds.take(weights, config.seeds),
             images,
             mean=config.data.mean,
             std=config.data.std,

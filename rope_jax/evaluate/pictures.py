@@ -42,7 +42,7 @@ def first_images(setup: Setup, state: State, *, count: int = 2) -> list[Segmente
     """
     config = setup.config
     apply, weights = applied(setup, state)
-    weights = seeds.take(weights, config)
+    weights = seeds.take(weights, config.seeds)
 
     @jax.jit
     def predict(weights: Any, images: UInt8[Array, "B H W 3"]) -> UInt8[Array, "B H W"]:

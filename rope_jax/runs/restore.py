@@ -110,7 +110,7 @@ def read_checkpoint(
         states = {name: state for name, kind in kinds.items() if (state := _state(model, kind))}
         shapes = jax.eval_shape(lambda: seeds.stack([states] * config.seeds))
         loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
-        for state in seeds.take(loaded, config, own.seed - config.seed).values():
+        for state in seeds.take(loaded, config.seeds, own.seed - config.seed).values():
             nnx.update(model, state)
     model.preprocessing = preprocessing_of(own)
     names = about.get("class_names")

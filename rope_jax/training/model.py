@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rope_jax.config import Config, blame, model_overrides
-from rope_jax.names.text import image_pair
 from rope_jax.training import seeds
 from rope_jax.weights.create import create_model
 
@@ -15,11 +14,11 @@ def create(config: Config) -> nnx.Module:
     Raises:
         ConfigError: name, position, options and image size are not compatible.
     """
-    size, m = config.data.image_size, config.model
+    m = config.model
     settings = {
         "position": m.position,
         "num_classes": m.num_classes,
-        "image_size": None if size is None else image_pair(size),
+        "image_size": config.data.image_size,
         "seed": config.seed,
         "dtype": jnp.dtype(config.dtype),
         **model_overrides(m.options),
@@ -35,6 +34,6 @@ def create_seeds(config: Config) -> nnx.Module:
     """
     if config.seeds == 1:
         return create(config)
-    models = [create(seeds.single(config, seed)) for seed in seeds.seeds_of(config)]
+    models = [create(seeds.single(config, seed)) for seed in config.all_seeds]
     graph, _ = nnx.split(models[0])
     return nnx.merge(graph, seeds.stack([nnx.state(model) for model in models]))

@@ -103,7 +103,7 @@ class Reporter:
             return
         if skipped_images:
             speed["skipped_images"] = skipped_images
-        numbers = seeds.summary(values, config) | speed
+        numbers = seeds.summary(values, config.all_seeds) | speed
         self._writer.write(step, numbers)
         print(progress_line(step, total, numbers), flush=True)
         if speed.get("data_wait", 0.0) > SLOW_DATA and not self._setup.images.in_memory:

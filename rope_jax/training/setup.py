@@ -26,7 +26,6 @@ from rope_jax.models.registry import find_model
 from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.sharding import (
-    AnyMesh,
     make_mesh,
     on_every_device,
     replicated,
@@ -81,6 +80,11 @@ class Setup:
         return value, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     @functools.cached_property
+    def loader(self) -> str:
+        """The augmentations of `data.batches`, before those of the step."""
+        return data.split_augment(self.config.data.augment).loader
+
+    @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """Fingerprints of the data, by split."""
         return {split.split: split.fingerprint() for split in (self.images, self.held_out)}
@@ -106,7 +110,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     """
     with blame("--config.mesh.fsdp"):
         mesh = make_mesh(config.mesh.fsdp)
-    check_batch_size(config, mesh)
+    check_batch_size(config.batch_size, mesh.size, config.accumulate)
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError(
             "--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it "
@@ -121,17 +125,17 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     return assemble(config, mesh, images, held_out, model), model
 
 
-def check_batch_size(config: Config, mesh: AnyMesh) -> None:
+def check_batch_size(batch_size: int, devices: int, accumulate: int = 1) -> None:
     """Rejects a batch that cannot be divided over devices and parts."""
-    parts = mesh.size * config.accumulate
-    if config.batch_size % parts == 0:
+    parts = devices * accumulate
+    if batch_size % parts == 0:
         return
-    below = config.batch_size - config.batch_size % parts
+    below = batch_size - batch_size % parts
     fitting = " or ".join(str(size) for size in (below, below + parts) if size)
-    times = f", times --config.accumulate={config.accumulate}" if config.accumulate > 1 else ""
+    times = f", times --config.accumulate={accumulate}" if accumulate > 1 else ""
     raise ConfigError(
-        f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} "
-        f"devices{times}; use {fitting}, or fewer devices"
+        f"--config.batch_size={batch_size} cannot be divided over {devices} devices{times}; "
+        f"use {fitting}, or fewer devices"
     )
 
 
@@ -142,8 +146,7 @@ def load_split(
 
     Its labels are of what the task of the config's head needs, where the source has them.
     """
-    if size is None and config.data.image_size is not None:
-        size = image_pair(config.data.image_size)
+    size = config.data.image_size if size is None else size
     crop = {"crop": config.eval.frame} if split == "test" else {}
     with blame("--config.model.head"):
         labels_of = task_for(config.model.head).LABELS_OF
@@ -207,7 +210,7 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
             "keep their aspect: name other sizes with "
             "--config.eval.frames='(\"fit(short=480,long=800)\",)'"
         )
-    sizes = [image_pair(size) for size in (config.data.image_size, *config.eval.resolutions)]
+    sizes = [images.size, *map(image_pair, config.eval.resolutions)]
     with blame("--config.eval.resolutions"):
         model.grids(sizes[0])  # of canvases it is only the size that the model is made for
         for size in sizes[1:]:
@@ -279,7 +282,7 @@ def assemble(
             steps_per_epoch=steps_per_epoch,
         )
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-    one = seeds.take(params, config)  # decay and layer rates depend on shapes
+    one = seeds.take(params, config.seeds)  # decay and layer rates depend on shapes
     optimizer = optim.make_optimizer(config.optim, schedule, one, on_every_device(mesh))
     windows = model.window_rule(scaled=config.eval.scale_windows)
     data_and_model = (images, held_out, graph, rest, optimizer, schedule, total, windows)
@@ -291,7 +294,7 @@ def initial_state(setup: Setup, model: nnx.Module) -> State:
     params, stats = (
         nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.BatchStat)
     )
-    init = seeds.vmap(setup.optimizer.init, setup.config, in_axes=0)
+    init = seeds.vmap(setup.optimizer.init, setup.config.seeds, in_axes=0)
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": init(params)}
     if stats:
         state["stats"] = stats
@@ -312,12 +315,12 @@ def training_batches(
     options = {
         "batch_size": config.batch_size,
         "start_step": first,
-        "augment": data.split_augment(config.data.augment).loader,
+        "augment": setup.loader,
         "repeats": config.data.repeats,
         "shard": share(),
     }
     if config.data.on_device:
-        streams = [DeviceBatches(images, seed=seed, **options) for seed in seeds.seeds_of(config)]
+        streams = [DeviceBatches(images, seed=seed, **options) for seed in config.all_seeds]
         resident = jax.device_put((images.images, images.labels), replicated(setup.mesh))
         return seeds.interleave(streams), {"set": resident}
     stream = data.batches(
@@ -341,6 +344,6 @@ def batch_ids(setup: Setup, step: int, seed: int) -> list[int]:
         step - 1,
         batch_size=config.batch_size,
         seed=seed,
-        augment=data.split_augment(config.data.augment).loader,
+        augment=setup.loader,
         repeats=config.data.repeats,
     )
