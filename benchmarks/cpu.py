@@ -24,9 +24,8 @@ from typing import Any
 import jax
 
 from benchmarks._runner import Keep
-from rope_jax.config import Config, load_recipe, resolve
+from rope_jax.config import Config, load_recipe, read_settings, resolve
 from rope_jax.models.vit import ViT
-from rope_jax.names.notation import literal
 from rope_jax.names.text import format_table
 from rope_jax.system.cores import cores
 from rope_jax.system.sharding import put_batch, start_devices
@@ -41,13 +40,9 @@ Take = Callable[[int], float]  # takes so many steps, and returns their seconds
 
 def config_of(recipe: str, flags: Sequence[str]) -> Config:
     """The config of a recipe with settings changed, such as batch_size=32."""
-    raw = load_recipe(recipe).to_dict()
-    for flag in flags:
-        name, _, value = flag.partition("=")
-        section, _, key = name.rpartition(".")
-        (raw[section] if section else raw)[key] = literal(value)
-    raw["eval"]["resolutions"] = ()  # nothing is evaluated, so any image size will do
-    return resolve(raw)
+    changes = read_settings(f"--config.{flag}" for flag in flags)
+    # Nothing is evaluated, so any image size will do.
+    return resolve(load_recipe(recipe, changes | {"eval.resolutions": ()}))
 
 
 def ours(config: Config) -> tuple[int, Take]:

@@ -34,7 +34,6 @@ from rope_jax.system.files import read_json
 from rope_jax.system.sharding import make_mesh, replicated
 from rope_jax.tasks import task_of
 from rope_jax.tasks.dense import side_multiple
-from rope_jax.tasks.seeds import seeds_of
 from rope_jax.training.setup import load_split
 
 RULES = [
@@ -181,7 +180,7 @@ def run(
     settings = {"rules": rules, "scales": scales, "images": images}
     found = earlier(out, "extend", settings).get("rows", [])
     configs = {folder: resolve_stored(read_json(folder / "config.json")) for folder in runs}
-    for workdir, seed in [(x, seed) for x, config in configs.items() for seed in seeds_of(config)]:
+    for workdir, seed in [(x, seed) for x, config in configs.items() for seed in config.all_seeds]:
         for row in rows_of(workdir, seed, rules, scales, images, found):
             found.append(row)
             keep(settings=settings, rows=found, complete=False, tables=[rules_table(found)])

@@ -84,7 +84,7 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
             [row for row in others if row["asked"].get("seed", config.seed) == seed],
             [seeds.metrics_of(line, seed) for line in metrics],
         )
-        for seed in seeds.seeds_of(config)
+        for seed in config.all_seeds
     ]
 
 

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from rope_jax.config import ConfigError, in_one_line
+from rope_jax.config import ConfigError, in_one_line, read_settings, settings_help
 from rope_jax.data import BadImages
 from rope_jax.data.sources import DRAWN, MEMORY, SOURCES, SPLITS
 from rope_jax.data.workers import DeadWorker
@@ -55,7 +55,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         if action.nargs != 0 and action.choices is None:  # flags and choices show their values
             kinds = {None: "text", pathlib.Path: "a path"}
             facts.append(kinds.get(action.type, str(action.type)))
-        if action.default not in (None, False, "", argparse.SUPPRESS):
+        if action.default not in (None, False, "", [], argparse.SUPPRESS):
             is_list = isinstance(action.default, list | tuple)
             words = map(str, action.default if is_list else [action.default])
             facts.append(f"default: {' '.join(words)}")
@@ -74,10 +74,18 @@ class _LoadPlugin(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with --plugins, and one line and status 2 for a wrong command."""
+    """A parser with --plugins, and one line and status 2 for a wrong command.
 
-    def __init__(self, **options: Any):
+    Args:
+        load_plugins: add --plugins, which imports them at once. Not for a command whose processes
+            are to join first.
+        options: of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, load_plugins: bool = True, **options: Any):
         super().__init__(formatter_class=Help, **options)
+        if not load_plugins:
+            return
         self.add_argument(
             "--plugins",
             action=_LoadPlugin,
@@ -86,6 +94,23 @@ class CommandParser(argparse.ArgumentParser):
             help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
         )
         plugins.load_installed()
+
+    def parse_with_settings(self, words: list[str] | None) -> tuple[argparse.Namespace, dict]:
+        """The arguments of the command, and the settings that are given as --config.KEY=VALUE.
+
+        `-flag` is `--flag`, and only whole names are flags: --seed is not short for --seeds.
+        """
+        self.allow_abbrev = False
+        words = sys.argv[1:] if words is None else words
+        words = [re.sub(r"^-(?=[a-z]\w)", "--", word) for word in words]
+        if "--config.help" in words:
+            print(settings_help())
+            self.exit()
+        asked, rest = self.parse_known_args(words)
+        try:
+            return asked, read_settings(rest)
+        except ConfigError as error:
+            self.error(str(error))
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with its name and the message, on the standard error."""
@@ -116,7 +141,19 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"{error}{hint}")
 
 
-def command_parser(module: str, description: str | None) -> CommandParser:
+def add_switch(parser: argparse.ArgumentParser, name: str, help: str) -> None:
+    """Adds --NAME, --NAME=True or False, and --noNAME."""
+    parser.add_argument(
+        f"--{name}", nargs="?", const=True, default=False, type=Argument(bool), help=help
+    )
+    parser.add_argument(
+        f"--no{name}", dest=name, action="store_false", default=False, help=argparse.SUPPRESS
+    )
+
+
+def command_parser(
+    module: str, description: str | None, *, load_plugins: bool = True
+) -> CommandParser:
     """The parser of a command, `python -m MODULE` or a sub-command of `rope_jax`.
 
     >>> command_parser("rope_jax.evaluate", "Accuracy of a model.").prog
@@ -125,8 +162,10 @@ def command_parser(module: str, description: str | None) -> CommandParser:
     Args:
         module: of the command.
         description: shown by `--help`, with its own line breaks.
+        load_plugins: see `CommandParser`.
     """
-    return CommandParser(prog=command_name(module), description=description)
+    name = command_name(module)
+    return CommandParser(prog=name, description=description, load_plugins=load_plugins)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

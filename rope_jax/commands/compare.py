@@ -22,26 +22,24 @@ from rope_jax import data
 from rope_jax.analysis.comparison_page import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.commands.arguments import Argument, command_parser
-from rope_jax.commands.process import ended_at_once, exit_statuses, keep_going_unread
+from rope_jax.commands.exits import ended_at_once, exit_statuses, keep_going_unread
 from rope_jax.config import (
     Config,
     ConfigError,
     blame,
     load_recipe,
     resolve,
-    setting_called,
-    settings_help,
     with_arguments,
 )
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.names import plugins
-from rope_jax.names.notation import items, literal
+from rope_jax.names.notation import items
 from rope_jax.names.options import Count
 from rope_jax.names.text import image_pair
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.sharding import start_devices
-from rope_jax.training.setup import Split, create, load_split
+from rope_jax.training.setup import Split, complete, create, load_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +81,6 @@ def _compare(asked: argparse.Namespace) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser("rope_jax.compare", __doc__)
-    parser.allow_abbrev = False  # --seed=3 is no abbreviation of --seeds=3
     add = parser.add_argument
     add("--path", help="of the images: a folder with train/CLASS and val/CLASS, or an .npz file")
     add("--config", help="recipe by name or file, with its arguments; default: own_images")
@@ -95,17 +92,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--resolutions", help="evaluated after that of training: 160,224x320; default: the recipe's"
     )
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/compare"), help="folder of the runs")
-    asked, rest = parser.parse_known_args(arguments)
-    if "--config.help" in rest:
-        print(settings_help())
-        parser.exit()
-    asked.settings = {}
-    for word in rest:
-        name, equals, value = word.removeprefix("--config.").partition("=")
-        if not word.startswith("--config.") or not equals:
-            hint = setting_called(name.lstrip("-")) or "settings are written --config.key=value"
-            parser.error(f"unexpected argument {word!r}; {hint}")
-        asked.settings[name] = literal(value)
+    asked, asked.settings = parser.parse_with_settings(arguments)
     return asked
 
 
@@ -127,7 +114,12 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
             "leave out --config.model.position, which replaces them"
         )
     images = load_split(configs[0], "train")
-    if asked.seeds > 1 and _in_one_step(asked, configs[0], images):
+    for config in configs:
+        nnx.eval_shape(lambda config=config: create(complete(config, images)))
+    on_device = asked.settings.get("data.on_device")
+    if asked.seeds > 1 and on_device is None:
+        on_device = _fit_on_device(images, configs[0].data.augment)
+    if asked.seeds > 1 and on_device:
         return [_together(asked, config) for config in configs]
     seeds = range(configs[0].seed, configs[0].seed + asked.seeds)
     return [_alone(asked, config, seed) for seed in seeds for config in configs]
@@ -147,13 +139,12 @@ def _alone(asked: argparse.Namespace, config: Config, seed: int) -> Planned:
 
 
 def _config(asked: argparse.Namespace, position: str) -> Config:
-    """The settings of the first run of a scheme, of which a model can be created.
+    """The settings of the first run of a scheme.
 
     `--path` and `--model` are settings, not arguments of the recipe, which commas would end.
     """
     with blame("--config"):
         recipe = with_arguments(asked.config or "own_images", position=position)
-        raw = load_recipe(recipe).to_dict()
     changes = {"data.path": asked.path, "model.name": asked.model}
     if asked.path is not None and asked.path.endswith(".npz"):
         changes["data.source"] = "npz"
@@ -161,30 +152,16 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
         with blame("--resolutions"):
             changes["eval.resolutions"] = tuple(map(image_pair, asked.resolutions.split(",")))
     given = {name: value for name, value in changes.items() if value is not None}
-    for name, value in (given | asked.settings).items():
-        section, _, key = name.rpartition(".")
-        inside = raw.setdefault(section, {}) if section else raw
-        if not isinstance(inside, dict):
-            raise ConfigError(f"--config.{name} is not a setting")
-        inside[key] = value
-    config = resolve(raw)
+    config = resolve(load_recipe(recipe, given | asked.settings))
     with blame("--config.plugins"):
         plugins.load(config.plugins, wanted_by="of the recipe")
-    nnx.eval_shape(lambda: create(config))
     return config
 
 
-def _in_one_step(asked: argparse.Namespace, config: Config, images: Split) -> bool:
-    """Whether all seeds are trained in one step, with the images on the device.
-
-    Unless --config.data.on_device is given, they are if the recipe's augmentation runs on the
-    device and the images take at most half of its memory.
-    """
-    if (given := asked.settings.get("data.on_device")) is not None:
-        return given
-    loader = data.split_augment(config.data.augment).loader
+def _fit_on_device(images: Split, augment: str) -> bool:
+    """Whether the images can be augmented on the device and take at most half of its memory."""
     try:
-        DeviceBatches(images, batch_size=1, seed=0, augment=loader)
+        DeviceBatches(images, batch_size=1, seed=0, augment=data.split_augment(augment).loader)
     except ValueError:
         return False
     devices = jax.local_devices()

@@ -15,81 +15,116 @@ profile of a few steps. Exit status:
   signal, or one of several processes that waits for images.
 """
 
+import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
+import shlex
 import signal
 import sys
+from typing import Annotated, Any
 
 import jax
-from absl import app, flags
-from ml_collections import config_flags
+from flax import nnx
 
-from rope_jax.commands.process import (
-    ended_at_once,
-    exit_statuses,
-    keep_going_unread,
-    next_command,
-    parse_flags,
+from rope_jax.commands.arguments import Argument, add_switch, command_name, command_parser
+from rope_jax.commands.exits import ended_at_once, exit_statuses, keep_going_unread
+from rope_jax.config import (
+    Config,
+    ConfigError,
+    blame,
+    list_recipes,
+    load_recipe,
+    resolve,
+    settings_help,
 )
-from rope_jax.config import blame, resolve
+from rope_jax.names.options import Count, Range
+from rope_jax.names.text import items
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.processes import join
 from rope_jax.system.sharding import share, start_devices
+from rope_jax.training.model import create
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "recipe by name or file, with its arguments: digits:position=rope2d"
-)
-_MODE = flags.DEFINE_enum(
-    "mode", "train", ["train", "evaluate"], "evaluate: only evaluate the newest checkpoint"
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; created if missing")
-_STRICT = flags.DEFINE_bool("strict_restore", False, "stop at a damaged checkpoint")
-_OVERRIDE = flags.DEFINE_list(
-    "resume_override", [], "settings that may differ from the resumed run's: seed,batch_size"
-)
-_PLUGINS = flags.DEFINE_multi_string(
-    "plugins", [], "module that registers schemes, models or image sources; repeatable"
-)
-_DISTRIBUTED = flags.DEFINE_bool(
-    "distributed", False, "one of several processes, see docs/many_devices.md"
-)
-_HEARTBEAT = flags.DEFINE_integer(
-    "heartbeat", 60, "seconds after which a silent process counts as dead", 2
-)
-flags.mark_flags_as_required(["config", "workdir"])
-_JOIN = flags.DEFINE_integer("join_timeout", 120, "seconds to wait for all processes to join", 1)
+_OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
 
 
-def main(_: list[str]) -> None:
-    """Trains or evaluates, as the flags specify."""
-    with exit_statuses(_WORKDIR.value, distributed=_DISTRIBUTED.value):
-        config, workdir = resolve(_CONFIG.value), pathlib.Path(_WORKDIR.value)
-        config = dataclasses.replace(config, plugins=(*config.plugins, *_PLUGINS.value))
+def command() -> None:
+    """Trains or evaluates, as `sys.argv` says, and ends the process."""
+    keep_going_unread()
+    asked, settings = parse(None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
+    with ended_at_once():
+        _train(asked, settings)
+
+
+def parse(words: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The arguments of the command, and the settings that it changes."""
+    parser = command_parser("rope_jax.main", __doc__, load_plugins=False)
+    parser.epilog = (
+        f"recipes that come with the package:\n    {', '.join(list_recipes())}\n\n"
+        f"settings:\n{settings_help()}"
+    ).replace("%", "%%")
+    add = parser.add_argument
+    about = "recipe by name or file, with its arguments: digits:position=rope2d"
+    add("--config", required=True, help=about)
+    add("--workdir", required=True, type=pathlib.Path, help="folder of the run, made if missing")
+    modes = ("train", "evaluate")
+    add("--mode", choices=modes, default="train", help="evaluate: only the newest checkpoint")
+    add_switch(parser, "strict_restore", "stop at a damaged checkpoint")
+    override = "settings that may differ from the resumed run's: seed,batch_size"
+    add("--resume_override", default="", metavar="SETTINGS", help=override)
+    about = "import your schemes, models and sources, see rope_jax.plugins; repeatable"
+    add("--plugins", action="append", default=[], metavar="MODULE", help=about)
+    add_switch(parser, "distributed", "one of several processes, see docs/many_devices.md")
+    about = "seconds after which a silent process counts as dead"
+    add("--heartbeat", type=Argument(Annotated[int, Range(low=2)]), default=60, help=about)
+    about = "seconds to wait for all processes to join"
+    add("--join_timeout", type=Argument(Count), default=120, help=about)
+    return parser.parse_with_settings(words)
+
+
+def _train(asked: argparse.Namespace, settings: dict[str, Any]) -> None:
+    with exit_statuses(str(asked.workdir), distributed=asked.distributed):
+        config = resolve(load_recipe(asked.config, settings))
+        config = dataclasses.replace(config, plugins=(*config.plugins, *asked.plugins))
         keep_compiled()
-        if _DISTRIBUTED.value:
+        if asked.distributed:
             with blame("--distributed"):
-                join(_HEARTBEAT.value, _JOIN.value)
+                join(asked.heartbeat, asked.join_timeout)
             if share()[0] > 0:  # the first process prints; all print warnings and errors
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         with blame("JAX_PLATFORMS"):
             start_devices()
-        action = {"train": run.train, "evaluate": run.evaluate_newest}[_MODE.value]
-        action(config, workdir, strict_restore=_STRICT.value, resume_override=_OVERRIDE.value)
-        if _MODE.value == "train" and (following := next_command(config, workdir)):
+        action = {"train": run.train, "evaluate": run.evaluate_newest}[asked.mode]
+        strict, override = asked.strict_restore, items(asked.resume_override)
+        action(config, asked.workdir, strict_restore=strict, resume_override=override)
+        if asked.mode == "train" and (following := next_command(config, asked.workdir)):
             print(f"try next: {following}")
-    if _DISTRIBUTED.value:
+    if asked.distributed:
         jax.distributed.shutdown()  # once all have come here
 
 
-def command() -> None:
-    """Parses `sys.argv`, calls `main`, and ends the process."""
+def next_command(config: Config, workdir: pathlib.Path) -> str | None:
+    """This command with another scheme, in a folder beside this one.
 
-    def run_and_end(arguments: list[str]) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
-        with ended_at_once():
-            main(arguments)
-
-    keep_going_unread()
-    app.run(run_and_end, flags_parser=parse_flags)
+    None if there is no other, or if the run started from weights, which have their own scheme.
+    """
+    if config.init_from is not None:
+        return None
+    for other in _OTHERS:
+        model = dataclasses.replace(config.model, position=other)
+        with contextlib.suppress(ConfigError):
+            if other != config.model.position:
+                nnx.eval_shape(lambda m=model: create(dataclasses.replace(config, model=m)))
+                break
+    else:
+        return None
+    dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
+    kept = [word for word in sys.argv[1:] if not word.startswith(dropped)]
+    inside = sys.executable.startswith(os.getcwd())
+    python = os.path.relpath(sys.executable) if inside else "python"
+    command = command_name("rope_jax.main").replace("python", python, 1)
+    words = [*kept, f"--config.model.position={other}", f"--workdir={workdir}_{other}"]
+    return f"{command} {shlex.join(words)}"

@@ -1,6 +1,12 @@
 """The settings of a run: the defaults of the recipes in `configs/`, and all checks."""
 
-from rope_jax.config.recipes import list_recipes, load_recipe, recipe_path, with_arguments
+from rope_jax.config.recipes import (
+    list_recipes,
+    load_recipe,
+    read_settings,
+    recipe_path,
+    with_arguments,
+)
 from rope_jax.config.resolve import (
     ConfigError,
     blame,
@@ -39,6 +45,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "model_overrides",
+    "read_settings",
     "recipe_arguments",
     "recipe_path",
     "resolve",

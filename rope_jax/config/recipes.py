@@ -2,13 +2,17 @@
 
 import importlib.util
 import pathlib
+import re
+import typing
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
 
-from rope_jax.config.resolve import blame
-from rope_jax.names.notation import assignments
-from rope_jax.names.text import closest
+from rope_jax.config.resolve import ConfigError, blame, converted, setting, setting_called, settings
+from rope_jax.names.notation import assignments, literal
+from rope_jax.names.options import read
+from rope_jax.names.text import closest, nearest
 
 
 def _folder() -> pathlib.Path:
@@ -67,21 +71,67 @@ def with_arguments(text: str, **given: Any) -> str:
     return f"{recipe}:{','.join(f'{key}={value}' for key, value in found.items())}"
 
 
-def load_recipe(text: str) -> ml_collections.ConfigDict:
+def load_recipe(text: str, changes: Mapping[str, Any] = {}) -> ml_collections.ConfigDict:
     """The settings of a recipe.
 
-    >>> load_recipe("digits:epochs=3").epochs
+    >>> load_recipe("digits:epochs=3", {"optim.b1": 0.8}).epochs
     3.0
 
     Args:
         text: as for `recipe_path`.
+        changes: values in place of the recipe's, by setting.
 
     Raises:
-        ConfigError: there is no such recipe, or it has no such argument.
+        ConfigError: there is no such recipe, it has no such argument, or it is wrong itself.
     """
     with blame("--config"):
-        path, _, arguments = recipe_path(text).partition(":")
+        path, *arguments = recipe_path(text).split(":", 1)
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(arguments)
+    try:
+        with blame("--config"):
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            config = module.get_config(*arguments)
+        with config.ignore_type():
+            config.update_from_flattened_dict(changes)
+        return config
+    except (AttributeError, KeyError, SyntaxError, TypeError) as error:
+        words = str(error.args[0]).lstrip("'\\").partition(" Other fields")[0]
+        if key := re.match(r'Key "(\w+)"', words):  # of ml_collections, for what is not a setting
+            words += f" {setting_called(key[1]) or nearest(key[1], settings())}"
+        raise ConfigError(f"--config={path}: {words}") from error
+
+
+def read_settings(words: Iterable[str]) -> dict[str, Any]:
+    """The settings of a command line.
+
+    >>> read_settings(["--config.epochs=3", "--config.optim.b1", "0.8", "--config.tensorboard"])
+    {'epochs': 3.0, 'optim.b1': 0.8, 'tensorboard': True}
+    >>> read_settings(["--config.eval.resolutions=6", "--config.eval.resolutions=(8,12)"])
+    {'eval.resolutions': (6, 8, 12)}
+
+    Args:
+        words: `--config.a.b=value` or two words, `--config.flag` and `--noconfig.flag`. Tuples of
+            a setting that is given several times are joined; of other values the last one counts.
+
+    Raises:
+        ConfigError: another word, no such setting, or a value that it may not have.
+    """
+    found, words = {}, iter(words)
+    for word in words:
+        flag = re.fullmatch(r"--(no)?config\.([^=]*)(?:=(.*))?", word, re.DOTALL)
+        if flag is None:
+            name = word.lstrip("-").partition("=")[0]
+            hint = setting_called(name) or "settings are written --config.key=value"
+            raise ConfigError(f"unexpected argument {word!r}; {hint}")
+        negated, name, text = flag.groups()
+        kind = setting(name).type
+        if text is None:
+            text = str(not negated) if kind is bool else next(words, "")
+        if typing.get_origin(kind) is tuple:
+            value = literal(text)
+            value = found.get(name, ()) + (value if isinstance(value, tuple) else (value,))
+            found[name] = converted(value, name)
+        else:
+            found[name] = converted(text, name, read)
+    return found

@@ -12,7 +12,7 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import ml_collections
@@ -193,18 +193,31 @@ def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
-        if key not in fields:
-            hint = setting_called(key) or closest(key, fields)
-            raise ConfigError(f"--config.{prefix}{key} is not a setting; {hint}")
-        kind, about = fields[key].type, fields[key].metadata
-        if dataclasses.is_dataclass(kind):
-            values[key] = _resolve_section(kind, value, f"{key}.")
-            continue
-        try:
-            values[key] = convert(value, kind, f"--config.{prefix}{key}")
-        except ValueError as error:
-            raise ConfigError(": ".join(filter(None, [str(error), about["hint"]]))) from None
+        if key in fields and dataclasses.is_dataclass(fields[key].type):
+            values[key] = _resolve_section(fields[key].type, value, f"{key}.")
+        else:
+            values[key] = converted(value, f"{prefix}{key}")
     return cls(**values)
+
+
+def setting(name: str) -> dataclasses.Field:
+    """The declaration of a setting, "optim.b1"; raises ConfigError if there is none."""
+    if name not in settings():
+        section, _, key = name.rpartition(".")
+        split = [one.rpartition(".") for one in settings()]
+        known = [own for inside, _, own in split if inside == section]
+        hint = closest(key, known) if known else "--config.help lists all"
+        raise ConfigError(f"--config.{name} is not a setting; {setting_called(key) or hint}")
+    return settings()[name]
+
+
+def converted(value: Any, name: str, using: Callable = convert) -> Any:
+    """The value of a setting as its type, by `convert` or `read`; raises ConfigError."""
+    about = setting(name)
+    try:
+        return using(value, about.type, f"--config.{name}")
+    except ValueError as error:
+        raise ConfigError(": ".join(filter(None, [str(error), about.metadata["hint"]]))) from None
 
 
 _ELSEWHERE = {  # names of settings in other libraries -> here

@@ -353,6 +353,11 @@ class Config:
     )
 
     @property
+    def all_seeds(self) -> range:
+        """The seeds of the models that are trained."""
+        return range(self.seed, self.seed + self.seeds)
+
+    @property
     def averaged(self) -> bool:
         """Whether the moving average of the weights is evaluated."""
         return self.ema_decay is not None and self.eval.ema

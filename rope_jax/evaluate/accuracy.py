@@ -95,7 +95,7 @@ def planned_rows(setup: Setup) -> list[Row]:
         {"resolution": list(size), "protocol": how} | label
         for how, config in protocols(setup).items()
         for size in resolutions(config)
-        for label in seeds.row_labels(config)
+        for label in seeds.row_labels(config.all_seeds)
     ]
 
 
@@ -105,7 +105,7 @@ def evaluate_state(setup: Setup, state: State, *, signals: Signals) -> list[Row]
     evaluator = dataclasses.replace(
         state_evaluator(setup, state), poll=poll, waiting=signals.waiting
     )
-    labels = seeds.row_labels(setup.config)
+    labels = seeds.row_labels(setup.config.all_seeds)
     rows = []
     for how, config in protocols(setup).items():
         for size in resolutions(config):
@@ -162,7 +162,7 @@ def draw_predictions(setup: Setup, state: State, path: pathlib.Path, *, count: i
         count: of images at each resolution.
     """
     config, images, evaluator = setup.config, setup.held_out, state_evaluator(setup, state)
-    weights = seeds.take(evaluator.weights, config)
+    weights = seeds.take(evaluator.weights, config.seeds)
     evaluator = dataclasses.replace(evaluator, weights=weights, config=seeds.single(config))
     sizes = resolutions(config)
     found = []

@@ -101,6 +101,8 @@ def read(text: str, annotation: Any, where: str = "") -> Any:
     >>> read("2", float), read("2", str), read("None", int | None), read("007", int)
     (2.0, '2', None, 7)
     """
+    if annotation is bool and text in ("true", "false"):
+        text = text.capitalize()
     value = literal(text) if _fit(text, annotation) is _MISFIT else text
     if isinstance(value, str) and value.isdecimal() and _fit(value, annotation) is _MISFIT:
         value = int(value)  # with leading zeros, which Python's literals may not have

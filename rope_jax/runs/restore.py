@@ -111,7 +111,7 @@ def read_checkpoint(
         states = {name: nnx.to_pure_dict(state) for name, state in all_states.items() if state}
         shapes = jax.eval_shape(lambda: seeds.stack([states] * config.seeds))
         loaded = checkpoints.load(step, with_shardings(shapes, replicated(make_mesh())))
-        for state in seeds.take(loaded, config, own.seed - config.seed).values():
+        for state in seeds.take(loaded, config.seeds, own.seed - config.seed).values():
             nnx.update(model, state)
     model.preprocessing = preprocessing_of(own)
     names = about.get("class_names")

@@ -109,7 +109,7 @@ def start(setup: Setup, model: nnx.Module) -> State:
         _start_from_weights(model, config)
     require_equal_weights(model)
     state = initial_state(setup, model)
-    print(parameter_table(seeds.take(state["params"], config)))
+    print(parameter_table(seeds.take(state["params"], config.seeds)))
     return state
 
 
@@ -117,7 +117,7 @@ def _start_from_weights(model: nnx.Module, config: Config) -> None:
     """Loads the weights of `init_from` into the fresh model, in place; into that of every seed."""
     graph, stacked = nnx.split(model)
     states = []
-    for seed, state in zip(seeds.seeds_of(config), seeds.split(stacked, config), strict=True):
+    for seed, state in zip(config.all_seeds, seeds.split(stacked, config.seeds), strict=True):
         one = nnx.merge(graph, state)
         restore.start_from(one, seeds.single(config, seed))
         states.append(nnx.state(one))

@@ -101,9 +101,9 @@ class Evaluator:
             return self.task.count(outputs, batch, images), batch["mask"].sum()
 
         count = jax.jit(
-            seeds.vmap(count, config, in_axes=(0, None)), out_shardings=replicated(mesh)
+            seeds.vmap(count, config.seeds, in_axes=(0, None)), out_shardings=replicated(mesh)
         )
-        parts: list[list[Any]] = [[] for _ in seeds.seeds_of(config)]
+        parts: list[list[Any]] = [[] for _ in config.all_seeds]
         seen, used = 0, 0
         batch_size = -(-self.batch_size // mesh.size) * mesh.size  # the last is padded anyway
         rows = config.data.max_boxes
@@ -123,7 +123,7 @@ class Evaluator:
             for batch in itertools.islice(batches, steps):
                 tree, usable = jax.device_get(count(self.weights, put_batch(batch, mesh)))
                 used += int(usable.flat[0])  # the same for every seed
-                for own, part in zip(parts, seeds.split(tree, config), strict=True):
+                for own, part in zip(parts, seeds.split(tree, config.seeds), strict=True):
                     own.append(part)
                 seen = min(seen + batch_size, len(images.labels))
                 self.poll(seen)

@@ -22,20 +22,15 @@ from rope_jax.config import Config
 Tree = Any
 
 
-def seeds_of(config: Config) -> range:
-    """The seeds of a run."""
-    return range(config.seed, config.seed + config.seeds)
+def seed_array(seeds: range) -> UInt32[np.ndarray, "*K"]:
+    """The seeds of a run as an array [K], a scalar for one."""
+    own = np.array(seeds, np.uint32)
+    return own.reshape(()) if len(seeds) == 1 else own
 
 
-def seed_array(config: Config) -> UInt32[np.ndarray, "*K"]:
-    """The seeds as an array [K], a scalar for one."""
-    own = np.array(seeds_of(config), np.uint32)
-    return own.reshape(()) if config.seeds == 1 else own
-
-
-def row_labels(config: Config) -> list[dict[str, int]]:
+def row_labels(seeds: range) -> list[dict[str, int]]:
     """Labels for each seed's rows in results and events; one empty label for a single seed."""
-    return [{}] if config.seeds == 1 else [{"seed": seed} for seed in seeds_of(config)]
+    return [{}] if len(seeds) == 1 else [{"seed": seed} for seed in seeds]
 
 
 def single(config: Config, seed: int | None = None) -> Config:
@@ -48,7 +43,7 @@ def single(config: Config, seed: int | None = None) -> Config:
     Raises:
         ValueError: the run has no such seed.
     """
-    own = seeds_of(config)
+    own = config.all_seeds
     if seed is not None and seed not in own:
         there = f"seed {own[0]} alone" if len(own) == 1 else f"seeds {own[0]} to {own[-1]}"
         raise ValueError(f"seed={seed}, but the run has {there}: use one of them, or None")
@@ -62,21 +57,21 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def take(tree: Tree, config: Config, number: int = 0) -> Tree:
-    """The tree of one seed; scalars (`step`) go to every seed."""
-    if config.seeds == 1:
+def take(tree: Tree, count: int, number: int = 0) -> Tree:
+    """The tree of one of `count` seeds; scalars (`step`) go to every seed."""
+    if count == 1:
         return tree
     return jax.tree.map(lambda leaf: leaf[number] if leaf.ndim else leaf, tree)
 
 
-def split(tree: Tree, config: Config) -> list[Tree]:
+def split(tree: Tree, count: int) -> list[Tree]:
     """The inverse of `stack`: the trees of all seeds."""
-    return [take(tree, config, number) for number in range(config.seeds)]
+    return [take(tree, count, number) for number in range(count)]
 
 
-def vmap(function: Callable, config: Config, in_axes: Any, out_axes: Any = 0) -> Callable:
-    """`jax.vmap` over the seeds; with one seed the function itself."""
-    return function if config.seeds == 1 else jax.vmap(function, in_axes, out_axes)
+def vmap(function: Callable, count: int, in_axes: Any, out_axes: Any = 0) -> Callable:
+    """`jax.vmap` over `count` seeds; with one seed the function itself."""
+    return function if count == 1 else jax.vmap(function, in_axes, out_axes)
 
 
 def state_axes(state: dict[str, Tree]) -> dict[str, int | None]:
@@ -105,16 +100,16 @@ class InterleavedBatches(Iterator[dict[str, np.ndarray]]):
         """Nothing to close; iterators of batches have this method."""
 
 
-def summary(metrics: dict[str, np.ndarray], config: Config) -> dict[str, float]:
+def summary(metrics: dict[str, np.ndarray], seeds: range) -> dict[str, float]:
     """The metrics of a step as numbers for `metrics.jsonl`.
 
     For several seeds: means, `loss_std`, and `loss_seed<seed>` and `accuracy_seed<seed>`.
     """
     numbers = {name: float(np.mean(values)) for name, values in metrics.items()}
-    if config.seeds > 1:
+    if len(seeds) > 1:
         numbers["loss_std"] = float(metrics["loss"].std(ddof=1))
         for name in ("loss", "accuracy"):
-            for seed, value in zip(seeds_of(config), metrics[name], strict=True):
+            for seed, value in zip(seeds, metrics[name], strict=True):
                 numbers[f"{name}_seed{seed}"] = float(value)
     return numbers
 

@@ -106,7 +106,7 @@ class Reporter:
             return
         if skipped_images:
             speed["skipped_images"] = skipped_images
-        numbers = seeds.summary(values, config) | speed
+        numbers = seeds.summary(values, config.all_seeds) | speed
         self._writer.write(step, numbers)
         print(progress_line(step, total, numbers), flush=True)
         if speed.get("data_wait", 0.0) > SLOW_DATA and not self._setup.images.in_memory:
@@ -151,7 +151,7 @@ class FiniteGuard:
 
     def __init__(self, setup: Setup, checkpoints: Checkpoints, writer: MetricsWriter):
         self._setup, self._checkpoints, self._writer = setup, checkpoints, writer
-        self._skipped = dict.fromkeys(seeds.seeds_of(setup.config), 0)  # in a row
+        self._skipped = dict.fromkeys(setup.config.all_seeds, 0)  # in a row
 
     def check(self, step: int, values: dict[str, np.ndarray]) -> bool:
         """Whether the metrics of all seeds are finite.
@@ -162,7 +162,7 @@ class FiniteGuard:
         config, all_finite = self._setup.config, True
         each = zip(
             self._skipped,
-            seeds.row_labels(config),
+            seeds.row_labels(config.all_seeds),
             np.ravel(values["loss"]),
             np.ravel(values["grad_norm"]),
             strict=True,
@@ -189,7 +189,7 @@ class FiniteGuard:
     def lost_state(self, step: int, state: State, error: NonFinite) -> NonFinite:
         """The error of a state that was not saved, with its first seed that is not finite."""
         config = self._setup.config
-        trees = zip(seeds.seeds_of(config), seeds.split(state, config), strict=True)
+        trees = zip(config.all_seeds, seeds.split(state, config.seeds), strict=True)
         seed = next((seed for seed, tree in trees if not_finite(tree)), config.seed)
         of_seed = f" (seed {seed})" if config.seeds > 1 else ""
         return self._lost(step, seed, f"{error}{of_seed}")

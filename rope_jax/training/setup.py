@@ -24,7 +24,6 @@ from rope_jax.models.registry import find_model
 from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.sharding import (
-    AnyMesh,
     make_mesh,
     on_every_device,
     replicated,
@@ -80,6 +79,11 @@ class Setup:
         return value, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     @functools.cached_property
+    def loader(self) -> str:
+        """The augmentations of `data.batches`, before those of the step."""
+        return data.split_augment(self.config.data.augment).loader
+
+    @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """Fingerprints of the data, by split."""
         return {split.split: split.fingerprint() for split in (self.images, self.held_out)}
@@ -105,7 +109,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     """
     with blame("--config.mesh.fsdp"):
         mesh = make_mesh(config.mesh.fsdp)
-    check_batch_size(config, mesh)
+    check_batch_size(config.batch_size, mesh.size, config.accumulate)
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ConfigError(
             "--config.tensorboard=True needs tensorboardX: pip install 'rope_jax[log]', or set it "
@@ -114,7 +118,7 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     images, held_out = (load_split(config, split) for split in ("train", "test"))
     task_for(config.model.head).check(config, images)
     _check_data(config, images, held_out)
-    config = _complete(config, images)
+    config = complete(config, images)
     model = create_seeds(config)
     _check_evaluation(config, images, model)
     return assemble(config, mesh, images, held_out, model), model
@@ -126,11 +130,11 @@ def create(config: Config) -> nnx.Module:
     Raises:
         ConfigError: name, position, options and image size are not compatible.
     """
-    size, m = config.data.image_size, config.model
+    m = config.model
     settings = {
         "position": m.position,
         "num_classes": m.num_classes,
-        "image_size": None if size is None else image_pair(size),
+        "image_size": config.data.image_size,
         "seed": config.seed,
         "dtype": jnp.dtype(config.dtype),
         **model_overrides(m.options),
@@ -146,22 +150,22 @@ def create_seeds(config: Config) -> nnx.Module:
     """
     if config.seeds == 1:
         return create(config)
-    models = [create(seeds.single(config, seed)) for seed in seeds.seeds_of(config)]
+    models = [create(seeds.single(config, seed)) for seed in config.all_seeds]
     graph, _ = nnx.split(models[0])
     return nnx.merge(graph, seeds.stack([nnx.state(model) for model in models]))
 
 
-def check_batch_size(config: Config, mesh: AnyMesh) -> None:
+def check_batch_size(batch_size: int, devices: int, accumulate: int = 1) -> None:
     """Rejects a batch that cannot be divided over devices and parts."""
-    parts = mesh.size * config.accumulate
-    if config.batch_size % parts == 0:
+    parts = devices * accumulate
+    if batch_size % parts == 0:
         return
-    below = config.batch_size - config.batch_size % parts
+    below = batch_size - batch_size % parts
     fitting = " or ".join(str(size) for size in (below, below + parts) if size)
-    times = f", times --config.accumulate={config.accumulate}" if config.accumulate > 1 else ""
+    times = f", times --config.accumulate={accumulate}" if accumulate > 1 else ""
     raise ConfigError(
-        f"--config.batch_size={config.batch_size} cannot be divided over {mesh.size} "
-        f"devices{times}; use {fitting}, or fewer devices"
+        f"--config.batch_size={batch_size} cannot be divided over {devices} devices{times}; "
+        f"use {fitting}, or fewer devices"
     )
 
 
@@ -172,8 +176,7 @@ def load_split(
 
     Its labels are of what the task of the config's head needs, where the source has them.
     """
-    if size is None and config.data.image_size is not None:
-        size = image_pair(config.data.image_size)
+    size = config.data.image_size if size is None else size
     crop = {"crop": config.eval.frame} if split == "test" else {}
     with blame("--config.model.head"):
         labels_of = task_for(config.model.head).labels.labels_of
@@ -236,7 +239,7 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
             "keep their aspect: name other sizes with "
             "--config.eval.frames='(\"fit(short=480,long=800)\",)'"
         )
-    sizes = [image_pair(size) for size in (config.data.image_size, *config.eval.resolutions)]
+    sizes = [images.size, *map(image_pair, config.eval.resolutions)]
     with blame("--config.eval.resolutions"):
         model.grids(sizes[0])  # of canvases it is only the size that the model is made for
         for size in sizes[1:]:
@@ -264,7 +267,7 @@ def _check_class_names(images: Split, held_out: Split) -> None:
         )
 
 
-def _complete(config: Config, images: Split) -> Config:
+def complete(config: Config, images: Split) -> Config:
     """The config, with values that depend on the data and the model filled in."""
     with blame("--config.model.name"):
         position = config.model.position or find_model(config.model.name).position
@@ -294,7 +297,7 @@ def assemble(
             steps_per_epoch=steps_per_epoch,
         )
     graph, params, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-    one = seeds.take(params, config)  # decay and layer rates depend on shapes
+    one = seeds.take(params, config.seeds)  # decay and layer rates depend on shapes
     optimizer = optim.make_optimizer(config.optim, schedule, one, on_every_device(mesh))
     windows = model.window_rule(scaled=config.eval.scale_windows)
     data_and_model = (images, held_out, graph, rest, optimizer, schedule, total, windows)
@@ -306,7 +309,7 @@ def initial_state(setup: Setup, model: nnx.Module) -> State:
     params, stats = (
         nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.BatchStat)
     )
-    init = seeds.vmap(setup.optimizer.init, setup.config, in_axes=0)
+    init = seeds.vmap(setup.optimizer.init, setup.config.seeds, in_axes=0)
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": init(params)}
     if stats:
         state["stats"] = stats
@@ -327,12 +330,12 @@ def training_batches(
     options = {
         "batch_size": config.batch_size,
         "start_step": first,
-        "augment": data.split_augment(config.data.augment).loader,
+        "augment": setup.loader,
         "repeats": config.data.repeats,
         "shard": share(),
     }
     if config.data.on_device:
-        streams = [DeviceBatches(images, seed=seed, **options) for seed in seeds.seeds_of(config)]
+        streams = [DeviceBatches(images, seed=seed, **options) for seed in config.all_seeds]
         resident = jax.device_put((images.images, images.labels), replicated(setup.mesh))
         stream = streams[0] if config.seeds == 1 else seeds.InterleavedBatches(streams)
         return stream, {"set": resident}
@@ -357,6 +360,6 @@ def batch_ids(setup: Setup, step: int, seed: int) -> list[int]:
         step - 1,
         batch_size=config.batch_size,
         seed=seed,
-        augment=data.split_augment(config.data.augment).loader,
+        augment=setup.loader,
         repeats=config.data.repeats,
     )

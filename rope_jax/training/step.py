@@ -28,11 +28,11 @@ def make_step(setup: Setup) -> Callable[[State, dict[str, Any]], tuple[State, Me
         state_axes, batch_axes = seeds.state_axes(state), seeds.batch_axes(batch)
         step_of_seed = seeds.vmap(
             lambda *arguments: _step(setup, *arguments),
-            config,
+            config.seeds,
             in_axes=(0, 0, state_axes, batch_axes),
             out_axes=(state_axes, 0),
         )
-        own_seeds = jnp.asarray(seeds.seed_array(config))
+        own_seeds = jnp.asarray(seeds.seed_array(config.all_seeds))
         new, metrics = step_of_seed(setup.rest, own_seeds, state, batch)
         shardings = (state_shardings(new, mesh), replicated(mesh))
         return jax.lax.with_sharding_constraint((new, metrics), shardings)

@@ -7,6 +7,7 @@ import pytest
 
 from rope_jax.commands import compare
 from rope_jax.config import ConfigError
+from rope_jax.data.sources import scenes
 from tests.faults.attacks.files import write_images
 
 POSITIONS = "--positions=ape,rope2d(base=50)+ape"
@@ -38,6 +39,13 @@ def test_one_seed_is_the_run_of_the_recipe():
     assert not any(one.config.data.on_device for one in found)
 
 
+def test_the_head_of_segmentation_has_the_classes_of_the_images(monkeypatch):
+    monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 8})
+    found = plan("--config=scenes", "--positions=none,ape", "--seeds=1")
+    assert [one.config.model.position for one in found] == ["none", "ape"]
+    assert found[0].config.model.num_classes is None  # as in the config of `rope_jax train`
+
+
 def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
     folder = pictures(tmp_path / "images")
     common = ["--positions=ape,none", "--seeds=2", f"--out={tmp_path}"]
@@ -63,9 +71,6 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
         ([], "--path is missing"),
         (["--config=digits", "--positions=ape"], "has nothing to compare: name two or more"),
         (["--config=digit"], "--config=digit is not a recipe; did you mean 'digits'"),
-        (["--config=digits", "--config.optim.b3=1"], "optim.b3 is not a setting; known: name"),
-        (["--config=digits", "--config.opt.b1=1"], "--config.opt is not a setting"),
-        (["--config=digits", "--config.optim.lr=1"], "; use --config.optim.learning_rate"),
         (["--config=digits", "--model=vit_digit"], "unknown model 'vit_digit'"),
         (["--config=digits", "--resolutions=8y"], "--resolutions"),
         (["--path=nowhere.npz"], "nowhere.npz"),
@@ -140,12 +145,16 @@ def test_all_settings_are_listed(capsys):
         ("--epochs=3", "use --config.epochs"),
         ("--seed=3", "use --config.seed"),  # no abbreviation of --seeds
         ("--frobnicate", "settings are written --config.key=value"),
+        ("--config.optim.b3=1", "optim.b3 is not a setting; known: name"),
+        ("--config.opt.b1=1", "opt.b1 is not a setting; use --config.optim.b1"),
+        ("--config.optim.lr=1", "; use --config.optim.learning_rate"),
     ],
 )
 def test_other_arguments_are_refused(argument, hint, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         plan("--config=digits", argument)
-    assert f"unexpected argument {argument!r}; {hint}" in capsys.readouterr().err
+    assert caught.value.code == 2
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ import sys
 
 import jax
 import pytest
-from absl.testing import flagsaver
 
-from rope_jax.commands import process as command
-from rope_jax.config import ConfigError, resolve
+from rope_jax.commands import exits, train
+from rope_jax.config import ConfigError, load_recipe, resolve
 from rope_jax.data import BadImages, BadSet
 from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
@@ -55,60 +54,89 @@ def stopped_by(name, *, saved, alone=False):
     ],
 )
 def test_exit_statuses(error, status, words, capsys):
-    with pytest.raises(SystemExit) as caught, command.exit_statuses("runs/x", distributed=False):
+    with pytest.raises(SystemExit) as caught, exits.exit_statuses("runs/x", distributed=False):
         raise error
     assert caught.value.code == status
     assert words in capsys.readouterr().err
 
 
 def test_a_saved_stop_is_no_failure(capsys):
-    with command.exit_statuses("runs/x", distributed=False):
+    with exits.exit_statuses("runs/x", distributed=False):
         raise stopped_by("SIGINT", saved=True)
     told = "stopped by SIGINT; saved in runs/x: run the same command to go on\n"
     assert capsys.readouterr().out == told
 
 
 def test_one_of_several_processes_names_the_others(monkeypatch, capsys):
-    monkeypatch.setattr(command, "_LAST_WORDS", 0)
-    with pytest.raises(SystemExit) as caught, command.exit_statuses("runs/x", distributed=True):
+    monkeypatch.setattr(exits, "_LAST_WORDS", 0)
+    with pytest.raises(SystemExit) as caught, exits.exit_statuses("runs/x", distributed=True):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset")
     assert caught.value.code == 1
     assert "another process was lost" in capsys.readouterr().err.splitlines()[-1]
 
 
-# ml_collections imports recipes by a method that Python deprecates.
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config.batch_sise=3"], 'no such setting: batch_sise Did you mean "batch_size"'),
-        (["--confg=x"], "Unknown command line flag 'confg'"),
-        (["--epochs=3"], "there is no flag --epochs"),
-        (["--epochs=3"], "; use --config.epochs"),
+        (["--config.batch_sise=3"], "batch_sise is not a setting; did you mean 'batch_size'"),
+        (["--confg=x"], "unexpected argument '--confg=x'; settings are written --config.key=value"),
+        (["--epochs=3"], "unexpected argument '--epochs=3'; use --config.epochs"),
         (["--batch-size=3"], "; use --config.batch_size"),
-        (["--model=deit_s16"], "there is no flag --model; use --config.model.name"),
+        (["--model=deit_s16"], "; use --config.model.name"),
         (["--config.optim.lr=0.1"], "lr"),
         (["--config.data.img_size=9"], "; use --config.data.image_size"),
-        (["batch_size=3"], "unexpected argument 'batch_size=3'; settings are written --config.key"),
-        (["--config=configs/nothing.py"], "configs/nothing.py"),
-        (["--workdir="], None),
+        (["batch_size=3"], "argument 'batch_size=3'; use --config.batch_size or"),
+        (["--config.epochs"], "--config.epochs must be a number above 0, not ''"),
+        (["--config.batch_size=3.5"], "--config.batch_size must be a whole number"),
+        (["--config.data=1"], "--config.data is not a setting"),
+        (["--noconfig.epochs"], "--config.epochs must be a number above 0"),
+        (["--mode=test"], "--mode: invalid choice: 'test'"),
+        (["--heartbeat=1"], "--heartbeat: must be a whole number of at least 2, not 1"),
+        (["--strict_restore=maybe"], "--strict_restore: must be True or False, not 'maybe'"),
     ],
 )
-def test_mistakes_in_flags_are_one_line(arguments, message, capsys, monkeypatch):
-    from rope_jax.commands import train as main  # defines the flags
-
-    given = [main.__name__, f"--config={ROOT}/configs/digits.py", "--workdir=runs/x", *arguments]
-    monkeypatch.setattr(sys, "argv", given)  # read by ml_collections
-    with flagsaver.flagsaver():
-        if message is None:
-            assert command.parse_flags(given) == given[:1]
-            return
-        with pytest.raises(SystemExit) as caught:
-            command.parse_flags(given)
+def test_mistakes_in_flags_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.parse(["--config=digits", "--workdir=runs/x", *arguments])
     assert caught.value.code == 2
     told = capsys.readouterr().err
     assert message in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"), [("--config=digits", "--workdir"), ("--workdir=x", "--config")]
+)
+def test_recipe_and_folder_are_required(given, missing, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.parse([given])
+    assert caught.value.code == 2
+    assert f"the following arguments are required: {missing}" in capsys.readouterr().err
+
+
+def test_flags_are_written_in_several_ways():
+    asked, _ = train.parse(["--config=digits", "--workdir="])
+    assert (asked.strict_restore, asked.distributed, asked.resume_override) == (False, False, "")
+    words = ["-config", "digits", "--workdir", "runs/x", "--resume_override=seed,batch_size"]
+    words += ["--plugins=one", "--plugins=two", "--strict_restore", "--distributed=true"]
+    words += ["--config.epochs", "3", "--config.tensorboard", "--noconfig.data.allow_empty"]
+    asked, settings = train.parse(words)
+    assert (asked.config, asked.workdir) == ("digits", pathlib.Path("runs/x"))
+    assert (asked.resume_override, asked.plugins) == ("seed,batch_size", ["one", "two"])
+    assert asked.strict_restore
+    assert asked.distributed
+    assert settings == {"epochs": 3.0, "tensorboard": True, "data.allow_empty": False}
+    assert not train.parse([*words, "--nostrict_restore"])[0].strict_restore
+
+
+@pytest.mark.parametrize("command", ["--help", "--config.help"])
+def test_help_has_all_settings(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.parse([command])
+    assert not caught.value.code
+    said = capsys.readouterr().out
+    assert "--config.optim.learning_rate: a number" in said
+    assert ("--resume_override" in said and "tiny_imagenet" in said) == (command == "--help")
 
 
 def test_the_next_command_keeps_what_was_given(monkeypatch):
@@ -116,7 +144,7 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
     given += ["--config.model.position=ape", "--resume_override=seed", "--config.epochs=2.0"]
     monkeypatch.setattr(sys, "argv", ["main.py", *given])
     config = resolve({"model": {"position": "rope_mixed", "options": "depth=1"}})
-    words = shlex.split(command.next_command(config, pathlib.Path("runs/a")))
+    words = shlex.split(train.next_command(config, pathlib.Path("runs/a")))
     assert words[1:3] == ["-m", "rope_jax.main"]
     assert words[3:] == [
         "--config=configs/digits.py:position=none,seed=3",
@@ -128,7 +156,7 @@ def test_the_next_command_keeps_what_was_given(monkeypatch):
 
 def test_weights_have_one_scheme_so_that_no_other_is_next():
     config = resolve({"model": {"position": "none"}, "init_from": "weights.npz"})
-    assert command.next_command(config, pathlib.Path("runs/a")) is None
+    assert train.next_command(config, pathlib.Path("runs/a")) is None
 
 
 @pytest.mark.parametrize(
@@ -139,22 +167,13 @@ def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monk
     """Rotations along two axes need heads of a multiple of 4 channels."""
     monkeypatch.setattr(sys, "argv", ["main.py", "--config=x.py", "--workdir=runs/a"])
     config = resolve({"model": {"position": "none", "options": options}})
-    assert command.next_command(config, pathlib.Path("runs/a")).endswith(
-        f"--workdir=runs/a_{other}"
-    )
+    assert train.next_command(config, pathlib.Path("runs/a")).endswith(f"--workdir=runs/a_{other}")
 
 
-# ml_collections imports recipes by a method that Python deprecates.
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-def test_none_can_be_given_where_a_setting_may_be_none(monkeypatch):
-    from rope_jax.commands import train as main
-
-    given = [main.__name__, f"--config={ROOT}/configs/digits.py", "--workdir=runs/x"]
-    given += ["--config.optim.clip_norm=None", "--config.ema_decay=0.5", "--config.data.path=None"]
-    monkeypatch.setattr(sys, "argv", given)
-    with flagsaver.flagsaver():
-        command.parse_flags(given)
-        config = resolve(main._CONFIG.value)
+def test_none_can_be_given_where_a_setting_may_be_none():
+    given = ["--config.optim.clip_norm=None", "--config.ema_decay=0.5", "--config.data.path=None"]
+    asked, settings = train.parse(["--config=digits", "--workdir=runs/x", *given])
+    config = resolve(load_recipe(asked.config, settings))
     assert (config.optim.clip_norm, config.ema_decay, config.data.path) == (None, 0.5, None)
 
 

@@ -2,7 +2,7 @@ import pathlib
 
 import pytest
 
-from rope_jax.config import list_recipes, recipe_path
+from rope_jax.config import ConfigError, list_recipes, load_recipe, recipe_path, resolve
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -26,3 +26,31 @@ def test_names_and_files_of_recipes(tmp_path, monkeypatch):
 def test_unknown_recipes_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         recipe_path(text)
+
+
+START = "from rope_jax import config as cfg\n\ndef get_config():\n    config = cfg.default()\n    "
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (START + "config.batch_sise = 3", "batch_sise.*the nearest are 'batch_size'"),
+        (START + "config.optim.lr = 3", "use --config.optim.learning_rate"),
+        (START + "config.batch_size = 'many'", "type"),
+        (START + "raise ValueError('which images?')", r"which images\? \[--config\]"),
+        ("x = 1", "has no attribute 'get_config'"),
+        ("x = (", "never closed"),
+        ("import no_such_module", "no_such_module"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_those_of_a_user(text, message, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(f"{tmp_path}/mine.py")
+
+
+def test_what_a_recipe_derives_follows_a_change(tmp_path):
+    derived = "config.eval.batch_size = config.get_ref('batch_size') * 2\n    return config"
+    (tmp_path / "mine.py").write_text(START + derived)
+    config = resolve(load_recipe(f"{tmp_path}/mine.py", {"batch_size": 32}))
+    assert (config.batch_size, config.eval.batch_size) == (32, 64)

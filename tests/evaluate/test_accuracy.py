@@ -53,8 +53,8 @@ def test_windows_of_a_run_are_scaled_with_the_image(count, changes):
     images = load_split(setup.config, "test", (64, 64))
     x = jnp.asarray((images.images / np.float32(255) - 0.5) / 0.5, jnp.float32)
     measured = {"scaled": [], "kept": []} if count > 1 else {"scaled": []}
-    for params in seeds.split(state["params"], setup.config):
-        alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, setup.config))
+    for params in seeds.split(state["params"], setup.config.seeds):
+        alone = nnx.merge(setup.graph, params, {}, seeds.take(setup.rest, setup.config.seeds))
         large = evaluate.at_resolution(alone, (64, 64), scale_windows=True)
         for windows, found in measured.items():
             run = large if windows == "scaled" else alone

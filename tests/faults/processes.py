@@ -110,7 +110,7 @@ def _run(
         prepare()
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = ["rope_jax.main", *arguments]  # read by ml_collections
+    sys.argv = ["rope_jax.main", *arguments]
     time.tzset()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -276,7 +276,7 @@ def test_the_same_seed_gives_every_scheme_the_same_other_weights():
 def test_a_batch_that_the_devices_cannot_share_is_refused():
     message = "=100 cannot be divided over 8 devices; use 96 or 104, or fewer devices"
     with pytest.raises(ConfigError, match=message):
-        check_batch_size(tiny(batch_size=100), jax.sharding.AbstractMesh((8,), ("data",)))
+        check_batch_size(100, devices=8)
 
 
 @pytest.mark.parametrize(

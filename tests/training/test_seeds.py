@@ -70,7 +70,7 @@ def test_each_seed_takes_the_steps_that_it_would_take_alone(together, alone):
     for line, other in zip(ours, theirs, strict=True):
         assert line["loss_seed5"] == pytest.approx(other["loss"], abs=5e-6)
         assert line["learning_rate"] == other["learning_rate"]
-    close(seeds.split(state, tiny(**BOTH))[1], final_state(alone, **ALONE[1]))
+    close(seeds.split(state, tiny(**BOTH).seeds)[1], final_state(alone, **ALONE[1]))
     assert (
         max(abs(line["loss_seed4"] - line["loss_seed5"]) for line in ours) > 1e-3
     )  # they are different models
@@ -117,7 +117,7 @@ def test_all_that_is_drawn_and_all_that_is_kept_is_the_seeds_own(changes):
     (state, metrics), (theirs, their_metrics) = steps(**BOTH | changes), steps(**ALONE[1] | changes)
     close({name: metrics[name][1] for name in metrics}, their_metrics)
     assert set(theirs) == set(state)
-    close(seeds.split(state, tiny(**BOTH))[1], theirs)
+    close(seeds.split(state, tiny(**BOTH).seeds)[1], theirs)
 
 
 def test_every_seed_has_its_rows(together, alone):
@@ -180,7 +180,7 @@ def test_a_line_tells_mean_and_spread():
         "accuracy": np.array([0.25, 0.75]),
         "learning_rate": np.array([0.1, 0.1]),
     }
-    told = seeds.summary(values, tiny(**BOTH))
+    told = seeds.summary(values, tiny(**BOTH).all_seeds)
     assert told == {
         "loss": 1.5, "accuracy": 0.5, "learning_rate": 0.1, "loss_std": pytest.approx(0.5**0.5),
         "loss_seed4": 1.0, "loss_seed5": 2.0, "accuracy_seed4": 0.25, "accuracy_seed5": 0.75,
@@ -218,9 +218,9 @@ def test_a_seed_that_is_not_finite_is_skipped_alone_and_named(tmp_path, monkeypa
     prepared, model = prepare(tiny(**skipping))
     before = broken(initial_state(prepared, model))
     hashes = lambda tree: [tree_hash(tree[name]) for name in ("params", "ema", "opt")]
-    earlier = [hashes(tree) for tree in seeds.split(before, prepared.config)]
+    earlier = [hashes(tree) for tree in seeds.split(before, prepared.config.seeds)]
     after, _ = steps(2, start=broken, **skipping)  # the rate of the first is 0
-    first, second = (hashes(tree) for tree in seeds.split(after, prepared.config))
+    first, second = (hashes(tree) for tree in seeds.split(after, prepared.config.seeds))
     assert second == earlier[1]
     assert not set(first) & set(earlier[0])
     with pytest.raises(NonFinite, match=r"step 11 of seed 5: .* after 10 skipped steps in a row"):
@@ -235,7 +235,7 @@ def test_all_seeds_start_from_the_same_weights(together):
     config = tiny(**BOTH | {"init_from": str(together), "model__num_classes": 20})
     setup, model = prepare(config)
     state = rope_jax.runs.run.start(setup, model)
-    first, second = seeds.split(state["params"], setup.config)
+    first, second = seeds.split(state["params"], setup.config.seeds)
     loaded, _ = rope_jax.load_checkpoint(str(together))
     for each in (first, second):
         assert np.array_equal(each["norm"]["scale"], loaded.norm.scale[...])

@@ -159,7 +159,7 @@ def test_several_seeds_are_each_as_if_alone_and_share_a_report(tmp_path, capsys)
     run(tmp_path / "both", **both)
     run(tmp_path / "alone", **alone)
     state = final_state(tmp_path / "both", **both)
-    second = seeds.split(state["params"], tiny(**both))[1]
+    second = seeds.split(state["params"], tiny(**both).seeds)[1]
     other = final_state(tmp_path / "alone", **alone)["params"]
     assert jax.tree.structure(second) == jax.tree.structure(other)
     for ours, theirs in zip(jax.tree.leaves(second), jax.tree.leaves(other), strict=True):

@@ -1,11 +1,8 @@
-"""Flags, one-line errors and exit statuses of `python -m rope_jax.main`."""
+"""How a command that trains ends: one-line errors, exit statuses, unread output."""
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
-import pathlib
-import shlex
 import signal
 import sys
 import time
@@ -14,24 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from absl import flags, logging
-from flax import nnx
 
-from rope_jax.commands.arguments import command_name
-from rope_jax.config import (
-    Config,
-    ConfigError,
-    list_recipes,
-    recipe_path,
-    setting_called,
-    settings_help,
-)
+from rope_jax.config import ConfigError
 from rope_jax.data import BadImages, BadSet
 from rope_jax.data.workers import DeadWorker
 from rope_jax.names.text import other_command
 from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
-from rope_jax.training.setup import create
 from rope_jax.training.signals import Interrupted
 
 _BAD_IMAGES = (
@@ -50,60 +36,6 @@ _ALONE = (
 # Seconds. When the first of several processes ends, jax aborts the others, which may have an error
 # to print.
 _LAST_WORDS = 2
-_OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
-
-
-def parse_flags(arguments: list[str]) -> list[str]:
-    """Parses absl's flags; every mistake ends in one line and status 2."""
-    if {"-h", "-help", "--help", "--config.help"} & set(arguments):
-        print(_help(settings_only="--config.help" in arguments))
-        sys.exit()
-    try:
-        rest = flags.FLAGS(_with_recipe_path(arguments))
-        if len(rest) > 1:
-            raise ConfigError(
-                f"unexpected argument {rest[1]!r}; settings are written --config.key=value"
-            )
-        flags.FLAGS.config.keys()  # a recipe that fails to load raises only when it is used
-        if flags.FLAGS["verbosity"].using_default_value:
-            flags.FLAGS.verbosity = logging.WARNING  # at INFO orbax logs every file
-        return rest
-    except (KeyError, AttributeError) as error:  # ml_collections: an unknown key of the config
-        words = str(error).replace("\\n", " ").replace("\\'", "").strip("'\"")
-        hint = setting_called(words.partition(" ")[0])
-        _refuse(f"there is no such setting: {words}{f'; {hint}' if hint else ''}")
-    except flags.UnrecognizedFlagError as error:
-        hint = setting_called(error.flagname)
-        _refuse(f"there is no flag --{error.flagname}; {hint}" if hint else str(error))
-    except (flags.Error, ConfigError, ValueError, TypeError, OSError, SyntaxError) as error:
-        _refuse(str(error))
-
-
-def _refuse(mistake: str) -> None:
-    print(f"rope_jax: {' '.join(mistake.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def _with_recipe_path(arguments: list[str]) -> list[str]:
-    """The arguments with the file of a recipe that is given by name."""
-    found = list(arguments)
-    for number, word in enumerate(arguments):
-        if word in ("--config", "-config") and number + 1 < len(arguments):
-            found[number + 1] = recipe_path(arguments[number + 1])
-        elif word.startswith(("--config=", "-config=")):
-            flag, _, recipe = word.partition("=")
-            found[number] = f"{flag}={recipe_path(recipe)}"
-    return found
-
-
-def _help(*, settings_only: bool) -> str:
-    """The flags of the command, the names of the recipes, and all settings."""
-    if settings_only:
-        return settings_help()
-    module = flags.FLAGS.find_module_defining_flag("workdir")
-    recipes = f"recipes that come with the package:\n    {', '.join(list_recipes())}"
-    parts = [sys.modules[module].__doc__, flags.FLAGS.module_help(module), recipes]
-    return "\n\n".join([*parts, f"settings:\n{settings_help()}"])
 
 
 # Exceptions -> exit status and sentence; the first row that fits.
@@ -201,27 +133,3 @@ def keep_going_unread() -> None:
         if stream := getattr(sys, name):  # None, where the descriptor was closed before the start
             stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Unread(stream))
-
-
-def next_command(config: Config, workdir: pathlib.Path) -> str | None:
-    """This command with another scheme, in a folder beside this one.
-
-    None if there is no other, or if the run started from weights, which have their own scheme.
-    """
-    if config.init_from is not None:
-        return None
-    for other in _OTHERS:
-        model = dataclasses.replace(config.model, position=other)
-        with contextlib.suppress(ConfigError):
-            if other != config.model.position:
-                nnx.eval_shape(lambda m=model: create(dataclasses.replace(config, model=m)))
-                break
-    else:
-        return None
-    dropped = ("--workdir=", "--config.model.position=", "--resume_override=")
-    kept = [word for word in sys.argv[1:] if not word.startswith(dropped)]
-    inside = sys.executable.startswith(os.getcwd())
-    python = os.path.relpath(sys.executable) if inside else "python"
-    command = command_name("rope_jax.main").replace("python", python, 1)
-    words = [*kept, f"--config.model.position={other}", f"--workdir={workdir}_{other}"]
-    return f"{command} {shlex.join(words)}"
