@@ -39,13 +39,13 @@ from rope_jax.config import (
     resolve,
     settings_help,
 )
+from rope_jax.names.notation import items
 from rope_jax.names.options import Count, Range
-from rope_jax.names.text import items
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
 from rope_jax.system.processes import join
 from rope_jax.system.sharding import share, start_devices
-from rope_jax.training.model import create
+from rope_jax.training.setup import create
 
 _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
 
