@@ -99,8 +99,7 @@ def run(
         seeds: number of seeds of each scheme
     """
     asked = ["--config=scenes", f"--positions={','.join(schemes)}", f"--seeds={seeds}"]
-    classes = "--config.model.num_classes=11"  # ten digits and the ground
-    compare.main([*asked, f"--out={workdir}", classes, *flags])
+    compare.main([*asked, f"--out={workdir}", *flags])
     folders = sorted(path.parent for path in workdir.glob("*/results.json"))
     names = ("resolution", "miou", "accuracy", "count")
     runs = [

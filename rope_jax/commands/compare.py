@@ -42,14 +42,6 @@ from rope_jax.system.sharding import start_devices
 from rope_jax.training.setup import Split, complete, create, load_split
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A run of the comparison: its folder and its settings."""
-
-    workdir: pathlib.Path
-    config: Config
-
-
 def command() -> None:
     """Calls `main` with `sys.argv`, and ends the process."""
     keep_going_unread()
@@ -69,13 +61,12 @@ def _compare(asked: argparse.Namespace) -> None:
         with blame("JAX_PLATFORMS"):
             start_devices()
         planned = plan(asked)
-        for number, one in enumerate(planned, 1):
-            config = one.config
+        for number, (workdir, config) in enumerate(planned.items(), 1):
             seeds = f"seed {config.seed}" if config.seeds == 1 else f"{config.seeds} seeds"
-            print(f"\n[{number}/{len(planned)}] {config.model.position}, {seeds}: {one.workdir}")
-            run.train(config, one.workdir)
+            print(f"\n[{number}/{len(planned)}] {config.model.position}, {seeds}: {workdir}")
+            run.train(config, workdir)
         print()
-        groups = group_runs([found for one in planned for found in read_runs(one.workdir)])
+        groups = group_runs([found for workdir in planned for found in read_runs(workdir)])
         print_report(groups, asked.out)
 
 
@@ -96,8 +87,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return asked
 
 
-def plan(asked: argparse.Namespace) -> list[Planned]:
-    """The runs of a comparison, in the order of training.
+def plan(asked: argparse.Namespace) -> dict[pathlib.Path, Config]:
+    """The folders of the runs of a comparison, in the order of training, and their settings.
 
     Raises:
         ConfigError: a setting, a scheme or the images do not go together.
@@ -119,23 +110,23 @@ def plan(asked: argparse.Namespace) -> list[Planned]:
     on_device = asked.settings.get("data.on_device")
     if asked.seeds > 1 and on_device is None:
         on_device = _fit_on_device(images, configs[0].data.augment)
-    if asked.seeds > 1 and on_device:
-        return [_together(asked, config) for config in configs]
-    seeds = range(configs[0].seed, configs[0].seed + asked.seeds)
-    return [_alone(asked, config, seed) for seed in seeds for config in configs]
-
-
-def _together(asked: argparse.Namespace, config: Config) -> Planned:
-    """All seeds of a scheme, trained in one step."""
-    images = dataclasses.replace(config.data, on_device=True)
-    config = dataclasses.replace(config, data=images, seeds=asked.seeds)
-    return Planned(asked.out / f"{config.model.position}-seeds{asked.seeds}", config)
-
-
-def _alone(asked: argparse.Namespace, config: Config, seed: int) -> Planned:
-    """One seed of a scheme; the folder of seed 0 has the name of the scheme."""
-    name = config.model.position + (f"-{seed}" if seed else "")
-    return Planned(asked.out / name, dataclasses.replace(config, seed=seed, seeds=1))
+    if asked.seeds > 1 and on_device:  # all seeds of a scheme are trained in one step
+        return {
+            asked.out / f"{config.model.position}-seeds{asked.seeds}": dataclasses.replace(
+                config,
+                data=dataclasses.replace(config.data, on_device=True),
+                seeds=asked.seeds,
+            )
+            for config in configs
+        }
+    first = configs[0].seed
+    return {  # the folder of seed 0 has the name of the scheme
+        asked.out / (config.model.position + (f"-{seed}" if seed else "")): dataclasses.replace(
+            config, seed=seed, seeds=1
+        )
+        for seed in range(first, first + asked.seeds)
+        for config in configs
+    }
 
 
 def _config(asked: argparse.Namespace, position: str) -> Config:

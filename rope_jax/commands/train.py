@@ -67,21 +67,45 @@ def parse(words: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
         f"settings:\n{settings_help()}"
     ).replace("%", "%%")
     add = parser.add_argument
-    about = "recipe by name or file, with its arguments: digits:position=rope2d"
-    add("--config", required=True, help=about)
+    add(
+        "--config",
+        required=True,
+        help="recipe by name or file, with its arguments: digits:position=rope2d",
+    )
     add("--workdir", required=True, type=pathlib.Path, help="folder of the run, made if missing")
-    modes = ("train", "evaluate")
-    add("--mode", choices=modes, default="train", help="evaluate: only the newest checkpoint")
+    add(
+        "--mode",
+        choices=("train", "evaluate"),
+        default="train",
+        help="evaluate: only evaluate the newest checkpoint",
+    )
     add_switch(parser, "strict_restore", "stop at a damaged checkpoint")
-    override = "settings that may differ from the resumed run's: seed,batch_size"
-    add("--resume_override", default="", metavar="SETTINGS", help=override)
-    about = "import your schemes, models and sources, see rope_jax.plugins; repeatable"
-    add("--plugins", action="append", default=[], metavar="MODULE", help=about)
+    add(
+        "--resume_override",
+        default="",
+        metavar="SETTINGS",
+        help="settings that may differ from the resumed run's: seed,batch_size",
+    )
+    add(
+        "--plugins",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
+    )
     add_switch(parser, "distributed", "one of several processes, see docs/many_devices.md")
-    about = "seconds after which a silent process counts as dead"
-    add("--heartbeat", type=Argument(Annotated[int, Range(low=2)]), default=60, help=about)
-    about = "seconds to wait for all processes to join"
-    add("--join_timeout", type=Argument(Count), default=120, help=about)
+    add(
+        "--heartbeat",
+        type=Argument(Annotated[int, Range(low=2)]),
+        default=60,
+        help="seconds after which a silent process counts as dead",
+    )
+    add(
+        "--join_timeout",
+        type=Argument(Count),
+        default=120,
+        help="seconds to wait for all processes to join",
+    )
     return parser.parse_with_settings(words)
 
 
@@ -98,8 +122,12 @@ def _train(asked: argparse.Namespace, settings: dict[str, Any]) -> None:
         with blame("JAX_PLATFORMS"):
             start_devices()
         action = {"train": run.train, "evaluate": run.evaluate_newest}[asked.mode]
-        strict, override = asked.strict_restore, items(asked.resume_override)
-        action(config, asked.workdir, strict_restore=strict, resume_override=override)
+        action(
+            config,
+            asked.workdir,
+            strict_restore=asked.strict_restore,
+            resume_override=items(asked.resume_override),
+        )
         if asked.mode == "train" and (following := next_command(config, asked.workdir)):
             print(f"try next: {following}")
     if asked.distributed:

@@ -23,27 +23,31 @@ def plan(*arguments):
     return compare.plan(compare._parse(list(arguments)))
 
 
+def first(planned):
+    return next(iter(planned.values()))
+
+
 def test_seeds_of_images_in_memory_are_trained_in_one_step(tmp_path):
     found = plan("--config=digits:seed=2", POSITIONS, f"--out={tmp_path}")
     names = ["ape-seeds3", "rope2d(base=50)+ape-seeds3"]
-    assert [one.workdir for one in found] == [tmp_path / name for name in names]
-    assert [one.config.model.position for one in found] == ["ape", "rope2d(base=50)+ape"]
-    for one in found:
-        assert (one.config.seed, one.config.seeds, one.config.data.on_device) == (2, 3, True)
+    assert list(found) == [tmp_path / name for name in names]
+    assert [config.model.position for config in found.values()] == ["ape", "rope2d(base=50)+ape"]
+    for config in found.values():
+        assert (config.seed, config.seeds, config.data.on_device) == (2, 3, True)
 
 
 def test_one_seed_is_the_run_of_the_recipe():
     """Its folder is that of earlier versions of `make compare`, whose runs are found again."""
     found = plan("--config=digits", "--positions=none,ape,ape", "--seeds=1")
-    assert [str(one.workdir) for one in found] == ["runs/compare/none", "runs/compare/ape"]
-    assert not any(one.config.data.on_device for one in found)
+    assert list(map(str, found)) == ["runs/compare/none", "runs/compare/ape"]
+    assert not any(config.data.on_device for config in found.values())
 
 
 def test_the_head_of_segmentation_has_the_classes_of_the_images(monkeypatch):
     monkeypatch.setattr(scenes, "COUNTS", {"train": 8, "test": 8})
     found = plan("--config=scenes", "--positions=none,ape", "--seeds=1")
-    assert [one.config.model.position for one in found] == ["none", "ape"]
-    assert found[0].config.model.num_classes is None  # as in the config of `rope_jax train`
+    assert [config.model.position for config in found.values()] == ["none", "ape"]
+    assert first(found).model.num_classes is None  # as in the config of `rope_jax train`
 
 
 def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
@@ -51,18 +55,25 @@ def test_images_that_are_read_one_at_a_time_are_trained_seed_by_seed(tmp_path):
     common = ["--positions=ape,none", "--seeds=2", f"--out={tmp_path}"]
     common += ["--config.model.options=depth=1,width=24,heads=1"]
     found = plan(f"--path={folder}", "--model=deit3_s16", "--resolutions=96,64x128", *common)
-    assert [one.workdir.name for one in found] == ["ape", "none", "ape-1", "none-1"]
-    assert [one.config.seed for one in found] == [0, 0, 1, 1]
-    config = found[0].config
+    assert [workdir.name for workdir in found] == ["ape", "none", "ape-1", "none-1"]
+    assert [config.seed for config in found.values()] == [0, 0, 1, 1]
+    config = first(found)
     assert (config.model.name, config.data.source, config.data.path) == (
         "deit3_s16",
         "folder",
         str(folder),
     )
     assert config.eval.resolutions == ((96, 96), (64, 128))
-    assert plan(f"--path={folder}", *common)[0].config.eval.resolutions == (160, 288, 320)
+    assert first(plan(f"--path={folder}", *common)).eval.resolutions == (
+        160,
+        288,
+        320,
+    )
     given = plan(f"--path={folder}", "--config=deit3:variant=ti", "--config.optim.b1=0.8", *common)
-    assert (given[0].config.data.path, given[0].config.optim.b1) == (str(folder), 0.8)
+    assert (first(given).data.path, first(given).optim.b1) == (
+        str(folder),
+        0.8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +114,10 @@ def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
     common = ["--model=vit_digits", "--positions=ape,none", "--seeds=1", *TINY]
     for recipe in ([], ["--config=own_images"]):
         found = plan(f"--path={folder}", *recipe, *common)
-        assert (found[0].config.data.source, found[0].config.data.path) == ("folder", str(folder))
+        assert (first(found).data.source, first(found).data.path) == (
+            "folder",
+            str(folder),
+        )
     (tmp_path / "images.zip").touch()
     with pytest.raises(ConfigError, match=r"images\.zip"):
         plan(f"--path={tmp_path / 'images.zip'}", *common)
@@ -116,7 +130,7 @@ def test_a_path_may_be_any_text_but_must_hold_images(tmp_path):
 def test_images_stay_where_they_are_wanted_or_fit(monkeypatch):
     asked = ("--config=digits", "--positions=ape,none", "--seeds=2", TINY[0])
     apart = plan(*asked, "--config.data.on_device=False")
-    assert [(one.config.seed, one.config.data.on_device) for one in apart] == [
+    assert [(config.seed, config.data.on_device) for config in apart.values()] == [
         (seed, False) for seed in (0, 0, 1, 1)
     ]
 
@@ -129,7 +143,7 @@ def test_images_stay_where_they_are_wanted_or_fit(monkeypatch):
     monkeypatch.setattr(compare.jax, "local_devices", lambda: [Device()])
     assert len(plan(*asked)) == 4
     monkeypatch.setattr(Device, "bytes", 2 * Device.bytes)
-    assert [one.config.seeds for one in plan(*asked)] == [2, 2]
+    assert [config.seeds for config in plan(*asked).values()] == [2, 2]
 
 
 def test_all_settings_are_listed(capsys):

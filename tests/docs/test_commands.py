@@ -352,8 +352,8 @@ def train(words):
 
 
 def compare_schemes(words):
-    first, *_ = compare.plan(compare._parse(words))  # which creates the models of all
-    prepared(first.config)
+    first, *_ = compare.plan(compare._parse(words)).values()  # which creates the models of all
+    prepared(first)
 
 
 def prepare_images(words):

@@ -57,7 +57,7 @@ def test_the_runs_of_the_comparison_are_collected(tmp_path, monkeypatch, capsys)
 
     def main(arguments):
         assert arguments[0] == "--config=scenes"
-        more = ["--config.model.num_classes=11", "--config.epochs=0.5"]
+        more = ["--config.epochs=0.5"]
         assert arguments[2:] == ["--seeds=3", f"--out={tmp_path}", *more]
         for name in found:
             (tmp_path / name).mkdir()
