@@ -22,6 +22,7 @@ import shlex
 import shutil
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -261,9 +262,15 @@ def compute(*_, **__):
     raise Reached
 
 
+def see(evaluator, images, *_):
+    """Shows a model that is traced an image of a set; those of boxes are padded."""
+    if not images.labels_kind.ragged:
+        evaluator.apply(evaluator.weights, jnp.zeros((1, *images.size, 3)))
+    raise Reached
+
+
 CANVASES = data.canvases_of
 COMPUTATIONS = [
-    (evaluator.Evaluator, "count"),
     (segmentation, "segment_split"),
     (plots, "costs"),
     (positions, "parameters"),
@@ -301,8 +308,8 @@ def run(folder, monkeypatch, capsys):
     page = ""
 
     def read_checkpoint(workdir, *, step=None, ema=None, seed=None):
-        found, model = prepared(config_of(training_words(workdir, page)))
-        return nnx.clone(model), single(found, seed), 1
+        found, model = prepared(single(config_of(training_words(workdir, page)), seed))
+        return nnx.clone(model), found, 1
 
     monkeypatch.chdir(folder)
     monkeypatch.setenv("ROPE_JAX_CACHE", str(folder / "cache"))
@@ -319,6 +326,7 @@ def run(folder, monkeypatch, capsys):
         (loading, "read_checkpoint", read_checkpoint),
         (loading, "file_sha256", str),
         (one_evaluation.Evaluation, "recorded", row),
+        (evaluator.Evaluator, "count", see),
         (evaluation, "results_table", compute),
         (analysis, "analyse_model", compute),
         (report, "read_runs", lambda workdir: training_words(str(workdir), page) and []),
