@@ -17,6 +17,7 @@ from rope_jax.names.options import (
     Share,
     Words,
 )
+from rope_jax.names.text import image_pair
 
 # Images of a batch, copies of an image: the bound is beyond any use, and safe to compute with.
 _Images = Annotated[int, Range(low=1, high=2**24)]
@@ -120,6 +121,11 @@ class DataConfig:
     on_device: bool = _setting(
         False, "keep the whole set on the device; for small sets", resumable=True
     )
+
+    @property
+    def canvas_sizes(self) -> tuple[tuple[int, int], ...]:
+        """`canvases` as (height, width)."""
+        return tuple(map(image_pair, self.canvases))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +253,11 @@ class EvalConfig:
         "rotary schemes: scale logits by ln L / ln L_trained, for L tokens in attention",
         resumable=True,
     )
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """`resolutions` as (height, width)."""
+        return tuple(map(image_pair, self.resolutions))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,7 @@ def resolutions(config: Config) -> list[tuple[int, int]]:
     >>> resolutions(resolve(raw))
     [(8, 8), (12, 12), (8, 12)]
     """
-    sizes = map(image_pair, (config.data.image_size, *config.eval.resolutions))
-    return list(dict.fromkeys(sizes))
+    return list(dict.fromkeys((image_pair(config.data.image_size), *config.eval.sizes)))
 
 
 def protocol(

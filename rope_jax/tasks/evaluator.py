@@ -12,7 +12,6 @@ from jaxtyping import Array
 from rope_jax import data
 from rope_jax.config import Config
 from rope_jax.data.images.device import normalise
-from rope_jax.names.text import image_pair
 from rope_jax.system.sharding import put_batch, replicated, share
 from rope_jax.tasks import seeds
 
@@ -115,7 +114,7 @@ class Evaluator:
             shard=share(),
             workers=config.data.workers or 0,  # by default threads, which start at once
             bad_images=config.data.bad_images,
-            canvases=tuple(map(image_pair, config.data.canvases)),
+            canvases=config.data.canvas_sizes,
             max_boxes=rows,
             waiting=self.waiting,
         )

@@ -21,7 +21,6 @@ from rope_jax.config import Config, ConfigError, blame, model_overrides
 from rope_jax.data.device_batches import DeviceBatches
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
-from rope_jax.names.text import image_pair
 from rope_jax.positions.extension import extend_rotations
 from rope_jax.system.sharding import (
     make_mesh,
@@ -187,8 +186,7 @@ def load_split(
 
 def batch_shapes(config: Config) -> dict[str, Any]:
     """The options of `data.batches` for sets whose images have boxes."""
-    canvases = tuple(map(image_pair, config.data.canvases))
-    return {"canvases": canvases, "max_boxes": config.data.max_boxes}
+    return {"canvases": config.data.canvas_sizes, "max_boxes": config.data.max_boxes}
 
 
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
@@ -231,7 +229,7 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
     """Rejects resolutions, crops and windows that do not suit the model or the images."""
     own = images.one_size or not config.data.canvases
     with blame(f"--config.data.{'image_size' if own else 'canvases'}"):
-        for size in data.canvases_of(images, batch_shapes(config)["canvases"]):
+        for size in data.canvases_of(images, config.data.canvas_sizes):
             model.check_size(size)
     if config.eval.resolutions and not images.one_size:
         raise ConfigError(
@@ -239,7 +237,7 @@ def _check_evaluation(config: Config, images: Split, model: nnx.Module) -> None:
             "keep their aspect: name other sizes with "
             "--config.eval.frames='(\"fit(short=480,long=800)\",)'"
         )
-    sizes = [images.size, *map(image_pair, config.eval.resolutions)]
+    sizes = [images.size, *config.eval.sizes]
     with blame("--config.eval.resolutions"):
         model.grids(sizes[0])  # of canvases it is only the size that the model is made for
         for size in sizes[1:]:
