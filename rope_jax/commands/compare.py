@@ -31,7 +31,7 @@ from rope_jax.config import (
     resolve,
     with_arguments,
 )
-from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.data.device_batches import loader_on_device
 from rope_jax.names import plugins
 from rope_jax.names.notation import items
 from rope_jax.names.options import Count
@@ -152,7 +152,7 @@ def _config(asked: argparse.Namespace, position: str) -> Config:
 def _fit_on_device(images: Split, augment: str) -> bool:
     """Whether the images can be augmented on the device and take at most half of its memory."""
     try:
-        DeviceBatches(images, batch_size=1, seed=0, augment=data.split_augment(augment).loader)
+        loader_on_device(data.split_augment(augment).loader, images)
     except ValueError:
         return False
     devices = jax.local_devices()

@@ -4,7 +4,7 @@ Sources of images, a training stream that is a pure function of (seed, step), an
 untrusted image files.
 """
 
-from rope_jax.data.examples import batch_ids, canvases_of, check_canvases, check_labels
+from rope_jax.data.examples import batch_ids, canvases_of, check_canvases, check_labels, loader_of
 from rope_jax.data.images.augment import AugmentSplit, split_augment
 from rope_jax.data.images.crops import resize
 from rope_jax.data.images.decode import decode_image
@@ -49,6 +49,7 @@ __all__ = [
     "epoch_length",
     "evaluation_batches",
     "load",
+    "loader_of",
     "open_source",
     "register_source",
     "resize",

@@ -36,35 +36,17 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
         repeats: int = 1,
         shard: tuple[int, int] = (0, 1),
     ):
-        """Arguments as in `rope_jax.data.batches`.
-
-        Raises:
-            ValueError: the set is not in memory, or an augmentation cannot run on the device.
-        """
-        if not images.in_memory or images.labels_kind.ragged:
-            raise ValueError(
-                f"on_device=True is for sets in memory without boxes, and {images.name} is none: "
-                "set it to False"
-            )
-        augmentations = parse_loader(augment)
-        for one in augmentations:
-            crop = one.entry.stage == CROP
-            if one.entry.on_device is None or (crop and images.labels_kind.placed):
-                known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
-                raise ValueError(
-                    f"on_device=True goes with {known} and what the step does, not with {one.name} "
-                    f"of {images.labels_of}: set it to False"
-                )
-        self._make = Training(images, batch_size, seed, augmentations, repeats, shard)
+        """Arguments and errors as in `rope_jax.data.batches` and `loader_on_device`."""
+        loader = loader_on_device(augment, images)
+        self._make = Training(images, batch_size, seed, loader, repeats, shard)
         self._step = start_step
-        for one in augmentations:
-            self._packed(one, np.zeros(1, np.uint64))  # rejects options unsupported on the device
 
     def __next__(self) -> dict[str, np.ndarray]:
         """`epoch` and `index` int32 [b], `draws` uint32 [b, augmentations, 2], high words first."""
         epochs, indices = self._make.part(self._step)
         self._step += 1
-        drawn = [self._packed(*one) for one in self._make.draws(epochs, indices)]
+        size = self._make.images.size
+        drawn = [_packed(one, size, draws) for one, draws in self._make.draws(epochs, indices)]
         draws = np.array(drawn, np.uint64).reshape(len(drawn), len(indices)).T
         words = np.stack([draws >> np.uint64(32), draws & np.uint64(0xFFFFFFFF)], axis=-1)
         return {
@@ -73,18 +55,43 @@ class DeviceBatches(Iterator[dict[str, np.ndarray]]):
             "draws": words.astype(np.uint32),
         }
 
-    def _packed(
-        self, one: Augmentation, draws: UInt64[np.ndarray, " b"]
-    ) -> UInt64[np.ndarray, " b"]:
-        """The draws, or for a crop its packed boxes."""
-        if one.entry.stage != CROP:
-            return draws
-        height, width = size = self._make.images.size
-        boxes = [pack(one(width, height, size, draw)) for draw in draws.tolist()]
-        return np.array(boxes, np.uint64)
-
     def close(self) -> None:
         """Does nothing: there are no workers."""
+
+
+def loader_on_device(augment: str, images: Images | Streamed) -> tuple[Augmentation, ...]:
+    """The augmentations of a loader that runs on the device.
+
+    Raises:
+        ValueError: the set is not in memory, or an augmentation cannot run on the device.
+    """
+    if not images.in_memory or images.labels_kind.ragged:
+        raise ValueError(
+            f"on_device=True is for sets in memory without boxes, and {images.name} is none: "
+            "set it to False"
+        )
+    augmentations = parse_loader(augment)
+    for one in augmentations:
+        crop = one.entry.stage == CROP
+        if one.entry.on_device is None or (crop and images.labels_kind.placed):
+            known = ", ".join(name for name, other in AUGMENTATIONS.items() if other.on_device)
+            raise ValueError(
+                f"on_device=True goes with {known} and what the step does, not with {one.name} "
+                f"of {images.labels_of}: set it to False"
+            )
+        _packed(one, images.size, np.zeros(1, np.uint64))  # its options may be unsupported
+    return augmentations
+
+
+def _packed(
+    one: Augmentation, size: tuple[int, int], draws: UInt64[np.ndarray, " b"]
+) -> UInt64[np.ndarray, " b"]:
+    """The draws, or for a crop its packed boxes."""
+    if one.entry.stage != CROP:
+        return draws
+    height, width = size
+    boxes = [pack(one(width, height, size, draw)) for draw in draws.tolist()]
+    return np.array(boxes, np.uint64)
 
 
 def take(

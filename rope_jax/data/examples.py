@@ -215,12 +215,13 @@ def named_streams(
         yield f"{number} {one.name}", one
 
 
-def check_augmentations(augmentations: Sequence[Augmentation], images: Images | Streamed) -> None:
-    """Tries the augmentations of the loader on a black image.
+def loader_of(augment: str, images: Images | Streamed) -> tuple[Augmentation, ...]:
+    """The augmentations of a loader, which have been tried on a black image.
 
     Raises:
         ValueError: they do not suit the labels of the set, or options contradict each other.
     """
+    augmentations = parse_loader(augment)
     black, none = np.zeros((*images.size, 3), np.uint8), np.zeros(images.size, np.uint8)
     kind = images.labels_kind
     for one in augmentations:
@@ -236,6 +237,7 @@ def check_augmentations(augmentations: Sequence[Augmentation], images: Images | 
             one(images.size, 0)
         else:
             crop_both(black, none, one, images.size)
+    return augmentations
 
 
 def canvases_of(images: Images | Streamed, canvases: Sequence[Size]) -> tuple[Size, ...]:

@@ -19,11 +19,10 @@ from rope_jax.data.examples import (
     Size,
     Training,
     allowed,
-    check_augmentations,
     check_canvases,
+    loader_of,
     too_many,
 )
-from rope_jax.data.images.augment import parse_loader
 from rope_jax.data.order import check_batch
 from rope_jax.data.sources import Images, Streamed
 from rope_jax.data.sources.boxes import check_boxes
@@ -122,11 +121,10 @@ def batches(
     Raises:
         ValueError: arguments out of range, at once.
     """
-    augmentations, shapes = parse_loader(augment), (tuple(canvases), max_boxes)
+    augmentations, shapes = loader_of(augment, images), (tuple(canvases), max_boxes)
     make = Training(images, batch_size, seed, augmentations, repeats, shard, bad_images, *shapes)
     _check(make, augment)
     make.in_order(start_step)  # a step, seed or repeats out of range is refused now
-    check_augmentations(augmentations, images)
     return _produced(make, range(start_step, sys.maxsize), ahead, workers, waiting)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from rope_jax import data
 from rope_jax.config import Config, ConfigError, blame, model_overrides
-from rope_jax.data.device_batches import DeviceBatches
+from rope_jax.data.device_batches import DeviceBatches, loader_on_device
 from rope_jax.data.images.augment import parse_crop
 from rope_jax.models.registry import find_model
 from rope_jax.positions.extension import extend_rotations
@@ -211,10 +211,10 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
                 seen = dataclasses.replace(held_out, crop=frame)
                 data.check_canvases(seen, "none", shapes["canvases"])
     with blame("--config.data.augment"):
-        data.batches(images, batch_size=1, seed=config.seed, augment=loader, **shapes)
+        data.loader_of(loader, images)
     if config.data.on_device:
         with blame("--config.data.on_device"):
-            DeviceBatches(images, batch_size=1, seed=config.seed, augment=loader)
+            loader_on_device(loader, images)
     with blame("--config.data.repeats"):
         data.epoch_length(len(images.labels), config.data.repeats)
     classes = config.model.num_classes
