@@ -48,7 +48,7 @@ def protocol(
         config: of the run.
         windows: `Backbone.window_rule` of the model.
     """
-    parts = (images.protocol, windows, rotation_rule(config.eval), weights_rule(config))
+    parts = (images.protocol, windows, rotation_rule(config.eval), weights_rule(config.averaged))
     return "; ".join(filter(None, parts))
 
 

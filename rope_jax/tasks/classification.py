@@ -197,7 +197,7 @@ class Classification:
         """Of a run's own split (without a `crop`), or of image files."""
         if asked["crop"] is None:
             (row,) = evaluator.score(images)
-            note = weights_rule(evaluator.config)
+            note = weights_rule(evaluator.config.averaged)
             return row | {"protocol": images.protocol, "note": note}, []
         (row,) = dataclasses.replace(evaluator, config=Config()).score(images)
         preprocessing = Preprocessing(evaluator.mean, evaluator.std, **asked)

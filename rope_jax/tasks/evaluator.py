@@ -129,9 +129,9 @@ class Evaluator:
         return parts, used
 
 
-def weights_rule(config: Config) -> str:
+def weights_rule(averaged: bool) -> str:
     """Which weights of a run are evaluated, in words."""
-    return "averaged weights (EMA)" if config.averaged else "weights of the last step"
+    return "averaged weights (EMA)" if averaged else "weights of the last step"
 
 
 def description(images: data.Images | data.Streamed) -> Row:

@@ -27,8 +27,8 @@ def file_of(workdir: pathlib.Path) -> pathlib.Path:
     return workdir / f"kernels_{word_of(device.kind())}.json"
 
 
-def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
-    """The choices that follow from the config or are in the workdir.
+def stored_choices(kernels: str, workdir: pathlib.Path) -> Choices | None:
+    """The choices that follow from the setting `kernels` or are in the workdir.
 
     Returns:
         The choices; None for those that have yet to be measured, or need not be, without kernels.
@@ -36,10 +36,10 @@ def stored_choices(config: Config, workdir: pathlib.Path) -> Choices | None:
     Raises:
         ConfigError: the file in the workdir is damaged.
     """
-    if config.kernels == "default":
+    if kernels == "default":
         return Choices()
-    if config.kernels != "tuned":
-        return Choices(everywhere=config.kernels)
+    if kernels != "tuned":
+        return Choices(everywhere=kernels)
     path = file_of(workdir)
     read = lambda: read_regular(path, at_most=_LARGEST).decode() if path.exists() else ""
     try:
@@ -74,7 +74,7 @@ def kernels_of_run(
     """
     if config is None or workdir is None:
         return contextlib.nullcontext()
-    return stored_choices(config, workdir) or Choices()
+    return stored_choices(config.kernels, workdir) or Choices()
 
 
 def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> Choices:
@@ -85,7 +85,7 @@ def choices_for_training(setup: Setup, state: State, workdir: pathlib.Path) -> C
         Interrupted: a signal stopped the run; nothing is written.
         SaveFailed: the choices could not be written to the workdir.
     """
-    choices = stored_choices(setup.config, workdir)
+    choices = stored_choices(setup.config.kernels, workdir)
     if choices is not None:
         return choices
     if int(state["step"]) >= setup.total_steps or nothing_to_tune():

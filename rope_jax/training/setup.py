@@ -184,11 +184,6 @@ def load_split(
         return data.load(config.data.source, config.data.path, split, size, **options)
 
 
-def batch_shapes(config: Config) -> dict[str, Any]:
-    """The options of `data.batches` for sets whose images have boxes."""
-    return {"canvases": config.data.canvas_sizes, "max_boxes": config.data.max_boxes}
-
-
 def _check_data(config: Config, images: Split, held_out: Split) -> None:
     """Rejects data settings that do not fit the images."""
     with blame("--config.data.path"):
@@ -200,16 +195,16 @@ def _check_data(config: Config, images: Split, held_out: Split) -> None:
         data.check_boxes(images, config.data.max_boxes)
     with blame("--config.data.augment"):
         loader = data.split_augment(config.data.augment).loader
-    shapes = batch_shapes(config)
+    canvases = config.data.canvas_sizes
     with blame("--config.data.canvases"):
         for split, augment in ((images, loader), (held_out, "none")):
-            data.check_canvases(split, augment, shapes["canvases"])
+            data.check_canvases(split, augment, canvases)
     for frame in config.eval.frames:
         with blame("--config.eval.frames"):
             parse_crop(frame)
             if not held_out.in_memory:
                 seen = dataclasses.replace(held_out, crop=frame)
-                data.check_canvases(seen, "none", shapes["canvases"])
+                data.check_canvases(seen, "none", canvases)
     with blame("--config.data.augment"):
         data.loader_of(loader, images)
     if config.data.on_device:
@@ -344,7 +339,8 @@ def training_batches(
         workers=data.worker_count(config.data.workers),
         bad_images=config.data.bad_images,
         waiting=waiting,
-        **batch_shapes(config),
+        canvases=config.data.canvas_sizes,
+        max_boxes=config.data.max_boxes,
         **options,
     )
     return stream, {}

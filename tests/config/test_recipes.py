@@ -13,7 +13,6 @@ import rope_jax
 from rope_jax import config as cfg
 from rope_jax.data.sources import scenes
 from rope_jax.evaluate import resolutions
-from rope_jax.training.setup import batch_shapes
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 DENSE = ("dino", "mask2former", "segmenter", "upernet")
@@ -110,7 +109,7 @@ def test_tiny_imagenet_can_be_evaluated_at_every_size(backbone, patch):
 def test_dino_takes_every_canvas_and_has_room_for_every_object(variant):
     """Canvases hold images of the largest size, portrait and landscape together or not."""
     config = resolved("dino", f"variant={variant},position=rpb")
-    canvases, model = batch_shapes(config)["canvases"], create(config, 80)
+    canvases, model = config.data.canvas_sizes, create(config, 80)
     assert {(800, 1344), (1344, 800)} < {*canvases}
     assert max(min(canvas) for canvas in canvases) >= 1333
     for canvas in canvases:
