@@ -1,11 +1,12 @@
 """Command line and result file of a benchmark or experiment.
 
 A benchmark is a function `run(keep, ...)`. Its other parameters define the command line:
-keyword-only parameters become options (`rope_jax.arguments.add_options`), the others positional
-arguments, and `*flags` receives the arguments after `--`. `keep(**figures)` adds machine, versions,
-date and settings to the figures, writes them to the file of `--out`, and returns the result;
-benchmarks call it after every part, and `earlier` reads what an interrupted call has written there.
-`columns` and `rows` among the figures are the table of the result; `note` is a line under it.
+keyword-only parameters become options (`add_options` of `rope_jax.commands.arguments`), the others
+positional arguments, and `*flags` receives the arguments after `--`. `keep(**figures)` adds
+machine, versions, date and settings to the figures, writes them to the file of `--out`, and returns
+the result; benchmarks call it after every part, and `earlier` reads what an interrupted call has
+written there. `columns` and `rows` among the figures are the table of the result; `note` is a line
+under it.
 """
 
 import argparse

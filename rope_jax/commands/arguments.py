@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from rope_jax.config import ConfigError, in_one_line, read_settings, settings_help
@@ -91,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
             action=_LoadPlugin,
             default=argparse.SUPPRESS,
             metavar="MODULE",
-            help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
+            help="import your schemes, models and sources, see rope_jax.names.plugins; repeatable",
         )
         plugins.load_installed()
 
@@ -106,9 +106,10 @@ class CommandParser(argparse.ArgumentParser):
         if "--config.help" in words:
             print(settings_help())
             self.exit()
-        asked, rest = self.parse_known_args(words)
+        own, given = _apart(words)
+        asked, unknown = self.parse_known_args(own)
         try:
-            return asked, read_settings(rest)
+            return asked, read_settings([*unknown, *given])
         except ConfigError as error:
             self.error(str(error))
 
@@ -123,7 +124,7 @@ class CommandParser(argparse.ArgumentParser):
     def one_line_errors(self, *, failed: int = 1, extra: str | None = None) -> Iterator[None]:
         """Turns errors into one line, and status 2 if the command is wrong, `failed` if the work.
 
-        Of a missing package it names the `extra`, if any, that installs it.
+        With an `extra`, a missing package is a wrong command, too: it installs that package.
 
         >>> with command_parser("rope_jax.models", None).one_line_errors():
         ...     raise FileNotFoundError("runs/none does not exist")
@@ -137,8 +138,24 @@ class CommandParser(argparse.ArgumentParser):
         except (ConfigError, ValueError, OSError) as error:
             self.error(in_one_line(error))
         except ImportError as error:
-            hint = "" if extra is None else f": pip install 'rope_jax[{extra}]'"
-            self.error(f"{error}{hint}")
+            if extra is None:
+                raise
+            self.error(f"{error}: pip install 'rope_jax[{extra}]'")
+
+
+def _apart(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The words of flags, and those of settings, of which a value may be the next word.
+
+    >>> _apart(["--distributed", "--config.data.path", "a b", "--config=digits"])
+    (['--distributed', '--config=digits'], ['--config.data.path', 'a b'])
+    """
+    flags, settings = [], []
+    value_follows = False
+    for word in words:
+        setting = re.match(r"--(no)?config\.", word) is not None
+        (settings if setting or (value_follows and word[:2] != "--") else flags).append(word)
+        value_follows = setting and "=" not in word
+    return flags, settings
 
 
 def add_switch(parser: argparse.ArgumentParser, name: str, help: str) -> None:

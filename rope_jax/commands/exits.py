@@ -49,7 +49,7 @@ _ENDS = [
 
 @contextlib.contextmanager
 def exit_statuses(workdir: str, *, distributed: bool) -> Iterator[None]:
-    """Turns exceptions into one line and the exit statuses that `rope_jax.main` documents.
+    """Turns exceptions into one line and the exit statuses that `commands.train` documents.
 
     Args:
         workdir: of the run.

@@ -12,7 +12,7 @@ import pathlib
 from rope_jax.analysis.comparison_page import analyse, print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.commands.arguments import command_parser
-from rope_jax.evaluate.curves import available
+from rope_jax.system.sharding import start_devices
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,8 +24,10 @@ def main(arguments: list[str] | None = None) -> None:
     add("--analyse", action="store_true", help="first draw the pictures of each row's first run")
     parsed = parser.parse_args(arguments)
     workdirs = dict.fromkeys(parsed.workdirs)  # a workdir given twice is not a second seed
-    with parser.one_line_errors():
+    with parser.one_line_errors(extra="plot"):
         groups = group_runs([run for workdir in workdirs for run in read_runs(workdir)])
-        for group in groups.values() if parsed.analyse and available() else ():
-            analyse(group[0])
-    print_report(groups, parsed.out or parsed.workdirs[0].parent)
+        if parsed.analyse:
+            start_devices()
+            for group in groups.values():
+                analyse(group[0])
+        print_report(groups, parsed.out or parsed.workdirs[0].parent)

@@ -18,12 +18,13 @@ profile of a few steps. Exit status:
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import pathlib
 import shlex
 import signal
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 from flax import nnx
@@ -52,15 +53,17 @@ _OTHERS = ("rope_mixed", "rope2d", "ape", "none")  # schemes to try next
 
 def command() -> None:
     """Trains or evaluates, as `sys.argv` says, and ends the process."""
+    with contextlib.suppress(RuntimeError, OSError):  # without a standard error
+        faulthandler.enable()
     keep_going_unread()
-    asked, settings = parse(None)
+    asked, config = parse(None)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
     with ended_at_once():
-        _train(asked, settings)
+        _train(asked, config)
 
 
-def parse(words: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The arguments of the command, and the settings that it changes."""
+def parse(words: list[str] | None) -> tuple[argparse.Namespace, Config]:
+    """The arguments of the command, and the config of the run."""
     parser = command_parser("rope_jax.main", __doc__, load_plugins=False)
     parser.epilog = (
         f"recipes that come with the package:\n    {', '.join(list_recipes())}\n\n"
@@ -91,7 +94,7 @@ def parse(words: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
         action="append",
         default=[],
         metavar="MODULE",
-        help="import your schemes, models and sources, see rope_jax.plugins; repeatable",
+        help="import your schemes, models and sources, see rope_jax.names.plugins; repeatable",
     )
     add_switch(parser, "distributed", "one of several processes, see docs/many_devices.md")
     add(
@@ -106,13 +109,14 @@ def parse(words: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
         default=120,
         help="seconds to wait for all processes to join",
     )
-    return parser.parse_with_settings(words)
-
-
-def _train(asked: argparse.Namespace, settings: dict[str, Any]) -> None:
-    with exit_statuses(str(asked.workdir), distributed=asked.distributed):
+    asked, settings = parser.parse_with_settings(words)
+    with parser.one_line_errors():
         config = resolve(load_recipe(asked.config, settings))
-        config = dataclasses.replace(config, plugins=(*config.plugins, *asked.plugins))
+        return asked, dataclasses.replace(config, plugins=(*config.plugins, *asked.plugins))
+
+
+def _train(asked: argparse.Namespace, config: Config) -> None:
+    with exit_statuses(str(asked.workdir), distributed=asked.distributed):
         keep_compiled()
         if asked.distributed:
             with blame("--distributed"):

@@ -19,6 +19,7 @@ from rope_jax.config import ConfigError, blame, model_overrides
 from rope_jax.models.registry import find_model
 from rope_jax.names.options import Count, Positive
 from rope_jax.names.text import format_table, image_pair
+from rope_jax.system.files import write_file
 from rope_jax.weights.create import create_model
 from rope_jax_kernels import Call, Choices, record, tune
 from rope_jax_kernels.tuning.choices import Measured
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
                 raise ConfigError(f"{error}: name a file by --out") from error
         else:
             path = asked.out
-            choices.save(path)
+            write_file(path, choices.to_json())
         print(f"\nchoices: {path}")
 
 

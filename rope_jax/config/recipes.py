@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -86,10 +87,13 @@ def load_recipe(text: str, changes: Mapping[str, Any] = {}) -> ml_collections.Co
     """
     with blame("--config"):
         path, *arguments = recipe_path(text).split(":", 1)
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    name = f"rope_jax_recipe_{pathlib.Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise ConfigError(f"--config={path} is no Python file: its name must end in .py")
     try:
         with blame("--config"):
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             config = module.get_config(*arguments)
         with config.ignore_type():

@@ -353,7 +353,7 @@ class Config:
     )
     plugins: tuple[str, ...] = _setting(
         (),
-        "modules that register schemes, models and image sources, see rope_jax.plugins; "
+        "modules that register schemes, models and image sources, see rope_jax.names.plugins; "
         "--plugins=NAME adds one",
         resumable=True,
     )

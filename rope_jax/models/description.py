@@ -62,7 +62,7 @@ class Description:
         options: all options of its family.
         preprocessing: what the weights expect of images, where known.
         class_names: of the logits, where known.
-        plugins: modules that it may need (`rope_jax.plugins`).
+        plugins: modules that it may need (`rope_jax.names.plugins`).
         head: text of its head of dense prediction; None for a classifier.
         blocks: whose maps that head takes; None for the last of every stage.
         trained_size: (height, width) in pixels from which its rotations extend.

@@ -10,8 +10,8 @@ Its class declares its source and properties; tests measure the properties, and
 `python -m rope_jax.positions` prints them.
 
 To add one, give a class a name; keyword-only parameters of its constructor are its options. In a
-module that is loaded as a plug-in (`rope_jax.plugins`), it works in every backbone, recipe and
-command:
+module that is loaded as a plug-in (`rope_jax.names.plugins`), it works in every backbone, recipe
+and command:
 
     >>> import jax, numpy as np, rope_jax
     >>> from rope_jax.positions import frequencies, grids

@@ -58,7 +58,7 @@ class LoadedModel:
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Loads the model specified by parsed arguments of `rope_jax.arguments.add_model_arguments`.
+    """Loads the model that arguments of `commands.arguments.add_model_arguments` name.
 
     Raises:
         ConfigError: the arguments name no model or two, contradict each other, or name a model,

@@ -18,7 +18,7 @@ from rope_jax.tasks import seeds
 from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.setup import create
 from rope_jax.weights import Preprocessing, export_state_dict
-from rope_jax.weights import create as models
+from rope_jax.weights import create as without_runs
 from rope_jax.weights.files import WeightsFile, open_weights
 from rope_jax.weights.load import load_weights
 from rope_jax.weights.metadata import Metadata
@@ -30,18 +30,18 @@ def _like[F: Callable[..., Any]](function: F) -> Callable[[Callable[..., Any]], 
     return functools.wraps(function)
 
 
-@_like(models.create_model)
+@_like(without_runs.create_model)
 def create_model(
     name: str | os.PathLike, *, pretrained: bool | str | os.PathLike = False, **settings: Any
 ) -> nnx.Module:
     """As `rope_jax.weights.create.create_model`; opens the workdir of a run, too."""
-    if pretrained in (False, name) and models.names_weights(os.fspath(name)):
+    if pretrained in (False, name) and without_runs.names_weights(os.fspath(name)):
         weights = _of_run(name)
         if isinstance(weights, WeightsFile):
             name, pretrained = weights.description.name, weights
     elif not isinstance(pretrained, bool):
         pretrained = _of_run(pretrained)
-    return models.create_model(name, pretrained=pretrained, **settings)
+    return without_runs.create_model(name, pretrained=pretrained, **settings)
 
 
 def load_checkpoint(

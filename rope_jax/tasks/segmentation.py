@@ -90,7 +90,8 @@ class Segmentation:
             `miou`; `accuracy`, the share of pixels with a class that are predicted correctly;
             `iou`, of every class, None for one that is neither predicted nor there.
         """
-        right, predicted, there = np.sum(parts, axis=0, dtype=np.int64).T
+        none = np.zeros((images.classes, 3), np.int64)  # where all images are left out
+        right, predicted, there = np.sum([none, *parts], axis=0).T
         union = predicted + there - right
         iou = [float(a / b) if b else None for a, b in zip(right, union, strict=True)]
         occurring = [x for x in iou if x is not None]

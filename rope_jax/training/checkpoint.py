@@ -34,8 +34,11 @@ _STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
 # Leftovers of a crash: the only names that are ever deleted.
 _UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
 _READ_WITHIN = 300  # seconds that processes wait for the slowest, as in orbax
-# A save that fails is reported in one line; orbax's threads would log a trace each.
-logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run()" not in str(record.msg))
+
+
+def _no_traces_of_threads(record: logging.LogRecord) -> bool:
+    """A save that fails is reported in one line; orbax's threads would log a trace each."""
+    return "_SignalingThread.run()" not in str(record.msg)
 
 
 class NonFinite(ArithmeticError):
@@ -59,7 +62,8 @@ class Checkpoints:
         keep: int | None = None,
         still_ours: Callable[[], bool] = lambda: True,
     ):
-        """
+        """Creates nothing: see `clean`.
+
         Args:
             folder: of all steps, created by `clean`; `paths.require_storable` must accept it.
             keep: only the newest `keep` steps are kept; None for all.
@@ -67,6 +71,7 @@ class Checkpoints:
         """
         self._folder, self._keep, self._still_ours = folder.absolute(), keep, still_ours
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        logging.getLogger("absl").addFilter(_no_traces_of_threads)
         self._pending: concurrent.futures.Future | None = None
         self.on_saved: Callable[[int, int, float], None] = lambda step, size, seconds: None
 
@@ -137,10 +142,14 @@ class Checkpoints:
     def clean(self) -> None:
         """Creates the folder, or removes unfinished saves and deletions in it.
 
-        Only for the process that holds the lock.
+        Raises:
+            OSError: in all processes, if it cannot be created.
         """
+        decided_by_first(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
         if jax.process_index() == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.glob("*"):
                 if _UNFINISHED.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
@@ -158,7 +167,7 @@ class Checkpoints:
         with contextlib.suppress(SaveFailed):
             self.wait()
         decided_by_first(self._require_ours, SaveFailed)
-        self.clean()
+        self._remove_unfinished()
         if decided_by_first(lambda: os.path.isdir(self._folder / str(step))):
             return
         if bad := not_finite(state):

@@ -81,7 +81,7 @@ def test_a_group_lists_its_commands(monkeypatch, capsys):
 def test_the_help_of_training_lists_flags_recipes_and_every_setting(monkeypatch, capsys):
     status, said, _ = call(monkeypatch, capsys, "train", "--help")
     assert status == 0
-    assert "--workdir: folder of the run" in said
+    assert "--workdir WORKDIR folder of the run" in " ".join(said.split())
     assert all(name in said for name in cfg.list_recipes())
     assert said.endswith(cfg.settings_help() + "\n")
     _, settings, _ = call(monkeypatch, capsys, "train", "--config=digits", "--config.help")

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from rope_jax.commands import exits, train
-from rope_jax.config import ConfigError, load_recipe, resolve
+from rope_jax.config import ConfigError, resolve
 from rope_jax.data import BadImages, BadSet
 from rope_jax.system.files import SaveFailed
 from rope_jax.training.checkpoint import NonFinite
@@ -114,18 +114,25 @@ def test_recipe_and_folder_are_required(given, missing, capsys):
     assert f"the following arguments are required: {missing}" in capsys.readouterr().err
 
 
+def test_settings_may_follow_switches():
+    given = ["--config=digits", "--workdir=runs/x", "--distributed", "--config.data.path=/a b"]
+    asked, config = train.parse(given)
+    assert (asked.distributed, config.data.path) == (True, "/a b")
+
+
 def test_flags_are_written_in_several_ways():
     asked, _ = train.parse(["--config=digits", "--workdir="])
     assert (asked.strict_restore, asked.distributed, asked.resume_override) == (False, False, "")
     words = ["-config", "digits", "--workdir", "runs/x", "--resume_override=seed,batch_size"]
     words += ["--plugins=one", "--plugins=two", "--strict_restore", "--distributed=true"]
     words += ["--config.epochs", "3", "--config.tensorboard", "--noconfig.data.allow_empty"]
-    asked, settings = train.parse(words)
+    asked, config = train.parse(words)
     assert (asked.config, asked.workdir) == ("digits", pathlib.Path("runs/x"))
+    assert config.plugins == ("one", "two")
     assert (asked.resume_override, asked.plugins) == ("seed,batch_size", ["one", "two"])
     assert asked.strict_restore
     assert asked.distributed
-    assert settings == {"epochs": 3.0, "tensorboard": True, "data.allow_empty": False}
+    assert (config.epochs, config.tensorboard, config.data.allow_empty) == (3.0, True, False)
     assert not train.parse([*words, "--nostrict_restore"])[0].strict_restore
 
 
@@ -172,8 +179,7 @@ def test_the_next_command_has_a_scheme_that_the_model_takes(options, other, monk
 
 def test_none_can_be_given_where_a_setting_may_be_none():
     given = ["--config.optim.clip_norm=None", "--config.ema_decay=0.5", "--config.data.path=None"]
-    asked, settings = train.parse(["--config=digits", "--workdir=runs/x", *given])
-    config = resolve(load_recipe(asked.config, settings))
+    _, config = train.parse(["--config=digits", "--workdir=runs/x", *given])
     assert (config.optim.clip_norm, config.ema_decay, config.data.path) == (None, 0.5, None)
 
 

@@ -54,3 +54,27 @@ def test_what_a_recipe_derives_follows_a_change(tmp_path):
     (tmp_path / "mine.py").write_text(START + derived)
     config = resolve(load_recipe(f"{tmp_path}/mine.py", {"batch_size": 32}))
     assert (config.batch_size, config.eval.batch_size) == (32, 64)
+
+
+DATACLASS = """
+from __future__ import annotations
+import dataclasses
+from rope_jax.config import default
+
+@dataclasses.dataclass
+class Size:
+    side: int
+
+def get_config():
+    config = default()
+    config.data.image_size = Size(12).side
+    return config
+"""
+
+
+def test_a_recipe_may_define_dataclasses(tmp_path):
+    (tmp_path / "mine.py").write_text(DATACLASS)
+    assert load_recipe(f"{tmp_path}/mine.py").data.image_size == 12
+    (tmp_path / "mine.txt").write_text(DATACLASS)
+    with pytest.raises(ConfigError, match=r"mine.txt is no Python file: its name must end in .py"):
+        load_recipe(f"{tmp_path}/mine.txt")

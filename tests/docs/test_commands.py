@@ -207,9 +207,9 @@ def training_words(workdir, page=""):
 
 def config_of(words):
     """The config of a training command."""
-    asked, settings = training.parse(words)
-    plugins.load(asked.plugins)
-    return config.resolve(config.load_recipe(asked.config, settings))
+    _, found = training.parse(words)
+    plugins.load(found.plugins)
+    return found
 
 
 @functools.cache

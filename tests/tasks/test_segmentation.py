@@ -74,6 +74,10 @@ def test_scores_are_those_of_the_definition_over_a_whole_set():
     assert abs(found["accuracy"] - (predicted == label)[valid].mean()) < 1e-12
 
 
+def test_a_set_whose_images_are_all_left_out_scores_nothing():
+    assert task.scores([], some_maps(2)) == {"miou": 0.0, "accuracy": 0.0, "iou": [None, None]}
+
+
 def test_padding_of_images_is_black_after_normalisation():
     """Padding is 0 for the model, not a pixel value; its labels are 255 from the loader."""
     batch = {

@@ -23,7 +23,7 @@ EVALUATION_SETS = ("imagenet", "real", "v2", "a", "r", "folder")
 
 
 def _list(name: str) -> bytes:
-    return (importlib.resources.files("rope_jax.data") / "labels" / name).read_bytes()
+    return (importlib.resources.files("rope_jax.data") / "label_lists" / name).read_bytes()
 
 
 @functools.cache
