@@ -10,7 +10,6 @@ import jax
 from flax import nnx
 
 from rope_jax.config import Config, blame
-from rope_jax.data.images.decode import decode_image
 from rope_jax.evaluate import (
     draw_predictions,
     evaluate_state,
@@ -153,8 +152,7 @@ def finish(setup: Setup, state: State, run: Run, signals: Signals) -> None:
             for name, own in lines.items()
             for row in own
         }
-        drawn = {path.stem: decode_image(path.read_bytes()) for path in pictures if path}
-        write_board(workdir, step, numbers=accuracies, pictures=drawn)
+        write_board(workdir, step, numbers=accuracies, pictures=filter(None, pictures))
     missing = "no picture: matplotlib is not installed (pip install 'rope_jax[plot]')"
     drawn = [f"picture: {picture}" for picture in pictures if picture]
     print("", *(drawn or [missing]), sep="\n")

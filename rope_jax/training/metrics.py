@@ -4,13 +4,13 @@ import contextlib
 import json
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import UInt8
 
+from rope_jax.data.images.decode import decode_image
 from rope_jax.names.text import format_table
 from rope_jax.system.files import open_regular, warn, write_file
 
@@ -179,7 +179,7 @@ def write_board(
     step: int,
     *,
     numbers: Mapping[str, float],
-    pictures: Mapping[str, UInt8[np.ndarray, "_ _ 3"]],
+    pictures: Iterable[pathlib.Path],
 ) -> None:
     """Adds results and pictures of a step to the TensorBoard files of a run.
 
@@ -187,15 +187,15 @@ def write_board(
         workdir: of the run.
         step: to which they belong.
         numbers: by name; TensorBoard allows letters, digits and -_./, others become underscores.
-        pictures: by name, [H, W, 3].
+        pictures: files, whose stems are their names.
     """
     from tensorboardX import SummaryWriter
 
     with SummaryWriter(str(workdir / "tensorboard")) as board:
         for name, number in numbers.items():
             board.add_scalar(name, number, step)
-        for name, picture in pictures.items():
-            board.add_image(name, picture, step, dataformats="HWC")
+        for path in pictures:
+            board.add_image(path.stem, decode_image(path.read_bytes()), step, dataformats="HWC")
 
 
 def progress_line(step: int, total: int, values: dict[str, float]) -> str:
