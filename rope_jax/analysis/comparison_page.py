@@ -27,13 +27,12 @@ from rope_jax.analysis.runs import Groups, RunResults
 from rope_jax.config import ConfigError, differences, in_one_line
 from rope_jax.evaluate.curves import accuracy_against_resolution, available
 from rope_jax.evaluate.results import (
-    CLASS_SCORES,
-    SCORES,
     SHARES,
     class_names,
     class_score,
     main_score,
     score_name,
+    titles_of,
 )
 from rope_jax.names.text import format_table, size_text
 from rope_jax.runs.loading import load_run
@@ -188,19 +187,21 @@ def _classes(groups: Groups) -> list[str]:
     """
     rows = {name: group[0].rows[0] for name, group in groups.items()}
     first = next(iter(rows.values()))
-    name = class_score(first)
-    alike = lambda row: name in row and class_names(row) == class_names(first)
-    if name is None or not all(map(alike, rows.values())):
+    alike = lambda row: class_score(row) == found and class_names(row) == class_names(first)
+    if (found := class_score(first)) is None or not all(map(alike, rows.values())):
         return []
+    name, words = found
     columns = [map(percent, row[name]) for row in rows.values()]
-    text = paragraph(f"{_sentence(CLASS_SCORES[name])} in percent, at the training resolution.")
+    text = paragraph(f"{_sentence(words)} in percent, at the training resolution.")
     return [text, table(("class", *rows), list(zip(class_names(first), *columns, strict=True)))]
 
 
 def _evaluations(runs: Sequence[RunResults]) -> list[str]:
     """Results with further crops, and of `python -m rope_jax.evaluate`."""
     seeds_of = collections.Counter(run.workdir for run in runs)
-    _, *others = titles = [name for name in SCORES if name in runs[0].rows[0]]
+    first = runs[0].rows[0]
+    titles = {name: title for name, title in titles_of(first).items() if name in first}
+    _, *others = titles
     rows = []
     for run in runs:
         seed = f", seed {run.config.seed}" if seeds_of[run.workdir] > 1 else ""
@@ -208,7 +209,7 @@ def _evaluations(runs: Sequence[RunResults]) -> list[str]:
             numbers = (score([row]).text(), *(percent(row[name]) for name in others))
             about = (f"{run.workdir.name}{seed}", row["dataset"], size_text(row["resolution"]))
             rows.append((*about, *numbers, row["protocol"]))
-    header = ("workdir", "data", "resolution", *(SCORES[name] for name in titles), "protocol")
+    header = ("workdir", "data", "resolution", *titles.values(), "protocol")
     return [table(header, rows)] if rows else []
 
 

@@ -7,29 +7,15 @@ from typing import Any
 
 from rope_jax.names.text import format_table
 from rope_jax.system.files import read_json, set_aside, write_file
+from rope_jax.tasks import TASKS, Task
 from rope_jax.tasks.evaluator import Row
 
-# The numbers of a row that a table shows, with their titles. The first of a row is its main score.
-SCORES = {
-    "top1": "top-1",
-    "top5": "top-5",
-    "miou": "mIoU",
-    "accuracy": "pixels",
-    "ap": "AP",
-    "ap50": "AP50",
-    "ap75": "AP75",
-    "ap_small": "AP small",
-    "ap_medium": "AP medium",
-    "ap_large": "AP large",
-}
-_NAMES = {  # of main scores, in sentences
-    "top1": "top-1 accuracy",
-    "miou": "mean IoU",
-    "ap": "average precision",
-}
 SHARES = ("top1", "top5")  # of `count` images; other scores have no interval over images
-# Of rows with a number for each class, with their names in sentences.
-CLASS_SCORES = {"iou": "intersection over union", "class_ap": "average precision"}
+
+
+def titles_of(row: Row) -> Mapping[str, str]:
+    """The numbers of a row that a table shows, with their titles; the first is its main score."""
+    return _task_of(row).titles
 
 
 def main_score(row: Row) -> str:
@@ -38,7 +24,7 @@ def main_score(row: Row) -> str:
     >>> main_score({"resolution": [64, 64], "miou": 0.5, "accuracy": 0.9})
     'miou'
     """
-    return next(score for score in SCORES if score in row)
+    return next(iter(titles_of(row)))
 
 
 def score_name(row: Row) -> str:
@@ -47,16 +33,22 @@ def score_name(row: Row) -> str:
     >>> score_name({"miou": 0.5, "accuracy": 0.9})
     'mean IoU'
     """
-    return _NAMES[main_score(row)]
+    return _task_of(row).score_name
 
 
-def class_score(row: Row) -> str | None:
-    """The name of a row's list of numbers of classes; None for a row without one.
+def class_score(row: Row) -> tuple[str, str] | None:
+    """The name of a row's list of numbers of classes, and its name in a sentence; None without one.
 
     >>> class_score({"miou": 0.5, "iou": [0.5, None]}), class_score({"top1": 0.5})
-    ('iou', None)
+    (('iou', 'intersection over union'), None)
     """
-    return next((score for score in CLASS_SCORES if score in row), None)
+    found = _task_of(row).class_score
+    return found if found is not None and found[0] in row else None
+
+
+def _task_of(row: Row) -> Task:
+    """The task whose main score a row has."""
+    return next(task for task in TASKS.values() if next(iter(task.titles)) in row)
 
 
 def share_text(share: float | None) -> str:
@@ -154,7 +146,7 @@ def results_table(rows: Sequence[Row]) -> str:
             protocols differ.
     """
     columns = {"resolution": ["x".join(map(str, row["resolution"])) for row in rows]}
-    for score, title in SCORES.items():
+    for score, title in titles_of(rows[0]).items():
         if score in rows[0]:
             columns[title] = [share_text(row[score]) for row in rows]
     columns["images"] = [str(row["count"]) for row in rows]
@@ -167,13 +159,13 @@ def results_table(rows: Sequence[Row]) -> str:
 
 def class_names(row: Row) -> list[str]:
     """The names of the classes of a row with a score of each, or their numbers."""
-    return row.get("class_names") or [str(k) for k in range(len(row[class_score(row)]))]
+    return row.get("class_names") or [str(k) for k in range(len(row[class_score(row)[0]]))]
 
 
 def class_table(rows: Sequence[Row]) -> str:
     """The score of each class, a column for each row.
 
-    >>> row = {"resolution": [8, 8], "iou": [0.5, None], "class_names": ["sky", "sea"]}
+    >>> row = {"resolution": [8, 8], "miou": 0.5, "iou": [0.5, None], "class_names": ["sky", "sea"]}
     >>> print(class_table([row]))
     class  8x8
     -----  ------
@@ -181,10 +173,10 @@ def class_table(rows: Sequence[Row]) -> str:
     sea    -
 
     Args:
-        rows: with a list of `CLASS_SCORES`; a class that cannot be scored has None.
+        rows: with a `class_score`; a class that cannot be scored has None.
     """
     header = ["class", *("x".join(map(str, row["resolution"])) for row in rows)]
-    columns = [[share_text(x) for x in row[class_score(row)]] for row in rows]
+    columns = [[share_text(x) for x in row[class_score(row)[0]]] for row in rows]
     return format_table(header, list(zip(class_names(rows[0]), *columns, strict=True)))
 
 

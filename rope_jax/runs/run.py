@@ -129,11 +129,11 @@ def finish(setup: Setup, state: State, run: Run, signals: Signals) -> None:
     first, wanted = jax.process_index() == 0, planned_rows(setup)
     with blame("--workdir"):
         results = decided_by_first(lambda: usable_results(workdir))
-    evaluated = not (results and results["step"] == step and same_rows(results, wanted))
-    rows = evaluate_state(setup, state, signals=signals) if evaluated else results["eval"]
+    stale = not (results and results["step"] == step and same_rows(results, wanted))
+    rows = evaluate_state(setup, state, signals=signals) if stale else results["eval"]
     if not first:
         return
-    if evaluated:
+    if stale:
         write_results(workdir, step, rows)
     model = f"{config.model.name} with {config.model.position}"
     print(f"\n{rows[0]['dataset']} {rows[0]['split']}, {model}, step {step}")
@@ -142,9 +142,9 @@ def finish(setup: Setup, state: State, run: Run, signals: Signals) -> None:
     pictures = [accuracy_against_resolution(lines, workdir / "accuracy.png")]
     if setup.task.picture is not None and jax.process_count() == 1:
         pictures.append(workdir / setup.task.picture)
-        if evaluated or not pictures[-1].is_file():
+        if stale or not pictures[-1].is_file():
             draw_predictions(setup, state, pictures[-1])
-    if evaluated and config.tensorboard:
+    if stale and config.tensorboard:
         accuracies = {
             f"{main_score(row)}_{'x'.join(map(str, row['resolution']))}/{name}": row[
                 main_score(row)

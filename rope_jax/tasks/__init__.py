@@ -31,9 +31,19 @@ An `Evaluator` calls
 At its end, a run of a task with a `picture`, which is the name of a file, calls `predict(evaluator,
 images, count)`, what is predicted for the first images of a set, for `draw`.
 
-A task also has `labels`, the kind of labels that it needs, `does`, words for what its models do,
-and the `batch_size` of the command. It documents the fields of its batches. The task of a model is
-that of its head.
+A task also has
+
+- `labels`, the kind of labels that it needs, and `does`, words for what its models do;
+- `sets`, `flags` and `batch_size` of the command;
+- for tables `titles`, the scores that they show by name, of which the first is the main one;
+  `score_name`, the main one in a sentence; `class_score`, the name of a list of scores of the
+  classes and its name in a sentence, or None;
+- `picture`, None for a task without `predict` and `draw`. Only a task of images that differ in size
+  needs `framed`.
+
+It documents the fields of its batches. The task of a model is that of its head: a new task needs
+`TASKS.register`, and `rope_jax.models.heads.register_head` of a family that names it. Its `loss`
+gets from the model what `head.loss` takes.
 """
 
 from flax import nnx

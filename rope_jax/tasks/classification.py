@@ -9,6 +9,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -89,6 +90,8 @@ class Classification:
     sets = EVALUATION_SETS
     flags = ("crop", "interpolation")
     batch_size = 128
+    titles = MappingProxyType({"top1": "top-1", "top5": "top-5"})
+    score_name, class_score = "top-1 accuracy", None
     picture = None
 
     def check(self, config: Config, images: Images | Streamed) -> None:

@@ -15,6 +15,7 @@ columns of the image as it is stored. The objects themselves are read from the i
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,6 +47,18 @@ class Detection:
     sets = ("coco",)
     flags = ()
     batch_size = 16
+    titles = MappingProxyType(
+        {
+            "ap": "AP",
+            "ap50": "AP50",
+            "ap75": "AP75",
+            "ap_small": "AP small",
+            "ap_medium": "AP medium",
+            "ap_large": "AP large",
+        }
+    )
+    score_name = "average precision"
+    class_score = ("class_ap", "average precision")
     picture = "detections.png"
 
     def check(self, config: Config, images: Images | Streamed) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,6 +39,8 @@ class Segmentation:
     sets = ("ade20k", "masks")
     flags = ("scales", "flip", "window", "stride")
     batch_size = 16
+    titles = MappingProxyType({"miou": "mIoU", "accuracy": "pixels"})
+    score_name, class_score = "mean IoU", ("iou", "intersection over union")
     picture = "segments.png"
 
     def check(self, config: Config, images: Images | Streamed) -> None:

@@ -48,6 +48,8 @@ def _step(setup: Setup, rest: Any, seed: Array, state: State, batch: Any) -> tup
         (value, accuracy), stats = setup.apply(own, params, stats, rest)
         return value, (accuracy, stats)
 
+    # What needs draws of its own folds the CRC of its name into this key: small numbers would equal
+    # the parts that `split` makes of it for the parts of a batch and the blocks of a model.
     key = jax.random.fold_in(jax.random.key(seed), state["step"])
     batch = task.prepare_batch(batch, config, seed=seed, key=key)
     gradient = jax.value_and_grad(loss, has_aux=True)

@@ -192,7 +192,7 @@ def test_a_detector_has_the_loss_and_gradients_of_one_device_on_two(tmp_path):
 _RESTORED = """
 import dataclasses, pathlib, sys
 import jax, numpy as np
-from rope_jax import sharding
+from rope_jax.system import sharding
 from rope_jax.system.sharding import put_batch
 from rope_jax.training.folder import Run
 from rope_jax.training.setup import initial_state, prepare, training_batches
