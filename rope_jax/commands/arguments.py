@@ -19,6 +19,7 @@ from rope_jax.names import plugins
 from rope_jax.names.options import CountOrZero, describe, options_of, read
 from rope_jax.system.cores import cores
 from rope_jax.system.files import SaveFailed
+from rope_jax.system.streams import keep_going_unread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +96,21 @@ class CommandParser(argparse.ArgumentParser):
         )
         plugins.load_installed()
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        """As in `argparse`. A process whose own words are read goes on if its output is closed."""
+        if args is None:
+            keep_going_unread()
+        return super().parse_args(args, namespace)
+
     def parse_with_settings(self, words: list[str] | None) -> tuple[argparse.Namespace, dict]:
         """The arguments of the command, and the settings that are given as --config.KEY=VALUE.
 
         `-flag` is `--flag`, and only whole names are flags: --seed is not short for --seeds.
         """
         self.allow_abbrev = False
-        words = sys.argv[1:] if words is None else words
+        if words is None:
+            keep_going_unread()
+            words = sys.argv[1:]
         words = [re.sub(r"^-(?=[a-z]\w)", "--", word) for word in words]
         if "--config.help" in words:
             print(settings_help())

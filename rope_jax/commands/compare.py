@@ -22,7 +22,7 @@ from rope_jax import data
 from rope_jax.analysis.comparison_page import print_report
 from rope_jax.analysis.runs import group_runs, read_runs
 from rope_jax.commands.arguments import Argument, command_parser
-from rope_jax.commands.exits import ended_at_once, exit_statuses, keep_going_unread
+from rope_jax.commands.exits import ended_at_once, exit_statuses
 from rope_jax.config import (
     Config,
     ConfigError,
@@ -44,7 +44,6 @@ from rope_jax.training.setup import Split, complete, create, load_split
 
 def command() -> None:
     """Calls `main` with `sys.argv`, and ends the process."""
-    keep_going_unread()
     asked = _parse(None)
     with ended_at_once():
         _compare(asked)

@@ -1,4 +1,4 @@
-"""How a command that trains ends: one-line errors, exit statuses, unread output."""
+"""How a command that trains ends: one-line errors, exit statuses."""
 
 import contextlib
 import multiprocessing
@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -106,30 +105,3 @@ def ended_at_once() -> Iterator[None]:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)
-
-
-class _Unread:
-    """A text stream that drops what it cannot write, after a terminal or a pipe was closed."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-
-def keep_going_unread() -> None:
-    """Keeps the standard output and error from stopping the run: what they lose is in its files."""
-    for name in ("stdout", "stderr"):
-        if stream := getattr(sys, name):  # None, where the descriptor was closed before the start
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Unread(stream))

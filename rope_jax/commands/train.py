@@ -30,7 +30,7 @@ import jax
 from flax import nnx
 
 from rope_jax.commands.arguments import Argument, add_switch, command_name, command_parser
-from rope_jax.commands.exits import ended_at_once, exit_statuses, keep_going_unread
+from rope_jax.commands.exits import ended_at_once, exit_statuses
 from rope_jax.config import (
     Config,
     ConfigError,
@@ -55,7 +55,6 @@ def command() -> None:
     """Trains or evaluates, as `sys.argv` says, and ends the process."""
     with contextlib.suppress(RuntimeError, OSError):  # without a standard error
         faulthandler.enable()
-    keep_going_unread()
     asked, config = parse(None)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, until the run handles it
     with ended_at_once():

@@ -1,5 +1,7 @@
 """The command `rope_jax`: its sub-commands, and the help of each."""
 
+import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -93,3 +95,19 @@ def test_models_are_listed_by_pattern(monkeypatch, capsys):
     assert status == 0
     assert said.splitlines()[-1].split()[:4] == ["vit_digits", "axial_rope", "8", "10"]
     assert int(said.split()[-1].replace(",", "")) > 10_000
+
+
+@pytest.mark.parametrize("words", [["positions"], ["models"], ["data", "verify", "--help"]])
+def test_a_list_that_nobody_reads_is_no_error(words, monkeypatch):
+    """As in `rope_jax positions | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "argv", ["bin/rope_jax", *words])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        with contextlib.suppress(SystemExit):
+            command.main()
+        sys.stdout.flush()  # as at the end of a process
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
