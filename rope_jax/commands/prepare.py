@@ -1,4 +1,4 @@
-"""Decodes and resizes an image set once, into files that training only has to map.
+"""Decodes and resizes an image set once, into files that training only has to read.
 
     python -m rope_jax.data.prepare --source=folder --path=PATH --out=PACKED
     python -m rope_jax.data.prepare --source=imagenet --path=ARCHIVES --out=PACKED --side=256

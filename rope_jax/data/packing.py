@@ -1,4 +1,4 @@
-"""Decodes and resizes an image set once, into files that training only has to map.
+"""Decodes and resizes an image set once, into files that training only has to read.
 
 An interrupted run resumes; a split gets its final name once it is complete.
 """
@@ -7,17 +7,19 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
 
-from rope_jax.data.images.crops import centre, crop_pixels, stretch
+from rope_jax.data.examples import BAD_IMAGES
+from rope_jax.data.images.crops import INTERPOLATIONS, centre, crop_pixels, stretch
 from rope_jax.data.images.decode import decode_image
 from rope_jax.data.jobs import ImageCounter, run_jobs
 from rope_jax.data.labels import find_labels
 from rope_jax.data.sources.index import BadImages, Source, write_index
 from rope_jax.data.sources.packed import FORMAT
+from rope_jax.names.options import convert
 from rope_jax.system.files import file_sha256, read_json, write_file
 
 
@@ -113,13 +115,16 @@ def prepare(
 
     Raises:
         BadImages: images that cannot be used.
-        ValueError: a square of no size, or a preparation with other options in the same folder.
+        ValueError: an unknown word, a square of no size, or a preparation with other options in the
+            same folder.
     """
     if find_labels(source.labels_of).placed:
         raise ValueError(
             f"{source.name} has classes of {source.labels_of}, which a packed set cannot hold: "
             "train on the set as it is"
         )
+    convert(bad_images, Literal[*BAD_IMAGES], "bad_images")
+    convert(interpolation, Literal[*INTERPOLATIONS], "interpolation")
     if side < int(square):
         raise ValueError(f"side={side} is impossible with square={square}: it is at least 1")
     resizing, count = Resizing(side, square, interpolation), len(source.labels)

@@ -54,6 +54,7 @@ def test_npz_with_one_pair(tmp_path):
         ({"train_images": random_images(3, 5, 6)}, "3 images and 4 labels"),
         ({"train_images": random_images(0, 5, 6), "train_labels": LABELS[:0]}, "0 images and 0"),
         ({"train_images": random_images(4, 5, 6) / 255}, r"float64 \[.*; they must be uint8"),
+        ({"train_images": random_images(4, 0, 0)}, r"\[4, 0, 0, 3\]; .* of at least one pixel"),
         ({"train_images": random_images(4, 5, 6, 2)}, r"images are uint8 \[4, 5, 6, 2\]"),
         ({"train_images": random_images(4, 5)}, r"images are uint8 \[4, 5\]"),
         ({"train_labels": LABELS.astype(float)}, "labels are float64.*they must be integers"),

@@ -393,10 +393,36 @@ def test_packed_refuses_what_is_not_whole(packed, capsys):
         with pytest.raises(ValueError, match=r"about\.json is not"):
             Packed(str(packed.parent), "train")
     shard.write_bytes(content)
-    for change in ({"files": None}, {"shards": []}, {"class_names": ["n00000001"]}):
+    (elsewhere,) = json.loads(text)["shards"]
+    elsewhere["file"] = f"../{packed.name}/{shard.name}"
+    for change in (
+        {"files": None},
+        {"shards": []},
+        {"shards": [elsewhere]},
+        {"class_names": ["n00000001"]},
+    ):
         about.write_text(json.dumps(json.loads(text) | change))
         with pytest.raises(ValueError, match=r"about\.json was changed"):
             Packed(str(packed.parent), "train")
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_named(packed):
+    """Where files were mapped, it would end the process (SIGBUS)."""
+    opened = Packed(str(packed.parent), "train")
+    first = opened.read(0)
+    os.truncate(packed / "images-00000.bin", first.nbytes)
+    np.testing.assert_array_equal(opened.read(0), first)
+    with pytest.raises(BadImages, match=r"image 1 of .*images-00000\.bin was shortened"):
+        opened.streamed((12, 12)).read(1)
+
+
+@pytest.mark.parametrize("option", ["bad_images", "interpolation"])
+def test_a_preparation_refuses_unknown_words(tmp_path, option):
+    write_folder(tmp_path / "set")
+    source = Folder(str(tmp_path / "set"), "train")
+    with pytest.raises(ValueError, match=f"{option} must be one of .*, not 'eror'"):
+        prepare(source, tmp_path / "packed", **{option: "eror"})
+    assert not (tmp_path / "packed").exists()
 
 
 @pytest.mark.parametrize(

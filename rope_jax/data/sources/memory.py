@@ -59,10 +59,11 @@ class Images:
 
     def __post_init__(self):
         images, labels = self.images, self.labels
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
+        wrong_shape = images.ndim != 4 or images.shape[3] != 3 or 0 in images.shape[1:]
+        if images.dtype != np.uint8 or wrong_shape:
             raise ValueError(
                 f"{self.name}: images are {images.dtype} {list(images.shape)}; they must be uint8 "
-                "[n, H, W, 3]"
+                "[n, H, W, 3], of at least one pixel"
             )
         if len(images) != len(labels) or not len(labels):
             raise ValueError(

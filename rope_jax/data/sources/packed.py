@@ -1,6 +1,6 @@
 """Images decoded and resized in advance by `python -m rope_jax.data.prepare`.
 
-Reading one is a copy from a mapped file. PATH/train/ and PATH/test/ each hold an index
+Reading one is a copy from a file. PATH/train/ and PATH/test/ each hold an index
 (`rope_jax.data.sources.index`) and beside it:
 
     images-00000.bin, ...   uint8 pixels [h, w, 3] of one image after the other, in index order
@@ -18,6 +18,8 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,7 @@ class Packed(Source):
         arrays, shards = self.about["files"].items(), self.about["shards"]
         sizes = {x["file"]: (self.index / x["file"]).stat().st_size for x in shards}
         changed = [x["file"] for x in shards if sizes[x["file"]] != x["bytes"]]
+        changed += ["about.json" for name in sizes if Path(name).name != name]
         changed += [x for x, facts in arrays if file_sha256(self.index / x) != facts["sha256"]]
         missing = sum(x["examples"] for x in shards) != len(self.labels)
         if missing or self.labels.max(initial=-1) >= len(self.class_names):
@@ -78,8 +81,11 @@ class Packed(Source):
         height, width = self.array("shapes.npy")[example].tolist()
         shard = bisect.bisect_right(self._first_examples, example) - 1
         start = int(self._starts[example] - self._starts[self._first_examples[shard]])
-        pixels = self._shards[shard][start : start + height * width * 3]
-        return pixels.reshape(height, width, 3)
+        pixels = os.pread(self._shards[shard], height * width * 3, start)
+        if len(pixels) < height * width * 3:
+            name = self.about["shards"][shard]["file"]
+            raise ValueError(f"{name} was shortened after the set was opened: restore it")
+        return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
     def fingerprint(self) -> str:
         """As of other sources, and the sha256 of classes, labels, shapes and pixels."""
@@ -105,7 +111,10 @@ class Packed(Source):
         return [0, *itertools.accumulate(shard["examples"] for shard in self.about["shards"][:-1])]
 
     @functools.cached_property
-    def _shards(self) -> list[np.ndarray]:
-        """The mapped files; as arrays, because slices of a memmap are slow."""
+    def _shards(self) -> list[int]:
+        """Descriptors of the files. Not mapped: one that is cut would kill the process (SIGBUS)."""
         files = [self.index / shard["file"] for shard in self.about["shards"]]
-        return [np.asarray(np.memmap(file, np.uint8, mode="r")) for file in files]
+        descriptors = [os.open(file, os.O_RDONLY) for file in files]
+        for descriptor in descriptors:
+            weakref.finalize(self, os.close, descriptor)
+        return descriptors
