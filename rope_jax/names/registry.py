@@ -1,6 +1,7 @@
 """What has a name: schemes, models, heads, image sources, augmentations and tasks."""
 
 import fnmatch
+import keyword
 from collections.abc import Callable, Mapping
 
 from rope_jax.names import plugins
@@ -43,7 +44,12 @@ class Registry[T](dict[str, T]):
         self._kind, self._elsewhere, self._listed_by = kind, elsewhere, listed_by
 
     def register(self, name: str, value: T) -> None:
-        """Adds a value; raises ValueError if there is one of this name."""
+        """Adds a value; raises ValueError if there is one of this name, or it is no identifier."""
+        if not name.isidentifier() or keyword.iskeyword(name):  # which the notation cannot say
+            raise ValueError(
+                f"a {self._kind} cannot be named {name!r}: use letters, digits and _, and no word "
+                "of Python"
+            )
         if name in self:
             raise ValueError(f"a {self._kind} named {name!r} exists already: choose another name")
         self[name] = value

@@ -40,3 +40,11 @@ def test_a_name_is_registered_once():
         fruits.register("apple", 3)
     assert (fruits.names(), fruits.names("a*")) == (["apple", "pear"], ["apple"])
     assert fruits["apple"] == 2
+
+
+@pytest.mark.parametrize("name", ["", "a+b", "bad name()+", "my-fruit", "None", "class"])
+def test_a_name_that_the_notation_cannot_say_is_refused(name):
+    fruits = Registry("fruit")
+    with pytest.raises(ValueError, match=re.escape(f"a fruit cannot be named {name!r}: use")):
+        fruits.register(name, 1)
+    assert not fruits
