@@ -179,7 +179,8 @@ def run(
     keep_compiled()
     settings = {"rules": rules, "scales": scales, "images": images}
     found = earlier(out, "extend", settings).get("rows", [])
-    configs = {folder: resolve_stored(read_json(folder / "config.json")) for folder in runs}
+    paths = {folder: folder / "config.json" for folder in runs}
+    configs = {folder: resolve_stored(read_json(path), path) for folder, path in paths.items()}
     for workdir, seed in [(x, seed) for x, config in configs.items() for seed in config.all_seeds]:
         for row in rows_of(workdir, seed, rules, scales, images, found):
             found.append(row)

@@ -67,7 +67,8 @@ def read_runs(workdir: pathlib.Path) -> list[RunResults]:
         raise FileNotFoundError(
             f"{workdir} {problem}; complete its run first: rope_jax train --workdir={workdir} ..."
         )
-    config = resolve_stored(read_json(workdir / "config.json"))
+    path = workdir / "config.json"
+    config = resolve_stored(read_json(path), path)
     plugins.load(config.plugins, wanted_by=f"of the run {workdir}")
     position = config.model.position or find_model(config.model.name).position
     model = dataclasses.replace(config.model, position=position)

@@ -174,22 +174,37 @@ def resolve(raw: Any) -> Config:
     return config
 
 
-def resolve_stored(raw: Any) -> Config:
+def resolve_stored(raw: Any, where: object = "config.json") -> Config:
     """`resolve` for a `config.json` or a checkpoint, which may name settings that are gone.
 
     Devices of a CPU are set by JAX_NUM_CPU_DEVICES today.
 
     >>> resolve_stored({"mesh": {"fsdp": 2, "cpu_devices": 1}}).mesh
     MeshConfig(fsdp=2)
+
+    Args:
+        raw: the stored value.
+        where: what holds it, for error messages.
+
+    Raises:
+        ConfigError: they are not settings of this version.
     """
     if isinstance(raw, dict) and isinstance(mesh := raw.get("mesh"), dict):
         raw = raw | {"mesh": {key: x for key, x in mesh.items() if key != "cpu_devices"}}
-    return resolve(raw)
+    try:
+        return resolve(raw)
+    except ConfigError as error:
+        reason = str(error).replace("--config.", "")
+        raise ConfigError(
+            f"{where} holds settings of another version of rope_jax, or is damaged ({reason}): "
+            "use the version that wrote it"
+        ) from error
 
 
 def _resolve_section(cls: type, raw: Any, prefix: str) -> Any:
     if not isinstance(raw, dict):
-        raise ConfigError(f"--config.{prefix}={raw!r} holds no settings by name")
+        of = f" (--config.{prefix.rstrip('.')})" if prefix else ""
+        raise ConfigError(f"{raw!r:.100}{of} holds no settings by name")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():

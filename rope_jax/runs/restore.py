@@ -12,6 +12,7 @@ from flax import nnx
 from rope_jax.config import Config, blame, resolve_stored
 from rope_jax.names import plugins
 from rope_jax.names.notation import parse
+from rope_jax.names.options import convert
 from rope_jax.system.files import warn
 from rope_jax.system.sharding import make_mesh, replicated, with_shardings
 from rope_jax.tasks import seeds
@@ -79,6 +80,7 @@ def load_checkpoint(
         FileNotFoundError: the checkpoint does not exist.
         ValueError: ema=True for a run without averages; an unknown seed; a damaged checkpoint; a
             plug-in of the run that cannot be imported.
+        ConfigError: the checkpoint holds settings of another version.
     """
     model, config, _ = read_checkpoint(path, step=step, ema=ema, seed=seed)
     return model, config
@@ -96,8 +98,9 @@ def read_checkpoint(
     with Checkpoints(folder) as checkpoints:
         step = _valid_step(checkpoints, path, step)
         about = checkpoints.about(step)
-        plugins.load(plugins.named_in(about["config"]), wanted_by=f"of the run {path}")
-        config = resolve_stored(about["config"])
+        stored, where = about.get("config"), f"checkpoint {step} of {path}"
+        plugins.load(plugins.named_in(stored), wanted_by=f"of the run {path}")
+        config = resolve_stored(stored, where)
         if ema and config.ema_decay is None:
             raise ValueError(
                 "ema=True, but this run kept no averaged weights (--config.ema_decay): use "
@@ -114,8 +117,8 @@ def read_checkpoint(
         for state in seeds.take(loaded, config.seeds, own.seed - config.seed).values():
             nnx.update(model, state)
     model.preprocessing = preprocessing_of(own)
-    names = about.get("class_names")
-    model.class_names = None if names is None else tuple(names)
+    names = tuple[str, ...] | None
+    model.class_names = convert(about.get("class_names"), names, f"class_names of {where}")
     return model, own, step
 
 

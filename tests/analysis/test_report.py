@@ -210,7 +210,7 @@ def test_a_run_counts_once_and_damaged_or_unfinished_ones_are_refused(tmp_path, 
     (damaged / "config.json").write_text('{"sead": 1}')
     for given, message in (
         ([a, b], f"^rope_jax.analysis.report: {a} and {b} hold the same run, of seed 0"),
-        ([damaged], r"report: --config\.sead is not a setting"),
+        ([damaged], rf"report: {damaged}/config\.json holds .* \(sead is not a setting"),
         ([tmp_path / "nothing"], "nothing does not exist; complete its run first"),
     ):
         with refused(capsys, message):

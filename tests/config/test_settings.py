@@ -152,6 +152,12 @@ def test_a_stored_config_that_is_damaged_is_a_sentence(stored):
         cfg.resolve_stored(stored)
 
 
+def test_a_stored_setting_of_another_version_is_not_told_as_a_flag():
+    message = r"^run/config\.json holds settings of another version .* \(optim\.lr is not a setting"
+    with pytest.raises(cfg.ConfigError, match=message):
+        cfg.resolve_stored({"optim": {"lr": 0.1}}, "run/config.json")
+
+
 def test_every_setting_has_a_meaning_and_is_printed(capsys):
     runpy.run_module("rope_jax.config", run_name="__main__")
     said = capsys.readouterr().out

@@ -3,6 +3,7 @@ import argparse
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from rope_jax.commands.arguments import add_model_arguments
 from rope_jax.config import ConfigError
@@ -62,6 +63,26 @@ def test_a_model_by_name(tmp_path):
     assert jnp.array_equal(loaded.model.head.kernel, fresh.model.head.kernel)
     assert loaded.preprocessing == loaded.model.preprocessing
     assert len(loaded.sha256) == 64
+
+
+OTHER_SCHEMAS = {
+    "no config": lambda about: {},
+    "a list for a section": lambda about: {"config": about["config"] | {"data": []}},
+    "a later setting": lambda about: {"config": about["config"] | {"colour": "grey"}},
+    "numbers for classes": lambda about: about | {"class_names": [0, 1]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_SCHEMAS)
+def test_a_checkpoint_of_another_schema_is_named(tmp_path, kind):
+    """It verifies, as it is what was written."""
+    params = nnx.to_pure_dict(nnx.state(save_run(tmp_path, 3), nnx.Param))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        about = OTHER_SCHEMAS[kind](checkpoints.about(3))
+        checkpoints.save(4, {"params": params}, about=about)
+    with pytest.raises(ConfigError, match=f"checkpoint 4 of {tmp_path} ") as caught:
+        load(tmp_path)
+    assert "--config." not in str(caught.value)  # nobody has given a flag
 
 
 @pytest.mark.parametrize(
