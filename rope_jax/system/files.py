@@ -148,7 +148,7 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
 
     Raises:
         ValueError: another process holds it; the message names it.
-        OSError: the workdir cannot be written to.
+        OSError: the workdir cannot be written to, or its file system has no locks.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / ".lock"
@@ -161,6 +161,11 @@ def locked(workdir: pathlib.Path) -> Iterator[Callable[[], bool]]:
             raise ValueError(
                 f"{workdir} is in use by {holder}: wait for it, or use another workdir"
             ) from None
+        except OSError as error:  # ENOLCK
+            raise OSError(
+                f"{path} cannot be locked ({error.strerror}): use a workdir on a file system with "
+                "locks, or mount this one with them"
+            ) from error
         for left in workdir.glob("*.tmp"):  # by a process that was killed while it wrote a file
             left.unlink(missing_ok=True)
         file.truncate(0)

@@ -47,6 +47,16 @@ def test_a_run_that_is_training_is_not_evaluated_beside_that(tmp_path):
         rope_jax.runs.run.evaluate_newest(tiny(), tmp_path)
 
 
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    message = rf"{tmp_path}/\.lock cannot be locked \(No locks.*: use a workdir on .*\[--workdir\]"
+    with pytest.raises(ConfigError, match=message):
+        rope_jax.runs.run.train(tiny(), tmp_path)
+
+
 def make(path, kind):
     """Something else than a regular file."""
     if kind == "folder":
