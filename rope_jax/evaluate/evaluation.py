@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.metadata
+import os
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from rope_jax.config import Config
 from rope_jax.config.settings import EvalConfig
 from rope_jax.evaluate.accuracy import at_any_resolution, rotation_rule, rules
 from rope_jax.evaluate.results import Row, add_evaluation, usable_evaluations
+from rope_jax.system.files import SaveFailed
 from rope_jax.system.processes import decided_by_first
 from rope_jax.system.sharding import replicated, share
 from rope_jax.tasks import Task, task_of
@@ -95,11 +97,20 @@ class Evaluation:
         return self.task.identity(self.images, folder, self.model, self.preprocessing, self.own)
 
     def row(self) -> Row:
-        """The scores, with a picture of the first images for tasks that have one."""
+        """The scores, with a picture of the first images for tasks that have one.
+
+        Raises:
+            SaveFailed: the folder was exchanged in the meantime.
+        """
         asked, images, task = self.asked, self.images, self.task
+        before = self.folder.stat()
         row, found = task.evaluate(
             self._evaluator(), self.model, images, asked["pictures"], self.own
         )
+        if not os.path.samestat(before, self.folder.stat()):
+            raise SaveFailed(
+                f"{self.folder} was moved or exchanged during the evaluation: nothing is written"
+            )
         if share()[0] == 0:
             print(file=sys.stderr)
             if found:

@@ -22,7 +22,9 @@ from rope_jax.evaluate import (
     write_results,
 )
 from rope_jax.evaluate.curves import accuracy_against_resolution
+from rope_jax.evaluate.results import Row
 from rope_jax.runs import restore
+from rope_jax.system.files import SaveFailed
 from rope_jax.system.processes import decided_by_first
 from rope_jax.tasks import seeds
 from rope_jax.training.agreement import about, agree, require_equal_weights, told_to_all
@@ -124,15 +126,30 @@ def _start_from_weights(model: nnx.Module, config: Config) -> None:
 
 
 def finish(setup: Setup, state: State, run: Run, signals: Signals) -> None:
-    """Evaluates the state, unless it was evaluated before, and prints and draws the results."""
-    config, step, workdir = setup.config, int(state["step"]), run.workdir
-    first, wanted = jax.process_index() == 0, planned_rows(setup)
+    """Evaluates the state, unless it was evaluated before, and prints and draws the results.
+
+    Raises:
+        SaveFailed: something could not be written, or the workdir is no longer this run's.
+    """
+    step, workdir, wanted = int(state["step"]), run.workdir, planned_rows(setup)
     with blame("--workdir"):
         results = decided_by_first(lambda: usable_results(workdir))
     stale = not (results and results["step"] == step and same_rows(results, wanted))
     rows = evaluate_state(setup, state, signals=signals) if stale else results["eval"]
-    if not first:
-        return
+    decided_by_first(run.checkpoints.require_ours, SaveFailed)
+    try:
+        decided_by_first(lambda: _present(setup, state, workdir, rows, stale=stale), SaveFailed)
+    except OSError as error:
+        raise SaveFailed(
+            f"{error}; step {step} is saved: run the same command again to write what is missing"
+        ) from error
+
+
+def _present(
+    setup: Setup, state: State, workdir: pathlib.Path, rows: Sequence[Row], *, stale: bool
+) -> None:
+    """Writes rows that replace stale ones; prints and draws them."""
+    config, step = setup.config, int(state["step"])
     if stale:
         write_results(workdir, step, rows)
     model = f"{config.model.name} with {config.model.position}"

@@ -34,6 +34,7 @@ _STEP = re.compile(r"0|[1-9]\d*", re.ASCII)
 # Leftovers of a crash: the only names that are ever deleted.
 _UNFINISHED = re.compile(r"\d+\.(writing|deleting)(\..*)?")
 _READ_WITHIN = 300  # seconds that processes wait for the slowest, as in orbax
+_ASK_EVERY = 1  # seconds
 
 
 def _no_traces_of_threads(record: logging.LogRecord) -> bool:
@@ -70,7 +71,6 @@ class Checkpoints:
             still_ours: whether this process may write there, see `rope_jax.system.files.locked`.
         """
         self._folder, self._keep, self._still_ours = folder.absolute(), keep, still_ours
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
         logging.getLogger("absl").addFilter(_no_traces_of_threads)
         self._pending: concurrent.futures.Future | None = None
         self.on_saved: Callable[[int, int, float], None] = lambda step, size, seconds: None
@@ -79,9 +79,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
-        self._thread.shutdown()
         if exception is None:  # otherwise other processes may not come to agree on the end
             self.wait()
+        elif self._pending is not None:
+            concurrent.futures.wait([self._pending])
 
     def steps(self) -> list[int]:
         """All steps, valid or not, ascending."""
@@ -166,7 +167,7 @@ class Checkpoints:
         """
         with contextlib.suppress(SaveFailed):
             self.wait()
-        decided_by_first(self._require_ours, SaveFailed)
+        decided_by_first(self.require_ours, SaveFailed)
         self._remove_unfinished()
         if decided_by_first(lambda: os.path.isdir(self._folder / str(step))):
             return
@@ -174,7 +175,13 @@ class Checkpoints:
             raise NonFinite(f"step {step} is not saved: {some_of(bad)}, not finite")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         path = for_orbax(self._folder / f"{step}.writing")
-        begin = lambda state: ocp.save_checkpointables_async(path, state, custom_metadata=about)
+        options = ocp.Context()
+        options.asynchronous.timeout_secs = None  # which orbax measures by the wall clock
+
+        def begin(state: dict[str, Any]) -> Any:
+            with options:
+                return ocp.save_checkpointables_async(path, state, custom_metadata=about)
+
         if jax.process_count() > 1:
             write = begin(state).result  # every process writes its part; orbax copies it now
         else:
@@ -185,22 +192,36 @@ class Checkpoints:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         parts = jax.tree.map(_parts, state)
         read_back = lambda: _read_back(path, shapes, parts, about)
-        self._pending = self._thread.submit(self._write, step, size, write, read_back)
+        # A thread of its own: that of a save which another process could not finish may still wait.
+        thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._pending = thread.submit(self._write, step, size, write, read_back)
 
     def wait(self) -> None:
         """Waits for the pending save.
 
+        A process that fails leaves the others waiting for it inside orbax, so all ask each other.
+
         Raises:
-            SaveFailed: it failed.
+            SaveFailed: it failed, in any of the processes.
         """
         if self._pending is None:
             return
-        error, self._pending = self._pending.exception(), None
-        if failures := [text for text in texts_of_all(str(error or "")) if text]:
-            raise SaveFailed(failures[0]) from error
+        outcomes = [None]  # of each process: an error, "" for none, None while it writes
+        while None in outcomes and not any(outcomes):
+            concurrent.futures.wait([self._pending], timeout=_ASK_EVERY)
+            done = self._pending.done()
+            outcome = str(self._pending.exception() or "") if done else None
+            outcomes = [json.loads(text) for text in texts_of_all(json.dumps(outcome))]
+        self._pending = None
+        if failures := [outcome for outcome in outcomes if outcome]:
+            raise SaveFailed(failures[0])
 
-    def _require_ours(self) -> None:
-        """One check before each write: the workdir must still be this run's."""
+    def require_ours(self) -> None:
+        """One check before each write.
+
+        Raises:
+            SaveFailed: the workdir is no longer this run's.
+        """
         if not self._still_ours():
             raise SaveFailed(
                 f"{self._folder.parent} was deleted or moved, or another run has taken its place"
@@ -218,7 +239,7 @@ class Checkpoints:
             all_have(key=f"rope_jax: {path} is read back", timeout_ms=1000 * _READ_WITHIN)
             if jax.process_index() == 0:
                 seal(path, step)
-                self._require_ours()
+                self.require_ours()
                 path.rename(self._folder / str(step))
                 sync(self._folder)
         except Exception as error:  # orbax and tensorstore raise exceptions of any type
@@ -265,14 +286,15 @@ class Checkpoints:
             return ocp.load_checkpointables(folder, shapes)
 
     def about(self, step: int) -> dict:
-        """The metadata stored with a state.
+        """The metadata stored with a state; none where it is no dictionary.
 
         Raises:
             OSError: it cannot be read.
         """
         with self._reading(step):
             folder = for_orbax(self._folder / str(step))
-            return ocp.checkpointables_metadata(folder).custom_metadata
+            about = ocp.checkpointables_metadata(folder).custom_metadata
+            return about if isinstance(about, dict) else {}
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

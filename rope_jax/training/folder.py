@@ -141,10 +141,11 @@ class Run:
         self, setup: Setup, about: dict[str, Any], override: Sequence[str]
     ) -> None:
         """Rejects a checkpoint of another config or other images, but for what may differ."""
-        stored, data = resolve_stored(about["config"]), about["data"]
+        stored = resolve_stored(about.get("config"), f"the checkpoint of {self.workdir}")
+        data = about["data"] if isinstance(about.get("data"), dict) else {}
         lines = differences(stored, setup.config, override)
         changed = {line.partition(":")[0]: line for line in lines}
-        others = [name for name, value in setup.fingerprint.items() if data[name] != value]
+        others = [name for name, value in setup.fingerprint.items() if data.get(name) != value]
         if others and "images" not in override:
             changed["images"] = f"the images of the {' and '.join(others)} split"
         if changed:
@@ -159,11 +160,13 @@ class Run:
 
     def write_config(self, config: Config) -> None:
         """Writes `config.json`."""
+        self.checkpoints.require_ours()
         if jax.process_index() == 0:
             write_file(self.workdir / "config.json", to_json(config) + "\n")
 
     def metrics(self, step: int, *, tensorboard: bool) -> MetricsWriter:
         """Opens `metrics.jsonl` and drops its lines after `step`."""
+        self.checkpoints.require_ours()
         with blame("--workdir"):
             return MetricsWriter(self.workdir, restored_step=step, tensorboard=tensorboard)
 

@@ -124,6 +124,21 @@ def test_the_command_measures_every_row_once(command, monkeypatch):
     assert [row["resolution"] for row in rows] == [[8, 12], [8, 8]]
 
 
+def test_no_row_is_written_into_a_folder_that_was_exchanged(tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "run"
+    save_run(workdir, 2)
+
+    def score(*_):
+        workdir.rename(tmp_path / "elsewhere")
+        workdir.mkdir()
+        return [{"dataset": "digits", "resolution": [8, 8], "count": 1, "top1": 1.0}]
+
+    monkeypatch.setattr(evaluate.Evaluator, "score", score)
+    with refused(capsys, f"{workdir} was moved or exchanged during the evaluation", status=1):
+        command_module.main([str(workdir)])
+    assert not list(workdir.iterdir())
+
+
 def test_a_run_is_evaluated_with_its_kernels(tmp_path, monkeypatch):
     save_run(tmp_path, 2, kernels="xla")
     used = []

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -235,6 +236,56 @@ def test_a_missing_test_split_is_told_before_training(tmp_path):
             **write_images(tmp_path / "a.npz", seed=0, test_images=None, test_labels=None),
         )
     assert os.listdir(tmp_path / "run") == [".lock"]
+
+
+@pytest.mark.parametrize("during", ["evaluate_state", "start"])
+def test_nothing_is_written_into_a_workdir_that_was_exchanged(
+    tmp_path, finished, monkeypatch, during
+):
+    """Neither while a run is evaluated, nor between its lock and its first file."""
+    workdir = tmp_path / "run"
+    if during == "evaluate_state":
+        shutil.copytree(finished[0], workdir)
+        (workdir / "results.json").unlink()
+    work = getattr(rope_jax.runs.run, during)
+
+    def exchanged(*args, **kwargs):
+        workdir.rename(tmp_path / "elsewhere")
+        workdir.mkdir()
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(rope_jax.runs.run, during, exchanged)
+    with pytest.raises(SaveFailed, match=f"{workdir} was deleted or moved, or another run has"):
+        run(workdir, ema_decay=0.9)
+    assert not list(workdir.iterdir())
+
+
+def test_results_that_could_not_be_written_are_written_by_the_same_command(
+    tmp_path, finished, monkeypatch
+):
+    workdir, rename = shutil.copytree(finished[0], tmp_path / "run"), pathlib.Path.replace
+    before = (workdir / "results.json").read_bytes()
+    (workdir / "results.json").unlink()
+
+    def stale(self, target):
+        if target.name == "results.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "replace", stale)
+        message = r"results\.json could not be written: Stale .*; step 24 is saved: run the same"
+        with pytest.raises(SaveFailed, match=message):
+            run(workdir, ema_decay=0.9)
+    run(workdir, ema_decay=0.9)
+    assert (workdir / "results.json").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_schema_is_not_resumed(tmp_path):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"step": jnp.zeros((), jnp.int32)}, about={"config": {"colour": 1}})
+    with pytest.raises(ConfigError, match=f"^the checkpoint of {tmp_path} holds settings of anoth"):
+        run(tmp_path)
 
 
 def test_results_of_a_run_that_was_moved_away_are_not_taken_for_ours(finished, tmp_path):

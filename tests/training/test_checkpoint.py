@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import types
 
 import jax
@@ -344,6 +346,15 @@ def test_a_save_that_fails_is_a_warning_until_none_follows(tmp_path, monkeypatch
     with contextlib.suppress(KeyError), Checkpoints(tmp_path / "c") as checkpoints:
         checkpoints.save(1, state(), about={})
         raise KeyError  # what ended the run first is not hidden by what its end finds
+
+
+def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch):
+    """As of a laptop that was suspended: four minutes pass at each look at it."""
+    minutes = itertools.count(0, 4)
+    monkeypatch.setattr(time, "time", lambda: 60.0 * next(minutes))
+    with Checkpoints(tmp_path) as checkpoints:
+        save(checkpoints, 1, state())
+    assert names(tmp_path) == ["1"]
 
 
 def test_a_file_that_may_not_grow_leaves_older_steps_alone(tmp_path, caplog):

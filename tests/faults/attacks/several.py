@@ -1,6 +1,7 @@
 """Several processes of one run: they disagree, cannot find each other, are stopped, or die."""
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -160,3 +161,28 @@ def used_port(folder, number, rng):
         address = f"localhost:{used.getsockname()[1]}"
         (run,) = start(folder, [[]], environments=[{"JAX_COORDINATOR_ADDRESS": address}])
         refused([run], "already in use", "JAX_COORDINATOR_ADDRESS=host:port, with a free port")
+
+
+DIVIDED = ["--config.model.options=depth=1,width=128,heads=1", "--config.mesh.fsdp=2"]
+TWELVE_STEPS = "--config.epochs=1.0"
+
+
+def _over_quota() -> None:
+    """Lets the process that TEST_LIMITED names write no file of over 50 kB."""
+    if os.environ["JAX_PROCESS_ID"] == os.environ["TEST_LIMITED"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+@attack("one of two processes cannot write its part of a checkpoint", tries=2)
+def unwritten_part(folder, number, rng):
+    variables = [{"TEST_LIMITED": str(1 - number % 2)}] * 2
+    given = [[*DIVIDED, TWELVE_STEPS]] * 2
+    runs = start(folder, given, environments=variables, prepare=_over_quota)
+    begun = runs[0].wait_for("\nstep 12/")
+    statuses = ended(runs)
+    seconds = time.monotonic() - begun
+    expect(statuses == [1, 1], f"exit statuses {statuses}: {said(runs)}")
+    for run in runs:  # what orbax and tensorstore print of it may stand before and after
+        told = "\nrope_jax: step 12 could not be saved in "
+        expect(told in run.said() and "File too large" in run.said(), said(runs))
+    expect(seconds < 30, f"{seconds} s until both ended")
