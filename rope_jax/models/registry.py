@@ -185,7 +185,7 @@ def register(
         **changes: fields of the model's options that differ from `options`.
 
     Raises:
-        ValueError: there is a model of this name.
+        ValueError: there is a model of this name, or it is no identifier.
     """
     options = dataclasses.replace(options, **changes)
     MODELS.register(name, Entry(family, options, position, num_classes, image_size))

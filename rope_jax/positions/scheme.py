@@ -379,7 +379,7 @@ def scheme(name: str) -> Callable[[type[Position]], type[Position]]:
         name: for the notation, `name(option=value)`; see `Position` for the class.
 
     Raises:
-        ValueError: there is a scheme of this name.
+        ValueError: there is a scheme of this name, or it is no identifier.
     """
 
     def register(cls: type[Position]) -> type[Position]:

@@ -54,7 +54,7 @@ def register_source(name: str, open_split: Callable[[str, str], Source]) -> None
         open_split: (path, split) -> the split; its class must be importable, for worker processes.
 
     Raises:
-        ValueError: there is a source of this name.
+        ValueError: there is a source of this name, or it is no identifier.
     """
     SOURCES.register(name, open_split)
 

@@ -205,7 +205,7 @@ def register_head(name: str, family: Callable[..., Head], options: Options) -> N
         options: defaults; their fields can be overridden by name.
 
     Raises:
-        ValueError: there is a head of this name.
+        ValueError: there is a head of this name, or it is no identifier.
     """
     HEADS.register(name, Entry(family, options))
 
