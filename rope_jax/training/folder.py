@@ -144,7 +144,8 @@ class Run:
         stored, data = resolve_stored(about["config"]), about["data"]
         lines = differences(stored, setup.config, override)
         changed = {line.partition(":")[0]: line for line in lines}
-        others = [name for name, value in setup.fingerprint.items() if data[name] != value]
+        # That of an earlier version is the beginning of today's.
+        others = [name for name, x in setup.fingerprint.items() if not x.startswith(data[name])]
         if others and "images" not in override:
             changed["images"] = f"the images of the {' and '.join(others)} split"
         if changed:
