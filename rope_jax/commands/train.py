@@ -44,7 +44,7 @@ from rope_jax.names.notation import items
 from rope_jax.names.options import Count, Range
 from rope_jax.runs import run
 from rope_jax.system.compilation import keep_compiled
-from rope_jax.system.processes import join
+from rope_jax.system.processes import join, require_equal_devices
 from rope_jax.system.sharding import share, start_devices
 from rope_jax.training.setup import create
 
@@ -124,6 +124,8 @@ def _train(asked: argparse.Namespace, config: Config) -> None:
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         with blame("JAX_PLATFORMS"):
             start_devices()
+        with blame("--distributed"):
+            require_equal_devices()
         action = {"train": run.train, "evaluate": run.evaluate_newest}[asked.mode]
         action(
             config,

@@ -13,7 +13,7 @@ import ml_collections
 from rope_jax.config.resolve import ConfigError, blame, converted, setting, setting_called, settings
 from rope_jax.names.notation import assignments, literal
 from rope_jax.names.options import read
-from rope_jax.names.text import closest, nearest
+from rope_jax.names.text import closest, find_line, nearest
 
 
 def _folder() -> pathlib.Path:
@@ -91,19 +91,21 @@ def load_recipe(text: str, changes: Mapping[str, Any] = {}) -> ml_collections.Co
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise ConfigError(f"--config={path} is no Python file: its name must end in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with blame("--config"):
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            config = module.get_config(*arguments)
+        spec.loader.exec_module(module)
+        config = module.get_config(*arguments)
         with config.ignore_type():
             config.update_from_flattened_dict(changes)
         return config
-    except (AttributeError, KeyError, SyntaxError, TypeError) as error:
-        words = str(error.args[0]).lstrip("'\\").partition(" Other fields")[0]
-        if key := re.match(r'Key "(\w+)"', words):  # of ml_collections, for what is not a setting
-            words += f" {setting_called(key[1]) or nearest(key[1], settings())}"
-        raise ConfigError(f"--config={path}: {words}") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        words = f"{type(error).__name__}: {error}"
+        if key := re.search(r'Key "(\w+)"', words):  # of ml_collections, which lists all the others
+            hint = setting_called(key[1]) or nearest(key[1], settings())
+            words = f"{key[1]} is not a setting; {hint}"
+        raise ConfigError(f"--config={path}: {words}{find_line(error)}") from error
 
 
 def read_settings(words: Iterable[str]) -> dict[str, Any]:

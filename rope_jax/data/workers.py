@@ -6,6 +6,7 @@ interruptions.
 """
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -19,6 +20,8 @@ from multiprocessing.process import BaseProcess
 
 import numpy as np
 from absl import flags
+
+from rope_jax.names import plugins
 
 Batch = dict[str, np.ndarray]
 
@@ -92,7 +95,8 @@ def in_processes(
     options = grain.experimental.DatasetOptions(min_shm_size=1 << 14)
     pieces = grain.experimental.WithOptionsIterDataset(pieces, options)
     processes = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    iterator = iter(pieces.mp_prefetch(processes, worker_init_fn=_start_worker))
+    start = functools.partial(_start_worker, plugins.needed(""))
+    iterator = iter(pieces.mp_prefetch(processes, worker_init_fn=start))
     before = set(multiprocessing.active_children())
     try:
         with _shielded():
@@ -120,11 +124,13 @@ def _shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(number: int, workers: int) -> None:
+def _start_worker(asked: tuple[str, ...], number: int, workers: int) -> None:
+    """Takes over the plug-ins that were asked for by name; others load when they are needed."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    plugins.load(asked)
 
 
 def _end_with_parent() -> None:

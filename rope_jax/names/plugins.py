@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from rope_jax.names.text import find_line
 from rope_jax.system.files import warn
 
 VARIABLE = "ROPE_JAX_PLUGINS"
@@ -84,11 +85,11 @@ def _import(name: str, wanted_by: str) -> set[str] | None:
     _importing.append(names)
     try:
         importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
-            f"plug-in {name!r} ({wanted_by}) cannot be imported: {type(error).__name__}: {error}; "
-            "write my_schemes for a file my_schemes.py, and install it, run from its folder, or "
-            "add that folder to PYTHONPATH"
+            f"plug-in {name!r} ({wanted_by}) cannot be imported: {type(error).__name__}: "
+            f"{error}{find_line(error)}; write my_schemes for a file my_schemes.py, and install "
+            "it, run from its folder, or add that folder to PYTHONPATH"
         ) from error
     finally:
         _importing.pop()

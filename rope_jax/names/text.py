@@ -4,6 +4,7 @@ import difflib
 import numbers
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -75,6 +76,19 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """
     close = difflib.get_close_matches(word, list(known), count, cutoff=0.0)
     return f"the nearest are {', '.join(map(repr, close))}"
+
+
+def find_line(error: BaseException) -> str:
+    """Where an exception stopped a module, " (path/of/module.py, line 3)", for its message.
+
+    Args:
+        error: caught by the function that imported or called the module. A SyntaxError itself says
+            where it is: "".
+    """
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = [frame for frame in frames if "importlib" not in frame.filename]
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f" ({frames[0].filename}, line {lines[-1]})" if lines else ""
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -27,7 +27,13 @@ from rope_jax.runs import restore
 from rope_jax.system.files import SaveFailed
 from rope_jax.system.processes import decided_by_first
 from rope_jax.tasks import seeds
-from rope_jax.training.agreement import about, agree, require_equal_weights, told_to_all
+from rope_jax.training.agreement import (
+    about,
+    agree,
+    require_equal,
+    require_equal_weights,
+    told_to_all,
+)
 from rope_jax.training.folder import Run
 from rope_jax.training.kernels import choices_for_training, kernels_of_run
 from rope_jax.training.loop import train_loop
@@ -107,7 +113,11 @@ def start(setup: Setup, model: nnx.Module) -> State:
     """The state before the first step, from fresh weights or those of `init_from`."""
     config = setup.config
     if config.init_from is not None:
-        _start_from_weights(model, config)
+        steps = pathlib.Path(config.init_from, "checkpoints").glob("*/manifest.json")
+        names = sorted(path.parent.name for path in steps)
+        require_equal({f"the steps of --config.init_from={config.init_from}": str(names)})
+        with told_to_all():
+            _start_from_weights(model, config)
     require_equal_weights(model)
     state = initial_state(setup, model)
     print(parameter_table(seeds.take(state["params"], config.seeds)))

@@ -1,5 +1,6 @@
 """The processes of a run: how they find each other, and exchange texts."""
 
+import collections
 import json
 import os
 import socket
@@ -62,6 +63,21 @@ def _give_up(timeout: int) -> None:
         "has its own number, and can reach that address; --join_timeout sets another limit"
     )
     os._exit(2)
+
+
+def require_equal_devices() -> None:
+    """Compares the numbers of devices of all processes, which must be equal to exchange texts.
+
+    Raises:
+        ValueError: in all processes, if they differ.
+    """
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        words = [f"process {number} has {count}" for number, count in sorted(counts.items())]
+        raise ValueError(
+            f"the processes have different numbers of devices ({', '.join(words)}): start all "
+            "with as many"
+        )
 
 
 def texts_of_all(text: str) -> list[str]:

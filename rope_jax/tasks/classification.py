@@ -95,12 +95,18 @@ class Classification:
     picture = None
 
     def check(self, config: Config, images: Images | Streamed) -> None:
-        """Rejects images whose pixels or boxes have classes."""
+        """Rejects images whose pixels or boxes have classes, or that have several."""
         if images.labels_kind != self.labels:
             raise ConfigError(
                 f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
                 f"{config.model.name} without a head of dense prediction has one class for each "
                 "image: add one with --config.model.head"
+            )
+        if images.labels.ndim > 1:
+            raise ConfigError(
+                f"--config.data.source={config.data.source} has up to {images.labels.shape[1]} "
+                "labels for each training image, which a model is evaluated with, but trained "
+                "with one: give the training split labels [n]"
             )
 
     def prepare_batch(

@@ -8,13 +8,14 @@ import json
 import os
 import pathlib
 import platform
+import sys
 from collections.abc import Iterator
 
 import jax
 from flax import nnx
 
-import rope_jax_kernels
 from rope_jax.config import ConfigError, settings
+from rope_jax.names import plugins
 from rope_jax.system.processes import texts_of_all
 from rope_jax.training.setup import Setup, initial_state
 from rope_jax.training.trees import named_leaves, some_of, tree_hash
@@ -63,7 +64,8 @@ def about(setup: Setup, model: nnx.Module) -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         **{name: str(getattr(jax.config, name)) for name in _OPTIONS},
-        "the sources of rope_jax": _sources(),
+        "the sources of rope_jax": _sources("rope_jax") + _sources("rope_jax_kernels"),
+        **{f"the source of the plug-in {name}": _sources(name) for name in plugins.loaded()},
         "the state": _digest(leaves.encode()),
         "the kind of device": jax.local_devices()[0].device_kind,
     }
@@ -102,10 +104,12 @@ def require_equal_weights(model: nnx.Module) -> None:
         require_equal({"the hash of the initial weights": tree_hash(weights)})
 
 
-def _sources() -> str:
-    """A hash of the Python files of both packages."""
-    folders = (pathlib.Path(__file__).parents[1], pathlib.Path(rope_jax_kernels.__file__).parent)
+def _sources(name: str) -> str:
+    """A hash of the Python files of a module's package, or of the module's file."""
+    module = sys.modules[name.partition(".")[0]]
+    folders = [pathlib.Path(folder) for folder in getattr(module, "__path__", [])]
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    paths = paths or [pathlib.Path(module.__file__)]
     return _digest(b"".join(path.read_bytes() for path in paths))
 
 

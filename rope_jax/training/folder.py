@@ -145,7 +145,8 @@ class Run:
         data = about["data"] if isinstance(about.get("data"), dict) else {}
         lines = differences(stored, setup.config, override)
         changed = {line.partition(":")[0]: line for line in lines}
-        others = [name for name, value in setup.fingerprint.items() if data.get(name) != value]
+        # That of an earlier version is the beginning of today's.
+        others = [n for n, x in setup.fingerprint.items() if not x.startswith(str(data.get(n)))]
         if others and "images" not in override:
             changed["images"] = f"the images of the {' and '.join(others)} split"
         if changed:

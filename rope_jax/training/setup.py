@@ -120,7 +120,9 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     config = complete(config, images)
     model = create_seeds(config)
     _check_evaluation(config, images, model)
-    return assemble(config, mesh, images, held_out, model), model
+    setup = assemble(config, mesh, images, held_out, model)
+    setup.about()  # reads some images now, and not when a signal asks for the first checkpoint
+    return setup, model
 
 
 def create(config: Config) -> nnx.Module:

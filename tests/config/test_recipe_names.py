@@ -37,10 +37,14 @@ START = "from rope_jax import config as cfg\n\ndef get_config():\n    config = c
         (START + "config.batch_sise = 3", "batch_sise.*the nearest are 'batch_size'"),
         (START + "config.optim.lr = 3", "use --config.optim.learning_rate"),
         (START + "config.batch_size = 'many'", "type"),
-        (START + "raise ValueError('which images?')", r"which images\? \[--config\]"),
+        (START + "raise ValueError('which images?')", r"which images\? \(/.*/mine.py, line 5\)$"),
+        (START + "return half(config)\n\ndef half(x):\n    return x / 2", r"mine.py, line 8\)$"),
+        (START + "raise SystemExit(0)", r"mine.py: SystemExit: 0 \(/.*/mine.py, line 5\)$"),
         ("x = 1", "has no attribute 'get_config'"),
-        ("x = (", "never closed"),
-        ("import no_such_module", "no_such_module"),
+        ("x = (", r"never closed \(mine.py, line 1\)$"),
+        ("import no_such_module", r"No module named 'no_such_module' \(/.*/mine.py, line 1\)$"),
+        ("import sys\nsys.exit(0)", r"mine.py: SystemExit: 0 \(/.*/mine.py, line 2\)$"),
+        ("x = 1\nx /= 0", r"ZeroDivisionError: division by zero \(/.*/mine.py, line 2\)$"),
     ],
 )
 def test_mistakes_in_a_recipe_are_those_of_a_user(text, message, tmp_path):

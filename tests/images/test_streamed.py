@@ -97,6 +97,22 @@ def test_fingerprints_tell_sets_apart(tmp_path):
     assert len(set(prints)) == 3
 
 
+def test_fingerprints_tell_contents_apart(tmp_path):
+    """Of the same names; copies of the same content are the same set."""
+    written = write_folder(tmp_path / "a")
+    write_folder(tmp_path / "b")
+    one = lambda name: load("folder", str(tmp_path / name), "train", (8, 8)).fingerprint()
+    prints = [one("a"), one("b")]
+    assert prints[0] == prints[1]
+    changed = tmp_path / "b" / "train" / "n00000001" / "n00000001_0.JPEG"
+    changed.write_bytes(written["train", "n00000001/n00000001_1.JPEG"])
+    prints.append(one("b"))
+    changed.unlink()
+    os.mkfifo(changed)  # which nobody writes to: it is left to training
+    prints.append(one("b"))
+    assert len(set(prints)) == 3
+
+
 def test_a_folder_without_splits_is_split(tmp_path):
     for name, count in (("cat", 11), ("dog", 5), ("eel", 1)):
         (tmp_path / name).mkdir()

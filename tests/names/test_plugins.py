@@ -1,5 +1,6 @@
 """Plug-ins: the documentation's scheme in every command, and names that lead nowhere."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -12,17 +13,20 @@ import sys
 from unittest import mock
 
 import pytest
+from PIL import Image
 
 import rope_jax
 import rope_jax.runs.run
 from rope_jax.analysis.runs import read_runs
 from rope_jax.config import resolve, to_json
-from rope_jax.data import load, register_source
+from rope_jax.data import batches, load, register_source
+from rope_jax.data.images.augment import AUGMENTATIONS
 from rope_jax.evaluate import write_results
 from rope_jax.models.registry import MODELS, find_model, register
 from rope_jax.names import plugins
 from rope_jax.positions.scheme import SCHEMES
 from rope_jax.training.folder import Run
+from tests.images.streams import take
 from tests.training.recipe import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,7 +41,9 @@ def clean(monkeypatch):
     monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     plugins.load_installed.cache_clear()
-    with mock.patch.dict(SCHEMES), mock.patch.dict(MODELS), mock.patch.dict(sys.modules):
+    with contextlib.ExitStack() as stack:
+        for names in (SCHEMES, MODELS, AUGMENTATIONS, sys.modules):
+            stack.enter_context(mock.patch.dict(names))
         yield
     plugins.load_installed.cache_clear()
 
@@ -166,7 +172,8 @@ def test_installed_packages_and_the_environment_name_plug_ins(clean, tmp_path, m
         ("../mine", None, "cannot be imported"),
         ("mine", "import nothing_of_this_name", r"cannot be imported: ModuleNotFoundError: .*noth"),
         ("mine", "1 / 0", r"plug-in 'mine' \(--plugins\) cannot be imported: ZeroDivisionError"),
-        ("mine", "x =", r"cannot be imported: SyntaxError"),
+        ("mine", "x =", r"cannot be imported: SyntaxError: .* \(mine.py, line 1\); write"),
+        ("mine", "\nimport sys\nsys.exit(0)", r"SystemExit: 0 \(/.*/mine.py, line 3\); write"),
         (
             "mine",
             EXAMPLE.read_text().replace("rope_log", "rope2d"),
@@ -191,6 +198,25 @@ def test_models_and_sources_have_names_of_their_own(clean):
         register("vit_digits", entry.family, entry.options, position="ape")
     with pytest.raises(ValueError, match="a data source named 'digits' exists already"):
         register_source("digits", load)
+
+
+@pytest.mark.process
+def test_data_workers_know_its_augmentations(clean, tmp_path, monkeypatch):
+    pytest.importorskip("grain", reason="needs grain (the extra `data`)")
+    (tmp_path / "dark.py").write_text(
+        "from rope_jax.data.images.augment import AUGMENTATIONS, LOADER, Entry\n"
+        "def dark(images, draws):\n    return images // 2\n"
+        "AUGMENTATIONS.register('dark', Entry(LOADER, dark))\n"
+    )
+    (tmp_path / "train" / "grey").mkdir(parents=True)
+    Image.new("RGB", (8, 8), (90, 90, 90)).save(tmp_path / "train" / "grey" / "1.png")
+    monkeypatch.chdir(tmp_path)
+    plugins.load(["dark"])
+    images = load("folder", str(tmp_path), "train", (8, 8))
+    options = {"batch_size": 1, "seed": 0, "augment": "dark"}
+    with batches(images, workers=1, **options) as stream:
+        (batch,) = take(1, stream)
+    assert (batch["image"] == 45).all()
 
 
 def test_a_report_needs_the_plug_ins_of_its_runs(clean, tmp_path, monkeypatch):

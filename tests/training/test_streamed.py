@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from rope_jax.data.packing import prepare as pack
 from rope_jax.data.sources.folder import Folder
 from rope_jax.system.cores import cores
 from rope_jax.training import report
+from rope_jax.training.checkpoint import Checkpoints
 from rope_jax.training.metrics import read_metrics
-from rope_jax.training.setup import load_split, prepare
+from rope_jax.training.setup import initial_state, load_split, prepare
 from rope_jax.training.trees import tree_hash
 from tests.training.recipe import final_state, run, run_in_two_parts, tiny
 
@@ -63,6 +65,26 @@ def test_a_run_on_files_resumes_bit_for_bit_and_says_how_it_was_evaluated(
     run_in_two_parts(tmp_path / "cut", 4, **changes)
     states = [final_state(tmp_path / name, **changes) for name in ("cut", "whole")]
     assert tree_hash(states[0]) == tree_hash(states[1])
+
+
+def test_a_run_does_not_resume_on_other_pixels_of_the_same_names(photographs, tmp_path):
+    place, workdir = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(photographs, place)
+    changes = streamed(place) | {"eval__resolutions": ()}
+    setup, model = prepare(tiny(**changes))
+    state, about = initial_state(setup, model), setup.about()
+    earlier = {name: text.partition(", sample")[0] for name, text in about["data"].items()}
+    for step, fingerprint in enumerate((earlier, about["data"])):
+        with Checkpoints(workdir / "checkpoints") as checkpoints:
+            checkpoints.save(step, state, about=about | {"data": fingerprint})
+        assert final_state(workdir, **changes) is not None
+    shutil.rmtree(place / "train")
+    shutil.copytree(photographs / "train", place / "train")
+    assert final_state(workdir, **changes) is not None  # on copies
+    for file in place.glob("train/*/*.jpg"):
+        file.write_bytes((place / "test" / "class0" / "000.jpg").read_bytes())
+    with pytest.raises(ConfigError, match=r"the images of the train split.*override=images"):
+        final_state(workdir, **changes)
 
 
 def test_bad_files(photographs, tmp_path):

@@ -20,6 +20,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +33,8 @@ from rope_jax.data.images.crops import Crop, crop_file, crop_pixels
 from rope_jax.data.images.decode import EncodedImage
 from rope_jax.data.labels import Labels, find_labels
 from rope_jax.system.files import cache_folder, read_json
+
+_SAMPLE = 256  # images of which the content is compared: few, as each start reads them
 
 
 class Source(abc.ABC):
@@ -286,8 +289,24 @@ class Streamed:
         return find_labels(self.labels_of)
 
     def fingerprint(self) -> str:
-        """Size of the images, and number, classes, labels and names of their files."""
-        return f"{self.size[0]}x{self.size[1]} of {self.source.fingerprint()}"
+        """Size of the images; number, classes, labels and names of their files; and a checksum.
+
+        The latter is of the content of up to 256 images, evenly spaced. It stands at the end: runs
+        of earlier versions have a fingerprint without it.
+        """
+        count = len(self.labels)
+
+        def checksum(example: int) -> int:
+            try:
+                return zlib.crc32(bytes(self.source.read(example)))
+            except (ValueError, OSError):  # training names it, or skips it
+                return 0
+
+        with ThreadPoolExecutor() as pool:
+            sums = list(pool.map(checksum, sorted({k * count // _SAMPLE for k in range(_SAMPLE)})))
+        content = zlib.crc32(np.array(sums, np.uint32))
+        size = f"{self.size[0]}x{self.size[1]}"
+        return f"{size} of {self.source.fingerprint()}, sample {content:08x}"
 
     def read(
         self, example: int, crop: Crop | None = None, draw: int = 0
