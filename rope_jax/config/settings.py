@@ -171,7 +171,8 @@ class OptimConfig:
         "second on (late_epoch: the first two share a rate, as in DeiT and DeiT-III)",
     )
     warmup_epochs: NotNegative = _setting(
-        5.0, "linear warmup; in a shorter run it ends with the last step or epoch"
+        5.0,
+        "linear warmup; a warmup and a cooldown that do not fit into the run become a tenth of it",
     )
     warmup_steps: CountOrZero | None = _setting(
         None, "length of the warmup in steps, instead of warmup_epochs"
