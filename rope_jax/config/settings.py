@@ -202,8 +202,8 @@ class OptimConfig:
     )
     last_norm: Literal["head", "block"] = _setting(
         "head",
-        "with layer_decay, the last norm has the rate of the head (BEiT, MAE) or of the last block "
-        "(timm)",
+        "with layer_decay, the last norm has the rate of the head (BEiT, MAE, timm's fc_norm) or "
+        "of the last block (timm's norm)",
     )
     b1: Rate = _setting(0.9, "decay of the first moment (AdamW, LAMB)")
     b2: Rate = _setting(0.999, "decay of the second moment (AdamW, LAMB)")

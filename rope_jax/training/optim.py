@@ -193,8 +193,9 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     Args:
         params: of a model.
         layer_decay: the factor from each block to the one below.
-        last_norm: "head" gives the norm after the last block the factor of the head, as BEiT and
-            MAE do; "block" that of the last block, as timm's `param_groups_layer_decay` does.
+        last_norm: "head" gives the norm after the last block the factor of the head, as the codes
+            of BEiT and MAE do; "block" that of the last block, as timm's `param_groups_layer_decay`
+            does with `norm`. Its `fc_norm`, after mean pooling as in BEiT, has that of the head.
 
     Returns:
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.
