@@ -68,7 +68,8 @@ def get_config(arguments: str | None = None):
     )
 
     config.optim.name = "adamw"
-    config.optim.learning_rate = args.rate * args.batch_size / 256
+    batch = config.get_ref("batch_size").to_float()  # as --config.batch_size changes it
+    config.optim.learning_rate = args.rate * batch / 256
     config.optim.min_learning_rate = 1e-6
     config.optim.warmup_epochs = 2.0
     config.optim.weight_decay = 0.05

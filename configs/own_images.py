@@ -18,7 +18,8 @@ def get_config(arguments: str | None = None):
     """Arguments: path, source, model, position, resolution, epochs, batch, seed.
 
     source is that of `rope_jax.data.load`, None for "npz" if the path ends so and else "folder";
-    position None is the model's own scheme, batch the images in a step.
+    position None is the model's own scheme, batch the images in a step; the learning rate, 1e-3 for
+    512 of them, is scaled with it.
     """
     args = cfg.recipe_arguments(
         arguments,
@@ -51,7 +52,8 @@ def get_config(arguments: str | None = None):
     config.mix.mixup = 0.8
     config.mix.cutmix = 1.0
 
-    config.optim.learning_rate = 1e-3 * args.batch / 512
+    batch = config.get_ref("batch_size").to_float()  # as --config.batch_size changes it
+    config.optim.learning_rate = 1e-3 * batch / 512
     config.optim.min_learning_rate = 1e-6
     config.optim.warmup_epochs = 5.0
 

@@ -68,7 +68,8 @@ def get_config(arguments: str | None = None):
     config.mix.cutmix = 1.0
     config.mix.groups = 8  # GPUs of the original
 
-    scale = args.batch_size / 512  # of all three rates
+    # Of all three rates, as --config.batch_size changes them.
+    scale = config.get_ref("batch_size").to_float() / 512
     config.optim.learning_rate = 5e-4 * scale
     config.optim.min_learning_rate = 5e-6 * scale
     config.optim.warmup_epochs = 20.0

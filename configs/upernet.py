@@ -96,6 +96,7 @@ def get_config(arguments: str | None = None):
     config.optim.warmup_steps = 1500
     config.optim.warmup_learning_rate = 1e-6 * rate
     config.optim.weight_decay = 0.05
+    config.optim.exempt = "vectors"  # both codes' exempt names lack the prefix "backbone."
     config.optim.layer_decay = layer_decay
     config.optim.clip_norm = None
 

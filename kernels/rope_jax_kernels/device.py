@@ -27,6 +27,9 @@ KINDS = {
     "A100": (80, 1555),
     "A30": (80, 933),
     "A10": (86, 600),
+    "A40": (86, 696),
+    "A6000": (86, 768),
+    "3090": (86, 936),
     "L4": (89, 300),
     "L40": (89, 864),
     "L40S": (89, 864),
@@ -38,6 +41,8 @@ KINDS = {
     "GB200": (100, 7700),
     "B300": (103, 7700),
     "GB300": (103, 7700),
+    "5080": (120, 960),
+    "5090": (120, 1792),
 }
 BANDWIDTH = 1000  # GB/s, of other GPUs
 
@@ -57,7 +62,10 @@ def is_gpu() -> bool:
 def capability() -> int:
     """Compute capability of the target, times 10: 90 for Hopper.
 
-    It is 0 without an NVIDIA GPU, and for an abstract one that `KINDS` does not list.
+    It is 0 without an NVIDIA GPU.
+
+    Raises:
+        ValueError: an abstract GPU that `KINDS` does not list.
     """
     if not is_gpu():
         return 0
@@ -65,17 +73,24 @@ def capability() -> int:
     if str(found).replace(".", "").isdigit():  # AMD's is the name of an architecture
         major, _, minor = str(found).partition(".")
         return 10 * int(major) + int(minor or 0)
-    return _known()[0]
+    known, _ = listed(kind())
+    if not (found or known or kind().startswith(("gfx", "AMD"))):
+        raise ValueError(
+            f"the compute capability of {kind()!r} is not known without the device: compile for "
+            f"one of {', '.join(KINDS)}, add it to rope_jax_kernels.device.KINDS, or use "
+            "implementation='xla'"
+        )
+    return known
 
 
 def bandwidth() -> float:
     """Bytes per second between the target, a GPU, and its memory, as its data sheet has it."""
-    return 1e9 * _known()[1]
+    return 1e9 * listed(kind())[1]
 
 
-def _known() -> tuple[int, int]:
-    """The entry of the target in `KINDS`."""
-    words = getattr(target(), "device_kind", "").replace("-", " ").split()
+def listed(kind: str) -> tuple[int, int]:
+    """The entry of a kind of GPU in `KINDS`, or 0 and `BANDWIDTH`."""
+    words = kind.replace("-", " ").split()
     return next((KINDS[word] for word in words if word in KINDS), (0, BANDWIDTH))
 
 

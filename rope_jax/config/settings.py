@@ -171,7 +171,8 @@ class OptimConfig:
         "second on (late_epoch: the first two share a rate, as in DeiT and DeiT-III)",
     )
     warmup_epochs: NotNegative = _setting(
-        5.0, "linear warmup; in a shorter run it ends with the last step or epoch"
+        5.0,
+        "linear warmup; a warmup and a cooldown that do not fit into the run become a tenth of it",
     )
     warmup_steps: CountOrZero | None = _setting(
         None, "length of the warmup in steps, instead of warmup_epochs"
@@ -201,8 +202,8 @@ class OptimConfig:
     )
     last_norm: Literal["head", "block"] = _setting(
         "head",
-        "with layer_decay, the last norm has the rate of the head (BEiT, MAE) or of the last block "
-        "(timm)",
+        "with layer_decay, the last norm has the rate of the head (BEiT, MAE, timm's fc_norm) or "
+        "of the last block (timm's norm)",
     )
     b1: Rate = _setting(0.9, "decay of the first moment (AdamW, LAMB)")
     b2: Rate = _setting(0.999, "decay of the second moment (AdamW, LAMB)")

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.config import ConfigError, OptimConfig
+from rope_jax.system.files import warn
 
 Whole = Callable[[tuple[int, ...]], bool]
 
@@ -30,7 +31,8 @@ def learning_rate_schedule(
 ) -> optax.Schedule:
     """Linear warmup, then one of the config's curves, then cooldown at the minimum.
 
-    A warmup longer than the run (without cooldown) ends with its last step or epoch.
+    Where warmup and cooldown leave nothing between them, each that is not 0 becomes a tenth of the
+    run, in whole steps or epochs, with a warning.
 
     Args:
         options: of the config, with milestones in epochs.
@@ -40,6 +42,16 @@ def learning_rate_schedule(
     if options.warmup_steps is not None:
         warmup_epochs = options.warmup_steps / steps_per_epoch
         options = dataclasses.replace(options, warmup_epochs=warmup_epochs)
+    warmup, cooldown = options.warmup_epochs, options.cooldown_epochs
+    if warmup + cooldown >= epochs:
+        per_epoch = steps_per_epoch if options.schedule_step == "iteration" else 1
+        tenth = round(epochs * per_epoch / 10) / per_epoch
+        shortened = {"warmup_epochs": warmup and tenth, "cooldown_epochs": cooldown and tenth}
+        options = dataclasses.replace(options, **shortened)
+        warn(
+            f"WARNING: {warmup:.4g} epochs of warmup and {cooldown:.4g} of cooldown do not fit "
+            f"into a run of {epochs:.4g}: each that is not 0 becomes a tenth of the run"
+        )
     if options.schedule == "step" and not options.milestones:
         raise ValueError("schedule='step' needs milestones: give the epochs or steps of its drops")
     if options.schedule_step == "iteration":
@@ -181,8 +193,9 @@ def layer_rates(params: nnx.State, layer_decay: float, last_norm: str = "head") 
     Args:
         params: of a model.
         layer_decay: the factor from each block to the one below.
-        last_norm: "head" gives the norm after the last block the factor of the head, as BEiT and
-            MAE do; "block" that of the last block, as timm's `param_groups_layer_decay` does.
+        last_norm: "head" gives the norm after the last block the factor of the head, as the codes
+            of BEiT and MAE do; "block" that of the last block, as timm's `param_groups_layer_decay`
+            does with `norm`. Its `fc_norm`, after mean pooling as in BEiT, has that of the head.
 
     Returns:
         A pure dict of factors: numbers, or arrays that broadcast over all axes but the layers'.

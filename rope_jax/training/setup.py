@@ -279,12 +279,6 @@ def assemble(
     steps_per_epoch = data.epoch_length(len(images.labels), config.data.repeats) / config.batch_size
     epochs = config.epochs if config.steps is None else config.steps / steps_per_epoch
     total = max(1, round(epochs * steps_per_epoch))
-    if config.optim.cooldown_epochs >= epochs:
-        raise ConfigError(
-            f"--config.optim.cooldown_epochs={config.optim.cooldown_epochs} are not less than the "
-            f"{epochs:.4g} epochs of the run, of which they are the last: lower the first or raise "
-            "--config.epochs or --config.steps"
-        )
     with blame("--config.optim.milestones"):
         schedule = optim.learning_rate_schedule(
             optim.in_epochs(config.optim, None if config.steps is None else steps_per_epoch),

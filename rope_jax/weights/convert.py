@@ -114,7 +114,11 @@ def name_table(model: nnx.Module, source: str) -> Table:
 
 
 def fill(
-    model: nnx.Module, plan: Conversion, read: Callable[[str], np.ndarray], source: str
+    model: nnx.Module,
+    plan: Conversion,
+    read: Callable[[str], np.ndarray],
+    source: str,
+    where: str,
 ) -> None:
     """Fills a model by a plan.
 
@@ -123,9 +127,11 @@ def fill(
         plan: of `plan_conversion`.
         read: reads a tensor by its name.
         source: of the names, for error messages.
+        where: path or hub id of the file, for error messages.
 
     Raises:
-        ValueError: the plan has problems, or what the model computes is not what the file holds.
+        ValueError: the plan has problems, what the model computes is not what the file holds, or a
+            weight is not finite; the model is not changed.
     """
     read, problems = functools.lru_cache(2)(read), list(plan.problems)  # layers follow each other
     for key, want in plan.frozen.items():
@@ -145,6 +151,11 @@ def fill(
         array = read(link.key)
         array = array if link.rule.cut is None else array[link.rule.cut]
         array = link.rule.read(array.astype(variable.dtype), slot)
+        if not np.isfinite(array).all():
+            raise ValueError(
+                f"{link.key} of {where!r} holds NaN or infinite values: take other weights, or "
+                "those of an earlier checkpoint"
+            )
         slot.of(value)[...] = array if slot.grid is None else slot.resized(array)
     for slot in plan.zeros:
         values[slot.path] = np.zeros(variables[slot.path].shape, variables[slot.path].dtype)

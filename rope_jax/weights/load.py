@@ -73,8 +73,8 @@ def convert_state_dict(
     prediction has beyond a classifier.
 
     Raises:
-        ValueError: names or shapes that do not fit, all of them in one message; the model is not
-            changed.
+        ValueError: names or shapes that do not fit, all of them in one message, or a weight that is
+            not finite; the model is not changed.
     """
     if nested := [key for key, value in state_dict.items() if isinstance(value, Mapping)]:
         raise ValueError(
@@ -83,9 +83,9 @@ def convert_state_dict(
         )
     arrays = {key: np.asarray(array) for key, array in state_dict.items()}
     shapes = {key: (array.shape, array.dtype) for key, array in arrays.items()}
-    file = WeightsFile(shapes, arrays.__getitem__)
+    file = WeightsFile(shapes, arrays.__getitem__, where="state_dict")
     target, source, plan = _plan(model, file, source, new_head=new_head, grids=grids)
-    fill(target, plan, file.read, source)
+    fill(target, plan, file.read, source, file.where)
     report(model, plan)
 
 
@@ -121,8 +121,8 @@ def load_pretrained(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not a file of weights, or the weights do not fit the model (all problems
-            in one message; the model is not changed), or a file of `save_pretrained` belongs to a
-            different model with weights of the same names and shapes.
+            in one message) or are not finite, so that the model is not changed, or a file of
+            `save_pretrained` belongs to a different model of the same names and shapes.
         ImportError: the package that reads it is not installed.
     """
     with open_weights(where) as file:
@@ -148,7 +148,7 @@ def load_weights(
         if other_model is None:
             raise ValueError(f"{message}. {_advice(target, file.metadata.options)}")
         other_model(message)
-    fill(target, plan, file.read, source)
+    fill(target, plan, file.read, source, file.where)
     about = file.description
     usual = name_table(target, source).preprocessing
     model.preprocessing = (about and about.preprocessing) or file.preprocessing or usual

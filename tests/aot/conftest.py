@@ -5,7 +5,6 @@ import functools
 import pytest
 
 from benchmarks._gpus import absent_gpus
-from tests.aot.gpus import absent_gpu
 from tests.aot.program import compile_program
 
 
@@ -18,7 +17,7 @@ def gpus():
 @pytest.fixture(scope="session")
 def gpu_of():
     """gpu_of(kind) -> one GPU of this kind."""
-    return functools.cache(absent_gpu)
+    return functools.cache(lambda kind: absent_gpus(kind=kind)[0])
 
 
 @pytest.fixture

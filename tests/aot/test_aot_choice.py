@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks._gpus import H200
+from benchmarks._gpus import A100, H200, L4, T4
 from rope_jax_kernels import Global, Rotation, attention_qkv, explain
 from rope_jax_kernels.model_shapes import LAYERS
-from tests.aot.gpus import A100, L4, T4
 from tests.aot.layers import attend, train
 from tests.aot.program import collectives, compile_ahead
 from tests.kernels.covering import covering

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks._gpus import A100, L4
 from rope_jax_kernels import rotate_by_angles
-from tests.aot.gpus import A100, L4
 from tests.aot.layers import layer_of, train
 from tests.aot.program import budget, tool
 

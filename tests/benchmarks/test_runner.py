@@ -7,7 +7,7 @@ import pytest
 import benchmarks
 import experiments
 from benchmarks import _runner
-from benchmarks._gpus import absent_gpus
+from benchmarks._gpus import A100, H200, KINDS, TARGET, absent_gpus, describe
 from tests import postponed
 
 ONE = [1]
@@ -99,3 +99,13 @@ def test_compiling_ahead_needs_a_variable(monkeypatch):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     with pytest.raises(RuntimeError, match="set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"):
         absent_gpus()
+
+
+def test_each_kind_of_gpu_has_a_description_of_its_own():
+    texts = {kind: describe(kind) for kind in KINDS}
+    assert texts[H200] == TARGET.read_text()
+    assert 'device_description_str: "NVIDIA A100' in texts[A100]
+    changed = {"major": 8, "minor": 0, **KINDS[A100]}
+    assert all(f"{name}: {value}\n" in texts[A100] for name, value in changed.items())
+    with pytest.raises(ValueError, match=r"no description of 'NVIDIA L40S': .* NVIDIA H200"):
+        describe("NVIDIA L40S")

@@ -90,6 +90,7 @@ DECAYED = [
     ("cct", "variant=vit_lite_7_4", ONE, {"class_token", "embedding"}),
     ("cct", "variant=cct_7_3x1,position=lape(ape)", ONE, {"embedding"}),
     ("cat", "variant=cat_vit_5", ONE, {"class_token", "scale", "bias"}),
+    ("upernet", "position=rope_mixed+ape", ONE, {"class_token", "embedding", "mixed"}),
 ]
 
 

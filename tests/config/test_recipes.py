@@ -48,6 +48,19 @@ def test_values_of_the_recipes(text):
 
 
 @pytest.mark.parametrize(
+    ("recipe", "argument"),
+    [("own_images", "batch"), ("finetune:weights=x", "batch_size"), ("swin", "batch_size")],
+)
+def test_the_rate_follows_the_batch_size_as_argument_and_as_setting(recipe, argument):
+    load = lambda text, changes: cfg.resolve(cfg.load_recipe(text, changes))
+    by_argument = load(cfg.with_arguments(recipe, **{argument: 96}), {})
+    assert load(recipe, {"batch_size": 96}) == by_argument
+    assert load(recipe, {}).optim.learning_rate != by_argument.optim.learning_rate
+    chosen = load(recipe, {"optim.learning_rate": 0.01, "batch_size": 96})
+    assert (chosen.optim.learning_rate, chosen.batch_size) == (0.01, 96)
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("deit3", "variant=s,stage=finetune", "stage=finetune with variant b, l"),

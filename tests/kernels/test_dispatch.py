@@ -142,6 +142,7 @@ CHOICES = {
     "NVIDIA A100-SXM4-80GB": ("cudnn", "xla", "xla"),
     "NVIDIA L4": ("cudnn", "xla", "xla"),
     "NVIDIA B200": ("cudnn", "xla", "xla"),
+    "NVIDIA GeForce RTX 5090": ("cudnn", "xla", "xla"),
     "Tesla T4": ("xla", "xla", "xla"),
     "gfx942": ("xla", "xla", "xla"),
     "cpu": ("xla", "xla", "xla"),
@@ -168,6 +169,15 @@ def test_the_choice_for_the_layers_of_models(kind, dtype, with_cudnn):
             assert (reasons["cudnn"] == "ok") == (
                 generation and is_global and dtype != "float32"
             ), reasons["cudnn"]
+
+
+def test_a_gpu_that_is_not_listed_is_refused_ahead_of_time(without_cudnn):
+    """Its default would be `xla`, whatever the GPU could do."""
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA GeForce RTX 9999")):
+        with pytest.raises(ValueError, match=r"'NVIDIA GeForce RTX 9999' is not .* H200, .* 5090"):
+            chosen(LAYERS["vit_s"], "bfloat16")
+        named = lambda x: attention(x, x, x, pattern=Global(), implementation="xla")
+        jax.eval_shape(named, X)
 
 
 def chosen(layer, dtype, sharding=None):

@@ -115,6 +115,20 @@ def test_lower_precision_is_read(tmp_path):
         )
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused(value, tmp_path):
+    state_dict = export_state_dict(small(), source="deit")
+    state_dict["head.bias"] = np.array([0, 0, 0, value, 0], np.float32)
+    np.savez(tmp_path / "model.npz", **state_dict)
+    model = small(seed=1)
+    wanted = r"^head\.bias of '.*model\.npz' holds NaN or infinite values: take other weights"
+    with pytest.raises(ValueError, match=wanted):
+        load_pretrained(model, tmp_path / "model.npz")
+    with pytest.raises(ValueError, match=r"^head\.bias of 'state_dict' holds NaN"):
+        rope_jax.convert_state_dict(model, state_dict, source="deit")
+    assert_same(model, small(seed=1))
+
+
 class Marker:
     """Leaves a trace when it is unpickled."""
 

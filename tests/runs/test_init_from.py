@@ -69,6 +69,16 @@ def test_weights_of_another_shape_or_type_are_refused(tmp_path, array, message):
         started(tmp_path / "weights.npz", **APE)
 
 
+def test_weights_that_are_not_finite_are_refused(trained, tmp_path):
+    """A run does not save any; a file may hold them."""
+    model = rope_jax.create_model(trained)
+    model.norm.scale[...] = model.norm.scale[...].at[3].set(np.nan)
+    rope_jax.save_pretrained(model, tmp_path)
+    message = r"norm\.scale of .* holds NaN or infinite values.*\[--config\.init_from\]"
+    with pytest.raises(ConfigError, match=message):
+        started(tmp_path, **APE)
+
+
 @pytest.mark.parametrize("count", [10**9, 10**12])
 def test_a_header_that_lies_about_its_size_costs_no_memory(tmp_path, count):
     """4 GB or 4 TB, of which nothing follows."""

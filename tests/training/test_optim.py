@@ -69,18 +69,40 @@ def test_deit_schedule_changes_after_each_epoch():
         )
 
 
-@pytest.mark.parametrize("warmup", [2.0, 9.0])
-def test_a_warmup_that_does_not_end_before_the_run_is_shortened(warmup):
-    """The last step, or epoch, has the peak; a cooldown comes after it."""
-    options = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup_epochs": warmup}
-    rate = schedule(2, 10, **options)
-    assert [float(rate(s)) for s in (0, 18, 19)] == pytest.approx([0, 18 / 19, 1])
-    for kind, wanted in (("epoch", [0, 1]), ("late_epoch", [1, 1])):
-        rate = schedule(2, 10, **options, schedule_step=kind)
-        assert [float(rate(s)) for s in (0, 19)] == pytest.approx(wanted), kind
-    for kind in ("iteration", "epoch"):
-        rate = schedule(4, 10, **options, schedule_step=kind, cooldown_epochs=2.0)
-        assert [float(rate(s)) for s in (19, 20, 39)] == pytest.approx([1, 0.1, 0.1]), kind
+def rates_of(epochs, steps_per_epoch, **options):
+    rate = schedule(epochs, steps_per_epoch, learning_rate=1.0, min_learning_rate=0.1, **options)
+    return np.asarray(jax.jit(jax.vmap(rate))(np.arange(epochs * steps_per_epoch + 1)))
+
+
+@pytest.mark.parametrize("curve", ["cosine", "poly"])
+@pytest.mark.parametrize(
+    ("epochs", "ends", "fit"),
+    [
+        (5, {"warmup_epochs": 20.0, "cooldown_epochs": 10.0}, (0.5, 0.5)),
+        (5, {"warmup_epochs": 5.0}, (0.5, 0.0)),
+        (5, {"warmup_steps": 200}, (0.5, 0.0)),
+        (5, {"warmup_epochs": 0.0, "cooldown_epochs": 5.0}, (0.0, 0.5)),
+        (10, {"warmup_epochs": 8.0, "cooldown_epochs": 2.0, "schedule_step": "epoch"}, (1.0, 1.0)),
+        (4, {"warmup_epochs": 5.0, "schedule_step": "late_epoch"}, (0.0, 0.0)),  # whole epochs
+    ],
+)
+def test_a_warmup_and_a_cooldown_that_do_not_fit_become_a_tenth(curve, epochs, ends, fit, capsys):
+    found = rates_of(epochs, 20, **ends, schedule=curve)
+    assert f"cooldown do not fit into a run of {epochs}: each" in capsys.readouterr().err
+    ends = ends | {"warmup_steps": None, "warmup_epochs": fit[0], "cooldown_epochs": fit[1]}
+    np.testing.assert_array_equal(found, rates_of(epochs, 20, **ends, schedule=curve))
+    assert not capsys.readouterr().err
+
+
+def test_a_warmup_and_a_cooldown_that_just_fit_stay_as_they_are(capsys):
+    """To the bit, with a single step between them."""
+    options = {"warmup_epochs": 4.0, "cooldown_epochs": 2.9, "warmup_learning_rate": 0.01}
+    cosine = optax.cosine_decay_schedule(1.0, 1, 0.1)
+    wanted = [0.01 + (1 - 0.01) * jnp.float32(step) / 40 for step in range(40)]
+    wanted += [cosine(jnp.int32(step)) for step in range(31)]
+    rate = schedule(7, 10, learning_rate=1.0, min_learning_rate=0.1, **options)
+    assert [float(rate(step)) for step in range(71)] == [float(x) for x in wanted]
+    assert not capsys.readouterr().err
 
 
 def test_epochs_and_constants():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 EPSILON = 1e-6
-"""Added to areas that are divided by, as in detrex: boxes without area overlap with none."""
+"""Added to areas that are divided by, as in detrex, whose boxes are fractions of the image."""
 
 
 def to_corners(boxes: Float[Array, "*N 4"]) -> Float[Array, "*N 4"]:
@@ -59,7 +59,9 @@ def _intersection_and_union(
     return shared, area(first) + area(second) - shared
 
 
-def iou(first: Float[Array, "*N 4"], second: Float[Array, "*M 4"]) -> Float[Array, "*K"]:
+def iou(
+    first: Float[Array, "*N 4"], second: Float[Array, "*M 4"], epsilon: float = EPSILON
+) -> Float[Array, "*K"]:
     """Intersection over union, 0 to 1.
 
     >>> float(iou(jnp.array([0.0, 0.0, 2.0, 2.0]), jnp.array([1.0, 0.0, 3.0, 2.0]))).__round__(4)
@@ -67,13 +69,16 @@ def iou(first: Float[Array, "*N 4"], second: Float[Array, "*M 4"]) -> Float[Arra
 
     Args:
         first, second: corners, of shapes that broadcast.
+        epsilon: added to the union: boxes without area overlap with none. That of detrex, the
+            default, makes the overlap of small boxes too small, of one pixel of 1,000 x 1,000 by
+            half if boxes are fractions of the image; 1e-12 is below their rounding.
     """
     shared, union = _intersection_and_union(first, second)
-    return shared / (union + EPSILON)
+    return shared / (union + epsilon)
 
 
 def generalised_iou(
-    first: Float[Array, "*N 4"], second: Float[Array, "*M 4"]
+    first: Float[Array, "*N 4"], second: Float[Array, "*M 4"], epsilon: float = EPSILON
 ) -> Float[Array, "*K"]:
     """Intersection over union less the share of the smallest box around both that neither fills.
 
@@ -86,9 +91,10 @@ def generalised_iou(
 
     Args:
         first, second: corners, of shapes that broadcast.
+        epsilon: added to both areas that are divided by, see `iou`.
     """
     shared, union = _intersection_and_union(first, second)
     upper = jnp.minimum(first[..., :2], second[..., :2])
     lower = jnp.maximum(first[..., 2:], second[..., 2:])
     around = area(jnp.concatenate([upper, lower], axis=-1))
-    return shared / (union + EPSILON) - (around - union) / (around + EPSILON)
+    return shared / (union + epsilon) - (around - union) / (around + epsilon)

@@ -31,6 +31,15 @@ def test_overlaps_are_those_of_counted_cells():
         np.testing.assert_allclose(found[1][i, j], wanted, atol=1e-6)
 
 
+def test_small_boxes_overlap_as_large_ones_with_a_smaller_epsilon():
+    """Two pixels of 1,000 x 1,000, one of them half over the other; losses have detrex's."""
+    pixel, moved = jnp.array([[0.1, 0.1, 0.101, 0.101], [0.1, 0.1005, 0.101, 0.1015]])
+    for overlap in (iou, generalised_iou):
+        exact = [overlap(pixel, other, epsilon=1e-12) for other in (pixel, moved)]
+        np.testing.assert_allclose(exact, [1, 1 / 3], rtol=1e-3)
+    np.testing.assert_allclose(iou(pixel, pixel), 1 / 2, rtol=1e-3)
+
+
 def test_notations_are_inverse():
     boxes = some_boxes(np.random.default_rng(1), 20).astype(np.float32)
     back = jax.jit(lambda boxes: to_corners(to_centres(boxes)))(boxes)
