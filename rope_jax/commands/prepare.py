@@ -45,4 +45,4 @@ def main(argv: list[str] | None = None) -> None:
     with parser.one_line_errors():
         for split in splits.split(","):
             source = open_source(kind, path, split, allow_empty=allow_empty)
-            print(f"written: {prepare(source, out, **options)}")
+            print(f"written: {prepare(source, out, **options)}", *source.remarks(), sep="\n")

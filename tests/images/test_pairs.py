@@ -43,8 +43,11 @@ def classes_of(folder, split, number):
 
 
 def test_a_folder_of_pairs(folder):
+    Image.open(folder / "val" / "3.jpg").save(folder / "val" / "3.TIF")
+    (folder / "val" / "3.jpg").unlink()
     found = load("masks", str(folder), "test", (16, 12))
-    assert [found.source.example_name(k) for k in range(5)] == [f"val/{k}.jpg" for k in range(5)]
+    expected = [f"val/{k}.{'TIF' if k == 3 else 'jpg'}" for k in range(5)]
+    assert [found.source.example_name(k) for k in range(5)] == expected
     assert found.class_names == ["sky", "sea", "sand"]
     for one in (found, pickle.loads(pickle.dumps(found))):
         image, classes = one.original(3)

@@ -86,6 +86,38 @@ def test_folder(tmp_path, held_out):
     assert not index.exists()  # a folder leaves no listing behind
 
 
+def test_a_folder_reads_images_of_any_depth_and_counts_other_files(tmp_path, capsys):
+    names_of = {}
+    for kind in ("BMP", "JPEG", "PNG", "TIFF", "WEBP"):
+        data = encode(Image.new("RGB", (9, 8), (10, 20, 30)), kind, lossless=True)
+        names_of[kind] = f"{kind}.{kind}" if kind != "TIFF" else "new/deep/1.TIF"
+        place = tmp_path / "train" / "cat" / names_of[kind]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+    cat = tmp_path / "train" / "cat"
+    (cat / "old").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.png").write_bytes((cat / "PNG.PNG").read_bytes())
+    for junk in (".DS_Store", "._1.png", "Thumbs.db", "desktop.ini", "new/notes.txt", ".x/1.png"):
+        (cat / junk).parent.mkdir(exist_ok=True)
+        (cat / junk).write_bytes(b"junk")
+    assert (
+        verify_main([f"--path={tmp_path}", "--source=folder", "--splits=train", "--workers=0"]) == 0
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert len([line for line in printed if "left out" in line]) == 1
+    assert any("train split: 3 files" in x and x.endswith("cat/Thumbs.db") for x in printed)
+    expected = [*(names_of[k] for k in ("BMP", "JPEG", "PNG", "WEBP", "TIFF")), "old/x.png"]
+    images = load("folder", str(tmp_path), "train", (4, 4))
+    assert names(images.source) == [f"cat/{name}" for name in expected]
+    pixels = np.stack([images.example(k)["image"] for k in range(6)]).astype(int)
+    assert abs(pixels - [10, 20, 30]).max() <= 2  # of JPEG
+    for name in expected:
+        (cat / name).unlink()
+    with pytest.raises(ValueError, match=r"cat has no images .* add some \(\.bmp, "):
+        Folder(str(tmp_path), "train")
+
+
 def test_fingerprints_tell_sets_apart(tmp_path):
     write_folder(tmp_path / "a")
     write_folder(tmp_path / "b")
@@ -118,7 +150,9 @@ def test_a_folder_without_splits_is_split(tmp_path):
         (tmp_path / name).mkdir()
         for k in range(count):
             (tmp_path / name / f"{k:02}.png").write_bytes(b"x")
+    (tmp_path / "cat" / "00.txt").write_bytes(b"not counted among the five")
     train, test = (Folder(str(tmp_path), split) for split in ("train", "test"))
+    assert (len(train.remarks()), test.remarks()) == (1, [])  # the files are those of both
     assert names(test) == ["cat/04.png", "cat/09.png", "dog/04.png"]
     assert test.labels.tolist() == [0, 0, 1]
     assert len({*names(train), *names(test)}) == len(names(train)) + 3 == 17

@@ -1,10 +1,10 @@
 """Decoding of untrusted image files to RGB pixels.
 
 Attacks on decoders are in the metadata (compressed text, text under names that Pillow's decoder
-takes for settings of its own, Exif directories whose entries all point at the same megabytes).
-JPEG and PNG files are therefore reduced to the parts that encode pixels before Pillow reads them;
-the Exif orientation is read here. No global state is used: decoding is safe in threads and under
-any setting of Pillow.
+takes for settings of its own, directories whose entries all point at the same megabytes). JPEG, PNG
+and TIFF files are therefore reduced to the parts that encode pixels before Pillow reads them; the
+orientation is read here. No global state is used: decoding is safe in threads and under any setting
+of Pillow (of TIFF files, its own limit of pixels holds, too).
 """
 
 import contextlib
@@ -15,13 +15,15 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageFile
+from PIL.BmpImagePlugin import BmpImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 MAX_PIXELS = 64_000_000
 # Half for decoders that hold several copies of the whole image: libwebp (canvas, previous frame,
-# frame) and libjpeg with CMYK in several scans.
+# frame), libtiff (a strip or tile, of 16 bits) and libjpeg with CMYK in several scans.
 MAX_PIXELS_COSTLY = 32_000_000
 # Of a file, before it is read: two bytes a pixel, which no photograph of that size needs.
 MAX_BYTES = 2 * MAX_PIXELS
@@ -30,6 +32,14 @@ MAX_SIDE = 65_535
 # Progressive JPEGs have about 10. Every scan visits the whole image; an empty one has 20 bytes.
 MAX_SCANS = 100
 
+# Format -> the first bytes of its files.
+_STARTS = {
+    "JPEG": rb"\xff\xd8\xff",
+    "PNG": rb"\x89PNG\r\n\x1a\n",
+    "WebP": rb"RIFF....WEBP",
+    "BMP": rb"BM",
+    "TIFF": rb"II\*\0|MM\0\*",
+}
 # Exif orientation -> the transposition that undoes it.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,20 +51,27 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _PIXEL_CHUNKS = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}
+# A PNG chunk of XMP, which its standard does not compress.
+_XMP = b"iTXtXML:com.adobe.xmp\0\0"
 # A JPEG marker with a length (or the end of the image).
 _SEGMENT = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 # Comments, and all APPn but JFIF (0) and Adobe's colour transform (14).
 _METADATA_SEGMENTS = {*range(0xE1, 0xEE), 0xEF, 0xFE}
+# Of TIFF: sizes and formats, compression, strips, tiles, colours; the longest lists positions of
+# tiles, which have 16 x 16 pixels at the least.
+_PIXEL_TAGS = {*range(256, 260), 262, 266, 273, *range(277, 280), 284, 292, 293, 317, 320}
+_PIXEL_TAGS |= {*range(322, 326), 338, 339, 347, *range(529, 533)}
+_MAX_VALUES = MAX_PIXELS // 256
 
 
 def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
-    """Decodes a JPEG, PNG or WebP file to RGB.
+    """Decodes a JPEG, PNG, WebP, BMP or TIFF file to RGB.
 
-    The Exif orientation is applied (the first Exif block of the file; PNG: eXIf). Alpha, palette
-    transparency and colour keys are laid over white; 16-bit grey is divided by 257 and rounded,
-    16-bit colour keeps its high bytes; CMYK is converted without a colour profile; 1-bit, grey and
-    palette images become RGB; animations are reduced to their first frame. Colour profiles are
-    ignored.
+    The orientation is applied (of the first Exif block of the file; PNG: eXIf, or where it has none
+    XMP; TIFF: its own). Alpha, palette transparency and colour keys are laid over white; 16-bit
+    grey is divided by 257 and rounded, 16-bit colour keeps its high bytes; CMYK is converted
+    without a colour profile; 1-bit, grey and palette images become RGB; animations and documents
+    are reduced to their first frame or page. Colour profiles are ignored.
 
     >>> import io
     >>> file = io.BytesIO()
@@ -70,9 +87,9 @@ def decode_image(data: bytes) -> UInt8[np.ndarray, "H W 3"]:
 
     Raises:
         ValueError: other formats, truncated or corrupt files, more than 128 million bytes, more
-            than 64 million pixels (32 million of WebP, and of JPEG that is both CMYK and stored in
-            several scans), a side over 65,535 pixels, more than 100 scans; the message has the
-            reason.
+            than 64 million pixels (32 million of WebP, of TIFF, and of JPEG that is both CMYK and
+            stored in several scans), a side over 65,535 pixels, more than 100 scans, TIFF with
+            pixels of 12 or 32 bits; the message has the reason.
     """
     return np.array(EncodedImage(data).picture())
 
@@ -88,7 +105,7 @@ class EncodedImage:
 
     Attributes:
         size: (width, height) in pixels, after orientation.
-        orientation: of Exif, 1 to 8; 1 for upright images.
+        orientation: as Exif numbers them, 1 to 8; 1 for upright images.
     """
 
     def __init__(self, data: bytes):
@@ -142,43 +159,46 @@ class EncodedImage:
 
 
 def _format(data: bytes) -> str:
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "PNG"
-    if data.startswith(b"\xff\xd8\xff"):
-        return "JPEG"
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return "WebP"
-    raise ValueError(f"not a JPEG, PNG or WebP image: it starts with {data[:12]!r}")
+    for name, start in _STARTS.items():
+        if re.match(start, data, re.DOTALL):
+            return name
+    raise ValueError(f"not a JPEG, PNG, WebP, BMP or TIFF image: it starts with {data[:12]!r}")
 
 
 def _open(data: bytes, name: str) -> tuple[ImageFile.ImageFile, int, int]:
     """Reads the header: the image, its orientation, and the largest number of pixels."""
     # The plugins are called directly: Image.open adds warnings and limits of global settings.
     if name == "PNG":
-        data, exif = _reduce_png(data)
-        return PngImageFile(io.BytesIO(data)), _orientation(exif), MAX_PIXELS
+        data, exif, xmp = _reduce_png(data)
+        return PngImageFile(io.BytesIO(data)), _orientation(exif, xmp), MAX_PIXELS
     if name == "JPEG":
         data, exif, scans = _reduce_jpeg(data)
         image = JpegImageFile(io.BytesIO(data))
         costly = image.mode == "CMYK" and scans > 1
         return image, _orientation(exif), MAX_PIXELS_COSTLY if costly else MAX_PIXELS
+    if name == "BMP":
+        return BmpImageFile(io.BytesIO(data)), 1, MAX_PIXELS
+    if name == "TIFF":
+        return _open_tiff(data), _orientation(data), MAX_PIXELS_COSTLY
     image = WebPImageFile(io.BytesIO(data))
     return image, _orientation(image.info.get("exif", b"")), MAX_PIXELS_COSTLY
 
 
-def _reduce_png(data: bytes) -> tuple[bytes, bytes]:
-    """The chunks that encode pixels, and the Exif block; the decoder detects damage."""
-    kept, exif, at = [data[:8]], b"", 8
+def _reduce_png(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """The chunks that encode pixels, the Exif block, and XMP; the decoder detects damage."""
+    kept, exif, xmp, at = [data[:8]], b"", b"", 8
     while at < len(data):
         kind, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4])
         if kind in _PIXEL_CHUNKS or end > len(data):
             kept.append(data[at:end])
         elif kind == b"eXIf":
             exif = exif or data[at + 8 : end - 4]
+        elif data.startswith(_XMP, at + 4):
+            xmp = data[at + 8 : end - 4]
         if kind == b"IEND":
             break
         at = end
-    return b"".join(kept), exif
+    return b"".join(kept), exif, xmp
 
 
 def _reduce_jpeg(data: bytes) -> tuple[bytes, bytes, int]:
@@ -205,22 +225,51 @@ def _reduce_jpeg(data: bytes) -> tuple[bytes, bytes, int]:
     return b"".join(kept), exif, scans
 
 
-def _orientation(exif: bytes) -> int:
-    """Orientation 1 to 8 of an Exif block; 1 if it has none or is damaged."""
-    tiff = exif.removeprefix(b"Exif\0\0")
-    order = {b"II": "little", b"MM": "big"}.get(tiff[:2])
-    if order is None:
-        return 1
+def _open_tiff(data: bytes) -> TiffImageFile:
+    """The first page of a file, of which only the tags of pixels are left."""
+    order, entries = _directory(data)
+    kept = [
+        entry
+        for tag, entry in sorted(entries.items())
+        if tag in _PIXEL_TAGS and int.from_bytes(entry[4:8], order) <= _MAX_VALUES
+    ]
+    directory = b"".join([len(kept).to_bytes(2, order), *kept, bytes(4)])
+    start = int.from_bytes(data[4:8], order)  # of a longer directory
+    rest = data[start + len(directory) :]
+    image = TiffImageFile(io.BytesIO(data[:start] + directory + rest))
+    tags = image.tag_v2
+    if image.mode in ("I", "F") or 12 in tags.get(258, ()):
+        raise ValueError("its values are of 12 or 32 bits, or signed: store 8 or 16 bits")
+    if (pixels := tags.get(322, 0) * tags.get(323, 0)) > MAX_PIXELS_COSTLY:
+        raise ValueError(f"its tiles of {pixels:,} pixels are too large")
+    return image
 
-    def number(at: int, size: int) -> int:  # 0 beyond the end
-        return int.from_bytes(tiff[at : at + size], order)
 
-    first = number(4, 4) + 2
-    for entry in range(first, first + 12 * number(first - 2, 2), 12):
-        if number(entry, 2) == 0x0112:
-            value = number(entry + 8, 4 if number(entry + 2, 2) == 4 else 2)
-            return value if 1 <= value <= 8 else 1
-    return 1
+def _directory(tiff: bytes) -> tuple[str, dict[int, bytes]]:
+    """Byte order, and the entries by tag, of the first directory of a TIFF file or Exif block.
+
+    An entry has 12 bytes: tag, type, number of values, and these or where they are. Of damaged
+    files there are none, or some are shorter.
+    """
+    order = "little" if tiff[:2] == b"II" else "big"
+    if tiff[:2] not in (b"II", b"MM"):
+        return order, {}
+    first = int.from_bytes(tiff[4:8], order) + 2
+    end = first + 12 * int.from_bytes(tiff[first - 2 : first], order)
+    found = [tiff[at : at + 12] for at in range(first, end, 12)]
+    return order, {int.from_bytes(entry[:2], order): entry for entry in reversed(found)}
+
+
+def _orientation(exif: bytes, xmp: bytes = b"") -> int:
+    """Orientation 1 to 8 of an Exif block, or else of XMP; 1 if there is none or it is damaged."""
+    order, entries = _directory(exif.removeprefix(b"Exif\0\0"))
+    if entry := entries.get(0x0112):
+        end = 12 if int.from_bytes(entry[2:4], order) == 4 else 10
+        value = int.from_bytes(entry[8:end], order)
+    else:
+        found = re.search(rb'tiff:Orientation(?:="|>)(\d)', xmp)
+        value = int(found[1]) if found else 1
+    return value if 1 <= value <= 8 else 1
 
 
 def _scale_colour_key(image: ImageFile.ImageFile, *, depth: int) -> None:

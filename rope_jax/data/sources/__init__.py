@@ -85,8 +85,8 @@ def load(
 
     One image at a time, in the order of classes and file names:
 
-    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/); or in
-      path/CLASS/, where every fifth belongs to the test split.
+    - `"folder"`: image files in path/train/CLASS/ and path/test/CLASS/ (or path/val/CLASS/), and in
+      folders within these; or in path/CLASS/, where every fifth belongs to the test split.
     - `"tfds"`: a data set prepared by tensorflow-datasets.
     - `"packed"`: a data set prepared by `python -m rope_jax.data.prepare`.
     - `"imagenet"`: the official archives of ImageNet-1k.

@@ -15,7 +15,8 @@ from rope_jax.data.sources.index import Source, write_index
 from rope_jax.system.files import read_regular
 
 _HELD_OUT = 5  # every fifth image of a class, where the folder has no splits
-_ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
+# Of image files, in any case; `decode_image` reads them by their content.
+ENDINGS = (".bmp", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 class Files(Source):
@@ -49,9 +50,11 @@ class Files(Source):
 class Folder(Files):
     """One split of a set of class folders: path/train/CLASS/, path/test/CLASS/ (or path/val/...).
 
-    Without these, every fifth file of path/CLASS/ belongs to the test split. Classes are numbered
-    in the order of their names, those of the training split if there is one. Names that start with
-    a dot are left out. No file is opened before it is read.
+    Without these, every fifth image of path/CLASS/ belongs to the test split. Classes are numbered
+    in the order of their names, those of the training split if there is one. Images are the files
+    with one of the `ENDINGS`, in a class's folder and in folders within it; `remarks` has the
+    number of the others. Names that start with a dot are left out. No file is opened before it is
+    read.
 
     Args:
         path: the set.
@@ -60,7 +63,8 @@ class Folder(Files):
 
     Raises:
         FileNotFoundError: the split has no folder.
-        ValueError: it has no files, a class that the training split lacks, or an empty folder.
+        ValueError: it has no images, a class that the training split lacks, or a class folder
+            without images.
     """
 
     def __init__(self, path: str, split: str, *, allow_empty: bool = False):
@@ -79,22 +83,31 @@ class Folder(Files):
             raise ValueError(
                 f"{folder} has a class {unknown[0]!r} that {Path(path, 'train')} has not"
             )
-        found = {name: listed(folder / name, folders=False) for name in classes}
-        empty = [name for name in classes if (folder / name).is_dir() and not found[name]]
+        found = {name: _files(folder / name) for name in classes}
+        images = {name: list(filter(_is_image, files)) for name, files in found.items()}
+        empty = [name for name in classes if (folder / name).is_dir() and not images[name]]
         if empty and not allow_empty:
             raise ValueError(
                 f"{folder / empty[0]} has no images ({len(empty)} of {len(classes)} classes are "
-                "empty): add them, remove the folder, or allow it with allow_empty=True"
+                f"empty): add some ({', '.join(ENDINGS)}), remove the folder, or allow it with "
+                "allow_empty=True"
             )
         files = [
             (f"{name}/{file}", label)
             for label, name in enumerate(classes)
-            for number, file in enumerate(found[name])
+            for number, file in enumerate(images[name])
             if not whole or (number % _HELD_OUT == _HELD_OUT - 1) == (split == "test")
         ]
         names, labels = [name for name, _ in files], [label for _, label in files]
+        others = [f"{name}/{x}" for name in classes for x in found[name] if not _is_image(x)]
         about = {"name": Path(path).resolve().name, "split": split}
-        super().__init__(folder, names, labels, classes, **about)
+        twice = whole and split == "test"  # the same folders as of the training split
+        super().__init__(folder, names, labels, classes, others=[] if twice else others, **about)
+
+    def remarks(self) -> list[str]:
+        others, about = self.about["others"], f"{self.name}, {self.split} split"
+        left_out = f"without the ending of an image ({', '.join(ENDINGS)}) are left out, the first"
+        return [f"{about}: {len(others)} files {left_out} is {others[0]}"] if others else []
 
 
 def listed(folder: Path, *, folders: bool) -> list[str]:
@@ -108,8 +121,14 @@ def listed(folder: Path, *, folders: bool) -> list[str]:
 
 def image_files(folder: Path) -> list[str]:
     """Relative paths of the image files below a folder, by extension; sorted."""
-    return [
-        file.relative_to(folder).as_posix()
-        for file in sorted(folder.rglob("*"), key=str)
-        if file.suffix.lower() in _ENDINGS and not file.name.startswith(".")
-    ]
+    return list(filter(_is_image, _files(folder)))
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(ENDINGS)
+
+
+def _files(folder: Path) -> list[str]:
+    """Relative paths of the files below a folder; sorted, without hidden ones."""
+    inner = (f"{n}/{x}" for n in listed(folder, folders=True) for x in _files(folder / n))
+    return sorted([*listed(folder, folders=False), *inner])

@@ -20,11 +20,11 @@ from PIL import Image
 from rope_jax.data.images.augment import Augmentation, parse_crop
 from rope_jax.data.images.decode import EncodedImage, decode_image
 from rope_jax.data.images.joint import IGNORED, crop_both
-from rope_jax.data.sources.folder import Files, listed
+from rope_jax.data.sources.folder import ENDINGS, Files, listed
 from rope_jax.data.sources.index import Streamed
 from rope_jax.system.files import open_regular, read_regular
 
-_IMAGES = (".jpg", ".jpeg", ".webp")
+_IMAGES = tuple(ending for ending in ENDINGS if ending != ".png")
 _THREADS = 8  # read labels in a check
 _LARGEST = 1 << 28  # bytes of a file of labels
 _UNREADABLE = (
