@@ -2,7 +2,13 @@
 
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from rope_jax_kernels import dispatch
+from rope_jax_kernels.rotation import Rotation
 from rope_jax_kernels.tuning.choices import choose
 from rope_jax_kernels.tuning.record import note
 
@@ -21,6 +27,17 @@ def call(
     Raises:
         ValueError: the name is unknown, or the named implementation refuses the call.
     """
+    context, data = jax.sharding.get_abstract_mesh(), dispatch.data_of(arguments)
+    mesh = jax.typeof(next(iter(data.values()))).sharding.mesh if context.empty else context
+    if mesh.explicit_axes:  # in whose types neither kernels nor all reshapes can be written
+        kinds = jax.Array | np.ndarray | Rotation
+        arrays = {name: value for name, value in arguments.items() if isinstance(value, kinds)}
+        how = {"implementation": implementation, "kernels_pay": kernels_pay}
+        return jax.sharding.auto_axes(
+            lambda arrays: call(op, arguments | arrays, **how),
+            axes=mesh.explicit_axes,
+            out_sharding=_shardings(op, data, mesh),
+        )(arrays)
     if implementation is not None:
         return dispatch.run_named(op, implementation, arguments)
     default = dispatch.resolve(op, arguments, kernels_pay)
@@ -28,3 +45,14 @@ def call(
         return dispatch.run_by_platform(op, default, watched)
     choice = choose(op, arguments, default)
     return dispatch.run_by_platform(op, choice.implementation, arguments, choice.tile)
+
+
+def _shardings(op: str, data: dict[str, jax.Array], mesh: AbstractMesh) -> Any:
+    """The shardings of the results of an operation, those of its data."""
+    specs = [jax.typeof(x).sharding.spec for x in data.values()]
+    if op == "attention_qkv":
+        specs = [(*specs[0][:-3], *specs[0][-2:])]
+    elif op in ("unpack_and_rotate", "rotate_back_and_pack"):
+        specs = [specs[0][:1]]
+    shardings = tuple(NamedSharding(mesh, P(*spec)) for spec in specs)
+    return shardings if op == "rotate" else shardings[0]

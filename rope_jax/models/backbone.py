@@ -15,20 +15,64 @@ Parameters declare as metadata what training asks of them: `nnx.Param(value, dec
 """
 
 import abc
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from rope_jax.models.description import Preprocessing
+from rope_jax.models.layers import BatchNorm
 from rope_jax.models.registry import check_blocks
 from rope_jax.names.text import image_pair
 from rope_jax.positions import Position
 from rope_jax.positions.grids import Grid
+from rope_jax.system.sharding import explicit_mesh
 from rope_jax_kernels import Pattern
+
+
+def allow_any_mesh(method: Callable) -> Callable:
+    """Lets a method of models run on meshes with Explicit axes, the default of `jax.make_mesh`.
+
+    There, the type of an array has its sharding, and every layer would have to say how its output
+    is sharded for parameters that are. Inside the method the axes are Auto instead: XLA decides.
+
+    Args:
+        method: of images [B, h, w, 3], and what else it takes, to arrays [B, ...]. These are
+            sharded as the batch of images is.
+    """
+
+    @functools.wraps(method)
+    def call(model: nnx.Module, images: Array, *args: Any, **given: Any) -> Any:
+        mesh = explicit_mesh(images)
+        if mesh is None:
+            return method(model, images, *args, **given)
+
+        def training_norms(model: nnx.Module) -> list[BatchNorm]:
+            modules = nnx.iter_modules(model) if given.get("train") else ()
+            return [module for _, module in modules if isinstance(module, BatchNorm)]
+
+        def run(state: nnx.State) -> tuple[Any, list[tuple[Array, Array]]]:
+            model, images, args, given = nnx.merge(graph, state)
+            out = method(model, images, *args, **given)
+            return out, [(norm.mean[...], norm.variance[...]) for norm in training_norms(model)]
+
+        graph, state = nnx.split((model, images, args, given))
+        batch = NamedSharding(mesh, P(*jax.typeof(images).sharding.spec[:1]))
+        out, statistics = jax.sharding.auto_axes(
+            run, axes=mesh.explicit_axes, out_sharding=(batch, NamedSharding(mesh, P()))
+        )(state)
+        for norm, (mean, variance) in zip(training_norms(model), statistics, strict=True):
+            # New variables, as in `BatchNorm`.
+            norm.mean, norm.variance = norm.mean.replace(mean), norm.variance.replace(variance)
+        return out
+
+    return call
 
 
 class Backbone(nnx.Module):
@@ -85,6 +129,7 @@ class Backbone(nnx.Module):
             key: for randomness in training; not needed in evaluation.
         """
 
+    @allow_any_mesh
     def features(
         self,
         images: Float[Array, "B h w 3"],
@@ -136,6 +181,17 @@ class Backbone(nnx.Module):
         normed = {*blocks} if norm else {final} if norm is None and self.norms_tokens else set()
         maps = zip(blocks, self.maps(images, blocks, train, key), strict=True)
         return [self.norm(x) if block in normed else x for block, x in maps]
+
+    def _refuse_table(self, _: int) -> None:
+        raise NotImplementedError(
+            "nnx.tabulate compiles every method of a module, and those of models also return what "
+            "jax cannot, such as patterns: use `python -m rope_jax.models.cost NAME`, or "
+            "rope_jax.models.cost.cost(model, image_size), for the parameters and multiply-adds of "
+            "each module"
+        )
+
+    # Flax sets this first. Later it would fail without removing what it puts around all methods.
+    _nnx_tabulate_id = property(fset=_refuse_table)
 
     def add_modules(self, *, rngs: nnx.Rngs, dtypes: dict) -> None:
         """Creates what a family has beyond its base, as the last step of the constructor.

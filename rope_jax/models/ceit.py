@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import SelfAttention
+from rope_jax.models.backbone import allow_any_mesh
 from rope_jax.models.blocks import Block, drop_path
 from rope_jax.models.layers import (
     SUM_OF_PRODUCTS,
@@ -184,6 +185,7 @@ class CeiT(ViT):
     def norms_tokens(self) -> bool:
         return False  # the last norm is for the class tokens
 
+    @allow_any_mesh
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:

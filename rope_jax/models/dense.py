@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from rope_jax.models.backbone import Backbone
+from rope_jax.models.backbone import Backbone, allow_any_mesh
 from rope_jax.models.description import Description
 from rope_jax.models.heads import HEADS, Head, create_head, find_head
 from rope_jax.models.layers import dtypes_of
@@ -18,6 +18,7 @@ from rope_jax.models.pyramid import FeaturePyramid
 from rope_jax.models.registry import Options, check_blocks, create_backbone, find_model
 from rope_jax.names.notation import Call, parse
 from rope_jax.positions.grids import Grid
+from rope_jax.system.sharding import explicit_mesh
 from rope_jax_kernels import Pattern
 
 _STRIDES = (4, 8, 16, 32)
@@ -80,12 +81,20 @@ class DenseModel(Backbone):
             images, extent, train, key: as in `__call__`.
             given: what else the head takes, see its own arguments.
         """
+        if explicit_mesh(images) is not None:
+            raise ValueError(
+                "predict(...) returns arrays with the batch on any axis, and a mesh with Explicit "
+                "axes asks for their sharding: wrap the loss that calls it in "
+                "jax.sharding.auto_axes(loss, out_sharding=jax.P()), or use the mesh of "
+                "rope_jax.sharding.make_mesh"
+            )
         keys = self.training_keys(train, key, 2)
         if extent is not None:
             given |= {"extent": extent, "image_size": images.shape[1:3]}
         maps = self.head_maps(images, train=train, key=keys[0])
         return self.head(maps, train=train, key=keys[1], **given)
 
+    @allow_any_mesh
     def __call__(
         self,
         images: Float[Array, "B h w 3"],

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from rope_jax.models.backbone import Backbone
+from rope_jax.models.backbone import Backbone, allow_any_mesh
 from rope_jax.models.layers import Deconv, conv, dtypes_of, layer_norm
 
 _EPSILON = 1e-6  # of the layer norms, over channels
@@ -152,6 +152,7 @@ class PyramidBackbone(nnx.Module):
         """The backbone's parts, see `Backbone.parts`."""
         return {f"backbone.{prefix}": part for prefix, part in self.backbone.parts().items()}
 
+    @allow_any_mesh
     def features(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> list[Float[Array, "B _h _w C"]]:

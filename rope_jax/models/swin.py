@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import WINDOW_PADDING, PaddedWindow, check_windows
-from rope_jax.models.backbone import Backbone, patch_grid
+from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
     Block,
     declare,
@@ -257,6 +257,7 @@ class Hierarchy(Backbone):
                 return
             x, first = stage.downsample(x), end
 
+    @allow_any_mesh
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from rope_jax.models.attention import WINDOW_PADDING, check_windows, window_of
-from rope_jax.models.backbone import Backbone, patch_grid
+from rope_jax.models.backbone import Backbone, allow_any_mesh, patch_grid
 from rope_jax.models.blocks import (
     Block,
     RunBlocks,
@@ -227,6 +227,7 @@ class ViT(Backbone):
         far, depth = self.options.global_blocks, self.options.depth
         return [Global() if block in far else self.pattern for block in range(depth)]
 
+    @allow_any_mesh
     def encode(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B L C"]:
@@ -301,6 +302,7 @@ class ViT(Backbone):
             pooled = [self.norm(x) for x in pooled]
         return jnp.concatenate(pooled, axis=-1)
 
+    @allow_any_mesh
     def __call__(
         self, images: Float[Array, "B h w 3"], *, train: bool = False, key: Array | None = None
     ) -> Float[Array, "B classes"]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from rope_jax.models.backbone import allow_any_mesh
 from rope_jax.models.blocks import drop_path
 from rope_jax.models.ceit import DepthwiseConv
 from rope_jax.models.deformable import DeformableAttention
@@ -202,6 +203,7 @@ class ViTAdapter(ViT):
         _draw(self.up, 4 * width, rngs)
         self.map_norms = nnx.List(BatchNorm(width, dtypes=dtypes) for _ in range(_LEVELS + 1))
 
+    @allow_any_mesh
     def features(
         self,
         images: Float[Array, "B h w 3"],

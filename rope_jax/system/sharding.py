@@ -205,6 +205,13 @@ def over_batch(f: Callable[[Any, Any], Any], batched: Any, shared: Any) -> Any:
     )(batched, shared)
 
 
+def explicit_mesh(x: Array) -> AbstractMesh | None:
+    """The mesh in force, or else that of an array, if it has Explicit axes; otherwise None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
+    return mesh if mesh.explicit_axes else None
+
+
 def by_example(x: Array) -> Array:
     """Constrains an array [B, ...] and its gradient to be sharded by example.
 

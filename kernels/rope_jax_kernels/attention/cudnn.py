@@ -129,6 +129,4 @@ def refusal(
     largest = 256 if device.refusal("Hopper") is None else 128
     if x.shape[-1] > largest:
         return f"the head dimension is {x.shape[-1]}; up to {largest} are served on this GPU"
-    if any(isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec) for x in arrays.values()):
-        return "arrays are sharded over Explicit axes, which the types of its gradients leave out"
     return device.refusal() or missing()
