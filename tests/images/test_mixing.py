@@ -62,6 +62,7 @@ def test_each_group_is_mixed_with_itself_by_its_own_draw(groups):
     assert len(np.unique(shares)) == groups
     for group, rows in enumerate(np.split(np.arange(12), groups)):
         alone, share = mix(images[rows], jax.random.fold_in(key, group) if groups > 1 else key)
-        np.testing.assert_array_equal(mixed[rows], alone)
+        # XLA may round a product and a sum at once in one program, and apart in the other.
+        np.testing.assert_array_max_ulp(np.asarray(mixed[rows]), np.asarray(alone), maxulp=2)
         np.testing.assert_array_equal(shares[rows], np.full((len(rows), 1), share))
         np.testing.assert_array_equal(others[rows], labels[rows][::-1])
