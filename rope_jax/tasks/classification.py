@@ -95,7 +95,7 @@ class Classification:
     picture = None
 
     def check(self, config: Config, images: Images | Streamed) -> None:
-        """Rejects images whose pixels or boxes have classes, or that have several."""
+        """Rejects images whose pixels or boxes have classes, and several labels of an image."""
         if images.labels_kind != self.labels:
             raise ConfigError(
                 f"--config.data.source={config.data.source} has classes of {images.labels_of}, but "
@@ -105,8 +105,8 @@ class Classification:
         if images.labels.ndim > 1:
             raise ConfigError(
                 f"--config.data.source={config.data.source} has up to {images.labels.shape[1]} "
-                "labels for each training image, which a model is evaluated with, but trained "
-                "with one: give the training split labels [n]"
+                "labels for each training image: give each one, int32 [n]; only images of an "
+                "evaluation may have several"
             )
 
     def prepare_batch(

@@ -121,7 +121,8 @@ def prepare(config: Config) -> tuple[Setup, nnx.Module]:
     model = create_seeds(config)
     _check_evaluation(config, images, model)
     setup = assemble(config, mesh, images, held_out, model)
-    setup.about()  # reads some images now, and not when a signal asks for the first checkpoint
+    with blame("--config.data.path"):
+        setup.about()  # reads some images: now, and not when a signal asks for a checkpoint
     return setup, model
 
 

@@ -1,11 +1,15 @@
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
-from rope_jax.config import resolve
+from rope_jax.config import ConfigError, resolve
 from rope_jax.data.images.device import normalise
+from rope_jax.data.sources.folder import Files
 from rope_jax.tasks.classification import Classification, count_correct
 
 
@@ -50,6 +54,20 @@ def test_the_accuracy_is_that_of_the_own_labels():
     assert float(accuracy) == pytest.approx(2 / 3)
     assert loss.dtype == jnp.float32
     assert float(loss) == pytest.approx(float(np.log1p(np.exp(-1)) + 0.5), rel=1e-6)
+
+
+def test_training_images_have_one_label(tmp_path):
+    """Several are for evaluation."""
+    for name in "ab":
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+    names, classes = ["a.png", "b.png"], ["cat", "dog"]
+    for labels, refusal in (
+        ([0, 1], contextlib.nullcontext()),
+        ([[0, 1], [1, -1]], pytest.raises(ConfigError, match="up to 2 labels for each training")),
+    ):
+        source = Files(tmp_path, names, np.array(labels), classes, name="mine", split="train")
+        with refusal:
+            Classification().check(resolve({}), source.streamed((8, 8)))
 
 
 def test_padding_is_not_counted_and_any_of_several_labels_is_right():

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from rope_jax.config import ConfigError, settings
+from rope_jax.runs.run import start
 from rope_jax.training import agreement
 from rope_jax.training.setup import prepare
 from tests.training.recipe import tiny
@@ -26,6 +27,21 @@ def test_what_fails_in_one_process_fails_in_all(monkeypatch):
     with pytest.raises(ConfigError, match="no lock"), agreement.told_to_all():
         raise ConfigError("no lock")
     assert sent == ['{"failure": "no lock"}']
+
+
+def test_weights_of_one_process_alone_end_all(monkeypatch, tmp_path):
+    setup, model = prepare(tiny(init_from=str(tmp_path)))
+    sent = []
+    monkeypatch.setattr(agreement, "texts_of_all", lambda text: [sent.append(text) or text])
+    with pytest.raises(ConfigError, match=r"without model\.safetensors"):
+        start(setup, model)
+    steps, failure = map(json.loads, sent)
+    assert "without model.safetensors" in failure["failure"]
+    others(monkeypatch, steps)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "3" / "manifest.json").touch()
+    with pytest.raises(ConfigError, match=r"in process 1 the steps of .* is \[\], not \['3'\]"):
+        start(setup, model)
 
 
 def test_every_setting_the_data_and_the_software_are_compared():

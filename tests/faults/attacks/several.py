@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+import rope_jax
+from tests import devices as cpu
 from tests.faults.attacks import (
     BOUND,
     ENDLESS,
@@ -99,6 +101,35 @@ def other_images(folder, number, rng):
     folders = [{"TEST_FOLDER": str(folder / str(process))} for process in range(2)]
     runs = start(folder, [images, images], environments=folders, prepare=_in_own_folder)
     refused(runs, "in process 1 the images of the train split is")
+
+
+OWN_FILES = [  # of the second process, arguments of both, what both say
+    ({"mine.py": "ONE = 2"}, ["--plugins=mine"], "the source of the plug-in mine is"),
+    ({}, ["--config.init_from=w.safetensors"], "process 1 failed: "),
+    ({"run/checkpoints/4/manifest.json": "{}"}, ["--config.init_from=run"], "is ['4'], not ['3']"),
+]
+
+
+@attack("one of two processes has another plug-in or weights", tries=len(OWN_FILES))
+def other_files(folder, number, rng):
+    files, arguments, words = OWN_FILES[number % len(OWN_FILES)]
+    first = {"mine.py": "ONE = 1", "run/checkpoints/3/manifest.json": "{}"}
+    for process, texts in enumerate((first, {"log": ""} | files)):
+        for name, text in texts.items():
+            path = folder / str(process) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    model = rope_jax.create_model("vit_digits", position="rope_mixed", depth=1, width=16, heads=1)
+    rope_jax.save_pretrained(model, folder / "0" / "w.safetensors")
+    folders = [{"TEST_FOLDER": str(folder / str(process))} for process in range(2)]
+    runs = start(folder, [arguments] * 2, environments=folders, prepare=_in_own_folder)
+    refused(runs, "process 1", words)
+
+
+@attack("one of two processes has another number of devices")
+def other_devices(folder, number, rng):
+    runs = start(folder, [[], []], environments=[cpu.environment(1), cpu.environment(2)])
+    refused(runs, "process 0 has 1, process 1 has 2")
 
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
