@@ -284,6 +284,7 @@ def row(asked, *_):
         dataclasses.replace(asked, model=model).row()
 
     asked.identity()
+    asked.folder.mkdir(parents=True, exist_ok=True)  # the workdir, which is none
     with contextlib.suppress(Reached):
         nnx.eval_shape(begin, asked.model)
     return {"dataset": "", "protocol": ""}
